@@ -1,0 +1,54 @@
+# One command each: `make train` trains the default job on two ranks, `make test` tests everything.
+# Both set themselves up: a virtual environment in .venv, and bigtrain in it.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: train test check setup system clean help
+
+help:
+	@echo "make train   train a small language model on two ranks (about three minutes)"
+	@echo "make test    run every test"
+	@echo "make check   style and types only"
+
+setup: $(READY)
+
+$(READY): setup.py pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "Python 3.10 or newer is needed, $(PYTHON) is older. Run: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "Python's venv module is missing. Run: sudo apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $(READY)
+
+train: $(READY)
+	$(BIN)/bigtrain train -n 2
+
+# The launcher tests run the real programs, so these come from the system.
+system:
+	@missing=""; \
+	command -v g++ >/dev/null || missing="$$missing g++"; \
+	command -v ninja >/dev/null || test -x $(BIN)/ninja || missing="$$missing ninja-build"; \
+	command -v mpiexec.openmpi >/dev/null || missing="$$missing openmpi-bin"; \
+	command -v mpiexec.hydra >/dev/null || missing="$$missing mpich"; \
+	command -v slurmctld >/dev/null || missing="$$missing slurm-wlm"; \
+	command -v munged >/dev/null || missing="$$missing munge"; \
+	if [ -n "$$missing" ]; then \
+		echo "Not on this machine:$$missing. The tests that need them are skipped here (never in CI)."; \
+		echo "Run: sudo apt-get install$$missing"; \
+	fi
+
+test: $(READY) system check
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell bigtrain strategies configs tests benchmarks docs *.md *.py Makefile
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

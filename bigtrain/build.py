@@ -1,0 +1,169 @@
+"""From a job to a plan, and from a plan to a live runner: the order of composition.
+
+`build` is the one place where that order stands.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from bigtrain.blueprint import Blueprint
+from bigtrain.config import Job, Role, RoleConfig, resolve_batch
+from bigtrain.distributed import RunContext, resolve_mesh
+from bigtrain.errors import ConfigError
+from bigtrain.forecast import Forecast, Profile
+from bigtrain.memory import Meter
+from bigtrain.registry import make_technique
+from bigtrain.runner import LoopRunner
+from bigtrain.strategy import Assembly, MakeOptimizer, Plan, Runner, Strategy
+from bigtrain.tasks import Loss
+
+ORDER: tuple[Role, ...] = ("cut", "recompute", "replicate", "offload", "accumulate")
+"""The order in which techniques shape a run, and its forecast."""
+
+
+def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
+    """Decide what will be run, and refuse what cannot be. Needs no process group.
+
+    Args:
+        job: the configuration.
+        world_size: how many ranks there are.
+        device_type: 'cpu' or 'cuda'.
+
+    Raises:
+        ConfigError: the mesh, the batch or a technique does not fit.
+    """
+    pp, dp, tp = resolve_mesh(job.mesh.pp, job.mesh.dp, job.mesh.tp, world_size)
+    techniques = {
+        role: make_technique(role, config) for role, config in job.strategy.roles().items()
+    }
+    if "replicate" not in techniques:
+        techniques["replicate"] = make_technique("replicate", RoleConfig(name="single"))
+    if "accumulate" not in techniques:
+        techniques["accumulate"] = make_technique("accumulate", RoleConfig(name="accumulation"))
+    if "cut" not in techniques and pp * tp > 1:
+        raise ConfigError(
+            f"mesh.pp={pp} and mesh.tp={tp} cut the model, and strategy.cut names no technique "
+            "that does. Use mesh.pp=1 mesh.tp=1."
+        )
+    owners = [t.name for t in techniques.values() if t.owns_step]
+    if len(owners) > 1:
+        raise ConfigError(f"{' and '.join(owners)} both own the training step. Keep one of them.")
+    if job.train.sync_batchnorm and device_type != "cuda":
+        raise ConfigError(
+            "train.sync_batchnorm=true needs CUDA (torch's SyncBatchNorm has no CPU kernel). "
+            "Use train.sync_batchnorm=false."
+        )
+    plan = Plan(
+        strategy=job.strategy,
+        techniques=techniques,
+        pp=pp,
+        dp=dp,
+        tp=tp,
+        batch=resolve_batch(job.train, dp),
+        precision=job.train.precision,
+        device_type=device_type,
+        clip_norm=job.optim.clip_norm,
+        sync_batchnorm=job.train.sync_batchnorm,
+    )
+    for technique in techniques.values():
+        technique.check(plan)
+    return plan
+
+
+def in_order(plan: Plan) -> list[Strategy]:
+    """The plan's techniques in the order of composition."""
+    return [plan.techniques[role] for role in ORDER if role in plan.techniques]
+
+
+def forecast(profile: Profile, plan: Plan) -> Forecast:
+    """Predict one rank's memory: each technique turns the forecast of those before it."""
+    predicted = Forecast.of(profile)
+    for technique in in_order(plan):
+        predicted = technique.estimate(predicted, profile, plan)
+    return predicted
+
+
+def build(
+    plan: Plan,
+    blueprint: Blueprint,
+    loss: Loss,
+    make_optimizer: MakeOptimizer,
+    context: RunContext,
+    meter: Meter,
+) -> Runner:
+    """Make the live runner of a plan. Every step below stands where it must.
+
+    Args:
+        plan: what to build.
+        blueprint: the model, described or given.
+        loss: sums over valid targets.
+        make_optimizer: called once, on the parameters that this rank updates.
+        context: what this process is.
+        meter: told of phases and owners.
+    """
+    meter.phase("build")
+    with meter.window():
+        # Weights depend on seed and name only, so every rank makes its own and none are sent.
+        model = _materialize(blueprint, context, plan)
+        # BatchNorm is replaced while the model is still plain: wrappers keep what they find.
+        if plan.sync_batchnorm:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model, context.dp_group)
+        assembly = Assembly(
+            context=context,
+            plan=plan,
+            loss=loss,
+            meter=meter,
+            model=model,
+            make_optimizer=make_optimizer,
+            module=model,
+        )
+        # cut: stages first, so that all that follows sees only this rank's layers.
+        # recompute: on blocks, while they are still the user's own modules.
+        # replicate: wraps or shards what is left, hooks of recomputation included.
+        # offload: moves what sharding left on this rank.
+        # accumulate: says how often all of that runs before the optimizer does.
+        for technique in in_order(plan):
+            technique.apply(assembly)
+        # The optimizer comes last, made by the runner: sharding has changed the parameters.
+        return (assembly.runner or LoopRunner)(assembly)
+
+
+def _materialize(blueprint: Blueprint, context: RunContext, plan: Plan) -> nn.Module:
+    model = blueprint.materialize(context.device, seed=context.seed)
+    if plan.precision == "fp64":
+        model = model.double()
+    if not blueprint.deferred and context.world_size > 1:
+        import torch.distributed as dist
+
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
+    return model
+
+
+def describe_plan(plan: Plan) -> dict[str, Any]:
+    """The plan as plain YAML values, which `--plan` reads back."""
+    strategy: dict[str, Any] = {"name": plan.strategy.name}
+    for role, technique in plan.techniques.items():
+        options = technique.model_dump(mode="json", exclude_defaults=True)
+        config = plan.strategy.roles().get(role)
+        strategy[role] = {"name": config.name if config else technique.name, **options}
+    return {
+        "mesh": {"pp": plan.pp, "dp": plan.dp, "tp": plan.tp},
+        "strategy": strategy,
+        "train": {
+            "global_batch_size": plan.batch.global_size,
+            "micro_batch_size": plan.batch.micro_size,
+            "precision": plan.precision,
+        },
+    }
+
+
+def device_type_of(job: Job) -> str:
+    """'cuda' or 'cpu', as the job's `device` says for this machine."""
+    if job.device != "auto":
+        return job.device
+    return "cuda" if torch.cuda.is_available() else "cpu"

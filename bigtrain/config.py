@@ -1,0 +1,278 @@
+"""One job as types: every key of a YAML file, its default, its unit, and the batch arithmetic.
+
+Defaults stand here and nowhere else; YAML files hold differences. Nothing here imports torch,
+so a wrong key is answered in milliseconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from bigtrain.errors import ConfigError
+from bigtrain.units import parse_bytes
+
+Precision = Literal["fp32", "bf16", "fp64"]
+Role = Literal["cut", "replicate", "recompute", "offload", "accumulate"]
+ROLES: tuple[Role, ...] = ("cut", "replicate", "recompute", "offload", "accumulate")
+
+Bytes = Annotated[int, BeforeValidator(lambda value: parse_bytes(value))]
+"""A size: written '25MiB' or as a number, kept as an integer of bytes."""
+
+
+class Section(BaseModel):
+    """The base of every section: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(Section):
+    """Which model is trained."""
+
+    name: str = "gpt"
+    """A built-in name (gpt-10m, lenet, resnet50, ...) or `package.module:Class`."""
+    args: dict[str, Any] = {}
+    """Arguments of its constructor; what the data decides (number of classes) may be left out."""
+    loss: str | None = None
+    """`package.module:function`, a mean loss of (output, target); left out, the task's own."""
+
+
+class DataConfig(Section):
+    """What it is trained on."""
+
+    name: str = "text"
+    """A built-in source (text, digits, cifar10, ...) or `package.module:function`."""
+    path: str | None = None
+    """The file or folder of the source; for text, left out, the Python library's own source."""
+    args: dict[str, Any] = {}
+    """Arguments of the source."""
+    workers: int = Field(0, ge=0)
+    """Processes per rank that read samples ahead; 0 reads in the training process."""
+
+
+class OptimConfig(Section):
+    """How the parameters are updated."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = Field(1e-3, ge=0)
+    """The highest learning rate, for a global batch of `base_batch_size` where that is given."""
+    base_batch_size: int | None = Field(None, ge=1)
+    """Linear scaling: the rate is multiplied by global_batch_size / base_batch_size."""
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    momentum: float = Field(0.0, ge=0, lt=1)
+    warmup_steps: int = Field(0, ge=0)
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """The rate after warm-up: held, or let down to `final_lr_share` at the last step."""
+    final_lr_share: float = Field(0.0, ge=0, le=1)
+    clip_norm: float | None = Field(None, gt=0)
+    """Gradients are scaled down to this global norm where they exceed it."""
+    implementation: Literal["auto", "fused", "foreach", "loop"] = "auto"
+    """torch's kernels for the step; auto is fused, which needs no temporary copies."""
+
+
+class TrainConfig(Section):
+    """How long, in what batches, in what precision."""
+
+    steps: int | None = Field(None, ge=1)
+    epochs: float | None = Field(None, gt=0)
+    """Passes over the training data; give steps or epochs (neither means one epoch)."""
+    global_batch_size: int | None = Field(None, ge=1)
+    """Samples per optimizer step over all ranks; any two of these three give the third."""
+    micro_batch_size: int | None = Field(None, ge=1)
+    """Samples per rank that go through the model at once."""
+    accumulation_steps: int | None = Field(None, ge=1)
+    """Micro-batches per rank and optimizer step."""
+    seed: int = Field(0, ge=0)
+    precision: Precision = "fp32"
+    """bf16 is autocast with fp32 parameters; fp64 is for proofs."""
+    eval_every: int = Field(0, ge=0)
+    """Steps between validations; 0 validates at the end only."""
+    sync_batchnorm: bool = False
+    """BatchNorm statistics over all ranks (CUDA only)."""
+    deterministic: bool = False
+    """Only deterministic kernels (torch.use_deterministic_algorithms)."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainConfig:
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(
+                f"steps={self.steps} and epochs={self.epochs} both say how long to train; "
+                "give one (train.epochs=null drops the other)"
+            )
+        return self
+
+
+class MeshConfig(Section):
+    """The ranks as axes, and how they talk."""
+
+    pp: int = Field(1, ge=1)
+    dp: int = Field(-1, ge=-1)
+    """-1 is what remains of the world."""
+    tp: int = Field(1, ge=1)
+    backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
+    setup_timeout: float = Field(300.0, gt=0)
+    """Seconds the ranks wait for each other at the start."""
+    timeout: float = Field(100.0, gt=0)
+    """Seconds a collective may take afterwards."""
+
+    @field_validator("dp")
+    @classmethod
+    def _not_zero(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("dp=0 has no ranks; use -1 for what remains")
+        return value
+
+
+class RoleConfig(BaseModel):
+    """One technique: its name, and its own options, which its module checks."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The technique's options, as written."""
+        return dict(self.model_extra or {})
+
+
+class StrategyConfig(Section):
+    """At most one technique for each role."""
+
+    name: str = "single"
+    """What the reports call it: the preset's name."""
+    cut: RoleConfig | None = None
+    replicate: RoleConfig | None = None
+    recompute: RoleConfig | None = None
+    offload: RoleConfig | None = None
+    accumulate: RoleConfig | None = None
+
+    @field_validator(*ROLES, mode="before")
+    @classmethod
+    def _short_form(cls, value: object) -> object:
+        return {"name": value} if isinstance(value, str) else value
+
+    def roles(self) -> dict[Role, RoleConfig]:
+        """The roles that are filled, in the order of composition."""
+        filled: dict[Role, RoleConfig] = {}
+        for role in ROLES:
+            config: RoleConfig | None = getattr(self, role)
+            if config is not None:
+                filled[role] = config
+        return filled
+
+
+class MemoryConfig(Section):
+    """How memory is measured and predicted."""
+
+    track_steps: int = Field(3, ge=0)
+    """Steps from the start during which every tensor is tracked; 0 tracks none."""
+    predict: bool = True
+    """Predict the peak from a pass over fake tensors, and print it beside the measured one."""
+
+
+class CheckpointConfig(Section):
+    """When the state is saved and where it is taken from."""
+
+    every: int = Field(0, ge=0)
+    """Steps between checkpoints; 0 saves at the end only."""
+    at_end: bool = True
+    keep: int = Field(3, ge=1)
+    """How many of the newest are kept."""
+    resume: str | None = None
+    """`auto`: the run's newest, if there is one; or the path of a checkpoint."""
+
+
+class LogConfig(Section):
+    """What is written while it runs."""
+
+    dir: str = "runs"
+    name: str | None = None
+    """The run's folder below `dir`; left out, model-strategy-number."""
+    every: int = Field(10, ge=1)
+    """Steps between log lines where the output is not a terminal."""
+    tensorboard: bool = False
+
+
+class Job(Section):
+    """The typed configuration of one run."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    strategy: StrategyConfig = StrategyConfig()
+    mesh: MeshConfig = MeshConfig()
+    memory: MemoryConfig = MemoryConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The three numbers of a step; `global_size = micro_size * accumulation_steps * dp_size`,
+    or less where the last micro-batch of a step is ragged.
+    """
+
+    global_size: int
+    micro_size: int
+    accumulation_steps: int
+    dp_size: int
+
+
+def resolve_batch(train: TrainConfig, dp_size: int) -> Batch:
+    """Work out the third of the three batch keys from the other two.
+
+    With one key given, the accumulation is 1 (or, for `accumulation_steps` alone, the
+    micro-batch is 1 sample).
+
+    Args:
+        train: the section with the three keys.
+        dp_size: how many replicas share the global batch.
+
+    Raises:
+        ConfigError: the numbers do not multiply, with the equation.
+    """
+    total, micro, accumulation = (
+        train.global_batch_size,
+        train.micro_batch_size,
+        train.accumulation_steps,
+    )
+    if total is None:
+        micro, accumulation = micro or 1, accumulation or 1
+        return Batch(micro * accumulation * dp_size, micro, accumulation, dp_size)
+    if micro is None:
+        accumulation = accumulation or 1
+        pieces = accumulation * dp_size
+        if total % pieces:
+            raise ConfigError(
+                f"train.global_batch_size={total} does not divide into accumulation_steps * dp = "
+                f"{accumulation} * {dp_size} = {pieces} micro-batches. "
+                f"Use train.global_batch_size={_multiple(total, pieces)}."
+            )
+        return Batch(total, total // pieces, accumulation, dp_size)
+    if accumulation is None:
+        if total % (micro * dp_size):
+            raise ConfigError(
+                f"train.global_batch_size={total} is not a multiple of micro_batch_size * dp = "
+                f"{micro} * {dp_size} = {micro * dp_size}. "
+                f"Use train.global_batch_size={_multiple(total, micro * dp_size)}, "
+                "or leave train.micro_batch_size out."
+            )
+        return Batch(total, micro, total // (micro * dp_size), dp_size)
+    if total != micro * accumulation * dp_size:
+        raise ConfigError(
+            f"train.global_batch_size={total}, but micro_batch_size * accumulation_steps * dp = "
+            f"{micro} * {accumulation} * {dp_size} = {micro * accumulation * dp_size}. "
+            "Leave one of the three out."
+        )
+    return Batch(total, micro, accumulation, dp_size)
+
+
+def _multiple(number: int, of: int) -> int:
+    """The multiple of `of` that is nearest to `number`, and not zero."""
+    return max(1, round(number / of)) * of

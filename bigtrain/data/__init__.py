@@ -1,0 +1,24 @@
+"""Data: sources by name, the global order of samples, and the micro-batches of a rank."""
+
+from bigtrain.data.catalog import SOURCES, check_data, open_data, prepare_data
+from bigtrain.data.loader import MicroBatch, Step, StepLoader, validation_batches
+from bigtrain.data.sampler import GlobalBatch, GlobalOrder, MicroBatchPlan, split
+from bigtrain.data.source import Data, Samples, Source
+
+__all__ = [
+    "SOURCES",
+    "Data",
+    "GlobalBatch",
+    "GlobalOrder",
+    "MicroBatch",
+    "MicroBatchPlan",
+    "Samples",
+    "Source",
+    "Step",
+    "StepLoader",
+    "check_data",
+    "open_data",
+    "prepare_data",
+    "split",
+    "validation_batches",
+]

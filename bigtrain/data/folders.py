@@ -1,0 +1,166 @@
+"""Images in one folder per class: ImageNet, and anyone's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bigtrain.data.images import (
+    IMAGENET_DEVIATION,
+    IMAGENET_MEAN,
+    LabelledImages,
+    explained,
+    finish,
+    need_torchvision,
+)
+from bigtrain.data.sampler import permute
+from bigtrain.data.source import Count, Data, PartOf, Samples, Share, existing_folder
+from bigtrain.errors import ConfigError
+from bigtrain.tasks import ClassificationTask
+
+_VALIDATION_FOLDERS = ("val", "valid", "validation")
+_SPLIT_SEED = 0
+
+
+def _classes(folder: Path) -> list[str]:
+    """The class folders of a folder.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    found = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    if not found:
+        raise ConfigError(
+            f"data.path: {folder} has no folders, and one per class is needed. "
+            f"Put images as {folder}/CLASS/NAME.png."
+        )
+    return found
+
+
+def _transforms(size: int, augment: bool) -> tuple[Any, Any]:
+    """For training and for validation; inputs become (3, size, size)."""
+    from torchvision.transforms import v2
+
+    last = finish(IMAGENET_MEAN, IMAGENET_DEVIATION)
+    # The customary 256 to 224: validation sees the middle 7/8 of the shorter side.
+    centre = [v2.Resize(round(size * 8 / 7)), v2.CenterCrop(size)]
+    crop = [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()] if augment else centre
+    return v2.Compose([*crop, *last]), v2.Compose([*centre, *last])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFolderSource:
+    """`image_folder`: `data.path`/CLASS/..., or `data.path`/train/CLASS/... beside val."""
+
+    path: Path | None = None
+    size: Count = 224
+    """Pixels on a side of an input."""
+    augment: bool = True
+    """Crop and flip at random in training."""
+    validation_fraction: Share = 0.1
+    """Share of the images that is held out where there is no folder val."""
+
+    @property
+    def _name(self) -> str:
+        return "image_folder"
+
+    def _folders(self) -> tuple[Path, Path | None]:
+        needs = "give the folder with one folder of images per class."
+        root = existing_folder(self.path, needs)
+        beside = [root / name for name in _VALIDATION_FOLDERS if (root / name).is_dir()]
+        train = root / "train"
+        # Only if it holds classes; else it may be a class itself, of vehicles.
+        if train.is_dir() and any(entry.is_dir() for entry in train.iterdir()):
+            return root / "train", beside[0] if beside else None
+        return root, None
+
+    def check(self) -> None:
+        """Refuse where torchvision, the folder or its classes are missing."""
+        need_torchvision(self._name)
+        train, validation = self._folders()
+        classes = _classes(train)
+        if validation is not None and _classes(validation) != classes:
+            other = _classes(validation)
+            odd = sorted(set(classes) ^ set(other))[0]
+            raise ConfigError(
+                f"data.path: {train} has {len(classes)} classes and {validation} {len(other)}; "
+                f"{odd!r} is only in one of them. Make the class folders the same in both."
+            )
+
+    def prepare(self) -> None:
+        """Nothing: images are read where they are."""
+        self.check()
+
+    def open(self, *, seed: int, sequence_length: int | None) -> Data:
+        """List the images; which are held out does not depend on the seed."""
+        del seed, sequence_length
+        self.check()
+        from torchvision.datasets import ImageFolder
+
+        folder, beside = self._folders()
+        augmented, plain = _transforms(self.size, self.augment)
+        with explained(self._name, folder):
+            images = ImageFolder(folder, transform=augmented)
+            second = ImageFolder(beside or folder, transform=plain)
+        train: Samples = LabelledImages(images, deterministic=not self.augment)
+        validation: Samples | None = LabelledImages(second, deterministic=True)
+        if beside is None:
+            train, validation = self._held_out(train, LabelledImages(second, deterministic=True))
+        return Data(
+            train=train,
+            validation=validation,
+            task=ClassificationTask(len(images.classes)),
+            description=f"{self._name}: {len(train)} images of {len(images.classes)} classes, "
+            f"{len(validation) if validation is not None else 0} held out",
+        )
+
+    def _held_out(self, train: Samples, plain: Samples) -> tuple[Samples, Samples | None]:
+        total = len(train)
+        number = round(total * self.validation_fraction)
+        if not number:
+            return train, None
+        if number == total:
+            raise ConfigError(
+                f"data.args.validation_fraction={self.validation_fraction} holds out all {total} "
+                "images. Set data.args.validation_fraction=0 or add images."
+            )
+        order = permute(range(total), total, _SPLIT_SEED).tolist()
+        return PartOf(train, sorted(order[number:])), PartOf(plain, sorted(order[:number]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageNetSource:
+    """`imagenet`: `data.path`/train/CLASS/... and `data.path`/val/CLASS/..."""
+
+    path: Path | None = None
+    size: Count = 224
+    """Pixels on a side of an input."""
+    augment: bool = True
+    """Crop and flip at random in training."""
+
+    def check(self) -> None:
+        """Refuse where a folder is missing or the classes of the two differ."""
+        needs = "imagenet needs the folder that holds train and val."
+        root = existing_folder(self.path, needs)
+        for name in ("train", "val"):
+            if not (root / name).is_dir():
+                raise ConfigError(
+                    f"data.path: {root / name} does not exist, and imagenet needs train/CLASS "
+                    "and val/CLASS. Give the folder that has both, or use "
+                    "data.name=image_folder."
+                )
+            _classes(root / name)
+        self._images().check()
+
+    def prepare(self) -> None:
+        """Nothing: images are read where they are."""
+        self.check()
+
+    def open(self, *, seed: int, sequence_length: int | None) -> Data:
+        """List the images."""
+        self.check()
+        return self._images().open(seed=seed, sequence_length=sequence_length)
+
+    def _images(self) -> ImageFolderSource:
+        return ImageFolderSource(path=self.path, size=self.size, augment=self.augment)

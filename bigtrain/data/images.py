@@ -1,0 +1,277 @@
+"""MNIST and CIFAR-10 through torchvision, and what image sources share: transforms, downloads.
+
+torchvision is imported when a source is opened. Random transforms draw from torch's generator,
+which `seeding` sets for each sample.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from bigtrain.data.source import Count, CountOrZero, Data, Samples, existing_folder
+from bigtrain.errors import ConfigError
+from bigtrain.tasks import ClassificationTask
+
+IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class LabelledImages(Dataset[tuple[Tensor, Tensor]]):
+    """A torchvision data set with its targets as int64 tensors."""
+
+    def __init__(self, images: Samples, deterministic: bool) -> None:
+        self.images = images
+        self.deterministic = deterministic
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image, target = self.images[index]
+        return image, torch.tensor(target)
+
+
+def need_torchvision(name: str) -> None:
+    """Refuse where torchvision is missing.
+
+    Raises:
+        ConfigError: with the command that installs it.
+    """
+    if importlib.util.find_spec("torchvision") is None:
+        raise ConfigError(
+            f"data.name={name} needs torchvision, which is not installed. "
+            "Run: pip install torchvision"
+        )
+
+
+def finish(mean: Sequence[float], deviation: Sequence[float]) -> list[Any]:
+    """The last transforms of every image: to float32 (channels, height, width), normalised."""
+    from torchvision.transforms import v2
+
+    return [
+        v2.ToImage(),
+        v2.ToDtype(torch.float32, scale=True),
+        v2.Normalize(list(mean), list(deviation)),
+        v2.ToPureTensor(),
+    ]
+
+
+@contextlib.contextmanager
+def explained(name: str, path: Path) -> Iterator[None]:
+    """Turn torchvision's complaints about files into one line that names the key.
+
+    Raises:
+        ConfigError: for what torchvision raises about damaged files.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError, EOFError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"data.path: {path} cannot be read as {name}: {first}. Check the files there, or "
+            "remove them and get the data set again."
+        ) from error
+
+
+def download(name: str, path: Path, fetch: Callable[[Path], object]) -> None:
+    """Run a download beside its place, then move the files there one by one.
+
+    Archives that already lie in the folder are used.
+
+    Args:
+        name: of the source.
+        path: `data.path`, made if it is not there.
+        fetch: downloads into the folder that it is given.
+
+    Raises:
+        ConfigError: it failed, with the reason.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path, prefix=".download-") as beside:
+            for archive in path.glob("*.tar*"):
+                with contextlib.suppress(OSError):  # a file system without hard links
+                    os.link(archive, Path(beside) / archive.name)
+            fetch(Path(beside))
+            # Backwards by name: VOC's lists, by which it is known to be whole, follow its images.
+            for file in sorted(Path(beside).rglob("*"), reverse=True):
+                if file.is_file():
+                    target = path / file.relative_to(beside)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    os.replace(file, target)
+    except (OSError, RuntimeError) as error:  # urllib's URLError is an OSError
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(
+            f"data.args.download: {name} could not be fetched into {path}: {lines[-1]}. "
+            f"Put the files there by hand and set data.args.download=false."
+        ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Downloadable:
+    """A small data set of torchvision in one folder."""
+
+    path: Path | None = None
+    download: bool = False
+    """Fetch the data set into `data.path` if it is not there."""
+    augment: bool = True
+    """Crop (and flip, where a flipped image keeps its class) at random in training."""
+
+    @property
+    def _name(self) -> str:
+        raise NotImplementedError
+
+    def _missing(self, root: Path) -> list[Path]:
+        raise NotImplementedError
+
+    def _dataset(self, root: Path, train: bool, **options: Any) -> Any:
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Refuse where torchvision or the files are missing and no download is asked for."""
+        need_torchvision(self._name)
+        if self.path is None or not self.download:
+            self._root()
+
+    def prepare(self) -> None:
+        """Download, if that was asked for and the files are not there."""
+        self.check()
+        if self.path is not None and self.download and self._missing(self.path):
+            root = self.path
+            download(self._name, root, lambda beside: self._dataset(beside, True, download=True))
+
+    def _root(self) -> Path:
+        needs = (
+            f"{self._name} needs a folder. Set data.path=FOLDER, or set data.args.download=true."
+        )
+        root = existing_folder(self.path, needs)
+        missing = self._missing(root)
+        if missing:
+            raise ConfigError(
+                f"data.path: {root} holds no {self._name}, {missing[0]} does not exist. "
+                "Give the folder that has it, or set data.args.download=true."
+            )
+        return root
+
+    def _open(self, train: list[Any], validation: list[Any]) -> Data:
+        from torchvision.transforms import v2
+
+        root = self._root()
+        with explained(self._name, root):
+            first = self._dataset(root, True, transform=v2.Compose(train))
+            second = self._dataset(root, False, transform=v2.Compose(validation))
+        return Data(
+            train=LabelledImages(first, deterministic=not self.augment),
+            validation=LabelledImages(second, deterministic=True),
+            task=ClassificationTask(10),
+            description=f"{self._name}: {len(first)} images, {len(second)} held out",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MnistSource(_Downloadable):
+    """`mnist`: inputs (1, size, size), ten classes; files under `data.path`/MNIST/raw."""
+
+    size: Count = 28
+    """Pixels on a side after resizing; LeNet takes 32."""
+    crop_padding: CountOrZero = 2
+    """Pixels added on each side before the random crop."""
+
+    @property
+    def _name(self) -> str:
+        return "mnist"
+
+    def _missing(self, root: Path) -> list[Path]:
+        files = [self._raw(root) / name for name in self._names()]
+        return [f for f in files if not f.is_file() and not Path(f"{f}.gz").is_file()]
+
+    def _raw(self, root: Path) -> Path:
+        return root / "MNIST" / "raw"
+
+    def _names(self) -> list[str]:
+        kinds = ("images-idx3-ubyte", "labels-idx1-ubyte")
+        return [f"{part}-{kind}" for part in ("train", "t10k") for kind in kinds]
+
+    def _dataset(self, root: Path, train: bool, **options: Any) -> Any:
+        from torchvision.datasets import MNIST
+
+        return MNIST(root, train=train, **options)
+
+    def prepare(self) -> None:
+        """Download if asked for, and unpack files that are there only as .gz."""
+        super().prepare()
+        for name in self._names():
+            file = self._raw(self._root()) / name
+            if not file.is_file():
+                with explained("mnist", file.parent):
+                    _unpack(Path(f"{file}.gz"), file)
+
+    def open(self, *, seed: int, sequence_length: int | None) -> Data:
+        """The 60000 and the 10000 images."""
+        del seed, sequence_length
+        self.prepare()
+        from torchvision.transforms import v2
+
+        resize = [] if self.size == 28 else [v2.Resize((self.size, self.size))]
+        crop = [v2.RandomCrop(self.size, padding=self.crop_padding)] if self.augment else []
+        last = finish((0.1307,), (0.3081,))
+        return self._open([*resize, *crop, *last], [*resize, *last])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cifar10Source(_Downloadable):
+    """`cifar10`: inputs (3, size, size), ten classes; files under cifar-10-batches-py."""
+
+    size: Count = 32
+    """Pixels on a side after resizing."""
+    crop_padding: CountOrZero = 4
+    """Pixels added on each side before the random crop."""
+
+    @property
+    def _name(self) -> str:
+        return "cifar10"
+
+    def _missing(self, root: Path) -> list[Path]:
+        folder = root / "cifar-10-batches-py"
+        names = [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch", "batches.meta"]
+        return [folder / name for name in names if not (folder / name).is_file()]
+
+    def _dataset(self, root: Path, train: bool, **options: Any) -> Any:
+        from torchvision.datasets import CIFAR10
+
+        return CIFAR10(root, train=train, **options)
+
+    def open(self, *, seed: int, sequence_length: int | None) -> Data:
+        """The 50000 and the 10000 images."""
+        del seed, sequence_length
+        self.prepare()
+        from torchvision.transforms import v2
+
+        resize = [] if self.size == 32 else [v2.Resize((self.size, self.size))]
+        crop = [v2.RandomCrop(self.size, padding=self.crop_padding), v2.RandomHorizontalFlip()]
+        last = finish((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+        return self._open([*resize, *(crop if self.augment else []), *last], [*resize, *last])
+
+
+def _unpack(packed: Path, target: Path) -> None:
+    """Unpack a .gz beside itself; the target appears whole or not at all."""
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file, gzip.open(packed) as source:
+            shutil.copyfileobj(source, file)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, target)
+    finally:
+        Path(temporary).unlink(missing_ok=True)

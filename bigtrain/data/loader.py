@@ -1,0 +1,254 @@
+"""From a data set to the micro-batches of one rank, step after step.
+
+torch's DataLoader reads ahead; what it reads is planned here, one step at a time, so memory
+holds a few micro-batches whatever the length of the epoch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from bigtrain.data.sampler import GlobalOrder, MicroBatchPlan, split
+from bigtrain.data.seeding import Key, SeededSamples
+from bigtrain.data.source import Samples
+from bigtrain.errors import ConfigError
+
+Collate = Callable[[Sequence[Any]], Any]
+
+
+def move(value: Any, device: torch.device | str, non_blocking: bool = False) -> Any:
+    """Move the tensors in nested mappings, tuples and lists; what is no tensor stays."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=non_blocking)
+    if isinstance(value, Mapping):
+        return {key: move(inner, device, non_blocking) for key, inner in value.items()}
+    if isinstance(value, (tuple, list)):
+        moved = [move(inner, device, non_blocking) for inner in value]
+        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One forward's worth of samples of one rank."""
+
+    inputs: Any
+    """A tensor (rows, ...), or nested mappings and tuples of such."""
+    targets: Any
+    count: int | float
+    """Valid targets; 0 for padding, whose loss must be multiplied by nothing."""
+    rows: int
+    """Samples; 0 for padding."""
+
+    @property
+    def padding(self) -> bool:
+        """It is there only because all ranks must do the same number of forwards."""
+        return self.rows == 0
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
+        """The same on a device."""
+        inputs = move(self.inputs, device, non_blocking)
+        targets = move(self.targets, device, non_blocking)
+        return MicroBatch(inputs, targets, self.count, self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One rank's part of a global batch."""
+
+    micro_batches: list[MicroBatch]
+    """As many on every rank."""
+    samples: int
+    """Rows of the whole global batch, over all ranks."""
+    epoch: int
+    last_in_epoch: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _StepPlan:
+    epoch: int
+    samples: int
+    micro_batches: list[MicroBatchPlan]
+    last_in_epoch: bool
+
+    def sample_keys(self) -> Iterator[list[Key]]:
+        for plan in self.micro_batches:
+            yield [(self.epoch, index) for index in plan.indices]
+
+
+class StepLoader:
+    """The steps of one rank, for ever, from a position in the global order.
+
+    Iterating anew starts again at `samples_seen`. The caller keeps the position: it grows by
+    `step.samples` with every step that was taken.
+
+    Args:
+        dataset: samples of (input, target).
+        order: the global order; its seed is also that of the augmentation.
+        count: number of valid targets of a batch of targets on the CPU (a loss's `count`).
+        dp_rank: this rank's place among those that see different samples.
+        dp_size: number of these.
+        micro_batch_size: rows per forward and rank, at most.
+        samples_seen: global samples that are already done.
+        workers: processes that read ahead; 0 reads in this process.
+        pin_memory: put batches in page-locked memory, where there is a CUDA device.
+        collate: makes (inputs, targets) of a list of samples; None is torch's way of stacking.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        dataset: Samples,
+        order: GlobalOrder,
+        *,
+        count: Callable[[Any], int | float],
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        micro_batch_size: int = 1,
+        samples_seen: int = 0,
+        workers: int = 0,
+        pin_memory: bool = False,
+        collate: Collate | None = None,
+    ) -> None:
+        _check_layout(dp_rank, dp_size, micro_batch_size)
+        self.order = order
+        self.samples_seen = samples_seen
+        self._count = count
+        self._layout = (dp_rank, dp_size, micro_batch_size)
+        self._reader = _Reader(dataset, order.seed, workers, pin_memory, collate)
+
+    def __iter__(self) -> Iterator[Step]:
+        batches = self._reader.read(keys for plan in self._plans() for keys in plan.sample_keys())
+        for plan in self._plans():
+            micro_batches = [
+                _micro_batch(next(batches), part, self._count) for part in plan.micro_batches
+            ]
+            yield Step(micro_batches, plan.samples, plan.epoch, plan.last_in_epoch)
+
+    def _plans(self) -> Iterator[_StepPlan]:
+        position = self.samples_seen
+        while True:
+            epoch, indices = self.order.batch_at(position)
+            position += len(indices)
+            ends = position % self.order.samples_per_epoch == 0
+            yield _StepPlan(epoch, len(indices), split(indices, *self._layout), ends)
+
+
+def validation_batches(
+    dataset: Samples,
+    *,
+    count: Callable[[Any], int | float],
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    micro_batch_size: int = 1,
+    workers: int = 0,
+    pin_memory: bool = False,
+    collate: Collate | None = None,
+    seed: int = 0,
+) -> Iterator[MicroBatch]:
+    """Every validation sample exactly once over all ranks, in as many micro-batches on each.
+
+    Arguments are those of `StepLoader`; `seed` serves data sets that draw random numbers.
+
+    Raises:
+        ConfigError: a number is out of range, or the data set is empty.
+    """
+    _check_layout(dp_rank, dp_size, micro_batch_size)
+    if not len(dataset):
+        raise ConfigError(
+            "data.path: the validation set has 0 samples, at least 1 is needed. Add samples, or "
+            "set train.eval_every=null."
+        )
+    plans = split(range(len(dataset)), dp_rank, dp_size, micro_batch_size)
+    reader = _Reader(dataset, seed, workers, pin_memory, collate)
+    batches = reader.read([(0, index) for index in plan.indices] for plan in plans)
+    return (_micro_batch(batch, plan, count) for plan, batch in zip(plans, batches, strict=True))
+
+
+def _check_layout(dp_rank: int, dp_size: int, micro_batch_size: int) -> None:
+    if not 0 <= dp_rank < dp_size:
+        raise ConfigError(
+            f"mesh.dp={dp_size}: rank {dp_rank} is not one of 0 to {dp_size - 1}. "
+            "Launch as many ranks as the mesh has, or set mesh.dp=-1."
+        )
+    if micro_batch_size < 1:
+        raise ConfigError(
+            f"train.micro_batch_size={micro_batch_size}: at least 1 is needed. "
+            "Set train.micro_batch_size=1."
+        )
+
+
+def _micro_batch(
+    batch: Any, plan: MicroBatchPlan, count: Callable[[Any], int | float]
+) -> MicroBatch:
+    inputs, targets = batch
+    if plan.padding:
+        return MicroBatch(inputs, targets, count=0, rows=0)
+    return MicroBatch(inputs, targets, count=count(targets), rows=len(plan.indices))
+
+
+@dataclass(frozen=True)
+class _Once:
+    """An iterable over an iterator, as DataLoader asks for a batch sampler."""
+
+    keys: Iterable[list[Key]]
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        return iter(self.keys)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """DataLoader with the settings that all our reading shares."""
+
+    dataset: Samples
+    seed: int
+    workers: int
+    pin_memory: bool
+    collate: Collate | None
+
+    def read(self, keys: Iterable[list[Key]]) -> Iterator[Any]:
+        """The batches of lists of keys, in order; keys are drawn a few batches ahead."""
+        loader: DataLoader[Any] = DataLoader(
+            SeededSamples(self.dataset, self.seed),
+            batch_sampler=_Once(keys),
+            num_workers=self.workers,
+            pin_memory=self.pin_memory and torch.cuda.is_available(),
+            collate_fn=self.collate or default_collate,
+            worker_init_fn=_start_worker if self.workers else None,
+            # Its own generator, else every new iterator would advance the training's.
+            generator=torch.Generator().manual_seed(0),
+        )
+        return iter(loader)
+
+
+def _start_worker(worker: int) -> None:
+    """Let a reading process outlive the signals that ask the *training* process to stop.
+
+    A scheduler signals the whole process group; a reader that died of it would take the
+    training process down before that has saved. Only the parent's SIGTERM ends a reader.
+    """
+    del worker
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if not hasattr(signal, "sigwaitinfo"):  # macOS cannot tell who sent a signal
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_await_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _await_parent(parent: int) -> None:
+    while True:
+        info = signal.sigwaitinfo({signal.SIGTERM})
+        if info.si_pid == parent:
+            os._exit(0)

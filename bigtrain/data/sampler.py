@@ -1,0 +1,158 @@
+"""The order of the samples: one global sequence, and each rank's share of a step.
+
+The sequence depends on the seed alone, and a position in it is counted in global samples, so a
+run resumed with other ranks, micro-batches or batch size continues it exactly. It is never
+stored: where a sample stands is computed, in memory that does not grow with the data set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from bigtrain.errors import ConfigError
+
+_ROUNDS = 8
+
+
+def derive_seed(*parts: int) -> int:
+    """A 64-bit seed that is a function of all the parts and of nothing else."""
+    text = ",".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _scramble(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Spread each 64-bit value over all its bits (the finalizer of splitmix64)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def permute(positions: npt.ArrayLike, size: int, seed: int) -> npt.NDArray[np.int64]:
+    """Where the given positions of 0..size-1 go under a pseudo-random permutation.
+
+    A Feistel network over a table of about sqrt(size) x sqrt(size) cells: a row is shifted by a
+    hash of the column, a column by a hash of the row, in turns, each of which can be undone. The
+    table may have a few cells more than `size`; who lands there walks on until it is inside.
+    """
+    rows = np.uint64(math.isqrt(max(size - 1, 0)) + 1)
+    columns = np.uint64(-(-size // int(rows)))
+    keys = [np.uint64(derive_seed(seed, number)) for number in range(_ROUNDS)]
+
+    def walk(cells: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        row, column = cells // columns, cells % columns
+        for number, key in enumerate(keys):
+            if number % 2:
+                column = (column + _scramble(row ^ key) % columns) % columns
+            else:
+                row = (row + _scramble(column ^ key) % rows) % rows
+        return row * columns + column
+
+    cells = walk(np.atleast_1d(np.asarray(positions, dtype=np.uint64)))
+    while (outside := cells >= np.uint64(size)).any():
+        cells[outside] = walk(cells[outside])
+    return cells.astype(np.int64)
+
+
+class GlobalBatch(NamedTuple):
+    """The samples of one step over all ranks."""
+
+    epoch: int
+    indices: list[int]
+
+
+@dataclass(frozen=True)
+class GlobalOrder:
+    """The endless sequence of samples, epoch after epoch, cut in global batches.
+
+    Every sample comes once an epoch; no batch spans two epochs, so the last one of an epoch may
+    be smaller. With `drop_last` what does not fill a batch is left out of that epoch.
+
+    Raises:
+        ConfigError: there are no samples, or fewer than one batch under `drop_last`.
+    """
+
+    num_samples: int
+    global_batch_size: int
+    seed: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise ConfigError(
+                f"data.path: the training set has {self.num_samples} samples, at least 1 is "
+                "needed. Point data.path to a data set."
+            )
+        if self.global_batch_size < 1:
+            raise ConfigError(
+                f"train.global_batch_size={self.global_batch_size}: at least 1 is needed. "
+                "Set train.global_batch_size=1 or more."
+            )
+        if self.samples_per_epoch < 1:
+            raise ConfigError(
+                f"train.global_batch_size={self.global_batch_size} is more than the "
+                f"{self.num_samples} samples of an epoch, and incomplete batches are dropped. "
+                f"Set train.global_batch_size={self.num_samples} or less."
+            )
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Global samples that an epoch goes through."""
+        left_out = self.num_samples % self.global_batch_size if self.drop_last else 0
+        return self.num_samples - left_out
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Global batches in an epoch, a smaller last one included."""
+        return -(-self.samples_per_epoch // self.global_batch_size)
+
+    def batch_at(self, samples_seen: int) -> GlobalBatch:
+        """The global batch that follows after `samples_seen` global samples.
+
+        The next position is `samples_seen + len(indices)`.
+        """
+        epoch, start = divmod(samples_seen, self.samples_per_epoch)
+        stop = min(start + self.global_batch_size, self.samples_per_epoch)
+        positions = range(start, stop)
+        if not self.shuffle:
+            return GlobalBatch(epoch, list(positions))
+        places = permute(positions, self.num_samples, derive_seed(self.seed, epoch))
+        return GlobalBatch(epoch, [int(place) for place in places])
+
+
+class MicroBatchPlan(NamedTuple):
+    """The samples of one micro-batch of one rank; those of padding must weigh nothing."""
+
+    indices: Sequence[int]
+    padding: bool = False
+
+
+def split(
+    indices: Sequence[int], dp_rank: int, dp_size: int, micro_batch_size: int
+) -> list[MicroBatchPlan]:
+    """One rank's micro-batches of a global batch.
+
+    Rows are dealt in contiguous, nearly equal parts to the ranks, and a part is cut in
+    micro-batches of at most `micro_batch_size` rows. Every rank gets the same number of them, as
+    sharded parameters are gathered by all ranks at every forward: who has fewer gets padding,
+    the batch's first sample repeated to the size of a whole micro-batch (so that compiled shapes
+    and batch normalisation are not met with one row). The parts without the padding are exactly
+    the batch.
+    """
+    total = len(indices)
+    start, stop = dp_rank * total // dp_size, (dp_rank + 1) * total // dp_size
+    plans = [
+        MicroBatchPlan(indices[at : min(at + micro_batch_size, stop)])
+        for at in range(start, stop, micro_batch_size)
+    ]
+    largest_part = -(-total // dp_size)
+    missing = -(-largest_part // micro_batch_size) - len(plans)
+    padding = MicroBatchPlan([indices[0]] * min(micro_batch_size, total), padding=True)
+    return plans + [padding] * missing

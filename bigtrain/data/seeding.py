@@ -1,0 +1,51 @@
+"""Random augmentation that depends on (seed, epoch, sample) and on nothing else.
+
+Which rank or loading process reads a sample changes with the mesh; what the model sees must
+not. So each sample is read with torch's CPU generator set from these three numbers, and the
+generator is put back afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from bigtrain.data.sampler import derive_seed
+from bigtrain.data.source import Samples
+
+Key = tuple[int, int]
+"""Epoch and index of a sample."""
+
+
+class SeededSamples(Dataset[Any]):
+    """A data set read by (epoch, index), each sample under its own seed.
+
+    A data set that says `deterministic = True` draws no random numbers; it is read without
+    seeding, and through its `__getitems__` if it has one.
+    """
+
+    def __init__(self, samples: Samples, seed: int) -> None:
+        self.samples = samples
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, key: Key) -> Any:
+        epoch, index = key
+        if getattr(self.samples, "deterministic", False):
+            return self.samples[index]
+        with torch.random.fork_rng(devices=[]):
+            # Not torch.manual_seed: that would also reset the accelerator's generators, and
+            # with them every dropout mask of a run that reads in the training process.
+            torch.default_generator.manual_seed(derive_seed(self.seed, epoch, index))
+            return self.samples[index]
+
+    def __getitems__(self, keys: Sequence[Key]) -> list[Any]:
+        many = getattr(self.samples, "__getitems__", None)
+        if many is not None and getattr(self.samples, "deterministic", False):
+            return list(many([index for _, index in keys]))
+        return [self[key] for key in keys]

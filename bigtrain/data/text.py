@@ -1,0 +1,274 @@
+"""Next-byte prediction over text files, memory-mapped.
+
+Files are joined once into a cache that all ranks of a node map, so a corpus costs no memory
+beyond the pages in use. A single file is mapped where it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from bigtrain.data.source import Count, Data, PartOf, Share
+from bigtrain.errors import ConfigError
+from bigtrain.tasks import LanguageTask
+from bigtrain.units import MIB, format_bytes
+
+_TEXT = "csv html json jsonl log md rst sql tex toml tsv txt xml yaml yml cfg ini"
+_PROGRAMS = "c cc cpp css go h hpp java js py rb rs sh ts"
+SUFFIXES = frozenset(f".{suffix}" for suffix in f"{_TEXT} {_PROGRAMS}".split())
+"""The files of a folder that are read when `data.args.pattern` is not given."""
+
+DEFAULT_SEQUENCE_LENGTH = 128
+_BLOCK = MIB
+_BASELINE_BLOCKS = 256
+
+
+class ByteSamples(Dataset[tuple[Tensor, Tensor]]):
+    """Consecutive windows of a mapped file: inputs (seq,) and the bytes that follow, int64."""
+
+    deterministic = True
+
+    def __init__(self, path: Path, start: int, stop: int, sequence_length: int) -> None:
+        self.path, self.start, self.stop = path, start, stop
+        self.sequence_length = sequence_length
+        self._map()
+
+    def _map(self) -> None:
+        size = len(self) * self.sequence_length
+        data = _mapped(self.path)
+        # Two views of the same pages, the second one byte further: a row is one sample.
+        rows = (len(self), self.sequence_length)
+        self._inputs = data[self.start : self.start + size].reshape(rows)
+        self._targets = data[self.start + 1 : self.start + 1 + size].reshape(rows)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Pickled for a reading process: it maps the file anew, numpy would send the bytes.
+        return {k: v for k, v in self.__dict__.items() if k not in ("_inputs", "_targets")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._map()
+
+    def __len__(self) -> int:
+        return (self.stop - self.start - 1) // self.sequence_length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        inputs = torch.from_numpy(self._inputs[indices].astype(np.int64))
+        targets = torch.from_numpy(self._targets[indices].astype(np.int64))
+        return list(zip(inputs, targets, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSource:
+    """`text`: a file, a folder, or the source of Python's own library where no path is given."""
+
+    path: Path | None = None
+    sequence_length: Count | None = None
+    """Bytes per sample; left out, what the model says, or 128."""
+    pattern: str | None = None
+    """Glob for the files of a folder, at any depth; left out, the usual text suffixes."""
+    validation_fraction: Share = 0.05
+    """Share of the bytes, at the end, that is held out."""
+    validation_samples: Count = 512
+    """Held-out samples that a validation reads at most, evenly spread."""
+
+    def check(self) -> None:
+        """Refuse a path that is not there, or files without a byte."""
+        self._files()
+
+    def prepare(self) -> None:
+        """Join the files into the cache."""
+        self._joined()
+
+    def open(self, *, seed: int, sequence_length: int | None) -> Data:
+        """Map the bytes and hold the last ones out; the order of bytes does not need a seed."""
+        del seed
+        length = self.sequence_length or sequence_length or DEFAULT_SEQUENCE_LENGTH
+        path, files = self._joined()
+        total = path.stat().st_size
+        held_out = round(total * self.validation_fraction)
+        cut = total - held_out
+        self._check_length("for training", cut, total, length)
+        train = ByteSamples(path, 0, cut, length)
+        validation, baseline = None, {}
+        if held_out:
+            self._check_length("held out", held_out, total, length)
+            every = ByteSamples(path, cut, total, length)
+            taken = min(len(every), self.validation_samples)
+            validation = PartOf(every, [i * len(every) // taken for i in range(taken)])
+            baseline = {"bits_per_byte": _bits_per_byte(_mapped(path), cut)}
+        return Data(
+            train=train,
+            validation=validation,
+            task=LanguageTask(256, byte_level=True),
+            baseline=baseline,
+            description=f"text: {format_bytes(total)} of {files} files, "
+            f"{len(train)} samples of {length} bytes, {format_bytes(held_out)} held out",
+        )
+
+    def _check_length(self, part: str, size: int, total: int, length: int) -> None:
+        if size >= length + 1:
+            return
+        fix = "Give more text"
+        if size >= 2:
+            fix += f" or set data.args.sequence_length={size - 1}"
+        if part == "held out":
+            fix += " or data.args.validation_fraction=0"
+        raise ConfigError(
+            f"data.path: {self._shown()} has {total} bytes, {size} of them {part}; one sample "
+            f"needs sequence_length + 1 = {length + 1}. {fix}."
+        )
+
+    def _shown(self) -> str:
+        return str(self.path) if self.path else "the Python library"
+
+    def _files(self) -> list[tuple[str, Path, os.stat_result]]:
+        """Relative name, path and state of the files, in the order in which they are joined."""
+        if self.path is not None and not self.path.exists():
+            raise ConfigError(
+                f"data.path: {self.path} does not exist. Give a file or a folder, or leave "
+                "data.path out to train on the source of the Python library."
+            )
+        root = self.path or Path(sysconfig.get_paths()["stdlib"])
+        found = [root] if root.is_file() else self._matches(root)
+        named = [(path.relative_to(root).as_posix(), path, path.stat()) for path in found]
+        files = [entry for entry in named if entry[2].st_size]
+        if not files:
+            raise ConfigError(
+                f"data.path: {self._shown()} has no bytes to read in {len(found)} matching files "
+                f"(pattern: {self.pattern or 'text suffixes'}). Set data.args.pattern='*'."
+            )
+        # By a hash of the name: folders are mixed, and the held-out end is no single folder.
+        return sorted(files, key=lambda entry: hashlib.sha256(os.fsencode(entry[0])).digest())
+
+    def _matches(self, root: Path) -> list[Path]:
+        pattern = self.pattern
+        if pattern is None:
+            pattern = "*" if self.path else "*.py"
+        parts = Path(pattern).parts
+        if not parts or Path(pattern).is_absolute() or ".." in parts:
+            raise ConfigError(
+                f"data.args.pattern={pattern!r} must be a glob relative to data.path. "
+                "Write it like '*.txt' or 'books/*'."
+            )
+        installed = {"site-packages", "dist-packages"} if self.path is None else set()
+        return [
+            path
+            for path in root.rglob(pattern)
+            if not any(
+                part.startswith(".") or part in installed for part in path.relative_to(root).parts
+            )
+            and (self.pattern is not None or path.suffix.lower() in SUFFIXES)
+            and path.is_file()
+        ]
+
+    def _joined(self) -> tuple[Path, int]:
+        """The file that holds all bytes, made now if it is not there, and the number of files."""
+        files = self._files()
+        if len(files) == 1:
+            return files[0][1], 1
+        key = hashlib.sha256()
+        for name, _, state in files:
+            key.update(os.fsencode(f"{name}\0{state.st_size}\0{state.st_mtime_ns}\0"))
+        key.update(os.fsencode(str((self.path or Path()).absolute())))
+        size = sum(state.st_size for _, _, state in files)
+        name = f"text-{key.hexdigest()[:24]}.bin"
+        refused: list[str] = []
+        for folder in _cache_folders():
+            target = folder / name
+            try:
+                if not target.is_file() or target.stat().st_size != size:
+                    _join([path for _, path, _ in files], target, size)
+            except OSError as error:
+                refused.append(f"{folder} ({error.strerror})")
+            else:
+                return target, len(files)
+        raise ConfigError(
+            f"data.path: {self._shown()} needs a cache of {format_bytes(size)}, and cannot be "
+            f"written to {' or '.join(refused)}. Set XDG_CACHE_HOME to a folder with room."
+        )
+
+
+def _mapped(path: Path) -> npt.NDArray[np.uint8]:
+    return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+
+
+def _cache_folders() -> Iterator[Path]:
+    """Where the cache may lie: the user's own place, else one under the temporary folder."""
+    chosen = os.environ.get("XDG_CACHE_HOME", "")
+    home = os.path.expanduser("~")
+    if os.path.isabs(chosen):  # the XDG rule: a relative one is to be ignored
+        yield Path(chosen) / "bigtrain"
+    elif os.path.isabs(home):
+        yield Path(home) / ".cache" / "bigtrain"
+    temporary = Path(tempfile.gettempdir()) / f"bigtrain-{os.getuid()}"
+    if not temporary.exists() or temporary.stat().st_uid == os.getuid():
+        yield temporary  # anyone may write there, and what another made is not to be trusted
+
+
+def _join(files: Sequence[Path], target: Path, size: int) -> None:
+    """Write the files one after another; the target appears whole or not at all."""
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as joined:
+            for file in files:
+                with _readable(file) as part:
+                    shutil.copyfileobj(part, joined, MIB)
+            written = joined.tell()
+        if written != size:
+            raise ConfigError(
+                f"data.path: the files changed while they were read ({written} bytes instead of "
+                f"{size}). Start again when nothing writes there."
+            )
+        os.replace(temporary, target)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _readable(file: Path) -> BinaryIO:
+    try:
+        return file.open("rb")
+    except OSError as error:
+        raise ConfigError(
+            f"data.path: cannot read {file}: {error.strerror}. Make it readable, or leave it out "
+            "with data.args.pattern."
+        ) from error
+
+
+def _histogram(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
+    """How often each byte occurs; of a long text, in 256 evenly spread blocks of 1 MiB."""
+    counts = np.zeros(256, dtype=np.float64)
+    blocks = max(1, min(_BASELINE_BLOCKS, math.ceil(len(data) / _BLOCK)))
+    for block in range(blocks):
+        start = block * _BLOCK if len(data) <= blocks * _BLOCK else block * len(data) // blocks
+        counts += np.bincount(data[start : start + _BLOCK], minlength=256)
+    return counts
+
+
+def _bits_per_byte(data: npt.NDArray[np.uint8], cut: int) -> float:
+    """Cross entropy, in bits, of the held-out bytes under the frequencies of the others.
+
+    One is added to each count, as a byte that training never saw would cost infinitely much.
+    """
+    seen, held_out = _histogram(data[:cut]) + 1, _histogram(data[cut:])
+    bits = -np.log2(seen / seen.sum())
+    return float((held_out * bits).sum() / held_out.sum())

@@ -1,0 +1,325 @@
+"""The engine: a model under a strategy, one `step` for each global batch.
+
+It is all of bigtrain that a training loop needs, the project's own `train.py` included.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from bigtrain.blueprint import Blueprint, describe
+from bigtrain.build import build, forecast, make_plan
+from bigtrain.checkpoint import (
+    Checkpoint,
+    random_state,
+    set_random_state,
+    write_checkpoint,
+)
+from bigtrain.config import Job
+from bigtrain.data import MicroBatch, Step
+from bigtrain.distributed import RunContext
+from bigtrain.errors import CheckpointError, ConfigError, NonFiniteError
+from bigtrain.memory import Meter
+from bigtrain.profiles import make_profile
+from bigtrain.report.memory_report import MemoryReport, RankMemory
+from bigtrain.strategy import MakeOptimizer
+from bigtrain.tasks import CustomTask, Loss, MeanLoss, Task
+from bigtrain.timeline import Peak
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did; the same on every rank but for the times and the peak."""
+
+    step: int
+    """Steps done, this one included."""
+    loss: float
+    """Mean over the valid targets of the global batch."""
+    grad_norm: float
+    """Global norm of the gradient before clipping."""
+    lr: float
+    samples: int
+    """Rows of the global batch."""
+    samples_per_second: float
+    tokens_per_second: float | None
+    """Targets a second where a sample has many (text); None otherwise."""
+    step_seconds: float
+    peak_memory_bytes: int | None
+    """This rank's peak so far."""
+
+
+class Engine:
+    """A model, its loss and its optimizer under a strategy.
+
+    Args:
+        model: a function that makes the module (it is described on the meta device and
+            materialised where it is needed), a Blueprint, or a module already built (rank 0's
+            weights then go to all ranks).
+        loss: a mean loss of (output, targets) such as `F.cross_entropy`, or a `bigtrain.Loss`.
+        optimizer: called with the parameters that this rank updates; returns the optimizer.
+        job: strategy, batch, precision, clipping, tracking.
+        context: what this process is; see `bigtrain.connect`.
+        task: measures validation; left out, the loss alone is.
+        example: one micro-batch, from which the memory is predicted before anything is built;
+            left out, it is predicted at the first step.
+        learning_rate: the rate of each step, counted from 0; left out, the optimizer's own.
+    """
+
+    def __init__(
+        self,
+        model: Callable[[], nn.Module] | nn.Module | Blueprint,
+        loss: Loss | Callable[[Any, Any], Tensor],
+        optimizer: MakeOptimizer,
+        job: Job,
+        context: RunContext,
+        *,
+        task: Task | None = None,
+        example: MicroBatch | None = None,
+        learning_rate: Callable[[int], float] | None = None,
+    ) -> None:
+        self.job = job
+        self.context = context
+        self.plan = make_plan(job, context.world_size, context.device.type)
+        self.loss: Loss = as_loss(loss)
+        self.task = task or CustomTask(self.loss)
+        self.blueprint = _blueprint(model)
+        self.predicted: Peak | None = None
+        self.prediction_note: str | None = None
+        self.steps_done = 0
+        self.samples_seen = 0
+        self._learning_rate = learning_rate
+        self._make_optimizer = optimizer
+        self._closing = ExitStack()
+        if example is not None:
+            self._predict(self.blueprint.model, example)
+        _seed_everything(context.seed, context.rank)
+        # Every optimizer imports this; brought in now, it does not count as the run's memory.
+        importlib.import_module("torch._dynamo")
+        self.meter = Meter(context.device, job.memory.track_steps)
+        self.runner = build(self.plan, self.blueprint, self.loss, optimizer, context, self.meter)
+
+    @property
+    def model(self) -> nn.Module:
+        """The module as the user wrote it, with this rank's weights in it."""
+        return self.runner.module
+
+    def step(self, batch: Step | tuple[Any, Any]) -> StepResult:
+        """Train on one global batch.
+
+        Args:
+            batch: from a `StepLoader`; or this rank's own (inputs, targets), rows first, which
+                is cut into micro-batches of `train.micro_batch_size` rows where that is set.
+
+        Raises:
+            NonFiniteError: a loss or gradient is not finite; the optimizer was not stepped.
+        """
+        began = time.perf_counter()
+        micro_batches, samples = self._micro_batches(batch)
+        if self.predicted is None and self.prediction_note is None:
+            self._predict(self.runner.module, micro_batches[0])
+            began = time.perf_counter()
+        lr = self._set_learning_rate()
+        self.runner.module.train()
+        try:
+            with self.meter.step():
+                loss = self.runner.forward_backward(micro_batches)
+                grad_norm = self.runner.update()
+        except NonFiniteError as error:
+            raise NonFiniteError(
+                f"step {self.steps_done + 1}: {error}; the optimizer was not stepped. "
+                "Lower optim.lr, set optim.clip_norm, or look at the data of this step."
+            ) from None
+        self.steps_done += 1
+        self.samples_seen += samples
+        seconds = time.perf_counter() - began
+        tokens = _tokens_per_sample(micro_batches[0])
+        return StepResult(
+            step=self.steps_done,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            samples=samples,
+            samples_per_second=samples / seconds,
+            tokens_per_second=samples * tokens / seconds if tokens > 1 else None,
+            step_seconds=seconds,
+            peak_memory_bytes=self.meter.peak_bytes(),
+        )
+
+    def evaluate(self, batches: Iterable[MicroBatch]) -> dict[str, float]:
+        """Measure the task over batches (every rank gives its own, as many as the others)."""
+        self.runner.module.eval()
+        sums: dict[str, Tensor] = {}
+        for micro_batch in batches:
+            output, targets = self.runner.predict(micro_batch)
+            if micro_batch.padding:
+                continue
+            for key, value in self.task.measure(output, targets).items():
+                sums[key] = sums[key] + value if key in sums else value
+        everyone = self.context.gather_objects({k: v.cpu() for k, v in sums.items()})
+        everyone = self.context.broadcast_object(everyone)
+        total: dict[str, Tensor] = {}
+        for part in everyone or []:
+            for key, value in part.items():
+                total[key] = total[key] + value if key in total else value
+        return self.task.summarize(total)
+
+    def memory(self) -> MemoryReport | None:
+        """The memory of all ranks, measured and predicted; on rank 0, None elsewhere."""
+        mine = RankMemory(
+            self.context.rank, self.meter.measured(), self.predicted, self.prediction_note
+        )
+        ranks = self.context.gather_objects(mine)
+        if ranks is None:
+            return None
+        return MemoryReport(self.plan.strategy.name, self.context.device.type, tuple(ranks))
+
+    def save(self, folder: Path) -> Path | None:
+        """Write a checkpoint below `folder`; the path on rank 0, None elsewhere."""
+        states = self.context.gather_objects(random_state())
+        tensors = self.runner.state()
+        path = None
+        if states is not None:
+            meta = {
+                "samples_seen": self.samples_seen,
+                "world_size": self.context.world_size,
+                "seed": self.context.seed,
+                "random": states,
+            }
+            path = write_checkpoint(
+                folder, self.steps_done, tensors, meta, self.job.checkpoint.keep
+            )
+        self.context.barrier()
+        return path
+
+    def load(self, path: Path) -> None:
+        """Continue from a checkpoint: weights, optimizer, position, random states.
+
+        Raises:
+            CheckpointError: it is damaged, or it is another model's.
+        """
+        checkpoint = Checkpoint(path, verify=self.context.local_rank == 0)
+        if any(name.startswith("optimizer.") for name in checkpoint.names):
+            _check_optimizer(checkpoint, self.runner.optimizer)
+        self.runner.load_state(checkpoint.read, checkpoint.names)
+        self.steps_done = int(checkpoint.meta["step"])
+        self.samples_seen = int(checkpoint.meta["samples_seen"])
+        states = checkpoint.meta["random"]
+        if len(states) == self.context.world_size:
+            set_random_state(states[self.context.rank])
+        else:  # other ranks than then: fresh streams, a function of where the run stands
+            _seed_everything(self.context.seed + self.steps_done, self.context.rank)
+
+    def close(self) -> None:
+        """Let go of hooks, files and, where the engine made it, the process group."""
+        self.runner.close()
+        self._closing.close()
+
+    def own(self, resource: AbstractContextManager[Any]) -> None:
+        """Leave this context manager when the engine is closed."""
+        self._closing.push(resource)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.runner.close()
+        self._closing.__exit__(kind, error, traceback)
+
+    def _predict(self, model: nn.Module, example: MicroBatch) -> None:
+        if not self.job.memory.predict:
+            self.prediction_note = "memory.predict is off"
+            return
+        profile = make_profile(
+            model, example, self.loss, self._make_optimizer, self.plan, self.context.device
+        )
+        if profile.missing is not None:
+            self.prediction_note = f"the model does not run on fake tensors ({profile.missing})"
+            return
+        self.predicted = forecast(profile, self.plan).peak()
+
+    def _set_learning_rate(self) -> float:
+        groups = self.runner.optimizer.param_groups
+        if self._learning_rate is not None:
+            for group in groups:
+                group["lr"] = self._learning_rate(self.steps_done)
+        return float(groups[0]["lr"])
+
+    def _micro_batches(self, batch: Step | tuple[Any, Any]) -> tuple[list[MicroBatch], int]:
+        if isinstance(batch, Step):
+            return batch.micro_batches, batch.samples
+        inputs, targets = batch
+        leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        if not leaves:
+            raise ConfigError("step: the inputs hold no tensor. Give (inputs, targets).")
+        rows = len(leaves[0])
+        size = self.job.train.micro_batch_size or -(-rows // self.plan.batch.accumulation_steps)
+        pieces = []
+        for start in range(0, rows, size):
+            part = slice(start, min(rows, start + size))
+            some, wanted = _rows((inputs, targets), part)
+            count = self.loss.count(wanted)
+            pieces.append(MicroBatch(some, wanted, count, part.stop - part.start))
+        return pieces, round(sum(self.context.all_gather_numbers(rows)))
+
+
+def as_loss(loss: Loss | Callable[[Any, Any], Tensor]) -> Loss:
+    """A loss with a count as it is; a mean loss adapted to sums."""
+    if hasattr(loss, "count"):
+        return cast(Loss, loss)
+    return MeanLoss(loss)
+
+
+def _blueprint(model: Callable[[], nn.Module] | nn.Module | Blueprint) -> Blueprint:
+    if isinstance(model, Blueprint):
+        return model
+    return Blueprint.of(model) if isinstance(model, nn.Module) else describe(model)
+
+
+def _rows(batch: Any, part: slice) -> Any:
+    return tree_map(lambda leaf: leaf[part] if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def _seed_everything(seed: int, rank: int) -> None:
+    """Dropout and the like differ between ranks; weights and data order do not come from here."""
+    import random
+
+    import numpy as np
+
+    mixed = (seed * 1_000_003 + rank) % 2**32
+    random.seed(mixed)
+    np.random.seed(mixed)
+    torch.manual_seed(mixed)
+
+
+def _tokens_per_sample(micro_batch: MicroBatch) -> int:
+    targets = micro_batch.targets
+    if isinstance(targets, Tensor) and targets.dim() == 2 and not targets.is_floating_point():
+        return targets.shape[1]
+    return 1
+
+
+def _check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
+    saved = {name.rpartition(".")[2] for name in checkpoint.names if name.startswith("optimizer.")}
+    known = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "SGD": {"momentum_buffer"}}
+    expected = known.get(type(optimizer).__name__)
+    if expected is not None and not saved <= expected:
+        raise CheckpointError(
+            f"the checkpoint's optimizer keeps {', '.join(sorted(saved))}, this one keeps "
+            f"{', '.join(sorted(expected))}. Use the optim.name it was saved with."
+        )

@@ -1,0 +1,234 @@
+"""Which rank this process is, read from the variables that the launchers set.
+
+Every launcher says the same four numbers under other names. They are read here, once, from a
+mapping, so that the rest of bigtrain knows one `Placement` and no launcher. Nothing here imports
+torch: the command line asks before it decides whether torch is needed at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from bigtrain.errors import ConfigError
+
+Launcher = Literal["torchrun", "deepspeed", "srun", "openmpi", "mpich", "env", "python"]
+
+# Slurm numbers the batch script, the interactive shell and its own housekeeping as steps from
+# here on; only a step below was started by srun.
+_FIRST_RESERVED_STEP = 0xFFFFFFF0
+
+_LAUNCH_VARIABLES = (
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_RESTART_COUNT",
+    "PMIX_NAMESPACE",
+    "TORCHELASTIC_RUN_ID",
+    "MASTER_PORT",
+)
+_LAUNCHER_PROCESSES = ("slurmstepd", "hydra_pmi", "mpiexec", "mpirun", "orterun", "orted", "prte")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Where this process stands among the ranks of one run; plain numbers, no torch."""
+
+    rank: int
+    """Number of this process among all ranks, from 0."""
+    local_rank: int
+    """Number of this process among the ranks of its node, from 0."""
+    world_size: int
+    """Ranks of the run."""
+    local_world_size: int
+    """Ranks on this node."""
+    launcher: Launcher
+    """Who started the ranks; "env" for variables set by hand, "python" for nobody."""
+
+    @property
+    def one_node(self) -> bool:
+        """Whether all ranks are on this node."""
+        return self.world_size == self.local_world_size
+
+
+SINGLE = Placement(rank=0, local_rank=0, world_size=1, local_world_size=1, launcher="python")
+
+
+def detect(environ: Mapping[str, str]) -> Placement:
+    """Read the placement of this process.
+
+    RANK and WORLD_SIZE win over MPI's variables, and those over Slurm's: a launcher that was
+    started by another one is the nearer one.
+
+    Args:
+        environ: the environment of the process, normally `os.environ`.
+
+    Raises:
+        ConfigError: a variable is missing, not a number, out of range, or contradicts another.
+    """
+    if any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        return _from_torch_variables(environ)
+    if "OMPI_COMM_WORLD_SIZE" in environ or "OMPI_COMM_WORLD_RANK" in environ:
+        names = ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")
+        return _read(environ, [f"OMPI_COMM_WORLD_{name}" for name in names], "openmpi")
+    # srun --mpi=pmi2 sets PMI_RANK as well; only Hydra adds the local numbers.
+    in_step = in_slurm_step(environ)
+    if "MPI_LOCALRANKID" in environ or (_has_pmi(environ) and not in_step):
+        names = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")
+        return _read(environ, list(names), "mpich")
+    if in_step:
+        return _from_slurm(environ)
+    return SINGLE
+
+
+def in_slurm_step(environ: Mapping[str, str]) -> bool:
+    """Whether srun started this process; false in a bare sbatch script or salloc shell."""
+    step = environ.get("SLURM_STEP_ID", "")
+    return step.isdecimal() and int(step) < _FIRST_RESERVED_STEP and "SLURM_PROCID" in environ
+
+
+def first_host(node_list: str) -> str:
+    """Return the first host of a Slurm node list: "gpu[07-09,12],login" gives "gpu07"."""
+    end = re.search(r",(?![^\[]*\])", node_list)
+    head = node_list[: end.start()] if end else node_list
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", head)
+
+
+def launch_key(environ: Mapping[str, str]) -> str:
+    """Return a name that the ranks of one launch on one node share, and no other launch has.
+
+    Job numbers alone would not do: a Slurm that was set up anew counts from 1 again, and Hydra
+    gives no number at all. So the process that started the ranks counts as well, with the time
+    of its start: process numbers come again, the two together do not.
+    """
+    parts = [environ.get(name, "") for name in _LAUNCH_VARIABLES]
+    parts += [str(os.getuid()), _read_text("/proc/sys/kernel/random/boot_id"), *_starter()]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
+
+
+def _has_pmi(environ: Mapping[str, str]) -> bool:
+    return "PMI_RANK" in environ or "PMI_SIZE" in environ
+
+
+def _from_torch_variables(environ: Mapping[str, str]) -> Placement:
+    launcher: Launcher = "env"
+    if "TORCHELASTIC_RUN_ID" in environ:
+        launcher = "torchrun"
+    elif "LOCAL_SIZE" in environ:
+        launcher = "deepspeed"
+    if environ.get("WORLD_SIZE") == "1" and environ.get("RANK", "0") == "0":
+        placement = Placement(
+            rank=0, local_rank=0, world_size=1, local_world_size=1, launcher=launcher
+        )
+    else:
+        local_size = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environ else "LOCAL_SIZE"
+        if local_size not in environ:
+            local_size = "LOCAL_WORLD_SIZE"
+        names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", local_size]
+        placement = _read(environ, names, launcher)
+    if launcher == "env":
+        _refuse_smaller_world(environ, placement)
+    return placement
+
+
+def _refuse_smaller_world(environ: Mapping[str, str], placement: Placement) -> None:
+    """Refuse a WORLD_SIZE left in the shell when srun or mpiexec started more ranks than that."""
+    outer = "OMPI_COMM_WORLD_SIZE"
+    if in_slurm_step(environ):
+        outer = "SLURM_STEP_NUM_TASKS"
+    elif "MPI_LOCALRANKID" in environ:
+        outer = "PMI_SIZE"
+    if outer in environ and _number(environ, outer) > placement.world_size:
+        raise ConfigError(
+            f"WORLD_SIZE={placement.world_size} contradicts {outer}={environ[outer]}: the shell "
+            "carries variables of another launch. Run: unset RANK LOCAL_RANK WORLD_SIZE"
+        )
+
+
+def _from_slurm(environ: Mapping[str, str]) -> Placement:
+    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    world_size = _number(environ, size)
+    layout = "SLURM_STEP_TASKS_PER_NODE"
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get(layout, str(world_size))):
+        counts += [int(count)] * int(times or 1)
+    node = _number(environ, "SLURM_NODEID") if len(counts) > 1 else 0
+    if node >= len(counts) or sum(counts) != world_size:
+        raise ConfigError(
+            f"{layout}={environ.get(layout)} does not fit SLURM_NODEID={node}, {size}={world_size}"
+            ": the variables are of two steps. Start the ranks with srun directly."
+        )
+    return _read(
+        {**environ, layout: str(counts[node])},
+        ["SLURM_PROCID", "SLURM_LOCALID", size, layout],
+        "srun",
+    )
+
+
+def _read(environ: Mapping[str, str], names: list[str], launcher: Launcher) -> Placement:
+    """Read rank, local rank, size and local size, in this order, and hold them to their ranges."""
+    rank, local_rank, size, local_size = (_number(environ, name) for name in names)
+    for name, value, limit_name, limit in (
+        (names[0], rank, names[2], size),
+        (names[1], local_rank, names[3], local_size),
+        (names[3], local_size - 1, names[2], size),
+    ):
+        if not 0 <= value < limit:
+            raise ConfigError(
+                f"{name}={environ[name]} is out of range for {limit_name}={environ[limit_name]}. "
+                f"Start the ranks with one launcher, or run: unset {' '.join(names)}"
+            )
+    return Placement(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=size,
+        local_world_size=local_size,
+        launcher=launcher,
+    )
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name)
+    if text is None:
+        raise ConfigError(
+            f"{name} is not set, other variables of the launcher are. Run: export {name}=NUMBER, "
+            "or start the ranks with torchrun, deepspeed, srun or mpiexec."
+        )
+    if not text.strip().isdecimal():
+        raise ConfigError(f"{name}={text!r} is not a whole number. Run: export {name}=NUMBER")
+    return int(text)
+
+
+def _starter() -> tuple[str, str]:
+    """Return the process number and start time of what started the ranks.
+
+    A wrapper script between the launcher and the rank would give each rank a parent of its own,
+    so the nearest ancestor that is a launcher counts, and the parent only where there is none.
+    """
+    parent = pid = os.getppid()
+    while pid > 1:
+        name, above, start = _process(pid)
+        if name.startswith(_LAUNCHER_PROCESSES):
+            return str(pid), start
+        pid = above
+    return str(parent), _process(parent)[2]
+
+
+def _process(pid: int) -> tuple[str, int, str]:
+    """Return name, parent and start time (clock ticks since boot) of a process."""
+    text = _read_text(f"/proc/{pid}/stat")
+    # The name stands in parentheses and may hold any character: fields count from the last one.
+    name = text[text.find("(") + 1 : text.rfind(")")]
+    fields = text[text.rfind(")") + 1 :].split()
+    return (name, int(fields[1]), fields[19]) if len(fields) > 19 else (name, 0, "")
+
+
+def _read_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

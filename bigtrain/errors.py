@@ -1,0 +1,40 @@
+"""The errors that bigtrain raises on purpose, and the exit status of each.
+
+Every message says three things: what failed (with the key or argument), what was got and
+needed (with the numbers), and the fix, as words to paste.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class BigtrainError(Exception):
+    """A failure that bigtrain explains; `exit_status` is what the command line returns."""
+
+    exit_status = 1
+
+
+class ConfigError(BigtrainError, ValueError):
+    """The user's input is at fault; raised before any process group exists."""
+
+    exit_status = 2
+
+
+class LaunchError(BigtrainError):
+    """The ranks could not find each other, or one of them was lost."""
+
+
+class NonFiniteError(BigtrainError):
+    """A loss or gradient norm is not finite; raised before the optimizer step."""
+
+
+class CheckpointError(BigtrainError):
+    """A checkpoint is missing, damaged, or does not belong to this model."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return ", did you mean 'x'?" for the closest of `known`, or "" where none is close."""
+    match = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)
+    return f", did you mean {match[0]!r}?" if match else ""

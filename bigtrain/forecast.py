@@ -1,0 +1,71 @@
+"""What a run is predicted to need: the states that stay, and the timelines of what passes.
+
+A `Profile` is a model as the planner sees it, made by one process on fake tensors; a
+`Forecast` begins as that profile and is turned by each technique into what one rank will hold.
+All bytes are per rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from bigtrain.timeline import Breakdown, Peak, Timeline, highest
+
+NOTHING = Timeline((), ((0, "forward"),))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One model with one micro-batch, on one process, before any technique."""
+
+    parameter_bytes: int
+    gradient_bytes: int
+    """Of the parameters that are trained, in their own precision."""
+    buffer_bytes: int
+    optimizer_bytes: int
+    batch_bytes: int
+    """One micro-batch with its targets."""
+    first: Timeline = NOTHING
+    """Forward and backward when no gradients exist yet; the gradients made are in it."""
+    next: Timeline = NOTHING
+    """Forward and backward when gradients are added to existing ones."""
+    step: Timeline = NOTHING
+    """Clipping and the optimizer step: what they need beside the states."""
+    missing: str | None = None
+    """Why the timelines are empty, where the model could not run on fake tensors."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One rank's memory over a step, as far as the techniques so far have shaped it."""
+
+    states: Breakdown
+    """Alive at every moment of the step."""
+    first: Timeline
+    """The first micro-batch."""
+    step: Timeline
+    gradients: int
+    """Bytes of gradients after the backward pass."""
+    next: Timeline | None = None
+    """Every further micro-batch, where gradients are accumulated."""
+
+    @classmethod
+    def of(cls, profile: Profile) -> Forecast:
+        """One process, one micro-batch: where every forecast begins."""
+        states = Breakdown(
+            parameters=profile.parameter_bytes,
+            optimizer=profile.optimizer_bytes,
+            buffers=profile.buffer_bytes,
+            activations=profile.batch_bytes,
+        )
+        return cls(states, profile.first, profile.step, profile.gradient_bytes)
+
+    def peak(self) -> Peak:
+        """The highest moment of a step."""
+        held = self.states
+        if held.gradients == 0:
+            held = replace(held, gradients=self.gradients)
+        peaks = [self.first.peak(self.states), self.step.peak(held)]
+        if self.next is not None:
+            peaks.append(self.next.peak(held))
+        return highest(peaks)

@@ -1,0 +1,69 @@
+"""The library door: an engine around a module, a loss and an optimizer of one's own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from bigtrain.blueprint import Blueprint
+from bigtrain.build import device_type_of, make_plan
+from bigtrain.distributed import connect
+from bigtrain.engine import Engine
+from bigtrain.environment import detect
+from bigtrain.loading import job_of
+from bigtrain.strategy import MakeOptimizer
+from bigtrain.tasks import Loss, Task
+
+
+def prepare(
+    model: Callable[[], nn.Module] | nn.Module | Blueprint,
+    loss: Loss | Callable[[Any, Any], Tensor],
+    optimizer: MakeOptimizer,
+    *,
+    strategy: str = "ddp",
+    task: Task | None = None,
+    **keys: Any,
+) -> Engine:
+    """Put a model under a strategy, on the ranks that a launcher started.
+
+    Args:
+        model: the class or function that makes the module (it is built where it is needed), or
+            a module already built.
+        loss: a mean loss of (output, targets) such as `F.cross_entropy`.
+        optimizer: makes the optimizer from parameters: a class, or a functools.partial of one.
+        strategy: a preset's name, or the path of a YAML file.
+        task: measures validation; left out, the loss alone is.
+        keys: any key of a job, with two underscores for the dot: `train__micro_batch_size=8`,
+            `train__precision="bf16"`, `optim__clip_norm=1.0`, `device="cpu"`.
+
+    Returns:
+        The engine: `step(batch)` trains on this rank's (inputs, targets) of a global batch.
+
+    Raises:
+        ConfigError: before any process group exists.
+    """
+    job = job_of(strategy, {key.replace("__", "."): value for key, value in keys.items()})
+    placement = detect(os.environ)
+    plan = make_plan(job, placement.world_size, device_type_of(job))
+    connection = connect(
+        placement,
+        device=job.device,
+        backend=job.mesh.backend,
+        pp=plan.pp,
+        dp=plan.dp,
+        tp=plan.tp,
+        setup_timeout=job.mesh.setup_timeout,
+        timeout=job.mesh.timeout,
+        seed=job.train.seed,
+    )
+    context = connection.__enter__()
+    try:
+        engine = Engine(model, loss, optimizer, job, context, task=task)
+    except BaseException as error:
+        connection.__exit__(type(error), error, error.__traceback__)
+        raise
+    engine.own(connection)
+    return engine

@@ -1,0 +1,116 @@
+"""Models by name: bigtrain's own, torchvision's, and a user's by import path.
+
+Nothing here holds weights or state; a name and its arguments become a module when asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from bigtrain.errors import ConfigError, nearest
+from bigtrain.models import imported, torchvision_models
+from bigtrain.models.gpt import GPT, PRESETS, GPTConfig
+from bigtrain.models.lenet import LeNet
+
+__all__ = [
+    "GPT",
+    "GPTConfig",
+    "LeNet",
+    "check_model",
+    "list_models",
+    "make_model",
+    "model_defaults",
+    "sequence_length",
+]
+
+_OWN = (*PRESETS, "lenet")
+
+
+def list_models() -> list[str]:
+    """Every built-in name, bigtrain's own first.
+
+    Raises:
+        ConfigError: torchvision cannot be imported.
+    """
+    return [*_OWN, *torchvision_models.names()]
+
+
+def make_model(name: str, args: Mapping[str, Any]) -> nn.Module:
+    """Construct a model with initial weights, on torch's default device.
+
+    Args:
+        name: a built-in name, or `package.module:Class`.
+        args: arguments of its constructor; for a gpt, fields of `GPTConfig`.
+
+    Raises:
+        ConfigError: the name or an argument is unknown, or the model cannot be made.
+    """
+    if name in PRESETS:
+        return GPT(GPTConfig.from_preset(name, args))
+    if name == "lenet":
+        imported.check_arguments(name, LeNet, args)
+        return LeNet(**args)
+    if ":" in name:
+        return imported.make(name, args)
+    _check_built_in(name)
+    return torchvision_models.make(name, args)
+
+
+def check_model(name: str, args: Mapping[str, Any]) -> None:
+    """Refuse a model that cannot be made; allocates nothing and constructs no user's model.
+
+    Raises:
+        ConfigError: with the key, `model.name` or `model.args.X`, and the fix.
+    """
+    if name in PRESETS:
+        GPTConfig.from_preset(name, args)
+    elif name == "lenet":
+        with torch.device("meta"):
+            make_model(name, args)
+    elif ":" in name:
+        imported.check_arguments(name, imported.load(name), args)
+    else:
+        _check_built_in(name)
+        torchvision_models.check(name, args)
+
+
+def model_defaults(
+    name: str, *, num_classes: int | None, sequence_length: int | None
+) -> dict[str, Any]:
+    """What the data says of a model's arguments; those that the user gave go before them.
+
+    Args:
+        name: as in `make_model`; a user's own model gets nothing.
+        num_classes: classes of the targets; for a language model, its vocabulary.
+        sequence_length: tokens of a sample, where samples are tokens.
+    """
+    if ":" in name:
+        return {}
+    if name in PRESETS:
+        found = {"vocab_size": num_classes, "sequence_length": sequence_length}
+    else:
+        found = {"num_classes": num_classes}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def sequence_length(name: str, args: Mapping[str, Any]) -> int | None:
+    """The most tokens in a sample, for bigtrain's language models; None for all others.
+
+    Raises:
+        ConfigError: an argument is unknown or does not fit.
+    """
+    return GPTConfig.from_preset(name, args).sequence_length if name in PRESETS else None
+
+
+def _check_built_in(name: str) -> None:
+    known = list_models()
+    if name not in known:
+        raise ConfigError(
+            f"model.name: unknown model {name!r}{nearest(name, known)} "
+            f"Use {', '.join(_OWN)}, a model of torchvision such as resnet18, "
+            "or your own as package.module:Class."
+        )

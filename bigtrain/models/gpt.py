@@ -1,0 +1,263 @@
+"""A decoder-only transformer, and the sizes of it that people name.
+
+Pre-LayerNorm blocks, learned positions, GELU, causal attention through torch's fused kernel.
+The presets from gpt2 on have the shapes of GPT-3 (Brown et al. 2020, Table 2.1), where the
+table multiplies out: 16 heads and not 24 at 1.3B (24 x 128 is not 2048), width 5120 and not
+5140 at 13B (40 x 128).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigtrain.errors import ConfigError, nearest
+
+BYTES = 256
+"""Vocabulary of a model that reads bytes."""
+BPE = 50257
+"""Vocabulary of GPT-2 and GPT-3."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """The shape of a GPT.
+
+    Raises:
+        ConfigError: a value is out of range, or `num_heads` does not divide `width`.
+    """
+
+    vocab_size: int = BYTES
+    sequence_length: int = 128
+    """The most tokens in one sample."""
+    num_layers: int = 4
+    width: int = 256
+    """Length of the vector that stands for a token between blocks."""
+    num_heads: int = 4
+    dropout: float = 0.0
+    """Share of values dropped after embedding, attention and each branch, in training."""
+    bias: bool = True
+    """Biases in LayerNorm and in all projections but the output."""
+    tie_embeddings: bool = True
+    """The output projection is the token embedding."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check_type(field.name, getattr(self, field.name), str(field.type))
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(
+                f"model.args.dropout={self.dropout} is not in [0, 1). Use model.args.dropout=0.1."
+            )
+        if self.width % self.num_heads:
+            divisor = max(n for n in range(1, self.num_heads) if self.width % n == 0)
+            raise ConfigError(
+                f"model.args.num_heads={self.num_heads} does not divide width={self.width}. "
+                f"Use model.args.num_heads={divisor}."
+            )
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model; a tied projection counts once."""
+        matrices = 12 * self.width**2  # 3 query, key, value; 1 attention output; 8 the MLP
+        biases = 9 * self.width if self.bias else 0
+        norm = 2 * self.width if self.bias else self.width
+        embeddings = (self.vocab_size + self.sequence_length) * self.width
+        output = 0 if self.tie_embeddings else self.vocab_size * self.width
+        return embeddings + self.num_layers * (matrices + biases + 2 * norm) + norm + output
+
+    @classmethod
+    def from_preset(cls, name: str, args: Mapping[str, Any]) -> GPTConfig:
+        """A preset with some fields replaced.
+
+        Raises:
+            ConfigError: no such field, or a value that does not fit.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in args:
+            if key not in known:
+                raise ConfigError(
+                    f"model.args.{key}: {name} has no argument {key!r}{nearest(key, known)} "
+                    f"Known: {', '.join(known)}."
+                )
+        return cls(**{**PRESETS[name], **args})
+
+
+def _check_type(name: str, value: object, kind: str) -> None:
+    if kind == "bool":
+        fits, needed = isinstance(value, bool), "true or false"
+    elif kind == "float":
+        fits, needed = isinstance(value, (int, float)) and not isinstance(value, bool), "a number"
+    else:
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        fits, needed = whole and isinstance(value, int) and value >= 1, "a whole number from 1 on"
+    if not fits:
+        raise ConfigError(f"model.args.{name}={value!r} needs {needed}.")
+
+
+def _shape(
+    num_layers: int, width: int, num_heads: int, vocab_size: int, sequence_length: int
+) -> Mapping[str, int]:
+    return MappingProxyType(
+        {
+            "num_layers": num_layers,
+            "width": width,
+            "num_heads": num_heads,
+            "vocab_size": vocab_size,
+            "sequence_length": sequence_length,
+        }
+    )
+
+
+PRESETS: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {
+        "gpt": _shape(4, 256, 4, BYTES, 128),
+        "gpt-10m": _shape(6, 384, 6, BYTES, 256),
+        "gpt-50m": _shape(8, 512, 8, BPE, 512),
+        "gpt2": _shape(12, 768, 12, BPE, 1024),
+        "gpt-124m": _shape(12, 768, 12, BPE, 1024),
+        "gpt-350m": _shape(24, 1024, 16, BPE, 2048),
+        "gpt-760m": _shape(24, 1536, 16, BPE, 2048),
+        "gpt-1.3b": _shape(24, 2048, 16, BPE, 2048),
+        "gpt-2.7b": _shape(32, 2560, 32, BPE, 2048),
+        "gpt-6.7b": _shape(32, 4096, 32, BPE, 2048),
+        "gpt-13b": _shape(40, 5120, 40, BPE, 2048),
+        "gpt-175b": _shape(96, 12288, 96, BPE, 2048),
+    }
+)
+
+# Shape suffixes below: B samples, T tokens, W width, H heads, D = W / H, F = 4 W, V vocabulary.
+
+
+class Attention(nn.Module):
+    """Causal self-attention: (batch, seq, width) to the same."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.dropout = config.dropout
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.bias)
+        self.output = nn.Linear(config.width, config.width, bias=config.bias)
+
+    def forward(self, x_BTW: Tensor) -> Tensor:
+        """Mix each token with those before it."""
+        heads = (self.num_heads, -1)
+        q_BHTD, k_BHTD, v_BHTD = (
+            part_BTW.unflatten(-1, heads).transpose(1, 2)
+            for part_BTW in self.qkv(x_BTW).chunk(3, dim=-1)
+        )
+        dropout = self.dropout if self.training else 0.0
+        mixed_BHTD = F.scaled_dot_product_attention(
+            q_BHTD, k_BHTD, v_BHTD, dropout_p=dropout, is_causal=True
+        )
+        mixed_BTW = mixed_BHTD.transpose(1, 2).flatten(-2)
+        out_BTW: Tensor = self.output(mixed_BTW)
+        return out_BTW
+
+
+class MLP(nn.Module):
+    """Two projections around a GELU: (batch, seq, width) to the same."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.expand = nn.Linear(config.width, 4 * config.width, bias=config.bias)
+        self.activation = nn.GELU()
+        self.output = nn.Linear(4 * config.width, config.width, bias=config.bias)
+
+    def forward(self, x_BTW: Tensor) -> Tensor:
+        """Transform each token by itself."""
+        hidden_BTF = self.activation(self.expand(x_BTW))
+        out_BTW: Tensor = self.output(hidden_BTF)
+        return out_BTW
+
+
+class Block(nn.Module):
+    """Attention, then MLP, each on a normalised input and added to it."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width, bias=config.bias)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.width, bias=config.bias)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTW: Tensor) -> Tensor:
+        """(batch, seq, width) to the same."""
+        x_BTW = x_BTW + self.dropout(self.attention(self.attention_norm(x_BTW)))
+        out_BTW: Tensor = x_BTW + self.dropout(self.mlp(self.mlp_norm(x_BTW)))
+        return out_BTW
+
+
+class Embedding(nn.Module):
+    """Tokens and their positions as vectors: (batch, seq) to (batch, seq, width)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.token = nn.Embedding(config.vocab_size, config.width)
+        self.position = nn.Embedding(config.sequence_length, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Look both up and add them.
+
+        Raises:
+            ConfigError: there are more tokens than positions.
+        """
+        length, limit = tokens_BT.shape[1], self.position.num_embeddings
+        if length > limit:
+            raise ConfigError(
+                f"model.args.sequence_length={limit}, but the input has {length} tokens. "
+                f"Use model.args.sequence_length={length}, or shorter samples."
+            )
+        position_T = torch.arange(length, device=tokens_BT.device)
+        x_BTW: Tensor = self.dropout(self.token(tokens_BT) + self.position(position_T))
+        return x_BTW
+
+
+class GPT(nn.Module):
+    """The language model: tokens (batch, seq), int64, to logits (batch, seq, vocabulary).
+
+    The embedding, the blocks, the norm and the head are applied one after the other, so the
+    model can be cut between any two of them.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.width, bias=config.bias)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.token.weight
+        self._initialize()
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Predict, at each place, the token that follows.
+
+        Raises:
+            ConfigError: the input is longer than the model's sequence length.
+        """
+        x_BTW = self.embedding(tokens_BT)
+        for block in self.blocks:
+            x_BTW = block(x_BTW)
+        logits_BTV: Tensor = self.head(self.norm(x_BTW))
+        return logits_BTV
+
+    def _initialize(self) -> None:
+        # Each block adds two branches to the residual stream; the scale keeps its variance.
+        branch = 0.02 / math.sqrt(2 * self.config.num_layers)
+        for name, module in self.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                std = branch if name.endswith(".output") else 0.02
+                nn.init.normal_(module.weight, std=std)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)

@@ -1,0 +1,107 @@
+"""torchvision's classification and segmentation models, without its downloads.
+
+torchvision takes seconds to import, so only a model that is one of its own pays for that.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from bigtrain.blueprint import describe
+from bigtrain.errors import ConfigError, nearest
+
+# Every argument that makes torchvision fetch weights, in its current and its older spelling.
+_DOWNLOADS = ("weights", "weights_backbone", "pretrained", "pretrained_backbone")
+# These two warn that their default is going to change, and initialise well only with True.
+_WITH_INIT_WEIGHTS = ("googlenet", "inception_v3")
+
+
+def names() -> list[str]:
+    """Every model of both kinds, by torchvision's name.
+
+    Raises:
+        ConfigError: torchvision cannot be imported.
+    """
+    models = _models()
+    listed = (*models.list_models(module=models), *models.list_models(module=models.segmentation))
+    return [str(name) for name in listed]
+
+
+def make(name: str, args: Mapping[str, Any]) -> nn.Module:
+    """Construct one, with initial weights and no download.
+
+    Raises:
+        ConfigError: it does not take these arguments, or they ask for a download.
+    """
+    builder = _models().get_model_builder(name)
+    _refuse(name, args)
+    given: dict[str, Any] = {"weights": None}
+    if "weights_backbone" in inspect.signature(builder).parameters:
+        given["weights_backbone"] = None
+    if name in _WITH_INIT_WEIGHTS:
+        given["init_weights"] = True
+    try:
+        model: nn.Module = builder(**given | dict(args))
+    except (TypeError, ValueError) as error:
+        raise _explained(name, builder, args, error) from error
+    return model
+
+
+def check(name: str, args: Mapping[str, Any]) -> None:
+    """Refuse wrong arguments, by a construction that takes no memory.
+
+    Raises:
+        ConfigError: as `make`.
+    """
+    describe(lambda: make(name, args))
+
+
+def _models() -> Any:
+    try:
+        import torchvision.models
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ConfigError(
+            f"model.name: torchvision's models cannot be used, its import failed: {reason}. "
+            "Run: pip install torchvision (of the release that belongs to your torch)."
+        ) from None
+    return torchvision.models
+
+
+def _refuse(name: str, args: Mapping[str, Any]) -> None:
+    for key in _DOWNLOADS:
+        if args.get(key):
+            raise ConfigError(
+                f"model.args.{key}={args[key]!r}: {name} starts from initial weights, nothing is "
+                f"downloaded. Leave model.args.{key} out."
+            )
+    classes = args.get("num_classes", 1)
+    if not isinstance(classes, int) or isinstance(classes, bool) or classes < 1:
+        raise ConfigError(f"model.args.num_classes={classes!r} needs a whole number from 1 on.")
+
+
+def _explained(
+    name: str, builder: Callable[..., Any], args: Mapping[str, Any], error: Exception
+) -> ConfigError:
+    text = (str(error).splitlines() or [""])[0]
+    unexpected = re.match(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", text)
+    if unexpected is None or unexpected[2] not in args:
+        shown = ", ".join(f"{key}={value!r}" for key, value in args.items())
+        return ConfigError(
+            f"model.args: torchvision's {name}({shown}) raised {type(error).__name__}: {text}. "
+            "Correct or leave out what it names."
+        )
+    known = {*inspect.signature(builder).parameters}
+    constructor = inspect.unwrap(builder).__globals__.get(unexpected[1])
+    if constructor is not None:
+        known |= {*inspect.signature(constructor).parameters}
+    known -= {*_DOWNLOADS, "progress", "kwargs"}
+    return ConfigError(
+        f"model.args.{unexpected[2]}: {name} has no argument {unexpected[2]!r}"
+        f"{nearest(unexpected[2], known)} Known: {', '.join(sorted(known))}."
+    )

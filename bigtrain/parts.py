@@ -1,0 +1,173 @@
+"""From the sections of a job to live objects: data, described model, loss, optimizer, length."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from bigtrain.blueprint import Blueprint, describe
+from bigtrain.config import Job
+from bigtrain.data import (
+    Data,
+    GlobalOrder,
+    MicroBatch,
+    StepLoader,
+    check_data,
+    open_data,
+    validation_batches,
+)
+from bigtrain.distributed import RunContext
+from bigtrain.engine import as_loss
+from bigtrain.errors import ConfigError
+from bigtrain.models import check_model, make_model, model_defaults, sequence_length
+from bigtrain.optim import learning_rate, optimizer_factory
+from bigtrain.strategy import MakeOptimizer, Plan
+from bigtrain.tasks import Loss
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an engine is made from, and the batches to feed it."""
+
+    job: Job
+    plan: Plan
+    data: Data
+    model: Blueprint
+    model_args: dict[str, Any]
+    """The model's arguments, with what the data decided filled in."""
+    loss: Loss
+    optimizer: MakeOptimizer
+    order: GlobalOrder
+    total_steps: int
+
+    def learning_rate(self, step: int) -> float:
+        """The rate of a step, counted from 0."""
+        return learning_rate(self.job.optim, step, self.total_steps, self.plan.batch.global_size)
+
+    def training_steps(self, context: RunContext, samples_seen: int) -> StepLoader:
+        """This rank's steps, from a position in the global order on."""
+        return StepLoader(
+            self.data.train,
+            self.order,
+            count=self.loss.count,
+            dp_rank=context.dp_rank,
+            dp_size=context.dp_size,
+            micro_batch_size=self.plan.batch.micro_size,
+            samples_seen=samples_seen,
+            workers=self.job.data.workers,
+            pin_memory=context.device.type == "cuda",
+            collate=self.data.collate,
+        )
+
+    def validation_batches(self, context: RunContext) -> list[MicroBatch] | Any:
+        """This rank's share of the held-out samples; nothing where there are none."""
+        if self.data.validation is None:
+            return []
+        return validation_batches(
+            self.data.validation,
+            count=self.loss.count,
+            dp_rank=context.dp_rank,
+            dp_size=context.dp_size,
+            micro_batch_size=self.plan.batch.micro_size,
+            pin_memory=context.device.type == "cuda",
+            collate=self.data.collate,
+        )
+
+    def example(self) -> MicroBatch:
+        """One full micro-batch: the first samples of the data set."""
+        rows = min(self.plan.batch.micro_size, len(self.data.train))
+        order = GlobalOrder(len(self.data.train), rows, shuffle=False)
+        loader = StepLoader(
+            self.data.train,
+            order,
+            count=self.loss.count,
+            micro_batch_size=rows,
+            collate=self.data.collate,
+        )
+        return next(iter(loader)).micro_batches[0]
+
+
+def check_job(job: Job) -> None:
+    """Refuse a model, a data source or a path that cannot work, before anything is read.
+
+    Raises:
+        ConfigError: with the key and the fix.
+    """
+    check_model(job.model.name, job.model.args)
+    check_data(job.data.name, job.data.path, job.data.args)
+
+
+def open_parts(job: Job, plan: Plan) -> Parts:
+    """Open the data and describe the model; no weight is made and no process group needed.
+
+    Raises:
+        ConfigError: no samples, fewer samples than ranks, a model that does not fit the data.
+    """
+    length = sequence_length(job.model.name, job.model.args)
+    data = open_data(
+        job.data.name,
+        job.data.path,
+        job.data.args,
+        seed=job.train.seed,
+        sequence_length=length,
+    )
+    samples = len(data.train)
+    if samples < plan.dp:
+        raise ConfigError(
+            f"data: {samples} training samples are fewer than the {plan.dp} ranks that share "
+            f"them. Start at most {samples} ranks."
+        )
+    if samples < plan.batch.global_size:
+        raise ConfigError(
+            f"train.global_batch_size={plan.batch.global_size} is more than the {samples} samples "
+            f"there are. Use train.global_batch_size={samples // plan.dp * plan.dp} or less."
+        )
+    defaults = model_defaults(
+        job.model.name,
+        num_classes=data.task.num_classes,
+        sequence_length=_length_of(data) if data.task.name == "language" else None,
+    )
+    args = {**defaults, **job.model.args}
+    order = GlobalOrder(samples, plan.batch.global_size, seed=job.train.seed)
+    return Parts(
+        job=job,
+        plan=plan,
+        data=data,
+        model=describe(lambda: make_model(job.model.name, args)),
+        model_args=args,
+        loss=_loss(job.model.loss, data),
+        optimizer=optimizer_factory(job.optim),
+        order=order,
+        total_steps=_total_steps(job, order),
+    )
+
+
+def _length_of(data: Data) -> int | None:
+    inputs, _ = data.train[0]
+    return int(inputs.shape[0]) if hasattr(inputs, "shape") and inputs.ndim == 1 else None
+
+
+def _total_steps(job: Job, order: GlobalOrder) -> int:
+    if job.train.steps is not None:
+        return job.train.steps
+    return math.ceil((job.train.epochs or 1) * order.steps_per_epoch)
+
+
+def _loss(name: str | None, data: Data) -> Loss:
+    if name is None:
+        return data.task.loss()
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        raise ConfigError(
+            f"model.loss={name} is not an import path. Write package.module:function."
+        )
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"model.loss={name} cannot be imported: {error}. Run from the folder that has it."
+        ) from None
+    return as_loss(found)

@@ -1,0 +1,200 @@
+"""A model's memory before anything runs: the plain loop, once over on fake tensors.
+
+The same loop, loss and optimizer as in the run, under the same tracker; only the numbers in
+the tensors are missing. So the timelines are those of the run, storage by storage.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from bigtrain.data.loader import MicroBatch
+from bigtrain.distributed import RunContext
+from bigtrain.forecast import Profile
+from bigtrain.memory import Meter, StorageTracker
+from bigtrain.runner import LoopRunner
+from bigtrain.strategy import Assembly, MakeOptimizer, Plan
+from bigtrain.tasks import Loss
+from bigtrain.timeline import Breakdown, Phase, Span, Timeline
+
+
+class _FakeMeter(Meter):
+    """A meter that does nothing but track."""
+
+    def __init__(self, tracker: StorageTracker, device: torch.device) -> None:  # no super: no reset
+        self.device = device
+        self._tracker = tracker
+
+
+def make_profile(
+    model: nn.Module,
+    micro_batch: MicroBatch,
+    loss: Loss,
+    make_optimizer: MakeOptimizer,
+    plan: Plan,
+    device: torch.device,
+) -> Profile:
+    """Run two micro-batches and two optimizer steps on fake tensors.
+
+    Args:
+        model: on any device, the meta device too; it is not changed.
+        micro_batch: one real micro-batch of the size of the plan; only its shapes matter.
+        loss: as in the run.
+        make_optimizer: as in the run.
+        plan: for the precision and the clipping.
+        device: whose kernels decide what is saved.
+
+    Returns:
+        The profile; with only the states in it, and the reason, where the model cannot run so.
+    """
+    try:
+        return _profile(model, micro_batch, loss, make_optimizer, plan, device)
+    except Exception as error:  # noqa: BLE001 - user code of any kind runs here
+        reason = (
+            f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+        )
+        return _states_only(model, micro_batch, reason)
+
+
+def _profile(
+    model: nn.Module,
+    micro_batch: MicroBatch,
+    loss: Loss,
+    make_optimizer: MakeOptimizer,
+    plan: Plan,
+    device: torch.device,
+) -> Profile:
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
+
+    tracker = StorageTracker()
+    meter = _FakeMeter(tracker, device)
+    with FakeTensorMode() as mode, tracker:
+        fake = _fake_model(model, device, double=plan.precision == "fp64")
+        fake_batch = MicroBatch(
+            inputs=tree_map(lambda t: _fake_tensor(t, device), micro_batch.inputs),
+            targets=tree_map(lambda t: _fake_tensor(t, device), micro_batch.targets),
+            count=max(1, micro_batch.count),
+            rows=micro_batch.rows,
+        )
+        runner = LoopRunner(
+            Assembly(
+                context=_alone(device),
+                plan=plan,
+                loss=loss,
+                meter=meter,
+                model=fake,
+                make_optimizer=make_optimizer,
+                module=fake,
+            )
+        )
+        del mode
+        marks = []
+        for _ in range(2):  # the optimizer makes its state in the first step
+            marks = [tracker.clock]
+            for _ in range(2):
+                runner.one(fake_batch, 1.0)
+                marks.append(tracker.clock)
+            meter.phase("step")
+            runner.clip()
+            runner.apply_step()
+            marks.append(tracker.clock)
+        timeline = tracker.timeline()
+        states = _states(fake, runner.optimizer)
+        batch_bytes = _bytes(tree_leaves((fake_batch.inputs, fake_batch.targets)))
+    return Profile(
+        parameter_bytes=states.parameters,
+        gradient_bytes=states.gradients,
+        buffer_bytes=states.buffers,
+        optimizer_bytes=states.optimizer,
+        batch_bytes=batch_bytes,
+        first=_piece(timeline, marks[0], marks[1]),
+        next=_piece(timeline, marks[1], marks[2]),
+        step=_piece(timeline, marks[2], marks[3]),
+    )
+
+
+def _piece(timeline: Timeline, start: int, stop: int) -> Timeline:
+    """The spans born in one stretch; what outlives it is cut off at its end."""
+    spans = tuple(
+        Span(s.nbytes, s.kind, s.birth, min(s.death, stop + 1))
+        for s in timeline.spans
+        if start < s.birth <= stop and s.kind != "buffers"
+    )
+    before: Phase = timeline.phase_at(start + 1)
+    inside = tuple(p for p in timeline.phases if start < p[0] <= stop)
+    return Timeline(spans, ((start, before), *inside))
+
+
+def _fake_model(model: nn.Module, device: torch.device, *, double: bool) -> nn.Module:
+    """A copy of the module tree with fake tensors of the same shapes in it.
+
+    The copy's memo holds a fake twin for every tensor, so that nothing real is ever copied and
+    tied parameters stay tied.
+    """
+    memo: dict[int, object] = {}
+    for parameter in model.parameters():
+        twin = nn.Parameter(
+            _fake_tensor(parameter, device, double=double), requires_grad=parameter.requires_grad
+        )
+        memo[id(parameter)] = twin
+    for buffer in model.buffers():
+        memo[id(buffer)] = _fake_tensor(buffer, device, double=double)
+    return copy.deepcopy(model, memo)
+
+
+def _fake_tensor(leaf: Any, device: torch.device, *, double: bool = False) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    dtype = torch.float64 if double and leaf.is_floating_point() else leaf.dtype
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=dtype, device=device)
+
+
+def _states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Breakdown:
+    slots = optimizer.state.values() if optimizer else ()
+    return Breakdown(
+        parameters=_bytes(model.parameters()),
+        gradients=_bytes(p for p in model.parameters() if p.requires_grad),
+        buffers=_bytes(model.buffers()),
+        optimizer=_bytes(value for state in slots for value in state.values()),
+    )
+
+
+def _bytes(leaves: Iterable[object]) -> int:
+    """Bytes of the distinct storages below some tensors; a meta tensor counts as if real."""
+    seen: dict[int, int] = {}
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            storage = leaf.untyped_storage()
+            seen[storage._cdata] = storage.nbytes()
+    return sum(seen.values())
+
+
+def _states_only(model: nn.Module, micro_batch: MicroBatch, reason: str) -> Profile:
+    states = _states(model, None)
+    return Profile(
+        parameter_bytes=states.parameters,
+        gradient_bytes=states.gradients,
+        buffer_bytes=states.buffers,
+        optimizer_bytes=0,
+        batch_bytes=_bytes(tree_leaves((micro_batch.inputs, micro_batch.targets))),
+        missing=reason,
+    )
+
+
+def _alone(device: torch.device) -> RunContext:
+    return RunContext(
+        rank=0,
+        local_rank=0,
+        world_size=1,
+        local_world_size=1,
+        device=device,
+        mesh=None,
+        seed=0,
+        launcher="python",
+    )

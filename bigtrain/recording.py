@@ -1,0 +1,191 @@
+"""Operations on meta tensors, kept so that they can be run again on the CPU.
+
+Of all that a constructor did, the operations that one chosen tensor depends on, and no others,
+are replayed. The bookkeeping is per storage and not per tensor: an argument is remembered as
+(storage, dtype, size, stride, offset), so views need no replay, and a Parameter is the tensor
+that it was made of.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+CPU = torch.device("cpu")
+
+
+class CannotDefer(BaseException):
+    """The constructor does something that a recording on meta cannot repeat; says what.
+
+    Not an Exception, so that a constructor's own `except Exception` does not swallow it.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Where a tensor lies: the key of its storage, and its view of it (offset in elements)."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One call that made or changed storages; meta tensors in its arguments are specs."""
+
+    function: Callable[..., Any]
+    args: Any
+    kwargs: dict[str, Any]
+    fresh: tuple[TensorSpec | None, ...]
+    """For each output in order, its spec where its storage is new."""
+    reads: tuple[int, ...]
+    """Storages whose contents matter, those written in part included."""
+    overwritten: int | None
+    """A storage of which no earlier content remains."""
+    random: bool
+    default_dtype: torch.dtype
+
+    @property
+    def touches(self) -> Iterator[int]:
+        """The storages that replaying it needs or makes."""
+        yield from self.reads
+        yield from (spec.storage for spec in self.fresh if spec)
+        if self.overwritten is not None:
+            yield self.overwritten
+
+
+@dataclass
+class Recording:
+    """The operations in order, and an index from each storage to those that wrote it."""
+
+    operations: list[Operation] = field(default_factory=list)
+    writers: dict[int, list[int]] = field(default_factory=dict)
+    # Held for their identity: a storage that was freed could lend its key to another.
+    storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+
+    def adopt(self, tensor: torch.Tensor) -> bool:
+        """Note the storage of an output; True where it was not known before."""
+        storage = tensor.untyped_storage()
+        return self.storages.setdefault(storage._cdata, storage) is storage
+
+    def spec(self, tensor: torch.Tensor) -> TensorSpec:
+        """Describe a meta tensor.
+
+        Raises:
+            CannotDefer: its origin is not in the recording, or a flag turns its values.
+        """
+        key = tensor.untyped_storage()._cdata
+        if key not in self.storages:
+            raise CannotDefer("it uses a tensor on meta that was made elsewhere")
+        if tensor.is_conj() or tensor.is_neg():
+            raise CannotDefer("it uses a lazily conjugated or negated tensor")
+        return TensorSpec(
+            key, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        )
+
+    def append(self, operation: Operation, writes: Sequence[int]) -> None:
+        """Add an operation that wrote these storages."""
+        for storage in dict.fromkeys(writes):
+            self.writers.setdefault(storage, []).append(len(self.operations))
+        self.operations.append(operation)
+
+    def closure(self, storage: int) -> list[int]:
+        """The operations, in order, that the present content of a storage depends on."""
+        needed: set[int] = set()
+        pending = [(storage, len(self.operations))]
+        while pending:
+            key, before = pending.pop()
+            writers = self.writers.get(key, [])
+            position = bisect_left(writers, before)
+            if not position or writers[position - 1] in needed:
+                continue
+            # The last writer is enough: one that keeps earlier content reads the storage too.
+            last = writers[position - 1]
+            needed.add(last)
+            pending += [(read, last) for read in self.operations[last].reads]
+        return sorted(needed)
+
+    def is_random(self, closure: Sequence[int]) -> bool:
+        """Whether any of the operations draws random numbers."""
+        return any(self.operations[index].random for index in closure)
+
+    @torch.no_grad()
+    def replay(
+        self, storage: int, closure: Sequence[int], seed_of: Callable[[int], int]
+    ) -> torch.UntypedStorage:
+        """Run the operations of a closure on the CPU and return the storage they end in.
+
+        Memory that nothing writes is zeros. The default generator and dtype are changed
+        meanwhile; the caller restores the generator.
+
+        Args:
+            storage: the key of the storage that is wanted.
+            closure: what `closure` returned for it.
+            seed_of: the seed for each random operation, by its index.
+        """
+        real: dict[int, torch.UntypedStorage] = {}
+        last_use = {key: index for index in closure for key in self.operations[index].touches}
+        for index in closure:
+            if self.operations[index].random:
+                torch.default_generator.manual_seed(seed_of(index))
+            self._run(self.operations[index], real)
+            for key in [k for k in real if k != storage and last_use[k] == index]:
+                del real[key]
+        return self._storage(real, storage, blank=True)
+
+    def _run(self, operation: Operation, real: dict[int, torch.UntypedStorage]) -> None:
+        def thaw(leaf: Any) -> Any:
+            if not isinstance(leaf, TensorSpec):
+                return leaf
+            blank = leaf.storage != operation.overwritten
+            return view(self._storage(real, leaf.storage, blank=blank), leaf)
+
+        args, kwargs = tree_map(thaw, (operation.args, operation.kwargs))
+        with _default_dtype(operation.default_dtype):
+            outputs = tree_leaves(operation.function(*args, **kwargs))
+        for spec, output in zip(operation.fresh, outputs, strict=False):
+            if spec is None:
+                continue
+            if (output.stride(), output.storage_offset()) != (spec.stride, spec.offset):
+                # Kernels may lay their output out otherwise than meta says; views rely on meta.
+                laid_out = view(self._storage(real, spec.storage, blank=True), spec)
+                laid_out.copy_(output)
+            else:
+                real[spec.storage] = output.untyped_storage()
+
+    def _storage(
+        self, real: dict[int, torch.UntypedStorage], key: int, *, blank: bool
+    ) -> torch.UntypedStorage:
+        if key not in real:
+            make = torch.zeros if blank else torch.empty
+            memory = make(self.storages[key].nbytes(), dtype=torch.uint8, device=CPU)
+            real[key] = memory.untyped_storage()
+        return real[key]
+
+
+def view(storage: torch.UntypedStorage, spec: TensorSpec) -> torch.Tensor:
+    """The tensor that a spec describes, over another storage."""
+    empty = torch.empty(0, dtype=spec.dtype, device=storage.device)
+    return empty.set_(storage, spec.offset, spec.size, spec.stride)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    if before is dtype:
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,73 @@
+"""The one table that names the techniques; a module is imported when its name is chosen."""
+
+from __future__ import annotations
+
+import importlib
+
+from pydantic import ValidationError
+
+from bigtrain.config import Role, RoleConfig
+from bigtrain.errors import ConfigError, nearest
+from bigtrain.loading import explain
+from bigtrain.strategy import Strategy
+
+TECHNIQUES: dict[Role, dict[str, str]] = {
+    "cut": {},
+    "replicate": {
+        "single": "bigtrain.strategies.single:Single",
+        "ddp": "bigtrain.strategies.ddp:DDP",
+    },
+    "recompute": {},
+    "offload": {},
+    "accumulate": {
+        "accumulation": "bigtrain.strategies.accumulation:Accumulation",
+    },
+}
+
+
+def technique_class(role: Role, name: str) -> type[Strategy]:
+    """The class of a technique, by its name or as `package.module:Class`.
+
+    Raises:
+        ConfigError: the name is not in the table, or the import fails.
+    """
+    table = TECHNIQUES[role]
+    target = table.get(name, name)
+    if ":" not in target:
+        known = ", ".join(sorted(table)) or "none yet"
+        raise ConfigError(
+            f"strategy.{role}: unknown {name!r}{nearest(name, table)} Known: {known}; "
+            "your own is given as package.module:Class."
+        )
+    module_name, _, class_name = target.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"strategy.{role}: cannot import {target}: {error}. Is its folder on PYTHONPATH?"
+        ) from None
+    if not (isinstance(found, type) and issubclass(found, Strategy)):
+        raise ConfigError(f"strategy.{role}: {target} is not a subclass of bigtrain.Strategy.")
+    if found.role != role:
+        raise ConfigError(
+            f"strategy.{role}: {name} plays the role {found.role!r}. Write strategy.{found.role}={name}."
+        )
+    return found
+
+
+def make_technique(role: Role, config: RoleConfig) -> Strategy:
+    """Build a technique from its section of a job, its options checked.
+
+    Raises:
+        ConfigError: an unknown name or option, or a value of the wrong type.
+    """
+    kind = technique_class(role, config.name)
+    try:
+        return kind.model_validate(config.options)
+    except ValidationError as error:
+        reason = explain(error, kind)
+        prefix = f"strategy.{role}."
+        reason = reason.replace("unknown key ", f"unknown key {prefix}", 1)
+        if not reason.startswith("unknown key"):
+            reason = prefix + reason
+        raise ConfigError(f"{reason} (strategy.{role}.name is {config.name})") from None

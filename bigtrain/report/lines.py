@@ -1,0 +1,96 @@
+"""The lines before and after a run, and what a dry run prints."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import yaml
+from rich.console import Console
+
+from bigtrain.build import describe_plan, forecast
+from bigtrain.config import Job
+from bigtrain.engine import Engine
+from bigtrain.parts import Parts
+from bigtrain.profiles import make_profile
+from bigtrain.report.run_log import predicted_line
+from bigtrain.strategy import Plan
+from bigtrain.timeline import Peak
+from bigtrain.units import format_count
+
+
+def console() -> Console:
+    """Standard output; a file or a pipe is 100 columns wide."""
+    return Console() if sys.stdout.isatty() else Console(width=100)
+
+
+def opening_lines(parts: Parts, engine: Engine, resumed: Path | None) -> Iterator[str]:
+    """What will be trained, on what, in which batches, and the predicted peak."""
+    context = engine.context
+    yield f"{model_line(parts)}, {parts.job.train.precision}"
+    if parts.data.description:
+        yield parts.data.description
+    yield f"strategy {parts.plan.strategy.name}: {_ranks(context.world_size)} on {context.device.type}"
+    yield batch_line(parts)
+    if not engine.blueprint.deferred:
+        yield f"the model was built whole and sent from rank 0: {engine.blueprint.reason}"
+    yield predicted_line(engine.predicted, engine.prediction_note)
+    if resumed is not None:
+        yield f"continues after step {engine.steps_done} from {resumed}"
+
+
+def closing_lines(parts: Parts, folder: Path) -> Iterator[str]:
+    """What a model that learned nothing would reach, and where the results are."""
+    for name, value in parts.data.baseline.items():
+        yield f"for comparison, without learning: {name} {value:.4f}"
+    yield f"results: {folder}"
+
+
+def model_line(parts: Parts) -> str:
+    """The model and its size."""
+    count = sum(p.numel() for p in parts.model.model.parameters())
+    return f"{parts.job.model.name}: {format_count(count)} parameters"
+
+
+def batch_line(parts: Parts) -> str:
+    """The batch equation with its numbers, and the length of the run."""
+    batch = parts.plan.batch
+    return (
+        f"global batch {batch.global_size} = micro-batch {batch.micro_size} x accumulation "
+        f"{batch.accumulation_steps} x dp {batch.dp_size}; {parts.total_steps} steps, "
+        f"{parts.order.steps_per_epoch} to an epoch"
+    )
+
+
+def dry_run_lines(job: Job, plan: Plan, parts: Parts) -> Iterator[str]:
+    """The resolved job, the plan, and the predicted peak of one rank."""
+    yield yaml.safe_dump(job.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
+    yield yaml.safe_dump(describe_plan(plan), sort_keys=False)
+    yield model_line(parts)
+    yield batch_line(parts)
+    peak, note = predict(parts, plan)
+    yield predicted_line(peak, note)
+    if peak is not None:
+        for kind, size in vars(peak.breakdown).items():
+            yield f"  {kind:12} {size:>15,} bytes"
+
+
+def predict(parts: Parts, plan: Plan) -> tuple[Peak | None, str | None]:
+    """The predicted peak of one rank, or why there is none."""
+    profile = make_profile(
+        parts.model.model,
+        parts.example(),
+        parts.loss,
+        parts.optimizer,
+        plan,
+        torch.device(plan.device_type),
+    )
+    if profile.missing is not None:
+        return None, profile.missing
+    return forecast(profile, plan).peak(), None
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"

@@ -1,0 +1,71 @@
+"""The memory of every rank, measured and predicted in one type."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bigtrain.memory import Measured
+from bigtrain.timeline import Peak
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One rank: what was measured, and what had been predicted. All bytes."""
+
+    rank: int
+    measured: Measured
+    predicted: Peak | None
+    note: str | None = None
+    """Why there is no prediction, where there is none."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The rank's entry of memory.json."""
+        peak = self.measured.peak
+        entry: dict[str, Any] = {
+            "rank": self.rank,
+            "peak_bytes": peak.bytes if peak else None,
+            "predicted_peak_bytes": self.predicted.bytes if self.predicted else None,
+            "process_peak_bytes": self.measured.process_peak_bytes,
+            "phase": peak.phase if peak else None,
+            "breakdown": asdict(peak.breakdown) if peak else None,
+            "predicted_phase": self.predicted.phase if self.predicted else None,
+            "predicted_breakdown": asdict(self.predicted.breakdown) if self.predicted else None,
+        }
+        if self.measured.reserved_bytes is not None:
+            entry["reserved_bytes"] = self.measured.reserved_bytes
+            entry["capacity_bytes"] = self.measured.capacity_bytes
+            entry["alloc_retries"] = self.measured.alloc_retries
+        return entry
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """All ranks of one run."""
+
+    strategy: str
+    device: str
+    ranks: tuple[RankMemory, ...]
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The largest measured peak over the ranks, in bytes."""
+        peaks = [r.measured.peak.bytes for r in self.ranks if r.measured.peak is not None]
+        return max(peaks, default=None)
+
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """The largest predicted peak over the ranks, in bytes."""
+        peaks = [r.predicted.bytes for r in self.ranks if r.predicted is not None]
+        return max(peaks, default=None)
+
+    def as_json(self) -> dict[str, Any]:
+        """The content of memory.json."""
+        return {
+            "strategy": self.strategy,
+            "world_size": len(self.ranks),
+            "device": self.device,
+            "peak_bytes": self.peak_bytes,
+            "predicted_peak_bytes": self.predicted_peak_bytes,
+            "ranks": [rank.as_json() for rank in self.ranks],
+        }

@@ -1,0 +1,251 @@
+"""What a run writes while it goes on: its folder, a line or a bar for a person, JSON for machines.
+
+    runs/NAME/config.yaml        the resolved job, which can be fed back in
+              plan.yaml          mesh, techniques, batch and the predicted peak
+              metrics.jsonl      one object a step
+              validation.jsonl   one object a validation
+              memory.json        the peak of every rank, by part
+              checkpoints/
+
+Rank 0 writes; on the others every method does nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from bigtrain.build import describe_plan
+from bigtrain.config import Job
+from bigtrain.distributed import RunContext
+from bigtrain.engine import StepResult
+from bigtrain.errors import ConfigError
+from bigtrain.memory import capacity_bytes
+from bigtrain.report.memory_report import MemoryReport
+from bigtrain.report.tables import memory_table
+from bigtrain.strategy import Plan
+from bigtrain.timeline import Peak
+from bigtrain.units import GIB, format_bytes
+
+
+def run_folder(job: Job, context: RunContext) -> Path:
+    """Choose and make the run's folder; the same on every rank.
+
+    With `log.name` that folder; otherwise the first free `MODEL-STRATEGY-NUMBER`, or with
+    `checkpoint.resume=auto` the newest such run.
+    """
+    chosen = None
+    if context.is_main:
+        base = Path(job.log.dir)
+        try:
+            base.mkdir(parents=True, exist_ok=True)
+            chosen = base / job.log.name if job.log.name else _numbered(base, job)
+            chosen.mkdir(exist_ok=True)
+        except OSError as error:
+            chosen = error
+    chosen = context.broadcast_object(chosen)
+    if isinstance(chosen, OSError):
+        raise ConfigError(f"log.dir={job.log.dir} cannot be written: {chosen}. Set log.dir=FOLDER.")
+    return Path(chosen)
+
+
+def _numbered(base: Path, job: Job) -> Path:
+    model = job.model.name.rpartition(":")[2]
+    prefix = f"{model}-{job.strategy.name}-"
+    numbers = [
+        int(p.name.removeprefix(prefix))
+        for p in base.glob(f"{prefix}*")
+        if p.name.removeprefix(prefix).isdigit()
+    ]
+    if job.checkpoint.resume == "auto" and numbers:
+        return base / f"{prefix}{max(numbers)}"
+    number = max(numbers, default=0) + 1
+    while True:  # another run may take the number between the look and the making
+        try:
+            (base / f"{prefix}{number}").mkdir()
+        except FileExistsError:
+            number += 1
+            continue
+        return base / f"{prefix}{number}"
+
+
+class RunLog:
+    """The log of one run, as a context manager.
+
+    Args:
+        folder: the run's folder.
+        job: what is run.
+        plan: how it is run.
+        context: which rank this is.
+        console: where a person reads.
+        total_steps: steps of the whole run.
+        first_step: steps that were done before (after a resume).
+        predicted: the predicted peak, for plan.yaml.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        job: Job,
+        plan: Plan,
+        context: RunContext,
+        console: Console,
+        *,
+        total_steps: int,
+        first_step: int = 0,
+        predicted: Peak | None = None,
+    ) -> None:
+        self.folder = folder
+        self._job = job
+        self._main = context.is_main
+        self._console = console
+        self._total = total_steps
+        self._capacity = capacity_bytes(context.device)
+        self._files: dict[str, IO[str]] = {}
+        self._progress: Progress | None = None
+        self._board: Any = None
+        if not self._main:
+            return
+        batch = {
+            "global_batch_size": plan.batch.global_size,
+            "micro_batch_size": plan.batch.micro_size,
+        }
+        resolved = job.model_dump(mode="json")
+        resolved["train"].update(batch, accumulation_steps=None)
+        described = describe_plan(plan)
+        if predicted is not None:
+            described["predicted"] = {
+                "peak_bytes": predicted.bytes,
+                "phase": predicted.phase,
+                "breakdown": asdict(predicted.breakdown),
+            }
+        _write_yaml(folder / "config.yaml", resolved)
+        _write_yaml(folder / "plan.yaml", described)
+        self._drop_steps_after(first_step)
+        if job.log.tensorboard:
+            self._board = _open_board(folder)
+        if console.is_terminal:
+            self._progress = _bar(console)
+            self._progress.start()
+            self._task = self._progress.add_task("", total=total_steps, completed=first_step)
+
+    def _drop_steps_after(self, step: int) -> None:
+        """After a resume the lines of steps that will be done again go, so each comes once."""
+        for name in ("metrics.jsonl", "validation.jsonl"):
+            path = self.folder / name
+            lines = path.read_text("utf-8").splitlines() if path.exists() else []
+            kept = [line for line in lines if json.loads(line)["step"] <= step] if step else []
+            path.write_text("".join(f"{line}\n" for line in kept), "utf-8")
+
+    def step(self, result: StepResult) -> None:
+        """One optimizer step."""
+        if not self._main:
+            return
+        self._append("metrics.jsonl", asdict(result))
+        self._board_scalars("train", asdict(result), result.step)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=result.step, description=self._line(result))
+        elif result.step % self._job.log.every == 0 or result.step in (1, self._total):
+            self.say(f"step {result.step}/{self._total}  {self._line(result)}")
+
+    def validation(self, step: int, measured: dict[str, float]) -> None:
+        """One validation."""
+        if not self._main:
+            return
+        self._append("validation.jsonl", {"step": step, **measured})
+        self._board_scalars("validation", measured, step)
+        figures = "  ".join(f"{name} {value:.4f}" for name, value in measured.items())
+        self.say(f"validation at step {step}: {figures}")
+
+    def memory(self, report: MemoryReport | None) -> None:
+        """The end table, and memory.json."""
+        if not self._main or report is None:
+            return
+        text = json.dumps(report.as_json(), indent=1)
+        (self.folder / "memory.json").write_text(text + "\n", "utf-8")
+        self._stop_bar()
+        self._console.print(memory_table(report))
+
+    def say(self, text: str) -> None:
+        """A line for a person."""
+        if self._main:
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _line(self, result: StepResult) -> str:
+        per_second = f"{result.samples_per_second:.1f} samples/s"
+        if result.tokens_per_second is not None:
+            per_second = f"{result.tokens_per_second:,.0f} tokens/s"
+        line = f"loss {result.loss:.4f}  {per_second}"
+        if result.peak_memory_bytes is not None:
+            share = f" ({result.peak_memory_bytes / self._capacity:.1%})" if self._capacity else ""
+            line += f"  peak {result.peak_memory_bytes / GIB:.2f} GiB{share}"
+        return line
+
+    def _append(self, name: str, values: dict[str, Any]) -> None:
+        if name not in self._files:
+            self._files[name] = (self.folder / name).open("a", encoding="utf-8", buffering=1)
+        self._files[name].write(json.dumps(values) + "\n")
+
+    def _board_scalars(self, group: str, values: dict[str, Any], step: int) -> None:
+        if self._board is not None:
+            for name, value in values.items():
+                if isinstance(value, (int, float)) and name != "step":
+                    self._board.add_scalar(f"{group}/{name}", value, step)
+
+    def _stop_bar(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stop_bar()
+        for file in self._files.values():
+            file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def _write_yaml(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(yaml.safe_dump(values, sort_keys=False), "utf-8")
+
+
+def _open_board(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ConfigError(
+            'log.tensorboard=true needs a package. Run: pip install "bigtrain[tensorboard]"'
+        ) from None
+    return SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
+
+
+def predicted_line(peak: Peak | None, note: str | None) -> str:
+    """One line before the first step."""
+    if peak is None:
+        return f"predicted peak: none ({note})"
+    return f"predicted peak: {format_bytes(peak.bytes)} a rank, in {peak.phase}"

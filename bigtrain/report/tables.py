@@ -1,0 +1,88 @@
+"""Tables for a person at a terminal."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from bigtrain.report.memory_report import MemoryReport, RankMemory
+from bigtrain.timeline import KINDS, Peak
+from bigtrain.units import format_bytes
+
+MOST_RANKS = 2
+"""Ranks that are shown in full; of more, those with the highest and the lowest peak."""
+
+
+def memory_table(report: MemoryReport) -> Table:
+    """Peak memory by part: for each rank what was measured, beside what was predicted."""
+    shown = _shown(report)
+    table = Table(title=f"Peak memory, {report.strategy} on {report.device}", title_justify="left")
+    table.add_column("part")
+    for rank in shown:
+        table.add_column(f"rank {rank.rank}", justify="right")
+        table.add_column("predicted", justify="right", style="dim")
+    for kind in KINDS:
+        table.add_row(kind, *(c for r in shown for c in _pair(r, kind)))
+    table.add_section()
+    table.add_row("peak", *(c for r in shown for c in _peaks(r)), style="bold")
+    table.add_row("reached in", *(c for r in shown for c in _phases(r)))
+    table.add_row("process", *(c for r in shown for c in (_process(r), _error(r))))
+    if any(r.measured.reserved_bytes is not None for r in shown):
+        table.add_row("reserved", *(c for r in shown for c in (_reserved(r), "")))
+    table.caption = _caption(report)
+    table.caption_justify = "left"
+    return table
+
+
+def _shown(report: MemoryReport) -> list[RankMemory]:
+    ranks = list(report.ranks)
+    if len(ranks) <= MOST_RANKS:
+        return ranks
+    ordered = sorted(ranks, key=lambda r: r.measured.peak.bytes if r.measured.peak else 0)
+    return [ordered[-1], ordered[0]]
+
+
+def _caption(report: MemoryReport) -> str:
+    lines = ["process: resident memory above what the process held before the model was built"]
+    if len(report.ranks) > MOST_RANKS:
+        lines.insert(0, f"the highest and the lowest of {len(report.ranks)} ranks")
+    notes = {r.note for r in report.ranks if r.note}
+    lines += [f"no prediction: {note}" for note in sorted(notes)]
+    return "\n".join(lines)
+
+
+def _pair(rank: RankMemory, kind: str) -> tuple[str, str]:
+    return _part(rank.measured.peak, kind), _part(rank.predicted, kind)
+
+
+def _part(peak: Peak | None, kind: str) -> str:
+    return format_bytes(getattr(peak.breakdown, kind)) if peak else "-"
+
+
+def _peaks(rank: RankMemory) -> tuple[str, str]:
+    measured, predicted = rank.measured.peak, rank.predicted
+    return (
+        format_bytes(measured.bytes) if measured else "-",
+        format_bytes(predicted.bytes) if predicted else "-",
+    )
+
+
+def _phases(rank: RankMemory) -> tuple[str, str]:
+    measured, predicted = rank.measured.peak, rank.predicted
+    return measured.phase if measured else "-", predicted.phase if predicted else "-"
+
+
+def _process(rank: RankMemory) -> str:
+    process = rank.measured.process_peak_bytes
+    return format_bytes(process) if process is not None else "-"
+
+
+def _reserved(rank: RankMemory) -> str:
+    reserved = rank.measured.reserved_bytes
+    return format_bytes(reserved) if reserved is not None else "-"
+
+
+def _error(rank: RankMemory) -> str:
+    peak = rank.measured.peak
+    if rank.predicted is None or peak is None or peak.bytes == 0:
+        return ""
+    return f"{rank.predicted.bytes / peak.bytes - 1:+.1%}"

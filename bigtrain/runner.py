@@ -1,0 +1,202 @@
+"""The plain loop over the micro-batches of a step: what runs wherever no technique owns the step.
+
+Loss: each micro-batch gives the sum over its valid targets; dividing by the number of valid
+targets of the *global* batch makes the gradient that one process with the whole batch gives,
+however unevenly the targets are spread over ranks and micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from bigtrain.data.loader import MicroBatch
+from bigtrain.errors import CheckpointError, NonFiniteError
+from bigtrain.strategy import Assembly
+
+
+class LoopRunner:
+    """Forward and backward for each micro-batch, then one clipped optimizer step.
+
+    Args:
+        assembly: the wrapped module and everything that goes with it.
+    """
+
+    def __init__(self, assembly: Assembly) -> None:
+        self.context = assembly.context
+        self.module = assembly.model
+        self.loss = assembly.loss
+        self.meter = assembly.meter
+        self._wrapped = assembly.module
+        self._sync = assembly.sync
+        self._precision = assembly.plan.precision
+        self._clip_norm = assembly.plan.clip_norm
+        self._keep_gradients = assembly.keep_gradients
+        self._stepped = False
+        self._trained = [p for p in self.module.parameters() if p.requires_grad]
+        self.meter.own(self.module.parameters(), "parameters")
+        self.meter.own(self.module.buffers(), "buffers")
+        self.optimizer = assembly.make_optimizer(self._trained)
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """See `Runner.forward_backward`."""
+        total = sum(self.context.all_gather_numbers(sum(m.count for m in micro_batches)))
+        # Wrappers average gradients over the replicas; a sum is wanted, so undo that here.
+        scale = self.context.dp_size / max(total, 1)
+        for micro_batch in micro_batches:  # on a CPU they are all there from the start
+            self._own_batch(micro_batch)
+        losses = []
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            with self._sync(number == len(micro_batches)):
+                losses.append(self.one(micro_batch, scale))
+        # One read from the device a step, not one for each micro-batch.
+        return self._agree(float(torch.stack(losses).double().sum()), total)
+
+    def one(self, micro_batch: MicroBatch, scale: float) -> Tensor:
+        """Forward and backward of one micro-batch; return its summed loss, detached."""
+        self.meter.phase("forward")
+        placed = self._place(micro_batch)
+        self._own_batch(placed)
+        with self._autocast():
+            output = self._wrapped(placed.inputs)
+        loss = self.loss(output, placed.targets)
+        if micro_batch.count == 0:  # padding, or nothing valid: it only keeps the ranks in step
+            loss = loss * 0.0
+        del output
+        self.meter.phase("backward")
+        (loss * scale).backward()  # type: ignore[no-untyped-call]
+        if self.meter.tracking:
+            self.meter.own((p.grad for p in self._trained), "gradients")
+        return loss.detach()
+
+    def _agree(self, loss_sum: float, total: float) -> float:
+        sums = self.context.all_gather_numbers(loss_sum)
+        for rank, value in enumerate(sums):
+            if not math.isfinite(value):
+                raise NonFiniteError(f"the loss of rank {rank} is {value}")
+        return math.fsum(sums) / max(total, 1)
+
+    def update(self) -> float:
+        """See `Runner.update`."""
+        self.meter.phase("step")
+        norm = float(self.clip())
+        if not math.isfinite(norm):
+            raise NonFiniteError(f"the gradient norm is {norm}")
+        self.apply_step()
+        return norm
+
+    def clip(self) -> Tensor:
+        """Scale the gradients down to the clipping norm; return their norm before that."""
+        gradients = [p.grad for p in self._trained if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if self._clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self._trained, self._clip_norm, norm)
+        return norm
+
+    def apply_step(self) -> None:
+        """Step the optimizer and clear the gradients."""
+        self.optimizer.step()
+        if self.meter.tracking:
+            self.meter.own(_state_tensors(self.optimizer), "optimizer")
+        # The first gradients always go: DDP builds its buckets anew at the second step, and what
+        # still pointed into the old ones would keep both alive.
+        self.optimizer.zero_grad(set_to_none=not (self._keep_gradients and self._stepped))
+        self._stepped = True
+
+    def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """See `Runner.predict`."""
+        placed = self._place(micro_batch)
+        with torch.no_grad(), self._autocast():
+            return self._wrapped(placed.inputs), placed.targets
+
+    def _place(self, micro_batch: MicroBatch) -> MicroBatch:
+        placed = micro_batch.to(self.context.device)
+        if self._precision == "fp64":
+            inputs, targets = tree_map(_to_double, (placed.inputs, placed.targets))
+            return replace(placed, inputs=inputs, targets=targets)
+        return placed
+
+    def _own_batch(self, micro_batch: MicroBatch) -> None:
+        if self.meter.tracking:
+            leaves = tree_leaves((micro_batch.inputs, micro_batch.targets))
+            here = self.context.device.type
+            self.meter.own(
+                (t for t in leaves if isinstance(t, Tensor) and t.device.type == here),
+                "activations",
+            )
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self._precision != "bf16":
+            return nullcontext()
+        return torch.autocast(self.context.device.type, dtype=torch.bfloat16)
+
+    def state(self) -> dict[str, Tensor]:
+        """See `Runner.state`."""
+        found = {f"model.{name}": t for name, t in self.module.state_dict().items()}
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        for parameter, slots in self.optimizer.state.items():
+            for key, value in slots.items():
+                if isinstance(value, Tensor):
+                    found[f"optimizer.{names[id(parameter)]}.{key}"] = value
+        return found
+
+    def load_state(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
+        """See `Runner.load_state`."""
+        stored = set(names)
+        self._load_model(read, stored)
+        parameters = dict(self.module.named_parameters())
+        for full in stored:
+            if not full.startswith("optimizer."):
+                continue
+            name, _, key = full.removeprefix("optimizer.").rpartition(".")
+            if name not in parameters:
+                raise CheckpointError(f"the checkpoint has a state for {name!r}, the model has not")
+            value = read(full)
+            # Step counts stay on the host, as the optimizers make them; the rest follows its parameter.
+            device = parameters[name].device if value.dim() else value.device
+            self.optimizer.state[parameters[name]][key] = value.to(device)
+
+    def _load_model(self, read: Callable[[str], Tensor], stored: set[str]) -> None:
+        current = self.module.state_dict()
+        kept = {name.removeprefix("model.") for name in stored if name.startswith("model.")}
+        missing, extra = sorted(current.keys() - kept), sorted(kept - current.keys())
+        if missing or extra:
+            raise CheckpointError(
+                f"the checkpoint does not fit this model: it lacks {_some(missing)} and has "
+                f"{_some(extra)} too many. Use the model.name and model.args it was saved with."
+            )
+        with torch.no_grad():
+            for name, tensor in current.items():
+                value = read(f"model.{name}")
+                if value.shape != tensor.shape:
+                    raise CheckpointError(
+                        f"{name} has shape {tuple(value.shape)} in the checkpoint and "
+                        f"{tuple(tensor.shape)} in the model. Use the model.args it was saved with."
+                    )
+                tensor.copy_(value)
+
+    def close(self) -> None:
+        """See `Runner.close`."""
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for slots in optimizer.state.values():
+        yield from (value for value in slots.values() if isinstance(value, Tensor))
+
+
+def _to_double(leaf: object) -> object:
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        return leaf.double()
+    return leaf
+
+
+def _some(names: list[str]) -> str:
+    if not names:
+        return "nothing"
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

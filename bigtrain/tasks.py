@@ -1,0 +1,393 @@
+"""What is being learned: a loss that may be cut in pieces, and the figures of a validation.
+
+A mean over a batch cannot be put together from the means of its parts when the parts differ in
+their number of valid targets. So a loss here is a *sum* with a *count*: ranks, micro-batches
+and accumulation add both, and whoever holds the global count divides once.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigtrain.errors import ConfigError
+
+DICT_AUXILIARY_WEIGHT = 0.5
+"""Weight of {"aux": ...} beside {"out": ...}, as segmentation models are usually trained."""
+SINGLE_AUXILIARY_WEIGHT = 0.4
+"""Weight of a lone `aux_logits` beside `logits` (Inception v3)."""
+DOUBLE_AUXILIARY_WEIGHT = 0.3
+"""Weight of each of `aux_logits1` and `aux_logits2` beside `logits` (GoogLeNet)."""
+
+
+class Loss(Protocol):
+    """A loss as a sum over the valid targets, with their number."""
+
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        """The sum over the valid targets: a scalar, a zero in the graph where there are none."""
+        ...
+
+    def count(self, target: Any) -> int | float:
+        """The number of valid targets; it is asked on the CPU, before the targets move."""
+        ...
+
+
+def main_output(output: Any) -> Tensor:
+    """The logits of a model's output, without its auxiliary heads.
+
+    Args:
+        output: a tensor, a mapping with "out" or "logits", or a named tuple with `logits`.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    return _heads(output)[0][0]
+
+
+def _heads(output: Any) -> list[tuple[Tensor, float]]:
+    """The main logits with weight 1, then the auxiliary ones with their customary weights."""
+    if isinstance(output, Tensor):
+        return [(output, 1.0)]
+    if isinstance(output, Mapping):
+        key = "out" if "out" in output else "logits"
+        named = {"main": output.get(key), "aux": output.get("aux")}
+        weights = {"aux": DICT_AUXILIARY_WEIGHT}
+    else:
+        names = ("aux_logits", "aux_logits1", "aux_logits2")
+        named = {"main": getattr(output, "logits", None)}
+        named.update({name: getattr(output, name, None) for name in names})
+        weights = dict.fromkeys(names, DOUBLE_AUXILIARY_WEIGHT)
+        weights["aux_logits"] = SINGLE_AUXILIARY_WEIGHT
+    if not isinstance(named["main"], Tensor):
+        raise ConfigError(
+            f"model.name: the loss got a {type(output).__name__}, and needs logits: a tensor, a "
+            "dict with 'out' or 'logits', or a named tuple with logits. Return one of these, or "
+            "set model.loss=package.module:function."
+        )
+    return [(tensor, weights.get(n, 1.0)) for n, tensor in named.items() if tensor is not None]
+
+
+def _at_least_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def _rows(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits as (targets, classes) in float32 or float64, and targets as (targets,)."""
+    return _at_least_float32(logits.reshape(-1, logits.shape[-1])), target.reshape(-1)
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Cross entropy in nats, summed over the targets that are not `ignore_index`.
+
+    Takes logits (batch, classes), (batch, seq, classes) or, with `class_dim=1`, (batch, classes,
+    height, width), and the outputs of torchvision's models with auxiliary heads. Computed in
+    float32, or in float64 where the logits are.
+    """
+
+    ignore_index: int = -100
+    class_dim: Literal[-1, 1] = -1
+    label_smoothing: float = 0.0
+    auxiliary_weight: float | None = None
+    """Weight of every auxiliary head; None takes the customary one of the output's kind."""
+
+    def __call__(self, output: Any, target: Tensor) -> Tensor:
+        """The sum over the valid targets, auxiliary heads added with their weights."""
+        (main, _), *auxiliary = _heads(output)
+        total = self._sum(main, target)
+        for logits, customary in auxiliary:
+            weight = customary if self.auxiliary_weight is None else self.auxiliary_weight
+            if weight:
+                total = total + weight * self._sum(logits, target)
+        return total
+
+    def _sum(self, logits: Tensor, target: Tensor) -> Tensor:
+        dim = self.class_dim % logits.dim()
+        expected = (*logits.shape[:dim], *logits.shape[dim + 1 :])
+        if tuple(target.shape) != expected:
+            raise ConfigError(
+                f"model.name: logits of shape {tuple(logits.shape)} need targets of shape "
+                f"{expected}, the data gives {tuple(target.shape)}. "
+                "Choose a model and a data.name that fit together."
+            )
+        options: dict[str, Any] = {
+            "ignore_index": self.ignore_index,
+            "label_smoothing": self.label_smoothing,
+        }
+        if dim == logits.dim() - 1:
+            return F.cross_entropy(*_rows(logits, target), **options, reduction="sum")
+        # Not flattened, as that would copy the logits; and summed here, as torch's own sum over
+        # pixels is not deterministic on CUDA.
+        upcast = _at_least_float32(logits)
+        return F.cross_entropy(upcast, target, **options, reduction="none").sum()
+
+    def count(self, target: Tensor) -> int:
+        """The number of targets that are not `ignore_index`."""
+        return int((target != self.ignore_index).sum())
+
+
+@dataclass(frozen=True)
+class MeanLoss:
+    """A user's own mean loss of (output, target), made a sum: mean times count.
+
+    What `fn` divides by is read from `fn` itself where it says so, as `F.cross_entropy`,
+    `nn.CrossEntropyLoss(...)` and `functools.partial` over them do: the targets that are not
+    its `ignore_index`, weighted by its class weights. Else it is taken to be the rows.
+
+    Counting valid targets on a device waits for the device; a loss without `ignore_index` does
+    not.
+
+    Raises:
+        ConfigError: `fn` has another reduction than the mean.
+    """
+
+    fn: Callable[[Any, Any], Tensor]
+    """A function, a module, or a module class that takes no arguments."""
+    ignore_index: int | None = None
+    """Targets of this value are not counted; None asks `fn`, and counts rows if it has none."""
+    _ignored: int | None = field(init=False, repr=False)
+    _class_weights: Tensor | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.fn, type):  # model.loss=torch.nn:CrossEntropyLoss names the class
+            object.__setattr__(self, "fn", self.fn())
+        reduction = _setting(self.fn, "reduction")
+        if isinstance(reduction, str) and reduction not in ("mean", "batchmean"):
+            raise ConfigError(
+                f"model.loss: {_name(self.fn)} has reduction={reduction!r}, and 'mean' is needed "
+                "(bigtrain turns it into the mean over the global batch). Use reduction='mean'."
+            )
+        found = _setting(self.fn, "ignore_index")
+        own = found if isinstance(found, int) else None
+        if own is not None and self.ignore_index not in (None, own):
+            raise ConfigError(
+                f"model.loss: {_name(self.fn)} ignores {own}, and the targets to ignore are "
+                f"{self.ignore_index}. Use functools.partial({_name(self.fn)}, "
+                f"ignore_index={self.ignore_index})."
+            )
+        weights = _setting(self.fn, "weight") if own is not None else None
+        object.__setattr__(self, "_ignored", self.ignore_index if own is None else own)
+        object.__setattr__(self, "_class_weights", weights if _is_tensor(weights) else None)
+
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        """The mean times the count; a zero in the graph of `output` where the count is 0."""
+        count = self.count(target)
+        if not count:
+            empty = [tensor.reshape(-1)[:0].sum() for tensor in _tensors(output)]
+            return _at_least_float32(torch.stack(empty).sum())
+        mean = self.fn(output, target)
+        if not _is_tensor(mean) or mean.numel() != 1:
+            got = tuple(mean.shape) if _is_tensor(mean) else type(mean).__name__
+            raise ConfigError(
+                f"model.loss: {_name(self.fn)} returned {got}, and the mean as one number is "
+                "needed. Return loss.mean()."
+            )
+        return _at_least_float32(mean.reshape(())) * count
+
+    def count(self, target: Any) -> int | float:
+        """What `fn` divides by: valid targets, their class weights, or rows."""
+        first = next(_tensors(target), None)
+        if first is None:  # a list of strings, say, from a user's own collate
+            return len(target)
+        if self._ignored is None or first.is_floating_point():
+            return len(first) if first.dim() else 1
+        valid = first != self._ignored
+        if self._class_weights is None:
+            return int(valid.sum())
+        weights = self._class_weights.to(first.device)
+        return float(weights[first[valid]].sum(dtype=torch.float64))
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _name(fn: Any) -> str:
+    inner = fn.func if isinstance(fn, functools.partial) else fn
+    return str(getattr(inner, "__name__", type(inner).__name__))
+
+
+def _setting(fn: Any, name: str) -> Any:
+    """What a loss was made with: a module's attribute, or a parameter's default."""
+    if isinstance(fn, nn.Module):
+        return getattr(fn, name, None)
+    try:
+        parameter = inspect.signature(fn).parameters.get(name)
+    except (TypeError, ValueError):  # a built-in without a signature
+        return None
+    return None if parameter is None else parameter.default
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested mappings, tuples and lists, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _tensors(inner)
+    elif isinstance(value, (tuple, list)):
+        for inner in value:
+            yield from _tensors(inner)
+
+
+class Task(ABC):
+    """A kind of learning problem: its loss, and what its validation reports.
+
+    The sums of `measure` may be added over micro-batches and ranks; `summarize` reads the total.
+    """
+
+    name: str
+    num_classes: int | None
+
+    @abstractmethod
+    def loss(self) -> Loss:
+        """The loss to train with."""
+
+    @abstractmethod
+    def measure(self, output: Any, target: Any) -> dict[str, Tensor]:
+        """Sums over the valid targets of one micro-batch, float64, on the output's device."""
+
+    @abstractmethod
+    def summarize(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """The figures of a whole validation; nan where there was no valid target."""
+
+
+def _ratio(part: Tensor, whole: Tensor) -> float:
+    return float(part) / float(whole) if float(whole) else math.nan
+
+
+def _measure_loss(logits: Tensor, target: Tensor, ignore_index: int) -> dict[str, Tensor]:
+    """Summed cross entropy in nats and count; added up in float64, as there may be millions."""
+    each = F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
+    valid = target != ignore_index
+    return {"loss": each.sum(dtype=torch.float64), "count": valid.sum(dtype=torch.float64)}
+
+
+@dataclass(frozen=True)
+class LanguageTask(Task):
+    """Next-token prediction: logits (batch, seq, vocabulary), targets (batch, seq)."""
+
+    num_classes: int
+    byte_level: bool = False
+    """A token is a byte, so that the loss is also told in bits per byte."""
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    name: str = field(default="language", init=False)
+
+    def loss(self) -> CrossEntropy:
+        """Cross entropy over the last dim."""
+        return CrossEntropy(self.ignore_index, -1, self.label_smoothing)
+
+    def measure(self, output: Any, target: Tensor) -> dict[str, Tensor]:
+        """Sums: `loss` in nats (without smoothing) and `count`."""
+        return _measure_loss(*_rows(main_output(output), target), self.ignore_index)
+
+    def summarize(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Figures: `loss` in nats per target; `bits_per_byte` for a vocabulary of bytes."""
+        loss = _ratio(sums["loss"], sums["count"])
+        bits = {"bits_per_byte": loss / math.log(2)} if self.byte_level else {}
+        return {"loss": loss, **bits}
+
+
+@dataclass(frozen=True)
+class ClassificationTask(Task):
+    """One class for each row: logits (batch, classes), targets (batch,)."""
+
+    num_classes: int
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    name: str = field(default="classification", init=False)
+
+    def loss(self) -> CrossEntropy:
+        """Cross entropy over the classes, auxiliary heads included."""
+        return CrossEntropy(self.ignore_index, -1, self.label_smoothing)
+
+    def measure(self, output: Any, target: Tensor) -> dict[str, Tensor]:
+        """Sums: `loss` in nats (without smoothing), `count`, `top1` and, from 5 classes, `top5`."""
+        logits, flat = _rows(main_output(output), target)
+        hits = logits.topk(min(5, logits.shape[-1])).indices == flat[:, None]
+        sums = _measure_loss(logits, flat, self.ignore_index)
+        sums["top1"] = hits[:, 0].sum(dtype=torch.float64)
+        if self.num_classes >= 5:
+            sums["top5"] = hits.sum(dtype=torch.float64)
+        return sums
+
+    def summarize(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Figures: `loss` in nats; `top1` and `top5` as shares between 0 and 1."""
+        names = [name for name in ("loss", "top1", "top5") if name in sums]
+        return {name: _ratio(sums[name], sums["count"]) for name in names}
+
+
+@dataclass(frozen=True)
+class SegmentationTask(Task):
+    """One class for each pixel: logits (batch, classes, height, width), targets without classes."""
+
+    num_classes: int
+    ignore_index: int = 255
+    label_smoothing: float = 0.0
+    name: str = field(default="segmentation", init=False)
+
+    def loss(self) -> CrossEntropy:
+        """Cross entropy over dim 1, auxiliary head included."""
+        return CrossEntropy(self.ignore_index, 1, self.label_smoothing)
+
+    def measure(self, output: Any, target: Tensor) -> dict[str, Tensor]:
+        """Sums: `loss` in nats, `count`, and `confusion` (true class, predicted class)."""
+        logits = _at_least_float32(main_output(output))
+        sums = _measure_loss(logits, target, self.ignore_index)
+        valid, size = target != self.ignore_index, self.num_classes
+        cells = target[valid] * size + logits.argmax(1)[valid]
+        counts = torch.bincount(cells, minlength=size * size)
+        sums["confusion"] = counts.reshape(size, size).to(torch.float64)
+        return sums
+
+    def summarize(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Figures: `loss` in nats per pixel, `pixel_accuracy`, `mean_iou`.
+
+        A class that is neither there nor predicted is left out of the mean.
+        """
+        confusion = sums["confusion"]
+        hits = confusion.diagonal()
+        union = confusion.sum(0) + confusion.sum(1) - hits
+        present = union > 0
+        iou = float((hits[present] / union[present]).mean()) if bool(present.any()) else math.nan
+        return {
+            "loss": _ratio(sums["loss"], sums["count"]),
+            "pixel_accuracy": _ratio(hits.sum(), confusion.sum()),
+            "mean_iou": iou,
+        }
+
+
+@dataclass(frozen=True)
+class CustomTask(Task):
+    """A user's own loss, and nothing known about the outputs.
+
+    Example:
+        CustomTask(MeanLoss(torch.nn.functional.mse_loss))
+    """
+
+    criterion: Loss
+    num_classes: int | None = None
+    name: str = field(default="custom", init=False)
+
+    def loss(self) -> Loss:
+        """The user's loss."""
+        return self.criterion
+
+    def measure(self, output: Any, target: Any) -> dict[str, Tensor]:
+        """Sums: `loss` and `count`."""
+        loss = self.criterion(output, target).detach().to(torch.float64)
+        return {"loss": loss, "count": loss.new_tensor(self.criterion.count(target))}
+
+    def summarize(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Figures: `loss`, the mean over the valid targets."""
+        return {"loss": _ratio(sums["loss"], sums["count"])}

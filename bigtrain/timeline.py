@@ -1,0 +1,113 @@
+"""The life of tensor storages as data: what is alive when, of which kind, and where the peak is.
+
+Measuring (on real tensors) and predicting (on fake ones) both end in a `Timeline`, so the two
+are compared like with like. Bytes are per rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Literal
+
+Kind = Literal["parameters", "gradients", "optimizer", "activations", "buffers", "temporary"]
+Phase = Literal["build", "forward", "backward", "step", "evaluate"]
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Bytes by kind at one moment, per rank."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    """Held from the forward pass for the backward pass, the batch itself included."""
+    buffers: int = 0
+    temporary: int = 0
+    """Everything else: workspaces, intermediate results, gradients of activations."""
+
+    @property
+    def total(self) -> int:
+        """The sum of the parts, in bytes."""
+        return sum(asdict(self).values())
+
+    def plus(self, other: Breakdown) -> Breakdown:
+        """Add part by part."""
+        return Breakdown(*(getattr(self, kind) + getattr(other, kind) for kind in KINDS))
+
+
+KINDS: tuple[Kind, ...] = tuple(f.name for f in fields(Breakdown))  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The highest moment of a run or of its prediction, on one rank."""
+
+    phase: Phase
+    breakdown: Breakdown
+
+    @property
+    def bytes(self) -> int:
+        """The peak in bytes: the parts sum to it by construction."""
+        return self.breakdown.total
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One storage: alive at the clock ticks `birth <= t < death`."""
+
+    nbytes: int
+    kind: Kind
+    birth: int
+    death: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Spans on one clock, and the tick at which each phase begins."""
+
+    spans: tuple[Span, ...]
+    phases: tuple[tuple[int, Phase], ...]
+
+    def peak(self, persistent: Breakdown = Breakdown()) -> Peak:  # noqa: B008 - frozen
+        """The highest moment, with `persistent` bytes alive all the time."""
+        tick = self._highest_tick()
+        parts = dict.fromkeys(KINDS, 0)
+        for span in self.spans:
+            if span.birth <= tick < span.death:
+                parts[span.kind] += span.nbytes
+        return Peak(self.phase_at(tick), persistent.plus(Breakdown(**parts)))
+
+    def phase_at(self, tick: int) -> Phase:
+        """The phase that a tick falls in."""
+        current = self.phases[0][1]
+        for start, phase in self.phases:
+            if start > tick:
+                break
+            current = phase
+        return current
+
+    def _highest_tick(self) -> int:
+        changes: dict[int, int] = {}
+        for span in self.spans:
+            changes[span.birth] = changes.get(span.birth, 0) + span.nbytes
+            changes[span.death] = changes.get(span.death, 0) - span.nbytes
+        highest, at, current = 0, self.phases[0][0], 0
+        for tick in sorted(changes):
+            current += changes[tick]
+            if current > highest:
+                highest, at = current, tick
+        return at
+
+    def only(self, *phases: Phase, drop: Sequence[Kind] = ()) -> Timeline:
+        """The spans born in the given phases, less the kinds in `drop`."""
+        kept = tuple(
+            s for s in self.spans if s.kind not in drop and self.phase_at(s.birth) in phases
+        )
+        return Timeline(kept, self.phases)
+
+
+def highest(peaks: Iterable[Peak]) -> Peak:
+    """The peak of several."""
+    return max(peaks, key=lambda peak: peak.bytes)

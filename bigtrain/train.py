@@ -1,0 +1,125 @@
+"""Train: the whole run, readable from top to bottom.
+
+deepspeed|torchrun|srun|mpiexec|python bigtrain/train.py [--strategy NAME] [KEY=VALUE ...]
+"""
+
+import os
+import sys
+
+# A launcher that runs this file by its path puts bigtrain/ itself first on sys.path, and not the
+# folder that holds the package. Only os and sys may be imported before that is put right.
+if not __package__ and sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(__file__):
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+from pathlib import Path
+
+import bigtrain
+from bigtrain.cli import train_arguments
+
+
+def main(arguments: list[str]) -> int:
+    """Read the job, refuse what cannot work, connect the ranks, train; return the exit status."""
+    options = train_arguments(arguments)
+    job = bigtrain.load_job(options.config, options.strategy, options.overrides, plan=options.plan)
+    placement = bigtrain.detect(os.environ)
+    plan = bigtrain.make_plan(job, placement.world_size, bigtrain.device_type_of(job))
+    bigtrain.check_job(job)
+    console = bigtrain.console()
+    if placement.rank == 0 and (hint := bigtrain.launcher_hint(placement, os.cpu_count() or 1)):
+        console.print(hint, highlight=False, soft_wrap=True)
+    # Without a download everything that can be refused is refused before the ranks connect.
+    download = bool(job.data.args.get("download"))
+    parts = None if download else bigtrain.open_parts(job, plan)
+    if options.dry_run:
+        return show(job, plan, parts or bigtrain.open_parts(job, plan), console)
+
+    with bigtrain.connect(
+        placement,
+        device=job.device,
+        backend=job.mesh.backend,
+        pp=plan.pp,
+        dp=plan.dp,
+        tp=plan.tp,
+        setup_timeout=job.mesh.setup_timeout,
+        timeout=job.mesh.timeout,
+        seed=job.train.seed,
+    ) as context:
+        if parts is None:
+            if context.is_main:
+                bigtrain.prepare_data(job.data.name, job.data.path, job.data.args)
+            context.barrier()
+            parts = bigtrain.open_parts(job, plan)
+        return train(job, parts, context, console)
+
+
+def train(job: bigtrain.Job, parts: bigtrain.Parts, context: bigtrain.RunContext, console) -> int:
+    """Build the engine, go through the steps, and leave the results behind."""
+    folder = bigtrain.run_folder(job, context)
+    with bigtrain.Engine(
+        parts.model,
+        parts.loss,
+        parts.optimizer,
+        job,
+        context,
+        task=parts.data.task,
+        example=parts.example(),
+        learning_rate=parts.learning_rate,
+    ) as engine:
+        resumed = resume(job, engine, folder)
+        with bigtrain.RunLog(
+            folder,
+            job,
+            parts.plan,
+            context,
+            console,
+            total_steps=parts.total_steps,
+            first_step=engine.steps_done,
+            predicted=engine.predicted,
+        ) as log:
+            for line in bigtrain.opening_lines(parts, engine, resumed):
+                log.say(line)
+            if engine.steps_done < parts.total_steps:
+                for batch in parts.training_steps(context, engine.samples_seen):
+                    result = engine.step(batch)
+                    log.step(result)
+                    last = result.step == parts.total_steps
+                    if last or due(result.step, job.train.eval_every):
+                        measured = engine.evaluate(parts.validation_batches(context))
+                        log.validation(result.step, measured)
+                    if (last and job.checkpoint.at_end) or due(result.step, job.checkpoint.every):
+                        engine.save(folder / "checkpoints")
+                    if last:
+                        break
+            log.memory(engine.memory())
+            for line in bigtrain.closing_lines(parts, folder):
+                log.say(line)
+    return 0
+
+
+def due(step: int, every: int) -> bool:
+    """Whether something that is done every so many steps is done after this one."""
+    return every > 0 and step % every == 0
+
+
+def resume(job: bigtrain.Job, engine: bigtrain.Engine, folder: Path) -> Path | None:
+    """Continue from the checkpoint that the job names, if it names one."""
+    if job.checkpoint.resume is None:
+        return None
+    if job.checkpoint.resume == "auto":
+        path = bigtrain.newest_checkpoint(folder / "checkpoints")
+    else:
+        path = bigtrain.find_checkpoint(job.checkpoint.resume)
+    if path is not None:
+        engine.load(path)
+    return path
+
+
+def show(job: bigtrain.Job, plan: bigtrain.Plan, parts: bigtrain.Parts, console) -> int:
+    """Print the resolved job and the predicted peak, and run nothing."""
+    for line in bigtrain.dry_run_lines(job, plan, parts):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(bigtrain.run_guarded(lambda: main(sys.argv[1:])))

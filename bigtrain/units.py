@@ -1,0 +1,59 @@
+"""Bytes and counts as people write and read them. Inside the code bytes are integers."""
+
+from __future__ import annotations
+
+import re
+
+from bigtrain.errors import ConfigError
+
+KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    "k": KIB,
+    "kib": KIB,
+    "kb": 10**3,
+    "m": MIB,
+    "mib": MIB,
+    "mb": 10**6,
+    "g": GIB,
+    "gib": GIB,
+    "gb": 10**9,
+    "t": TIB,
+    "tib": TIB,
+    "tb": 10**12,
+}
+_PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str | int) -> int:
+    """Read '2GiB', '512MiB', '80GB' or a plain number as bytes.
+
+    Raises:
+        ConfigError: the text is not a size.
+    """
+    if isinstance(text, int):
+        return text
+    match = _PATTERN.fullmatch(text)
+    factor = _FACTORS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise ConfigError(f"{text!r} is not a size in bytes. Write it like 2GiB, 512MiB or 80GB.")
+    return int(float(match[1]) * factor)
+
+
+def format_bytes(size: int | float) -> str:
+    """Write bytes for a person: '1.53 GiB', '12.4 MiB', '512 B'."""
+    magnitude = abs(size)
+    for factor, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if magnitude >= factor:
+            return f"{size / factor:.2f} {unit}" if factor >= GIB else f"{size / factor:.1f} {unit}"
+    return f"{int(size)} B"
+
+
+def format_count(count: int | float) -> str:
+    """Write a count for a person: '10.6M', '175.0B', '512'."""
+    for factor, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if abs(count) >= factor:
+            return f"{count / factor:.1f}{unit}"
+    return f"{int(count)}"

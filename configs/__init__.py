@@ -1,0 +1,1 @@
+"""The presets: jobs, strategies and clusters as YAML."""

@@ -1,0 +1,1 @@
+"""Jobs by name: each file is one whole run."""

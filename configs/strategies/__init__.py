@@ -1,0 +1,1 @@
+"""Strategies by name: what `--strategy NAME` merges over a job."""

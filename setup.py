@@ -1,0 +1,69 @@
+"""Packaging: one import name, `bigtrain`; strategies/ and configs/ reach it through links."""
+
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).parent
+
+for link in ("strategies", "configs"):
+    if not (ROOT / "bigtrain" / link).is_dir():
+        raise SystemExit(
+            f"bigtrain/{link} is not a link to ../{link}: this checkout was made without symbolic "
+            "links. Run: git config core.symlinks true && git checkout -- bigtrain"
+        )
+
+setup(
+    name="bigtrain",
+    version="0.1.0",
+    description="Name a strategy, and the same PyTorch model trains to the same numbers in less memory.",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    package_dir={"": "."},
+    packages=[
+        "bigtrain",
+        "bigtrain.configs",
+        "bigtrain.configs.jobs",
+        "bigtrain.configs.strategies",
+        "bigtrain.data",
+        "bigtrain.models",
+        "bigtrain.report",
+        "bigtrain.strategies",
+    ],
+    package_data={
+        "bigtrain": ["py.typed"],
+        "bigtrain.configs": ["*.yaml"],
+        "bigtrain.configs.jobs": ["*.yaml"],
+        "bigtrain.configs.strategies": ["*.yaml"],
+    },
+    install_requires=[
+        "torch>=2.11,<2.16",
+        "torchvision",
+        "deepspeed",
+        "fairscale",
+        "pyyaml",
+        "pydantic>=2.7",
+        "rich",
+        "safetensors",
+        "numpy",
+    ],
+    extras_require={
+        "digits": ["scikit-learn"],
+        "tensorboard": ["tensorboard"],
+        "dev": [
+            "build",
+            "codespell",
+            "mypy",
+            "pytest",
+            "pytest-timeout",
+            "ruff",
+            "scikit-learn",
+            "tensorboard",
+            "types-PyYAML",
+        ],
+    },
+    entry_points={"console_scripts": ["bigtrain = bigtrain.cli:main"]},
+)

@@ -1,0 +1,1 @@
+"""The techniques, one module each."""

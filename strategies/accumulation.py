@@ -1,0 +1,35 @@
+"""Several micro-batches to a step: a larger global batch in the activations of a small one.
+
+Memory: activations of one micro-batch instead of all; gradients stay alive between them.
+Communication: unchanged, gradients are averaged once a step.
+Constraints: BatchNorm sees micro-batches.
+Example: python bigtrain/train.py train.micro_batch_size=4 train.global_batch_size=32
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from bigtrain.config import Role
+from bigtrain.forecast import Forecast, Profile
+from bigtrain.strategy import Plan, Strategy
+
+
+class Accumulation(Strategy):
+    """Micro-batches one after the other; their number is `train.accumulation_steps`."""
+
+    name: ClassVar[str] = "accumulation"
+    role: ClassVar[Role] = "accumulate"
+    summary: ClassVar[str] = "micro-batches one after the other: fewer activations at once"
+
+    def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
+        """Add the micro-batches that find gradients already there, and the waiting batches."""
+        steps = plan.batch.accumulation_steps
+        if steps == 1:
+            return forecast
+        states = forecast.states
+        if plan.device_type == "cpu":  # on a GPU a micro-batch comes over when its turn comes
+            waiting = profile.batch_bytes * (steps - 1)
+            states = replace(states, activations=states.activations + waiting)
+        return replace(forecast, states=states, next=profile.next)

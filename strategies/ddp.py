@@ -1,0 +1,147 @@
+"""Replicas on every rank; gradients averaged in buckets while the backward pass still runs.
+
+Memory: as one process, and the gradients never go away: they are views of the buckets.
+Communication: one all-reduce of the gradients a step, 2 (n-1)/n of their bytes sent and
+received per rank (ring), however many micro-batches are accumulated.
+Constraints: every trained parameter takes part in the loss, or `find_unused_parameters: true`.
+Example: torchrun --nproc-per-node 2 bigtrain/train.py --strategy ddp
+
+Source: Li et al. 2020, PyTorch Distributed (arXiv 2006.15704), sections 3.2 and 3.3.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch.nn.parallel import DistributedDataParallel
+
+from bigtrain.config import Bytes, Role
+from bigtrain.errors import ConfigError
+from bigtrain.forecast import Forecast, Profile
+from bigtrain.strategy import Assembly, Plan, Strategy
+from bigtrain.units import MIB
+
+
+# torch 2.15 gave the option a new name, and warns of the old one.
+_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
+
+class DDP(Strategy):
+    """torch's DistributedDataParallel with lean settings."""
+
+    name: ClassVar[str] = "ddp"
+    role: ClassVar[Role] = "replicate"
+    summary: ClassVar[str] = "replicas; gradients averaged in buckets during the backward pass"
+
+    bucket_size: Bytes = Field(25 * MIB, gt=0)
+    """Gradients are averaged in pieces of about this many bytes."""
+    gradient_as_bucket_view: bool = True
+    """Gradients live in the buckets; False keeps a second copy."""
+    static_graph: bool = False
+    """Promise that every step uses the same parameters in the same way."""
+    find_unused_parameters: bool = False
+    """Look for parameters that the loss does not depend on, at the cost of a walk each step."""
+    broadcast_buffers: bool = True
+    """Buffers (BatchNorm statistics) follow rank 0's at each forward pass."""
+    compress: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    """What the gradients travel as. All but `none` change the numbers."""
+    powersgd_rank: int = Field(1, ge=1)
+    powersgd_start: int = Field(1000, ge=2)
+    """Steps that are averaged exactly before PowerSGD begins."""
+
+    def check(self, plan: Plan) -> None:
+        """Refuse what DistributedDataParallel would only find in the middle of a run."""
+        if self.static_graph and self.find_unused_parameters:
+            raise ConfigError(
+                "strategy.replicate.static_graph=true and find_unused_parameters=true exclude "
+                "each other. Set strategy.replicate.find_unused_parameters=false."
+            )
+        if self.compress != "none" and plan.precision == "fp64":
+            raise ConfigError(
+                f"strategy.replicate.compress={self.compress} loses what train.precision=fp64 is "
+                "for. Set strategy.replicate.compress=none."
+            )
+
+    def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
+        """Buckets hold the gradients from the first step on; computed ones pass through."""
+        if plan.dp == 1:
+            return forecast
+        states = replace(forecast.states, gradients=profile.gradient_bytes)
+        if not self.gradient_as_bucket_view:
+            states = replace(states, buffers=states.buffers + profile.gradient_bytes)
+        if self.compress == "powersgd":  # the error feedback: one more copy of the gradients
+            states = replace(states, buffers=states.buffers + profile.gradient_bytes)
+        return replace(forecast, states=states, first=profile.next)
+
+    def apply(self, assembly: Assembly) -> None:
+        """Wrap the module; the weights are the same on all ranks already."""
+        if assembly.plan.dp == 1:
+            return  # nothing to average: it runs as `single`
+        if not any(p.requires_grad for p in assembly.module.parameters()):
+            raise ConfigError("the model has no parameter to train: DDP has nothing to average.")
+        context = assembly.context
+        wrapped = DistributedDataParallel(
+            assembly.module,
+            device_ids=[context.device] if context.device.type == "cuda" else None,
+            process_group=context.dp_group,
+            bucket_cap_mb=self.bucket_size / MIB,  # type: ignore[arg-type]
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            static_graph=self.static_graph,
+            find_unused_parameters=self.find_unused_parameters,
+            **{_BUFFERS: self.broadcast_buffers},
+            init_sync=False,
+        )
+        self._compress(wrapped, context.dp_group)
+        assembly.module = wrapped
+        assembly.sync = _Sync(wrapped)
+        # One micro-batch: a fresh gradient is copied into its bucket, so nothing need be zeroed.
+        assembly.keep_gradients = (
+            self.gradient_as_bucket_view and assembly.plan.batch.accumulation_steps > 1
+        )
+
+    def _compress(self, wrapped: DistributedDataParallel, group: Any) -> None:
+        if self.compress == "none":
+            return
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        if self.compress == "powersgd":
+            state = powerSGD_hook.PowerSGDState(
+                process_group=group,
+                matrix_approximation_rank=self.powersgd_rank,
+                start_powerSGD_iter=self.powersgd_start,
+            )
+            wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif self.compress == "fp16":
+            wrapped.register_comm_hook(group, default_hooks.fp16_compress_hook)
+        else:
+            wrapped.register_comm_hook(group, default_hooks.bf16_compress_hook)
+
+
+class _Sync:
+    """Average gradients on the last micro-batch of a step only.
+
+    The first two steps average on every micro-batch: the average of an average is the same
+    number, and the gradients become views of the buckets at once, which are built anew at the
+    start of the second step. Without that, accumulating before the first average would hold
+    every gradient twice.
+    """
+
+    def __init__(self, wrapped: DistributedDataParallel) -> None:
+        self._wrapped = wrapped
+        self._steps = 0
+
+    def __call__(self, last: bool) -> AbstractContextManager[object]:
+        warm = self._steps >= 2
+        self._steps += last
+        if last or not warm or not torch.is_grad_enabled():
+            return nullcontext()
+        return self._wrapped.no_sync()

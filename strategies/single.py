@@ -1,0 +1,31 @@
+"""One process, no wrapping: the reference implementation, and the oracle of every parity test.
+
+Memory: parameters, gradients and optimizer state once, and the activations of a micro-batch.
+Communication: none.
+Constraints: exactly one rank.
+Example: python bigtrain/train.py --strategy single
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from bigtrain.config import Role
+from bigtrain.errors import ConfigError
+from bigtrain.strategy import Plan, Strategy
+
+
+class Single(Strategy):
+    """The model as it is, on one device."""
+
+    name: ClassVar[str] = "single"
+    role: ClassVar[Role] = "replicate"
+    summary: ClassVar[str] = "one process, nothing shared: the reference"
+
+    def check(self, plan: Plan) -> None:
+        """Refuse more than one rank."""
+        if plan.world_size > 1:
+            raise ConfigError(
+                f"strategy single runs on 1 rank, and {plan.world_size} were started. "
+                "Use --strategy ddp, or start one rank."
+            )

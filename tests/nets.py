@@ -1,0 +1,66 @@
+"""Small models and data for the tests: real layers, few numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from bigtrain.data.source import TensorSamples
+
+VOCABULARY = 13
+LENGTH = 6
+
+
+class TinyLM(nn.Module):
+    """Embedding, one residual block with a norm, and a head tied to the embedding."""
+
+    def __init__(self, width: int = 8, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x + self.dropout(self.down(torch.relu(self.up(self.norm(x)))))
+        return self.head(x)
+
+
+class TinyConv(nn.Module):
+    """Convolution, BatchNorm, a linear head: buffers and integer counters."""
+
+    def __init__(self, num_classes: int = 3) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.head = nn.Linear(4, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(torch.relu(self.norm(self.conv(images))).mean(dim=(2, 3)))
+
+
+class ReadsItsWeights(nn.Module):
+    """Cannot be described on the meta device: the constructor looks at a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+        self.scale = float(self.head.weight.detach().abs().max())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x) / self.scale
+
+
+def tokens(samples: int, *, ignored: bool = True) -> TensorSamples:
+    """Sequences with very uneven numbers of valid targets: whole samples have none."""
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randint(VOCABULARY, (samples, LENGTH), generator=generator)
+    targets = torch.randint(VOCABULARY, (samples, LENGTH), generator=generator)
+    if ignored:
+        share = torch.linspace(0, 1.2, samples)[:, None]
+        targets[torch.rand(samples, LENGTH, generator=generator) < share] = -100
+    return TensorSamples(inputs, targets)

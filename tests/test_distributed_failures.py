@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bigtrain.errors import ConfigError, LaunchError
+from bigtrain.failures import (
+    exit_status_of,
+    is_echo,
+    is_orderly,
+    is_stop,
+    mark_first,
+    one_line,
+    run_guarded,
+    speaks_first,
+    write_error_file,
+)
+from bigtrain.watch import Ending, Hub, Watch, lost_line
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError("x"), 2),
+        (LaunchError("x"), 1),
+        (ValueError("x"), 1),
+        (KeyboardInterrupt(), 130),
+        (SystemExit(143), 143),
+        (SystemExit(None), 0),
+        (SystemExit("no"), 1),
+    ],
+)
+def test_exit_status(error: BaseException, status: int) -> None:
+    assert exit_status_of(error) == status
+
+
+def test_kinds_of_endings() -> None:
+    assert is_orderly(SystemExit(0))
+    assert is_orderly(SystemExit(75))
+    assert not is_orderly(SystemExit(7))
+    assert is_stop(KeyboardInterrupt())
+    assert is_stop(SystemExit(143))
+    assert not is_stop(ConfigError("x"))
+    assert is_echo(RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer"))
+    assert not is_echo(RuntimeError("shapes do not match"))
+    assert not is_echo(ValueError("timed out"))
+    assert one_line(ValueError("a\nb")) == "ValueError: a"
+    assert one_line(ValueError()) == "ValueError: "
+
+
+def raising(error: BaseException) -> Callable[[], int]:
+    def main() -> int:
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "shown"),
+    [
+        (ConfigError("pp=3. Use pp=2"), 2, "bigtrain: pp=3. Use pp=2\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (SystemExit(75), 75, ""),
+        (SystemExit("words"), 1, "words\n"),
+    ],
+)
+def test_run_guarded(
+    error: BaseException, status: int, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_guarded(raising(error)) == status
+    assert capsys.readouterr().err == shown
+
+
+def test_run_guarded_keeps_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_guarded(raising(ValueError("odd"))) == 1
+    shown = capsys.readouterr().err
+    assert shown.endswith("ValueError: odd\n")
+    assert "in main" in shown
+    assert "run_guarded" not in shown
+    assert run_guarded(lambda: None) == 0
+    assert run_guarded(lambda: 75) == 75
+
+
+def test_one_rank_says_what_all_have_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    environ = {"RANK": "0", "WORLD_SIZE": "2"}
+    assert speaks_first({})
+    assert speaks_first({"RANK": "0", "WORLD_SIZE": "1"})
+    assert list(tmp_path.iterdir()) == []
+    assert speaks_first(environ)
+    assert not speaks_first({**environ, "RANK": "1"})
+    assert speaks_first({**environ, "MASTER_PORT": "2"})
+    # What the ranks have agreed on is said whatever the file says.
+    error = ConfigError("agreed")
+    mark_first(error)
+    monkeypatch.setenv("RANK", "1")
+    assert run_guarded(raising(error)) == 2
+    assert capsys.readouterr().err == "bigtrain: agreed\n"
+
+
+def test_the_traceback_is_left_for_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    try:
+        raise ValueError("odd")
+    except ValueError as error:
+        write_error_file(error)
+    message = json.loads(file.read_text())["message"]
+    assert message["message"] == "ValueError: odd"
+    assert "test_the_traceback_is_left" in message["extraInfo"]["py_callstack"]
+
+
+class Ranks:
+    """Watches of several ranks in one process, which note their end and do not really end."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+        self.ended: list[int] = []
+        monkeypatch.setattr("bigtrain.watch.YIELD_S", 0.05)
+        monkeypatch.setattr("bigtrain.watch.end_process", self.ended.append)
+        hub = Hub(one_node=True)
+        self.hub = hub
+        self.watches = [Watch("127.0.0.1", hub.port, hub.token, n) for n in range(count)]
+
+    def wait_for_ends(self, count: int) -> list[int]:
+        end = time.monotonic() + 5
+        while len(self.ended) < count and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        return self.ended
+
+    def close(self) -> None:
+        for watch in reversed(self.watches):
+            watch.close()
+
+
+def test_the_first_report_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch, 3)
+    assert ranks.watches[1].report("ValueError: odd", 2) is None
+    later = ranks.watches[2].report("ValueError: even", 1)
+    assert later == Ending(1, "ValueError: odd", 2)
+    assert ranks.wait_for_ends(2) == [2, 2]
+    assert ranks.watches[1].report("again", 1) is None
+    ranks.close()
+
+
+def test_an_echo_waits_for_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch, 2)
+    threading.Timer(0.2, ranks.watches[0].report, ("ValueError: odd", 1)).start()
+    ending = ranks.watches[1].report("Connection closed by peer", 1, patience_s=5)
+    assert ending == Ending(0, "ValueError: odd", 1)
+    ranks.wait_for_ends(1)
+    ranks.close()
+
+
+def test_a_lost_rank_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = Ranks(monkeypatch, 4)
+    ranks.watches[2]._closing.set()
+    ranks.watches[2]._socket.shutdown(2)
+    assert ranks.wait_for_ends(3) == [1, 1, 1]
+    assert capsys.readouterr().err == lost_line(0, 2) + "\n"
+    ranks.close()
+
+
+def test_who_leaves_in_good_order_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch, 3)
+    ranks.watches[1].close()
+    ranks.watches[0].close()
+    time.sleep(0.2)
+    assert ranks.ended == []
+    assert ranks.watches[2].ending is None
+    ranks.watches[2].close()
+
+
+def test_a_stranger_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch, 2)
+    monkeypatch.setattr("bigtrain.watch._REPLY_S", 1.0)
+    stranger = Watch("127.0.0.1", ranks.hub.port, "wrong", 1)
+    time.sleep(0.2)
+    assert [watch.ending for watch in ranks.watches] == [None, None]
+    stranger.close()
+    ranks.close()

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bigtrain.environment import SINGLE, Launcher, Placement
+from bigtrain.errors import ConfigError
+from bigtrain.launch import _status, launcher_hint, start_ranks
+
+
+def alone(launcher: Launcher) -> Placement:
+    return Placement(rank=0, local_rank=0, world_size=1, local_world_size=1, launcher=launcher)
+
+
+def test_hint() -> None:
+    hint = launcher_hint(alone("deepspeed"), 8)
+    assert hint is not None
+    assert hint.endswith("deepspeed --num_accelerators 2 bigtrain/train.py ...")
+    hint = launcher_hint(SINGLE, 8)
+    assert hint == "one rank on 8 cores. For two: bigtrain train -n 2 ..."
+
+
+@pytest.mark.parametrize(
+    ("placement", "cores", "has_gpu"),
+    [
+        (SINGLE, 1, False),
+        (SINGLE, 8, True),
+        (alone("torchrun"), 8, False),
+        (
+            Placement(
+                rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="deepspeed"
+            ),
+            8,
+            False,
+        ),
+    ],
+)
+def test_no_hint(placement: Placement, cores: int, has_gpu: bool) -> None:
+    assert launcher_hint(placement, cores, has_gpu=has_gpu) is None
+
+
+def test_what_cannot_be_started(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="-n 0: at least 1 rank is needed. Use -n 1"):
+        start_ranks(0, [], tmp_path)
+    with pytest.raises(ConfigError, match="is not a file, and 2 ranks were to run it"):
+        start_ranks(2, [], tmp_path / "no.py")
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "status", "words"),
+    [
+        (1, 1, ""),
+        (2, 2, ""),
+        (75, 75, ""),
+        (7, 1, ""),
+        (-signal.SIGKILL, 1, "rank 3 was killed (signal 9): host memory ran out? See"),
+        (-signal.SIGSEGV, 1, "rank 3 was killed (signal 11): a crash in native code? See"),
+    ],
+)
+def test_status(
+    exitcode: int, status: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure: Any = SimpleNamespace(exitcode=exitcode)
+    assert _status((3, failure)) == status
+    assert words in capsys.readouterr().err

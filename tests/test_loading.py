@@ -1,0 +1,133 @@
+"""YAML files, strategies, plans and overrides, and what is said when they are wrong."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from bigtrain.errors import ConfigError
+from bigtrain.loading import job_of, load_job, parse_overrides, preset_names, read_yaml
+
+
+def write(tmp_path, text, name="job.yaml"):
+    path = tmp_path / name
+    path.write_text(text)
+    return str(path)
+
+
+def test_both_forms_of_override_are_read():
+    tree = parse_overrides(
+        ["optim.lr=3e-4", "TRAIN.STEPS", "7", "model.args.Width=2", "x.y=[1, 2]"]
+    )
+    assert tree.values == {
+        "optim": {"lr": "3e-4"},
+        "train": {"steps": 7},
+        "model": {"args": {"Width": 2}},
+        "x": {"y": [1, 2]},
+    }
+    job = load_job(overrides=["optim.lr=3e-4", "TRAIN.STEPS", "7", "data.path="])
+    assert (job.optim.lr, job.train.steps, job.data.path) == (3e-4, 7, None)
+
+
+def test_the_layers_lie_over_each_other_in_order(tmp_path):
+    config = write(
+        tmp_path,
+        "train: {steps: 5, seed: 1}\nstrategy: {replicate: {name: ddp, static_graph: true}}\n",
+    )
+    strategy = write(
+        tmp_path, "strategy: {replicate: {name: single}}\ntrain: {seed: 2}\n", "mine.yaml"
+    )
+    job = load_job(config)
+    assert job.strategy.replicate.options == {"static_graph": True}
+    job = load_job(config, strategy)
+    assert job.strategy.name == "mine"
+    assert job.strategy.replicate.options == {}  # a strategy replaces the whole strategy
+    assert (job.train.steps, job.train.seed) == (5, 2)
+    assert load_job(config, strategy, ["train.seed=3"]).train.seed == 3
+
+
+def test_a_strategy_may_be_named_in_the_file_and_on_the_command_line(tmp_path):
+    config = write(tmp_path, "strategy: ddp\n")
+    assert load_job(config).strategy.name == "ddp"
+    assert load_job(config, overrides=["strategy=single"]).strategy.name == "single"
+    job = load_job(config, overrides=["strategy.replicate.bucket_size=1MiB"])
+    assert job.strategy.replicate.options == {"bucket_size": "1MiB"}
+    assert job_of("ddp", {"strategy.replicate.static_graph": True}).strategy.replicate.options
+
+
+def test_what_a_key_displaces_goes_with_it():
+    job = load_job(overrides=["train.epochs=2"])
+    assert (job.train.steps, job.train.epochs) == (None, 2)
+    config = load_job(overrides=["model.name=lenet", "model.args.num_classes=3"])
+    assert config.model.args == {"num_classes": 3}
+
+
+def test_the_arguments_of_another_model_are_forgotten(tmp_path):
+    config = write(tmp_path, "model: {name: gpt, args: {width: 8}}\ndata: {name: voc, path: /x}\n")
+    job = load_job(config, overrides=["model.name=lenet", "data.name=digits"])
+    assert job.model.args == {}
+    assert job.data.path is None
+
+
+def test_every_preset_loads_and_survives_being_saved(tmp_path):
+    for name in preset_names("jobs"):
+        job = load_job(name)
+        again = write(tmp_path, yaml.safe_dump(job.model_dump(mode="json")), f"{name}.yaml")
+        assert load_job(again) == job
+    for name in preset_names("strategies"):
+        assert load_job(strategy=name).strategy.name == name
+
+
+def test_a_plan_file_lies_over_the_job(tmp_path):
+    plan = write(
+        tmp_path,
+        "mesh: {dp: 2}\nstrategy: {name: ddp, replicate: {name: ddp}}\n"
+        "train: {micro_batch_size: 3}\npredicted: {peak_bytes: 12}\n",
+    )
+    job = load_job(plan=plan)
+    assert (job.mesh.dp, job.train.micro_batch_size, job.strategy.name) == (2, 3, "ddp")
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        (
+            "optim:\n  lrr: 1\n",
+            [],
+            r"job\.yaml:2: unknown key optim\.lrr, did you mean optim\.lr\?",
+        ),
+        ("train:\n  steps: 1\n  lr: 1\n", [], r"job\.yaml:3: unknown key train\.lr, .*optim\.lr\?"),
+        ("modell: {}\n", [], r"job\.yaml:1: unknown key modell, did you mean model\?"),
+        ("train: {steps: many}\n", [], r"job\.yaml:1: train\.steps: .*integer.*got 'many'"),
+        ("train: {precision: fp8}\n", [], r"train\.precision: .*'fp32'.*got 'fp8'"),
+        ("train: {steps: 1, steps: 2}\n", [], r"job\.yaml:1: the key 'steps' is written twice"),
+        ("train: [1\n", [], r"job\.yaml:2: not valid YAML"),
+        ("- a\n", [], r"job\.yaml: a job is a mapping"),
+        ("train: {steps: 1, epochs: 1}\n", [], r"steps=1 and epochs=1\.0 both say"),
+        ("strategy: dpp\n", [], r"strategy: unknown 'dpp', did you mean 'ddp'\?"),
+        ("mesh: {dp: 0}\n", [], r"mesh\.dp: dp=0 has no ranks"),
+        ("{}", ["train.stepz=3"], r"^unknown key train\.stepz, did you mean train\.steps\?"),
+        ("{}", ["zzz.qqq=3"], r"unknown key zzz\. Known here: model, data"),
+        ("{}", ["TRAIN.STEPS"], r"'TRAIN\.STEPS' has no value\. Write train\.steps=VALUE"),
+        ("{}", ["train.steps=[1"], r"train\.steps=\[1: not a value"),
+        ("{}", ["-x=3"], r"'-x=3' is not an option"),
+        ("{}", ["strategy.replicate=1"], r"strategy\.replicate: .*got 1"),
+    ],
+)
+def test_a_wrong_job_is_refused_with_the_place_and_the_fix(tmp_path, text, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load_job(write(tmp_path, text), overrides=overrides)
+
+
+def test_a_missing_or_unknown_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"--config: there is no file 'none.yaml'"):
+        load_job("none.yaml")
+    with pytest.raises(ConfigError, match=r"--config: unknown 'defalt', did you mean 'default'"):
+        load_job("defalt")
+    with pytest.raises(ConfigError, match=r"--strategy: unknown 'zeroo'.*Known: .*ddp"):
+        load_job(strategy="zeroo")
+    with pytest.raises(ConfigError, match=r"a strategy file has no key 'modle'"):
+        load_job(strategy=write(tmp_path, "modle: {}\n"))
+    (tmp_path / "bad.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_yaml(tmp_path / "bad.yaml")

@@ -1,0 +1,134 @@
+"""The tracker against figures that can be worked out by hand, and fake against real tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from bigtrain.memory import Meter, ProcessPeak, StorageTracker, capacity_bytes
+from bigtrain.timeline import Breakdown, Peak, Span, Timeline, highest
+
+MB = 1_000_000
+
+
+def test_a_timeline_finds_its_peak_and_what_it_is_made_of():
+    spans = (
+        Span(10, "parameters", 1, 99),
+        Span(5, "activations", 2, 6),
+        Span(7, "temporary", 4, 5),
+        Span(20, "temporary", 7, 8),
+    )
+    timeline = Timeline(spans, ((0, "forward"), (7, "backward")))
+    peak = timeline.peak()
+    assert peak == Peak("backward", Breakdown(parameters=10, temporary=20))
+    assert timeline.peak(Breakdown(optimizer=100)).bytes == 130
+    assert highest([peak, Peak("step", Breakdown(buffers=3))]) == peak
+    assert Timeline((), ((0, "step"),)).peak() == Peak("step", Breakdown())
+
+
+def test_a_freed_storage_makes_room_before_the_next_is_counted():
+    with StorageTracker() as tracker:
+        for _ in range(3):
+            x = torch.empty(MB, dtype=torch.uint8)
+            del x
+        assert tracker.live_bytes == 0
+    assert tracker.peak_bytes == MB
+
+
+def test_views_share_their_storage_and_in_place_operations_make_none():
+    with StorageTracker() as tracker:
+        x = torch.zeros(MB, dtype=torch.uint8)
+        view = x[: MB // 2].view(-1, 10)
+        view.add_(1)
+        assert tracker.live_bytes == MB
+        y = x.clone()
+        assert tracker.live_bytes == 2 * MB
+        del x
+        assert tracker.live_bytes == 2 * MB  # the view still holds it
+        del view, y
+    assert tracker.live_bytes == 0
+
+
+def test_a_storage_resized_in_place_is_counted_at_its_new_size():
+    with StorageTracker() as tracker:
+        x = torch.zeros(MB, dtype=torch.uint8)
+        x.untyped_storage().resize_(3 * MB)
+        x.add_(0)
+        assert tracker.live_bytes == 3 * MB
+
+
+def linear_step(meter: Meter, rows: int) -> None:
+    net = nn.Linear(100, 50, bias=False, dtype=torch.float64)
+    meter.own(net.parameters(), "parameters")
+    with meter.step():
+        x = torch.ones(rows, 100, dtype=torch.float64)
+        meter.own([x], "activations")
+        meter.phase("forward")
+        y = net(x)
+        loss = (y * y).sum()
+        del y
+        meter.phase("backward")
+        loss.backward()
+        meter.own((p.grad for p in net.parameters()), "gradients")
+
+
+def test_the_parts_of_a_linear_layer_are_those_of_the_textbook():
+    meter = Meter(torch.device("cpu"), track_steps=1)
+    linear_step(meter, rows=1000)
+    peak = meter.measured().peak
+    assert peak is not None
+    parts = peak.breakdown
+    assert parts.parameters == 100 * 50 * 8
+    assert peak.phase == "backward"
+    # input 1000 x 100, the layer's output 1000 x 50 saved twice over by the product (one storage)
+    assert parts.activations >= 1000 * 100 * 8 + 1000 * 50 * 8
+    assert parts.total == peak.bytes == meter.peak_bytes()
+
+
+def test_the_window_closes_and_then_costs_nothing():
+    meter = Meter(torch.device("cpu"), track_steps=1)
+    assert meter.tracking
+    linear_step(meter, rows=10)
+    assert not meter.tracking
+    before = meter.peak_bytes()
+    with meter.window():
+        assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+        torch.zeros(10 * MB)
+    assert meter.peak_bytes() == before
+
+
+def test_no_tracking_measures_only_the_process():
+    meter = Meter(torch.device("cpu"), track_steps=0)
+    assert not meter.tracking
+    assert meter.peak_bytes() is None
+    assert meter.measured().peak is None
+
+
+def test_fake_tensors_have_the_same_timeline_as_real_ones():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    real = Meter(torch.device("cpu"), track_steps=1)
+    linear_step(real, rows=77)
+    fake = Meter(torch.device("cpu"), track_steps=1)
+    with FakeTensorMode():
+        linear_step(fake, rows=77)
+    assert real.measured().peak == fake.measured().peak
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells, others do not")
+def test_the_process_peak_sees_what_came_and_went():
+    process = ProcessPeak()
+    block = torch.ones(64 * 2**20, dtype=torch.uint8)
+    del block
+    seen = process.bytes()
+    assert seen is not None
+    assert 60 * 2**20 < seen < 90 * 2**20
+
+
+def test_the_host_says_how_much_it_has():
+    capacity = capacity_bytes(torch.device("cpu"))
+    assert capacity is not None
+    assert capacity > 2**28
