@@ -16,7 +16,7 @@ for link in ("strategies", "configs"):
 setup(
     name="bigtrain",
     version="0.1.0",
-    description="Name a strategy, and the same PyTorch model trains to the same numbers in less memory.",
+    description="Name a strategy; the same model trains to the same numbers in less memory.",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -94,9 +94,10 @@ class Blueprint:
     ) -> nn.Module:
         """Give parameters and buffers their initial values, in place.
 
-        The tensor objects stay the same, so ties, and references that a stage or an optimizer
-        already holds, stay valid. Of a deferred model, about one tensor more than the result
-        is in memory at any time; one that is not deferred is built whole, twice for a while.
+        The tensor objects stay the same (but in modules that watch theirs, as nn.RNN does), so
+        ties, and references that others already hold, stay valid. Of a deferred model, about
+        one tensor more than the result is in memory at any time; one that is not deferred is
+        built whole, twice for a while.
 
         Args:
             device: where the tensors go; the values are made on the CPU.
@@ -161,7 +162,7 @@ class Blueprint:
                 storage = _moved(storage, device)
             if uses[spec.storage] > 1:  # tensors that overlap keep overlapping
                 shared[spec.storage] = storage
-            _fill(tensor, view(storage, spec))
+            _fill(self.model, tensor, view(storage, spec))
             del storage
 
 
@@ -192,10 +193,12 @@ def describe(make: Callable[[], nn.Module]) -> Blueprint:
 
 def _describe_on_meta(make: Callable[[], nn.Module]) -> Blueprint:
     with _kept_random_state() as state:
-        with Recorder() as recording:
+        with Recorder() as recorder:
             model = make()
+        recorder.check()
         if state.changed():
             raise CannotDefer("it draws or seeds random numbers on the CPU")
+    recording = recorder.recording
     _checked(model)
     for module in model.modules():
         if any(base.__module__.startswith("transformers.") for base in type(module).__mro__):
@@ -308,16 +311,22 @@ def _moved(storage: torch.UntypedStorage, device: torch.device) -> torch.Untyped
 
 
 @torch.no_grad()
-def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Make a tensor object hold these values, whatever device it was on."""
+def _fill(model: nn.Module, tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Make a tensor object of the model hold these values, whatever device it was on."""
     kind = type(tensor)
     fresh = values
     if kind is not torch.Tensor:
         fresh = torch.Tensor._make_subclass(kind, values, tensor.requires_grad)
     fresh.requires_grad_(tensor.requires_grad)
     fresh.__dict__.update(tensor.__dict__)
-    # The device of a tensor cannot be assigned; what the object refers to can be exchanged.
-    torch.utils.swap_tensors(tensor, fresh)  # type: ignore[no-untyped-call]
+    try:
+        # The device of a tensor cannot be assigned; what the object refers to can be exchanged.
+        torch.utils.swap_tensors(tensor, fresh)  # type: ignore[no-untyped-call]
+    except RuntimeError:  # something watches the object, as nn.RNN does: put another in its place
+        for module in model.modules():
+            for name, held in (*module._parameters.items(), *module._buffers.items()):
+                if held is tensor:
+                    setattr(module, name, fresh)
 
 
 class _RandomState:

@@ -111,7 +111,8 @@ def build(
         model = _materialize(blueprint, context, plan)
         # BatchNorm is replaced while the model is still plain: wrappers keep what they find.
         if plan.sync_batchnorm:
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model, context.dp_group)
+            convert = nn.SyncBatchNorm.convert_sync_batchnorm
+            model = convert(model, context.dp_group)  # type: ignore[no-untyped-call]
         assembly = Assembly(
             context=context,
             plan=plan,

@@ -226,7 +226,7 @@ def _verify(path: Path, expected: Mapping[str, Any]) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """This process's random states as JSON values: Python's, numpy's where in use, torch's."""
+    """The process's random states as JSON values: Python's, numpy's where in use, torch's."""
     import numpy as np
 
     name, keys, *rest = np.random.get_state(legacy=True)

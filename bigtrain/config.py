@@ -214,9 +214,7 @@ class Job(Section):
 
 @dataclass(frozen=True)
 class Batch:
-    """The three numbers of a step; `global_size = micro_size * accumulation_steps * dp_size`,
-    or less where the last micro-batch of a step is ragged.
-    """
+    """The numbers of a step: `global_size = micro_size * accumulation_steps * dp_size`."""
 
     global_size: int
     micro_size: int

@@ -35,6 +35,6 @@ class CheckpointError(BigtrainError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ", did you mean 'x'?" for the closest of `known`, or "" where none is close."""
+    """Return ", did you mean 'x'?" for the closest of `known`, or "." where none is close."""
     match = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)
-    return f", did you mean {match[0]!r}?" if match else ""
+    return f", did you mean {match[0]!r}?" if match else "."

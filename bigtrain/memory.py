@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -156,10 +156,9 @@ class ProcessPeak:
     """The process's highest resident memory above what it had at the start (Linux; VmHWM)."""
 
     def __init__(self) -> None:
-        try:
-            Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the imports
-        except OSError:
-            pass  # not allowed here: the peak may then include what came before
+        # Forget the peak of the imports; where that is not allowed, it stays in.
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
         self.base_bytes = _status("VmRSS")
 
     def bytes(self) -> int | None:

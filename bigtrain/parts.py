@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from bigtrain.blueprint import Blueprint, describe
+from bigtrain.checkpoint import find_checkpoint
 from bigtrain.config import Job
 from bigtrain.data import (
     Data,
@@ -48,7 +49,7 @@ class Parts:
         return learning_rate(self.job.optim, step, self.total_steps, self.plan.batch.global_size)
 
     def training_steps(self, context: RunContext, samples_seen: int) -> StepLoader:
-        """This rank's steps, from a position in the global order on."""
+        """The steps of this rank, from a position in the global order on."""
         return StepLoader(
             self.data.train,
             self.order,
@@ -62,8 +63,8 @@ class Parts:
             collate=self.data.collate,
         )
 
-    def validation_batches(self, context: RunContext) -> list[MicroBatch] | Any:
-        """This rank's share of the held-out samples; nothing where there are none."""
+    def validation_batches(self, context: RunContext) -> Iterable[MicroBatch]:
+        """The share of this rank in the held-out samples; nothing where there are none."""
         if self.data.validation is None:
             return []
         return validation_batches(
@@ -98,6 +99,8 @@ def check_job(job: Job) -> None:
     """
     check_model(job.model.name, job.model.args)
     check_data(job.data.name, job.data.path, job.data.args)
+    if job.checkpoint.resume not in (None, "auto"):
+        find_checkpoint(str(job.checkpoint.resume))
 
 
 def open_parts(job: Job, plan: Plan) -> Parts:

@@ -25,7 +25,7 @@ _ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "empty_permute
     {"new_empty", "new_empty_strided"}
 )
 _OVERWRITES = frozenset({"normal_", "uniform_", "fill_", "zero_", "copy_", "random_"})
-_CONSTANTS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy})
+_CONSTANTS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 _VALUE_READS = frozenset({"item", "tolist", "numpy", "__array__"}) | frozenset(
     {"__bool__", "__int__", "__float__", "__index__", "__complex__"}
 )
@@ -43,12 +43,14 @@ class Recorder:
         self.recording = Recording()
         self.busy = False
         """While True, torch works for the recorder itself and nothing is recorded."""
+        self._lent: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Real tensors that lie over someone else's memory, and what was in it."""
         self._modes = (torch.device("meta"), _Calls(self), _Operations(self))
 
-    def __enter__(self) -> Recording:
+    def __enter__(self) -> Recorder:
         for mode in self._modes:
             mode.__enter__()
-        return self.recording
+        return self
 
     def __exit__(
         self,
@@ -58,6 +60,15 @@ class Recorder:
     ) -> None:
         for mode in reversed(self._modes):
             mode.__exit__(kind, error, trace)
+
+    def check(self) -> None:
+        """Confirm, after the construction, that what was taken for constant stayed so.
+
+        Raises:
+            CannotDefer: it did not.
+        """
+        if not all(torch.equal(tensor, before) for tensor, before in self._lent):
+            raise CannotDefer("it changes an array after making a tensor of it")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -85,10 +96,19 @@ class Recorder:
     def constant(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Make a tensor of given values for real, and record its copy to meta."""
         with self.paused():
-            if function is not torch.from_numpy:
-                kwargs = {**kwargs, "device": CPU}
-            real = function(*args, **kwargs)
+            real = function(*args, **{**kwargs, "device": CPU})
         return real.detach().to("meta").requires_grad_(real.requires_grad)
+
+    def adopted(self, real: torch.Tensor) -> torch.Tensor:
+        """Put on meta, and record, a tensor that torch made over an array's memory."""
+        with self.paused():
+            values = real.detach().clone()
+            self._lent.append((real, values))
+            kwargs = {"device": torch.device("meta")}
+            copy = torch.ops.aten._to_copy.default
+            result: torch.Tensor = copy(values, **kwargs)
+        self.record(copy, (values,), kwargs, outputs=(result,))
+        return result
 
     def initialization(self, tensor: torch.Tensor, frame: FrameType) -> bool:
         """Answer `tensor.is_meta`; a function of torch.nn.init that asks is recorded whole.
@@ -173,6 +193,8 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         if name == "_to_copy" and _on_meta(args[0]) and _leaves_meta(kwargs.get("device")):
             return func(recorder.value(args[0]), *args[1:], **kwargs)
+        if name == "lift_fresh" and args[0].device == CPU:  # torch.from_numpy, which no mode sees
+            return recorder.adopted(args[0])
         with recorder.paused():
             result = func(*args, **kwargs)
             outputs = tree_leaves(result)
@@ -207,14 +229,16 @@ class _Calls(TorchFunctionMode):
             return func(*args, **kwargs)
         if func == _IS_META and _on_meta(args[0]):
             return recorder.initialization(args[0], sys._getframe(1))
-        if func in _CONSTANTS and not _leaves_meta(kwargs.get("device")):
-            data = args[0] if args else kwargs.get("data")
-            if not isinstance(data, torch.Tensor):
-                return recorder.constant(func, args, kwargs)
         name = getattr(func, "__name__", "")
-        if name == "new_tensor" and _on_meta(args[0]) and not _leaves_meta(kwargs.get("device")):
-            kwargs = {"dtype": args[0].dtype, **kwargs}
-            return recorder.constant(torch.tensor, args[1:], kwargs)
+        data: Any = args[0] if args else kwargs.get("data")
+        new = name == "new_tensor" and _on_meta(data)
+        if new or (func in _CONSTANTS and not isinstance(data, torch.Tensor)):
+            if new:
+                func, args, kwargs = torch.tensor, args[1:], {"dtype": data.dtype, **kwargs}
+            if not _leaves_meta(kwargs.get("device")):
+                return recorder.constant(func, args, kwargs)
+            with recorder.paused():
+                return func(*args, **kwargs)
         if name in _VALUE_READS and _on_meta(args[0]):
             return func(recorder.value(args[0]), *args[1:], **kwargs)
         return func(*args, **kwargs)

@@ -50,7 +50,8 @@ def technique_class(role: Role, name: str) -> type[Strategy]:
         raise ConfigError(f"strategy.{role}: {target} is not a subclass of bigtrain.Strategy.")
     if found.role != role:
         raise ConfigError(
-            f"strategy.{role}: {name} plays the role {found.role!r}. Write strategy.{found.role}={name}."
+            f"strategy.{role}: {name} plays the role {found.role!r}. "
+            f"Write strategy.{found.role}={name}."
         )
     return found
 

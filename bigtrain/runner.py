@@ -139,11 +139,10 @@ class LoopRunner:
     def state(self) -> dict[str, Tensor]:
         """See `Runner.state`."""
         found = {f"model.{name}": t for name, t in self.module.state_dict().items()}
-        names = {id(p): name for name, p in self.module.named_parameters()}
-        for parameter, slots in self.optimizer.state.items():
-            for key, value in slots.items():
+        for name, parameter in self.module.named_parameters():
+            for key, value in sorted(self.optimizer.state.get(parameter, {}).items()):
                 if isinstance(value, Tensor):
-                    found[f"optimizer.{names[id(parameter)]}.{key}"] = value
+                    found[f"optimizer.{name}.{key}"] = value
         return found
 
     def load_state(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
@@ -158,8 +157,10 @@ class LoopRunner:
             if name not in parameters:
                 raise CheckpointError(f"the checkpoint has a state for {name!r}, the model has not")
             value = read(full)
-            # Step counts stay on the host, as the optimizers make them; the rest follows its parameter.
-            device = parameters[name].device if value.dim() else value.device
+            # A step count is on the host, but for the kernels that read it on the device.
+            defaults = self.optimizer.defaults
+            follows = value.dim() or defaults.get("fused") or defaults.get("capturable")
+            device = parameters[name].device if follows else value.device
             self.optimizer.state[parameters[name]][key] = value.to(device)
 
     def _load_model(self, read: Callable[[str], Tensor], stored: set[str]) -> None:

@@ -13,6 +13,8 @@ if not __package__ and sys.path and os.path.abspath(sys.path[0]) == os.path.dirn
 
 from pathlib import Path
 
+from rich.console import Console
+
 import bigtrain
 from bigtrain.cli import train_arguments
 
@@ -52,7 +54,9 @@ def main(arguments: list[str]) -> int:
         return train(job, parts, context, console)
 
 
-def train(job: bigtrain.Job, parts: bigtrain.Parts, context: bigtrain.RunContext, console) -> int:
+def train(
+    job: bigtrain.Job, parts: bigtrain.Parts, context: bigtrain.RunContext, console: Console
+) -> int:
     """Build the engine, go through the steps, and leave the results behind."""
     folder = bigtrain.run_folder(job, context)
     with bigtrain.Engine(
@@ -114,7 +118,7 @@ def resume(job: bigtrain.Job, engine: bigtrain.Engine, folder: Path) -> Path | N
     return path
 
 
-def show(job: bigtrain.Job, plan: bigtrain.Plan, parts: bigtrain.Parts, console) -> int:
+def show(job: bigtrain.Job, plan: bigtrain.Plan, parts: bigtrain.Parts, console: Console) -> int:
     """Print the resolved job and the predicted peak, and run nothing."""
     for line in bigtrain.dry_run_lines(job, plan, parts):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

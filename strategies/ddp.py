@@ -26,7 +26,6 @@ from bigtrain.forecast import Forecast, Profile
 from bigtrain.strategy import Assembly, Plan, Strategy
 from bigtrain.units import MIB
 
-
 # torch 2.15 gave the option a new name, and warns of the old one.
 _BUFFERS = (
     "forward_sync_buffers"
@@ -89,17 +88,17 @@ class DDP(Strategy):
         if not any(p.requires_grad for p in assembly.module.parameters()):
             raise ConfigError("the model has no parameter to train: DDP has nothing to average.")
         context = assembly.context
-        wrapped = DistributedDataParallel(
-            assembly.module,
-            device_ids=[context.device] if context.device.type == "cuda" else None,
-            process_group=context.dp_group,
-            bucket_cap_mb=self.bucket_size / MIB,  # type: ignore[arg-type]
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-            static_graph=self.static_graph,
-            find_unused_parameters=self.find_unused_parameters,
-            **{_BUFFERS: self.broadcast_buffers},
-            init_sync=False,
-        )
+        options: dict[str, Any] = {
+            "device_ids": [context.device] if context.device.type == "cuda" else None,
+            "process_group": context.dp_group,
+            "bucket_cap_mb": self.bucket_size / MIB,
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "static_graph": self.static_graph,
+            "find_unused_parameters": self.find_unused_parameters,
+            "init_sync": False,
+            _BUFFERS: self.broadcast_buffers,
+        }
+        wrapped = DistributedDataParallel(assembly.module, **options)
         self._compress(wrapped, context.dp_group)
         assembly.module = wrapped
         assembly.sync = _Sync(wrapped)

@@ -32,7 +32,8 @@ def opening_lines(parts: Parts, engine: Engine, resumed: Path | None) -> Iterato
     yield f"{model_line(parts)}, {parts.job.train.precision}"
     if parts.data.description:
         yield parts.data.description
-    yield f"strategy {parts.plan.strategy.name}: {_ranks(context.world_size)} on {context.device.type}"
+    where = f"{_ranks(context.world_size)} on {context.device.type}"
+    yield f"strategy {parts.plan.strategy.name}: {where}"
     yield batch_line(parts)
     if not engine.blueprint.deferred:
         yield f"the model was built whole and sent from rank 0: {engine.blueprint.reason}"

@@ -13,6 +13,7 @@ Rank 0 writes; on the others every method does nothing.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -41,7 +42,7 @@ def run_folder(job: Job, context: RunContext) -> Path:
     With `log.name` that folder; otherwise the first free `MODEL-STRATEGY-NUMBER`, or with
     `checkpoint.resume=auto` the newest such run.
     """
-    chosen = None
+    chosen: Path | OSError | None = None
     if context.is_main:
         base = Path(job.log.dir)
         try:
@@ -113,21 +114,7 @@ class RunLog:
         self._board: Any = None
         if not self._main:
             return
-        batch = {
-            "global_batch_size": plan.batch.global_size,
-            "micro_batch_size": plan.batch.micro_size,
-        }
-        resolved = job.model_dump(mode="json")
-        resolved["train"].update(batch, accumulation_steps=None)
-        described = describe_plan(plan)
-        if predicted is not None:
-            described["predicted"] = {
-                "peak_bytes": predicted.bytes,
-                "phase": predicted.phase,
-                "breakdown": asdict(predicted.breakdown),
-            }
-        _write_yaml(folder / "config.yaml", resolved)
-        _write_yaml(folder / "plan.yaml", described)
+        self._write_plan(job, plan, predicted)
         self._drop_steps_after(first_step)
         if job.log.tensorboard:
             self._board = _open_board(folder)
@@ -135,6 +122,22 @@ class RunLog:
             self._progress = _bar(console)
             self._progress.start()
             self._task = self._progress.add_task("", total=total_steps, completed=first_step)
+
+    def _write_plan(self, job: Job, plan: Plan, predicted: Peak | None) -> None:
+        resolved = job.model_dump(mode="json")
+        # Any two of the three batch keys give the third, on any number of ranks.
+        resolved["train"]["global_batch_size"] = plan.batch.global_size
+        resolved["train"]["micro_batch_size"] = plan.batch.micro_size
+        resolved["train"]["accumulation_steps"] = None
+        described = describe_plan(plan)
+        if predicted is not None:
+            described["predicted"] = {
+                "peak_bytes": predicted.bytes,
+                "phase": predicted.phase,
+                "breakdown": asdict(predicted.breakdown),
+            }
+        _write_yaml(self.folder / "config.yaml", resolved)
+        _write_yaml(self.folder / "plan.yaml", described)
 
     def _drop_steps_after(self, step: int) -> None:
         """After a resume the lines of steps that will be done again go, so each comes once."""
@@ -191,7 +194,7 @@ class RunLog:
     def _append(self, name: str, values: dict[str, Any]) -> None:
         if name not in self._files:
             self._files[name] = (self.folder / name).open("a", encoding="utf-8", buffering=1)
-        self._files[name].write(json.dumps(values) + "\n")
+        self._files[name].write(json.dumps(_finite(values)) + "\n")
 
     def _board_scalars(self, group: str, values: dict[str, Any], step: int) -> None:
         if self._board is not None:
@@ -220,6 +223,14 @@ class RunLog:
             self._board.close()
 
 
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no word for nan (a measure without any target): it becomes null."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in values.items()
+    }
+
+
 def _bar(console: Console) -> Progress:
     return Progress(
         BarColumn(bar_width=20),
@@ -241,7 +252,7 @@ def _open_board(folder: Path) -> Any:
         raise ConfigError(
             'log.tensorboard=true needs a package. Run: pip install "bigtrain[tensorboard]"'
         ) from None
-    return SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
+    return SummaryWriter(str(folder / "tensorboard"))
 
 
 def predicted_line(peak: Peak | None, note: str | None) -> str:

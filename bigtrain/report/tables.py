@@ -25,7 +25,8 @@ def memory_table(report: MemoryReport) -> Table:
     table.add_section()
     table.add_row("peak", *(c for r in shown for c in _peaks(r)), style="bold")
     table.add_row("reached in", *(c for r in shown for c in _phases(r)))
-    table.add_row("process", *(c for r in shown for c in (_process(r), _error(r))))
+    table.add_row("error", *(c for r in shown for c in ("", _error(r))))
+    table.add_row("process", *(c for r in shown for c in (_process(r), "")))
     if any(r.measured.reserved_bytes is not None for r in shown):
         table.add_row("reserved", *(c for r in shown for c in (_reserved(r), "")))
     table.caption = _caption(report)
