@@ -132,8 +132,9 @@ class Blueprint:
         aliases = _aliases(self.model)
         for name in only:
             if name not in aliases:
+                hint = nearest(name, aliases) or "."
                 raise ConfigError(
-                    f"only: the model has no parameter or buffer {name!r}{nearest(name, aliases)} "
+                    f"only: the model has no parameter or buffer {name!r}{hint} "
                     "Use names as in model.named_parameters()."
                 )
         wanted = {id(aliases[name]) for name in only}

@@ -172,7 +172,7 @@ class Engine:
         for part in everyone or []:
             for key, value in part.items():
                 total[key] = total[key] + value if key in total else value
-        return self.task.summarize(total)
+        return self.task.summarize(total) if total else {}
 
     def memory(self) -> MemoryReport | None:
         """The memory of all ranks, measured and predicted; on rank 0, None elsewhere."""

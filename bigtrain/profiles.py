@@ -56,10 +56,7 @@ def make_profile(
     try:
         return _profile(model, micro_batch, loss, make_optimizer, plan, device)
     except Exception as error:  # noqa: BLE001 - user code of any kind runs here
-        reason = (
-            f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-        )
-        return _states_only(model, micro_batch, reason)
+        return _states_only(model, micro_batch, _reason(error))
 
 
 def _profile(
@@ -74,7 +71,7 @@ def _profile(
 
     tracker = StorageTracker()
     meter = _FakeMeter(tracker, device)
-    with FakeTensorMode() as mode, tracker:
+    with FakeTensorMode(), tracker:
         fake = _fake_model(model, device, double=plan.precision == "fp64")
         fake_batch = MicroBatch(
             inputs=tree_map(lambda t: _fake_tensor(t, device), micro_batch.inputs),
@@ -93,7 +90,6 @@ def _profile(
                 module=fake,
             )
         )
-        del mode
         marks = []
         for _ in range(2):  # the optimizer makes its state in the first step
             marks = [tracker.clock]
@@ -198,3 +194,12 @@ def _alone(device: torch.device) -> RunContext:
         seed=0,
         launcher="python",
     )
+
+
+def _reason(error: Exception) -> str:
+    """One line on why a model cannot run without its numbers."""
+    name = type(error).__name__
+    if name in ("DataDependentOutputException", "DynamicOutputShapeException"):
+        return f"the value of a tensor decides what it does: {error}"
+    lines = str(error).strip().splitlines()
+    return f"{name}: {lines[0]}" if lines else name

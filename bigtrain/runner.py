@@ -65,7 +65,7 @@ class LoopRunner:
         self._own_batch(placed)
         with self._autocast():
             output = self._wrapped(placed.inputs)
-        loss = self.loss(output, placed.targets)
+        loss = self.loss(output, placed.targets, micro_batch.count)
         if micro_batch.count == 0:  # padding, or nothing valid: it only keeps the ranks in step
             loss = loss * 0.0
         del output

@@ -32,8 +32,15 @@ DOUBLE_AUXILIARY_WEIGHT = 0.3
 class Loss(Protocol):
     """A loss as a sum over the valid targets, with their number."""
 
-    def __call__(self, output: Any, target: Any) -> Tensor:
-        """The sum over the valid targets: a scalar, a zero in the graph where there are none."""
+    def __call__(self, output: Any, target: Any, count: float | None = None) -> Tensor:
+        """The sum over the valid targets: a scalar, a zero in the graph where there are none.
+
+        Args:
+            output: what the model returned.
+            target: what the data gave, on the same device.
+            count: what `count(target)` was on the CPU, where that is known: asking again would
+                wait for the device.
+        """
         ...
 
     def count(self, target: Any) -> int | float:
@@ -100,8 +107,9 @@ class CrossEntropy:
     auxiliary_weight: float | None = None
     """Weight of every auxiliary head; None takes the customary one of the output's kind."""
 
-    def __call__(self, output: Any, target: Tensor) -> Tensor:
+    def __call__(self, output: Any, target: Tensor, count: float | None = None) -> Tensor:
         """The sum over the valid targets, auxiliary heads added with their weights."""
+        del count
         (main, _), *auxiliary = _heads(output)
         total = self._sum(main, target)
         for logits, customary in auxiliary:
@@ -178,9 +186,9 @@ class MeanLoss:
         object.__setattr__(self, "_ignored", self.ignore_index if own is None else own)
         object.__setattr__(self, "_class_weights", weights if _is_tensor(weights) else None)
 
-    def __call__(self, output: Any, target: Any) -> Tensor:
+    def __call__(self, output: Any, target: Any, count: float | None = None) -> Tensor:
         """The mean times the count; a zero in the graph of `output` where the count is 0."""
-        count = self.count(target)
+        count = self.count(target) if count is None else count
         if not count:
             empty = [tensor.reshape(-1)[:0].sum() for tensor in _tensors(output)]
             return _at_least_float32(torch.stack(empty).sum())

@@ -87,7 +87,8 @@ def train(
                     result = engine.step(batch)
                     log.step(result)
                     last = result.step == parts.total_steps
-                    if last or due(result.step, job.train.eval_every):
+                    wanted = last or due(result.step, job.train.eval_every)
+                    if wanted and parts.data.validation is not None:
                         measured = engine.evaluate(parts.validation_batches(context))
                         log.validation(result.step, measured)
                     if (last and job.checkpoint.at_end) or due(result.step, job.checkpoint.every):

@@ -10,7 +10,12 @@ from collections.abc import Iterator
 import pytest
 
 # Set by pytest itself while a test runs, or by torch for good the first time CUDA is asked about.
-_NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"}
+_NOT_OURS = {
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "KMP_INIT_AT_FORK",
+    "KMP_DUPLICATE_LIB_OK",
+}
 
 
 @pytest.fixture(autouse=True)

@@ -87,5 +87,5 @@ def finish(process: subprocess.Popen[str], begin: float, timeout_s: float = 90.0
         # A session of its own: the group holds this command and what it started, nothing else.
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        pytest.fail(f"{process.args} ran past {timeout_s:.0f} s:\n{output}")
+        pytest.fail(f"{process.args!r} ran past {timeout_s:.0f} s:\n{output}")
     return Finished(process.returncode, output, time.monotonic() - begin)

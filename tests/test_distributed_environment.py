@@ -66,9 +66,7 @@ BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_
         ({**MPICH, **DEEPSPEED}, "deepspeed", (1, 1, 2, 2)),
     ],
 )
-def test_detect(
-    environ: dict[str, str], launcher: str, numbers: tuple[int, int, int, int]
-) -> None:
+def test_detect(environ: dict[str, str], launcher: str, numbers: tuple[int, int, int, int]) -> None:
     found = detect(environ)
     assert found.launcher == launcher
     found_numbers = (found.rank, found.local_rank, found.world_size, found.local_world_size)

@@ -31,9 +31,7 @@ def test_hint() -> None:
         (SINGLE, 8, True),
         (alone("torchrun"), 8, False),
         (
-            Placement(
-                rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="deepspeed"
-            ),
+            Placement(rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="deepspeed"),
             8,
             False,
         ),
@@ -61,9 +59,7 @@ def test_what_cannot_be_started(tmp_path: Path) -> None:
         (-signal.SIGSEGV, 1, "rank 3 was killed (signal 11): a crash in native code? See"),
     ],
 )
-def test_status(
-    exitcode: int, status: int, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status(exitcode: int, status: int, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     failure: Any = SimpleNamespace(exitcode=exitcode)
     assert _status((3, failure)) == status
     assert words in capsys.readouterr().err

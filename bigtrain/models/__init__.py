@@ -110,7 +110,7 @@ def _check_built_in(name: str) -> None:
     known = list_models()
     if name not in known:
         raise ConfigError(
-            f"model.name: unknown model {name!r}{nearest(name, known)} "
+            f"model.name: unknown model {name!r}{nearest(name, known) or '.'} "
             f"Use {', '.join(_OWN)}, a model of torchvision such as resnet18, "
             "or your own as package.module:Class."
         )

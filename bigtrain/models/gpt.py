@@ -84,7 +84,7 @@ class GPTConfig:
         for key in args:
             if key not in known:
                 raise ConfigError(
-                    f"model.args.{key}: {name} has no argument {key!r}{nearest(key, known)} "
+                    f"model.args.{key}: {name} has no argument {key!r}{nearest(key, known) or '.'} "
                     f"Known: {', '.join(known)}."
                 )
         return cls(**{**PRESETS[name], **args})

@@ -60,7 +60,7 @@ def load(path: str) -> Callable[..., Any]:
         if not hasattr(found, part):
             known = [name for name in dir(found) if not name.startswith("_")]
             raise ConfigError(
-                f"model.name={path}: {module_name} has no {part!r}{nearest(part, known)} "
+                f"model.name={path}: {module_name} has no {part!r}{nearest(part, known) or '.'} "
                 "Name a class or function that the module defines."
             )
         found = getattr(found, part)
@@ -88,7 +88,7 @@ def check_arguments(name: str, constructor: Callable[..., Any], args: Mapping[st
         for key in args:
             if key not in known:
                 raise ConfigError(
-                    f"model.args.{key}: {name} has no argument {key!r}{nearest(key, known)} "
+                    f"model.args.{key}: {name} has no argument {key!r}{nearest(key, known) or '.'} "
                     f"Known: {', '.join(known) or 'none'}."
                 )
     for parameter in parameters:

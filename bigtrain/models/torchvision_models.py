@@ -103,5 +103,5 @@ def _explained(
     known -= {*_DOWNLOADS, "progress", "kwargs"}
     return ConfigError(
         f"model.args.{unexpected[2]}: {name} has no argument {unexpected[2]!r}"
-        f"{nearest(unexpected[2], known)} Known: {', '.join(sorted(known))}."
+        f"{nearest(unexpected[2], known) or '.'} Known: {', '.join(sorted(known))}."
     )

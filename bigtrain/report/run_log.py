@@ -30,10 +30,10 @@ from bigtrain.engine import StepResult
 from bigtrain.errors import ConfigError
 from bigtrain.memory import capacity_bytes
 from bigtrain.report.memory_report import MemoryReport
-from bigtrain.report.tables import memory_table
+from bigtrain.report.tables import memory_notes, memory_table
 from bigtrain.strategy import Plan
 from bigtrain.timeline import Peak
-from bigtrain.units import GIB, format_bytes
+from bigtrain.units import format_bytes
 
 
 def run_folder(job: Job, context: RunContext) -> Path:
@@ -175,6 +175,8 @@ class RunLog:
         (self.folder / "memory.json").write_text(text + "\n", "utf-8")
         self._stop_bar()
         self._console.print(memory_table(report))
+        for line in memory_notes(report):
+            self.say(line)
 
     def say(self, text: str) -> None:
         """A line for a person."""
@@ -186,9 +188,10 @@ class RunLog:
         if result.tokens_per_second is not None:
             per_second = f"{result.tokens_per_second:,.0f} tokens/s"
         line = f"loss {result.loss:.4f}  {per_second}"
-        if result.peak_memory_bytes is not None:
-            share = f" ({result.peak_memory_bytes / self._capacity:.1%})" if self._capacity else ""
-            line += f"  peak {result.peak_memory_bytes / GIB:.2f} GiB{share}"
+        peak = result.peak_memory_bytes
+        if peak is not None:
+            share = f" ({peak / self._capacity:.1%})" if self._capacity else ""
+            line += f"  peak {format_bytes(peak)}{share}"
         return line
 
     def _append(self, name: str, values: dict[str, Any]) -> None:

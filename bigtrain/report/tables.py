@@ -29,8 +29,6 @@ def memory_table(report: MemoryReport) -> Table:
     table.add_row("process", *(c for r in shown for c in (_process(r), "")))
     if any(r.measured.reserved_bytes is not None for r in shown):
         table.add_row("reserved", *(c for r in shown for c in (_reserved(r), "")))
-    table.caption = _caption(report)
-    table.caption_justify = "left"
     return table
 
 
@@ -42,13 +40,14 @@ def _shown(report: MemoryReport) -> list[RankMemory]:
     return [ordered[-1], ordered[0]]
 
 
-def _caption(report: MemoryReport) -> str:
-    lines = ["process: resident memory above what the process held before the model was built"]
+def memory_notes(report: MemoryReport) -> list[str]:
+    """What the table's words mean, and what it leaves out."""
+    lines = ["process: resident memory above what it was before the model was built"]
     if len(report.ranks) > MOST_RANKS:
         lines.insert(0, f"the highest and the lowest of {len(report.ranks)} ranks")
     notes = {r.note for r in report.ranks if r.note}
     lines += [f"no prediction: {note}" for note in sorted(notes)]
-    return "\n".join(lines)
+    return lines
 
 
 def _pair(rank: RankMemory, kind: str) -> tuple[str, str]:

@@ -1,0 +1,122 @@
+"""Constructors that cannot be deferred: they are run whole, and it is said why."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from bigtrain.blueprint import describe
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+class One(nn.Module):
+    """A module with the parameters or buffers that a function makes."""
+
+    def __init__(self, make: Callable[[nn.Module], Any]) -> None:
+        super().__init__()
+        make(self)
+
+
+def one(tensor: Callable[[], torch.Tensor]) -> Callable[[], nn.Module]:
+    """A constructor of a module with the buffer `x`."""
+    return lambda: One(lambda module: module.register_buffer("x", tensor()))
+
+
+def _numpy_weights() -> torch.Tensor:
+    return torch.from_numpy(np.random.rand(3))
+
+
+def _array_filled_later() -> torch.Tensor:
+    array = np.zeros(3)
+    tensor = torch.from_numpy(array)
+    array[:] = 1.0
+    return tensor
+
+
+def _generator_weights() -> torch.Tensor:
+    return torch.randn(3, generator=torch.Generator().manual_seed(5))
+
+
+def _loose(module: nn.Module) -> None:
+    module.cache = [torch.randn(3)]  # type: ignore[assignment]
+    module.weight = nn.Parameter(torch.zeros(2))
+
+
+class AsksForMeta(nn.Linear):
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
+class Swallows(nn.Linear):
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        try:
+            self.scale = self.weight.sum().item()
+        except Exception:
+            self.scale = 0.0
+
+
+class Pretrained(nn.Linear):
+    """As the models of transformers are, which look at the device before they initialise."""
+
+    __module__ = "transformers.modeling_utils"
+
+
+REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "random read": (one(lambda: torch.rand(3) / torch.rand(1).item()), "reads values that are ran"),
+    "swallowed": (lambda: Swallows(2, 2), "reads values that are random"),
+    "generator": (one(_generator_weights), "draws from a generator of its own"),
+    "numpy": (one(_numpy_weights), "draws or seeds random numbers on the CPU"),
+    "python": (one(lambda: torch.tensor(random.random())), "draws or seeds random numbers"),
+    "torch on cpu": (one(lambda: torch.rand(3, device="cpu")), "random numbers on the CPU"),
+    "legacy": (one(lambda: torch.Tensor(2).zero_()), "puts 'x' on cpu itself"),
+    "array": (one(_array_filled_later), "changes an array after making a tensor of it"),
+    "asks": (lambda: AsksForMeta(2, 2), "reset_parameters asks whether a tensor is on meta"),
+    "loose": (lambda: One(_loose), r"keeps a tensor at 'cache\[0\]'"),
+    "no kernel": (one(lambda: torch.unique(torch.arange(4))), "NotImplementedError: aten::_unique"),
+    "transformers": (lambda: Pretrained(2, 2), "leaves its initialisation out on meta"),
+    "conjugate": (one(lambda: torch.ones(2, dtype=torch.cfloat).conj()), "lazily conjugated"),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_a_constructor_that_cannot_be_deferred_is_run_whole(name: str) -> None:
+    make, reason = REASONS[name]
+    blueprint = describe(make)
+    assert not blueprint.deferred
+    assert reason.replace("\\", "") in blueprint.reason
+    assert "\n" not in blueprint.reason
+    objects = values(blueprint.model)
+    assert {tensor.device.type for tensor in objects.values()} == {"cpu"}
+    first = {k: v.detach().clone() for k, v in values(blueprint.materialize("cpu", seed=1)).items()}
+    assert all(values(blueprint.model)[k] is v for k, v in objects.items())
+    assert same(first, values(describe(make).materialize("cpu", seed=1)))
+    part = describe(make).materialize("cpu", seed=1, only=[next(iter(first))])
+    assert same(first, values(part))
+
+
+def test_a_whole_construction_follows_the_seed_everywhere() -> None:
+    blueprint = describe(lambda: One(_loose))
+    one_seed = blueprint.materialize("cpu", seed=1).cache[0].clone()  # type: ignore[index]
+    assert not torch.equal(blueprint.materialize("cpu", seed=2).cache[0], one_seed)  # type: ignore[index]
+    assert torch.equal(blueprint.materialize("cpu", seed=1).cache[0], one_seed)  # type: ignore[index]
+
+
+def test_a_tensor_made_elsewhere_is_not_deferred() -> None:
+    elsewhere = torch.empty(2, device="meta")
+    blueprint = describe(one(lambda: torch.zeros_like(elsewhere)))
+    assert blueprint.reason == "it uses a tensor on meta that was made elsewhere"

@@ -1,0 +1,50 @@
+"""The learning rate as a function of the step, and the kernels of the optimizers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from bigtrain.config import OptimConfig
+from bigtrain.optim import learning_rate, optimizer_factory
+
+
+def rates(total, batch=32, **keys):
+    return [learning_rate(OptimConfig(**keys), step, total, batch) for step in range(total)]
+
+
+def test_warm_up_climbs_in_equal_steps_and_cosine_lets_down():
+    found = rates(10, lr=1.0, warmup_steps=4, schedule="cosine", final_lr_share=0.1)
+    assert found[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert found[4] == pytest.approx(1.0)
+    assert found[7] == pytest.approx(0.1 + 0.9 / 2)
+    assert found[4:] == sorted(found[4:], reverse=True)
+    assert found[-1] > 0.1
+
+
+def test_constant_and_linear():
+    assert rates(3, lr=0.5) == [0.5, 0.5, 0.5]
+    assert rates(4, lr=1.0, schedule="linear") == pytest.approx([1.0, 0.75, 0.5, 0.25])
+
+
+def test_the_rate_grows_with_the_global_batch():
+    assert rates(1, batch=1024, lr=0.1, base_batch_size=256) == pytest.approx([0.4])
+    assert rates(1, batch=1024, lr=0.1) == [0.1]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_every_implementation_takes_the_same_step(name):
+    results = []
+    for implementation in ("auto", "fused", "foreach", "loop"):
+        torch.manual_seed(0)
+        layer = nn.Linear(5, 5)
+        config = OptimConfig(name=name, implementation=implementation, momentum=0.5, lr=0.1)
+        optimizer = optimizer_factory(config)(layer.parameters())
+        for _ in range(3):
+            layer(torch.ones(2, 5)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(layer.weight.detach())
+    for other in results[1:]:
+        torch.testing.assert_close(results[0], other)
