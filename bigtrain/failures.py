@@ -14,6 +14,7 @@ from pathlib import Path
 
 from bigtrain.environment import in_slurm_step, launch_key
 from bigtrain.errors import BigtrainError
+from bigtrain.watch import end_process
 
 REQUEUE_STATUS = 75
 """Exit status of a run that saved and stopped because it was told to; it may be started again."""
@@ -96,6 +97,10 @@ def run_guarded(main: Callable[[], int | None]) -> int:
     A `BigtrainError` becomes "bigtrain: ..." without a traceback, said once for all ranks of a
     node; Ctrl-C and SIGTERM are quiet; anything else keeps its traceback.
 
+    In the rank that failed first among several, this does not return: the process ends as soon as
+    the failure is shown. Native threads of the broken run can abort the interpreter's own farewell
+    (seen about once in a hundred ends), and the exit status would then be 134.
+
     Example:
         sys.exit(run_guarded(main))
     """
@@ -110,12 +115,18 @@ def run_guarded(main: Callable[[], int | None]) -> int:
     except BigtrainError as error:
         if getattr(error, "bigtrain_first", False) or speaks_first(os.environ):
             sys.stderr.write(f"bigtrain: {error}\n")
-        return error.exit_status
+        return _finish(error)
     except BaseException as error:
         # The frame of this function says nothing to the user.
         shown = error.__traceback__.tb_next if error.__traceback__ else None
         traceback.print_exception(type(error), error, shown)
-        return 1
+        return _finish(error)
+
+
+def _finish(error: BaseException) -> int:
+    if getattr(error, "bigtrain_first", False):
+        end_process(exit_status_of(error))
+    return exit_status_of(error)
 
 
 def speaks_first(environ: Mapping[str, str]) -> bool:

@@ -27,7 +27,9 @@ def main(arguments: list[str]) -> int:
     plan = bigtrain.make_plan(job, placement.world_size, bigtrain.device_type_of(job))
     bigtrain.check_job(job)
     console = bigtrain.console()
-    if placement.rank == 0 and (hint := bigtrain.launcher_hint(placement, os.cpu_count() or 1)):
+    has_gpu = plan.device_type == "cuda"
+    hint = bigtrain.launcher_hint(placement, os.cpu_count() or 1, has_gpu=has_gpu)
+    if hint is not None:
         console.print(hint, highlight=False, soft_wrap=True)
     # Without a download everything that can be refused is refused before the ranks connect.
     download = bool(job.data.args.get("download"))

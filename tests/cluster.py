@@ -8,6 +8,7 @@ import secrets
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,7 +28,9 @@ _READY_S = 30.0
 
 def find(program: str) -> str:
     """Return the path of a program; without it CI fails and a laptop skips."""
-    path = shutil.which(program) or shutil.which(program, path="/usr/sbin:/sbin")
+    # Programs of the virtual environment count, whether it is activated or not.
+    beside = f"{Path(sys.executable).parent}{os.pathsep}/usr/sbin{os.pathsep}/sbin"
+    path = shutil.which(program) or shutil.which(program, path=beside)
     if path is None:
         words = f"{program} is missing. Run: apt-get install {PACKAGES.get(program, program)}"
         if os.environ.get("CI") == "true":

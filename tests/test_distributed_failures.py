@@ -102,7 +102,10 @@ def test_one_rank_says_what_all_have_found(
     error = ConfigError("agreed")
     mark_first(error)
     monkeypatch.setenv("RANK", "1")
+    ended: list[int] = []
+    monkeypatch.setattr("bigtrain.failures.end_process", ended.append)
     assert run_guarded(raising(error)) == 2
+    assert ended == [2]
     assert capsys.readouterr().err == "bigtrain: agreed\n"
 
 

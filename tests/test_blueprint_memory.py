@@ -1,0 +1,76 @@
+"""What describing and materialising cost in operations and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bigtrain.blueprint import describe
+
+
+class One(nn.Module):
+    """A module with the parameters or buffers that a function makes."""
+
+    def __init__(self, make: Callable[[nn.Module], Any]) -> None:
+        super().__init__()
+        make(self)
+
+
+def one(tensor: Callable[[], torch.Tensor]) -> Callable[[], nn.Module]:
+    """A constructor of a module with the buffer `x`."""
+    return lambda: One(lambda module: module.register_buffer("x", tensor()))
+
+
+def test_the_cost_grows_with_the_model_and_not_with_its_square() -> None:
+    def deep() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(4, 4) for _ in range(1000)))
+
+    blueprint = describe(deep)
+    assert sum(len(origin.closure) for origin in blueprint._origins.values()) == 2000
+    blueprint.materialize("cpu", seed=0, only=["999.weight"])
+    assert blueprint.model.get_parameter("998.weight").is_meta
+
+
+class HeldBytes(TorchDispatchMode):
+    """The most bytes of CPU storages, made meanwhile, that were alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
+                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        alive = [size for reference, size in self.storages.values() if not reference.expired()]
+        self.peak = max(self.peak, sum(alive))
+        return result
+
+
+def test_little_more_than_one_tensor_is_held_while_materialising() -> None:
+    size = 2**18
+
+    def make() -> torch.Tensor:
+        x = torch.randn(size)
+        for _ in range(5):
+            x = x * 2
+        return x
+
+    blueprint = describe(one(make))
+    with HeldBytes() as held:
+        blueprint.materialize("cpu", seed=0)
+    assert size * 4 <= held.peak <= 2.01 * size * 4  # the input and the output of one operation
+
+    layers = describe(lambda: nn.ModuleList(nn.Linear(512, 512) for _ in range(8)))
+    with HeldBytes() as held:
+        layers.materialize("cpu", seed=0)
+    assert held.peak <= 1.01 * 8 * 512 * 513 * 4  # nothing beside the result
