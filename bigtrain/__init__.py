@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from bigtrain.blueprint import Blueprint, describe
     from bigtrain.build import device_type_of, make_plan
     from bigtrain.checkpoint import Checkpoint, find_checkpoint, newest_checkpoint
+    from bigtrain.cli import train_arguments
     from bigtrain.config import Job
     from bigtrain.data import Data, MicroBatch, StepLoader, prepare_data
     from bigtrain.distributed import RunContext, connect
@@ -82,6 +83,7 @@ _HOMES = {
     "prepare_data": "data",
     "run_folder": "report.run_log",
     "run_guarded": "failures",
+    "train_arguments": "cli",
 }
 
 __all__ = [
@@ -127,6 +129,7 @@ __all__ = [
     "prepare_data",
     "run_folder",
     "run_guarded",
+    "train_arguments",
 ]
 
 

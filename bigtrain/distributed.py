@@ -348,6 +348,8 @@ def _only_group() -> Iterator[None]:
     try:
         yield
     except BaseException:
+        if sys.is_finalizing():
+            raise
         # After a failure NCCL may wait for kernels that never end; gloo has nothing to wait for.
         if dist.is_initialized() and dist.get_backend() == "gloo":
             _destroy()

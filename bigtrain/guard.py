@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 from bigtrain.environment import Placement
@@ -49,6 +49,12 @@ def guard(placement: Placement, meeting: Meeting) -> Iterator[None]:
     try:
         with _signals(watch), _last_words(watch):
             yield
+    except GeneratorExit:
+        # Nobody left the block. At the interpreter's end `_last_words` has spoken already, and no
+        # thread can be started any more.
+        if not sys.is_finalizing():
+            _close(watch)
+        raise
     except BaseException as error:
         if is_orderly(error):
             _close(watch)
@@ -96,20 +102,26 @@ def _close(watch: Watch | None) -> None:
 def _last_words(watch: Watch | None) -> Iterator[None]:
     """Speak for a block that nobody leaves: a library's user may hold it open to the very end."""
 
-    def speak() -> None:
-        if watch is None:
-            return
-        error = getattr(sys, "last_value", None)
-        if error is None:
-            watch.close()
-        else:
-            watch.report(one_line(error), exit_status_of(error))
+    if watch is None:
+        yield
+        return
+    former = sys.excepthook
 
-    atexit.register(speak)
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if _report(watch, error) is None:
+            write_error_file(error)
+            former(kind, error, trace)
+        else:
+            watch.leave()
+
+    sys.excepthook = show
+    atexit.register(watch.close)
     try:
         yield
     finally:
-        atexit.unregister(speak)
+        atexit.unregister(watch.close)
+        if sys.excepthook is show:
+            sys.excepthook = former
 
 
 def _end_later(status: int) -> None:

@@ -16,12 +16,11 @@ from pathlib import Path
 from rich.console import Console
 
 import bigtrain
-from bigtrain.cli import train_arguments
 
 
 def main(arguments: list[str]) -> int:
     """Read the job, refuse what cannot work, connect the ranks, train; return the exit status."""
-    options = train_arguments(arguments)
+    options = bigtrain.train_arguments(arguments)
     job = bigtrain.load_job(options.config, options.strategy, options.overrides, plan=options.plan)
     placement = bigtrain.detect(os.environ)
     plan = bigtrain.make_plan(job, placement.world_size, bigtrain.device_type_of(job))

@@ -183,6 +183,19 @@ def test_wrapper_scripts_do_not_part_the_ranks() -> None:
     assert len(finished.ranks) == 2
 
 
+@pytest.mark.parametrize("how", ["ok", "uneven", "fail"])
+def test_a_connection_that_is_held_open_to_the_end(how: str) -> None:
+    script = str(ROOT / "tests/scripts/held_open.py")
+    finished = run([find("mpiexec.hydra"), "-n", "2", sys.executable, script, how])
+    assert "lost rank" not in finished.output
+    if how == "fail":
+        assert finished.status != 0
+        assert finished.output.count("Traceback") == 1
+        assert "[rank1]: ValueError: odd" in finished.output
+    else:
+        assert (finished.status, finished.output) == (0, "")
+
+
 @pytest.mark.parametrize("failure", [[], ["--fail", "raise", "--others", "sleep"]])
 def test_torchrun_on_two_nodes(failure: list[str]) -> None:
     port = str(free_port())

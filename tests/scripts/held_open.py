@@ -1,0 +1,20 @@
+"""A rank of a library's user, who never leaves the `connect` block: held_open.py ok|fail|uneven."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from bigtrain.distributed import connect
+from bigtrain.environment import detect
+
+connection = connect(detect(os.environ), device="cpu", timeout=60)
+context = connection.__enter__()
+context.barrier()
+if sys.argv[1] == "fail":
+    if context.rank == 1:
+        raise ValueError("odd")
+    context.barrier()
+elif sys.argv[1] == "uneven" and context.rank == 1:
+    time.sleep(3)
