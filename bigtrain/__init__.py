@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from bigtrain.errors import BigtrainError, CheckpointError, ConfigError, NonFiniteError
     from bigtrain.failures import run_guarded
     from bigtrain.launch import launcher_hint
-    from bigtrain.library import prepare
+    from bigtrain.library import connect_job, prepare
     from bigtrain.loading import load_job
     from bigtrain.parts import Parts, check_job, open_parts
     from bigtrain.report.lines import closing_lines, console, dry_run_lines, opening_lines
@@ -67,6 +67,7 @@ _HOMES = {
     "check_job": "parts",
     "closing_lines": "report.lines",
     "connect": "distributed",
+    "connect_job": "library",
     "console": "report.lines",
     "describe": "blueprint",
     "detect": "environment",
@@ -113,6 +114,7 @@ __all__ = [
     "check_job",
     "closing_lines",
     "connect",
+    "connect_job",
     "console",
     "describe",
     "detect",

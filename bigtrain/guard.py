@@ -101,7 +101,6 @@ def _close(watch: Watch | None) -> None:
 @contextlib.contextmanager
 def _last_words(watch: Watch | None) -> Iterator[None]:
     """Speak for a block that nobody leaves: a library's user may hold it open to the very end."""
-
     if watch is None:
         yield
         return

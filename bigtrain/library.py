@@ -4,18 +4,39 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
 
 from bigtrain.blueprint import Blueprint
 from bigtrain.build import device_type_of, make_plan
-from bigtrain.distributed import connect
+from bigtrain.config import Job
+from bigtrain.distributed import RunContext, connect
 from bigtrain.engine import Engine
-from bigtrain.environment import detect
+from bigtrain.environment import Placement, detect
 from bigtrain.loading import job_of
-from bigtrain.strategy import MakeOptimizer
+from bigtrain.strategy import MakeOptimizer, Plan
 from bigtrain.tasks import Loss, Task
+
+
+def connect_job(job: Job, plan: Plan, placement: Placement) -> AbstractContextManager[RunContext]:
+    """Join the other ranks as a job's `mesh`, `device` and seed say, for a `with` block.
+
+    Raises:
+        ConfigError: before any process group exists; see `bigtrain.distributed.connect`.
+    """
+    return connect(
+        placement,
+        device=job.device,
+        backend=job.mesh.backend,
+        pp=plan.pp,
+        dp=plan.dp,
+        tp=plan.tp,
+        setup_timeout=job.mesh.setup_timeout,
+        timeout=job.mesh.timeout,
+        seed=job.train.seed,
+    )
 
 
 def prepare(
@@ -48,17 +69,7 @@ def prepare(
     job = job_of(strategy, {key.replace("__", "."): value for key, value in keys.items()})
     placement = detect(os.environ)
     plan = make_plan(job, placement.world_size, device_type_of(job))
-    connection = connect(
-        placement,
-        device=job.device,
-        backend=job.mesh.backend,
-        pp=plan.pp,
-        dp=plan.dp,
-        tp=plan.tp,
-        setup_timeout=job.mesh.setup_timeout,
-        timeout=job.mesh.timeout,
-        seed=job.train.seed,
-    )
+    connection = connect_job(job, plan, placement)
     context = connection.__enter__()
     try:
         engine = Engine(model, loss, optimizer, job, context, task=task)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._watching = ExitStack()
         self.clock = 0
         self.live_bytes = 0
         self.peak_bytes = 0
@@ -62,6 +63,15 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._note(leaf)
         return result
 
+    def __enter__(self) -> StorageTracker:
+        self._watching.enter_context(_resizes_told(self._resized))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._watching.close()
+
     def enter_phase(self, phase: Phase) -> None:
         """Say what is being done from now on."""
         if self._phases[-1][1] != phase:
@@ -82,19 +92,30 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return _Record(0, self.clock)
         key: int = storage._cdata
         known = self._live.get(key)
-        nbytes = storage.nbytes()
         if known is not None:
             record = known[0]
-            if record.nbytes == nbytes:
+            if record.nbytes == storage.nbytes():
                 return record
-            self._bury(key)  # resized in place: another life begins
+            self._bury(key)  # resized by an operation: another life begins
+        return self._enter(storage, None)
+
+    def _enter(self, storage: torch.UntypedStorage, kind: Kind | None) -> _Record:
+        key: int = storage._cdata
+        nbytes = storage.nbytes()
         self.clock += 1
-        record = _Record(nbytes, self.clock)
+        record = _Record(nbytes, self.clock, kind=kind)
         self._records.append(record)
         self._live[key] = (record, weakref.ref(storage, lambda _: self._bury(key)))
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return record
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """Sharded parameters come and go so: their storage stays, its size becomes zero."""
+        known = self._live.get(storage._cdata)
+        if known is not None:
+            self._bury(storage._cdata)
+            self._enter(storage, known[0].kind)
 
     def _bury(self, key: int) -> None:
         entry = self._live.pop(key, None)
@@ -132,6 +153,23 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def close(self) -> None:
         """Stop noticing deaths; what is recorded stays."""
         self._live.clear()
+
+
+@contextmanager
+def _resizes_told(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call `tell` after each resize of a storage from Python, which no dispatch mode sees."""
+    plain = torch.UntypedStorage.resize_
+
+    def resize(storage: Any, size: int) -> Any:
+        result = plain(storage, size)
+        tell(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
 
 
 def _infer(

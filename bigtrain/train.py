@@ -36,17 +36,7 @@ def main(arguments: list[str]) -> int:
     if options.dry_run:
         return show(job, plan, parts or bigtrain.open_parts(job, plan), console)
 
-    with bigtrain.connect(
-        placement,
-        device=job.device,
-        backend=job.mesh.backend,
-        pp=plan.pp,
-        dp=plan.dp,
-        tp=plan.tp,
-        setup_timeout=job.mesh.setup_timeout,
-        timeout=job.mesh.timeout,
-        seed=job.train.seed,
-    ) as context:
+    with bigtrain.connect_job(job, plan, placement) as context:
         if parts is None:
             if context.is_main:
                 bigtrain.prepare_data(job.data.name, job.data.path, job.data.args)

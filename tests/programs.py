@@ -33,7 +33,8 @@ class Finished:
         """What every rank said of itself."""
         lines = [line for line in self.output.splitlines() if line.startswith('[{"rank"')]
         assert len(lines) == 1, self.output
-        found = json.loads(lines[0])
+        # Another rank's traceback may come between this line and its end.
+        found, _ = json.JSONDecoder().raw_decode(lines[0])
         assert isinstance(found, list)
         return found
 

@@ -55,9 +55,16 @@ def test_views_share_their_storage_and_in_place_operations_make_none():
 def test_a_storage_resized_in_place_is_counted_at_its_new_size():
     with StorageTracker() as tracker:
         x = torch.zeros(MB, dtype=torch.uint8)
+        tracker.own([x], "parameters")
         x.untyped_storage().resize_(3 * MB)
-        x.add_(0)
         assert tracker.live_bytes == 3 * MB
+        x.untyped_storage().resize_(0)
+        assert tracker.live_bytes == 0
+    assert tracker.peak_bytes == 3 * MB
+    assert tracker.timeline().peak().breakdown.parameters == 3 * MB
+    before = x.untyped_storage().nbytes()
+    x.untyped_storage().resize_(before + 5)  # outside the window nobody is told
+    assert tracker.live_bytes == 0
 
 
 def linear_step(meter: Meter, rows: int) -> None:

@@ -78,7 +78,8 @@ def main() -> int:
                 }
             )
             if context.is_main:
-                print(json.dumps(everyone), flush=True)
+                sys.stdout.write(json.dumps(everyone) + "\n")
+                sys.stdout.flush()
             if options.fail == "everywhere" or (options.fail and context.rank == options.on):
                 if options.linger:
                     time.sleep(120)
