@@ -165,7 +165,7 @@ def _resizes_told(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None
         tell(storage)
         return result
 
-    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
