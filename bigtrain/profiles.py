@@ -81,7 +81,7 @@ def _profile(
         )
         runner = LoopRunner(
             Assembly(
-                context=_alone(device),
+                context=RunContext.alone(device),
                 plan=plan,
                 loss=loss,
                 meter=meter,
@@ -180,19 +180,6 @@ def _states_only(model: nn.Module, micro_batch: MicroBatch, reason: str) -> Prof
         optimizer_bytes=0,
         batch_bytes=_bytes(tree_leaves((micro_batch.inputs, micro_batch.targets))),
         missing=reason,
-    )
-
-
-def _alone(device: torch.device) -> RunContext:
-    return RunContext(
-        rank=0,
-        local_rank=0,
-        world_size=1,
-        local_world_size=1,
-        device=device,
-        mesh=None,
-        seed=0,
-        launcher="python",
     )
 
 
