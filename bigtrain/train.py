@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
     bigtrain.check_job(job)
     console = bigtrain.console()
     has_gpu = plan.device_type == "cuda"
-    hint = bigtrain.launcher_hint(placement, len(os.sched_getaffinity(0)), has_gpu=has_gpu)
+    hint = bigtrain.launcher_hint(placement, os.cpu_count() or 1, has_gpu=has_gpu)
     if hint is not None:
         console.print(hint, highlight=False, soft_wrap=True)
     # Without a download everything that can be refused is refused before the ranks connect.
