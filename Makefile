@@ -47,7 +47,7 @@ test: $(READY) system check
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/codespell bigtrain strategies configs tests benchmarks docs *.md *.py Makefile
+	$(BIN)/codespell bigtrain strategies configs benchmarks docs *.md *.py Makefile
 	$(BIN)/mypy
 
 clean:
