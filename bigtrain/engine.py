@@ -6,9 +6,10 @@ It is all of bigtrain that a training loop needs, the project's own `train.py` i
 from __future__ import annotations
 
 import importlib
+import os
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -104,6 +105,8 @@ class Engine:
         if example is not None:
             self._predict(self.blueprint.model, example)
         _seed_everything(context.seed, context.rank)
+        if job.train.deterministic:
+            self._closing.enter_context(_deterministic(context.device))
         # Every optimizer imports this; brought in now, it does not count as the run's memory.
         importlib.import_module("torch._dynamo")
         self.meter = Meter(context.device, job.memory.track_steps)
@@ -289,6 +292,19 @@ def _blueprint(model: Callable[[], nn.Module] | nn.Module | Blueprint) -> Bluepr
     if isinstance(model, Blueprint):
         return model
     return Blueprint.of(model) if isinstance(model, nn.Module) else describe(model)
+
+
+@contextmanager
+def _deterministic(device: torch.device) -> Iterator[None]:
+    """Only kernels that give the same bits each time; torch names those that cannot."""
+    if device.type == "cuda":  # cuBLAS asks for this before its first call
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def _rows(batch: Any, part: slice) -> Any:

@@ -17,7 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_leaves
 
 from bigtrain.timeline import Breakdown, Kind, Peak, Phase, Span, Timeline
@@ -36,10 +40,14 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Storages are counted once, whatever views they have. The mode may be entered and left many
     times; storages that die in between are noticed.
+
+    Args:
+        fake: count fake tensors, and only those.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, fake: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._fake = fake
         self._watching = ExitStack()
         self.clock = 0
         self.live_bytes = 0
@@ -57,9 +65,14 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operation and note the storages of what it returns."""
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            # A DTensor and its like have no memory of their own: let them take the operation
+            # apart, and see the plain tensors that it is then done with.
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
+            # DTensor works out shapes on fake tensors in the midst of a real run.
+            if isinstance(leaf, Tensor) and isinstance(leaf, FakeTensor) == self._fake:
                 self._note(leaf)
         return result
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from bigtrain.data import (
 from bigtrain.distributed import RunContext
 from bigtrain.engine import as_loss
 from bigtrain.errors import ConfigError
+from bigtrain.imports import load_object
 from bigtrain.models import check_model, make_model, model_defaults, sequence_length
 from bigtrain.optim import learning_rate, optimizer_factory
 from bigtrain.strategy import MakeOptimizer, Plan
@@ -162,15 +162,4 @@ def _total_steps(job: Job, order: GlobalOrder) -> int:
 def _loss(name: str | None, data: Data) -> Loss:
     if name is None:
         return data.task.loss()
-    module_name, colon, attribute = name.partition(":")
-    if not colon:
-        raise ConfigError(
-            f"model.loss={name} is not an import path. Write package.module:function."
-        )
-    try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"model.loss={name} cannot be imported: {error}. Run from the folder that has it."
-        ) from None
-    return as_loss(found)
+    return as_loss(load_object(name, "model.loss"))

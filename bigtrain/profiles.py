@@ -69,7 +69,7 @@ def _profile(
 ) -> Profile:
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 
-    tracker = StorageTracker()
+    tracker = StorageTracker(fake=True)
     meter = _FakeMeter(tracker, device)
     with FakeTensorMode(), tracker:
         fake = _fake_model(model, device, double=plan.precision == "fp64")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-
 from pydantic import ValidationError
 
 from bigtrain.config import Role, RoleConfig
 from bigtrain.errors import ConfigError, nearest
+from bigtrain.imports import load_object
 from bigtrain.loading import explain
 from bigtrain.strategy import Strategy
 
@@ -39,13 +38,7 @@ def technique_class(role: Role, name: str) -> type[Strategy]:
             f"strategy.{role}: unknown {name!r}{nearest(name, table)} Known: {known}; "
             "your own is given as package.module:Class."
         )
-    module_name, _, class_name = target.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"strategy.{role}: cannot import {target}: {error}. Is its folder on PYTHONPATH?"
-        ) from None
+    found = load_object(target, f"strategy.{role}")
     if not (isinstance(found, type) and issubclass(found, Strategy)):
         raise ConfigError(f"strategy.{role}: {target} is not a subclass of bigtrain.Strategy.")
     if found.role != role:

@@ -246,7 +246,7 @@ def test_a_users_model_is_found_in_the_current_directory(own: Path) -> None:
             r"importing my_failing failed: RuntimeError: no licence\. See: py",
         ),
         ("my_models:Nett", {}, r"my_models has no 'Nett', did you mean 'Net'\? Name a class"),
-        ("my_models:VERSION", {}, r"VERSION is a int, which cannot be called\. Name the class"),
+        ("my_models:VERSION", {}, r"VERSION is a int, which cannot be called\. Name a class"),
         ("my_models:Net", {}, r"args\.width: my_models:Net needs it.*Set model\.args\.width=VALUE"),
         (
             "my_models:Net",

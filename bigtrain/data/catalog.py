@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import typing
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from pydantic.errors import PydanticUserError
 
 from bigtrain.data.source import Data, Source
 from bigtrain.errors import ConfigError, nearest
+from bigtrain.imports import load_object
 
 SOURCES = {
     "cifar10": "bigtrain.data.images:Cifar10Source",
@@ -129,22 +129,7 @@ def _load(name: str) -> Callable[..., Any]:
             f"data.name: unknown source {name!r}{nearest(name, SOURCES)} Known: "
             f"{', '.join(sorted(SOURCES))}, or your own as package.module:function."
         )
-    module_name, _, attribute = SOURCES.get(name, name).partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(
-            f"data.name: cannot import {module_name!r} of {name}: {error}. Run from the folder "
-            "that has it, or: export PYTHONPATH=FOLDER"
-        ) from error
-    found = getattr(module, attribute, None)
-    if not callable(found):
-        raise ConfigError(
-            f"data.name: {module_name} has no callable {attribute!r}"
-            f"{nearest(attribute, dir(module))} Write data.name=package.module:function."
-        )
-    loaded: Callable[..., Any] = found
-    return loaded
+    return load_object(SOURCES.get(name, name), "data.name")
 
 
 def _checked(name: str, factory: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:

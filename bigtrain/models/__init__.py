@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from bigtrain.errors import ConfigError, nearest
+from bigtrain.imports import load_object
 from bigtrain.models import imported, torchvision_models
 from bigtrain.models.gpt import GPT, PRESETS, GPTConfig
 from bigtrain.models.lenet import LeNet
@@ -72,7 +73,7 @@ def check_model(name: str, args: Mapping[str, Any]) -> None:
         with torch.device("meta"):
             make_model(name, args)
     elif ":" in name:
-        imported.check_arguments(name, imported.load(name), args)
+        imported.check_arguments(name, load_object(name, "model.name"), args)
     else:
         _check_built_in(name)
         torchvision_models.check(name, args)

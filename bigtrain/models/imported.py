@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
 from bigtrain.errors import ConfigError, nearest
+from bigtrain.imports import first_line, load_object
 
 
 def make(path: str, args: Mapping[str, Any]) -> nn.Module:
@@ -21,14 +18,14 @@ def make(path: str, args: Mapping[str, Any]) -> nn.Module:
     Raises:
         ConfigError: it cannot be imported, does not take these arguments, or is no module.
     """
-    constructor = load(path)
+    constructor = load_object(path, "model.name")
     check_arguments(path, constructor, args)
     try:
         model = constructor(**args)
     except TypeError as error:
         shown = ", ".join(f"{key}={value!r}" for key, value in args.items())
         raise ConfigError(
-            f"model.args: {path}({shown}) raised TypeError: {_first_line(error)}. "
+            f"model.args: {path}({shown}) raised TypeError: {first_line(error)}. "
             "Correct these arguments, or the constructor."
         ) from error
     if not isinstance(model, nn.Module):
@@ -37,40 +34,6 @@ def make(path: str, args: Mapping[str, Any]) -> nn.Module:
             "Name a class of modules, or a function that returns one."
         )
     return model
-
-
-def load(path: str) -> Callable[..., Any]:
-    """Find what an import path names; the current directory is searched last.
-
-    Raises:
-        ConfigError: with the import's own reason.
-    """
-    module_name, _, attribute = path.partition(":")
-    if not module_name or not attribute:
-        raise ConfigError(
-            f"model.name={path!r} is not an import path. "
-            "Write it like model.name=package.module:Class."
-        )
-    try:
-        with _current_directory_importable():
-            found: Any = importlib.import_module(module_name)
-    except Exception as error:
-        raise _import_failure(path, module_name, error) from error
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            known = [name for name in dir(found) if not name.startswith("_")]
-            raise ConfigError(
-                f"model.name={path}: {module_name} has no {part!r}{nearest(part, known) or '.'} "
-                "Name a class or function that the module defines."
-            )
-        found = getattr(found, part)
-    if not callable(found):
-        raise ConfigError(
-            f"model.name={path} is a {type(found).__name__}, which cannot be called. "
-            "Name the class, or a function that returns the model."
-        )
-    called: Callable[..., Any] = found
-    return called
 
 
 def check_arguments(name: str, constructor: Callable[..., Any], args: Mapping[str, Any]) -> None:
@@ -88,7 +51,7 @@ def check_arguments(name: str, constructor: Callable[..., Any], args: Mapping[st
         for key in args:
             if key not in known:
                 raise ConfigError(
-                    f"model.args.{key}: {name} has no argument {key!r}{nearest(key, known) or '.'} "
+                    f"model.args.{key}: {name} has no argument {key!r}{nearest(key, known)} "
                     f"Known: {', '.join(known) or 'none'}."
                 )
     for parameter in parameters:
@@ -98,34 +61,3 @@ def check_arguments(name: str, constructor: Callable[..., Any], args: Mapping[st
                 f"model.args.{parameter.name}: {name} needs it, and it is not given. "
                 f"Set model.args.{parameter.name}=VALUE."
             )
-
-
-def _import_failure(path: str, module_name: str, error: Exception) -> ConfigError:
-    missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    if missing is not None and f"{module_name}.".startswith(f"{missing}."):
-        return ConfigError(
-            f"model.name={path}: no module named {missing!r} in the current directory or among the "
-            "installed packages. Start from the folder that holds it, or install it."
-        )
-    return ConfigError(
-        f"model.name={path}: importing {module_name} failed: {type(error).__name__}: "
-        f"{_first_line(error)}. See: python -c 'import {module_name}'"
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]
-
-
-@contextmanager
-def _current_directory_importable() -> Iterator[None]:
-    folder = os.getcwd()
-    if folder in sys.path or "" in sys.path:
-        yield
-        return
-    sys.path.append(folder)  # last, so that a user's folder hides no installed package
-    try:
-        yield
-    finally:
-        if folder in sys.path:
-            sys.path.remove(folder)

@@ -1,0 +1,446 @@
+"""The shape of the project itself: who may import whom, what is frozen, what must not grow.
+
+Everything is read from the sources as text and syntax trees, so an import inside a function and
+one for type checkers count like any other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+import bigtrain
+from bigtrain import cli
+from bigtrain.build import make_plan
+from bigtrain.config import ROLES, Job, Role
+from bigtrain.loading import load_job, preset_names, read_preset
+from bigtrain.registry import TECHNIQUES, make_technique, technique_class
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# From the ground up: the layer, then its modules. A module imports from its own layer or from one
+# that stands before it here. "." is bigtrain itself.
+TABLE = """
+words:      errors units
+job:        config configs configs.jobs configs.strategies environment imports loading
+memory:     forecast memory timeline
+learning:   blocks blueprint recorder recording tasks
+            data data.catalog data.digits data.folders data.images data.loader data.sampler
+            data.seeding data.source data.synthetic data.text data.voc
+            models models.gpt models.imported models.lenet models.torchvision_models
+ranks:      distributed failures guard launch rendezvous threads watch
+seam:       checkpoint optim profiles runner strategy
+strategies: strategies strategies.accumulation strategies.ddp strategies.single
+build:      build listing registry
+engine:     engine library parts
+            report report.lines report.memory_report report.run_log report.tables
+commands:   . __main__ cli train
+"""
+LAYERS = {
+    name: ["" if module == "." else module for module in modules.split()]
+    for name, modules in re.findall(r"^(\w+):((?:.*\n)(?:\s.*\n)*)", TABLE, re.MULTILINE)
+}
+# The command runs train.main, and train.main reads its arguments with the command's parser.
+ALLOWED_CYCLES = {("cli", "train")}
+FOREIGN = {"deepspeed", "fairscale"}
+SHADOWING = {
+    *("accelerate", "datasets", "deepspeed", "fairscale", "numpy", "pydantic", "rich"),
+    *("safetensors", "torch", "torchvision", "yaml"),
+}
+TRAIN_OPTIONS = {
+    *("-h", "--help", "-n", "--num-ranks", "--config", "--strategy", "--plan", "--resume"),
+    *("--dry-run", "--local_rank", "--local-rank", "--deepspeed", "--deepspeed_config"),
+}
+COMMANDS = {"train": set(), "strategies": {"-h", "--help", "--json"}}
+HEADINGS = ("Memory:", "Communication:", "Constraints:", "Example:")
+WITHOUT_PRESET = {"accumulation": "always there: the batch keys of `train` say how often it runs"}
+READ_INDIRECTLY = {f"strategy.{role}": "by name, in StrategyConfig.roles" for role in ROLES}
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """Every module of the package, without its first name: '' is bigtrain itself."""
+    found = {}
+    for folder, prefix in (("bigtrain", ()), ("strategies", ("strategies",))):
+        found |= _modules(ROOT / folder, prefix)
+    return found | _modules(ROOT / "configs", ("configs",))
+
+
+def _modules(folder: Path, prefix: tuple[str, ...]) -> dict[str, Path]:
+    found = {}
+    for path in sorted(folder.rglob("*.py")):
+        inner = path.relative_to(folder).with_suffix("").parts
+        # The links are followed from where they point to; newer Pythons follow them here as well.
+        if not prefix and inner[0] in ("strategies", "configs"):
+            continue
+        names = (*prefix, *inner)
+        found[".".join(names[:-1] if names[-1] == "__init__" else names)] = path
+    return found
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imported(node: ast.AST) -> Iterator[str]:
+    """The dotted names that one import statement may load, `from a import b` as 'a.b'."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, f"line {node.lineno}: write `from bigtrain.x import y` in full"
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def uses(module: str) -> set[str]:
+    """The modules of ours that a module names: imports, `bigtrain.NAME`, "bigtrain.x:Class"."""
+    found = set()
+    for node in ast.walk(tree(sources()[module])):
+        names = list(imported(node))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            names = [f"{node.value.id}.{node.attr}"]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = re.findall(r"\A(bigtrain(?:\.\w+)+):\w+\Z", node.value)
+        for name in names:
+            first, _, rest = name.partition(".")
+            if first == "bigtrain" and rest:
+                found.add(home(rest))
+    # The package's own __init__ imports for type checkers only: see the test of the public names.
+    return set() if module == "" else found - {module}
+
+
+def home(name: str) -> str:
+    """The module that has a name: 'config.Job' is config's, 'Job' too, by the lazy table."""
+    while name not in sources():
+        if "." not in name:
+            return bigtrain._HOMES.get(name, "")
+        name = name.rpartition(".")[0]
+    return name
+
+
+def test_every_module_stands_in_exactly_one_layer():
+    placed = [module for modules in LAYERS.values() for module in modules]
+    assert len(placed) == len(set(placed)), "a module stands in two layers of TABLE"
+    for module in sources():
+        assert module in placed, (
+            f"bigtrain.{module} is in no layer. Add it to TABLE in {Path(__file__).name}, in the "
+            "lowest layer that holds or follows everything it imports, and to docs/architecture.md"
+        )
+    gone = set(placed) - set(sources())
+    assert not gone, f"TABLE names modules that are not there: {sorted(gone)}. Take them out."
+
+
+def test_imports_go_down():
+    height = {m: number for number, modules in enumerate(LAYERS.values()) for m in modules}
+    layer = {m: name for name, modules in LAYERS.items() for m in modules}
+    wrong = [
+        f"{module} ({layer[module]}) imports {other} ({layer[other]})"
+        for module in sources()
+        for other in uses(module)
+        if height.get(other, 0) > height.get(module, 0)
+    ]
+    assert not wrong, "imports may only go down:\n" + "\n".join(sorted(wrong))
+
+
+def test_no_module_imports_itself_round_a_corner():
+    graph = {module: set(uses(module)) for module in sources()}
+    for one, other in ALLOWED_CYCLES:
+        assert other in graph[one], f"ALLOWED_CYCLES: {one} does not import {other} any more"
+        graph[one].discard(other)
+    finished: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, "cycle: " + " -> ".join((*path, module))
+        if module not in finished:
+            for other in sorted(graph[module]):
+                visit(other, (*path, module))
+            finished.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def test_strategies_know_no_other_strategy_and_only_the_registry_knows_them():
+    namers = {m for m in sources() for other in uses(m) if other.startswith("strategies.")}
+    assert namers == {"registry"}
+    text = re.compile(r"\bbigtrain\.strategies\.\w")
+    for module, path in sources().items():
+        if module != "registry":
+            assert not text.search(path.read_text()), f"{module} names a strategy module"
+
+
+def test_foreign_engines_are_imported_by_strategies_alone():
+    for module, path in sources().items():
+        within = module.startswith("strategies.")
+        nodes = ast.walk(tree(path)) if not within else iter(tree(path).body)
+        roots = {name.partition(".")[0] for node in nodes for name in imported(node)}
+        assert not roots & FOREIGN, f"{module}: {roots & FOREIGN} belong into a strategy's function"
+
+
+def loaded(statement: str, *names: str) -> list[str]:
+    """Which of some modules a fresh interpreter has loaded after a statement."""
+    code = f"{statement}\nimport sys\nprint(*[n for n in {names!r} if n in sys.modules])"
+    # Not this process's own variables: what an import has set here would be there already.
+    plain = {n: os.environ[n] for n in ("PATH", "HOME", "LD_LIBRARY_PATH") if n in os.environ}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_the_engine_loads_nothing_that_only_some_runs_need():
+    names = ("torch", "deepspeed", "fairscale", "torchvision", "sklearn", "tensorboard")
+    assert loaded("import bigtrain.engine", *names) == ["torch"]
+
+
+@pytest.mark.parametrize(
+    "module", ["config", "loading", "errors", "units", "cli", "environment", "launch"]
+)
+def test_what_answers_before_torch_is_loaded(module):
+    assert loaded(f"import bigtrain.{module}", "torch") == []
+
+
+def test_no_module_has_the_name_of_another():
+    for path in sources().values():
+        name = path.stem
+        assert name not in SHADOWING | set(sys.stdlib_module_names), (
+            f"{path}: a launcher may put this folder on sys.path, and `import {name}` would find "
+            "it. Name it otherwise."
+        )
+
+
+def test_importing_the_package_does_nothing():
+    same = (
+        "import os; before = dict(os.environ)\nimport bigtrain\nassert before == dict(os.environ)"
+    )
+    assert loaded(same, "torch", "pydantic", "yaml", "rich", "argparse") == []
+
+
+def test_the_public_names_are_sorted_and_resolve():
+    assert bigtrain.__all__ == sorted(bigtrain.__all__)
+    assert set(bigtrain.__all__) == set(bigtrain._HOMES)
+    checked, at_runtime = {}, []
+    for node in tree(sources()[""]).body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            for inner in node.body:
+                checked |= {n.rpartition(".")[2]: n.rpartition(".")[0] for n in imported(inner)}
+        else:
+            at_runtime += [n for n in imported(node) if n.startswith("bigtrain")]
+    assert checked == {name: f"bigtrain.{place}" for name, place in bigtrain._HOMES.items()}
+    assert not at_runtime
+    for name in bigtrain.__all__:
+        assert getattr(bigtrain, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = bigtrain.nothing
+
+
+def test_help_is_there_at_once():
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", "-m", "bigtrain", "--help"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        seconds.append(time.perf_counter() - began)
+    assert statistics.median(seconds) < 0.5
+    modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "bigtrain.cli" in modules
+    assert not modules & {"torch", "pydantic", "yaml", "rich"}
+
+
+def parser_of(call: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> list[argparse.Action]:
+    """The actions of the parser that a call makes, at the moment when it would read arguments."""
+    parsers: list[argparse.ArgumentParser] = []
+
+    def stop(self: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        parsers.append(self)
+        raise SystemExit
+
+    with monkeypatch.context() as patched:
+        patched.setattr(argparse.ArgumentParser, "parse_known_args", stop)
+        with pytest.raises(SystemExit):
+            call()
+    return parsers[0]._actions
+
+
+def test_the_command_line_is_frozen(monkeypatch):
+    """A new option is a new promise; a key of the job needs none."""
+    for starts_ranks in (True, False):
+        actions = parser_of(
+            lambda s=starts_ranks: cli.train_arguments([], starts_ranks=s), monkeypatch
+        )
+        options = {option for action in actions for option in action.option_strings}
+        assert options == TRAIN_OPTIONS - (set() if starts_ranks else {"-n", "--num-ranks"})
+    actions = parser_of(lambda: cli.main([]), monkeypatch)
+    assert {o for action in actions for o in action.option_strings} == {"-h", "--help"}
+    (commands,) = [action for action in actions if not action.option_strings]
+    assert {
+        name: {o for action in parser._actions for o in action.option_strings}
+        for name, parser in commands.choices.items()
+    } == COMMANDS
+
+
+@pytest.mark.parametrize("name", preset_names("jobs"))
+def test_every_job_preset_is_a_job(name):
+    job = load_job(name)
+    world_size = 1 if job.strategy.name == "single" else 2
+    make_plan(job, world_size, "cpu")
+
+
+@pytest.mark.parametrize("name", preset_names("strategies"))
+def test_every_strategy_preset_names_techniques_that_take_its_options(name):
+    job = load_job("default", name)
+    assert job.strategy.name == name
+    for role, config in job.strategy.roles().items():
+        assert make_technique(role, config).role == role
+
+
+def test_nothing_else_lies_in_the_presets():
+    kinds = {"jobs", "strategies"}
+    for path in (ROOT / "configs").rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts and path.name != "__init__.py":
+            assert path.suffix == ".yaml", path
+            assert path.parent.name in kinds, path
+
+
+LISTED = [(role, name) for role, table in TECHNIQUES.items() for name in table]
+
+
+@pytest.mark.parametrize(("role", "name"), LISTED)
+def test_every_technique_is_described_where_it_is_written(role: Role, name: str):
+    technique = technique_class(role, name)
+    assert (technique.name, technique.role) == (name, role)
+    assert technique.summary
+    assert "\n" not in technique.summary
+    assert technique.__doc__
+    module = importlib.import_module(technique.__module__)
+    lines = (module.__doc__ or "").splitlines()
+    for heading in HEADINGS:
+        assert any(line.startswith(heading) for line in lines), f"{name}: {heading} is missing"
+    example = next(line for line in lines if line.startswith("Example:"))
+    assert "train" in example, f"{name}: the example is one command to paste"
+    used = {n.attr for n in ast.walk(tree(Path(module.__file__ or ""))) if _reads_self(n)}
+    dead = set(technique.model_fields) - used
+    assert not dead, f"{name}: nothing reads the options {sorted(dead)}"
+
+
+def _reads_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"
+
+
+def test_every_technique_has_a_preset_or_a_reason():
+    presets = [
+        read_preset("strategies", n, "").values["strategy"] for n in preset_names("strategies")
+    ]
+    for role, name in LISTED:
+        forms = (preset.get(role) for preset in presets)
+        has = any(
+            form == name or (isinstance(form, dict) and form["name"] == name) for form in forms
+        )
+        assert has != (name in WITHOUT_PRESET), (
+            f"{name}: write configs/strategies/{name}.yaml, or say in WITHOUT_PRESET why not"
+        )
+
+
+def test_every_key_of_a_job_is_read_somewhere():
+    sections = {f: i.annotation for f, i in Job.model_fields.items() if _is_section(i.annotation)}
+    wanted = {f"{s}.{key}" for s, kind in sections.items() for key in kind.model_fields}
+    wanted |= {f"job.{key}" for key in Job.model_fields if key not in sections}
+    kinds = {kind.__name__: name for name, kind in sections.items()} | {"Job": "job"}
+    found = {read for path in sources().values() for read in _reads(tree(path), kinds)}
+    dead = wanted - found
+    assert dead == set(READ_INDIRECTLY), (
+        f"keys that nothing reads: {sorted(dead - set(READ_INDIRECTLY))}; listed as read "
+        f"indirectly and read: {sorted(set(READ_INDIRECTLY) - dead)}"
+    )
+
+
+def _is_section(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _reads(node: ast.AST, kinds: dict[str, str], scope: dict[str, str] | None = None) -> set[str]:
+    """`train.steps` for job.train.steps, self.job.train.steps, and train.steps of a TrainConfig."""
+    scope = dict(scope or {})
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        for argument in (*node.args.args, *node.args.kwonlyargs):
+            kind = ast.unparse(argument.annotation).split(".")[-1] if argument.annotation else ""
+            scope[argument.arg] = kinds.get(kind, "")
+    found = set()
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+        owner = node.value
+        if isinstance(owner, ast.Attribute):
+            found.add(f"{owner.attr}.{node.attr}")
+        elif isinstance(owner, ast.Name):
+            found.add(f"{scope.get(owner.id) or owner.id}.{node.attr}")
+    for child in ast.iter_child_nodes(node):
+        found |= _reads(child, kinds, scope)
+    return found
+
+
+def own_files() -> list[Path]:
+    """Every file of the project that git has, or would take."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    paths = [ROOT / name for name in names.split("\0") if name]
+    return [path for path in paths if path.is_file() and not path.is_symlink()]
+
+
+def python_files() -> list[Path]:
+    return [path for path in own_files() if path.suffix == ".py"]
+
+
+def test_files_and_functions_stay_readable_at_a_sitting():
+    for path in python_files():
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        assert lines <= 450, f"{path} has {lines} lines, at most 450. Cut it where its parts meet."
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                assert length <= 70, f"{path}:{node.lineno}: {node.name} has {length} lines"
+            assert not isinstance(node, ast.Global), f"{path}:{node.lineno}: pass it instead"
+            users = {"bigtrain", "strategies"} & set(path.relative_to(ROOT).parts[:1])
+            assert not (users and isinstance(node, ast.Assert)), f"{path}:{node.lineno}: raise"
+
+
+def test_the_script_is_the_flow_and_nothing_else():
+    path = ROOT / "bigtrain" / "train.py"
+    assert len(path.read_text().splitlines()) < 150
+    assert not [node for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)]
+
+
+def test_the_project_speaks_of_itself_alone():
+    # Each written so that this line does not find itself.
+    foreign = re.compile(r"TO[D]O|FIX[M]E|/wor[k]/|/roo[t]/|[Ii]ssu[e] #\d|[Ss]essio[n] \d")
+    found = []
+    for path in own_files():
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError:
+            continue
+        found += [f"{path}:{n}: {line}" for n, line in enumerate(lines, 1) if foreign.search(line)]
+    assert not found, "\n".join(found)
+
+
+def test_the_links_lead_to_the_folders_at_the_top():
+    for name in ("strategies", "configs"):
+        link = ROOT / "bigtrain" / name
+        assert link.is_symlink()
+        assert os.readlink(link) == f"../{name}"
