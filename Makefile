@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 .PHONY: train test check setup system clean help
 
 help:
-	@echo "make train   train a small language model on two ranks (about three minutes)"
+	@echo "make train   train a small language model on two ranks (two to three minutes)"
 	@echo "make test    run every test"
 	@echo "make check   style and types only"
 

@@ -61,6 +61,7 @@ setup(
             "pytest-timeout",
             "ruff",
             "scikit-learn",
+            "setuptools>=77",
             "tensorboard",
             "types-PyYAML",
         ],

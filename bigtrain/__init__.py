@@ -17,10 +17,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from bigtrain.arguments import train_arguments
     from bigtrain.blueprint import Blueprint, describe
     from bigtrain.build import device_type_of, make_plan
     from bigtrain.checkpoint import Checkpoint, find_checkpoint, newest_checkpoint
-    from bigtrain.cli import train_arguments
     from bigtrain.config import Job
     from bigtrain.data import Data, MicroBatch, StepLoader, prepare_data
     from bigtrain.distributed import RunContext, connect
@@ -84,7 +84,7 @@ _HOMES = {
     "prepare_data": "data",
     "run_folder": "report.run_log",
     "run_guarded": "failures",
-    "train_arguments": "cli",
+    "train_arguments": "arguments",
 }
 
 __all__ = [

@@ -89,7 +89,7 @@ class TrainConfig(Section):
     precision: Precision = "fp32"
     """bf16 is autocast with fp32 parameters; fp64 is for proofs."""
     eval_every: int = Field(0, ge=0)
-    """Steps between validations; 0 validates at the end only."""
+    """Steps between validations, besides the one at the end; 0 for that one alone."""
     sync_batchnorm: bool = False
     """BatchNorm statistics over all ranks (CUDA only)."""
     deterministic: bool = False

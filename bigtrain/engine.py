@@ -110,7 +110,13 @@ class Engine:
         # Every optimizer imports this; brought in now, it does not count as the run's memory.
         importlib.import_module("torch._dynamo")
         self.meter = Meter(context.device, job.memory.track_steps)
-        self.runner = build(self.plan, self.blueprint, self.loss, optimizer, context, self.meter)
+        try:
+            self.runner = build(
+                self.plan, self.blueprint, self.loss, optimizer, context, self.meter
+            )
+        except BaseException:
+            self._closing.close()
+            raise
 
     @property
     def model(self) -> nn.Module:
@@ -122,9 +128,10 @@ class Engine:
 
         Args:
             batch: from a `StepLoader`; or this rank's own (inputs, targets), rows first, which
-                is cut into micro-batches of `train.micro_batch_size` rows where that is set.
+                is cut into the job's `train.accumulation_steps` micro-batches.
 
         Raises:
+            ConfigError: more rows than the job's micro-batches hold.
             NonFiniteError: a loss or gradient is not finite; the optimizer was not stepped.
         """
         began = time.perf_counter()
@@ -270,8 +277,14 @@ class Engine:
         leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         if not leaves:
             raise ConfigError("step: the inputs hold no tensor. Give (inputs, targets).")
-        rows = len(leaves[0])
-        size = self.job.train.micro_batch_size or -(-rows // self.plan.batch.accumulation_steps)
+        rows, steps = len(leaves[0]), self.plan.batch.accumulation_steps
+        size = self.job.train.micro_batch_size or -(-rows // steps)
+        if rows > size * steps:  # gradients and the predicted peak were arranged for so many
+            raise ConfigError(
+                f"step: {rows} rows are more than train.micro_batch_size * accumulation_steps = "
+                f"{size} * {steps} = {size * steps}. "
+                f"Use train.accumulation_steps={-(-rows // size)}."
+            )
         pieces = []
         for start in range(0, rows, size):
             part = slice(start, min(rows, start + size))

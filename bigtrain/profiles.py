@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bigtrain.data.loader import MicroBatch
@@ -67,8 +68,6 @@ def _profile(
     plan: Plan,
     device: torch.device,
 ) -> Profile:
-    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
-
     tracker = StorageTracker(fake=True)
     meter = _FakeMeter(tracker, device)
     with FakeTensorMode(), tracker:

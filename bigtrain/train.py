@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     console = bigtrain.console()
     has_gpu = plan.device_type == "cuda"
     hint = bigtrain.launcher_hint(placement, os.cpu_count() or 1, has_gpu=has_gpu)
-    if hint is not None:
+    if hint is not None and not options.dry_run:
         console.print(hint, highlight=False, soft_wrap=True)
     # Without a download everything that can be refused is refused before the ranks connect.
     download = bool(job.data.args.get("download"))

@@ -38,7 +38,7 @@ def test_five_lines_train_a_model_of_ones_own():
 
 
 def test_the_door_computes_what_a_plain_loop_computes():
-    engine = bigtrain.prepare(linear, F.cross_entropy, sgd, train__micro_batch_size=3)
+    engine = bigtrain.prepare(linear, F.cross_entropy, sgd, train__accumulation_steps=3)
     model = nn.Linear(4, 3)
     model.load_state_dict(engine.model.state_dict())
     optimizer = sgd(model.parameters())
@@ -69,6 +69,12 @@ def test_the_door_refuses_like_the_command_does():
         pytest.raises(ConfigError, match="the inputs hold no tensor"),
     ):
         engine.step((1, 2))
+    keys = {"train__micro_batch_size": 3, "train__accumulation_steps": 2}
+    with (
+        bigtrain.prepare(linear, F.cross_entropy, sgd, **keys) as engine,
+        pytest.raises(ConfigError, match=r"8 rows are more than .* = 3 \* 2 = 6\. Use .*steps=3"),
+    ):
+        engine.step(BATCH)
 
 
 def first_weights(context, model):

@@ -164,8 +164,10 @@ def test_the_script_of_a_bare_checkout_runs_from_anywhere(checkout, home, tmp_pa
     shutil.copytree(checkout / "bigtrain", copy / "bigtrain", symlinks=True)
     for name in ("strategies", "configs"):
         shutil.copytree(checkout / name, copy / name)
-    text = (copy / "bigtrain" / "cli.py").read_text()
-    (copy / "bigtrain" / "cli.py").write_text(text.replace("what memory it took", "what COPY took"))
+    text = (copy / "bigtrain" / "arguments.py").read_text()
+    (copy / "bigtrain" / "arguments.py").write_text(
+        text.replace("what memory it took", "what COPY took")
+    )
     (copy / "bigtrain" / "profile.py").write_text(TRAP)
     done = run([sys.executable, str(copy / "bigtrain" / "train.py"), "--help"], home)
     assert done.returncode == 0, done.stderr

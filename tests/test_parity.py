@@ -12,6 +12,8 @@ from nets import TinyLM, tokens
 from parity import Record, adamw, largest_difference, train
 from ranks import run_ranks
 
+from bigtrain.loading import preset_names
+
 FP64 = {"train.precision": "fp64", "optim.clip_norm": 0.5}
 
 
@@ -41,6 +43,15 @@ CASES = {
 def test_ddp_equals_one_process_in_float64(expected, world_size, case):
     records = run_ranks(train, world_size, TinyLM, tokens(22), "ddp", {**FP64, **CASES[case]})
     for record in records:
+        assert largest_difference(expected, record) < 1e-10
+
+
+@pytest.mark.parametrize("strategy", preset_names("strategies"))
+def test_every_listed_strategy_equals_one_process(expected, strategy):
+    """A new preset is tested the moment its file is there."""
+    world_size = 1 if strategy == "single" else 2
+    keys = {**FP64, "train.micro_batch_size": 2}
+    for record in run_ranks(train, world_size, TinyLM, tokens(22), strategy, keys):
         assert largest_difference(expected, record) < 1e-10
 
 

@@ -166,8 +166,8 @@ def validation_batches(
     _check_layout(dp_rank, dp_size, micro_batch_size)
     if not len(dataset):
         raise ConfigError(
-            "data.path: the validation set has 0 samples, at least 1 is needed. Add samples, or "
-            "set train.eval_every=null."
+            "data.path: the validation set has 0 samples, at least 1 is needed. "
+            "Add samples, or hold more of them out."
         )
     plans = split(range(len(dataset)), dp_rank, dp_size, micro_batch_size)
     reader = _Reader(dataset, seed, workers, pin_memory, collate)

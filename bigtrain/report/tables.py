@@ -85,4 +85,4 @@ def _error(rank: RankMemory) -> str:
     peak = rank.measured.peak
     if rank.predicted is None or peak is None or peak.bytes == 0:
         return ""
-    return f"{rank.predicted.bytes / peak.bytes - 1:+.1%}"
+    return f"{round(rank.predicted.bytes / peak.bytes - 1, 3) + 0.0:+.1%}"  # no -0.0%
