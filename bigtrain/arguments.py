@@ -1,4 +1,4 @@
-"""The arguments of `train.py` and `bigtrain train`: few and frozen; the rest are keys of the job."""
+"""The arguments of `train.py` and `bigtrain train`: few and frozen; the rest are keys of a job."""
 
 from __future__ import annotations
 
