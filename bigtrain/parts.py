@@ -23,7 +23,7 @@ from bigtrain.distributed import RunContext
 from bigtrain.engine import as_loss
 from bigtrain.errors import ConfigError
 from bigtrain.imports import load_object
-from bigtrain.models import check_model, make_model, model_defaults, sequence_length
+from bigtrain.models import check_model, make_model, model_defaults, sequence_length, task_of
 from bigtrain.optim import learning_rate, optimizer_factory
 from bigtrain.strategy import MakeOptimizer, Plan
 from bigtrain.tasks import Loss
@@ -117,6 +117,7 @@ def open_parts(job: Job, plan: Plan) -> Parts:
         seed=job.train.seed,
         sequence_length=length,
     )
+    _check_task(job, data)
     samples = len(data.train)
     if samples < plan.dp:
         raise ConfigError(
@@ -145,6 +146,21 @@ def open_parts(job: Job, plan: Plan) -> Parts:
         optimizer=optimizer_factory(job.optim),
         order=order,
         total_steps=_total_steps(job, order),
+    )
+
+
+def _check_task(job: Job, data: Data) -> None:
+    wanted = task_of(job.model.name)
+    if wanted is None or data.task.name in (wanted, "custom"):
+        return
+    fitting = {
+        "language": "model.name=gpt",
+        "classification": "model.name=lenet or model.name=resnet18",
+        "segmentation": "model.name=deeplabv3_resnet50",
+    }
+    raise ConfigError(
+        f"model.name={job.model.name} is for {wanted}, and data.name={job.data.name} is "
+        f"{data.task.name}. Use {fitting[data.task.name]}, or a data.name for {wanted}."
     )
 
 

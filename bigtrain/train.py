@@ -25,16 +25,16 @@ def main(arguments: list[str]) -> int:
     placement = bigtrain.detect(os.environ)
     plan = bigtrain.make_plan(job, placement.world_size, bigtrain.device_type_of(job))
     bigtrain.check_job(job)
-    console = bigtrain.console()
-    has_gpu = plan.device_type == "cuda"
-    hint = bigtrain.launcher_hint(placement, os.cpu_count() or 1, has_gpu=has_gpu)
-    if hint is not None and not options.dry_run:
-        console.print(hint, highlight=False, soft_wrap=True)
     # Without a download everything that can be refused is refused before the ranks connect.
     download = bool(job.data.args.get("download"))
     parts = None if download else bigtrain.open_parts(job, plan)
+    console = bigtrain.console()
     if options.dry_run:
         return show(job, plan, parts or bigtrain.open_parts(job, plan), console)
+    has_gpu = plan.device_type == "cuda"
+    hint = bigtrain.launcher_hint(placement, os.cpu_count() or 1, has_gpu=has_gpu)
+    if hint is not None:
+        console.print(hint, highlight=False, soft_wrap=True)
 
     with bigtrain.connect_job(job, plan, placement) as context:
         if parts is None:
@@ -102,9 +102,11 @@ def resume(job: bigtrain.Job, engine: bigtrain.Engine, folder: Path) -> Path | N
     if job.checkpoint.resume is None:
         return None
     if job.checkpoint.resume == "auto":
-        path = bigtrain.newest_checkpoint(folder / "checkpoints")
+        found = bigtrain.newest_checkpoint(folder / "checkpoints")
     else:
-        path = bigtrain.find_checkpoint(job.checkpoint.resume)
+        found = bigtrain.find_checkpoint(job.checkpoint.resume)
+    # All ranks continue from the one that rank 0 has found.
+    path: Path | None = engine.context.broadcast_object(found)
     if path is not None:
         engine.load(path)
     return path

@@ -141,15 +141,12 @@ def test_a_dry_run_says_what_would_happen_and_does_nothing(tmp_path, corpus):
 def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path, corpus):
     words = [*SMALL, corpus, "model.args.dropout=0.1", "checkpoint.every=3", "log.name=whole"]
     assert run(tmp_path, *words, ranks=2).returncode == 0
-    cut = [*words, "log.name=cut"]
-    assert run(tmp_path, *cut, "train.steps=3", "optim.schedule=constant", ranks=2).returncode == 0
-    first = run(tmp_path, *words, "log.name=cut", "--resume", "auto", ranks=2)
-    assert "continues after step 3" in first.stdout
     whole = {r["step"]: r["loss"] for r in metrics(tmp_path / "runs/whole")}
     resumed = run(
         tmp_path, *words, "log.name=third", "--resume", "runs/whole/checkpoints/step-3", ranks=2
     )
     assert resumed.returncode == 0, resumed.stderr
+    assert "continues after step 3" in resumed.stdout
     tail = {r["step"]: r["loss"] for r in metrics(tmp_path / "runs/third")}
     assert tail == {step: whole[step] for step in (4, 5, 6)}
     final = [
@@ -172,6 +169,9 @@ def test_another_number_of_ranks_continues_the_same_sequence(tmp_path, corpus):
 def test_a_finished_run_resumed_does_nothing_more(tmp_path, corpus):
     words = [*SMALL, corpus, "log.name=r", "train.steps=2"]
     assert run(tmp_path, *words).returncode == 0
+    lost = run(tmp_path, *words)
+    assert lost.returncode == 2
+    assert "log.name=r: runs/r holds a run already. Use --resume auto" in lost.stderr
     again = run(tmp_path, *words, "--resume", "auto")
     assert again.returncode == 0, again.stderr
     assert [row["step"] for row in metrics(tmp_path / "runs/r")] == [1, 2]
@@ -189,6 +189,11 @@ def test_a_finished_run_resumed_does_nothing_more(tmp_path, corpus):
         (["model.name=nothere.module:Net"], "model.name=nothere.module:Net"),
         (["train.global_batch_size=100000000"], "is more than the"),
         (["train.sync_batchnorm=true"], "train.sync_batchnorm=true needs CUDA"),
+        (
+            ["model.name=resnet18"],
+            "model.name=resnet18 is for classification, and data.name=text is",
+        ),
+        (["data.name=digits"], "model.name=gpt is for language, and data.name=digits is classif"),
         (["mesh.tp=2"], "mesh.tp=2"),
         (["--resume", "nowhere"], "checkpoint.resume: there is no checkpoint at 'nowhere'"),
         (["strategy.replicate=zero"], "strategy.replicate: unknown 'zero'"),

@@ -26,6 +26,7 @@ __all__ = [
     "make_model",
     "model_defaults",
     "sequence_length",
+    "task_of",
 ]
 
 _OWN = (*PRESETS, "lenet")
@@ -105,6 +106,15 @@ def sequence_length(name: str, args: Mapping[str, Any]) -> int | None:
         ConfigError: an argument is unknown or does not fit.
     """
     return GPTConfig.from_preset(name, args).sequence_length if name in PRESETS else None
+
+
+def task_of(name: str) -> str | None:
+    """The task that a built-in model is for, by the name of `bigtrain.tasks`; None for a user's."""
+    if ":" in name:
+        return None
+    if name in PRESETS:
+        return "language"
+    return "segmentation" if name in torchvision_models.segmentation() else "classification"
 
 
 def _check_built_in(name: str) -> None:

@@ -28,8 +28,13 @@ def names() -> list[str]:
         ConfigError: torchvision cannot be imported.
     """
     models = _models()
-    listed = (*models.list_models(module=models), *models.list_models(module=models.segmentation))
-    return [str(name) for name in listed]
+    return [*map(str, models.list_models(module=models)), *segmentation()]
+
+
+def segmentation() -> list[str]:
+    """The models that give a class to each pixel."""
+    models = _models()
+    return [str(name) for name in models.list_models(module=models.segmentation)]
 
 
 def make(name: str, args: Mapping[str, Any]) -> nn.Module:

@@ -41,20 +41,37 @@ def run_folder(job: Job, context: RunContext) -> Path:
 
     With `log.name` that folder; otherwise the first free `MODEL-STRATEGY-NUMBER`, or with
     `checkpoint.resume=auto` the newest such run.
+
+    Raises:
+        ConfigError: it cannot be written, or holds another run that would be lost.
     """
-    chosen: Path | OSError | None = None
+    found: Path | str = ""
     if context.is_main:
-        base = Path(job.log.dir)
         try:
-            base.mkdir(parents=True, exist_ok=True)
-            chosen = base / job.log.name if job.log.name else _numbered(base, job)
-            chosen.mkdir(exist_ok=True)
+            found = _choose(job)
         except OSError as error:
-            chosen = error
-    chosen = context.broadcast_object(chosen)
-    if isinstance(chosen, OSError):
-        raise ConfigError(f"log.dir={job.log.dir} cannot be written: {chosen}. Set log.dir=FOLDER.")
-    return Path(chosen)
+            found = f"log.dir={job.log.dir} cannot be written: {error}. Set log.dir=FOLDER."
+        except ConfigError as error:
+            found = str(error)
+    found = context.broadcast_object(found)
+    if isinstance(found, str):
+        raise ConfigError(found)
+    return found
+
+
+def _choose(job: Job) -> Path:
+    base = Path(job.log.dir)
+    base.mkdir(parents=True, exist_ok=True)
+    if job.log.name is None:
+        return _numbered(base, job)
+    folder = base / job.log.name
+    folder.mkdir(exist_ok=True)
+    if job.checkpoint.resume is None and (folder / "metrics.jsonl").exists():
+        raise ConfigError(
+            f"log.name={job.log.name}: {folder} holds a run already. "
+            "Use --resume auto to continue it, or another log.name."
+        )
+    return folder
 
 
 def _numbered(base: Path, job: Job) -> Path:
