@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from bigtrain.config import Job
     from bigtrain.data import Data, MicroBatch, StepLoader, prepare_data
     from bigtrain.distributed import RunContext, connect
+    from bigtrain.door import connect_job, prepare
     from bigtrain.engine import Engine, StepResult
     from bigtrain.environment import Placement, detect
     from bigtrain.errors import BigtrainError, CheckpointError, ConfigError, NonFiniteError
     from bigtrain.failures import run_guarded
     from bigtrain.launch import launcher_hint
-    from bigtrain.library import connect_job, prepare
     from bigtrain.loading import load_job
     from bigtrain.parts import Parts, check_job, open_parts
     from bigtrain.report.lines import closing_lines, console, dry_run_lines, opening_lines
@@ -67,7 +67,7 @@ _HOMES = {
     "check_job": "parts",
     "closing_lines": "report.lines",
     "connect": "distributed",
-    "connect_job": "library",
+    "connect_job": "door",
     "console": "report.lines",
     "describe": "blueprint",
     "detect": "environment",
@@ -80,7 +80,7 @@ _HOMES = {
     "newest_checkpoint": "checkpoint",
     "open_parts": "parts",
     "opening_lines": "report.lines",
-    "prepare": "library",
+    "prepare": "door",
     "prepare_data": "data",
     "run_folder": "report.run_log",
     "run_guarded": "failures",

@@ -45,7 +45,7 @@ ranks:      distributed failures guard launch rendezvous threads watch
 seam:       checkpoint optim profiles runner strategy
 strategies: strategies strategies.accumulation strategies.ddp strategies.single
 build:      build listing registry
-engine:     engine library parts
+engine:     door engine parts
             report report.lines report.memory_report report.run_log report.tables
 commands:   . __main__ cli train
 """
