@@ -72,9 +72,11 @@ def write_checkpoint(
         files[f"{part}.safetensors"] = _write_tensors(draft / f"{part}.safetensors", chosen)
     state = {"format": FORMAT, "step": step, "torch": torch.__version__, **meta, "files": files}
     _write_text(draft / "state.json", json.dumps(state, indent=1))
-    if final.exists():  # the same step again, after a resume: the new one replaces it
-        shutil.rmtree(final)
+    replaced = folder / f".replaced-{step}.{os.getpid()}"
+    if final.exists():  # the same step again, after a resume; gone only when the new one is there
+        final.rename(replaced)
     draft.rename(final)
+    shutil.rmtree(replaced, ignore_errors=True)
     _write_text(folder / "latest", final.name)
     for old in _numbered(folder)[:-keep]:
         shutil.rmtree(old)

@@ -34,6 +34,18 @@ CASES = {
     "small buckets": {"strategy.replicate.bucket_size": 64, "train.micro_batch_size": 1},
     "separate buckets": {"strategy.replicate.gradient_as_bucket_view": False},
     "static graph": {"strategy.replicate.static_graph": True},
+    "static graph, accumulating": {
+        "strategy.replicate.static_graph": True,
+        "train.micro_batch_size": 1,
+    },
+    "separate buckets, accumulating": {
+        "strategy.replicate.gradient_as_bucket_view": False,
+        "train.micro_batch_size": 1,
+    },
+    "unused parameters, accumulating": {
+        "strategy.replicate.find_unused_parameters": True,
+        "train.micro_batch_size": 1,
+    },
     "unused parameters": {"strategy.replicate.find_unused_parameters": True},
 }
 
