@@ -32,6 +32,7 @@ setup(
         "bigtrain.models",
         "bigtrain.report",
         "bigtrain.strategies",
+        "bigtrain.strategies.zero",
     ],
     package_data={
         "bigtrain": ["py.typed"],

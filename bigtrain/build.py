@@ -14,14 +14,16 @@ from bigtrain.blueprint import Blueprint
 from bigtrain.config import Job, Role, RoleConfig, resolve_batch
 from bigtrain.distributed import RunContext, resolve_mesh
 from bigtrain.errors import ConfigError
+from bigtrain.fill import Materializer, names_of
 from bigtrain.forecast import Forecast, Profile
 from bigtrain.memory import Meter
 from bigtrain.registry import make_technique
 from bigtrain.runner import LoopRunner
-from bigtrain.strategy import Assembly, MakeOptimizer, Plan, Runner, Strategy
+from bigtrain.strategy import Assembly, Plan, Runner, Strategy
 from bigtrain.tasks import Loss
+from bigtrain.update import MakeOptimizer
 
-ORDER: tuple[Role, ...] = ("cut", "recompute", "replicate", "offload", "accumulate")
+ORDER: tuple[Role, ...] = ("cut", "recompute", "offload", "replicate", "accumulate")
 """The order in which techniques shape a run, and its forecast."""
 
 
@@ -107,8 +109,12 @@ def build(
     """
     meter.phase("build")
     with meter.window():
+        model = blueprint.model
+        materialize = Materializer(blueprint, context, plan.precision)
         # Weights depend on seed and name only, so every rank makes its own and none are sent.
-        model = _materialize(blueprint, context, plan)
+        # A technique that never holds the whole model makes them a piece at a time.
+        if not any(technique.materializes for technique in plan.techniques.values()):
+            materialize(names_of(model))
         # BatchNorm is replaced while the model is still plain: wrappers keep what they find.
         if plan.sync_batchnorm:
             convert = nn.SyncBatchNorm.convert_sync_batchnorm
@@ -121,28 +127,17 @@ def build(
             model=model,
             make_optimizer=make_optimizer,
             module=model,
+            materialize=materialize,
         )
         # cut: stages first, so that all that follows sees only this rank's layers.
         # recompute: on blocks, while they are still the user's own modules.
+        # offload: says where the optimizer's state will live, for those who make it.
         # replicate: wraps or shards what is left, hooks of recomputation included.
-        # offload: moves what sharding left on this rank.
         # accumulate: says how often all of that runs before the optimizer does.
         for technique in in_order(plan):
             technique.apply(assembly)
         # The optimizer comes last, made by the runner: sharding has changed the parameters.
         return (assembly.runner or LoopRunner)(assembly)
-
-
-def _materialize(blueprint: Blueprint, context: RunContext, plan: Plan) -> nn.Module:
-    model = blueprint.materialize(context.device, seed=context.seed)
-    if plan.precision == "fp64":
-        model = model.double()
-    if not blueprint.deferred and context.world_size > 1:
-        import torch.distributed as dist
-
-        for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.detach(), src=0)
-    return model
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import random
 import shutil
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from torch import Tensor
 from bigtrain.errors import CheckpointError, ConfigError
 
 FORMAT = 1
+PARTS = ("model", "optimizer")
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -42,15 +45,39 @@ _DTYPES = {
 }
 
 
+@dataclass(frozen=True)
+class TensorSource:
+    """A tensor of the training state that may lie in pieces on many ranks.
+
+    Its type and shape are known without any exchange; the values come when they are asked for,
+    so that a whole model is never in one place.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+    """The whole tensor, on any device. Collective: all ranks call it, in the same order."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSource:
+        """A tensor that every rank has whole."""
+        return cls(tensor.dtype, tuple(tensor.shape), lambda: tensor)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 def write_checkpoint(
-    folder: Path, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], keep: int
+    folder: Path, step: int, tensors: Mapping[str, TensorSource], meta: Mapping[str, Any], keep: int
 ) -> Path:
     """Write one checkpoint, point `latest` at it, and remove the oldest beyond `keep`.
 
     Args:
         folder: the run's `checkpoints/`.
         step: optimizer steps done.
-        tensors: `model.NAME` and `optimizer.NAME.KEY`, on any device.
+        tensors: `model.NAME` and `optimizer.NAME.KEY`, read in the order of `PARTS`.
         meta: what else belongs to the state, as JSON values.
         keep: how many of the newest stay.
 
@@ -63,13 +90,10 @@ def write_checkpoint(
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
     files = {}
-    for part in ("model", "optimizer"):
-        chosen = {
-            name.removeprefix(f"{part}."): tensor
-            for name, tensor in tensors.items()
-            if name.startswith(f"{part}.")
-        }
-        files[f"{part}.safetensors"] = _write_tensors(draft / f"{part}.safetensors", chosen)
+    for part in PARTS:
+        files[f"{part}.safetensors"] = _write_tensors(
+            draft / f"{part}.safetensors", _of_part(part, tensors)
+        )
     state = {"format": FORMAT, "step": step, "torch": torch.__version__, **meta, "files": files}
     _write_text(draft / "state.json", json.dumps(state, indent=1))
     replaced = folder / f".replaced-{step}.{os.getpid()}"
@@ -83,13 +107,25 @@ def write_checkpoint(
     return final
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def lend_tensors(tensors: Mapping[str, TensorSource]) -> None:
+    """Take part in what rank 0 reads while it writes, on a rank that does not."""
+    for part in PARTS:
+        for source in _of_part(part, tensors).values():
+            source.read()
+
+
+def _of_part(part: str, tensors: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
+    prefix = f"{part}."
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, TensorSource]) -> dict[str, Any]:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise CheckpointError(f"{name}: tensors of type {tensor.dtype} cannot be saved")
-        size = tensor.numel() * tensor.element_size()
+        size = tensor.nbytes
         header[name] = {
             "dtype": _DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -104,7 +140,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
             file.write(piece)
             digest.update(piece)
         for tensor in tensors.values():
-            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            flat = tensor.read().detach().cpu().contiguous().reshape(-1)
             data = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
             file.write(data)
             digest.update(data)

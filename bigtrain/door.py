@@ -16,8 +16,9 @@ from bigtrain.distributed import RunContext, connect
 from bigtrain.engine import Engine
 from bigtrain.environment import Placement, detect
 from bigtrain.loading import job_of
-from bigtrain.strategy import MakeOptimizer, Plan
+from bigtrain.strategy import Plan
 from bigtrain.tasks import Loss, Task
+from bigtrain.update import MakeOptimizer
 
 
 def connect_job(job: Job, plan: Plan, placement: Placement) -> AbstractContextManager[RunContext]:
@@ -36,6 +37,7 @@ def connect_job(job: Job, plan: Plan, placement: Placement) -> AbstractContextMa
         setup_timeout=job.mesh.setup_timeout,
         timeout=job.mesh.timeout,
         seed=job.train.seed,
+        force_group=any(t.needs_group for t in plan.techniques.values()),
     )
 
 

@@ -23,6 +23,7 @@ from bigtrain.blueprint import Blueprint, describe
 from bigtrain.build import build, forecast, make_plan
 from bigtrain.checkpoint import (
     Checkpoint,
+    lend_tensors,
     random_state,
     set_random_state,
     write_checkpoint,
@@ -34,9 +35,9 @@ from bigtrain.errors import CheckpointError, ConfigError, NonFiniteError
 from bigtrain.memory import Meter
 from bigtrain.profiles import make_profile
 from bigtrain.report.memory_report import MemoryReport, RankMemory
-from bigtrain.strategy import MakeOptimizer
 from bigtrain.tasks import CustomTask, Loss, MeanLoss, Task
 from bigtrain.timeline import Peak
+from bigtrain.update import MakeOptimizer
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,8 @@ class Engine:
             path = write_checkpoint(
                 folder, self.steps_done, tensors, meta, self.job.checkpoint.keep
             )
+        else:
+            lend_tensors(tensors)
         self.context.barrier()
         return path
 

@@ -24,6 +24,12 @@ class Profile:
     buffer_bytes: int
     optimizer_bytes: int
     batch_bytes: int
+    trained_elements: int = 0
+    """Numbers in the trained parameters."""
+    state_slots: float = 0.0
+    """Numbers of optimizer state for each trained one: 2 for AdamW, 1 for SGD with momentum."""
+    state_scalars: int = 0
+    """Bytes of optimizer state beside those, as step counts, over all trained parameters."""
     """One micro-batch with its targets."""
     first: Timeline = NOTHING
     """Forward and backward when no gradients exist yet; the gradients made are in it."""

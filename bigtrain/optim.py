@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bigtrain.config import OptimConfig
-from bigtrain.strategy import MakeOptimizer
+from bigtrain.update import MakeOptimizer
 
 
 def optimizer_factory(config: OptimConfig) -> MakeOptimizer:

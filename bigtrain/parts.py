@@ -25,8 +25,9 @@ from bigtrain.errors import ConfigError
 from bigtrain.imports import load_object
 from bigtrain.models import check_model, make_model, model_defaults, sequence_length, task_of
 from bigtrain.optim import learning_rate, optimizer_factory
-from bigtrain.strategy import MakeOptimizer, Plan
+from bigtrain.strategy import Plan
 from bigtrain.tasks import Loss
+from bigtrain.update import MakeOptimizer
 
 
 @dataclass(frozen=True)

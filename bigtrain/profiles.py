@@ -19,10 +19,12 @@ from bigtrain.data.loader import MicroBatch
 from bigtrain.distributed import RunContext
 from bigtrain.forecast import Profile
 from bigtrain.memory import Meter, StorageTracker
+from bigtrain.precision import low_precision_names
 from bigtrain.runner import LoopRunner
-from bigtrain.strategy import Assembly, MakeOptimizer, Plan
+from bigtrain.strategy import Assembly, Plan
 from bigtrain.tasks import Loss
 from bigtrain.timeline import Breakdown, Phase, Span, Timeline
+from bigtrain.update import MakeOptimizer
 
 
 class _FakeMeter(Meter):
@@ -72,6 +74,10 @@ def _profile(
     meter = _FakeMeter(tracker, device)
     with FakeTensorMode(), tracker:
         fake = _fake_model(model, device, double=plan.precision == "fp64")
+        if plan.bf16_parameters:
+            for name in low_precision_names(fake):
+                parameter = fake.get_parameter(name)
+                parameter.data = parameter.data.to(torch.bfloat16)
         fake_batch = MicroBatch(
             inputs=tree_map(lambda t: _fake_tensor(t, device), micro_batch.inputs),
             targets=tree_map(lambda t: _fake_tensor(t, device), micro_batch.targets),
@@ -87,6 +93,7 @@ def _profile(
                 model=fake,
                 make_optimizer=make_optimizer,
                 module=fake,
+                materialize=lambda _names: None,
             )
         )
         marks = []
@@ -108,6 +115,7 @@ def _profile(
         buffer_bytes=states.buffers,
         optimizer_bytes=states.optimizer,
         batch_bytes=batch_bytes,
+        **_slots(fake, runner.optimizer),
         first=_piece(timeline, marks[0], marks[1]),
         next=_piece(timeline, marks[1], marks[2]),
         step=_piece(timeline, marks[2], marks[3]),
@@ -158,6 +166,22 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Breakd
         buffers=_bytes(model.buffers()),
         optimizer=_bytes(value for state in slots for value in state.values()),
     )
+
+
+def _slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """How the optimizer's state goes with the number of trained elements."""
+    elements, numbers, scalars = 0, 0, 0
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        elements += parameter.numel()
+        for value in optimizer.state.get(parameter, {}).values():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
+                numbers += value.numel()
+            elif isinstance(value, Tensor):
+                scalars += value.numel() * value.element_size()
+    slots = numbers / elements if elements else 0.0
+    return {"trained_elements": elements, "state_slots": slots, "state_scalars": scalars}
 
 
 def _bytes(leaves: Iterable[object]) -> int:

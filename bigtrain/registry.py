@@ -15,6 +15,7 @@ TECHNIQUES: dict[Role, dict[str, str]] = {
     "replicate": {
         "single": "bigtrain.strategies.single:Single",
         "ddp": "bigtrain.strategies.ddp:DDP",
+        "zero": "bigtrain.strategies.zero:Zero",
     },
     "recompute": {},
     "offload": {},

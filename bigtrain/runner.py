@@ -8,7 +8,7 @@ however unevenly the targets are spread over ranks and micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -16,9 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from bigtrain.checkpoint import TensorSource
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import CheckpointError, NonFiniteError
+from bigtrain.pieces import PiecewiseUpdate
+from bigtrain.shards import local, part_of, whole
 from bigtrain.strategy import Assembly
+from bigtrain.update import Update, WholeUpdate, source_of
 
 
 class LoopRunner:
@@ -39,10 +43,16 @@ class LoopRunner:
         self._clip_norm = assembly.plan.clip_norm
         self._keep_gradients = assembly.keep_gradients
         self._stepped = False
-        self._trained = [p for p in self.module.parameters() if p.requires_grad]
+        named = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        self._trained = list(named.values())
         self.meter.own(self.module.parameters(), "parameters")
         self.meter.own(self.module.buffers(), "buffers")
-        self.optimizer = assembly.make_optimizer(self._trained)
+        self._update: Update = assembly.update or (
+            PiecewiseUpdate(named, assembly.make_optimizer, home=assembly.home)
+            if assembly.home is not None
+            else WholeUpdate(named, assembly.make_optimizer)
+        )
+        self.optimizer = self._update.optimizer
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> float:
         """See `Runner.forward_backward`."""
@@ -94,20 +104,33 @@ class LoopRunner:
     def clip(self) -> Tensor:
         """Scale the gradients down to the clipping norm; return their norm before that."""
         gradients = [p.grad for p in self._trained if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm: Tensor = whole(_total_norm(gradients))
         if self._clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._trained, self._clip_norm, norm)
         return norm
 
     def apply_step(self) -> None:
         """Step the optimizer and clear the gradients."""
-        self.optimizer.step()
+        self._update.step()
         if self.meter.tracking:
-            self.meter.own(_state_tensors(self.optimizer), "optimizer")
+            self.meter.own(self._update.held(), "optimizer")
         # The first gradients always go: DDP builds its buckets anew at the second step, and what
         # still pointed into the old ones would keep both alive.
-        self.optimizer.zero_grad(set_to_none=not (self._keep_gradients and self._stepped))
+        keep = self._keep_gradients and self._stepped
+        for parameter in self._trained:
+            if keep and parameter.grad is not None:
+                parameter.grad.zero_()
+            else:
+                parameter.grad = None
         self._stepped = True
+
+    def gradients(self) -> dict[str, TensorSource]:
+        """See `Runner.gradients`."""
+        return {
+            name: source_of(parameter.grad)
+            for name, parameter in self.module.named_parameters()
+            if parameter.grad is not None
+        }
 
     def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """See `Runner.predict`."""
@@ -136,32 +159,30 @@ class LoopRunner:
             return nullcontext()
         return torch.autocast(self.context.device.type, dtype=torch.bfloat16)
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, TensorSource]:
         """See `Runner.state`."""
-        found = {f"model.{name}": t for name, t in self.module.state_dict().items()}
-        for name, parameter in self.module.named_parameters():
-            for key, value in sorted(self.optimizer.state.get(parameter, {}).items()):
-                if isinstance(value, Tensor):
-                    found[f"optimizer.{name}.{key}"] = value
-        return found
+        values = {n: source_of(t) for n, t in self.module.state_dict().items()}
+        masters = self._update.masters()
+        first = {id(p): n for n, p in self.module.named_parameters()}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            # Tied parameters are saved under each of their names, as in the module's own state.
+            if name in values and first[id(parameter)] in masters:
+                values[name] = masters[first[id(parameter)]]
+        found = {f"model.{name}": source for name, source in values.items()}
+        return found | {f"optimizer.{k}": source for k, source in self._update.state().items()}
 
     def load_state(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
         """See `Runner.load_state`."""
         stored = set(names)
         self._load_model(read, stored)
-        parameters = dict(self.module.named_parameters())
-        for full in stored:
+        trained = {n for n, p in self.module.named_parameters() if p.requires_grad}
+        for full in sorted(stored):
             if not full.startswith("optimizer."):
                 continue
             name, _, key = full.removeprefix("optimizer.").rpartition(".")
-            if name not in parameters:
+            if name not in trained:
                 raise CheckpointError(f"the checkpoint has a state for {name!r}, the model has not")
-            value = read(full)
-            # A step count is on the host, but for the kernels that read it on the device.
-            defaults = self.optimizer.defaults
-            follows = value.dim() or defaults.get("fused") or defaults.get("capturable")
-            device = parameters[name].device if follows else value.device
-            self.optimizer.state[parameters[name]][key] = value.to(device)
+            self._update.load_state(name, key, read(full))
 
     def _load_model(self, read: Callable[[str], Tensor], stored: set[str]) -> None:
         current = self.module.state_dict()
@@ -180,15 +201,21 @@ class LoopRunner:
                         f"{name} has shape {tuple(value.shape)} in the checkpoint and "
                         f"{tuple(tensor.shape)} in the model. Use the model.args it was saved with."
                     )
-                tensor.copy_(value)
+                local(tensor).copy_(part_of(value, tensor))
+                self._update.load_master(name, value)
 
     def close(self) -> None:
         """See `Runner.close`."""
+        self._update.close()
 
 
-def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    for slots in optimizer.state.values():
-        yield from (value for value in slots.values() if isinstance(value, Tensor))
+def _total_norm(gradients: list[Tensor]) -> Tensor:
+    """The norm of all gradients together, in fp32 where they are in less."""
+    if any(g.dtype in (torch.bfloat16, torch.float16) for g in gradients):
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return norm
+    return torch.nn.utils.get_total_norm(gradients)
 
 
 def _to_double(leaf: object) -> object:

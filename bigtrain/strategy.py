@@ -7,24 +7,36 @@ over the micro-batches of a global batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
+from bigtrain.checkpoint import TensorSource
 from bigtrain.config import Batch, Precision, Role, StrategyConfig
 from bigtrain.data.loader import MicroBatch
 from bigtrain.distributed import RunContext
 from bigtrain.forecast import Forecast, Profile
 from bigtrain.memory import Meter
+from bigtrain.pieces import Home
 from bigtrain.tasks import Loss
+from bigtrain.update import MakeOptimizer, Update
 
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-"""Sharding and cutting change the parameters first, so the optimizer is made from what is left."""
+Place = Literal["device", "cpu", "disk"]
+
+
+@dataclass(frozen=True)
+class Offloaded:
+    """What lives elsewhere than on the device between its uses."""
+
+    optimizer: Place = "device"
+    parameters: Place = "device"
+    path: str | None = None
+    """The folder of what is on disk."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +53,17 @@ class Plan:
     device_type: str
     clip_norm: float | None = None
     sync_batchnorm: bool = False
+
+    @property
+    def bf16_parameters(self) -> bool:
+        """Whether the layers see their parameters in bf16."""
+        return self.precision == "bf16" and self.techniques["replicate"].bf16_parameters
+
+    @property
+    def offloaded(self) -> Offloaded:
+        """What lives elsewhere than on the device."""
+        technique = self.techniques.get("offload")
+        return technique.offloaded if technique is not None else Offloaded()
 
     @property
     def world_size(self) -> int:
@@ -68,11 +91,21 @@ class Runner(Protocol):
     def update(self) -> float:
         """Clip, step the optimizer and clear the gradients; return the global gradient norm."""
 
+    def gradients(self) -> dict[str, TensorSource]:
+        """The gradients of the global batch by plain names, before clipping.
+
+        There between `forward_backward` and `update`; reading one is collective.
+        """
+
     def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return (output, targets) on the device, without gradients, in evaluation mode."""
 
-    def state(self) -> dict[str, Tensor]:
-        """The training state under plain names: `model.NAME`, `optimizer.NAME.KEY`."""
+    def state(self) -> dict[str, TensorSource]:
+        """The training state under plain names: `model.NAME`, `optimizer.NAME.KEY`.
+
+        Collective, and so is reading each. Weights are in the precision that is updated (fp32,
+        where bf16 is only computed with).
+        """
 
     def load_state(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
         """Take the state over: `read(name)` gives each of `names` on the CPU."""
@@ -93,7 +126,10 @@ class Assembly:
     loss: Loss
     meter: Meter
     model: nn.Module
-    """As the user wrote it, materialised: plain parameter names."""
+    """As the user wrote it: plain parameter names. Materialised, but for a technique that does
+    this itself (`Strategy.materializes`)."""
+    materialize: Callable[[Collection[str]], None]
+    """Give the named parameters and buffers their values on the device (fp64 where planned so)."""
     make_optimizer: MakeOptimizer
     module: nn.Module
     """What the forward pass calls: the model, or its wrapper."""
@@ -101,6 +137,10 @@ class Assembly:
     """Entered around each micro-batch; told whether it is the last of the step."""
     keep_gradients: bool = False
     """Clear gradients by zeros, because their memory stays allocated anyhow."""
+    home: Home | None = None
+    """Where the optimizer's state lives; None is beside the parameters."""
+    update: Update | None = None
+    """Set by a technique that puts the optimizer to the parameters itself."""
     runner: Callable[[Assembly], Runner] | None = None
     """Set by the one technique that owns the step; otherwise the plain loop does it."""
 
@@ -117,8 +157,38 @@ class Strategy(BaseModel):
     role: ClassVar[Role]
     summary: ClassVar[str]
     """One line for lists: what is sharded, recomputed or moved, at what cost."""
-    owns_step: ClassVar[bool] = False
-    """Whether it replaces the micro-batch loop; a job has at most one such technique."""
+
+    @property
+    def owns_step(self) -> bool:
+        """Whether it replaces the micro-batch loop; a job has at most one such technique."""
+        return False
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether it wants a process group even for one rank."""
+        return False
+
+    @property
+    def materializes(self) -> bool:
+        """Whether `apply` gives the model its values itself, a piece at a time."""
+        return False
+
+    @property
+    def bf16_parameters(self) -> bool:
+        """Whether layers see bf16 parameters in bf16 runs, the fp32 values being kept apart.
+
+        Otherwise the parameters are fp32 and autocast converts them at each use.
+        """
+        return False
+
+    @property
+    def offloaded(self) -> Offloaded:
+        """What this technique moves off the device."""
+        return Offloaded()
+
+    def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:  # noqa: ARG002
+        """One line where this choice cannot help, said before training; None where it can."""
+        return None
 
     def check(self, plan: Plan) -> None:
         """Refuse what cannot work, before any process group exists.

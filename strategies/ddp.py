@@ -11,27 +11,18 @@ Source: Li et al. 2020, PyTorch Distributed (arXiv 2006.15704), sections 3.2 and
 
 from __future__ import annotations
 
-import inspect
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-import torch
 from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
 from bigtrain.config import Bytes, Role
 from bigtrain.errors import ConfigError
 from bigtrain.forecast import Forecast, Profile
+from bigtrain.replicas import Sync, wrap
 from bigtrain.strategy import Assembly, Plan, Strategy
 from bigtrain.units import MIB
-
-# torch 2.15 gave the option a new name, and warns of the old one.
-_BUFFERS = (
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers"
-)
 
 
 class DDP(Strategy):
@@ -85,23 +76,19 @@ class DDP(Strategy):
         """Wrap the module; the weights are the same on all ranks already."""
         if assembly.plan.dp == 1:
             return  # nothing to average: it runs as `single`
-        if not any(p.requires_grad for p in assembly.module.parameters()):
-            raise ConfigError("the model has no parameter to train: DDP has nothing to average.")
         context = assembly.context
-        options: dict[str, Any] = {
-            "device_ids": [context.device] if context.device.type == "cuda" else None,
-            "process_group": context.dp_group,
-            "bucket_cap_mb": self.bucket_size / MIB,
-            "gradient_as_bucket_view": self.gradient_as_bucket_view,
-            "static_graph": self.static_graph,
-            "find_unused_parameters": self.find_unused_parameters,
-            "init_sync": False,
-            _BUFFERS: self.broadcast_buffers,
-        }
-        wrapped = DistributedDataParallel(assembly.module, **options)
+        wrapped = wrap(
+            assembly.module,
+            context,
+            bucket_size=self.bucket_size,
+            broadcast_buffers=self.broadcast_buffers,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            static_graph=self.static_graph,
+            find_unused_parameters=self.find_unused_parameters,
+        )
         self._compress(wrapped, context.dp_group)
         assembly.module = wrapped
-        assembly.sync = _Sync(wrapped)
+        assembly.sync = Sync(wrapped)
         # One micro-batch: a fresh gradient is copied into its bucket, so nothing need be zeroed.
         assembly.keep_gradients = (
             self.gradient_as_bucket_view and assembly.plan.batch.accumulation_steps > 1
@@ -123,24 +110,3 @@ class DDP(Strategy):
             wrapped.register_comm_hook(group, default_hooks.fp16_compress_hook)
         else:
             wrapped.register_comm_hook(group, default_hooks.bf16_compress_hook)
-
-
-class _Sync:
-    """Average gradients on the last micro-batch of a step only.
-
-    The first two steps average on every micro-batch: the average of an average is the same
-    number, and the gradients become views of the buckets at once, which are built anew at the
-    start of the second step. Without that, accumulating before the first average would hold
-    every gradient twice.
-    """
-
-    def __init__(self, wrapped: DistributedDataParallel) -> None:
-        self._wrapped = wrapped
-        self._steps = 0
-
-    def __call__(self, last: bool) -> AbstractContextManager[object]:
-        warm = self._steps >= 2
-        self._steps += last
-        if last or not warm or not torch.is_grad_enabled():
-            return nullcontext()
-        return self._wrapped.no_sync()

@@ -46,14 +46,15 @@ def train(
     job = job_of(strategy, {"train.global_batch_size": 8, **keys})
     loss = CrossEntropy()
     with Engine(model, loss, optimizer, job, context) as engine:
-        names = {id(p): n for n, p in engine.model.named_parameters()}
         record = Record([], [], [], {})
+        update = engine.runner.update
 
-        def keep(of: torch.optim.Optimizer, *_: Any) -> None:
-            groups = [p for group in of.param_groups for p in group["params"]]
-            record.gradients.append({names[id(p)]: p.grad.detach().clone() for p in groups})
+        def keep() -> float:
+            found = engine.runner.gradients()
+            record.gradients.append({n: t.read().detach().clone() for n, t in found.items()})
+            return update()
 
-        engine.runner.optimizer.register_step_pre_hook(keep)
+        engine.runner.update = keep
         loader = StepLoader(
             samples,
             GlobalOrder(len(samples), engine.plan.batch.global_size, seed=3),
@@ -66,7 +67,9 @@ def train(
             result = engine.step(batch)
             record.losses.append(result.loss)
             record.norms.append(result.grad_norm)
-        record.weights = {n: t.clone() for n, t in engine.model.state_dict().items()}
+        whole = {n: t.read().detach().clone() for n, t in engine.runner.state().items()}
+        prefix = "model."
+        record.weights = {n[len(prefix) :]: t for n, t in whole.items() if n.startswith(prefix)}
         return record
 
 

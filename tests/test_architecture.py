@@ -36,15 +36,16 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = """
 words:      errors units
 job:        arguments config configs configs.jobs configs.strategies environment imports loading
-memory:     forecast memory timeline
+memory:     forecast memory precision shards timeline
 learning:   blueprint recorder recording tasks
             data data.catalog data.digits data.folders data.images data.loader data.sampler
             data.seeding data.source data.synthetic data.text data.voc
             models models.gpt models.imported models.lenet models.torchvision_models
 ranks:      distributed failures guard launch rendezvous threads watch
-seam:       checkpoint optim profiles runner strategy
+seam:       checkpoint optim pieces profiles replicas runner strategy update
 strategies: strategies strategies.accumulation strategies.ddp strategies.single
-build:      build listing registry
+            strategies.zero strategies.zero.options strategies.zero.sharded_optimizer
+build:      build fill listing registry
 engine:     door engine parts
             report report.lines report.memory_report report.run_log report.tables
 commands:   . __main__ cli train

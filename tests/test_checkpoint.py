@@ -11,6 +11,7 @@ import torch
 
 from bigtrain.checkpoint import (
     Checkpoint,
+    TensorSource,
     find_checkpoint,
     newest_checkpoint,
     random_state,
@@ -34,7 +35,8 @@ def tensors():
 
 
 def write(folder, step=1, keep=9, values=None):
-    return write_checkpoint(folder, step, values or tensors(), {"samples_seen": 4}, keep)
+    sources = {name: TensorSource.of(value) for name, value in (values or tensors()).items()}
+    return write_checkpoint(folder, step, sources, {"samples_seen": 4}, keep)
 
 
 def test_what_is_written_is_read_back_bit_for_bit(tmp_path):

@@ -1,0 +1,59 @@
+"""Giving a described model its values on this rank: all of them, or a piece at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bigtrain.blueprint import Blueprint
+from bigtrain.config import Precision
+from bigtrain.distributed import RunContext
+
+
+class Materializer:
+    """Gives parameters and buffers of a blueprint their values, each at most once.
+
+    A model that could not be described on the meta device is whole on every rank anyhow: it is
+    sent from rank 0 at the first call.
+
+    Args:
+        blueprint: the model.
+        context: the device, the seed and the ranks.
+        precision: fp64 makes float64 of every floating-point tensor.
+    """
+
+    def __init__(self, blueprint: Blueprint, context: RunContext, precision: Precision) -> None:
+        self._blueprint, self._context = blueprint, context
+        self._double = precision == "fp64"
+        self._done: set[str] = set()
+
+    def __call__(self, names: Collection[str]) -> None:
+        """Fill in the tensors of these names; those that have their values stay as they are."""
+        blueprint, context = self._blueprint, self._context
+        wanted = names if blueprint.deferred else names_of(blueprint.model)
+        wanted = [name for name in wanted if name not in self._done]
+        if not wanted:
+            return
+        self._done.update(wanted)
+        only = wanted if blueprint.deferred else None
+        blueprint.materialize(context.device, seed=context.seed, only=only)
+        tensors = named_tensors(blueprint.model)
+        for name in wanted:
+            tensor = tensors[name]
+            if self._double and tensor.is_floating_point():
+                tensor.data = tensor.data.double()
+            if not blueprint.deferred and context.world_size > 1:
+                dist.broadcast(tensor.detach(), src=0)
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name; a tied tensor under each of its names."""
+    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    return found | dict(model.named_buffers(remove_duplicate=False))
+
+
+def names_of(model: nn.Module) -> list[str]:
+    """The first name of every parameter and buffer."""
+    return [*(n for n, _ in model.named_parameters()), *(n for n, _ in model.named_buffers())]

@@ -1,0 +1,71 @@
+"""Tensors of which this rank holds a part: a DTensor's local piece, and the whole again."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: a DTensor's own piece, any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor. Collective for a DTensor: all its ranks call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def part_of(full: Tensor, like: Tensor) -> Tensor:
+    """What this rank holds of `full`, were it laid out as `like` is; no exchange.
+
+    Args:
+        full: the whole values, on any device; the same on every rank.
+        like: a DTensor or a plain tensor of the same shape.
+
+    Returns:
+        A plain tensor on `like`'s device.
+    """
+    placed = full.to(local(like).device)
+    if not isinstance(like, DTensor):
+        return placed
+    return distribute_tensor(
+        placed, like.device_mesh, like.placements, src_data_rank=None
+    ).to_local()
+
+
+def like_parts(piece: Tensor, like: Tensor) -> Tensor:
+    """The tensor with `piece` as its local part, laid out as `like` is: a DTensor for a DTensor."""
+    if not isinstance(like, DTensor):
+        return piece
+    return DTensor.from_local(
+        piece,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """All elements in the order in which they lie in memory: a view where there are no gaps."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    if _is_dense(tensor):
+        return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return tensor.reshape(-1)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie in memory without gaps, in whatever order (channels_last is)."""
+    expected = 1
+    for size, stride in sorted(
+        zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])
+    ):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,107 @@
+"""How an optimizer is put to the parameters, and how its whole state is read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from bigtrain.checkpoint import TensorSource
+from bigtrain.shards import like_parts, local, part_of, whole
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+"""Sharding and cutting change the parameters first, so the optimizer is made from what is left."""
+
+
+class Update(Protocol):
+    """The optimizer of one rank, and the way from and to its whole state."""
+
+    optimizer: torch.optim.Optimizer
+    """Whose learning rates are set."""
+
+    def step(self) -> None:
+        """Update the parameters by their gradients."""
+
+    def held(self) -> Iterable[Tensor]:
+        """The tensors of the state that this rank holds in memory, fp32 copies included."""
+
+    def state(self) -> dict[str, TensorSource]:
+        """The state as `NAME.KEY`. Collective."""
+
+    def masters(self) -> dict[str, TensorSource]:
+        """The fp32 values of the parameters that are computed with in less."""
+
+    def load_state(self, name: str, key: str, value: Tensor) -> None:
+        """Take over one tensor of the state, whole and on the CPU."""
+
+    def load_master(self, name: str, value: Tensor) -> None:
+        """Take over a parameter's fp32 value, whole and on the CPU, where a copy is kept."""
+
+    def close(self) -> None:
+        """Let go of files and threads."""
+
+
+class WholeUpdate:
+    """The optimizer on the parameters themselves, sharded (as DTensors) or not."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], make_optimizer: MakeOptimizer
+    ) -> None:
+        self._parameters = parameters
+        self.optimizer = make_optimizer(list(parameters.values()))
+
+    def step(self) -> None:
+        """See `Update.step`."""
+        self.optimizer.step()
+
+    def held(self) -> Iterable[Tensor]:
+        """See `Update.held`."""
+        return tensors_of(self.optimizer)
+
+    def state(self) -> dict[str, TensorSource]:
+        """See `Update.state`."""
+        found = {}
+        for name, parameter in self._parameters.items():
+            for key, value in sorted(self.optimizer.state.get(parameter, {}).items()):
+                if isinstance(value, Tensor):
+                    found[f"{name}.{key}"] = source_of(value)
+        return found
+
+    def masters(self) -> dict[str, TensorSource]:
+        """See `Update.masters`."""
+        return {}
+
+    def load_state(self, name: str, key: str, value: Tensor) -> None:
+        """See `Update.load_state`."""
+        parameter = self._parameters[name]
+        if value.shape == parameter.shape and value.dim():
+            piece = part_of(value, parameter)
+            self.optimizer.state[parameter][key] = like_parts(piece, parameter)
+            return
+        # A step count is on the host, but for the kernels that read it on the device.
+        device = local(parameter).device if counts_on_device(self.optimizer) else value.device
+        self.optimizer.state[parameter][key] = value.to(device)
+
+    def load_master(self, name: str, value: Tensor) -> None:
+        """See `Update.load_master`."""
+
+    def close(self) -> None:
+        """See `Update.close`."""
+
+
+def source_of(tensor: Tensor) -> TensorSource:
+    """A tensor of which this rank holds all or, as a DTensor, a part."""
+    return TensorSource(tensor.dtype, tuple(tensor.shape), lambda: whole(tensor.detach()))
+
+
+def tensors_of(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+    """The tensors of an optimizer's state."""
+    for slots in optimizer.state.values():
+        yield from (value for value in slots.values() if isinstance(value, Tensor))
+
+
+def counts_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether step counts live on the device: the kernels that read them there."""
+    return bool(optimizer.defaults.get("fused") or optimizer.defaults.get("capturable"))

@@ -1,0 +1,86 @@
+"""ZeRO: optimizer state, gradients and parameters sharded over the replicas, by stages.
+
+Memory: of the bytes for P parameters on N ranks in fp32 (bf16), stage 1 holds 8P/N (12P/N) of
+optimizer state and the rest whole, stage 2 shards the gradients too, stage 3 everything: 16P/N.
+Activations are not touched; layers in use are whole for that time.
+Communication: stages 1 and 2 as DDP, each parameter's bytes twice per rank and step; stage 3
+gathers the parameters for the forward and again for the backward pass: half as much more.
+Constraints: pays from two ranks on. Which options and precisions there are, the engine says.
+Example: deepspeed --num_accelerators 2 bigtrain/train.py --strategy zero2
+
+Source: Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054), sections 3, 5 and 7.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import ClassVar
+
+from bigtrain.errors import ConfigError
+from bigtrain.forecast import Forecast, Profile
+from bigtrain.imports import load_object
+from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
+from bigtrain.strategy import Assembly, Plan
+
+ENGINES: dict[str, dict[int, str]] = {
+    "torch": {
+        1: "bigtrain.strategies.zero.sharded_optimizer:ShardedOptimizer",
+        2: "bigtrain.strategies.zero.fully_sharded:FullySharded",
+        3: "bigtrain.strategies.zero.fully_sharded:FullySharded",
+    },
+}
+"""What does a stage, by engine; a module is imported when it is chosen."""
+
+
+class Zero(ZeroOptions):
+    """Sharded data parallel: the stage and who does it."""
+
+    name: ClassVar[str] = "zero"
+    summary: ClassVar[str] = "optimizer state, gradients, parameters sharded over the replicas"
+
+    @cached_property
+    def _engine(self) -> ZeroEngine:
+        stages = ENGINES[self.engine]
+        if self.stage not in stages:
+            raise ConfigError(
+                f"strategy.replicate.stage=0 shards nothing, and engine={self.engine} has it not. "
+                "Use --strategy ddp."
+            )
+        engine: ZeroEngine = load_object(stages[self.stage], "strategy.replicate.engine")()
+        return engine
+
+    @property
+    def owns_step(self) -> bool:
+        """See `Strategy.owns_step`."""
+        return self._engine.owns_step
+
+    @property
+    def needs_group(self) -> bool:
+        """See `Strategy.needs_group`."""
+        return self._engine.needs_group
+
+    @property
+    def materializes(self) -> bool:
+        """See `Strategy.materializes`."""
+        return self._engine.materializes
+
+    @property
+    def bf16_parameters(self) -> bool:
+        """See `Strategy.bf16_parameters`."""
+        return self._engine.bf16_parameters
+
+    def check(self, plan: Plan) -> None:
+        """Refuse what the engine cannot do, before any process group exists."""
+        self._engine.check(self, plan)
+
+    def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:
+        """Say where sharding cannot help."""
+        return self._engine.advise(self, forecast, profile, plan)
+
+    def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
+        """Shard the states, and add the engine's own buffers."""
+        return self._engine.estimate(self, forecast, profile, plan)
+
+    def apply(self, assembly: Assembly) -> None:
+        """Let the engine take the model over."""
+        self._engine.apply(self, assembly)
