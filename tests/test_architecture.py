@@ -37,14 +37,14 @@ TABLE = """
 words:      errors units
 job:        arguments config configs configs.jobs configs.strategies environment imports loading
 memory:     forecast memory precision shards timeline
-learning:   blueprint recorder recording tasks
+learning:   blocks blueprint recorder recording tasks
             data data.catalog data.digits data.folders data.images data.loader data.sampler
             data.seeding data.source data.synthetic data.text data.voc
             models models.gpt models.imported models.lenet models.torchvision_models
 ranks:      distributed failures guard launch rendezvous threads watch
 seam:       checkpoint optim pieces profiles replicas runner strategy update
 strategies: strategies strategies.accumulation strategies.ddp strategies.single
-            strategies.zero strategies.zero.options strategies.zero.sharded_optimizer
+            strategies.zero strategies.zero.options strategies.zero.fully_sharded strategies.zero.sharded_optimizer
 build:      build fill listing registry
 engine:     door engine parts
             report report.lines report.memory_report report.run_log report.tables

@@ -1,0 +1,52 @@
+"""The blocks of a model: the repeated pieces that are sharded, recomputed or cut as one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The repeated pieces of any module tree, by name, in the order of the tree.
+
+    A container (ModuleList, ModuleDict, Sequential) counts as repeated where at least two of its
+    children are of one class and themselves made of modules; its children are then blocks, or,
+    where a child is such a container again (the stages of a vision model), what is in it. A
+    model without any has its own children as blocks.
+    """
+    found = list(_repeated("", model))
+    if not found:
+        found = [(name, child) for name, child in model.named_children() if _has_weights(child)]
+    return found
+
+
+def _repeated(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    children = [(f"{path}.{name}".lstrip("."), c) for name, c in module.named_children()]
+    if isinstance(module, _CONTAINERS) and _is_repeated(module):
+        for name, child in children:
+            inside = list(_repeated(name, child)) if isinstance(child, _CONTAINERS) else []
+            if inside:  # a stage of several blocks
+                yield from inside
+            elif _is_composite(child):
+                yield name, child
+        return
+    for name, child in children:
+        yield from _repeated(name, child)
+
+
+def _is_repeated(module: nn.Module) -> bool:
+    """At least two children of one class that are modules of modules, not single layers."""
+    kinds = Counter(type(child) for child in module.children() if _is_composite(child))
+    return bool(kinds) and max(kinds.values()) >= 2
+
+
+def _is_composite(module: nn.Module) -> bool:
+    return _has_weights(module) and next(module.children(), None) is not None
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None

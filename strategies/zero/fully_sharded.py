@@ -1,0 +1,119 @@
+"""Stages 2 and 3 on PyTorch's own fully_shard: parameters, gradients and state in shards.
+
+Stage 3 gathers each unit (a block of the model, or what is in no block) for its forward pass and
+again for its backward pass; stage 2 keeps what it has gathered from the forward to the backward
+pass. Gradients are reduced to shards after every micro-batch, so that accumulating costs a shard
+only. In bf16 the shards are fp32, the one copy there is, and are gathered in bf16; gradients are
+summed over the ranks in fp32.
+
+The model is built sharded: a unit gets its values and is sharded before the next one does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.batchnorm import _NormBase
+
+from bigtrain.blocks import find_blocks
+from bigtrain.distributed import RunContext
+from bigtrain.errors import ConfigError
+from bigtrain.fill import names_of
+from bigtrain.forecast import Forecast, Profile
+from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
+from bigtrain.strategy import Assembly, Plan
+
+
+class FullySharded(ZeroEngine):
+    """torch.distributed.fsdp.fully_shard, unit by unit."""
+
+    materializes = True
+    needs_group = True
+    bf16_parameters = True
+
+    def check(self, options: ZeroOptions, plan: Plan) -> None:
+        """Refuse a hybrid mesh that does not divide."""
+        ranks = options.shard_ranks
+        if ranks is not None and plan.dp % ranks:
+            fitting = [n for n in range(1, plan.dp + 1) if plan.dp % n == 0]
+            raise ConfigError(
+                f"strategy.replicate.shard_ranks={ranks} does not divide the {plan.dp} ranks of "
+                f"mesh.dp. Use one of {', '.join(map(str, fitting))}."
+            )
+
+    def estimate(
+        self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
+    ) -> Forecast:
+        """States in shards, and the units that are whole at each moment."""
+        return forecast
+
+    def apply(self, options: ZeroOptions, assembly: Assembly) -> None:
+        """Build and shard one unit after the other, the root last."""
+        model, plan = assembly.model, assembly.plan
+        settings: dict[str, Any] = {
+            "mesh": shard_mesh(assembly.context, options.shard_ranks),
+            "reshard_after_forward": options.stage == 3,
+        }
+        whole = MixedPrecisionPolicy()
+        low = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if plan.bf16_parameters else whole
+        for unit in units_of(model):
+            assembly.materialize(_below(model, unit))
+            norms = _norms(unit) if plan.bf16_parameters else []
+            if norms:  # their kernels take no mixture of bf16 weights and fp32 statistics
+                fully_shard(norms, mp_policy=whole, **settings)
+            fully_shard(unit, mp_policy=low, **settings)
+            _tell_owner(unit, assembly)
+        assembly.materialize(names_of(model))
+        fully_shard(model, mp_policy=low, **{**settings, "reshard_after_forward": False})
+        _tell_owner(model, assembly)
+        assembly.module = model
+
+
+def shard_mesh(context: RunContext, shard_ranks: int | None) -> DeviceMesh:
+    """The dp axis, or, for hybrid sharding, its ranks as (groups that replicate, shards)."""
+    mesh = context.mesh
+    if mesh is None:
+        raise ConfigError("fully_shard needs a process group. Use bigtrain.connect.")
+    if shard_ranks is None or shard_ranks == context.dp_size:
+        return mesh["dp"]
+    ranks = mesh["dp"].mesh.view(-1, shard_ranks)
+    return DeviceMesh(context.device.type, ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def units_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks that are sharded by themselves: those that share no parameter with others."""
+    blocks = [block for _, block in find_blocks(model)]
+    uses: dict[int, set[int]] = {}
+    for place, block in enumerate(blocks):
+        for parameter in block.parameters():
+            uses.setdefault(id(parameter), set()).add(place)
+    inside = {id(module) for block in blocks for module in block.modules()}
+    for module in model.modules():
+        if id(module) not in inside:
+            for parameter in module.parameters(recurse=False):
+                uses.setdefault(id(parameter), set()).add(-1)
+    return [b for b in blocks if all(len(uses[id(p)]) == 1 for p in b.parameters())]
+
+
+def _below(model: nn.Module, unit: nn.Module) -> list[str]:
+    prefix = next(name for name, module in model.named_modules() if module is unit)
+    return [f"{prefix}.{name}" for name in names_of(unit)]
+
+
+def _norms(unit: nn.Module) -> list[nn.Module]:
+    return [m for m in unit.modules() if isinstance(m, _NormBase) and m.affine]
+
+
+def _tell_owner(unit: nn.Module, assembly: Assembly) -> None:
+    """Unsharded parameters are parameters, too; they are there from the pre-forward hook on."""
+
+    def own(module: nn.Module, _inputs: Iterable[Any]) -> None:
+        assembly.meter.own(module.parameters(), "parameters")
+
+    if isinstance(unit, FSDPModule):
+        unit.register_forward_pre_hook(own)
