@@ -45,6 +45,7 @@ ranks:      distributed failures guard launch rendezvous threads watch
 seam:       checkpoint optim pieces profiles replicas runner strategy update
 strategies: strategies strategies.accumulation strategies.ddp strategies.single
             strategies.zero strategies.zero.options strategies.zero.fully_sharded strategies.zero.sharded_optimizer
+            strategies.zero.fairscale_engine strategies.zero.fairscale_forecast strategies.zero.fairscale_fsdp
 build:      build fill listing registry
 engine:     door engine parts
             report report.lines report.memory_report report.run_log report.tables

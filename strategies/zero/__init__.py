@@ -28,6 +28,11 @@ ENGINES: dict[str, dict[int, str]] = {
         2: "bigtrain.strategies.zero.fully_sharded:FullySharded",
         3: "bigtrain.strategies.zero.fully_sharded:FullySharded",
     },
+    "fairscale": {
+        1: "bigtrain.strategies.zero.fairscale_engine:FairscaleOSS",
+        2: "bigtrain.strategies.zero.fairscale_engine:FairscaleShardedDDP",
+        3: "bigtrain.strategies.zero.fairscale_fsdp:FairscaleFSDP",
+    },
 }
 """What does a stage, by engine; a module is imported when it is chosen."""
 

@@ -1,0 +1,69 @@
+"""What a rank holds under fairscale's stages: who gets which parameter, what is on its way."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+from bigtrain.forecast import Profile
+from bigtrain.strategies.zero.options import ZeroOptions
+from bigtrain.timeline import Span, Timeline
+
+
+def in_flight(options: ZeroOptions, gradient_bytes: int) -> int:
+    """Bytes of other ranks' gradients that may be on their way while backward goes on."""
+    return options.bucket_size or gradient_bytes // 32
+
+
+@dataclass(frozen=True)
+class Deal:
+    """How the gradients of a profile fall to the fullest of some ranks."""
+
+    share: float
+    """Of all trained elements."""
+    mine: frozenset[int]
+    """Births, in the profile's first micro-batch, of the gradients that this rank keeps."""
+
+    @classmethod
+    def of(cls, profile: Profile, ranks: int) -> Deal:
+        """Deal as OSS does: the largest first, each to the rank with least so far."""
+        spans = [span for span in profile.first.spans if span.kind == "gradients"]
+        # The backward pass makes them in about the reverse of the parameters' order.
+        spans.sort(key=lambda span: (-span.nbytes, -span.birth))
+        loads, births = [0] * ranks, [set[int]() for _ in range(ranks)]
+        for span in spans:
+            rank = loads.index(min(loads))
+            loads[rank] += span.nbytes
+            births[rank].add(span.birth)
+        fullest = loads.index(max(loads))
+        share = loads[fullest] / sum(loads) if sum(loads) else 1 / ranks
+        return cls(share, frozenset(births[fullest]))
+
+    def passing(self, timeline: Timeline, most: int) -> Timeline:
+        """The first micro-batch, in which others' gradients live only until they are sent."""
+        others = [s for s in timeline.spans if s.kind == "gradients" and s.birth not in self.mine]
+        others.sort(key=lambda span: span.birth)
+        ends: dict[int, int] = {}
+        pending: deque[Span] = deque()
+        born = sorted(s.birth for s in timeline.spans)
+        for span in others:
+            pending.append(span)
+            # It is on its way when the next storage is made.
+            at = next((birth for birth in born if birth > span.birth), span.death)
+            while sum(s.nbytes for s in pending) > most:
+                ends[pending.popleft().birth] = at
+        spans = tuple(
+            replace(s, kind="temporary", death=ends.get(s.birth, s.death))
+            if s.kind == "gradients" and s.birth not in self.mine
+            else s
+            for s in timeline.spans
+        )
+        return Timeline(spans, timeline.phases)
+
+
+def scaled(timeline: Timeline, share: float) -> Timeline:
+    """The optimizer's step on a share of the parameters; single numbers stay as they are."""
+    spans = tuple(
+        replace(s, nbytes=round(s.nbytes * share)) if s.nbytes > 8 else s for s in timeline.spans
+    )
+    return Timeline(spans, timeline.phases)
