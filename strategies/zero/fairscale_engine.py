@@ -31,7 +31,7 @@ from bigtrain.forecast import Forecast, Profile
 from bigtrain.pieces import Replicas
 from bigtrain.replicas import Sync, wrap
 from bigtrain.runner import LoopRunner
-from bigtrain.strategies.zero.fairscale_forecast import Deal, in_flight, scaled
+from bigtrain.strategies.zero.fairscale_forecast import Deal, deals, in_flight, scaled
 from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
 from bigtrain.strategy import Assembly, Plan
 from bigtrain.units import MIB
@@ -97,13 +97,13 @@ class FairscaleOSS(ZeroEngine):
         """DDP's gradients, and the optimizer state of the fullest rank."""
         if plan.dp == 1:
             return forecast
-        deal = Deal.of(profile, plan.dp)
+        share = deals(profile, plan.dp)[0].share
         states = replace(
             forecast.states,
             gradients=profile.gradient_bytes,
-            optimizer=round(profile.optimizer_bytes * deal.share),
+            optimizer=round(profile.optimizer_bytes * share),
         )
-        step = scaled(forecast.step, deal.share)
+        step = scaled(forecast.step, share)
         return replace(forecast, states=states, first=profile.next, step=step)
 
     def apply(self, options: ZeroOptions, assembly: Assembly) -> None:
@@ -132,16 +132,23 @@ class FairscaleShardedDDP(ZeroEngine):
         """The states of the fullest rank; the gradients of others while they are sent."""
         if plan.dp == 1:
             return forecast
-        deal = Deal.of(profile, plan.dp)
         most = in_flight(options, profile.gradient_bytes)
-        optimizer = round(profile.optimizer_bytes * deal.share)
-        return replace(
-            forecast,
-            states=replace(forecast.states, optimizer=optimizer),
-            first=deal.passing(profile.first, most),
-            step=scaled(forecast.step, deal.share),
-            gradients=round(profile.gradient_bytes * deal.share),
-        )
+        accumulates = plan.batch.accumulation_steps > 1
+
+        def of(deal: Deal) -> Forecast:
+            optimizer = round(profile.optimizer_bytes * deal.share)
+            return replace(
+                forecast,
+                states=replace(forecast.states, optimizer=optimizer),
+                first=deal.passing(profile.first, most),
+                step=scaled(forecast.step, deal.share),
+                gradients=round(profile.gradient_bytes * deal.share),
+            )
+
+        def peak(one: Forecast) -> int:
+            return (replace(one, next=profile.next) if accumulates else one).peak().bytes
+
+        return max((of(deal) for deal in deals(profile, plan.dp)), key=peak)
 
     def apply(self, options: ZeroOptions, assembly: Assembly) -> None:
         """Wrap the model around OSS's way of dealing out the parameters."""
@@ -162,7 +169,7 @@ class FairscaleShardedDDP(ZeroEngine):
             auto_refresh_trainable=False,
         )
         wrapped.refresh_trainable()  # now and not in the first forward pass
-        sizes = sum(p.numel() * p.element_size() for p in update.parameters.values())
+        sizes = sum(_bytes(p) for p in update.parameters.values())
         _limit_in_flight(wrapped, update, in_flight(options, sizes))
         assembly.update = update
         assembly.module = wrapped
@@ -363,32 +370,43 @@ class _Reaveraged:
 
 
 def _limit_in_flight(wrapped: Any, update: OSSUpdate, most: int) -> None:
-    """Wait for the oldest reductions where more than `most` bytes are held for them.
+    """Let others' gradients go as soon as they are sent, and hold at most `most` bytes of them.
 
-    ShardedDataParallel lets gradients go when it happens to find their reduction finished; where
-    the computing is faster than the network, that is after the whole backward pass.
+    ShardedDataParallel lets them go when it happens to find their reduction finished; where the
+    computing is faster than the network, that is after the whole backward pass.
     """
-    under_way: deque[int] = deque()
+    wrapped._try_consume_work_handle = lambda: None  # what follows does it
     handles = wrapped._work_handles
+    under_way: deque[nn.Parameter] = deque()
     mine = {id(p) for p in update.mine.values()}
 
-    def wait_for(nbytes: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            under_way.append(nbytes)
-            while len(under_way) > len(handles):  # those that have been let go
-                under_way.popleft()
-            while sum(under_way) > most:
-                work = handles.popleft()
-                under_way.popleft()
-                work.handle.wait()
-                work.callback()
-
-        return hook
+    def settle(sent: nn.Parameter) -> None:
+        while under_way and len(under_way) >= len(handles):  # done at the end of a backward pass
+            under_way.popleft()
+        under_way.append(sent)
+        while sum(_bytes(p) for p in under_way if id(p) not in mine) > most:
+            work, parameter = handles.popleft(), under_way.popleft()
+            work.handle.wait()
+            gradient = parameter.grad
+            work.callback()
+            if id(parameter) not in mine and gradient is not None:
+                _free(gradient)
 
     wrapped._bigtrain_hooks = []
     for parameter in update.parameters.values():
         # The node that adds up this parameter's gradient; after its hook that sends, this one.
         node: Any = parameter.expand_as(parameter).grad_fn
         node = node.next_functions[0][0]
-        size = 0 if id(parameter) in mine else parameter.numel() * parameter.element_size()
-        wrapped._bigtrain_hooks.append(node.register_hook(wait_for(size)))
+        hook = node.register_hook(lambda *_, sent=parameter: settle(sent))
+        wrapped._bigtrain_hooks.append((node, hook))
+
+
+def _free(gradient: Tensor) -> None:
+    """Give the memory back now: a backend's thread may hold on to the tensor for a moment."""
+    storage = gradient.untyped_storage()
+    if storage.nbytes() == _bytes(gradient):  # and not a slice of what others' gradients are in
+        storage.resize_(0)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -17,27 +17,12 @@ def in_flight(options: ZeroOptions, gradient_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Deal:
-    """How the gradients of a profile fall to the fullest of some ranks."""
+    """What falls to one rank of the gradients of a profile."""
 
     share: float
     """Of all trained elements."""
     mine: frozenset[int]
     """Births, in the profile's first micro-batch, of the gradients that this rank keeps."""
-
-    @classmethod
-    def of(cls, profile: Profile, ranks: int) -> Deal:
-        """Deal as OSS does: the largest first, each to the rank with least so far."""
-        spans = [span for span in profile.first.spans if span.kind == "gradients"]
-        # The backward pass makes them in about the reverse of the parameters' order.
-        spans.sort(key=lambda span: (-span.nbytes, -span.birth))
-        loads, births = [0] * ranks, [set[int]() for _ in range(ranks)]
-        for span in spans:
-            rank = loads.index(min(loads))
-            loads[rank] += span.nbytes
-            births[rank].add(span.birth)
-        fullest = loads.index(max(loads))
-        share = loads[fullest] / sum(loads) if sum(loads) else 1 / ranks
-        return cls(share, frozenset(births[fullest]))
 
     def passing(self, timeline: Timeline, most: int) -> Timeline:
         """The first micro-batch, in which others' gradients live only until they are sent."""
@@ -59,6 +44,25 @@ class Deal:
             for s in timeline.spans
         )
         return Timeline(spans, timeline.phases)
+
+
+def deals(profile: Profile, ranks: int, most: int = 8) -> list[Deal]:
+    """Deal as OSS does: the largest first, each to the rank with least so far.
+
+    Returns:
+        Those of the fullest ranks, the very fullest first.
+    """
+    spans = [span for span in profile.first.spans if span.kind == "gradients"]
+    # The backward pass makes them in about the reverse of the parameters' order.
+    spans.sort(key=lambda span: (-span.nbytes, -span.birth))
+    loads, births = [0] * ranks, [set[int]() for _ in range(ranks)]
+    for span in spans:
+        rank = loads.index(min(loads))
+        loads[rank] += span.nbytes
+        births[rank].add(span.birth)
+    total = sum(loads)
+    fullest = sorted(range(ranks), key=lambda rank: -loads[rank])[:most]
+    return [Deal(loads[r] / total if total else 1 / ranks, frozenset(births[r])) for r in fullest]
 
 
 def scaled(timeline: Timeline, share: float) -> Timeline:
