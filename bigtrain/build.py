@@ -81,6 +81,16 @@ def in_order(plan: Plan) -> list[Strategy]:
     return [plan.techniques[role] for role in ORDER if role in plan.techniques]
 
 
+def check_sizes(profile: Profile, plan: Plan) -> None:
+    """Let each technique refuse a model that is too large for it, before anything is built.
+
+    Raises:
+        ConfigError: with the numbers; every rank has the same profile and raises it.
+    """
+    for technique in in_order(plan):
+        technique.check_sizes(profile, plan)
+
+
 def forecast(profile: Profile, plan: Plan) -> Forecast:
     """Predict one rank's memory: each technique turns the forecast of those before it."""
     predicted = Forecast.of(profile)

@@ -9,7 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from bigtrain.errors import ConfigError
 from bigtrain.units import parse_bytes
@@ -17,6 +25,13 @@ from bigtrain.units import parse_bytes
 Precision = Literal["fp32", "bf16", "fp64"]
 Role = Literal["cut", "replicate", "recompute", "offload", "accumulate"]
 ROLES: tuple[Role, ...] = ("cut", "replicate", "recompute", "offload", "accumulate")
+
+ONLY_TECHNIQUE = {
+    "recompute": "checkpointing",
+    "offload": "offload",
+    "accumulate": "accumulation",
+}
+"""What a role means where its `name` is left out: these have one technique each."""
 
 Bytes = Annotated[int, BeforeValidator(lambda value: parse_bytes(value))]
 """A size: written '25MiB' or as a number, kept as an integer of bytes."""
@@ -152,8 +167,13 @@ class StrategyConfig(Section):
 
     @field_validator(*ROLES, mode="before")
     @classmethod
-    def _short_form(cls, value: object) -> object:
-        return {"name": value} if isinstance(value, str) else value
+    def _short_form(cls, value: object, info: ValidationInfo) -> object:
+        if isinstance(value, str):
+            return {"name": value}
+        name = ONLY_TECHNIQUE.get(str(info.field_name))
+        if isinstance(value, dict) and name is not None:
+            return {"name": name, **value}
+        return value
 
     def roles(self) -> dict[Role, RoleConfig]:
         """The roles that are filled, in the order of composition."""

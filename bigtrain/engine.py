@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bigtrain.blueprint import Blueprint, describe
-from bigtrain.build import build, forecast, make_plan
+from bigtrain.build import build, check_sizes, forecast, make_plan
 from bigtrain.checkpoint import (
     Checkpoint,
     lend_tensors,
@@ -264,6 +264,7 @@ class Engine:
         if profile.missing is not None:
             self.prediction_note = f"the model does not run on fake tensors ({profile.missing})"
             return
+        check_sizes(profile, self.plan)
         self.predicted = forecast(profile, self.plan).peak()
 
     def _set_learning_rate(self) -> float:

@@ -43,11 +43,13 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         fake: count fake tensors, and only those.
+        device_type: count what is on such devices only; None counts everything.
     """
 
-    def __init__(self, *, fake: bool = False) -> None:
+    def __init__(self, *, fake: bool = False, device_type: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake = fake
+        self._device_type = device_type
         self._watching = ExitStack()
         self.clock = 0
         self.live_bytes = 0
@@ -99,6 +101,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._note(part).kind = kind
 
     def _note(self, tensor: Tensor) -> _Record:
+        if self._device_type not in (None, tensor.device.type):
+            return _Record(0, self.clock)  # the host's part of a run on a GPU
         try:
             storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError):  # sparse, quantised, functorch wrappers
@@ -256,7 +260,9 @@ class Meter:
         self.device = device
         self.process = ProcessPeak()
         self._steps_left = track_steps
-        self._tracker: StorageTracker | None = StorageTracker() if track_steps > 0 else None
+        self._tracker: StorageTracker | None = None
+        if track_steps > 0:
+            self._tracker = StorageTracker(device_type=device.type)
         self._tracked: Peak | None = None
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)

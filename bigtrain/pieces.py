@@ -8,9 +8,8 @@ host or on disk between the steps.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bigtrain.checkpoint import TensorSource
+from bigtrain.cuts import Cut, chunk_elements, cut_evenly, stretches
+from bigtrain.home import Home, Kept
 from bigtrain.shards import flat, like_parts, local, part_of, whole
 from bigtrain.update import MakeOptimizer, counts_on_device, tensors_of
 
@@ -28,18 +29,6 @@ ELEMENTWISE = {
 """Optimizers of torch that treat each element by itself, so that any cut gives the same numbers."""
 
 
-@dataclass(frozen=True)
-class Cut:
-    """A run of a parameter's elements that one rank updates."""
-
-    name: str
-    owner: int
-    """Place of the rank on the dp axis."""
-    start: int
-    stop: int
-    """Elements [start, stop) of what each rank holds of the parameter, in memory order."""
-
-
 @dataclass
 class Piece:
     """A cut on its owner."""
@@ -48,6 +37,13 @@ class Piece:
     shard: nn.Parameter
     """What the optimizer updates: the parameter's own elements, or a copy of them."""
     copied: bool
+    shape: torch.Size
+    """Of the shard while it is in memory."""
+    kept: dict[str, Kept] = field(default_factory=dict)
+    """What is put away: slots of the state by their keys, the shard's own values by VALUE."""
+
+
+VALUE = ""
 
 
 @dataclass(frozen=True)
@@ -72,25 +68,6 @@ class Replicas:
         everyone: list[Any] = [None] * self.size
         dist.all_gather_object(everyone, value, group=self.group)
         return everyone
-
-
-class Home:
-    """Where fp32 copies and optimizer state live between the steps: on the parameters' device."""
-
-    moves = False
-    """Whether the optimizer updates copies that are somewhere else than the parameters."""
-    chunked = False
-    """Whether to update a chunk at a time, so that little of the state is in memory at once."""
-
-    def settle(self, value: Tensor) -> Tensor:
-        """Bring a new fp32 copy to where it lives."""
-        return value
-
-    def leave(self, state: dict[str, Any]) -> None:
-        """Put a piece's state away after its update; replace what has moved in the dict."""
-
-    def close(self) -> None:
-        """Let go of files."""
 
 
 class PiecewiseUpdate:
@@ -130,20 +107,37 @@ class PiecewiseUpdate:
         self._cuts = [Cut(*cut) for cut in cut_evenly(sizes, ranks, splits, most)]
         self._whole_shape = not splits
         self._pieces: dict[Cut, Piece] = {}
-        for name in parameters:
-            self._settle(name, [c for c in self._cuts if c.name == name and c.owner == rank])
+        mine = {
+            name: [c for c in self._cuts if c.name == name and c.owner == rank] for name in sizes
+        }
+        self._home.reserve(
+            sum(self._bytes(cuts) for cuts in mine.values()),
+            sum(self._bytes(cuts) for name, cuts in mine.items() if self._copies(name)),
+            make_optimizer,
+        )
+        for name, cuts in mine.items():
+            self._settle(name, cuts)
         self._chunks = _chunks(list(self._pieces.values()), most)
         # A rank without a piece (fewer elements than ranks) still has an optimizer to set rates on.
         shards = [piece.shard for piece in self._pieces.values()]
         self.optimizer = make_optimizer(shards or [nn.Parameter(torch.zeros(0))])
 
+    def _copies(self, name: str) -> bool:
+        return self._home.moves or name in self._low
+
+    def _bytes(self, cuts: Iterable[Cut]) -> int:
+        return sum((c.stop - c.start) * self._parameters[c.name].element_size() for c in cuts)
+
     def _settle(self, name: str, cuts: Sequence[Cut]) -> None:
         """Make the pieces of a parameter; the fp32 values first, then what is computed with."""
-        copied = self._home.moves or name in self._low
+        copied = self._copies(name)
         for cut in cuts:
             value = self._target(cut)
             value = self._home.settle(value.clone()) if copied else value
-            self._pieces[cut] = Piece(cut, nn.Parameter(value), copied)
+            piece = Piece(cut, nn.Parameter(value), copied, value.shape)
+            self._pieces[cut] = piece
+            if copied:
+                self._put_value(piece, value)
         if name in self._low:
             parameter = self._parameters[name]
             parameter.data = parameter.data.to(torch.bfloat16)
@@ -155,20 +149,39 @@ class PiecewiseUpdate:
 
     def step(self) -> None:
         """See `Update.step`."""
-        for chunk in self._chunks:
-            for piece in chunk:
-                piece.shard.grad = self._gradient(piece)
+        for chunk, gradients in self._with_gradients():
+            present = [(p, g) for p, g in zip(chunk, gradients, strict=True) if g is not None]
+            if not present:
+                continue
+            self._home.expect(kept for piece, _ in present for kept in piece.kept.values())
+            for piece, gradient in present:
+                self._fetch(piece)
+                piece.shard.grad = gradient()
             self.optimizer.step()
-            for piece in chunk:
-                if piece.shard.grad is None:
-                    continue
+            for piece, _ in present:
                 piece.shard.grad = None
                 if piece.copied:
-                    self._target(piece.cut).copy_(piece.shard.detach())
-                self._home.leave(self.optimizer.state[piece.shard])
+                    self._home.give_back(self._target(piece.cut), piece.shard.detach())
+                self._put(piece)
+        self._home.rest()
         self._spread()
 
-    def _gradient(self, piece: Piece) -> Tensor | None:
+    def _with_gradients(
+        self,
+    ) -> Iterator[tuple[list[Piece], list[Callable[[], Tensor] | None]]]:
+        """Each chunk with its gradients; those of the next one are on their way meanwhile."""
+        if not self._home.moves:  # nothing is under way: converted when their turn comes
+            for chunk in self._chunks:
+                yield chunk, [self._gradient(piece) for piece in chunk]
+            return
+        coming = [self._gradient(piece) for piece in self._chunks[0]] if self._chunks else []
+        for number, chunk in enumerate(self._chunks):
+            here = coming
+            following = self._chunks[number + 1] if number + 1 < len(self._chunks) else []
+            coming = [self._gradient(piece) for piece in following]
+            yield chunk, here
+
+    def _gradient(self, piece: Piece) -> Callable[[], Tensor] | None:
         """The piece's share of the gradient: a view where it need not be converted or moved."""
         parameter = self._parameters[piece.cut.name]
         if parameter.grad is None:
@@ -178,12 +191,42 @@ class PiecewiseUpdate:
             if gradient.stride() != held.stride():
                 gradient = torch.empty_like(held).copy_(gradient)
             gradient = flat(gradient)[piece.cut.start : piece.cut.stop]
-        return gradient.to(piece.shard)
+        return self._home.bring(gradient, piece.shard)
+
+    def _fetch(self, piece: Piece) -> None:
+        """Bring what is put away of a piece back into memory."""
+        slots = self.optimizer.state[piece.shard] if piece.kept.keys() - {VALUE} else {}
+        for key, kept in piece.kept.items():
+            if key == VALUE:
+                piece.shard.data = self._home.fetch(kept)
+            else:
+                slots[key] = self._home.fetch(kept)
+
+    def _put(self, piece: Piece) -> None:
+        """Put a piece away after its update."""
+        slots = self.optimizer.state[piece.shard]
+        for key in slots:
+            self._put_slot(piece, slots, key)
+        if VALUE in piece.kept:
+            self._put_value(piece, piece.shard.detach())
+
+    def _put_slot(self, piece: Piece, slots: dict[Any, Any], key: str) -> None:
+        value = slots[key]
+        if isinstance(value, Tensor) and value.numel() > 1:  # step counts are read all the time
+            kept = self._home.keep(value, piece.kept.get(key))
+            if kept is not None:
+                slots[key] = piece.kept[key] = kept
+
+    def _put_value(self, piece: Piece, value: Tensor) -> None:
+        kept = self._home.keep(value, piece.kept.get(VALUE))
+        if kept is not None:
+            piece.kept[VALUE] = kept
+            piece.shard.data = value.new_empty(0)
 
     def _spread(self) -> None:
         """Let every replica have every piece: broadcasts in place, no second copy."""
         under_way = []
-        for cut in _stretches(self._cuts):
+        for cut in stretches(self._cuts):
             held = flat(local(self._parameters[cut.name]).detach())
             under_way.append(self._replicas.send(held[cut.start : cut.stop], cut.owner))
         for work in under_way:
@@ -200,8 +243,8 @@ class PiecewiseUpdate:
         mine: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...] | None]]] = {}
         for cut, piece in self._pieces.items():
             for key, value in self.optimizer.state.get(piece.shard, {}).items():
-                if isinstance(value, Tensor):
-                    sliced = value.shape == piece.shard.shape and value.dim() > 0
+                if isinstance(value, Tensor | Kept):
+                    sliced = value.shape == piece.shape and len(value.shape) > 0
                     about = (value.dtype, None if sliced else tuple(value.shape))
                     mine.setdefault(cut.name, {})[key] = about
         keys: dict[str, dict[str, Any]] = {}
@@ -218,13 +261,15 @@ class PiecewiseUpdate:
         self, name: str, key: str, dtype: torch.dtype, shape: tuple[int, ...] | None
     ) -> TensorSource:
         def values(piece: Piece) -> Tensor:
-            found: Tensor = self.optimizer.state[piece.shard][key]
-            return found
+            return self._read(self.optimizer.state[piece.shard][key])
 
         if shape is None:
             size = tuple(self._parameters[name].shape)
             return TensorSource(dtype, size, lambda: self._assemble(name, dtype, values))
         return TensorSource(dtype, shape, lambda: self._scalar(name, dtype, shape, values))
+
+    def _read(self, value: Tensor | Kept) -> Tensor:
+        return self._home.fetch(value) if isinstance(value, Kept) else value
 
     def _assemble(self, name: str, dtype: torch.dtype, values: Callable[[Piece], Tensor]) -> Tensor:
         parameter = self._parameters[name]
@@ -233,7 +278,11 @@ class PiecewiseUpdate:
         for cut in self._of(name):
             stretch = elements[cut.start : cut.stop]
             if cut in self._pieces:
-                stretch.copy_(flat(values(self._pieces[cut]).detach()))
+                value = values(self._pieces[cut]).detach()
+                if value.shape == result.shape:  # laid out in memory as it may be
+                    result.copy_(value)
+                else:
+                    stretch.copy_(flat(value))
             work = self._replicas.send(stretch, cut.owner)
             if work is not None:
                 work.wait()
@@ -262,112 +311,76 @@ class PiecewiseUpdate:
     def masters(self) -> dict[str, TensorSource]:
         """See `Update.masters`."""
 
+        def value(piece: Piece) -> Tensor:
+            return self._read(piece.kept.get(VALUE, piece.shard))
+
         def source(name: str) -> TensorSource:
             shape, dtype = tuple(self._parameters[name].shape), torch.float32
-            return TensorSource(dtype, shape, lambda: self._assemble(name, dtype, _shard))
+            return TensorSource(dtype, shape, lambda: self._assemble(name, dtype, value))
 
         return {name: source(name) for name in self._parameters if name in self._low}
 
     def load_state(self, name: str, key: str, value: Tensor) -> None:
         """See `Update.load_state`."""
+        pieces = [self._pieces[cut] for cut in self._of(name) if cut in self._pieces]
+        if not pieces:
+            return
         sliced = value.shape == self._parameters[name].shape and value.dim() > 0
-        for cut, piece in self._pieces.items():
-            if cut.name != name:
-                continue
+        elements = self._elements(name, value) if sliced else None
+        for piece in pieces:
             slots = self.optimizer.state[piece.shard]
-            if sliced:
-                slots[key] = self._values(piece, value)
+            if elements is not None:
+                slots[key] = self._part(piece, elements)
             else:
                 device = piece.shard.device if counts_on_device(self.optimizer) else value.device
                 slots[key] = value.clone().to(device)
-            self._home.leave(slots)
+            self._put_slot(piece, slots, key)
 
     def load_master(self, name: str, value: Tensor) -> None:
         """See `Update.load_master`."""
-        for cut, piece in self._pieces.items():
-            if cut.name == name and piece.copied:
-                piece.shard.data.copy_(self._values(piece, value))
+        pieces = [self._pieces[cut] for cut in self._of(name) if cut in self._pieces]
+        copied = [piece for piece in pieces if piece.copied]
+        if not copied:
+            return
+        elements = self._elements(name, value)
+        for piece in copied:
+            part = self._part(piece, elements)
+            if VALUE in piece.kept:
+                self._put_value(piece, part.to(piece.kept[VALUE].dtype))
+            else:
+                piece.shard.data.copy_(part)
 
-    def _values(self, piece: Piece, value: Tensor) -> Tensor:
-        """The elements of a whole tensor that a piece holds, in the shape of its shard."""
-        parameter = self._parameters[piece.cut.name]
+    def _elements(self, name: str, value: Tensor) -> Tensor:
+        """What this rank holds of a whole tensor, in the order of the cuts."""
+        parameter = self._parameters[name]
         held = torch.empty_like(local(parameter).detach(), dtype=value.dtype)
-        held.copy_(part_of(value, parameter))
-        elements = flat(held)[piece.cut.start : piece.cut.stop]
-        return elements.view(piece.shard.shape).to(piece.shard.device, copy=True)
+        return flat(held.copy_(part_of(value, parameter)))
+
+    def _part(self, piece: Piece, elements: Tensor) -> Tensor:
+        """A piece's own copy of its elements, in the shape of its shard."""
+        part = elements[piece.cut.start : piece.cut.stop]
+        if not self._whole_shape:
+            return part.to(piece.shard.device, copy=True)
+        like = local(self._parameters[piece.cut.name])
+        shaped = torch.empty_like(like, dtype=part.dtype, device=piece.shard.device)
+        flat(shaped).copy_(part)
+        return shaped
 
     def close(self) -> None:
         """See `Update.close`."""
         self._home.close()
 
 
-def cut_evenly(
-    sizes: Mapping[str, int], ranks: int, splits: bool, most: int | None = None
-) -> list[tuple[str, int, int, int]]:
-    """Give each rank an equal stretch of all parameters laid end to end.
-
-    Args:
-        sizes: elements of each parameter, in their order.
-        ranks: how many share them.
-        splits: whether a parameter may be cut; otherwise it goes whole to the rank that its
-            middle falls to.
-        most: elements of the largest piece; None is no limit.
-
-    Returns:
-        (name, rank, start, stop) of each piece, in order.
-    """
-    total = sum(sizes.values())
-    # Cuts at multiples of 64 elements keep the vector kernels aligned.
-    bounds = [round(total * rank / ranks / 64) * 64 for rank in range(ranks)] + [total]
-    pieces = []
-    offset = 0
-    for name, size in sizes.items():
-        if not splits:
-            middle = offset + size // 2
-            owner = max(r for r in range(ranks) if bounds[r] <= middle)
-            pieces.append((name, owner, 0, size))
-        else:
-            for rank in range(ranks):
-                start = max(offset, bounds[rank]) - offset
-                stop = min(offset + size, bounds[rank + 1]) - offset
-                step = most or max(1, stop - start)
-                pieces += [
-                    (name, rank, at, min(at + step, stop)) for at in range(start, stop, step)
-                ]
-        offset += size
-    return pieces
-
-
-def chunk_elements(elements: int, ranks: int) -> int:
-    """Elements that are updated at a time where copies are needed: a 32nd of a rank's share."""
-    return max(1 << 18, math.ceil(elements / ranks / 32 / 64) * 64)
-
-
 def _chunks(pieces: Sequence[Piece], most: int | None) -> list[list[Piece]]:
     if most is None:
         return [list(pieces)] if pieces else []
     chunks: list[list[Piece]] = []
-    filled = most
+    filled = 0
     for piece in pieces:
-        size = piece.shard.numel()
-        if filled + size > most:
+        size = piece.shape.numel()
+        if not chunks or filled + size > most:
             chunks.append([])
             filled = 0
         chunks[-1].append(piece)
         filled += size
     return chunks
-
-
-def _stretches(cuts: Iterable[Cut]) -> list[Cut]:
-    """Neighbouring cuts of one owner as one."""
-    merged: list[Cut] = []
-    for cut in cuts:
-        if merged and (merged[-1].name, merged[-1].owner) == (cut.name, cut.owner):
-            merged[-1] = replace(merged[-1], stop=cut.stop)
-        else:
-            merged.append(cut)
-    return merged
-
-
-def _shard(piece: Piece) -> Tensor:
-    return piece.shard

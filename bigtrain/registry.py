@@ -18,7 +18,9 @@ TECHNIQUES: dict[Role, dict[str, str]] = {
         "zero": "bigtrain.strategies.zero:Zero",
     },
     "recompute": {},
-    "offload": {},
+    "offload": {
+        "offload": "bigtrain.strategies.offload:Offload",
+    },
     "accumulate": {
         "accumulation": "bigtrain.strategies.accumulation:Accumulation",
     },

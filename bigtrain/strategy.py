@@ -21,8 +21,8 @@ from bigtrain.config import Batch, Precision, Role, StrategyConfig
 from bigtrain.data.loader import MicroBatch
 from bigtrain.distributed import RunContext
 from bigtrain.forecast import Forecast, Profile
+from bigtrain.home import Home
 from bigtrain.memory import Meter
-from bigtrain.pieces import Home
 from bigtrain.tasks import Loss
 from bigtrain.update import MakeOptimizer, Update
 
@@ -182,6 +182,20 @@ class Strategy(BaseModel):
         return False
 
     @property
+    def own_offload(self) -> bool:
+        """Whether it does the offload role's work itself."""
+        return False
+
+    @property
+    def moves_parameters(self) -> bool:
+        """Whether it keeps the parameters where the offload role says."""
+        return False
+
+    def state_ranks(self, plan: Plan) -> int:  # noqa: ARG002
+        """Over how many ranks it shards the optimizer's state."""
+        return 1
+
+    @property
     def offloaded(self) -> Offloaded:
         """What this technique moves off the device."""
         return Offloaded()
@@ -192,6 +206,13 @@ class Strategy(BaseModel):
 
     def check(self, plan: Plan) -> None:
         """Refuse what cannot work, before any process group exists.
+
+        Raises:
+            ConfigError: with the key, the numbers and the fix.
+        """
+
+    def check_sizes(self, profile: Profile, plan: Plan) -> None:
+        """Refuse what cannot work with a model of this size: the profile is known now.
 
         Raises:
             ConfigError: with the key, the numbers and the fix.

@@ -36,14 +36,14 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = """
 words:      errors units
 job:        arguments config configs configs.jobs configs.strategies environment imports loading
-memory:     forecast memory precision shards timeline
+memory:     cuts forecast memory precision room shards timeline
 learning:   blocks blueprint recorder recording tasks
             data data.catalog data.digits data.folders data.images data.loader data.sampler
             data.seeding data.source data.synthetic data.text data.voc
             models models.gpt models.imported models.lenet models.torchvision_models
 ranks:      distributed failures guard launch rendezvous threads watch
-seam:       checkpoint optim pieces profiles replicas runner strategy update
-strategies: strategies strategies.accumulation strategies.ddp strategies.single
+seam:       checkpoint home optim pieces profiles replicas runner strategy update
+strategies: strategies strategies.accumulation strategies.ddp strategies.offload strategies.single
             strategies.zero strategies.zero.options strategies.zero.fully_sharded strategies.zero.sharded_optimizer
             strategies.zero.fairscale_engine strategies.zero.fairscale_forecast strategies.zero.fairscale_fsdp
 build:      build fill listing registry
@@ -349,7 +349,7 @@ def test_every_technique_has_a_preset_or_a_reason():
     for role, name in LISTED:
         forms = (preset.get(role) for preset in presets)
         has = any(
-            form == name or (isinstance(form, dict) and form["name"] == name) for form in forms
+            form == name or (isinstance(form, dict) and form.get("name", name) == name) for form in forms
         )
         assert has != (name in WITHOUT_PRESET), (
             f"{name}: write configs/strategies/{name}.yaml, or say in WITHOUT_PRESET why not"

@@ -10,7 +10,7 @@ import torch
 import yaml
 from rich.console import Console
 
-from bigtrain.build import describe_plan, forecast
+from bigtrain.build import check_sizes, describe_plan, forecast
 from bigtrain.config import Job
 from bigtrain.engine import Engine
 from bigtrain.parts import Parts
@@ -90,6 +90,7 @@ def predict(parts: Parts, plan: Plan) -> tuple[Peak | None, str | None]:
     )
     if profile.missing is not None:
         return None, profile.missing
+    check_sizes(profile, plan)
     return forecast(profile, plan).peak(), None
 
 

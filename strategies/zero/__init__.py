@@ -74,6 +74,16 @@ class Zero(ZeroOptions):
         """See `Strategy.bf16_parameters`."""
         return self._engine.bf16_parameters
 
+    @property
+    def own_offload(self) -> bool:
+        """See `Strategy.own_offload`."""
+        return self._engine.own_offload
+
+    @property
+    def moves_parameters(self) -> bool:
+        """See `Strategy.moves_parameters`."""
+        return self._engine.moves_parameters
+
     def check(self, plan: Plan) -> None:
         """Refuse what the engine cannot do, before any process group exists."""
         self._engine.check(self, plan)

@@ -35,6 +35,7 @@ class FullySharded(ZeroEngine):
     materializes = True
     needs_group = True
     bf16_parameters = True
+    moves_parameters = True
 
     def check(self, options: ZeroOptions, plan: Plan) -> None:
         """Refuse a hybrid mesh that does not divide."""

@@ -28,6 +28,10 @@ class ZeroOptions(Strategy):
     config: str | None = None
     """A DeepSpeed configuration file, taken as it is (`strategy.deepspeed` is the short form)."""
 
+    def state_ranks(self, plan: Plan) -> int:
+        """See `Strategy.state_ranks`."""
+        return self.shard_ranks or plan.dp
+
 
 class ZeroEngine:
     """What does a stage. Stateless; the neutral answers stand here."""
@@ -37,6 +41,10 @@ class ZeroEngine:
     """Whether it wants a process group for a single rank, too."""
     materializes: bool = False
     bf16_parameters: bool = False
+    own_offload: bool = False
+    """Whether it moves state and parameters itself, as `strategy.offload` says."""
+    moves_parameters: bool = False
+    """Whether it keeps the parameters where `strategy.offload` says; its state goes to a home."""
 
     def check(self, options: ZeroOptions, plan: Plan) -> None:
         """Refuse, as `Strategy.check` does."""

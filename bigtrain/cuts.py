@@ -1,0 +1,72 @@
+"""How the parameters, laid end to end, are cut into the pieces that are updated one by one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A run of a parameter's elements that one rank updates."""
+
+    name: str
+    owner: int
+    """Place of the rank on the dp axis."""
+    start: int
+    stop: int
+    """Elements [start, stop) of what each rank holds of the parameter, in memory order."""
+
+
+def cut_evenly(
+    sizes: Mapping[str, int], ranks: int, splits: bool, most: int | None = None
+) -> list[tuple[str, int, int, int]]:
+    """Give each rank an equal stretch of all parameters laid end to end.
+
+    Args:
+        sizes: elements of each parameter, in their order.
+        ranks: how many share them.
+        splits: whether a parameter may be cut; otherwise it goes whole to the rank that its
+            middle falls to.
+        most: elements of the largest piece; None is no limit.
+
+    Returns:
+        (name, rank, start, stop) of each piece, in order.
+    """
+    total = sum(sizes.values())
+    # Cuts at multiples of 64 elements keep the vector kernels aligned.
+    bounds = [round(total * rank / ranks / 64) * 64 for rank in range(ranks)] + [total]
+    pieces = []
+    offset = 0
+    for name, size in sizes.items():
+        if not splits:
+            middle = offset + size // 2
+            owner = max(r for r in range(ranks) if bounds[r] <= middle)
+            pieces.append((name, owner, 0, size))
+        else:
+            for rank in range(ranks):
+                start = max(offset, bounds[rank]) - offset
+                stop = min(offset + size, bounds[rank + 1]) - offset
+                step = most or max(1, stop - start)
+                pieces += [
+                    (name, rank, at, min(at + step, stop)) for at in range(start, stop, step)
+                ]
+        offset += size
+    return pieces
+
+
+def chunk_elements(elements: int, ranks: int) -> int:
+    """Elements that are updated at a time where copies are needed: a 32nd of a rank's share."""
+    return max(1 << 18, math.ceil(elements / ranks / 32 / 64) * 64)
+
+
+def stretches(cuts: Iterable[Cut]) -> list[Cut]:
+    """Neighbouring cuts of one owner as one."""
+    merged: list[Cut] = []
+    for cut in cuts:
+        if merged and (merged[-1].name, merged[-1].owner) == (cut.name, cut.owner):
+            merged[-1] = replace(merged[-1], stop=cut.stop)
+        else:
+            merged.append(cut)
+    return merged

@@ -1,0 +1,167 @@
+"""Optimizer state on disk or in the host's memory instead of beside the parameters.
+
+Memory: the 8 bytes that AdamW keeps for each fp32 parameter go, but for a 32nd part of them that
+is in memory while it is updated. On a GPU `optimizer: cpu` moves the update itself to the host.
+Communication: none between ranks. To disk and back: the state once each way and step. Between
+GPU and host: 4 bytes of gradient over and 4 of values back for each parameter and step.
+Constraints: a folder on a real disk, or host memory, with room for the state. Parameters are
+moved by stages 2 and 3 of `zero` alone.
+Example: python bigtrain/train.py --strategy single strategy.offload.optimizer=disk
+
+Source: Ren et al. 2021, ZeRO-Offload (arXiv 2101.06840), sections 3 and 4; Rajbhandari et al.
+2021, ZeRO-Infinity (arXiv 2104.07857), sections 5 and 6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from bigtrain.config import Role
+from bigtrain.cuts import chunk_elements
+from bigtrain.errors import ConfigError
+from bigtrain.forecast import Forecast, Profile
+from bigtrain.home import DiskHome, HostHome, disk_message, memory_message
+from bigtrain.room import (
+    IN_MEMORY,
+    file_system,
+    folder_fault,
+    free_memory,
+    free_on_disk,
+    scratch_folder,
+)
+from bigtrain.strategy import Assembly, Offloaded, Place, Plan, Strategy
+from bigtrain.timeline import Span, Timeline
+
+
+class Offload(Strategy):
+    """State that is needed once a step, kept where there is more room."""
+
+    name: ClassVar[str] = "offload"
+    role: ClassVar[Role] = "offload"
+    summary: ClassVar[str] = "optimizer state on disk or in the host's memory"
+
+    optimizer: Place = "device"
+    """Where the optimizer's state (and fp32 copies) lives between the steps."""
+    parameters: Place = "device"
+    """Where the parameters live between their uses (stages 2 and 3 of `zero` alone)."""
+    path: str | None = None
+    """An existing folder on a disk with room; left out, the system's for temporary files."""
+
+    @property
+    def offloaded(self) -> Offloaded:
+        """See `Strategy.offloaded`."""
+        return Offloaded(self.optimizer, self.parameters, self.path)
+
+    def check(self, plan: Plan) -> None:
+        """Refuse what moves nothing, a folder that cannot be used, parameters that stay."""
+        places = (self.optimizer, self.parameters)
+        if places == ("device", "device"):
+            raise ConfigError(
+                "strategy.offload moves nothing. Set strategy.offload.optimizer=cpu or "
+                "strategy.offload.optimizer=disk."
+            )
+        if self.path is not None and "disk" not in places:
+            raise ConfigError(
+                f"strategy.offload.path={self.path} is for what goes to disk, and nothing does. "
+                "Leave it out, or set strategy.offload.optimizer=disk."
+            )
+        if "disk" in places:
+            fault = folder_fault(self._folder)
+            if fault is not None:
+                raise ConfigError(f"strategy.offload.path={self._folder} {fault}.")
+        replicate = plan.techniques["replicate"]
+        if replicate.own_offload:
+            return
+        if self.parameters != "device" and not replicate.moves_parameters:
+            raise ConfigError(
+                f"strategy.offload.parameters={self.parameters}: {replicate.name} keeps whole "
+                "parameters on the device. Use --strategy fsdp with "
+                "strategy.offload.parameters=cpu, or strategy.replicate.name=zero stage=3 "
+                "engine=deepspeed."
+            )
+        if self.parameters == "disk":
+            raise ConfigError(
+                "strategy.offload.parameters=disk is done by engine=deepspeed with stage=3 alone. "
+                "Set strategy.replicate.engine=deepspeed, or strategy.offload.parameters=cpu."
+            )
+
+    @property
+    def _folder(self) -> str:
+        return self.path or scratch_folder()
+
+    def check_sizes(self, profile: Profile, plan: Plan) -> None:
+        """Refuse a place that is too small for the state of one rank alone."""
+        if plan.techniques["replicate"].own_offload:
+            return
+        elements = profile.trained_elements / plan.techniques["replicate"].state_ranks(plan)
+        state = round(elements * profile.state_slots) * _item(plan)
+        if self.optimizer == "disk":
+            free = free_on_disk(self._folder)
+            if state > free:
+                raise ConfigError(disk_message(self._folder, state, free, 1))
+        elif self._on_host(plan):
+            memory, wanted = free_memory(), state + round(elements) * _item(plan)
+            if memory is not None and wanted > memory:
+                raise ConfigError(memory_message(wanted, memory, 1))
+
+    def _on_host(self, plan: Plan) -> bool:
+        """Whether the host updates for the device: not where the parameters are there already."""
+        moved = self.parameters == "device" and plan.device_type != "cpu"
+        return self.optimizer == "cpu" and moved
+
+    def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:  # noqa: ARG002
+        """Say where nothing is gained."""
+        if self.optimizer == "cpu" and plan.device_type == "cpu":
+            return (
+                "strategy.offload.optimizer=cpu moves nothing: this run is on the CPU, and so is "
+                "its optimizer state. Use strategy.offload.optimizer=disk."
+            )
+        if profile.missing is None and profile.state_slots == 0:
+            return "strategy.offload moves nothing: this optimizer keeps no state."
+        kind = file_system(self._folder) if self.optimizer == "disk" else None
+        if kind in IN_MEMORY:
+            return (
+                f"strategy.offload.path={self._folder} is a {kind}, whose files are memory: "
+                "nothing is saved. Set strategy.offload.path to a folder on a disk."
+            )
+        return None
+
+    def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
+        """The state leaves; one chunk of it is there during the step."""
+        replicate = plan.techniques["replicate"]
+        if replicate.own_offload or profile.trained_elements == 0:
+            return forecast
+        states = replace(forecast.states, optimizer=profile.state_scalars)
+        if self._on_host(plan):
+            return replace(forecast, states=states, step=Timeline((), forecast.step.phases))
+        if self.optimizer != "disk":
+            return forecast
+        ranks = replicate.state_ranks(plan)
+        most = chunk_elements(profile.trained_elements, ranks)
+        chunk = min(most, profile.trained_elements // ranks)
+        room = round(chunk * profile.state_slots) * _item(plan)
+        share = chunk / profile.trained_elements
+        return replace(forecast, states=states, step=_chunked(forecast.step, share, room))
+
+    def apply(self, assembly: Assembly) -> None:
+        """Say where the state will live; whoever makes the optimizer takes it there."""
+        if assembly.plan.techniques["replicate"].own_offload:
+            return
+        if self.optimizer == "disk":
+            assembly.home = DiskHome(assembly.context, self._folder)
+        elif self._on_host(assembly.plan):
+            assembly.home = HostHome(assembly.context)
+
+
+def _item(plan: Plan) -> int:
+    """Bytes of one number of state: it is kept in the precision that is updated."""
+    return 8 if plan.precision == "fp64" else 4
+
+
+def _chunked(step: Timeline, share: float, room: int) -> Timeline:
+    """What a step needs beside the states where a share of them is updated at a time."""
+    spans = tuple(replace(span, nbytes=round(span.nbytes * share)) for span in step.spans)
+    start = step.phases[0][0]
+    end = max((span.death for span in spans), default=start + 1)
+    return Timeline((*spans, Span(room, "temporary", start, end)), step.phases)
