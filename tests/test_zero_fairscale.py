@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -241,8 +244,13 @@ def test_each_stage_holds_less_than_the_one_before():
     assert peak["ddp"] > peak["oss"] > peak["sharded_ddp"]
 
 
-STAGE3 = {"strategy.replicate.stage": 3}
 REFUSED = {
+    "state on the host": (
+        "oss",
+        {"strategy.offload.name": "offload", "strategy.offload.optimizer": "cpu"},
+        r"optimizer=cpu.*--strategy zero1_torch\.",
+    ),
+    "fp64": ("fairscale_fsdp", {"train.precision": "fp64"}, r"fp32 parameters.*--strategy fsdp\."),
     "stage 3 on a CPU": ("fairscale_fsdp", {}, r"needs CUDA.*--strategy fsdp\."),
     "hybrid": ("sharded_ddp", {"strategy.replicate.shard_ranks": 2}, "engine=torch"),
     "another's file": ("oss", {"strategy.replicate.config": "d.json"}, "engine=deepspeed"),
@@ -253,7 +261,7 @@ REFUSED = {
 def test_what_it_cannot_do_is_refused_before_the_ranks_meet(case):
     strategy, keys, words = REFUSED[case]
     with pytest.raises(ConfigError, match=words):
-        make_plan(job_of(strategy, keys), 2, "cpu")
+        make_plan(job_of(strategy, keys), 2, "cuda" if case == "fp64" else "cpu")
 
 
 @pytest.mark.parametrize(
@@ -268,6 +276,72 @@ def test_without_fairscale_it_says_what_to_install_and_what_else_to_use(
     with pytest.raises(ConfigError, match=f"`pip install fairscale`.*--strategy {instead}") as said:
         make_plan(job_of(strategy, {}), 2, "cpu")
     assert "\n" not in str(said.value)
+
+
+class Stack(nn.Module):
+    """Blocks, a head tied to the embedding, sizes that 2 and 4 ranks do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 7)
+        layers = [nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 7)) for _ in range(3)]
+        self.blocks = nn.ModuleList(layers)
+        self.head = nn.Linear(7, 13, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) * self.scale
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def without_streams(context, fn, *args):
+    """Call `fn` where fairscale's stage 3 runs on a CPU: everything in order, on no stream."""
+    from fairscale.internal import reduce_scatter_bucketer
+    from fairscale.nn.data_parallel import fully_sharded_data_parallel
+
+    from bigtrain.strategies.zero import fairscale_engine, fairscale_fsdp
+
+    stream = SimpleNamespace(wait_stream=lambda _: None, synchronize=lambda: None)
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        Stream=lambda: stream,
+        current_stream=lambda: stream,
+        stream=lambda _: nullcontext(),
+        synchronize=lambda: None,
+    )
+    fully_sharded_data_parallel.torch = SimpleNamespace(**{**vars(torch), "cuda": cuda})
+    for module in (fully_sharded_data_parallel, reduce_scatter_bucketer):
+        module.enable_nccl_base_collectives = False
+    torch.Tensor.record_stream = lambda _self, _stream: None
+    warnings.filterwarnings("ignore", message="TypedStorage")
+    fairscale_fsdp.FairscaleFSDP.check = lambda _, o, p: fairscale_engine.refuse_common(o, p)
+    return fn(context, *args)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_stage_3_equals_one_process(world_size):
+    """On a CPU with stand-ins for the streams: the sharding, and what is read out of it."""
+    keys = {"optim.clip_norm": 0.5}
+    one = run_ranks(train, 1, Stack, tokens(22), "single", keys)[0]
+    args = (Stack, tokens(22), "fairscale_fsdp", {**keys, "train.micro_batch_size": 1})
+    for record in run_ranks(without_streams, world_size, train, *args):
+        assert largest_difference(one, record) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader"), [("ddp", "fairscale_fsdp"), ("fairscale_fsdp", "oss")]
+)
+def test_a_checkpoint_goes_to_stage_3_and_back(saver, loader, tmp_path):
+    first = (continued, saver, tmp_path / "a", adamw, None)
+    path, losses = run_ranks(without_streams, 2, *first)[0]
+    again = run_ranks(without_streams, 4, continued, loader, tmp_path / "b", adamw, path)
+    for _, found in again:
+        assert found == pytest.approx(losses, abs=2e-6)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (Path(path) / name).read_bytes() == (Path(again[0][0]) / name).read_bytes()
 
 
 def mixed() -> nn.Module:

@@ -65,6 +65,15 @@ def deals(profile: Profile, ranks: int, most: int = 8) -> list[Deal]:
     return [Deal(loads[r] / total if total else 1 / ranks, frozenset(births[r])) for r in fullest]
 
 
+def reduced(timeline: Timeline, ranks: int, most: int) -> Timeline:
+    """The first micro-batch where every gradient is reduced to a part of it on each rank."""
+    kept = tuple(
+        replace(s, nbytes=s.nbytes // ranks) for s in timeline.spans if s.kind == "gradients"
+    )
+    sent = Deal(1 / ranks, frozenset()).passing(timeline, most)
+    return Timeline(sent.spans + kept, timeline.phases)
+
+
 def scaled(timeline: Timeline, share: float) -> Timeline:
     """The optimizer's step on a share of the parameters; single numbers stay as they are."""
     spans = tuple(

@@ -31,6 +31,7 @@ from bigtrain.strategies.zero.fairscale_engine import (
     ShareUpdate,
     refuse_common,
 )
+from bigtrain.strategies.zero.fairscale_forecast import reduced, scaled
 from bigtrain.strategies.zero.fully_sharded import units_of
 from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
 from bigtrain.strategy import Assembly, Plan
@@ -61,11 +62,7 @@ class FairscaleFSDP(ZeroEngine):
             )
 
     def estimate(
-        self,
-        options: ZeroOptions,  # noqa: ARG002
-        forecast: Forecast,
-        profile: Profile,  # noqa: ARG002
-        plan: Plan,
+        self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
     ) -> Forecast:
         """Every state in shards, and the parameters whole while they are used.
 
@@ -82,6 +79,8 @@ class FairscaleFSDP(ZeroEngine):
                 parameters=states.parameters + states.parameters // ranks,
                 optimizer=states.optimizer // ranks,
             ),
+            first=reduced(profile.first, ranks, options.bucket_size or 25 * MIB),
+            step=scaled(forecast.step, 1 / ranks),
             gradients=forecast.gradients // ranks,
         )
 
