@@ -34,7 +34,7 @@ from bigtrain.runner import LoopRunner
 from bigtrain.strategies.zero.fairscale_forecast import Deal, deals, in_flight, scaled
 from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
 from bigtrain.strategy import Assembly, Plan
-from bigtrain.units import MIB
+from bigtrain.units import MIB, format_bytes
 from bigtrain.update import MakeOptimizer, counts_on_device, tensors_of
 
 INSTEAD = {1: "zero1_torch", 2: "fsdp_zero2", 3: "fsdp"}
@@ -80,7 +80,32 @@ def refuse_common(options: ZeroOptions, plan: Plan) -> None:
             )
 
 
-class FairscaleOSS(ZeroEngine):
+class FairscaleEngine(ZeroEngine):
+    """What the stages have in common."""
+
+    def advise(
+        self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
+    ) -> str | None:
+        """Say where nothing is shared, or where sharing saves nothing."""
+        if plan.dp == 1:
+            return (
+                "one rank shares its states with nobody: strategy.replicate=zero runs as single. "
+                "Start more ranks, or use --strategy single."
+            )
+        # What DDP would need: the gradients whole and always there.
+        held = replace(forecast.states, gradients=profile.gradient_bytes)
+        before = replace(forecast, states=held, first=profile.next).peak().bytes
+        after = self.estimate(options, forecast, profile, plan).peak().bytes
+        if after < before:
+            return None
+        return (
+            f"stage {options.stage} on {plan.dp} ranks is predicted to need {format_bytes(after)} "
+            f"on a rank, and DDP {format_bytes(before)}: there is too little state to share. "
+            "Use --strategy ddp."
+        )
+
+
+class FairscaleOSS(FairscaleEngine):
     """Stage 1: DDP averages the gradients, OSS updates a rank's own parameters."""
 
     def check(self, options: ZeroOptions, plan: Plan) -> None:
@@ -119,7 +144,7 @@ class FairscaleOSS(ZeroEngine):
         assembly.keep_gradients = assembly.plan.batch.accumulation_steps > 1
 
 
-class FairscaleShardedDDP(ZeroEngine):
+class FairscaleShardedDDP(FairscaleEngine):
     """Stage 2: each gradient goes to the rank that updates its parameter, and is dropped."""
 
     def check(self, options: ZeroOptions, plan: Plan) -> None:

@@ -27,13 +27,14 @@ from bigtrain.fill import names_of
 from bigtrain.forecast import Forecast, Profile
 from bigtrain.pieces import ELEMENTWISE
 from bigtrain.strategies.zero.fairscale_engine import (
+    FairscaleEngine,
     ShardedGradients,
     ShareUpdate,
     refuse_common,
 )
 from bigtrain.strategies.zero.fairscale_forecast import reduced, scaled
 from bigtrain.strategies.zero.fully_sharded import units_of
-from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
+from bigtrain.strategies.zero.options import ZeroOptions
 from bigtrain.strategy import Assembly, Plan
 from bigtrain.units import MIB
 from bigtrain.update import MakeOptimizer, counts_on_device
@@ -42,7 +43,7 @@ _WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
 """What fairscale puts into the names of what it has wrapped."""
 
 
-class FairscaleFSDP(ZeroEngine):
+class FairscaleFSDP(FairscaleEngine):
     """fairscale's FullyShardedDataParallel, block by block."""
 
     materializes = True
