@@ -38,7 +38,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import signal
 import statistics
 import subprocess
 import sys
@@ -159,23 +158,30 @@ def _run(command: list[str], limit_s: float) -> str | None:
     # One thread a rank; freed blocks go back to the system, so that resident memory tells.
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
     with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(
-            command, stdout=said, stderr=said, env=environ, start_new_session=True
-        )
+        process = subprocess.Popen(command, stdout=said, stderr=said, env=environ)
         try:
             status = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             return f"not done after {limit_s:.0f} s"
         finally:
-            if process.poll() is None:  # the time limit, or Ctrl-C: the ranks are in its group
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            _end(process)
         said.seek(0)
         lines = [line.strip() for line in said if line.strip()]
     if status == 0:
         return None
     errors = [line for line in lines if "rror" in line] or lines or ["it said nothing"]
     return f"exit status {status}: {errors[-1]}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a run that is not done: asked to, it ends its ranks; killed, it could not."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def activation_bytes(precision: str) -> tuple[int, int]:
