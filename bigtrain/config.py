@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from bigtrain.deepspeed_file import compare_optimizer
 from bigtrain.errors import ConfigError
 from bigtrain.units import parse_bytes
 
@@ -159,6 +160,8 @@ class StrategyConfig(Section):
 
     name: str = "single"
     """What the reports call it: the preset's name."""
+    deepspeed: str | None = None
+    """A DeepSpeed configuration file (JSON): `zero` on DeepSpeed, as the file says."""
     cut: RoleConfig | None = None
     replicate: RoleConfig | None = None
     recompute: RoleConfig | None = None
@@ -180,9 +183,28 @@ class StrategyConfig(Section):
         filled: dict[Role, RoleConfig] = {}
         for role in ROLES:
             config: RoleConfig | None = getattr(self, role)
+            if role == "replicate" and self.deepspeed is not None:
+                config = zero_from_file(config, self.deepspeed)
             if config is not None:
                 filled[role] = config
         return filled
+
+
+def zero_from_file(replicate: RoleConfig | None, path: str) -> RoleConfig:
+    """`zero` on DeepSpeed with its file; a preset may stand beside it that says no other.
+
+    Raises:
+        ConfigError: the preset names another technique, engine or file.
+    """
+    options = replicate.options if replicate is not None else {}
+    named = {"name": replicate.name if replicate is not None else "zero", **options}
+    for key, value in (("name", "zero"), ("engine", "deepspeed"), ("config", path)):
+        if named.get(key, value) != value:
+            raise ConfigError(
+                f"strategy.replicate.{key}={named[key]}, but strategy.deepspeed={path} means "
+                f"{key}={value}. Leave one of the two out."
+            )
+    return RoleConfig(name="zero", **{**options, "engine": "deepspeed", "config": path})
 
 
 class MemoryConfig(Section):
@@ -230,6 +252,13 @@ class Job(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    @model_validator(mode="after")
+    def _deepspeed_agrees(self) -> Job:
+        if self.strategy.deepspeed is not None:
+            zero_from_file(self.strategy.replicate, self.strategy.deepspeed)
+            compare_optimizer(self.strategy.deepspeed, dict(self.optim))
+        return self
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # that stands before it here. "." is bigtrain itself.
 TABLE = """
 words:      errors units
-job:        arguments config configs configs.jobs configs.strategies environment imports loading
+job:        arguments config configs configs.jobs configs.strategies deepspeed_file environment imports loading
 memory:     cuts forecast memory precision room shards timeline
 learning:   blocks blueprint recorder recording tasks
             data data.catalog data.digits data.folders data.images data.loader data.sampler
@@ -46,6 +46,10 @@ seam:       checkpoint home optim pieces profiles replicas runner strategy updat
 strategies: strategies strategies.accumulation strategies.ddp strategies.offload strategies.single
             strategies.zero strategies.zero.options strategies.zero.fully_sharded strategies.zero.sharded_optimizer
             strategies.zero.fairscale_engine strategies.zero.fairscale_forecast strategies.zero.fairscale_fsdp
+            strategies.zero.advice strategies.zero.deepspeed_build strategies.zero.deepspeed_config
+            strategies.zero.deepspeed_engine strategies.zero.deepspeed_forecast
+            strategies.zero.deepspeed_offload strategies.zero.deepspeed_runner
+            strategies.zero.deepspeed_shards strategies.zero.deepspeed_update
 build:      build fill listing registry
 engine:     door engine parts
             report report.lines report.memory_report report.run_log report.tables

@@ -23,6 +23,7 @@ from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
 from bigtrain.strategy import Assembly, Plan
 
 ENGINES: dict[str, dict[int, str]] = {
+    "deepspeed": dict.fromkeys((1, 2, 3), "bigtrain.strategies.zero.deepspeed_engine:DeepSpeed"),
     "torch": {
         1: "bigtrain.strategies.zero.sharded_optimizer:ShardedOptimizer",
         2: "bigtrain.strategies.zero.fully_sharded:FullySharded",

@@ -1,0 +1,63 @@
+"""Saying beforehand where sharding the states cannot help."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bigtrain.forecast import Forecast, Profile
+from bigtrain.strategies.zero.options import ZeroOptions
+from bigtrain.strategy import Plan
+from bigtrain.units import format_bytes
+
+MOSTLY = 0.6
+"""The share of activations in the peak from which on ZeRO is not the means."""
+
+
+def advise(
+    options: ZeroOptions,
+    forecast_before: Forecast,
+    forecast_after: Forecast,
+    profile: Profile,
+    plan: Plan,
+) -> str | None:
+    """One line where a stage of ZeRO cannot help; None where it can.
+
+    Args:
+        options: the stage and the engine.
+        forecast_before: of one process, as the techniques before this one left it.
+        forecast_after: with this technique, not yet accumulating.
+        profile: of the model.
+        plan: ranks, micro-batches, precision.
+    """
+    name = f"ZeRO stage {options.stage}"
+    if plan.dp == 1:
+        return f"{name} has nothing to shard on one rank. Use --strategy single, or more ranks."
+    if profile.missing is not None:
+        return None
+    replicated = _replicated(forecast_before, profile, plan)
+    before, after = replicated.peak().bytes, forecast_after.peak()
+    if after.bytes >= before:
+        return (
+            f"{name} on {plan.dp} ranks is predicted to need {format_bytes(after.bytes)}, plain "
+            f"DDP {format_bytes(before)}: its buffers exceed what it saves. Use --strategy ddp."
+        )
+    share = after.breakdown.activations / after.bytes
+    if share > MOSTLY:
+        return (
+            f"{share:.0%} of the predicted peak of {format_bytes(after.bytes)} are activations, "
+            f"which {name} does not touch. Use a smaller train.micro_batch_size "
+            f"(now {plan.batch.micro_size})."
+        )
+    return None
+
+
+def _replicated(forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
+    """The same under plain DDP: everything on every rank, in fp32 as it keeps it."""
+    factor = 2 if plan.bf16_parameters else 1
+    states = replace(
+        forecast.states,
+        parameters=forecast.states.parameters * factor,
+        optimizer=forecast.states.optimizer * factor,
+        gradients=profile.gradient_bytes * factor,
+    )
+    return replace(forecast, states=states, first=profile.next)
