@@ -4,13 +4,11 @@
 
 Every run is one of its own through the `bigtrain` command: a GPT of 7 blocks, 768 wide, on the
 text of the Python library, 4 samples of 128 tokens to a step and rank, fused AdamW, fp32. The
-runs without and with offload take turns, so that a machine that slows down slows both. Peaks are those of the
-rank with the highest: `peak` of all tensors, `process` of the process's resident memory above
-what it was before the model was built. The fall is given as a share of the optimizer state's
-bytes (8 for each trained number, on every rank). The process's memory can fall by little more
-than is there at its peak, and that peak is in the step without offload, in the backward pass with
-it; so where activations are large the fall is smaller. `step` is the median over the steps after
-the tracked ones, of the fastest of the repeats.
+runs without and with offload take turns, so that a machine that slows down slows both. Peaks are
+those of the rank with the highest: `peak` of all tensors, `process` of the process's resident
+memory above what it was before the model was built. The fall is given as a share of the optimizer
+state's bytes (8 for each trained number, on every rank). `step` is the median over the steps
+after the tracked ones, of the fastest of the repeats.
 """
 
 from __future__ import annotations
