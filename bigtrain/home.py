@@ -41,6 +41,8 @@ class Kept:
     stride: tuple[int, ...]
     place: int
     """The file's offset in bytes."""
+    device: torch.device
+    """Where it is used: a parameter may be on the host in a run on a GPU."""
 
     @property
     def nbytes(self) -> int:
@@ -155,7 +157,7 @@ class DiskHome(Home):
         else:
             place, self._end = self._end, self._end + nbytes
         self._whole(os.pwritev, elements.contiguous().cpu(), place)
-        return Kept(value.dtype, value.shape, tuple(stride), place)
+        return Kept(value.dtype, value.shape, tuple(stride), place, value.device)
 
     def expect(self, kept: Iterable[Kept]) -> None:
         """See `Home.expect`. One buffer serves all chunks of a step."""
@@ -179,7 +181,7 @@ class DiskHome(Home):
             elements = torch.empty(kept.nbytes, dtype=torch.uint8)
         self._whole(os.preadv, elements, kept.place)
         shaped = elements.view(kept.dtype).as_strided(kept.shape, kept.stride, None)
-        return shaped.to(self._context.device)
+        return shaped.to(kept.device)
 
     def _whole(self, move: Callable[..., int], tensor: Tensor, place: int) -> None:
         """Read or write all bytes of a tensor; the system may do less than it is asked for."""
