@@ -13,13 +13,14 @@ import copy
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -77,13 +78,16 @@ class Built:
     """fp32 values by the id of a parameter: what this rank updates of it."""
     closing: ExitStack = field(default_factory=ExitStack)
     """What DeepSpeed changes outside of its engine, put back at the end."""
+    tracking: Callable[[], bool] = lambda: False
+    """Whether memory is being tracked now."""
 
 
 def build(assembly: Assembly, config: dict[str, Any], stage: int) -> Built:
     """Fill the model in, shard it, and put DeepSpeed's engine around it."""
     context = assembly.context
     deepspeed = load_deepspeed(context.device.type)
-    built = Built(None)
+    meter = assembly.meter
+    built = Built(None, tracking=lambda: meter.tracking)
     # Only some launchers set it, and DeepSpeed reads it all the time.
     built.closing.enter_context(_environment(LOCAL_RANK=str(context.local_rank)))
     _copy_without_hooks(assembly.model, context.device, built.closing)
@@ -112,6 +116,11 @@ def _connect(deepspeed: Any, context: RunContext) -> None:
 
     Its shared-memory collectives are a C++ operator that takes a minute to compile.
     """
+    if not dist.is_initialized():
+        raise ConfigError(
+            "DeepSpeed needs a process group, for one rank, too. Use bigtrain.prepare, or "
+            "bigtrain.connect(..., force_group=True)."
+        )
     if deepspeed.comm.is_initialized():
         return
     backend: Any = import_module("deepspeed.comm.torch")

@@ -6,13 +6,14 @@ the start of the backward pass, when the activations are all there.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from bisect import bisect_left
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bigtrain.forecast import Forecast, Profile
 from bigtrain.strategies.zero.deepspeed_config import accumulates_in_fp32, precision_of
 from bigtrain.strategy import Plan
-from bigtrain.timeline import Kind, Phase, Span, Timeline
+from bigtrain.timeline import Kind, Span, Timeline
 
 
 def forecast_of(
@@ -37,21 +38,25 @@ def forecast_of(
     states = replace(
         forecast.states,
         optimizer=_optimizer_bytes(profile, plan, share),
-        gradients=4 * share,
+        gradients=0,
         buffers=forecast.states.buffers + bucket,
     )
-    step = _on_shard(profile.step, plan)
-    result = replace(forecast, states=states, first=profile.next, step=step, next=None)
+    shard = 4 * share
+    backward = _Backward.of(profile)
+    first = backward.with_shard(shard)
+    held = shard
     if stage == 1 and plan.batch.accumulation_steps > 1:
         # Whole gradients wait for the last micro-batch, which reduces them into the shard.
-        whole = size * profile.trained_elements
-        result = replace(
-            result,
-            states=replace(states, gradients=0),
-            first=profile.first,
-            gradients=whole + 4 * share,
-        )
-    return result
+        held = size * profile.trained_elements
+        first = backward.emptying(first)
+    return replace(
+        forecast,
+        states=states,
+        first=first,
+        step=_on_shard(profile.step, plan),
+        gradients=held,
+        next=None,
+    )
 
 
 def _cut(
@@ -60,30 +65,77 @@ def _cut(
     """Stage 3: a module's parameters are whole while it computes, and its gradients in passing."""
     size, ranks = precision_of(plan), plan.dp
     share = -(-profile.trained_elements // ranks)
-    whole = [s.nbytes for s in profile.first.spans if s.kind == "gradients"]
+    backward = _Backward.of(profile)
+    whole = [span.nbytes for span in backward.gradients]
     persists = size * int(zero.get("stage3_param_persistence_threshold", 100_000))
     kept = sum(nbytes for nbytes in whole if nbytes <= persists)
     frozen = profile.parameter_bytes - size * profile.trained_elements
-    ahead = size * int(zero.get("stage3_prefetch_bucket_size", 50_000_000))
-    live = min(max(whole, default=0) + ahead, sum(whole))
     accumulator = 4 if accumulates_in_fp32(plan, 3) else size
     states = replace(
         forecast.states,
-        parameters=size * share + max(0, frozen) // ranks + kept + live,
+        parameters=size * share + max(0, frozen) // ranks + kept,
         optimizer=_optimizer_bytes(profile, plan, share),
         gradients=accumulator * share,
         buffers=forecast.states.buffers + bucket,
     )
+    ahead = size * int(zero.get("stage3_prefetch_bucket_size", 50_000_000))
+    first = backward.with_gathered(persists, min(ahead, sum(whole)))
     step = _on_shard(profile.step, plan)
     if accumulator < 4:  # a sub-group's gradients are converted for its update
         group = min(share, int(zero.get("sub_group_size", 1_000_000_000)))
-        step = _during("step", step, "temporary", 4 * max(group, _bytes(whole, size) // ranks))
-    return replace(forecast, states=states, first=profile.next, step=step, next=None)
+        largest = max(whole, default=0) // size // ranks
+        step = _throughout(step, "temporary", 4 * max(group, largest))
+    return replace(forecast, states=states, first=first, step=step, next=None)
 
 
-def _bytes(whole: list[int], size: int) -> int:
-    """Numbers in the largest parameter."""
-    return max(whole, default=0) // size
+@dataclass(frozen=True)
+class _Backward:
+    """One micro-batch whose gradients go as soon as they are there, in the order they come."""
+
+    timeline: Timeline
+    gradients: tuple[Span, ...]
+    """By birth; each lives until it is added to what there is."""
+
+    @classmethod
+    def of(cls, profile: Profile) -> _Backward:
+        """The second micro-batch of a profile, the first one telling which spans are gradients."""
+        first = sorted(profile.first.spans, key=lambda span: span.birth)
+        later = sorted(profile.next.spans, key=lambda span: span.birth)
+        if [s.nbytes for s in first] != [s.nbytes for s in later]:
+            made = tuple(s for s in first if s.kind == "gradients")
+            return cls(profile.first, made)
+        pairs = zip(first, later, strict=True)
+        return cls(profile.next, tuple(now for was, now in pairs if was.kind == "gradients"))
+
+    def with_shard(self, nbytes: int) -> Timeline:
+        """With this rank's shard of the gradients, made when the first of them is reduced."""
+        if not self.gradients:
+            return _throughout(self.timeline, "gradients", nbytes)
+        begin = min(span.death for span in self.gradients)
+        return _from(begin, self.timeline, "gradients", nbytes)
+
+    def emptying(self, timeline: Timeline) -> Timeline:
+        """With whole gradients there from before, each until it is reduced."""
+        begin = timeline.phases[0][0]
+        spans = [Span(g.nbytes, "gradients", begin, g.death + 1) for g in self.gradients]
+        return Timeline((*timeline.spans, *spans), timeline.phases)
+
+    def with_gathered(self, persists: int, ahead: int) -> Timeline:
+        """With the parameter in use whole: that whose gradient is made next.
+
+        Args:
+            persists: parameters up to so many bytes are whole all the time.
+            ahead: bytes that are gathered before their turn.
+        """
+        spans = []
+        births = sorted(span.birth for span in self.timeline.spans)
+        for gradient in self.gradients:
+            if gradient.nbytes <= persists:
+                continue
+            # Gathered for the gradient of the module's input, which is made just before.
+            begin = births[max(0, bisect_left(births, gradient.birth) - 1)]
+            spans.append(Span(gradient.nbytes + ahead, "parameters", begin, gradient.birth + 1))
+        return Timeline((*self.timeline.spans, *spans), self.timeline.phases)
 
 
 def _optimizer_bytes(profile: Profile, plan: Plan, share: int) -> int:
@@ -102,12 +154,13 @@ def _on_shard(step: Timeline, plan: Plan) -> Timeline:
     return Timeline(spans, step.phases)
 
 
-def _during(phase: Phase, timeline: Timeline, kind: Kind, nbytes: int) -> Timeline:
-    """A timeline with something more alive from the beginning of a phase to the end."""
-    if nbytes <= 0:
-        return timeline
-    begin = next((tick for tick, name in timeline.phases if name == phase), timeline.phases[0][0])
-    end = max((span.death for span in timeline.spans), default=begin + 1)
-    return Timeline(
-        (*timeline.spans, Span(nbytes, kind, begin, max(end, begin + 1))), timeline.phases
-    )
+def _throughout(timeline: Timeline, kind: Kind, nbytes: int) -> Timeline:
+    """A timeline with something more alive all the time."""
+    return _from(timeline.phases[0][0], timeline, kind, nbytes)
+
+
+def _from(begin: int, timeline: Timeline, kind: Kind, nbytes: int) -> Timeline:
+    """A timeline with something more alive from a tick on."""
+    end = max((span.death for span in timeline.spans), default=begin)
+    more = Span(nbytes, kind, begin, max(end, begin + 1))
+    return Timeline((*timeline.spans, more), timeline.phases)

@@ -6,12 +6,15 @@ of its elements in one of them.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from bigtrain.strategies.zero.deepspeed_build import Built
 
@@ -68,11 +71,37 @@ class Shards:
                     self.of(self.pieces, stretch).copy_(exact[key][: stretch.length])
         exact.clear()
 
+    def _sent(self, parameters: Iterable[nn.Parameter]) -> list[StorageWeakRef]:
+        """The gradients that are about to be sent, to see them go while memory is tracked."""
+        if not self._built.tracking():
+            return []
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        return [
+            StorageWeakRef(g.untyped_storage())  # type: ignore[no-untyped-call]
+            for g in gradients
+            if g.untyped_storage().nbytes() == g.nbytes
+        ]
+
     @staticmethod
     def of(flats: list[Tensor], stretch: Stretch) -> Tensor:
         """A stretch of flat tensors, as a view."""
         flat = flats[stretch.piece].detach().view(-1)
         return flat[stretch.offset : stretch.offset + stretch.length]
+
+
+def _until_gone(sent: list[StorageWeakRef]) -> None:
+    """Wait for gloo's thread, which lets go of a tensor a moment after it has been sent.
+
+    Tracked meanwhile, it would be there in one run and not in the next.
+    """
+    if not sent:
+        return
+    time.sleep(1e-3)  # for the copies that gloo makes itself
+    for reference in sent:
+        for _ in range(50):
+            if reference.expired():  # type: ignore[no-untyped-call]
+                break
+            time.sleep(2e-4)
 
 
 class FlatShards(Shards):
@@ -129,9 +158,11 @@ class FlatShards(Shards):
                 if comm_dtype in (None, dtype)
                 for group, index, _ in bucket.params
             ]
+            sent = self._sent(done)
             reduce(comm_dtype=comm_dtype)
             for parameter in done:
                 parameter.grad = None
+            _until_gone(sent)
 
         def add_and_send(parameter: nn.Parameter, group: int) -> None:
             add(parameter, group)
@@ -196,7 +227,9 @@ class CutShards(Shards):
             add(parameter)
             for dtype, bucket in zero.ipg_buckets.items():
                 if bucket.elements >= zero.reduce_bucket_size:
+                    sent = self._sent(bucket.params)
                     send(dtype)
+                    _until_gone(sent)
 
         zero.reduce_independent_p_g_buckets_and_remove_grads = add_and_send
 
