@@ -164,8 +164,8 @@ def test_buffers_follow_the_first_rank_as_under_ddp(strategy):
     one = run_ranks(convolving, 2, "ddp", "fp32")[0]
     record = run_ranks(convolving, 2, strategy, "fp32")[0]
     assert largest_difference(one, record) < 1e-5
-    low = run_ranks(convolving, 2, strategy, "bf16")[0]
-    assert low.losses == pytest.approx(one.losses, rel=2e-2)
+    with pytest.raises(AssertionError, match="kernels of BatchNorm2d.*--strategy zero1_torch"):
+        run_ranks(convolving, 2, strategy, "bf16")
 
 
 def continued(context, strategy, folder, optimizer, load, precision):
@@ -204,7 +204,8 @@ def test_a_checkpoint_goes_from_one_strategy_to_another(way, tmp_path):
     path, losses = saved[0]
     again = run_ranks(continued, loaders, loader, tmp_path / "b", optimizer, path, precision)
     for _, found in again:
-        assert found == pytest.approx(losses, abs=2e-6 if precision == "fp32" else 2e-3)
+        close = {"abs": 2e-6} if precision == "fp32" else {"rel": 5e-3}
+        assert found == pytest.approx(losses, **close)
     # What is written right after loading is what was loaded, file by file.
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (Path(path) / name).read_bytes() == (Path(again[0][0]) / name).read_bytes()

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _NormBase
 
 from bigtrain.distributed import RunContext
 from bigtrain.errors import ConfigError
@@ -95,16 +96,18 @@ def build(assembly: Assembly, config: dict[str, Any], stage: int) -> Built:
         warnings.simplefilter("ignore")
         _connect(deepspeed, context)
         low = assembly.plan.bf16_parameters
+        optimizer, names = optimizer_and_names(assembly)
         if stage == 3:
             _fill_in_shards(deepspeed, assembly, config, built, low=low)
         else:
-            _fill_flat(assembly, built, low=low)
+            _fill_flat(assembly, names, built, low=low)
         assembly.materialize(names_of(assembly.model))
-        trained = [p for p in assembly.model.parameters() if p.requires_grad]
+        for group, members in zip(optimizer.param_groups, names, strict=True):
+            group["params"] = [assembly.model.get_parameter(name) for name in members]
         with _flattening_in_place(deepspeed):
             built.engine, *_ = deepspeed.initialize(
                 model=assembly.model,
-                optimizer=assembly.make_optimizer(trained),
+                optimizer=optimizer,
                 config=config,
                 dist_init_required=False,
             )
@@ -165,8 +168,13 @@ def _copy_without_hooks(model: nn.Module, device: torch.device, closing: ExitSta
     closing.callback(delattr, model, "__deepcopy__")
 
 
-def groups_of(assembly: Assembly) -> list[list[str]]:
-    """The names of the trained parameters, as the optimizer will group them.
+def optimizer_and_names(
+    assembly: Assembly,
+) -> tuple[torch.optim.Optimizer, list[list[str]]]:
+    """The optimizer before it has its parameters, and the names of each of its groups.
+
+    It is made from stand-ins of the right shapes and one number large: nothing of the model is
+    there yet, and what is left of a parameter in shards has lost its shape.
 
     Raises:
         ConfigError: nothing is to be trained, parameters are not fp32, or the optimizer needs
@@ -179,8 +187,15 @@ def groups_of(assembly: Assembly) -> list[list[str]]:
             f"DeepSpeed needs trained parameters in float32, and the model has "
             f"{', '.join(kinds) or 'nothing to train'}. Use --strategy zero1_torch."
         )
-    # Of the right shapes, and one number large: nothing of the model is there yet.
-    stand_ins = {n: nn.Parameter(torch.zeros(()).expand(p.shape)) for n, p in named.items()}
+    statistics = [m for m in assembly.model.modules() if isinstance(m, _NormBase) and m.affine]
+    if assembly.plan.bf16_parameters and statistics:
+        raise ConfigError(
+            f"train.precision=bf16: DeepSpeed makes bf16 of all parameters, and the kernels of "
+            f"{type(statistics[0]).__name__} take none beside fp32 statistics. "
+            "Use --strategy zero1_torch or fsdp, or train.precision=fp32."
+        )
+    number = torch.zeros((), device=assembly.context.device)
+    stand_ins = {n: nn.Parameter(number.expand(p.shape)) for n, p in named.items()}
     optimizer = assembly.make_optimizer(list(stand_ins.values()))
     kind = type(optimizer).__name__
     if kind not in ELEMENTWISE:
@@ -189,15 +204,17 @@ def groups_of(assembly: Assembly) -> list[list[str]]:
             "whole ones. Use --strategy zero1_torch."
         )
     name_of = {id(p): n for n, p in stand_ins.items()}
-    return [[name_of[id(p)] for p in g["params"]] for g in optimizer.param_groups if g["params"]]
+    optimizer.param_groups[:] = [g for g in optimizer.param_groups if g["params"]]
+    optimizer.state.clear()
+    return optimizer, [[name_of[id(p)] for p in g["params"]] for g in optimizer.param_groups]
 
 
-def _fill_flat(assembly: Assembly, built: Built, *, low: bool) -> None:
+def _fill_flat(assembly: Assembly, groups: list[list[str]], built: Built, *, low: bool) -> None:
     """Stages 1 and 2: each group's parameters one after the other in one buffer."""
     context = assembly.context
     ranks, rank = context.dp_size, context.dp_rank
     dtype = torch.bfloat16 if low else torch.float32
-    for names in groups_of(assembly):
+    for names in groups:
         parameters = [assembly.model.get_parameter(name) for name in names]
         unit = 2 * ranks  # DeepSpeed's alignment
         size = -(-sum(p.numel() for p in parameters) // unit) * unit
@@ -223,7 +240,6 @@ def _fill_in_shards(
     deepspeed: Any, assembly: Assembly, config: dict[str, Any], built: Built, *, low: bool
 ) -> None:
     """Stage 3: module by module, so that no rank ever has more than one module whole."""
-    groups_of(assembly)  # for what it refuses
     parts: Any = import_module("deepspeed.runtime.zero.partition_parameters")
     group = deepspeed.comm.get_world_group()
     init = deepspeed.zero.Init(config_dict_or_path=config, data_parallel_group=group)
