@@ -10,6 +10,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bigtrain.deepspeed_file import section
 from bigtrain.forecast import Forecast, Profile
 from bigtrain.strategies.zero.deepspeed_config import accumulates_in_fp32, precision_of
 from bigtrain.strategy import Plan
@@ -28,11 +29,17 @@ def forecast_of(
         plan: ranks, precision, accumulation, offload.
     """
     zero = config["zero_optimization"]
-    stage = zero["stage"]
-    size = precision_of(plan)
-    bucket = int(zero.get("reduce_bucket_size", 500_000_000)) * size
-    if stage == 3:
-        return _cut(zero, forecast, profile, plan, bucket)
+    bucket = int(zero.get("reduce_bucket_size", 500_000_000)) * precision_of(plan)
+    found = (_cut if zero["stage"] == 3 else _flat)(zero, forecast, profile, plan, bucket)
+    device = section(zero, "offload_optimizer").get("device", "none")
+    return found if device == "none" else _offloaded(zero, found, profile, plan)
+
+
+def _flat(
+    zero: dict[str, Any], forecast: Forecast, profile: Profile, plan: Plan, bucket: int
+) -> Forecast:
+    """Stages 1 and 2: one flat buffer of parameters, of which a rank updates its part."""
+    stage, size = zero["stage"], precision_of(plan)
     share = -(-profile.trained_elements // (2 * plan.dp)) * 2
     bucket *= 2 if zero.get("overlap_comm", False) else 1
     states = replace(
@@ -86,6 +93,22 @@ def _cut(
         largest = max(whole, default=0) // size // ranks
         step = _throughout(step, "temporary", 4 * max(group, largest))
     return replace(forecast, states=states, first=first, step=step, next=None)
+
+
+def _offloaded(zero: dict[str, Any], found: Forecast, profile: Profile, plan: Plan) -> Forecast:
+    """With the state on the host: off a GPU, or, where the host is the device, beside copies."""
+    if plan.device_type == "cuda":
+        return replace(found, states=replace(found.states, optimizer=0))
+    size, share = precision_of(plan), -(-profile.trained_elements // plan.dp)
+    largest = max((span.nbytes for span in _Backward.of(profile).gradients), default=0)
+    # fp32 values apart from the parameters, and the gradient where the optimizer wants it.
+    copies = 0 if plan.bf16_parameters else 4 * share
+    if zero["stage"] == 3:
+        copies += 4 * share + (2 * largest if plan.bf16_parameters else 0)
+    else:
+        copies += size * share + 3 * largest
+        copies += 4 * share if plan.batch.accumulation_steps > 1 else 0
+    return replace(found, states=replace(found.states, buffers=found.states.buffers + copies))
 
 
 @dataclass(frozen=True)
