@@ -229,6 +229,8 @@ def load_job(
     tree = read_preset("jobs", config or "default", "--config")
     words = parse_overrides(overrides)
     named = words.values.pop("strategy", None) if _is_name(words.values) else None
+    if ("strategy", "deepspeed") in words.origins and not (strategy or plan or named):
+        tree.values["strategy"] = {"name": "deepspeed"}  # the file says which, not the job
     for asked, name in (("--strategy", strategy), ("--plan", plan), ("strategy", named)):
         if name is not None:
             tree.merge(read_preset("strategies", str(name), asked))
@@ -272,6 +274,9 @@ def validate(kind: type[Job], tree: Tree) -> Job:
 def explain(error: ValidationError, kind: type[BaseModel], tree: Tree | None = None) -> str:
     """One line for the first of pydantic's complaints: place, key, reason, fix."""
     first = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):  # a check across sections, which names its keys itself
+        return str(cause)
     path = tuple(str(part) for part in first["loc"])
     place = tree.origin(path) if tree else None
     prefix = f"{place}: " if place and not place.startswith("command line") else ""

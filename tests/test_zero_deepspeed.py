@@ -366,7 +366,7 @@ def test_what_it_cannot_do_is_refused_before_the_ranks_meet(case):
 def test_the_disk_needs_libaio(tmp_path, monkeypatch):
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda _self, verbose=False: False)
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda *_, **__: False)
     keys = {"strategy.offload.optimizer": "disk", "strategy.offload.path": str(tmp_path)}
     keys["strategy.offload.parameters"] = "device"
     with pytest.raises(ConfigError, match="apt install libaio-dev"):

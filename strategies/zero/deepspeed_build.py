@@ -49,9 +49,13 @@ def load_deepspeed(device_type: str) -> Any:
     """
     logging.getLogger("DeepSpeed").addFilter(_only_errors)
     # Left to itself it takes a GPU that it finds, whatever device the job is on.
+    before = dict(os.environ)
     with _environment(DS_ACCELERATOR=device_type), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return [import_module(name) for name in _MODULES][0]
+        loaded = [import_module(name) for name in _MODULES][0]
+    for key in os.environ.keys() - before:  # it leaves some behind
+        del os.environ[key]
+    return loaded
 
 
 def _only_errors(record: logging.LogRecord) -> bool:
@@ -124,8 +128,9 @@ def _connect(deepspeed: Any, context: RunContext) -> None:
             "DeepSpeed needs a process group, for one rank, too. Use bigtrain.prepare, or "
             "bigtrain.connect(..., force_group=True)."
         )
-    if deepspeed.comm.is_initialized():
-        return
+    # What it keeps of a group outlives the group, and a second engine may have another one.
+    import_module("deepspeed.comm.comm").__dict__["cdb"] = None
+    import_module("deepspeed.utils.groups").__dict__["_WORLD_GROUP"] = None
     backend: Any = import_module("deepspeed.comm.torch")
     plain = backend.build_shm_op
     backend.build_shm_op = lambda: None

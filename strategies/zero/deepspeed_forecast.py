@@ -107,7 +107,8 @@ def _offloaded(zero: dict[str, Any], found: Forecast, profile: Profile, plan: Pl
         copies += 4 * share + (2 * largest if plan.bf16_parameters else 0)
     else:
         copies += size * share + 3 * largest
-        copies += 4 * share if plan.batch.accumulation_steps > 1 else 0
+        if plan.bf16_parameters or plan.batch.accumulation_steps > 1:
+            copies += 4 * share  # what is reduced into, or accumulated in
     return replace(found, states=replace(found.states, buffers=found.states.buffers + copies))
 
 
