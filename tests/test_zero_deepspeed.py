@@ -250,7 +250,7 @@ def test_a_loss_that_is_no_number_stops_before_the_update(strategy):
 
 def deep() -> nn.Module:
     return nn.Sequential(
-        nn.Embedding(13, 64), *(nn.Linear(64, 64) for _ in range(40)), nn.Linear(64, 13)
+        nn.Embedding(13, 64), *(nn.Linear(64, 64) for _ in range(24)), nn.Linear(64, 13)
     )
 
 
@@ -298,16 +298,15 @@ def test_the_peak_of_the_fullest_rank_is_predicted(strategy, world_size):
 
 
 def test_each_stage_holds_less_and_stage_3_is_built_in_shards():
-    peak, built = {}, {}
-    for strategy in ("ddp", *STAGES):
-        ranks = run_ranks(measured, 4, strategy, [(deep, adamw, {}, 2)], timeout_s=120.0)
-        peak[strategy] = max(found[0][2].bytes for found in ranks)
-        built[strategy] = max(found[0][0] for found in ranks)
-    assert peak["ddp"] > peak["zero1"] > peak["zero2"] > peak["zero3"]
+    peak = {}
     whole = sum(p.nbytes for p in deep().parameters())
+    for strategy in ("ddp", *STAGES):
+        ranks = run_ranks(measured, 2, strategy, [(deep, adamw, {}, 2)])
+        peak[strategy] = max(found[0][2].bytes for found in ranks)
+    assert peak["ddp"] > peak["zero1"] > peak["zero2"] > peak["zero3"]
     # Shards, copies of shards that DeepSpeed makes while it builds, and one layer.
-    assert built["zero3"] < whole
-    assert built["zero2"] <= 1.6 * whole
+    for found in run_ranks(measured, 4, "zero3", [(deep, adamw, {}, 1)], timeout_s=120.0):
+        assert found[0][0] < whole
 
 
 ALONE = """

@@ -109,6 +109,7 @@ class DeepSpeedRunner(LoopRunner):
             shards = self._sharded.shards
             found = (shards.gradient(number) for number in range(len(shards.pieces)))
             self.meter.own(found, "gradients")
+            self.meter.own((p.grad for p in self._trained), "gradients")
         return loss.detach()
 
     def _follow_buffers(self) -> None:
