@@ -73,7 +73,7 @@ class DeepSpeed(ZeroEngine):
                 f"strategy.replicate.shard_ranks={options.shard_ranks} is for engine=torch, and "
                 "engine is deepspeed. Leave it out, or set strategy.replicate.engine=torch."
             )
-        settings(options, plan, elements=1)
+        check_offload(settings(options, plan, elements=1), plan, stage, instead)
         try:
             load_deepspeed(plan.device_type)
         except Exception as error:  # noqa: BLE001 - an extension that does not fit raises anything
@@ -82,7 +82,6 @@ class DeepSpeed(ZeroEngine):
                 f"strategy.replicate.engine=deepspeed needs deepspeed, which does not load "
                 f"({reason}). Run `pip install deepspeed`, or use --strategy {instead}."
             ) from None
-        check_offload(plan, stage, instead)
 
     def advise(
         self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
