@@ -24,6 +24,26 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
+def separate_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The blocks that can be handled by themselves: they share no parameter with anything else."""
+    named = find_blocks(model)
+    blocks = [block for _, block in named]
+    uses: dict[int, set[int]] = {}
+    for place, block in enumerate(blocks):
+        for parameter in block.parameters():
+            uses.setdefault(id(parameter), set()).add(place)
+    inside = {id(module) for block in blocks for module in block.modules()}
+    for module in model.modules():
+        if id(module) not in inside:
+            for parameter in module.parameters(recurse=False):
+                uses.setdefault(id(parameter), set()).add(-1)
+    return [
+        (name, block)
+        for name, block in named
+        if all(len(uses[id(p)]) == 1 for p in block.parameters())
+    ]
+
+
 def _repeated(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     children = [(f"{path}.{name}".lstrip("."), c) for name, c in module.named_children()]
     if isinstance(module, _CONTAINERS) and _is_repeated(module):

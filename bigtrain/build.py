@@ -91,6 +91,18 @@ def check_sizes(profile: Profile, plan: Plan) -> None:
         technique.check_sizes(profile, plan)
 
 
+def advice(profile: Profile, plan: Plan) -> list[str]:
+    """What each technique has to say where it cannot help, a line each."""
+    lines = []
+    predicted = Forecast.of(profile)
+    for technique in in_order(plan):
+        line = technique.advise(predicted, profile, plan)
+        if line is not None:
+            lines.append(line)
+        predicted = technique.estimate(predicted, profile, plan)
+    return lines
+
+
 def forecast(profile: Profile, plan: Plan) -> Forecast:
     """Predict one rank's memory: each technique turns the forecast of those before it."""
     predicted = Forecast.of(profile)

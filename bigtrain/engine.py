@@ -9,7 +9,7 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bigtrain.blueprint import Blueprint, describe
-from bigtrain.build import build, check_sizes, forecast, make_plan
+from bigtrain.build import advice, build, check_sizes, forecast, make_plan
 from bigtrain.checkpoint import (
     Checkpoint,
     lend_tensors,
@@ -33,7 +33,7 @@ from bigtrain.data import MicroBatch, Step
 from bigtrain.distributed import RunContext
 from bigtrain.errors import CheckpointError, ConfigError, NonFiniteError
 from bigtrain.memory import Meter
-from bigtrain.profiles import make_profile
+from bigtrain.profiles import make_profile, skeleton
 from bigtrain.report.memory_report import MemoryReport, RankMemory
 from bigtrain.tasks import CustomTask, Loss, MeanLoss, Task
 from bigtrain.timeline import Peak
@@ -98,6 +98,9 @@ class Engine:
         self.blueprint = _blueprint(model)
         self.predicted: Peak | None = None
         self.prediction_note: str | None = None
+        self._skeleton: nn.Module | None = None
+        self.advice: list[str] = []
+        """Where a technique cannot help: known with the prediction."""
         self.steps_done = 0
         self.samples_seen = 0
         self._learning_rate = learning_rate
@@ -105,6 +108,9 @@ class Engine:
         self._closing = ExitStack()
         if example is not None:
             self._predict(self.blueprint.model, example)
+        elif job.memory.predict:  # at the first step, when the shapes of a batch are known
+            with suppress(Exception):  # a module that cannot be copied cannot be predicted either
+                self._skeleton = skeleton(self.blueprint.model)
         _seed_everything(context.seed, context.rank)
         if job.train.deterministic:
             self._closing.enter_context(_deterministic(context.device))
@@ -138,7 +144,8 @@ class Engine:
         began = time.perf_counter()
         micro_batches, samples = self._micro_batches(batch)
         if self.predicted is None and self.prediction_note is None:
-            self._predict(self.runner.module, micro_batches[0])
+            self._predict(self._skeleton or self.runner.module, micro_batches[0])
+            self._skeleton = None
             began = time.perf_counter()
         lr = self._set_learning_rate()
         self.runner.module.train()
@@ -266,6 +273,7 @@ class Engine:
             return
         check_sizes(profile, self.plan)
         self.predicted = forecast(profile, self.plan).peak()
+        self.advice = advice(profile, self.plan)
 
     def _set_learning_rate(self) -> float:
         groups = self.runner.optimizer.param_groups

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from bigtrain.timeline import Breakdown, Peak, Timeline, highest
+from bigtrain.timeline import Breakdown, Peak, Timeline, Visit, highest
 
 NOTHING = Timeline((), ((0, "forward"),))
 
@@ -24,19 +24,23 @@ class Profile:
     buffer_bytes: int
     optimizer_bytes: int
     batch_bytes: int
+    """One micro-batch with its targets."""
     trained_elements: int = 0
     """Numbers in the trained parameters."""
     state_slots: float = 0.0
     """Numbers of optimizer state for each trained one: 2 for AdamW, 1 for SGD with momentum."""
     state_scalars: int = 0
     """Bytes of optimizer state beside those, as step counts, over all trained parameters."""
-    """One micro-batch with its targets."""
     first: Timeline = NOTHING
     """Forward and backward when no gradients exist yet; the gradients made are in it."""
     next: Timeline = NOTHING
     """Forward and backward when gradients are added to existing ones."""
     step: Timeline = NOTHING
     """Clipping and the optimizer step: what they need beside the states."""
+    blocks: tuple[tuple[Visit, Visit], ...] = ()
+    """The blocks of the model in `first` and in `next`, in the order in which they run."""
+    rest: Visit | None = None
+    """What is in no block, in `first`."""
     missing: str | None = None
     """Why the timelines are empty, where the model could not run on fake tensors."""
 

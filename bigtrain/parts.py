@@ -44,6 +44,8 @@ class Parts:
     optimizer: MakeOptimizer
     order: GlobalOrder
     total_steps: int
+    parameters: int
+    """Numbers in the whole model, before anything is sharded."""
 
     def learning_rate(self, step: int) -> float:
         """The rate of a step, counted from 0."""
@@ -137,16 +139,18 @@ def open_parts(job: Job, plan: Plan) -> Parts:
     )
     args = {**defaults, **job.model.args}
     order = GlobalOrder(samples, plan.batch.global_size, seed=job.train.seed)
+    model = describe(lambda: make_model(job.model.name, args))
     return Parts(
         job=job,
         plan=plan,
         data=data,
-        model=describe(lambda: make_model(job.model.name, args)),
+        model=model,
         model_args=args,
         loss=_loss(job.model.loss, data),
         optimizer=optimizer_factory(job.optim),
         order=order,
         total_steps=_total_steps(job, order),
+        parameters=sum(p.numel() for p in model.model.parameters()),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from bigtrain.strategy import Assembly, Plan
 from bigtrain.tasks import Loss
 from bigtrain.timeline import Breakdown, Phase, Span, Timeline
 from bigtrain.update import MakeOptimizer
+from bigtrain.visits import Visits
 
 
 class _FakeMeter(Meter):
@@ -84,6 +86,7 @@ def _profile(
             count=max(1, micro_batch.count),
             rows=micro_batch.rows,
         )
+        visits = Visits(fake, tracker)
         runner = LoopRunner(
             Assembly(
                 context=RunContext.alone(device),
@@ -119,6 +122,8 @@ def _profile(
         first=_piece(timeline, marks[0], marks[1]),
         next=_piece(timeline, marks[1], marks[2]),
         step=_piece(timeline, marks[2], marks[3]),
+        blocks=tuple(zip(*(visits.blocks(*w) for w in pairwise(marks[:3])), strict=True)),
+        rest=visits.rest(*marks[:2]),
     )
 
 
@@ -132,6 +137,14 @@ def _piece(timeline: Timeline, start: int, stop: int) -> Timeline:
     before: Phase = timeline.phase_at(start + 1)
     inside = tuple(p for p in timeline.phases if start < p[0] <= stop)
     return Timeline(spans, ((start, before), *inside))
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """A copy of a model without its numbers, on the meta device: to be profiled later.
+
+    Once a technique has sharded a model, the model as it was is gone.
+    """
+    return _fake_model(model, torch.device("meta"), double=False)
 
 
 def _fake_model(model: nn.Module, device: torch.device, *, double: bool) -> nn.Module:

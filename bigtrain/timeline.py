@@ -7,7 +7,7 @@ are compared like with like. Bytes are per rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Literal
 
 Kind = Literal["parameters", "gradients", "optimizer", "activations", "buffers", "temporary"]
@@ -64,6 +64,19 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Visit:
+    """When one part of a model is computed with, and what it is made of."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    """Of its parameters."""
+    trained: tuple[bool, ...]
+    forward: tuple[int, int]
+    """Clock ticks at which its forward pass begins and ends."""
+    backward: tuple[int, int]
+    """Clock ticks at which its outputs' gradients are there, and its inputs'."""
+
+
+@dataclass(frozen=True)
 class Timeline:
     """Spans on one clock, and the tick at which each phase begins."""
 
@@ -106,6 +119,14 @@ class Timeline:
             s for s in self.spans if s.kind not in drop and self.phase_at(s.birth) in phases
         )
         return Timeline(kept, self.phases)
+
+
+def scaled(timeline: Timeline, factor: float) -> Timeline:
+    """The same with every storage smaller or larger; what is a single number stays so."""
+    spans = (
+        replace(s, nbytes=round(s.nbytes * factor)) if s.nbytes > 8 else s for s in timeline.spans
+    )
+    return replace(timeline, spans=tuple(spans))
 
 
 def highest(peaks: Iterable[Peak]) -> Peak:

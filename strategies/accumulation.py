@@ -32,4 +32,5 @@ class Accumulation(Strategy):
         if plan.device_type == "cpu":  # on a GPU a micro-batch comes over when its turn comes
             waiting = profile.batch_bytes * (steps - 1)
             states = replace(states, activations=states.activations + waiting)
-        return replace(forecast, states=states, next=profile.next)
+        # Where a technique has said what a further micro-batch needs, that stands.
+        return replace(forecast, states=states, next=forecast.next or profile.next)

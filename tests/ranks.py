@@ -56,6 +56,7 @@ def run_ranks(
     tp: int = 1,
     timeout: float = 30.0,
     seed: int = 0,
+    force_group: bool = False,
 ) -> list[Any]:
     """Call `fn(context, *args)` on every rank and return the results in the order of ranks.
 
@@ -78,7 +79,8 @@ def run_ranks(
     context.set_forkserver_preload(_PRELOAD)
     with tempfile.TemporaryDirectory(prefix="bigtrain-ranks-") as name:
         folder = Path(name)
-        call = pickle.dumps((fn, args, {"pp": pp, "dp": dp, "tp": tp, "timeout": timeout}, seed))
+        options = {"pp": pp, "dp": dp, "tp": tp, "timeout": timeout, "force_group": force_group}
+        call = pickle.dumps((fn, args, options, seed))
         processes: list[BaseProcess] = []
         pipes: list[Connection] = []
         try:

@@ -70,7 +70,10 @@ def test_the_peak_is_predicted_part_by_part(case):
         found = run_ranks(peaks, world_size, model, batch, strategy, keys, optimizer)
         for predicted, measured, note in found:
             assert note is None
-            assert predicted.bytes == pytest.approx(measured.bytes, rel=0.005)
+            assert predicted.bytes == pytest.approx(measured.bytes, rel=0.005), (
+                predicted,
+                measured,
+            )
             assert predicted.phase == measured.phase
             for kind in KINDS:
                 mine = getattr(predicted.breakdown, kind)

@@ -10,7 +10,7 @@ import torch
 import yaml
 from rich.console import Console
 
-from bigtrain.build import check_sizes, describe_plan, forecast
+from bigtrain.build import advice, check_sizes, describe_plan, forecast
 from bigtrain.config import Job
 from bigtrain.engine import Engine
 from bigtrain.parts import Parts
@@ -38,6 +38,7 @@ def opening_lines(parts: Parts, engine: Engine, resumed: Path | None) -> Iterato
     if not engine.blueprint.deferred:
         yield f"the model was built whole and sent from rank 0: {engine.blueprint.reason}"
     yield predicted_line(engine.predicted, engine.prediction_note)
+    yield from engine.advice
     if resumed is not None:
         yield f"continues after step {engine.steps_done} from {resumed}"
 
@@ -51,7 +52,7 @@ def closing_lines(parts: Parts, folder: Path) -> Iterator[str]:
 
 def model_line(parts: Parts) -> str:
     """The model and its size."""
-    count = sum(p.numel() for p in parts.model.model.parameters())
+    count = parts.parameters
     return f"{parts.job.model.name}: {format_count(count)} parameters"
 
 
@@ -71,15 +72,16 @@ def dry_run_lines(job: Job, plan: Plan, parts: Parts) -> Iterator[str]:
     yield yaml.safe_dump(describe_plan(plan), sort_keys=False)
     yield model_line(parts)
     yield batch_line(parts)
-    peak, note = predict(parts, plan)
+    peak, note, lines = predict(parts, plan)
     yield predicted_line(peak, note)
+    yield from lines
     if peak is not None:
         for kind, size in vars(peak.breakdown).items():
             yield f"  {kind:12} {size:>15,} bytes"
 
 
-def predict(parts: Parts, plan: Plan) -> tuple[Peak | None, str | None]:
-    """The predicted peak of one rank, or why there is none."""
+def predict(parts: Parts, plan: Plan) -> tuple[Peak | None, str | None, list[str]]:
+    """The predicted peak of one rank, or why there is none; and what the techniques advise."""
     profile = make_profile(
         parts.model.model,
         parts.example(),
@@ -89,9 +91,9 @@ def predict(parts: Parts, plan: Plan) -> tuple[Peak | None, str | None]:
         torch.device(plan.device_type),
     )
     if profile.missing is not None:
-        return None, profile.missing
+        return None, profile.missing, []
     check_sizes(profile, plan)
-    return forecast(profile, plan).peak(), None
+    return forecast(profile, plan).peak(), None, advice(profile, plan)
 
 
 def _ranks(number: int) -> str:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bigtrain.blocks import separate_blocks
 from bigtrain.checkpoint import TensorSource
 from bigtrain.errors import CheckpointError, ConfigError
 from bigtrain.fill import names_of
@@ -33,7 +34,6 @@ from bigtrain.strategies.zero.fairscale_engine import (
     refuse_common,
 )
 from bigtrain.strategies.zero.fairscale_forecast import reduced, scaled
-from bigtrain.strategies.zero.fully_sharded import units_of
 from bigtrain.strategies.zero.options import ZeroOptions
 from bigtrain.strategy import Assembly, Plan
 from bigtrain.units import MIB
@@ -113,7 +113,7 @@ class FairscaleFSDP(FairscaleEngine):
 
         places = {id(module): name for name, module in model.named_modules()}
         wrapped = {}
-        for unit in units_of(model):
+        for _, unit in separate_blocks(model):
             path = places[id(unit)]
             assembly.materialize([f"{path}.{name}" for name in names_of(unit)])
             wrapped[path] = shard(unit)

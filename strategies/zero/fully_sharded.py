@@ -20,11 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _NormBase
 
-from bigtrain.blocks import find_blocks
+from bigtrain.blocks import separate_blocks
 from bigtrain.distributed import RunContext
 from bigtrain.errors import ConfigError
 from bigtrain.fill import names_of
 from bigtrain.forecast import Forecast, Profile
+from bigtrain.strategies.zero.advice import advise
+from bigtrain.strategies.zero.fully_sharded_forecast import forecast_of
 from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
 from bigtrain.strategy import Assembly, Plan
 
@@ -51,7 +53,15 @@ class FullySharded(ZeroEngine):
         self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
     ) -> Forecast:
         """States in shards, and the units that are whole at each moment."""
-        return forecast
+        ranks = options.shard_ranks or plan.dp
+        return forecast_of(forecast, profile, plan, stage=options.stage, ranks=ranks)
+
+    def advise(
+        self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
+    ) -> str | None:
+        """See `Strategy.advise`."""
+        after = self.estimate(options, forecast, profile, plan)
+        return advise(options, forecast, after, profile, plan)
 
     def apply(self, options: ZeroOptions, assembly: Assembly) -> None:
         """Build and shard one unit after the other, the root last."""
@@ -62,14 +72,20 @@ class FullySharded(ZeroEngine):
         }
         whole = MixedPrecisionPolicy()
         low = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if plan.bf16_parameters else whole
-        for unit in units_of(model):
-            assembly.materialize(_below(model, unit))
+
+        def shard_norms(unit: nn.Module) -> None:
+            """BatchNorm's kernels take no mixture of bf16 weights and fp32 statistics."""
             norms = _norms(unit) if plan.bf16_parameters else []
-            if norms:  # their kernels take no mixture of bf16 weights and fp32 statistics
+            if norms:
                 fully_shard(norms, mp_policy=whole, **settings)
-            fully_shard(unit, mp_policy=low, **settings)
+
+        for name, unit in separate_blocks(model):
+            assembly.materialize([f"{name}.{inner}" for inner in names_of(unit)])
+            shard_norms(unit)
+            fully_shard(unit, mp_policy=whole if isinstance(unit, _NormBase) else low, **settings)
             _tell_owner(unit, assembly)
         assembly.materialize(names_of(model))
+        shard_norms(model)
         fully_shard(model, mp_policy=low, **{**settings, "reshard_after_forward": False})
         _tell_owner(model, assembly)
         assembly.module = model
@@ -86,28 +102,13 @@ def shard_mesh(context: RunContext, shard_ranks: int | None) -> DeviceMesh:
     return DeviceMesh(context.device.type, ranks, mesh_dim_names=("replicate", "shard"))
 
 
-def units_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks that are sharded by themselves: those that share no parameter with others."""
-    blocks = [block for _, block in find_blocks(model)]
-    uses: dict[int, set[int]] = {}
-    for place, block in enumerate(blocks):
-        for parameter in block.parameters():
-            uses.setdefault(id(parameter), set()).add(place)
-    inside = {id(module) for block in blocks for module in block.modules()}
-    for module in model.modules():
-        if id(module) not in inside:
-            for parameter in module.parameters(recurse=False):
-                uses.setdefault(id(parameter), set()).add(-1)
-    return [b for b in blocks if all(len(uses[id(p)]) == 1 for p in b.parameters())]
-
-
-def _below(model: nn.Module, unit: nn.Module) -> list[str]:
-    prefix = next(name for name, module in model.named_modules() if module is unit)
-    return [f"{prefix}.{name}" for name in names_of(unit)]
-
-
 def _norms(unit: nn.Module) -> list[nn.Module]:
-    return [m for m in unit.modules() if isinstance(m, _NormBase) and m.affine]
+    """The BatchNorms inside a unit that are in no unit of their own yet."""
+    return [
+        m
+        for m in unit.modules()
+        if isinstance(m, _NormBase) and m.affine and m is not unit and not isinstance(m, FSDPModule)
+    ]
 
 
 def _tell_owner(unit: nn.Module, assembly: Assembly) -> None:

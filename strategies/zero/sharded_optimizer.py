@@ -8,12 +8,18 @@ torch's ZeroRedundancyOptimizer gives whole parameters to ranks and is never bet
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
+from bigtrain.cuts import chunk_elements
 from bigtrain.forecast import Forecast, Profile
 from bigtrain.pieces import PiecewiseUpdate, Replicas
 from bigtrain.precision import low_precision_names
 from bigtrain.replicas import Sync, wrap
+from bigtrain.strategies.zero.advice import advise
 from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
 from bigtrain.strategy import Assembly, Plan
+from bigtrain.timeline import Span, Timeline, scaled
 from bigtrain.units import MIB
 
 
@@ -23,10 +29,38 @@ class ShardedOptimizer(ZeroEngine):
     bf16_parameters = True
 
     def estimate(
-        self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
+        self,
+        options: ZeroOptions,  # noqa: ARG002
+        forecast: Forecast,
+        profile: Profile,
+        plan: Plan,
     ) -> Forecast:
         """A rank's share of the optimizer state, and DDP's buckets for the gradients."""
-        return forecast
+        size = 8 if plan.precision == "fp64" else 4
+        share = math.ceil(profile.trained_elements / plan.dp)
+        # Numbers in fp32 for each of this rank's: the state, and in bf16 the values themselves.
+        kept = profile.state_slots + (1 if plan.bf16_parameters else 0)
+        left = forecast.states.optimizer / max(1, profile.optimizer_bytes)
+        optimizer = size * share * kept + profile.state_scalars / plan.dp
+        states = replace(forecast.states, optimizer=round(optimizer * min(1.0, left)))
+        step = forecast.step
+        if plan.bf16_parameters:  # the gradients of one chunk in fp32
+            chunk = 4 * min(share, chunk_elements(profile.trained_elements, plan.dp))
+            begin = step.phases[0][0]
+            step = Timeline((Span(chunk, "temporary", begin, begin + 1),), step.phases)
+        elif plan.offloaded.optimizer == "device":
+            step = scaled(step, 1 / plan.dp)
+        if plan.dp == 1:
+            return replace(forecast, states=states, step=step)
+        states = replace(states, gradients=profile.gradient_bytes)
+        return replace(forecast, states=states, step=step, first=profile.next)
+
+    def advise(
+        self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
+    ) -> str | None:
+        """See `Strategy.advise`."""
+        after = self.estimate(options, forecast, profile, plan)
+        return advise(options, forecast, after, profile, plan)
 
     def apply(self, options: ZeroOptions, assembly: Assembly) -> None:
         """Cut the update into pieces, then let DDP average the gradients."""
