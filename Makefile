@@ -25,7 +25,7 @@ $(READY): setup.py pyproject.toml
 	touch $(READY)
 
 train: $(READY)
-	$(BIN)/bigtrain train -n 2
+	$(BIN)/deepspeed --num_accelerators 2 bigtrain/train.py --strategy zero2
 
 # The launcher tests run the real programs, so these come from the system.
 system:

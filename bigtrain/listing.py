@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bigtrain.config import ROLES
+from bigtrain.config import Role, RoleConfig, StrategyConfig
 from bigtrain.loading import preset_names, read_preset
 from bigtrain.registry import technique_class
 
@@ -14,11 +14,15 @@ def strategy_list() -> list[dict[str, Any]]:
     rows = []
     for name in preset_names("strategies"):
         values = read_preset("strategies", name, "strategy").values["strategy"]
-        roles = {}
-        for role in ROLES:
-            chosen = values.get(role)
-            if chosen is not None:
-                roles[role] = chosen if isinstance(chosen, str) else chosen["name"]
-        summaries = [technique_class(role, technique).summary for role, technique in roles.items()]
+        chosen = StrategyConfig.model_validate(values).roles()
+        summaries = [_line(role, config) for role, config in chosen.items()]
+        roles = {role: config.name for role, config in chosen.items()}
         rows.append({"name": name, "summary": "; ".join(summaries), "roles": roles})
     return rows
+
+
+def _line(role: Role, config: RoleConfig) -> str:
+    """A technique's line, and what the preset sets."""
+    options = ", ".join(f"{key}={value}" for key, value in config.options.items())
+    summary = technique_class(role, config.name).summary
+    return f"{summary} ({options})" if options else summary
