@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -20,7 +21,7 @@ from bigtrain.checkpoint import TensorSource
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import CheckpointError, NonFiniteError
 from bigtrain.pieces import PiecewiseUpdate
-from bigtrain.shards import local, part_of, whole
+from bigtrain.shards import is_moved, local, part_of, whole
 from bigtrain.strategy import Assembly
 from bigtrain.update import Update, WholeUpdate, source_of
 
@@ -215,7 +216,21 @@ def _total_norm(gradients: list[Tensor]) -> Tensor:
         norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return norm
+    if any(is_moved(g) for g in gradients):
+        # Norms are exchanged between the ranks, which must not happen on the host: bring those.
+        total: Tensor = torch.linalg.vector_norm(torch.stack([*map(_norm_on_device, gradients)]))
+        return total
     return torch.nn.utils.get_total_norm(gradients)
+
+
+def _norm_on_device(gradient: Tensor) -> Tensor:
+    """The norm of a gradient whose shards are on the host, as a number on the device."""
+    mesh, placements = gradient.device_mesh, gradient.placements  # type: ignore[attr-defined]
+    square: Tensor = torch.linalg.vector_norm(local(gradient)).square().to(mesh.device_type)
+    for axis, placement in enumerate(placements):
+        if placement.is_shard():
+            dist.all_reduce(square, group=mesh.get_group(axis))
+    return square.sqrt()
 
 
 def _to_double(leaf: object) -> object:

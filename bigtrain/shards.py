@@ -13,7 +13,20 @@ def local(tensor: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """The full tensor. Collective for a DTensor: all its ranks call it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if is_moved(tensor):  # the ranks exchange on their devices
+        moved = like_parts(local(tensor).to(tensor.device_mesh.device_type), tensor)
+        return whole(moved)
+    return tensor.full_tensor()
+
+
+def is_moved(tensor: Tensor) -> bool:
+    """Whether a DTensor's piece lies on the host while its ranks exchange on GPUs."""
+    return (
+        isinstance(tensor, DTensor)
+        and tensor._local_tensor.device.type != tensor.device_mesh.device_type
+    )
 
 
 def part_of(full: Tensor, like: Tensor) -> Tensor:

@@ -112,10 +112,12 @@ class Offload(Strategy):
 
     def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:  # noqa: ARG002
         """Say where nothing is gained."""
-        if self.optimizer == "cpu" and plan.device_type == "cpu":
+        places = {"optimizer": self.optimizer, "parameters": self.parameters}
+        hosted = [key for key, place in places.items() if place == "cpu"]
+        if hosted and plan.device_type == "cpu":
             return (
-                "strategy.offload.optimizer=cpu moves nothing: this run is on the CPU, and so is "
-                "its optimizer state. Use strategy.offload.optimizer=disk."
+                f"strategy.offload.{hosted[0]}=cpu moves nothing: this run is on the CPU, and so "
+                "are its parameters and its optimizer state. Use strategy.offload.optimizer=disk."
             )
         if profile.missing is None and profile.state_slots == 0:
             return "strategy.offload moves nothing: this optimizer keeps no state."

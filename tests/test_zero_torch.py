@@ -168,6 +168,13 @@ def test_checkpoints_go_from_any_strategy_and_world_size_to_any(strategy, tmp_pa
     assert [*resumed, *last] == pytest.approx(whole[2:], abs=2e-6)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp_zero2"])
+def test_parameters_on_the_host_are_the_same_numbers(expected, strategy):
+    keys = {**FP64, "strategy.offload.parameters": "cpu"}
+    for record in run_ranks(train, 2, Deep, tokens(22), strategy, keys):
+        assert largest_difference(expected[0], record) < 1e-10
+
+
 REFUSED = {
     "shard_ranks=3 does not divide the 4 ranks": {"strategy.replicate.shard_ranks": 3},
     "strategy.replicate.stage": {"strategy.replicate.stage": 4},

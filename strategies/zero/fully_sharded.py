@@ -17,7 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.nn.modules.batchnorm import _NormBase
 
 from bigtrain.blocks import separate_blocks
@@ -37,6 +42,7 @@ class FullySharded(ZeroEngine):
     materializes = True
     needs_group = True
     bf16_parameters = True
+    moves_parameters = True
     moves_parameters = True
 
     def check(self, options: ZeroOptions, plan: Plan) -> None:
@@ -70,6 +76,9 @@ class FullySharded(ZeroEngine):
             "mesh": shard_mesh(assembly.context, options.shard_ranks),
             "reshard_after_forward": options.stage == 3,
         }
+        if plan.offloaded.parameters == "cpu":  # shards, gradients and state on the host
+            on_gpu = plan.device_type == "cuda"
+            settings["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
         whole = MixedPrecisionPolicy()
         low = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if plan.bf16_parameters else whole
 

@@ -50,6 +50,16 @@ def forecast_of(
     again = None
     if plan.batch.accumulation_steps > 1:
         again = passes[1].timeline(profile.next, profile.rest, fresh=False)
+    # On a GPU shards, gradients and state are then the host's; what is gathered stays.
+    if plan.offloaded.parameters == "cpu" and plan.device_type == "cuda":
+        return replace(
+            forecast,
+            states=replace(states, parameters=0, optimizer=0),
+            first=passes[0].timeline(profile.first, profile.rest, fresh=False),
+            next=again,
+            step=replace(forecast.step, spans=()),
+            gradients=0,
+        )
     return replace(
         forecast,
         states=states,
