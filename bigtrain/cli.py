@@ -6,6 +6,7 @@ Only argparse is imported here; everything heavy is imported by the command that
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def _without_num_ranks(arguments: list[str]) -> list[str]:
         word = rest.pop(0)
         if word in ("-n", "--num-ranks"):
             rest.pop(0)
-        elif not (word.startswith("--num-ranks=") or (word[:2] == "-n" and word[2:].isdigit())):
+        elif not re.fullmatch(r"(--num-ranks=|-n=?)-?\d+", word):
             kept.append(word)
     return kept
 

@@ -31,6 +31,8 @@ from bigtrain.threads import share_cores
 Axis = Literal["pp", "dp", "tp"]
 AXES: tuple[Axis, ...] = ("pp", "dp", "tp")
 
+# How long the ranks wait where one of them may be downloading or writing to a slow disk.
+_PATIENCE_S = 6 * 3600.0
 # Set where every rank has its own view of the GPUs: it then sees one, and that is number 0.
 _OWN_GPU_VARIABLES = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
 
@@ -93,10 +95,15 @@ class RunContext:
         return dist.group.WORLD if axis is None else self.mesh.get_group(axis)
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait for all ranks, for as long as one of them downloads or writes a checkpoint.
+
+        `mesh.timeout` does not count here. A rank that fails or is lost ends the wait all the
+        same: it ends all ranks.
+        """
         if self.mesh is not None:
             devices = [self.device.index] if self.device.type == "cuda" else None
-            dist.barrier(device_ids=devices)
+            with _patience(self.device):
+                dist.barrier(device_ids=devices)
 
     def all_reduce_sum(self, tensor: torch.Tensor, axis: Axis | None = None) -> torch.Tensor:
         """Return the sum over one axis, or over all ranks; the argument is left as it is.
@@ -333,6 +340,22 @@ def _open_mesh(
     if backend != "mpi":
         _set_timeouts([dist.group.WORLD, *mesh.get_all_groups()], timeout)
     return mesh
+
+
+@contextlib.contextmanager
+def _patience(device: torch.device) -> Iterator[None]:
+    """Let the collectives of all ranks wait for hours, for the length of a `with` block."""
+    world = dist.distributed_c10d._get_default_group()
+    options = getattr(world._get_backend(device), "options", None)
+    before = getattr(options, "_timeout", None)
+    if before is None:  # MPI has no timeouts
+        yield
+        return
+    _set_timeouts([world], max(_PATIENCE_S, before.total_seconds()))
+    try:
+        yield
+    finally:
+        _set_timeouts([world], before.total_seconds())
 
 
 def _set_timeouts(groups: list[dist.ProcessGroup | None], timeout: float) -> None:

@@ -31,6 +31,8 @@ YIELD_S = 3.0
 LEAVE_S = 10.0
 _REPLY_S = 5.0
 _CONNECT_S = 15.0
+# Bytes that a stranger may send without the end of a line.
+_LONGEST_HELLO = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +89,10 @@ class Hub:
         while 0 not in self._left or self._buffers:
             for key, _ in self._selector.select():
                 if key.fileobj is self._server:
-                    connection, _ = self._server.accept()
-                    self._buffers[connection] = b""
-                    self._selector.register(connection, selectors.EVENT_READ)
+                    with contextlib.suppress(OSError):  # whoever knocked has gone already
+                        connection, _ = self._server.accept()
+                        self._buffers[connection] = b""
+                        self._selector.register(connection, selectors.EVENT_READ)
                 elif isinstance(key.fileobj, socket.socket):
                     self._receive(key.fileobj)
         self._selector.close()
@@ -105,21 +108,23 @@ class Hub:
             return
         *lines, rest = (self._buffers[connection] + data).split(b"\n")
         self._buffers[connection] = rest
+        if connection not in self._ranks and len(rest) > _LONGEST_HELLO:
+            self._drop(connection)
+            return
         for line in lines:
             if connection in self._buffers:
                 self._answer(connection, line)
 
     def _answer(self, connection: socket.socket, line: bytes) -> None:
-        try:
-            message = json.loads(line)
-        except ValueError:
-            message = {}
+        message = _message(line)
         kind = message.get("kind")
         if connection not in self._ranks:
-            if kind != "hello" or message.get("token") != self.token:
+            rank = message.get("rank")
+            known = kind == "hello" and message.get("token") == self.token
+            if not (known and isinstance(rank, int)):
                 self._drop(connection)
                 return
-            self._ranks[connection] = int(message["rank"])
+            self._ranks[connection] = rank
             _send(connection, kind="ok")
             if self._ending:
                 _send(connection, kind="end", **asdict(self._ending))
@@ -286,6 +291,15 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+
+
+def _message(line: bytes) -> dict[str, Any]:
+    """What a line says; nothing where it is not an object of JSON, as from a stranger."""
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return message if isinstance(message, dict) else {}
 
 
 def _send(connection: socket.socket, **message: Any) -> None:

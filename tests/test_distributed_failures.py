@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import tempfile
 import threading
 import time
@@ -193,4 +195,19 @@ def test_a_stranger_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     time.sleep(0.2)
     assert [watch.ending for watch in ranks.watches] == [None, None]
     stranger.close()
+    ranks.close()
+
+
+@pytest.mark.parametrize("noise", [b"1\n", b"[]\n", b"\xff\n", b'{"kind": "hello"}\n', b"x" * 9999])
+def test_noise_from_a_stranger_does_not_end_the_watching(
+    monkeypatch: pytest.MonkeyPatch, noise: bytes
+) -> None:
+    ranks = Ranks(monkeypatch, 2)
+    with socket.create_connection(("127.0.0.1", ranks.hub.port)) as stranger:
+        stranger.settimeout(2.0)
+        stranger.sendall(noise)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""  # sent away
+    assert ranks.watches[1].report("ValueError: odd", 2) is None
+    assert ranks.wait_for_ends(1) == [2]
     ranks.close()

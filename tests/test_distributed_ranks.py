@@ -134,12 +134,23 @@ def test_a_hang_ends_with_the_stacks() -> None:
 def late(context: RunContext) -> None:
     if context.rank == 1:
         time.sleep(5)
-    context.barrier()
+    context.all_gather_numbers(1)
 
 
 def test_a_collective_that_is_late_fails_where_it_waits() -> None:
-    with pytest.raises(RankFailure, match="rank 0 failed:(?s:.*)in barrier"):
+    with pytest.raises(RankFailure, match="rank 0 failed:(?s:.*)in all_gather_numbers"):
         run_ranks(late, 2, timeout=1.0)
+
+
+def one_prepares(context: RunContext) -> set[float]:
+    if context.is_main:
+        time.sleep(2.5)
+    context.barrier()
+    return group_timeouts(context)
+
+
+def test_a_barrier_waits_for_a_rank_that_downloads_or_writes() -> None:
+    assert run_ranks(one_prepares, 2, timeout=1.0) == [{1.0}, {1.0}]
 
 
 def refuse(context: RunContext) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bigtrain.cli import main
 from bigtrain.environment import SINGLE, Launcher, Placement
 from bigtrain.errors import ConfigError
 from bigtrain.launch import _status, launcher_hint, start_ranks
@@ -63,3 +64,20 @@ def test_status(exitcode: int, status: int, words: str, capsys: pytest.CaptureFi
     failure: Any = SimpleNamespace(exitcode=exitcode)
     assert _status((3, failure)) == status
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["-n", "2"], ["-n2"], ["-n=2"], ["--num-ranks", "2"], ["--num-ranks=2"]]
+)
+def test_the_ranks_do_not_get_the_number_of_ranks(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[int, list[str]]] = []
+
+    def start(number: int, arguments: list[str], _script: Path) -> int:
+        started.append((number, arguments))
+        return 0
+
+    monkeypatch.setattr("bigtrain.launch.start_ranks", start)
+    assert main(["train", "--config", "digits", *words, "OPTIM.LR", "-1"]) == 0
+    assert started == [(2, ["--config", "digits", "OPTIM.LR", "-1"])]
