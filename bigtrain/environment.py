@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,6 +217,15 @@ def _starter() -> tuple[str, str]:
             return str(pid), start
         pid = above
     return str(parent), _process(parent)[2]
+
+
+def process_began() -> float:
+    """Return when this process was started, in seconds since 1970; 0 where that is not known."""
+    ticks = _process(os.getpid())[2]
+    if not ticks or not hasattr(time, "CLOCK_BOOTTIME"):
+        return 0.0
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age
 
 
 def _process(pid: int) -> tuple[str, int, str]:

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from bigtrain.environment import in_slurm_step, launch_key
+from bigtrain.environment import in_slurm_step, launch_key, process_began
 from bigtrain.errors import BigtrainError
 from bigtrain.watch import end_process
 
@@ -144,8 +144,16 @@ def speaks_first(environ: Mapping[str, str]) -> bool:
         for old in folder.glob("bigtrain-*.said"):
             if old.stat().st_uid == os.getuid() and old.stat().st_mtime < time.time() - 3600:
                 old.unlink(missing_ok=True)
+    said = folder / f"bigtrain-{launch_key(environ)}.said"
     try:
-        (folder / f"bigtrain-{launch_key(environ)}.said").touch(exist_ok=False)
+        # Ranks started by hand have one shell as their parent, launch after launch. What was said
+        # before this process began was said of an earlier one.
+        if said.stat().st_mtime < process_began() - 1:
+            said.unlink()
+    except OSError:
+        pass
+    try:
+        said.touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:

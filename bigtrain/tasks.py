@@ -352,7 +352,8 @@ class SegmentationTask(Task):
         """Sums: `loss` in nats, `count`, and `confusion` (true class, predicted class)."""
         logits = _at_least_float32(main_output(output))
         sums = _measure_loss(logits, target, self.ignore_index)
-        valid, size = target != self.ignore_index, self.num_classes
+        # A model may know more classes than the data have.
+        valid, size = target != self.ignore_index, max(self.num_classes, logits.shape[1])
         cells = target[valid] * size + logits.argmax(1)[valid]
         counts = torch.bincount(cells, minlength=size * size)
         sums["confusion"] = counts.reshape(size, size).to(torch.float64)

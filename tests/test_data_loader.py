@@ -1,10 +1,12 @@
 import itertools
 import os
+import random
 import subprocess
 import sys
 from collections import Counter, namedtuple
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, Subset
@@ -271,3 +273,19 @@ def test_bad_numbers_are_refused():
         StepLoader(Numbers(4), order, count=len, micro_batch_size=0)
     with pytest.raises(ConfigError, match=r"the validation set has 0 samples"):
         validation_batches(Numbers(0), count=len)
+
+
+class Drawn(Numbers):
+    """Sample i with noise from the generators that are not torch's."""
+
+    def __getitem__(self, index):
+        return torch.tensor([random.random(), np.random.rand()]), torch.tensor(index)
+
+
+def test_other_generators_than_torchs_do_not_depend_on_the_layout_either():
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    alone = everything(Drawn(20), 6, 4, 1)
+    assert everything(Drawn(20), 6, 4, 2, micro_batch_size=2) == alone
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+    noise = [tuple(inputs) for step in alone for _, inputs in step]
+    assert len(set(noise)) == len(noise)

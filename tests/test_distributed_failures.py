@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import tempfile
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from bigtrain.environment import process_began
 from bigtrain.errors import ConfigError, LaunchError
 from bigtrain.failures import (
     exit_status_of,
@@ -100,6 +102,11 @@ def test_one_rank_says_what_all_have_found(
     assert speaks_first(environ)
     assert not speaks_first({**environ, "RANK": "1"})
     assert speaks_first({**environ, "MASTER_PORT": "2"})
+    # The same command again from the same shell: an earlier launch has not spoken for this one.
+    for said in tmp_path.iterdir():
+        os.utime(said, (time.time(), process_began() - 60))
+    assert speaks_first(environ)
+    assert not speaks_first({**environ, "RANK": "1"})
     # What the ranks have agreed on is said whatever the file says.
     error = ConfigError("agreed")
     mark_first(error)

@@ -286,6 +286,14 @@ def test_segmentation_reports_accuracy_and_mean_iou():
     )
 
 
+def test_segmentation_takes_a_model_with_more_classes_than_the_data():
+    target = torch.tensor([[[0, 1, 1, 1]]])
+    logits = F.one_hot(torch.tensor([[[0, 1, 1, 5]]]), 6).movedim(-1, 1).double() * 5
+    figures = added(SegmentationTask(2), logits, target, [1])
+    assert figures["pixel_accuracy"] == pytest.approx(3 / 4)
+    assert figures["mean_iou"] == pytest.approx((1 + 2 / 3 + 0) / 3)
+
+
 def test_a_custom_loss_reports_itself():
     task = CustomTask(MeanLoss(F.mse_loss))
     output, target = torch.randn(5, 2), torch.randn(5, 2)

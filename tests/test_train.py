@@ -172,9 +172,21 @@ def test_a_finished_run_resumed_does_nothing_more(tmp_path, corpus):
     lost = run(tmp_path, *words)
     assert lost.returncode == 2
     assert "log.name=r: runs/r holds a run already. Use --resume auto" in lost.stderr
+    memory = (tmp_path / "runs/r/memory.json").read_text()
     again = run(tmp_path, *words, "--resume", "auto")
     assert again.returncode == 0, again.stderr
+    assert "no step was left to do" in again.stdout
     assert [row["step"] for row in metrics(tmp_path / "runs/r")] == [1, 2]
+    assert (tmp_path / "runs/r/memory.json").read_text() == memory
+    with (tmp_path / "runs/r/metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "los')  # the machine died here
+    longer = run(tmp_path, *words, "train.steps=3", "--resume", "auto")
+    assert longer.returncode == 0, longer.stderr
+    assert [row["step"] for row in metrics(tmp_path / "runs/r")] == [1, 2, 3]
+    assert run(tmp_path, *words, "log.name=s").returncode == 0
+    mixed = run(tmp_path, *words, "log.name=s", "--resume", "runs/r")
+    assert mixed.returncode == 2
+    assert "runs/s holds a run already, and checkpoint.resume=runs/r is not of" in mixed.stderr
 
 
 @pytest.mark.parametrize(

@@ -142,9 +142,9 @@ def split(
     Rows are dealt in contiguous, nearly equal parts to the ranks, and a part is cut in
     micro-batches of at most `micro_batch_size` rows. Every rank gets the same number of them, as
     sharded parameters are gathered by all ranks at every forward: who has fewer gets padding,
-    the batch's first sample repeated to the size of a whole micro-batch (so that compiled shapes
-    and batch normalisation are not met with one row). The parts without the padding are exactly
-    the batch.
+    the batch's first samples, as many as a whole micro-batch has (so that compiled shapes are not
+    met with one row, and batch normalisation not with one sample many times: its running
+    statistics follow every forward). The parts without the padding are exactly the batch.
     """
     total = len(indices)
     start, stop = dp_rank * total // dp_size, (dp_rank + 1) * total // dp_size
@@ -154,5 +154,5 @@ def split(
     ]
     largest_part = -(-total // dp_size)
     missing = -(-largest_part // micro_batch_size) - len(plans)
-    padding = MicroBatchPlan([indices[0]] * min(micro_batch_size, total), padding=True)
+    padding = MicroBatchPlan(indices[:micro_batch_size], padding=True)
     return plans + [padding] * missing

@@ -71,6 +71,13 @@ def _choose(job: Job) -> Path:
             f"log.name={job.log.name}: {folder} holds a run already. "
             "Use --resume auto to continue it, or another log.name."
         )
+    if job.checkpoint.resume not in (None, "auto") and (folder / "metrics.jsonl").exists():
+        place = Path(str(job.checkpoint.resume)).resolve()
+        if folder.resolve() not in (place, *place.parents):
+            raise ConfigError(
+                f"log.name={job.log.name}: {folder} holds a run already, and checkpoint.resume="
+                f"{job.checkpoint.resume} is not of that run. Use another log.name."
+            )
     return folder
 
 
@@ -129,6 +136,7 @@ class RunLog:
         self._files: dict[str, IO[str]] = {}
         self._progress: Progress | None = None
         self._board: Any = None
+        self._stepped = False
         if not self._main:
             return
         self._write_plan(job, plan, predicted)
@@ -160,12 +168,15 @@ class RunLog:
         """After a resume the lines of steps that will be done again go, so each comes once."""
         for name in ("metrics.jsonl", "validation.jsonl"):
             path = self.folder / name
-            lines = path.read_text("utf-8").splitlines() if path.exists() else []
-            kept = [line for line in lines if json.loads(line)["step"] <= step] if step else []
-            path.write_text("".join(f"{line}\n" for line in kept), "utf-8")
+            text = path.read_text("utf-8", errors="replace") if step and path.exists() else ""
+            kept = [line for line in text.splitlines() if _step_of(line) <= step]
+            draft = path.with_name(f".{name}")
+            draft.write_text("".join(f"{line}\n" for line in kept), "utf-8")
+            draft.replace(path)
 
     def step(self, result: StepResult) -> None:
         """One optimizer step."""
+        self._stepped = True
         if not self._main:
             return
         self._append("metrics.jsonl", asdict(result))
@@ -187,6 +198,9 @@ class RunLog:
     def memory(self, report: MemoryReport | None) -> None:
         """The end table, and memory.json."""
         if not self._main or report is None:
+            return
+        if not self._stepped:
+            self.say("no step was left to do: there is no memory to report")
             return
         text = json.dumps(report.as_json(), indent=1)
         (self.folder / "memory.json").write_text(text + "\n", "utf-8")
@@ -241,6 +255,14 @@ class RunLog:
             file.close()
         if self._board is not None:
             self._board.close()
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; infinity where it was torn as the process or the machine died."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return math.inf
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
