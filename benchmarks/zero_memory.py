@@ -272,11 +272,11 @@ def main() -> None:
             **measure(row, options.steps, options.limit),
         }
         print(row.name, found[row.name], file=sys.stderr, flush=True)
+        if options.output:  # after each row: a long benchmark may be stopped
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+            result = {**surroundings(), "steps": options.steps, "rows": found}
+            options.output.write_text(json.dumps(result, indent=1) + "\n")
     print(table(found))
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        result = {**surroundings(), "steps": options.steps, "rows": found}
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

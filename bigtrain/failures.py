@@ -112,18 +112,25 @@ def run_guarded(main: Callable[[], int | None]) -> int:
         return exit_status_of(error)
     except KeyboardInterrupt as error:
         return exit_status_of(error)
-    except BigtrainError as error:
+    except BaseException as error:
+        return _show(error)
+
+
+def _show(error: BaseException) -> int:
+    """Say what failed, where this rank is the one to say it; return the exit status."""
+    # A block of `connect` that the main function has left open: its other ranks must hear of it.
+    speaks = getattr(sys.excepthook, "speaks", None)
+    if speaks is not None and not hasattr(error, "bigtrain_first"):
+        if not speaks(error):
+            return exit_status_of(error)
+        mark_first(error)
+    if isinstance(error, BigtrainError):
         if getattr(error, "bigtrain_first", False) or speaks_first(os.environ):
             sys.stderr.write(f"bigtrain: {error}\n")
-        return _finish(error)
-    except BaseException as error:
-        # The frame of this function says nothing to the user.
+    else:
+        # The frame of run_guarded says nothing to the user.
         shown = error.__traceback__.tb_next if error.__traceback__ else None
         traceback.print_exception(type(error), error, shown)
-        return _finish(error)
-
-
-def _finish(error: BaseException) -> int:
     if getattr(error, "bigtrain_first", False):
         end_process(exit_status_of(error))
     return exit_status_of(error)

@@ -106,13 +106,18 @@ def _last_words(watch: Watch | None) -> Iterator[None]:
         return
     former = sys.excepthook
 
-    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def speaks(error: BaseException) -> bool:
         if _report(watch, error) is None:
             write_error_file(error)
-            former(kind, error, trace)
-        else:
-            watch.leave()
+            return True
+        watch.leave()
+        return False
 
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if speaks(error):
+            former(kind, error, trace)
+
+    show.speaks = speaks  # type: ignore[attr-defined]  # `run_guarded` lets nothing come to a hook
     sys.excepthook = show
     atexit.register(watch.close)
     try:

@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from layers import LAYERS
 from pydantic import BaseModel
 
 import bigtrain
@@ -31,37 +32,6 @@ from bigtrain.registry import TECHNIQUES, make_technique, technique_class
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# From the ground up: the layer, then its modules. A module imports from its own layer or from one
-# that stands before it here. "." is bigtrain itself.
-TABLE = """
-words:      errors units
-job:        arguments config configs configs.jobs configs.strategies deepspeed_file
-            environment imports loading
-memory:     cuts forecast memory precision room shards timeline
-learning:   blocks blueprint recorder recording tasks visits
-            data data.catalog data.digits data.folders data.images data.loader data.sampler
-            data.seeding data.source data.synthetic data.text data.voc
-            models models.gpt models.imported models.lenet models.torchvision_models
-ranks:      distributed failures guard launch rendezvous threads watch
-seam:       checkpoint fill home optim pieces profiles replicas runner strategy update
-strategies: strategies strategies.accumulation strategies.ddp strategies.offload strategies.single
-            strategies.zero strategies.zero.advice strategies.zero.deepspeed_build
-            strategies.zero.deepspeed_config strategies.zero.deepspeed_engine
-            strategies.zero.deepspeed_forecast strategies.zero.deepspeed_offload
-            strategies.zero.deepspeed_runner strategies.zero.deepspeed_shards
-            strategies.zero.deepspeed_update strategies.zero.fairscale_engine
-            strategies.zero.fairscale_forecast strategies.zero.fairscale_fsdp
-            strategies.zero.fully_sharded strategies.zero.fully_sharded_forecast
-            strategies.zero.options strategies.zero.sharded_optimizer
-build:      build listing registry
-engine:     door engine parts
-            report report.lines report.memory_report report.run_log report.tables
-commands:   . __main__ cli train
-"""
-LAYERS = {
-    name: ["" if module == "." else module for module in modules.split()]
-    for name, modules in re.findall(r"^(\w+):((?:.*\n)(?:\s.*\n)*)", TABLE, re.MULTILINE)
-}
 FOREIGN = {"deepspeed", "fairscale"}
 SHADOWING = {
     *("accelerate", "datasets", "deepspeed", "fairscale", "numpy", "pydantic", "rich"),
@@ -140,14 +110,14 @@ def home(name: str) -> str:
 
 def test_every_module_stands_in_exactly_one_layer():
     placed = [module for modules in LAYERS.values() for module in modules]
-    assert len(placed) == len(set(placed)), "a module stands in two layers of TABLE"
+    assert len(placed) == len(set(placed)), "a module stands in two layers of tests/layers.py"
     for module in sources():
         assert module in placed, (
-            f"bigtrain.{module} is in no layer. Add it to TABLE, in the lowest layer that holds or "
-            "follows everything it imports, and to docs/architecture.md"
+            f"bigtrain.{module} is in no layer. Add it to tests/layers.py, in the lowest layer that "
+            "holds or follows everything it imports, and to docs/architecture.md"
         )
     gone = set(placed) - set(sources())
-    assert not gone, f"TABLE names modules that are not there: {sorted(gone)}. Take them out."
+    assert not gone, f"tests/layers.py names what is not there: {sorted(gone)}. Take it out."
 
 
 def test_imports_go_down():

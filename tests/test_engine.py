@@ -224,9 +224,9 @@ def test_another_models_checkpoint_is_refused(tmp_path):
     ("words", "ranks", "message"),
     [
         (
-            ["strategy.replicate=zero"],
+            ["strategy.replicate=zeroo"],
             2,
-            r"strategy\.replicate: unknown 'zero'\. Known: ddp, single",
+            r"strategy\.replicate: unknown 'zeroo', did you mean 'zero'\?",
         ),
         (["strategy.cut=ddp"], 1, r"strategy\.cut: unknown 'ddp'"),
         (["strategy.replicate=accumulation"], 1, r"strategy\.replicate: unknown 'accumulation'"),

@@ -183,7 +183,7 @@ def test_wrapper_scripts_do_not_part_the_ranks() -> None:
     assert len(finished.ranks) == 2
 
 
-@pytest.mark.parametrize("how", ["ok", "uneven", "fail"])
+@pytest.mark.parametrize("how", ["ok", "uneven", "fail", "guarded"])
 def test_a_connection_that_is_held_open_to_the_end(how: str) -> None:
     script = str(ROOT / "tests/scripts/held_open.py")
     finished = run([find("mpiexec.hydra"), "-n", "2", sys.executable, script, how])
@@ -192,6 +192,8 @@ def test_a_connection_that_is_held_open_to_the_end(how: str) -> None:
         assert finished.status != 0
         assert finished.output.count("Traceback") == 1
         assert "[rank1]: ValueError: odd" in finished.output
+    elif how == "guarded":
+        assert (finished.status, finished.output) == (2, "bigtrain: odd\n")
     else:
         assert (finished.status, finished.output) == (0, "")
 

@@ -208,7 +208,7 @@ def test_a_finished_run_resumed_does_nothing_more(tmp_path, corpus):
         (["data.name=digits"], "model.name=gpt is for language, and data.name=digits is classif"),
         (["mesh.tp=2"], "mesh.tp=2"),
         (["--resume", "nowhere"], "checkpoint.resume: there is no checkpoint at 'nowhere'"),
-        (["strategy.replicate=zero"], "strategy.replicate: unknown 'zero'"),
+        (["strategy.replicate=zeroo"], "strategy.replicate: unknown 'zeroo'"),
         (["strategy.replicate.bucket=1"], "strategy.replicate.bucket, did you mean bucket_size?"),
     ],
 )

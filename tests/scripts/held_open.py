@@ -1,4 +1,7 @@
-"""A rank of a library's user, who never leaves the `connect` block: held_open.py ok|fail|uneven."""
+"""A rank of a library's user, who never leaves the `connect` block.
+
+held_open.py ok|fail|uneven|guarded
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import time
 
 from bigtrain.distributed import connect
 from bigtrain.environment import detect
+from bigtrain.errors import ConfigError
+from bigtrain.failures import run_guarded
 
 connection = connect(detect(os.environ), device="cpu", timeout=60)
 context = connection.__enter__()
@@ -16,5 +21,13 @@ if sys.argv[1] == "fail":
     if context.rank == 1:
         raise ValueError("odd")
     context.barrier()
+elif sys.argv[1] == "guarded":
+
+    def main() -> None:
+        if context.rank == 1:
+            raise ConfigError("odd")
+        time.sleep(60)
+
+    sys.exit(run_guarded(main))
 elif sys.argv[1] == "uneven" and context.rank == 1:
     time.sleep(3)
