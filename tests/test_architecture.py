@@ -113,8 +113,8 @@ def test_every_module_stands_in_exactly_one_layer():
     assert len(placed) == len(set(placed)), "a module stands in two layers of tests/layers.py"
     for module in sources():
         assert module in placed, (
-            f"bigtrain.{module} is in no layer. Add it to tests/layers.py, in the lowest layer that "
-            "holds or follows everything it imports, and to docs/architecture.md"
+            f"bigtrain.{module} is in no layer. Add it to tests/layers.py, in the lowest layer "
+            "that holds or follows everything it imports, and to docs/architecture.md"
         )
     gone = set(placed) - set(sources())
     assert not gone, f"tests/layers.py names what is not there: {sorted(gone)}. Take it out."
