@@ -28,6 +28,7 @@ setup(
         "bigtrain.configs",
         "bigtrain.configs.jobs",
         "bigtrain.configs.strategies",
+        "bigtrain.cutting",
         "bigtrain.data",
         "bigtrain.models",
         "bigtrain.report",

@@ -32,8 +32,9 @@ from bigtrain.config import Job
 from bigtrain.data import MicroBatch, Step
 from bigtrain.distributed import RunContext
 from bigtrain.errors import CheckpointError, ConfigError, NonFiniteError
+from bigtrain.fakes import skeleton
 from bigtrain.memory import Meter
-from bigtrain.profiles import make_profile, skeleton
+from bigtrain.profiles import make_profile
 from bigtrain.report.memory_report import MemoryReport, RankMemory
 from bigtrain.tasks import CustomTask, Loss, MeanLoss, Task
 from bigtrain.timeline import Peak

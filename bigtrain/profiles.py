@@ -6,7 +6,6 @@ the tensors are missing. So the timelines are those of the run, storage by stora
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
@@ -18,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from bigtrain.data.loader import MicroBatch
 from bigtrain.distributed import RunContext
+from bigtrain.fakes import fake_model, fake_tensor
 from bigtrain.forecast import Profile
 from bigtrain.memory import Meter, StorageTracker
 from bigtrain.precision import low_precision_names
@@ -75,14 +75,14 @@ def _profile(
     tracker = StorageTracker(fake=True)
     meter = _FakeMeter(tracker, device)
     with FakeTensorMode(), tracker:
-        fake = _fake_model(model, device, double=plan.precision == "fp64")
+        fake = fake_model(model, device, double=plan.precision == "fp64")
         if plan.bf16_parameters:
             for name in low_precision_names(fake):
                 parameter = fake.get_parameter(name)
                 parameter.data = parameter.data.to(torch.bfloat16)
         fake_batch = MicroBatch(
-            inputs=tree_map(lambda t: _fake_tensor(t, device), micro_batch.inputs),
-            targets=tree_map(lambda t: _fake_tensor(t, device), micro_batch.targets),
+            inputs=tree_map(lambda t: fake_tensor(t, device), micro_batch.inputs),
+            targets=tree_map(lambda t: fake_tensor(t, device), micro_batch.targets),
             count=max(1, micro_batch.count),
             rows=micro_batch.rows,
         )
@@ -137,38 +137,6 @@ def _piece(timeline: Timeline, start: int, stop: int) -> Timeline:
     before: Phase = timeline.phase_at(start + 1)
     inside = tuple(p for p in timeline.phases if start < p[0] <= stop)
     return Timeline(spans, ((start, before), *inside))
-
-
-def skeleton(model: nn.Module) -> nn.Module:
-    """A copy of a model without its numbers, on the meta device: to be profiled later.
-
-    Once a technique has sharded a model, the model as it was is gone.
-    """
-    return _fake_model(model, torch.device("meta"), double=False)
-
-
-def _fake_model(model: nn.Module, device: torch.device, *, double: bool) -> nn.Module:
-    """A copy of the module tree with fake tensors of the same shapes in it.
-
-    The copy's memo holds a fake twin for every tensor, so that nothing real is ever copied and
-    tied parameters stay tied.
-    """
-    memo: dict[int, object] = {}
-    for parameter in model.parameters():
-        twin = nn.Parameter(
-            _fake_tensor(parameter, device, double=double), requires_grad=parameter.requires_grad
-        )
-        memo[id(parameter)] = twin
-    for buffer in model.buffers():
-        memo[id(buffer)] = _fake_tensor(buffer, device, double=double)
-    return copy.deepcopy(model, memo)
-
-
-def _fake_tensor(leaf: Any, device: torch.device, *, double: bool = False) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    dtype = torch.float64 if double and leaf.is_floating_point() else leaf.dtype
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=dtype, device=device)
 
 
 def _states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Breakdown:

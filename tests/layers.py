@@ -11,7 +11,10 @@ words:      errors units
 job:        arguments config configs configs.jobs configs.strategies deepspeed_file
             environment imports loading
 memory:     cuts forecast memory precision room shards timeline
-learning:   blocks blueprint recorder recording tasks visits
+learning:   blocks blueprint fakes
+            cutting cutting.calls cutting.cut cutting.ghost cutting.points cutting.rehearsal
+            cutting.script cutting.stage cutting.structure cutting.trace
+            recorder recording tasks visits
             data data.catalog data.digits data.folders data.images data.loader data.sampler
             data.seeding data.source data.synthetic data.text data.voc
             models models.gpt models.imported models.lenet models.torchvision_models

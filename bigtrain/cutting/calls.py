@@ -1,0 +1,61 @@
+"""Being asked at each call of a module, from outside of its hooks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+from torch import nn
+
+
+class Watcher(Protocol):
+    """Who is asked."""
+
+    def call(
+        self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Do a module's call: `run(*args, **kwargs)` is the module with its hooks."""
+
+
+class _Current(threading.local):
+    watcher: Watcher | None = None
+
+
+_current = _Current()
+
+
+def watch(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Let every call of these modules ask the watcher of its thread, if there is one.
+
+    The place is the one that `nn.Module.compile` uses: before all hooks of the module, copied
+    and pickled with no module.
+    """
+    for name, module in modules:
+        module._compiled_call_impl = partial(_called, name, module)
+
+
+def unwatch(modules: Iterable[nn.Module]) -> None:
+    """Undo `watch`."""
+    for module in modules:
+        module._compiled_call_impl = None
+
+
+def _called(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    watcher = _current.watcher
+    if watcher is None:
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+    return watcher.call(name, module._call_impl, args, kwargs)
+
+
+@contextmanager
+def watching(watcher: Watcher | None) -> Iterator[None]:
+    """Ask this watcher in this thread, for the length of a `with` block; None asks nobody."""
+    before = _current.watcher
+    _current.watcher = watcher
+    try:
+        yield
+    finally:
+        _current.watcher = before

@@ -1,0 +1,117 @@
+"""A model's cut: before which calls, which stage owns which tensor, and the stages themselves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bigtrain.cutting.calls import watch
+from bigtrain.cutting.ghost import ghost_like
+from bigtrain.cutting.points import Spine
+from bigtrain.cutting.rehearsal import Place, Rehearsal
+from bigtrain.cutting.stage import Stage
+from bigtrain.cutting.trace import Trace
+from bigtrain.tasks import Loss
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a model is cut; the same on all ranks."""
+
+    places: tuple[Place, ...]
+    """The calls before which the cuts stand."""
+    owners: dict[str, tuple[int, ...]]
+    """For each parameter and buffer, by its first name: the stages that use it, in order."""
+    aliases: dict[str, str]
+    """Every further name of a tied tensor -> its first name."""
+    cut_through: frozenset[str]
+    """Modules whose own code is run by every stage."""
+    rehearsal: Rehearsal
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return len(self.places) + 1
+
+    def names_of(self, stages: Collection[int]) -> set[str]:
+        """First names of the tensors that these stages own."""
+        return {name for name, own in self.owners.items() if set(own) & set(stages)}
+
+    @property
+    def ties(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Parameters that several stages use: first name and stages."""
+        twin = dict(self.rehearsal.twin.named_parameters())
+        return [(n, own) for n, own in self.owners.items() if len(own) > 1 and n in twin]
+
+    def strip(self, model: nn.Module, stages: Collection[int], device: torch.device) -> None:
+        """Take out of a model, in place, what belongs to other stages; ghosts stay instead."""
+        kept = self.names_of(stages)
+        for path, module in model.named_modules():
+            for table in (module._parameters, module._buffers):
+                for key, tensor in list(table.items()):
+                    full = f"{path}.{key}" if path else key
+                    if tensor is None or self.aliases.get(full, full) in kept:
+                        continue
+                    del table[key]
+                    module.__dict__[key] = ghost_like(tensor, device)
+
+    def stage(self, model: nn.Module, index: int, loss: Loss, device: torch.device) -> Stage:
+        """Make one stage of a model that is stripped to it."""
+        watch(model.named_modules())
+
+        def script(micro_batch: Any, training: bool) -> Any:  # noqa: FBT001
+            return self.rehearsal.script(micro_batch, training=training, places=self.places)
+
+        return Stage(model, index, self.stages, script, loss, device, self.cut_through)
+
+
+def copy_tree(model: nn.Module) -> nn.Module:
+    """A copy of the modules with the same tensor objects in them."""
+    tensors = (*model.parameters(), *model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def cut_at(found: Trace, calls: Sequence[int], rehearsal: Rehearsal) -> Cut:
+    """The cut before these calls of a trace.
+
+    Args:
+        found: a trace of the rehearsal's twin.
+        calls: in the order of execution.
+        rehearsal: of the model.
+    """
+    model = rehearsal.twin
+    ticks = [found.calls[call].begin for call in calls]
+    named: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
+    every: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
+    first = {id(tensor): name for name, tensor in named.items()}
+    owners: dict[str, tuple[int, ...]] = {}
+    for value in found.values:
+        if value.root in ("parameter", "buffer") and value.uses:
+            used = {sum(tick < use for tick in ticks) for use in value.uses if use < 1 << 59}
+            owners[value.name] = tuple(sorted(used)) or (len(calls),)
+    starts = _first_stages(found, ticks)
+    for name in named:  # what is not used in training: with its module, or what is around it
+        if name not in owners:
+            path = name.rpartition(".")[0]
+            while path and path not in starts:
+                path = path.rpartition(".")[0]
+            owners[name] = (starts.get(path, 0),)
+    aliases = {n: first[id(t)] for n, t in every.items() if first[id(t)] != n}
+    places = tuple((found.calls[call].name, found.calls[call].number) for call in calls)
+    through = frozenset(Spine(found, calls).names)
+    return Cut(places, {n: owners[n] for n in named}, aliases, through, rehearsal)
+
+
+def _first_stages(found: Trace, ticks: Sequence[int]) -> dict[str, int]:
+    """By module: the stage in which it is called first."""
+    starts: dict[str, int] = {}
+    for call in found.calls:
+        starts.setdefault(call.name, sum(tick <= call.begin for tick in ticks))
+    return starts

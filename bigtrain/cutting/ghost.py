@@ -1,0 +1,96 @@
+"""Tensors with a shape and no values: what a stage computes with where the work is another's.
+
+A ghost says its shape, type and device, so that the user's own code runs over it as over the
+real thing, on the meta device underneath. When the stage's own part begins, `become` puts the
+values that have come from the stage before into the very objects that the user's code holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+_META = torch.device("meta")
+
+
+class Ghost(Tensor):
+    """A tensor of shape, stride, type and device, without values."""
+
+    _meta: Tensor
+
+    @staticmethod
+    def __new__(cls, meta: Tensor, device: torch.device) -> Ghost:
+        """A ghost of what `meta` describes, as if it were on `device`."""
+        ghost: Ghost = torch.Tensor._make_wrapper_subclass(
+            cls,
+            meta.size(),
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device=device,
+        )
+        ghost._meta = meta
+        return ghost
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # noqa: ARG002
+        return f"Ghost({tuple(self.shape)}, {self.dtype}, {self.device})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        ghosts: dict[int, Ghost] = {}
+        device: torch.device | None = None
+
+        def unwrap(leaf: Any) -> Any:
+            nonlocal device
+            if isinstance(leaf, Ghost):
+                # A number on the CPU goes with tensors of any device.
+                if device is None or leaf.dim():
+                    device = leaf.device
+                ghosts[id(leaf._meta)] = leaf
+                return leaf._meta
+            if isinstance(leaf, Tensor):
+                return leaf.to(_META)
+            return _META if isinstance(leaf, torch.device) else leaf
+
+        low_args, low_kwargs = tree_map(unwrap, (args, kwargs))
+        wanted = kwargs.get("device")
+        place = torch.device(wanted) if wanted is not None else device or torch.device("cpu")
+        result = func(*low_args, **low_kwargs)
+
+        def wrap(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            # What an operation changes in place stays the same object.
+            same = ghosts.get(id(leaf))
+            return Ghost(leaf, place) if same is None else same
+
+        return tree_map(wrap, result)
+
+
+def ghost_like(tensor: Tensor, device: torch.device) -> Ghost:
+    """A new ghost of a tensor's shape, stride and type."""
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+    return Ghost(meta, device)
+
+
+def become(ghost: Tensor, real: Tensor) -> None:
+    """Make a ghost's object the real tensor, wherever references to it are held.
+
+    torch.utils.swap_tensors does this and refuses objects that views or autograd still point
+    to from below; of a ghost they may: nothing will ever be computed with what they see.
+    """
+    ghost.__class__, real.__class__ = real.__class__, ghost.__class__
+    mine, theirs = dict(ghost.__dict__), dict(real.__dict__)
+    ghost.__dict__.clear()
+    real.__dict__.clear()
+    ghost.__dict__.update(theirs)
+    real.__dict__.update(mine)
+    torch._C._swap_tensor_impl(ghost, real)

@@ -1,0 +1,136 @@
+"""Forward passes rehearsed on fake tensors: one trace, and one script, for each shape of batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from bigtrain.cutting.points import crossing_values
+from bigtrain.cutting.script import Script, script_of
+from bigtrain.cutting.structure import map_tensors, tensors_of
+from bigtrain.cutting.trace import Trace, trace
+from bigtrain.data.loader import MicroBatch
+from bigtrain.errors import ConfigError
+from bigtrain.fakes import fake_model, fake_tensor
+from bigtrain.tasks import Loss
+
+Place = tuple[str, int]
+"""A call of a module: its name, and the how manieth of its calls it is."""
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """What decides the types of what is computed."""
+
+    double: bool = False
+    """Parameters and inputs are float64."""
+    autocast: bool = False
+    """The forward pass runs under autocast to bf16."""
+    low: Callable[[nn.Module], Sequence[str]] | None = None
+    """The names of the parameters that the layers see in bf16."""
+
+
+class Rehearsal:
+    """Traces a model on fake tensors, in the shapes that are asked for.
+
+    Args:
+        model: any copy of it, on the meta device too; a twin is made.
+        loss: says which tensors a gradient comes back to.
+        device: whose kernels are traced.
+        numerics: what decides the types.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss: Loss, device: torch.device, numerics: Numerics
+    ) -> None:
+        self._loss, self._device, self._numerics = loss, device, numerics
+        self._mode = FakeTensorMode()
+        with self._mode:
+            self.twin = fake_model(model, device, double=numerics.double)
+            for name in numerics.low(self.twin) if numerics.low is not None else ():
+                parameter = self.twin.get_parameter(name)
+                parameter.data = parameter.data.to(torch.bfloat16)
+        self._scripts: dict[object, Script] = {}
+
+    def trace(self, micro_batch: MicroBatch, *, training: bool) -> tuple[Trace, MicroBatch]:
+        """Run the twin once; the trace, and the fake batch.
+
+        Raises:
+            ConfigError: it cannot run so.
+        """
+        self.twin.train(training)
+        with self._mode:
+            batch = MicroBatch(
+                map_tensors(micro_batch.inputs, self._fake),
+                map_tensors(micro_batch.targets, self._fake),
+                max(1, micro_batch.count),
+                micro_batch.rows,
+            )
+        with torch.set_grad_enabled(training):
+            found = trace(
+                self.twin, lambda m: m(batch.inputs), self._mode, batch.inputs, self.around
+            )
+        return found, batch
+
+    def script(self, micro_batch: MicroBatch, *, training: bool, places: Sequence[Place]) -> Script:
+        """What the stages do with batches of this shape; made once for each shape.
+
+        Raises:
+            ConfigError: the calls before which the cuts stand are not made with this shape.
+        """
+        key = (_signature(micro_batch.inputs), _signature(micro_batch.targets), training)
+        if key not in self._scripts:
+            found, batch = self.trace(micro_batch, training=training)
+            calls = [_call_at(found, place, micro_batch) for place in places]
+            trained = self._trained(found, batch, calls) if training else frozenset()
+            self._scripts[key] = script_of(found, calls, trained)
+        return self._scripts[key]
+
+    def around(self) -> AbstractContextManager[Any]:
+        """The context of a forward pass."""
+        if not self._numerics.autocast:
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=torch.bfloat16)
+
+    def _trained(self, found: Trace, batch: MicroBatch, calls: Sequence[int]) -> frozenset[int]:
+        """Of the values that cross, those that the loss has a gradient for."""
+        wanted = sorted({v for call in calls for v in crossing_values(found, call, calls)})
+        wanted = [v for v in wanted if found.values[v].tensor.requires_grad]
+        if not wanted:
+            return frozenset()
+        with self._mode:
+            loss = self._loss(found.output, batch.targets, batch.count)
+            tensors = [found.values[v].tensor for v in wanted]
+            gradients = torch.autograd.grad(loss, tensors, allow_unused=True)
+        return frozenset(v for v, g in zip(wanted, gradients, strict=True) if g is not None)
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        double = self._numerics.double and tensor.is_floating_point()
+        fake: Tensor = fake_tensor(tensor, self._device, double=double)
+        return fake
+
+
+def _call_at(found: Trace, place: Place, micro_batch: MicroBatch) -> int:
+    for index, call in enumerate(found.calls):
+        if (call.name, call.number) == place:
+            return index
+    shapes = ", ".join(str(tuple(t.shape)) for t in tensors_of(micro_batch.inputs))
+    raise ConfigError(
+        f"strategy.cut: with inputs of {shapes} the model does not call {place[0]!r}, before "
+        "which a cut stands. Name places in strategy.cut.at that every batch goes through."
+    )
+
+
+def _signature(structure: Any) -> object:
+    shapes: list[object] = []
+
+    def note(tensor: Tensor) -> None:
+        shapes.append((tuple(tensor.shape), tensor.stride(), tensor.dtype))
+
+    return repr((map_tensors(structure, note), shapes))

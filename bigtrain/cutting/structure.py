@@ -1,0 +1,79 @@
+"""What modules take and give: tensors in tuples, mappings, dataclasses and objects of any kind."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The same structure with every tensor changed, in a fixed order; `value` stays as it is.
+
+    Tuples, named tuples, lists, mappings of any class, dataclasses and plain objects are gone
+    through; what holds no tensor is handed on itself.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (str, bytes, int, float, bool, type, nn.Module)) or value is None:
+        return value
+    if isinstance(value, tuple):
+        items = [map_tensors(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, list):
+        return [map_tensors(item, change) for item in value]
+    if isinstance(value, Mapping):
+        return _refilled(value, {k: map_tensors(v, change) for k, v in value.items()})
+    return _object(value, change)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in a structure, in the order of `map_tensors`."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(value, note)
+    return found
+
+
+def _refilled(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping of the same class with other values, set one by one as the class wants it."""
+    if type(mapping) is dict:
+        return items
+    other: Any = copy.copy(mapping)
+    for key, item in items.items():
+        other[key] = item
+    return other
+
+
+def _object(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """An object of a user's class: a copy with changed attributes, where it holds tensors."""
+    fields = getattr(value, "__dict__", None)
+    if not isinstance(fields, dict) or callable(value):
+        return value
+    changed = {
+        name: map_tensors(item, change)
+        for name, item in fields.items()
+        if isinstance(item, (Tensor, tuple, list, Mapping))
+    }
+    if all(changed[name] is fields[name] for name in changed) or not any(
+        isinstance(t, Tensor) for item in changed.values() for t in _leaves(item)
+    ):
+        return value
+    other = copy.copy(value)
+    for name, item in changed.items():
+        object.__setattr__(other, name, item)
+    return other
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return [leaf for item in value.values() for leaf in _leaves(item)]
+    if isinstance(value, (tuple, list)):
+        return [leaf for item in value for leaf in _leaves(item)]
+    return [value]

@@ -1,0 +1,42 @@
+"""Models and batches without their numbers: fake twins of the same shapes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """A copy of a model without its numbers, on the meta device: to be profiled later.
+
+    Once a technique has sharded a model, the model as it was is gone.
+    """
+    return fake_model(model, torch.device("meta"), double=False)
+
+
+def fake_model(model: nn.Module, device: torch.device, *, double: bool) -> nn.Module:
+    """A copy of the module tree with fake tensors of the same shapes in it.
+
+    The copy's memo holds a fake twin for every tensor, so that nothing real is ever copied and
+    tied parameters stay tied.
+    """
+    memo: dict[int, object] = {}
+    for parameter in model.parameters():
+        twin = nn.Parameter(
+            fake_tensor(parameter, device, double=double), requires_grad=parameter.requires_grad
+        )
+        memo[id(parameter)] = twin
+    for buffer in model.buffers():
+        memo[id(buffer)] = fake_tensor(buffer, device, double=double)
+    return copy.deepcopy(model, memo)
+
+
+def fake_tensor(leaf: Any, device: torch.device, *, double: bool = False) -> Any:
+    """A twin of a tensor on another device; anything else as it is."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    dtype = torch.float64 if double and leaf.is_floating_point() else leaf.dtype
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=dtype, device=device)
