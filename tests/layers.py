@@ -10,18 +10,19 @@ TABLE = """
 words:      errors units
 job:        arguments config configs configs.jobs configs.strategies deepspeed_file
             environment imports loading
-memory:     cuts forecast memory precision room shards timeline
+memory:     cuts forecast memory precision room schedules shards timeline
 learning:   blocks blueprint fakes
             cutting cutting.balance cutting.calls cutting.cut cutting.ghost cutting.intervals
             cutting.points cutting.rehearsal
             cutting.script cutting.stage cutting.structure cutting.trace
-            recorder recording tasks visits
+            recompute recorder recording tasks visits
             data data.catalog data.digits data.folders data.images data.loader data.sampler
             data.seeding data.source data.synthetic data.text data.voc
             models models.gpt models.imported models.lenet models.torchvision_models
 ranks:      distributed failures guard launch rendezvous threads watch
-seam:       checkpoint fill home optim pieces profiles replicas runner strategy update
-strategies: strategies strategies.accumulation strategies.ddp strategies.offload strategies.single
+seam:       chain checkpoint fill home layout optim pieces profiles replicas runner strategy update
+strategies: strategies strategies.accumulation strategies.ddp strategies.layer_split
+            strategies.offload strategies.pipeline strategies.single
             strategies.zero strategies.zero.advice strategies.zero.deepspeed_build
             strategies.zero.deepspeed_config strategies.zero.deepspeed_engine
             strategies.zero.deepspeed_forecast strategies.zero.deepspeed_offload

@@ -1,0 +1,171 @@
+"""The order of a pipeline's actions: against torch's own classes, and published figures."""
+
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from bigtrain.errors import ConfigError
+from bigtrain.schedules import (
+    ONE_STAGE,
+    SCHEDULES,
+    TORCH,
+    V_SHAPED,
+    Action,
+    StageSeconds,
+    bubble,
+    in_flight,
+    in_flight_together,
+    order,
+    stage_ranks,
+)
+
+EQUAL = StageSeconds(1.0, 1.0, 1.0)
+
+
+def per_rank(schedule):
+    return 1 if schedule in ONE_STAGE else 2
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("pp", "micro_batches"), [(1, 2), (2, 4), (4, 8), (4, 16), (3, 12)])
+def test_every_micro_batch_goes_forward_and_backward_once(schedule, pp, micro_batches):
+    stages = pp * per_rank(schedule)
+    orders = order(schedule, pp, per_rank(schedule), micro_batches)
+    ranks = stage_ranks(schedule, pp, per_rank(schedule))
+    done = [action for actions in orders for action in actions]
+    assert len(done) == len(set(done))
+    for rank, actions in enumerate(orders):
+        assert {ranks[action.stage] for action in actions} == {rank}
+    for stage in range(stages):
+        for number in range(micro_batches):
+            kinds = {kind for s, kind, k in done if (s, k) == (stage, number)}
+            assert kinds in ({"F", "B"}, {"F", "I", "W"})
+    whole = bubble(orders, [EQUAL] * stages)  # it would raise if a rank waited for ever
+    assert whole.busy == pytest.approx([3.0 * micro_batches * per_rank(schedule)] * pp)
+
+
+def stage(pp, count, index):
+    return SimpleNamespace(
+        group_size=pp, group_rank=0, num_stages=count, stage_index=index, submod=None
+    )
+
+
+@pytest.mark.parametrize("schedule", TORCH)
+def test_torch_runs_its_tables_in_this_order(schedule):
+    """The lowered table, with all sends and receives: what torch's runtime goes through."""
+    made = getattr(torch_schedules, TORCH[schedule])([stage(4, 8, 0), stage(4, 8, 4)], 8)
+    for rank, actions in enumerate(order(schedule, 4, 2, 8)):
+        lowered = []
+        for action in made.pipeline_order_with_comms[rank]:
+            if action.is_compute_op:
+                lowered.extend(action.sub_actions or [action])
+        assert actions == tuple(
+            (a.stage_index, a.computation_type.value, a.microbatch_index) for a in lowered
+        )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "name"), [("gpipe", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")]
+)
+@pytest.mark.parametrize("micro_batches", [4, 7])
+def test_torch_runs_one_stage_in_this_order(schedule, name, micro_batches):
+    """The loop of torch's class, with a stage that notes what it is asked to do."""
+    for rank in range(4):
+        single = MagicMock(group_size=4, num_stages=4, stage_index=rank, is_last=rank == 3)
+        for ops in ("fwd_recv", "fwd_send", "bwd_recv", "bwd_send"):
+            getattr(single, f"get_{ops}_ops").return_value = []
+        made = getattr(torch_schedules, name)(single, micro_batches)
+        made._initialize_stage = MagicMock()
+        made._step_microbatches([()] * micro_batches, [{}] * micro_batches)
+        kinds = {"forward_one_chunk": "F", "backward_one_chunk": "B"}
+        noted = [
+            Action(rank, kinds[call], arguments[0])
+            for call, arguments, _ in single.method_calls
+            if call in kinds
+        ]
+        assert tuple(noted) == order(schedule, 4, 1, micro_batches)[rank]
+
+
+@pytest.mark.parametrize(("pp", "micro_batches"), [(2, 4), (4, 8), (4, 16), (8, 32)])
+def test_published_bubbles(pp, micro_batches):
+    p, m = pp, micro_batches
+
+    def share(schedule, v):
+        cost = StageSeconds(1 / v, 1 / v, 1 / v)
+        return bubble(order(schedule, p, v, m), [cost] * (p * v)).share
+
+    assert share("naive", 1) == pytest.approx((p - 1) / p)
+    assert share("gpipe", 1) == pytest.approx((p - 1) / (m + p - 1))
+    assert share("1f1b", 1) == pytest.approx((p - 1) / (m + p - 1))
+    for v in (2, 4):
+        interleaved = (p - 1) / (v * m + p - 1)
+        assert share("interleaved_1f1b", v) == pytest.approx(interleaved)
+        assert share("looped_bfs", v) == pytest.approx(interleaved)
+    for schedule in ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"):
+        assert share(schedule, 2) == pytest.approx((p - 1) / (6 * m + p - 1))
+        assert share(schedule, 2) < share("1f1b", 1)
+
+
+def test_in_flight():
+    for p, m in ((2, 4), (4, 8), (4, 16), (8, 32)):
+
+        def held(schedule, v, p=p, m=m):
+            return [in_flight_together(actions) for actions in order(schedule, p, v, m)]
+
+        assert held("naive", 1) == [1] * p
+        assert held("gpipe", 1) == [m] * p
+        assert held("1f1b", 1) == [p - rank for rank in range(p)]
+        assert held("looped_bfs", 2) == [2 * m] * p
+        # In units of a rank's layers p (1 + (p - 1) / (p v)): Korthikanti et al., arXiv 2205.05198.
+        assert held("interleaved_1f1b", 2)[0] == 2 * p + p - 1
+        assert held("zbv_zero_bubble", 2) == [2 * p] * p
+        assert held("dualpipev", 2) == [2 * p + 1] * p
+    assert in_flight(order("1f1b", 4, 1, 8)[1]) == {1: 3}
+    assert in_flight(order("looped_bfs", 4, 2, 8)[1]) == {1: 8, 5: 8}
+    split = [Action(0, "F", 0), Action(0, "I", 0), Action(0, "F", 1), Action(0, "W", 0)]
+    assert in_flight(split) == {0: 2}
+
+
+def test_unequal_stages_wait_for_the_slowest():
+    slow = [StageSeconds(1.0, 1.0, 1.0), StageSeconds(3.0, 3.0, 3.0)]
+    found = bubble(order("1f1b", 2, 1, 10), slow)
+    assert found.seconds == pytest.approx(1.0 + 10 * 9.0 + 2.0)
+    assert found.busy == (30.0, 90.0)
+
+
+def test_a_schedule_that_never_ends():
+    with pytest.raises(ValueError, match="never comes to"):
+        bubble(((Action(0, "B", 0), Action(0, "F", 0)),), [EQUAL])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("1f2b", 2, 1, 4), r"'1f2b' is none of naive, .*did you mean '1f1b'"),
+        (("gpipe", 2, 2, 4), r"gpipe has 1 stage on each rank, not 2\. Use stages_per_rank=1"),
+        (("dualpipev", 2, 3, 4), r"dualpipev has 2 stages on each rank, not 3"),
+        (("1f1b", 4, 1, 3), r"1f1b with mesh.pp=4 needs at least 4 micro-batches .* are 3"),
+        (("dualpipev", 2, 2, 3), r"needs at least 4 micro-batches"),
+        (("interleaved_1f1b", 2, 2, 5), r"5 micro-batches to 2 rounds.* Use 4 micro-batches"),
+    ],
+)
+def test_refusals(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        order(*arguments)
+
+
+@pytest.mark.parametrize("schedule", TORCH)
+@pytest.mark.parametrize("pp", [1, 2, 3, 4])
+def test_where_we_do_not_refuse_torch_does_not_either(schedule, pp):
+    count = 2 * pp
+    for micro_batches in range(1, 14):
+        stages = [stage(pp, count, 0), stage(pp, count, count - 1 if schedule in V_SHAPED else pp)]
+        try:
+            order(schedule, pp, 2, micro_batches)
+        except ConfigError:
+            with pytest.raises((ValueError, AssertionError)):
+                getattr(torch_schedules, TORCH[schedule])(stages, micro_batches)
+        else:
+            getattr(torch_schedules, TORCH[schedule])(stages, micro_batches)
