@@ -33,6 +33,7 @@ setup(
         "bigtrain.models",
         "bigtrain.report",
         "bigtrain.strategies",
+        "bigtrain.strategies.pipeline",
         "bigtrain.strategies.zero",
     ],
     package_data={

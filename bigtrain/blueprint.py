@@ -67,6 +67,8 @@ class Blueprint:
     _origins: dict[str, _Origin] = field(default_factory=dict)
     _owners: dict[int, str] = field(default_factory=dict)
     """For each random operation, the name that its seed is made from."""
+    _first_names: dict[str, str] = field(default_factory=dict)
+    """Every name of every tensor -> its first one, also when that part of the model is gone."""
 
     @classmethod
     def of(cls, module: nn.Module) -> Blueprint:
@@ -152,7 +154,8 @@ class Blueprint:
             uses[origin.spec.storage] = uses.get(origin.spec.storage, 0) + 1
         shared: dict[int, torch.UntypedStorage] = {}
         for name, tensor in tensors.items():
-            spec, closure = self._origins[name].spec, self._origins[name].closure
+            origin = self._origins[self._first_names.get(name, name)]
+            spec, closure = origin.spec, origin.closure
             storage = shared.get(spec.storage)
             if storage is None:
                 storage = recording.replay(
@@ -211,6 +214,8 @@ def _describe_on_meta(make: Callable[[], nn.Module]) -> Blueprint:
     for name in _loose_tensors(model):
         raise CannotDefer(f"it keeps a tensor at {name!r} that is no parameter or buffer")
     blueprint = Blueprint(model, _make=make, _recording=recording)
+    first = {id(tensor): name for name, tensor in tensors.items()}
+    blueprint._first_names = {name: first[id(t)] for name, t in _aliases(model).items()}
     for name, tensor in tensors.items():
         spec = recording.spec(tensor)
         closure = recording.closure(spec.storage)

@@ -11,15 +11,17 @@ import torch
 from torch import nn
 
 from bigtrain.blueprint import Blueprint
-from bigtrain.config import Job, Role, RoleConfig, resolve_batch
+from bigtrain.config import Batch, Job, Role, RoleConfig, TrainConfig, resolve_batch
+from bigtrain.data.loader import MicroBatch
 from bigtrain.distributed import RunContext, resolve_mesh
 from bigtrain.errors import ConfigError
 from bigtrain.fill import Materializer, names_of
 from bigtrain.forecast import Forecast, Profile
+from bigtrain.layout import Layout
 from bigtrain.memory import Meter
 from bigtrain.registry import make_technique
 from bigtrain.runner import LoopRunner
-from bigtrain.strategy import Assembly, Plan, Runner, Strategy
+from bigtrain.strategy import Assembly, CutStrategy, Plan, Runner, Strategy
 from bigtrain.tasks import Loss
 from bigtrain.update import MakeOptimizer
 
@@ -38,18 +40,20 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
     Raises:
         ConfigError: the mesh, the batch or a technique does not fit.
     """
-    pp, dp, tp = resolve_mesh(job.mesh.pp, job.mesh.dp, job.mesh.tp, world_size)
     techniques = {
         role: make_technique(role, config) for role, config in job.strategy.roles().items()
     }
+    cut = techniques.get("cut")
+    spans = isinstance(cut, CutStrategy) and cut.spans_ranks
+    pp, dp, tp = _mesh(job, world_size, spans=spans)
     if "replicate" not in techniques:
         techniques["replicate"] = make_technique("replicate", RoleConfig(name="single"))
     if "accumulate" not in techniques:
         techniques["accumulate"] = make_technique("accumulate", RoleConfig(name="accumulation"))
-    if "cut" not in techniques and pp * tp > 1:
+    if not spans and pp * tp > 1:
         raise ConfigError(
-            f"mesh.pp={pp} and mesh.tp={tp} cut the model, and strategy.cut names no technique "
-            "that does. Use mesh.pp=1 mesh.tp=1."
+            f"mesh.pp={pp} and mesh.tp={tp} cut the model over ranks, and strategy.cut names no "
+            "technique that does. Use mesh.pp=1 mesh.tp=1, or --strategy 1f1b."
         )
     owners = [t.name for t in techniques.values() if t.owns_step]
     if len(owners) > 1:
@@ -65,7 +69,7 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
         pp=pp,
         dp=dp,
         tp=tp,
-        batch=resolve_batch(job.train, dp),
+        batch=_batch(job.train, dp, cut.micro_batches(pp) if isinstance(cut, CutStrategy) else 1),
         precision=job.train.precision,
         device_type=device_type,
         clip_norm=job.optim.clip_norm,
@@ -74,6 +78,27 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
     for technique in techniques.values():
         technique.check(plan)
     return plan
+
+
+def _mesh(job: Job, world_size: int, *, spans: bool) -> tuple[int, int, int]:
+    """The mesh; without `mesh.pp` a cut over ranks takes those that dp and tp leave."""
+    pp, dp, tp = job.mesh.pp, job.mesh.dp, job.mesh.tp
+    if pp is None:
+        pp = max(1, world_size // (max(1, dp) * tp)) if spans else 1
+    return resolve_mesh(pp, dp, tp, world_size)
+
+
+def _batch(train: TrainConfig, dp: int, micro_batches: int) -> Batch:
+    """The batch; where the job says nothing of micro-batches, about as many as are wanted."""
+    total = train.global_batch_size
+    silent = train.micro_batch_size is None and train.accumulation_steps is None
+    if silent and total is not None and total % dp == 0:
+        part = total // dp
+        steps = max(n for n in range(1, max(1, min(micro_batches, part)) + 1) if part % n == 0)
+        train = train.model_copy(update={"accumulation_steps": steps})
+    elif silent and total is None:
+        train = train.model_copy(update={"accumulation_steps": micro_batches})
+    return resolve_batch(train, dp)
 
 
 def in_order(plan: Plan) -> list[Strategy]:
@@ -103,6 +128,24 @@ def advice(profile: Profile, plan: Plan) -> list[str]:
     return lines
 
 
+def lay_out(
+    plan: Plan,
+    model: nn.Module,
+    micro_batch: MicroBatch,
+    loss: Loss,
+    make_optimizer: MakeOptimizer,
+) -> Layout | None:
+    """Cut the model as the plan says; None where it is not to be cut. Needs no process group.
+
+    Raises:
+        ConfigError: it cannot be cut so.
+    """
+    cut = plan.techniques.get("cut")
+    if not isinstance(cut, CutStrategy):
+        return None
+    return cut.lay_out(model, micro_batch, loss, make_optimizer, plan)
+
+
 def forecast(profile: Profile, plan: Plan) -> Forecast:
     """Predict one rank's memory: each technique turns the forecast of those before it."""
     predicted = Forecast.of(profile)
@@ -118,6 +161,7 @@ def build(
     make_optimizer: MakeOptimizer,
     context: RunContext,
     meter: Meter,
+    layout: Layout | None = None,
 ) -> Runner:
     """Make the live runner of a plan. Every step below stands where it must.
 
@@ -128,11 +172,19 @@ def build(
         make_optimizer: called once, on the parameters that this rank updates.
         context: what this process is.
         meter: told of phases and owners.
+        layout: of a model that is cut.
     """
     meter.phase("build")
     with meter.window():
         model = blueprint.model
         materialize = Materializer(blueprint, context, plan.precision)
+        if layout is not None:
+            # Before any value is made: a rank pays for its own stages only. A model that could
+            # not be described is whole on every rank anyhow, and comes from rank 0 as a whole.
+            if not blueprint.deferred:
+                materialize(names_of(model))
+            own = layout.stages_of(context.pp_rank) if plan.pp > 1 else range(len(layout.ranks))
+            layout.chosen.cut.strip(model, own, context.device)
         # Weights depend on seed and name only, so every rank makes its own and none are sent.
         # A technique that never holds the whole model makes them a piece at a time.
         if not any(technique.materializes for technique in plan.techniques.values()):
@@ -150,6 +202,7 @@ def build(
             make_optimizer=make_optimizer,
             module=model,
             materialize=materialize,
+            layout=layout,
         )
         # cut: stages first, so that all that follows sees only this rank's layers.
         # recompute: on blocks, while they are still the user's own modules.

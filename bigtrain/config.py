@@ -124,7 +124,8 @@ class TrainConfig(Section):
 class MeshConfig(Section):
     """The ranks as axes, and how they talk."""
 
-    pp: int = Field(1, ge=1)
+    pp: int | None = Field(None, ge=1)
+    """Stages of a cut model; left out, all ranks that dp and tp leave where a technique cuts."""
     dp: int = Field(-1, ge=-1)
     """-1 is what remains of the world."""
     tp: int = Field(1, ge=1)

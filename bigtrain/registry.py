@@ -11,7 +11,10 @@ from bigtrain.loading import explain
 from bigtrain.strategy import Strategy
 
 TECHNIQUES: dict[Role, dict[str, str]] = {
-    "cut": {},
+    "cut": {
+        "layer_split": "bigtrain.strategies.layer_split:LayerSplit",
+        "pipeline": "bigtrain.strategies.pipeline:Pipeline",
+    },
     "replicate": {
         "single": "bigtrain.strategies.single:Single",
         "ddp": "bigtrain.strategies.ddp:DDP",

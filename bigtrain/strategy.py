@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
 import torch
@@ -18,10 +18,13 @@ from torch import Tensor, nn
 
 from bigtrain.checkpoint import TensorSource
 from bigtrain.config import Batch, Precision, Role, StrategyConfig
+from bigtrain.cutting.cut import copy_tree
+from bigtrain.cutting.stage import Stage
 from bigtrain.data.loader import MicroBatch
 from bigtrain.distributed import RunContext
 from bigtrain.forecast import Forecast, Profile
 from bigtrain.home import Home
+from bigtrain.layout import Layout
 from bigtrain.memory import Meter
 from bigtrain.tasks import Loss
 from bigtrain.update import MakeOptimizer, Update
@@ -97,8 +100,12 @@ class Runner(Protocol):
         There between `forward_backward` and `update`; reading one is collective.
         """
 
-    def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return (output, targets) on the device, without gradients, in evaluation mode."""
+    def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor] | None:
+        """Return (output, targets) on the device, without gradients, in evaluation mode.
+
+        The ranks of one pipeline give the same micro-batch; the rank of its last stage returns,
+        the others return None.
+        """
 
     def state(self) -> dict[str, TensorSource]:
         """The training state under plain names: `model.NAME`, `optimizer.NAME.KEY`.
@@ -139,10 +146,43 @@ class Assembly:
     """Clear gradients by zeros, because their memory stays allocated anyhow."""
     home: Home | None = None
     """Where the optimizer's state lives; None is beside the parameters."""
+    layout: Layout | None = None
+    """How the model is cut; what is not this rank's is no longer in `model`."""
     update: Update | None = None
     """Set by a technique that puts the optimizer to the parameters itself."""
     runner: Callable[[Assembly], Runner] | None = None
     """Set by the one technique that owns the step; otherwise the plain loop does it."""
+    roots: list[nn.Module] = field(default_factory=list)
+    """The modules whose forward passes run here: the model, or this rank's stages of it, whose
+    parameters have the model's plain names."""
+    average: Callable[[Sequence[Tensor]], None] | None = None
+    """Averages gradients over the replicas after all micro-batches; set where no wrapper does."""
+
+    def __post_init__(self) -> None:
+        self.roots = self.roots or [self.model]
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The trained parameters of all roots by their plain names, tied ones once in a root."""
+        found = {}
+        for root in self.roots:
+            found.update({n: p for n, p in root.named_parameters() if p.requires_grad})
+        return found
+
+    def make_stages(self, indices: Sequence[int]) -> list[Stage]:
+        """Make stages of the model, which from now on are its roots.
+
+        Each of several has module objects of its own, on the same parameters.
+        """
+        if self.layout is None:
+            raise ValueError("the model is not cut")
+        cut, device = self.layout.chosen.cut, self.context.device
+        stages = []
+        for index in indices:
+            tree = self.model if len(indices) == 1 else copy_tree(self.model)
+            cut.strip(tree, [index], device)
+            stages.append(cut.stage(tree, index, self.loss, device))
+        self.roots = list(stages)
+        return stages
 
 
 class Strategy(BaseModel):
@@ -224,3 +264,38 @@ class Strategy(BaseModel):
 
     def apply(self, assembly: Assembly) -> None:
         """Change the assembly: wrap the module, shard its parameters, set the sync."""
+
+
+class CutStrategy(Strategy):
+    """A technique that lays a model over ranks or devices in stages."""
+
+    @property
+    def spans_ranks(self) -> bool:
+        """Whether the stages are on the ranks of the pp axis, or all in each process."""
+        return True
+
+    def micro_batches(self, pp: int) -> int:  # noqa: ARG002
+        """How many a step should have where the job does not say."""
+        return 1
+
+    def lay_out(
+        self,
+        model: nn.Module,
+        micro_batch: MicroBatch,
+        loss: Loss,
+        make_optimizer: MakeOptimizer,
+        plan: Plan,
+    ) -> Layout:
+        """Choose the stages. Needs no process group, and is the same on all ranks.
+
+        Args:
+            model: on the meta device or any other; it is left as it is.
+            micro_batch: one of the run's size.
+            loss: as in the run.
+            make_optimizer: as in the run; says how much state goes with a parameter.
+            plan: mesh, batch, precision.
+
+        Raises:
+            ConfigError: the model cannot be cut so.
+        """
+        raise NotImplementedError

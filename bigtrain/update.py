@@ -91,6 +91,16 @@ class WholeUpdate:
         """See `Update.close`."""
 
 
+def state_factor(make_optimizer: MakeOptimizer) -> float:
+    """Bytes held for each byte of a parameter: itself, its gradient, the optimizer's state."""
+    parameter = nn.Parameter(torch.zeros(64))
+    parameter.grad = torch.zeros(64)
+    optimizer = make_optimizer([parameter])
+    optimizer.step()
+    state = sum(value.numel() for value in tensors_of(optimizer) if value.numel() == 64)
+    return 2.0 + state / 64
+
+
 def source_of(tensor: Tensor) -> TensorSource:
     """A tensor of which this rank holds all or, as a DTensor, a part."""
     return TensorSource(tensor.dtype, tuple(tensor.shape), lambda: whole(tensor.detach()))

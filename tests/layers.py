@@ -12,8 +12,8 @@ job:        arguments config configs configs.jobs configs.strategies deepspeed_f
             environment imports loading
 memory:     cuts forecast memory precision room schedules shards timeline
 learning:   blocks blueprint fakes
-            cutting cutting.balance cutting.calls cutting.cut cutting.ghost cutting.intervals
-            cutting.points cutting.rehearsal
+            cutting cutting.balance cutting.calls cutting.choose cutting.compare cutting.cut
+            cutting.ghost cutting.intervals cutting.points cutting.rehearsal
             cutting.script cutting.stage cutting.structure cutting.trace
             recompute recorder recording tasks visits
             data data.catalog data.digits data.folders data.images data.loader data.sampler

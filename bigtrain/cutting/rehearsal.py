@@ -102,8 +102,8 @@ class Rehearsal:
         """Of the values that cross, those that the loss has a gradient for."""
         wanted = sorted({v for call in calls for v in crossing_values(found, call, calls)})
         wanted = [v for v in wanted if found.values[v].tensor.requires_grad]
-        if not wanted:
-            return frozenset()
+        if not wanted or batch.targets is None:  # without a loss, in one graph: autograd knows
+            return frozenset(wanted)
         with self._mode:
             loss = self._loss(found.output, batch.targets, batch.count)
             tensors = [found.values[v].tensor for v in wanted]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from bigtrain.cutting.ghost import become, ghost_like
 from bigtrain.cutting.script import Mark, Result, Script
 from bigtrain.cutting.structure import map_tensors, tensors_of
 from bigtrain.data.loader import MicroBatch
+from bigtrain.recompute import recomputed
 from bigtrain.tasks import Loss
 
 GetScript = Callable[[MicroBatch, bool], Script]
@@ -60,8 +61,13 @@ class Stage(nn.Module):
         self.training = model.training
         self.index, self.count = index, count
         self.cut_through = cut_through
+        self.recompute: Literal["never", "except_last", "always"] = "never"
         self._script, self._loss, self._device = script, loss, device
         self._whole = _Hidden(model)
+
+    def to_device(self, device: torch.device) -> None:
+        """Compute there from now on; the caller has moved the parameters."""
+        self._device = device
 
     @property
     def last(self) -> bool:
@@ -87,18 +93,33 @@ class Stage(nn.Module):
     def _of(self, micro_batch: MicroBatch) -> Script:
         return self._script(micro_batch, self.training)
 
-    def forward(self, *wires: Tensor, micro_batch: MicroBatch, scale: float | None = None) -> Any:
+    def forward(
+        self,
+        *wires: Tensor,
+        micro_batch: MicroBatch,
+        scale: float | None = None,
+        final: bool = True,
+    ) -> Any:
         """Compute this stage's part.
 
         Args:
             wires: from the stage before, as `incoming` says.
             micro_batch: inputs and targets on the device; every stage has them.
             scale: what the summed loss is multiplied by.
+            final: whether it is the last micro-batch of a step.
 
         Returns:
             The wires for the next stage; of the last stage the loss, or, without a scale, the
             model's output.
         """
+        again = self.recompute == "always" or (self.recompute == "except_last" and not final)
+        if not (again and torch.is_grad_enabled()):
+            return self._compute(wires, micro_batch, scale)
+        return recomputed(self, lambda: self._compute(wires, micro_batch, scale))
+
+    def _compute(
+        self, wires: tuple[Tensor, ...], micro_batch: MicroBatch, scale: float | None
+    ) -> Any:
         run = _Run(self._of(micro_batch), self.index, wires, micro_batch.inputs, self._device)
         try:
             with watching(run), run.functions:

@@ -1,0 +1,205 @@
+"""From a model and a number of stages to a cut: named by the user, or balanced exactly."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bigtrain.cutting.balance import Partition, Pieces, partition
+from bigtrain.cutting.cut import Cut, cut_at
+from bigtrain.cutting.points import Point, legal_points
+from bigtrain.cutting.rehearsal import Rehearsal
+from bigtrain.cutting.trace import Trace
+from bigtrain.data.loader import MicroBatch
+from bigtrain.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does in a second."""
+
+    flops: float
+    nbytes: float
+    """Read and written by operations."""
+    sent: float
+    """Bytes sent to the next stage."""
+
+
+RATES = {
+    "cpu": Rates(flops=5e10, nbytes=1e10, sent=2e9),
+    "cuda": Rates(flops=3e14, nbytes=2.5e12, sent=5e10),
+}
+"""One core's and one data-centre GPU's order of magnitude: only their ratios matter here."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How a model is to be cut."""
+
+    stages: int
+    at: tuple[str, ...] = ()
+    """Modules before which the cuts stand; empty to find them."""
+    in_flight: tuple[int, ...] = ()
+    """For each stage the micro-batches that it holds at most."""
+    devices: tuple[int, ...] = ()
+    """For each stage its rank."""
+    memory: int | None = None
+    """Bytes of a rank for states and activations."""
+    state_factor: float = 4.0
+    """Bytes held for each byte of a parameter: itself, its gradient, the optimizer's state."""
+    rates: Rates = RATES["cpu"]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A cut and what it is expected to be."""
+
+    cut: Cut
+    partition: Partition
+    found: int
+    """Places where the model could be cut."""
+    flops: tuple[int, ...]
+    """Of each stage, forward, one micro-batch."""
+    parameter_bytes: tuple[int, ...]
+    crossing_bytes: tuple[int, ...]
+    """Over each cut, one micro-batch, one direction."""
+
+
+def choose_cut(rehearsal: Rehearsal, micro_batch: MicroBatch, wanted: Wanted) -> Chosen:
+    """Cut a model.
+
+    Args:
+        rehearsal: of the model.
+        micro_batch: one of the run's size.
+        wanted: stages, and what they may take.
+
+    Raises:
+        ConfigError: it cannot be cut so; with the names, the reasons and the fix.
+    """
+    found, _ = rehearsal.trace(micro_batch, training=True)
+    points = _common(found, rehearsal, micro_batch)
+    pieces = _pieces(found, points, wanted.rates)
+    if wanted.at:
+        chosen = _named(found, points, wanted)
+        in_flight, state = list(wanted.in_flight), wanted.state_factor
+        part = _given(pieces, chosen, in_flight or [1] * wanted.stages, state, wanted.rates)
+    else:
+        part = partition(
+            pieces,
+            wanted.stages,
+            bandwidth=wanted.rates.sent,
+            state_factor=wanted.state_factor,
+            in_flight=wanted.in_flight or [1] * wanted.stages,
+            memory=None if wanted.memory is None else [wanted.memory] * wanted.stages,
+            devices=wanted.devices or None,
+        )
+        chosen = list(part.cuts)
+    calls = [points[piece - 1].call for piece in chosen]
+    cut = cut_at(found, calls, rehearsal)
+    ticks = [points[piece - 1].tick for piece in chosen]
+    flops = [0] * wanted.stages
+    for cost in found.costs:
+        flops[bisect_right(ticks, cost.tick)] += cost.flops
+    twin = dict(rehearsal.twin.named_parameters())
+    sizes = tuple(
+        sum(
+            twin[name].numel() * twin[name].element_size()
+            for name in cut.names_of([stage])
+            if name in twin
+        )
+        for stage in range(wanted.stages)
+    )
+    crossing = tuple(points[piece - 1].nbytes for piece in chosen)
+    return Chosen(cut, part, len(points), tuple(flops), sizes, crossing)
+
+
+def _common(found: Trace, rehearsal: Rehearsal, micro_batch: MicroBatch) -> list[Point]:
+    """The places where the model can be cut in training and in evaluation."""
+    points, _ = legal_points(found)
+    other, _ = rehearsal.trace(micro_batch, training=False)
+    there = {(point.name, point.number) for point in legal_points(other)[0]}
+    return [point for point in points if (point.name, point.number) in there]
+
+
+def _pieces(found: Trace, points: Sequence[Point], rates: Rates) -> Pieces:
+    ticks = [point.tick for point in points]
+    seconds = [0.0] * (len(points) + 1)
+    for cost in found.costs:
+        # Forward, and twice that backward: a product gives two gradients.
+        work = max(cost.flops / rates.flops, cost.nbytes / rates.nbytes)
+        seconds[bisect_right(ticks, cost.tick)] += 3 * work
+    params = [
+        (value.tensor.numel() * value.tensor.element_size(), _where(ticks, value.uses))
+        for value in found.values
+        if value.root == "parameter" and value.uses
+    ]
+    saved = [(nbytes, _where(ticks, uses)) for nbytes, uses in found.saved.values()]
+    return Pieces(seconds, [0, *(point.nbytes for point in points)], params, saved)
+
+
+def _where(ticks: Sequence[int], uses: Sequence[int]) -> list[int]:
+    last = len(ticks)
+    return sorted({min(last, bisect_right(ticks, use)) for use in uses})
+
+
+def _named(found: Trace, points: Sequence[Point], wanted: Wanted) -> list[int]:
+    """The pieces before which the user's cuts stand."""
+    if len(wanted.at) != wanted.stages - 1:
+        raise ConfigError(
+            f"strategy.cut.at names {len(wanted.at)} places, and {wanted.stages} stages have "
+            f"{wanted.stages - 1} cuts. Name {wanted.stages - 1}, or leave strategy.cut.at out."
+        )
+    pieces = [_piece_at(found, points, name) for name in wanted.at]
+    if pieces != sorted(set(pieces)):
+        raise ConfigError(
+            f"strategy.cut.at={list(wanted.at)}: these are not different places in the order in "
+            "which the model calls them. Name each stage's first module, in order."
+        )
+    return pieces
+
+
+def _piece_at(found: Trace, points: Sequence[Point], name: str) -> int:
+    called = {call.name: index for index, call in reversed(list(enumerate(found.calls)))}
+    if name not in called:
+        hint = nearest(name, [point.name for point in points]) or "."
+        raise ConfigError(
+            f"strategy.cut.at: the model calls no module {name!r}{hint} Use a name as in "
+            "model.named_modules() of a module that its forward calls."
+        )
+    begin = found.calls[called[name]].begin
+    work = sorted(cost.tick for cost in found.costs)
+    for piece, point in enumerate(points, start=1):
+        between = bisect_left(work, max(point.tick, begin)) - bisect_left(
+            work, min(point.tick, begin)
+        )
+        if between == 0:
+            return piece
+    _, refused = legal_points(found)
+    why = refused.get(name, "it is where the model begins, or it is not there in evaluation")
+    raise ConfigError(
+        f"strategy.cut.at: no cut can stand before {name!r}: {why}. "
+        f"Near it: {_near(points, begin)}."
+    )
+
+
+def _near(points: Sequence[Point], tick: int) -> str:
+    close = sorted(points, key=lambda point: abs(point.tick - tick))[:3]
+    return ", ".join(repr(point.name) for point in close) or "nowhere"
+
+
+def _given(
+    pieces: Pieces, cuts: Sequence[int], in_flight: Sequence[int], factor: float, rates: Rates
+) -> Partition:
+    """What a partition that is not ours to choose will take."""
+    edges = [0, *cuts, len(pieces.seconds)]
+    seconds, sizes = [], []
+    for stage, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
+        work = sum(pieces.seconds[start:stop])
+        sent = 2 * pieces.crossing[stop] / rates.sent if stop < len(pieces.seconds) else 0.0
+        seconds.append(work + sent)
+        state = sum(size for size, used in pieces.params if any(start <= u < stop for u in used))
+        saved = sum(size for size, used in pieces.saved if any(start <= u < stop for u in used))
+        sizes.append(round(factor * state) + in_flight[stage] * saved)
+    crossing = sum(pieces.crossing[cut] for cut in cuts)
+    return Partition(tuple(cuts), tuple(seconds), tuple(sizes), crossing, proven=False)
