@@ -29,7 +29,8 @@ from bigtrain.rendezvous import Meeting, meet, name_resolves_here
 from bigtrain.threads import share_cores
 
 Axis = Literal["pp", "dp", "tp"]
-AXES: tuple[Axis, ...] = ("pp", "dp", "tp")
+# From the slowest to the fastest: the ranks of one pipeline, which talk most, stand side by side.
+AXES: tuple[Axis, ...] = ("dp", "pp", "tp")
 
 # How long the ranks wait where one of them may be downloading or writing to a slow disk.
 _PATIENCE_S = 6 * 3600.0
@@ -50,7 +51,7 @@ class RunContext:
     local_world_size: int
     device: torch.device
     mesh: DeviceMesh | None
-    """The ranks as axes pp, dp, tp; None for one process without a process group."""
+    """The ranks as axes dp, pp, tp; None for one process without a process group."""
     seed: int
     launcher: Launcher
 
@@ -76,17 +77,38 @@ class RunContext:
     @property
     def dp_rank(self) -> int:
         """Place of this rank on the dp axis, from 0."""
-        return 0 if self.mesh is None else int(self.mesh.get_local_rank("dp"))
+        return self._place("dp")
 
     @property
     def dp_size(self) -> int:
         """Ranks on the dp axis."""
-        return 1 if self.mesh is None else int(self.mesh.size(AXES.index("dp")))
+        return self._size("dp")
 
     @property
     def dp_group(self) -> dist.ProcessGroup | None:
         """Group of the ranks that hold the same parameters; None without a process group."""
         return self.group("dp")
+
+    @property
+    def pp_rank(self) -> int:
+        """Place of this rank in its pipeline, from 0."""
+        return self._place("pp")
+
+    @property
+    def pp_size(self) -> int:
+        """Ranks of one pipeline."""
+        return self._size("pp")
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup | None:
+        """Group of the ranks that hold the parts of one model; None without a process group."""
+        return self.group("pp")
+
+    def _place(self, axis: Axis) -> int:
+        return 0 if self.mesh is None else int(self.mesh.get_local_rank(axis))
+
+    def _size(self, axis: Axis) -> int:
+        return 1 if self.mesh is None else int(self.mesh.size(AXES.index(axis)))
 
     def group(self, axis: Axis | None = None) -> dist.ProcessGroup | None:
         """Return the group of one axis, or of all ranks; None without a process group."""
@@ -133,13 +155,19 @@ class RunContext:
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
-    def all_gather_numbers(self, number: float) -> list[float]:
-        """Return every rank's number in the order of ranks, on every rank."""
+    def all_gather_numbers(self, number: float, axis: Axis | None = None) -> list[float]:
+        """Return every rank's number in the order of ranks, on every rank.
+
+        Args:
+            number: this rank's; exact as a float64.
+            axis: the mesh axis to gather over; all ranks when left out.
+        """
         if self.mesh is None:
             return [float(number)]
+        size = self.world_size if axis is None else self._size(axis)
         mine = torch.tensor([number], dtype=torch.float64, device=self.device)
-        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(everyone, mine)
+        everyone = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(everyone, mine, group=self.group(axis))
         return [float(value) for value in torch.cat(everyone).tolist()]
 
 
@@ -327,7 +355,8 @@ def _open_mesh(
     try:
         with _local_gloo(placement):
             dist.init_process_group(backend, **joining)
-            mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+            shape = tuple(dict(zip(("pp", "dp", "tp"), sizes, strict=True))[a] for a in AXES)
+            mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
         dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
     except (RuntimeError, OSError) as error:
         if not is_echo(error):

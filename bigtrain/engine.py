@@ -176,13 +176,14 @@ class Engine:
         )
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> dict[str, float]:
-        """Measure the task over batches (every rank gives its own, as many as the others)."""
+        """Measure the task over batches: each replica's own, as many as the others have."""
         self.runner.module.eval()
         sums: dict[str, Tensor] = {}
         for micro_batch in batches:
-            output, targets = self.runner.predict(micro_batch)
-            if micro_batch.padding:
+            found = self.runner.predict(micro_batch)
+            if found is None or micro_batch.padding:  # a pipeline has its output on one rank
                 continue
+            output, targets = found
             for key, value in self.task.measure(output, targets).items():
                 sums[key] = sums[key] + value if key in sums else value
         everyone = self.context.gather_objects({k: v.cpu() for k, v in sums.items()})
@@ -304,7 +305,7 @@ class Engine:
             some, wanted = _rows((inputs, targets), part)
             count = self.loss.count(wanted)
             pieces.append(MicroBatch(some, wanted, count, part.stop - part.start))
-        return pieces, round(sum(self.context.all_gather_numbers(rows)))
+        return pieces, round(sum(self.context.all_gather_numbers(rows, "dp")))
 
 
 def as_loss(loss: Loss | Callable[[Any, Any], Tensor]) -> Loss:

@@ -23,6 +23,7 @@ def exchange(context: RunContext) -> dict[str, object]:
         "objects": context.gather_objects({"rank": context.rank}),
         "word": context.broadcast_object(f"from {context.rank}"),
         "numbers": context.all_gather_numbers(context.rank / 3),
+        "of replicas": context.all_gather_numbers(context.rank / 3, "dp"),
         "main": context.is_main,
         "dp": (context.dp_rank, context.dp_size),
         "threads": torch.get_num_threads(),
@@ -39,6 +40,7 @@ def test_every_exchange(world_size: int) -> None:
             "objects": None if rank else [{"rank": n} for n in range(world_size)],
             "word": "from 0",
             "numbers": [n / 3 for n in range(world_size)],
+            "of replicas": [n / 3 for n in range(world_size)],
             "main": rank == 0,
             "dp": (rank, world_size),
             "threads": 1,
@@ -66,21 +68,35 @@ def axes(context: RunContext) -> dict[str, object]:
         "names": context.mesh.mesh_dim_names,
         "sums": [int(context.all_reduce_sum(ones, axis).item()) for axis in ("pp", "dp", "tp")],
         "groups": len(dist.distributed_c10d._world.pg_map),
-        "dp": context.dp_rank,
+        "numbers": [context.all_gather_numbers(context.rank, axis) for axis in ("dp", "pp")],
+        "places": (context.dp_rank, context.pp_rank, context.dp_size, context.pp_size),
+        "pp ranks": dist.get_process_group_ranks(context.pp_group),
         "whole": context.dp_group is dist.group.WORLD,
     }
 
 
-def test_the_mesh_is_pipeline_then_data_then_tensor() -> None:
+def test_the_ranks_of_one_pipeline_stand_side_by_side() -> None:
     results = run_ranks(axes, 4, pp=2, dp=2)
-    assert results[0]["names"] == ("pp", "dp", "tp")
+    assert results[0]["names"] == ("dp", "pp", "tp")
     assert [result["sums"] for result in results] == [
-        [101, 11, 1],
-        [1010, 11, 10],
-        [101, 1100, 100],
-        [1010, 1100, 1000],
+        [11, 101, 1],
+        [11, 1010, 10],
+        [1100, 101, 100],
+        [1100, 1010, 1000],
     ]
-    assert [result["dp"] for result in results] == [0, 1, 0, 1]
+    assert [result["places"] for result in results] == [
+        (0, 0, 2, 2),
+        (0, 1, 2, 2),
+        (1, 0, 2, 2),
+        (1, 1, 2, 2),
+    ]
+    assert [result["pp ranks"] for result in results] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [result["numbers"] for result in results] == [
+        [[0, 2], [0, 1]],
+        [[1, 3], [0, 1]],
+        [[0, 2], [2, 3]],
+        [[1, 3], [2, 3]],
+    ]
 
 
 def test_data_parallelism_over_all_ranks_uses_the_world_group() -> None:
