@@ -10,7 +10,7 @@ TABLE = """
 words:      errors units
 job:        arguments config configs configs.jobs configs.strategies deepspeed_file
             environment imports loading
-memory:     cuts forecast memory precision room schedules shards timeline
+memory:     cuts forecast memory precision replay room schedules shards timeline
 learning:   blocks blueprint fakes
             cutting cutting.balance cutting.calls cutting.choose cutting.compare cutting.cut
             cutting.ghost cutting.intervals cutting.points cutting.rehearsal
@@ -20,7 +20,7 @@ learning:   blocks blueprint fakes
             data.seeding data.source data.synthetic data.text data.voc
             models models.gpt models.imported models.lenet models.torchvision_models
 ranks:      distributed failures guard launch rendezvous threads watch
-seam:       chain checkpoint fill home layout optim pieces profiles replicas runner strategy update
+seam:       chain checkpoint fill home layout optim pieces profiles replayed replicas runner stage_profiles strategy update
 strategies: strategies strategies.accumulation strategies.ddp strategies.layer_split
             strategies.offload strategies.pipeline strategies.single
             strategies.zero strategies.zero.advice strategies.zero.deepspeed_build
@@ -31,7 +31,7 @@ strategies: strategies strategies.accumulation strategies.ddp strategies.layer_s
             strategies.zero.fairscale_forecast strategies.zero.fairscale_fsdp
             strategies.zero.fully_sharded strategies.zero.fully_sharded_forecast
             strategies.zero.options strategies.zero.sharded_optimizer
-build:      build listing registry
+build:      build listing predict registry
 engine:     door engine parts
             report report.lines report.memory_report report.run_log report.tables
 commands:   . __main__ cli train

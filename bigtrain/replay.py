@@ -1,0 +1,234 @@
+"""One rank's step through a pipeline, from one micro-batch of each of its stages.
+
+A stage's micro-batch is recorded once, forward and backward one after the other. In the
+schedule's order other work comes between the two: what is alive where the forward pass ends waits.
+The memory of an action is then what its own ticks hold, on top of what all others have waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from bigtrain.schedules import Action
+from bigtrain.timeline import KINDS, Kind, Phase, Span, Timeline
+
+
+@dataclass(frozen=True)
+class Passes:
+    """One micro-batch through a stage and back, recorded in one go.
+
+    Raises:
+        ValueError: the ticks are not in order.
+    """
+
+    timeline: Timeline
+    starts: tuple[int, ...]
+    """The tick at which the backward pass begins: what is born before it and dies after it is in
+    flight. Two ticks where the backward pass is split: of its inputs' part, and its weights'."""
+    end: int
+    """The last tick; gradients that die later stay until the optimizer has used them."""
+
+    def __post_init__(self) -> None:
+        ticks = (self.begin, *self.starts, self.end + 1)
+        if len(self.starts) not in (1, 2) or any(a > b for a, b in pairwise(ticks)):
+            raise ValueError(f"the passes of a micro-batch lie between the ticks {ticks}")
+
+    @property
+    def begin(self) -> int:
+        """The first tick at which anything is alive, or the backward pass begins."""
+        return min((*self.starts[:1], *(span.birth for span in self.timeline.spans)))
+
+
+@dataclass(frozen=True)
+class StagePiece:
+    """A stage as the replay needs it."""
+
+    first: Passes
+    """The micro-batch whose backward pass makes the gradients."""
+    next: Passes
+    """Every other one: it adds to them."""
+    split: tuple[Passes, Passes] | None = None
+    """Both again, recorded with the backward pass in two parts, for schedules that split it.
+
+    Without this the parts are made up, and hold no less than the real ones. For stage 0 that is
+    exact: torch leaves its I out, and its W is the whole backward pass. Elsewhere I and W have the
+    ticks of the whole backward pass each; parameters' gradients come in W; all else that is alive
+    or made in I stays until the end of W, as torch keeps the graph and may keep any gradient in it.
+    """
+
+
+@dataclass(frozen=True, order=True)
+class _Way:
+    """How one micro-batch goes through a stage: all that go alike are one."""
+
+    stage: int
+    first: bool
+    split: bool
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """A `Passes` cut where its actions end."""
+
+    ticks: tuple[int, ...]
+    """The first tick of each action, and the one after the last."""
+    actions: tuple[tuple[Span, ...], ...]
+    """What is alive during each action, within its ticks."""
+    waiting: tuple[tuple[tuple[Kind, int], ...], ...]
+    """Bytes by kind from the end of each action to the next, or to the end of the step."""
+
+
+_Held = tuple[int, ...]
+"""For each way and each action of it, how many micro-batches have done that and not the next."""
+
+
+def replay(actions: Sequence[Action], pieces: Mapping[int, StagePiece]) -> Timeline:
+    """The moments of a rank's step among which the highest is, whatever is alive beside them.
+
+    An action of a stage is the same each time but for what waits beside it, so it is laid out
+    only where no less waits (of any stage, at any point) than at another time. Such moments follow
+    each other on one clock, in the order of the step, each complete; what waits beside an action
+    is one span for each kind, stage and point. So `peak()` is exactly that of the whole step laid
+    out, also after kinds have been dropped; a sum over time it is not.
+
+    Args:
+        actions: what the rank does, as `schedules.order` has it.
+        pieces: the rank's stages.
+
+    Returns:
+        The timeline, from tick 0; empty phases are left out.
+    """
+    ways = _ways(actions)
+    recordings = {way: _recording(way, pieces[way.stage]) for way in set(ways.values())}
+    slots: dict[tuple[_Way, int], int] = {}
+    for way in sorted(recordings):
+        for point, waiting in enumerate(recordings[way].waiting):
+            if waiting:  # what holds nothing need not be told apart
+                slots[way, point] = len(slots)
+    held = [0] * len(slots)
+    fronts: dict[tuple[_Way, int], dict[_Held, int]] = {}
+    for moment, (stage, kind, micro_batch) in enumerate(actions):
+        way = ways[stage, micro_batch]
+        point = {"F": 0, "I": 1, "B": 1, "W": 2}[kind]
+        if (way, point - 1) in slots:
+            held[slots[way, point - 1]] -= 1
+        _add(fronts.setdefault((way, point), {}), tuple(held), moment)
+        if (way, point) in slots:
+            held[slots[way, point]] += 1
+    chosen = sorted(
+        (moment, action, beside)
+        for action, front in fronts.items()
+        for beside, moment in front.items()
+    )
+    return _laid_out(chosen, recordings, slots)
+
+
+def _ways(actions: Sequence[Action]) -> dict[tuple[int, int], _Way]:
+    """How each (stage, micro-batch) goes; the first whose B or W comes makes the gradients."""
+    split = {(stage, number) for stage, kind, number in actions if kind in ("I", "W")}
+    firsts: dict[int, int] = {}
+    for stage, kind, number in actions:
+        if kind in ("B", "W"):
+            firsts.setdefault(stage, number)
+    return {
+        (stage, number): _Way(stage, firsts.get(stage) == number, (stage, number) in split)
+        for stage, _, number in actions
+    }
+
+
+def _add(front: dict[_Held, int], beside: _Held, moment: int) -> None:
+    """Keep what is nowhere less than another, of equal ones the earliest."""
+    if any(all(a >= b for a, b in zip(other, beside, strict=True)) for other in front):
+        return
+    for other in list(front):
+        if all(a <= b for a, b in zip(other, beside, strict=True)):
+            del front[other]
+    front[beside] = moment
+
+
+def _recording(way: _Way, piece: StagePiece) -> _Recording:
+    if not way.split:
+        return _cut(piece.first if way.first else piece.next)
+    if piece.split is not None:
+        return _cut(piece.split[0 if way.first else 1])
+    whole = piece.first if way.first else piece.next
+    return _cut(_torch_first_stage(whole) if way.stage == 0 else _made_up(whole))
+
+
+def _torch_first_stage(whole: Passes) -> Passes:
+    return replace(whole, starts=(whole.starts[0], whole.starts[0]))
+
+
+def _made_up(whole: Passes) -> Passes:
+    """The backward pass twice: see `StagePiece.split`."""
+    boundary, again = whole.starts[0], whole.end + 1 - whole.starts[0]
+    end = whole.end + again + 1  # a tick more, at which all but the gradients is gone
+    spans = []
+    for span in whole.timeline.spans:
+        stays = span.kind == "gradients" and span.death > whole.end
+        if stays:
+            birth = span.birth + again if span.birth >= boundary else span.birth
+            spans.append(replace(span, birth=birth, death=end + 1))
+        elif span.death > boundary:
+            spans.append(replace(span, death=end))
+        else:
+            spans.append(span)
+    timeline = Timeline(tuple(spans), whole.timeline.phases)
+    return Passes(timeline, (boundary, boundary + again), end)
+
+
+def _cut(passes: Passes) -> _Recording:
+    """Sort the spans by the actions that they are alive in."""
+    ticks = (passes.begin, *passes.starts, passes.end + 1)
+    within, waiting = [], []
+    for start, stop in pairwise(ticks):
+        within.append(
+            tuple(
+                replace(span, birth=max(span.birth, start), death=min(span.death, stop))
+                for span in passes.timeline.spans
+                if max(span.birth, start) < min(span.death, stop)
+            )
+        )
+        sums = dict.fromkeys(KINDS, 0)
+        for span in passes.timeline.spans:
+            beyond = span.death > stop
+            if stop == ticks[-1]:
+                beyond = span.death >= stop and span.kind == "gradients"
+            if span.birth < stop and beyond:
+                sums[span.kind] += span.nbytes
+        waiting.append(tuple((kind, nbytes) for kind, nbytes in sums.items() if nbytes))
+    return _Recording(ticks, tuple(within), tuple(waiting))
+
+
+def _laid_out(
+    chosen: Sequence[tuple[int, tuple[_Way, int], _Held]],
+    recordings: Mapping[_Way, _Recording],
+    slots: Mapping[tuple[_Way, int], int],
+) -> Timeline:
+    spans: list[Span] = []
+    phases: list[tuple[int, Phase]] = []
+    clock = 0
+    for _, (way, point), beside in chosen:
+        recording = recordings[way]
+        start, stop = recording.ticks[point], recording.ticks[point + 1]
+        if start == stop:
+            continue
+        end = clock + stop - start
+        phase: Phase = "backward" if point else "forward"
+        if not phases or phases[-1][1] != phase:
+            phases.append((clock, phase))
+        for slot, number in slots.items():
+            if beside[number]:
+                spans += (
+                    Span(nbytes * beside[number], kind, clock, end)
+                    for kind, nbytes in recordings[slot[0]].waiting[slot[1]]
+                )
+        moved = clock - start
+        spans += (
+            Span(s.nbytes, s.kind, s.birth + moved, s.death + moved)
+            for s in recording.actions[point]
+        )
+        clock = end
+    return Timeline(tuple(spans), tuple(phases) or ((0, "forward"),))

@@ -1,0 +1,183 @@
+"""The replay of a step, against the whole step laid out storage by storage."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from bigtrain.replay import Passes, StagePiece, replay
+from bigtrain.schedules import ONE_STAGE, SCHEDULES, Action, order
+from bigtrain.timeline import KINDS, Breakdown, Span, Timeline
+
+
+def passes(dice, parts, *, gradients):
+    """A random micro-batch: storages of all kinds, in any part, and gradients that stay."""
+    ticks = [7]
+    for _ in range(parts):
+        ticks.append(ticks[-1] + dice.randint(3, 8))
+    end = ticks[-1] - 1
+    spans = []
+    for _ in range(12):
+        birth = dice.randint(ticks[0], end)
+        kind = dice.choice([kind for kind in KINDS if kind != "gradients"])
+        spans.append(Span(dice.randint(1, 10**6), kind, birth, dice.randint(birth + 1, end + 1)))
+    if gradients:
+        for _ in range(3):
+            birth = dice.randint(ticks[-2], end)
+            spans.append(Span(dice.randint(1, 10**6), "gradients", birth, end + dice.randint(1, 9)))
+    phases = ((ticks[0], "forward"), (ticks[1], "backward"))
+    return Passes(Timeline(tuple(spans), phases), tuple(ticks[1:-1]), end)
+
+
+def in_full(actions, pieces):
+    """Every action of every micro-batch one after the other, each storage with its own life."""
+    firsts = {}
+    for stage, kind, number in actions:
+        if kind in "BW":
+            firsts.setdefault(stage, number)
+    split = {(stage, number) for stage, kind, number in actions if kind == "W"}
+    clock, places, phases = 0, {}, []
+    for stage, kind, number in actions:
+        piece, first = pieces[stage], firsts[stage] == number
+        one = piece.first if first else piece.next
+        if (stage, number) in split:
+            one = piece.split[0 if first else 1]
+        ticks = (one.begin, *one.starts, one.end + 1)
+        point = {"F": 0, "B": 1, "I": 1, "W": 2}[kind]
+        places.setdefault((stage, number), (one, []))[1].append(clock)
+        phases.append((clock, "backward" if point else "forward"))
+        clock += ticks[point + 1] - ticks[point]
+    spans = []
+    for one, begins in places.values():
+        ticks = (one.begin, *one.starts, one.end + 1)
+
+        def moved(tick, ticks=ticks, begins=begins):
+            """A tick, by the action it falls in."""
+            for (start, stop), begin in zip(pairwise(ticks), begins, strict=True):
+                if tick < stop:
+                    return begin + tick - start
+            return begins[-1] + ticks[-1] - ticks[-2]
+
+        for span in one.timeline.spans:
+            # Dead at a tick is dead after the one before: no later action comes in between.
+            death = moved(span.death - 1) + 1
+            if span.kind == "gradients" and span.death > one.end:
+                death = clock
+            spans.append(Span(span.nbytes, span.kind, moved(span.birth), death))
+    return Timeline(tuple(spans), tuple(phases))
+
+
+def random_pieces(dice, stages):
+    return {
+        stage: StagePiece(
+            first=passes(dice, 2, gradients=True),
+            next=passes(dice, 2, gradients=False),
+            split=(passes(dice, 3, gradients=True), passes(dice, 3, gradients=False)),
+        )
+        for stage in stages
+    }
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("seed", range(8))
+def test_the_peak_is_that_of_the_whole_step(schedule, seed):
+    dice = random.Random(seed)
+    pp = dice.choice([1, 2, 4])
+    for actions in order(schedule, pp, 1 if schedule in ONE_STAGE else 2, 8):
+        pieces = random_pieces(dice, {action.stage for action in actions})
+        short, whole = replay(actions, pieces), in_full(actions, pieces)
+        beside = Breakdown(parameters=1000, optimizer=5)
+        assert short.peak(beside) == whole.peak(beside)
+        for kind in KINDS:  # a technique may take kinds away
+            kept = tuple(s for s in whole.spans if s.kind != kind)
+            less = tuple(s for s in short.spans if s.kind != kind)
+            assert Timeline(less, short.phases).peak() == Timeline(kept, whole.phases).peak()
+
+
+def test_any_order_of_any_stages():
+    for seed in range(40):
+        dice = random.Random(seed)
+        actions = []
+        waiting = [(stage, number) for stage in range(3) for number in range(4)]
+        going = {}
+        while waiting or going:
+            if waiting and (not going or dice.random() < 0.5):
+                key = waiting.pop(dice.randrange(len(waiting)))
+                going[key] = list(dice.choice(["B", "IW"]))
+                actions.append(Action(key[0], "F", key[1]))
+            else:
+                key = dice.choice(list(going))
+                actions.append(Action(key[0], going[key].pop(0), key[1]))
+                if not going[key]:
+                    del going[key]
+        pieces = random_pieces(dice, range(3))
+        assert replay(actions, pieces).peak() == in_full(actions, pieces).peak()
+
+
+SMALL = Passes(
+    Timeline(
+        (
+            Span(100, "activations", 1, 6),
+            Span(7, "temporary", 2, 3),
+            Span(20, "temporary", 4, 6),
+            Span(50, "gradients", 5, 7),
+        ),
+        ((0, "forward"), (4, "backward")),
+    ),
+    (4,),
+    6,
+)
+
+
+def test_what_waits_and_what_stays():
+    piece = StagePiece(SMALL, SMALL)
+    two = [Action(1, "F", 0), Action(1, "F", 1), Action(1, "B", 1)]
+    peak = replay(two, {1: piece}).peak()
+    assert (peak.phase, peak.breakdown) == (
+        "backward",
+        Breakdown(activations=200, temporary=20, gradients=50),
+    )
+    assert replay(two[:2], {1: piece}).peak().breakdown == Breakdown(activations=200, temporary=7)
+
+
+def test_a_split_that_was_not_recorded_holds_no_less():
+    piece = StagePiece(SMALL, SMALL)
+    forward, inputs, weights = (Action(1, kind, 0) for kind in "FIW")
+    other = [Action(1, "F", 1), Action(1, "I", 1)]
+    peak = replay([forward, inputs, *other], {1: piece}).peak()
+    assert peak.breakdown == Breakdown(activations=200, temporary=40)
+    peak = replay([forward, inputs, *other, weights], {1: piece}).peak()
+    assert peak.breakdown == Breakdown(activations=200, temporary=40, gradients=50)
+    # torch's stage 0 leaves I out.
+    first = [Action(0, kind, number) for kind, number in [("F", 0), ("F", 1), ("I", 0), ("I", 1)]]
+    peak = replay(first, {0: piece}).peak()
+    assert peak.breakdown == Breakdown(activations=200, temporary=7)
+    peak = replay([*first, Action(0, "W", 0)], {0: piece}).peak()
+    assert peak.breakdown == Breakdown(activations=200, temporary=20, gradients=50)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "looped_bfs", "interleaved_1f1b", "dualpipev"])
+def test_a_long_step_stays_small(schedule):
+    dice = random.Random(0)
+    spans = tuple(
+        Span(dice.randint(1, 100), "activations", birth, 6001 - birth) for birth in range(1, 3000)
+    )
+    phases = ((0, "forward"), (3000, "backward"))
+    gradients = (Span(10, "gradients", 4000, 6001),)
+    first = Passes(Timeline(spans + gradients, phases), (3000,), 6000)
+    then = Passes(Timeline(spans, phases), (3000,), 6000)
+    v = 1 if schedule in ONE_STAGE else 2
+    actions = order(schedule, 4, v, 512)[0]
+    pieces = {action.stage: StagePiece(first, then) for action in actions}
+    timeline = replay(actions, pieces)
+    assert len(timeline.spans) < 200_000
+    assert timeline.peak().breakdown.activations > 0
+
+
+def test_no_actions():
+    assert replay([], {}).peak().bytes == 0
+
+
+def test_ticks_in_order():
+    with pytest.raises(ValueError, match=r"between the ticks \(1, 8, 7\)"):
+        Passes(SMALL.timeline, (8,), 6)
