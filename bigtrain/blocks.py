@@ -16,8 +16,13 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     A container (ModuleList, ModuleDict, Sequential) counts as repeated where at least two of its
     children are of one class and themselves made of modules; its children are then blocks, or,
     where a child is such a container again (the stages of a vision model), what is in it. A
-    model without any has its own children as blocks.
+    model without any has its own children as blocks. A stage of a cut model says itself which
+    of the whole model's blocks it computes (`own_blocks`).
     """
+    own = getattr(model, "own_blocks", None)
+    if own is not None:
+        named = ((name, model.get_submodule(name)) for name in own)
+        return [(name, block) for name, block in named if _has_weights(block)]
     found = list(_repeated("", model))
     if not found:
         found = [(name, child) for name, child in model.named_children() if _has_weights(child)]

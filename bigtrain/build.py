@@ -16,7 +16,6 @@ from bigtrain.data.loader import MicroBatch
 from bigtrain.distributed import RunContext, resolve_mesh
 from bigtrain.errors import ConfigError
 from bigtrain.fill import Materializer, names_of
-from bigtrain.forecast import Forecast, Profile
 from bigtrain.layout import Layout
 from bigtrain.memory import Meter
 from bigtrain.registry import make_technique
@@ -106,28 +105,6 @@ def in_order(plan: Plan) -> list[Strategy]:
     return [plan.techniques[role] for role in ORDER if role in plan.techniques]
 
 
-def check_sizes(profile: Profile, plan: Plan) -> None:
-    """Let each technique refuse a model that is too large for it, before anything is built.
-
-    Raises:
-        ConfigError: with the numbers; every rank has the same profile and raises it.
-    """
-    for technique in in_order(plan):
-        technique.check_sizes(profile, plan)
-
-
-def advice(profile: Profile, plan: Plan) -> list[str]:
-    """What each technique has to say where it cannot help, a line each."""
-    lines = []
-    predicted = Forecast.of(profile)
-    for technique in in_order(plan):
-        line = technique.advise(predicted, profile, plan)
-        if line is not None:
-            lines.append(line)
-        predicted = technique.estimate(predicted, profile, plan)
-    return lines
-
-
 def lay_out(
     plan: Plan,
     model: nn.Module,
@@ -144,14 +121,6 @@ def lay_out(
     if not isinstance(cut, CutStrategy):
         return None
     return cut.lay_out(model, micro_batch, loss, make_optimizer, plan)
-
-
-def forecast(profile: Profile, plan: Plan) -> Forecast:
-    """Predict one rank's memory: each technique turns the forecast of those before it."""
-    predicted = Forecast.of(profile)
-    for technique in in_order(plan):
-        predicted = technique.estimate(predicted, profile, plan)
-    return predicted
 
 
 def build(

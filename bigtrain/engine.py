@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bigtrain.blueprint import Blueprint, describe
-from bigtrain.build import advice, build, check_sizes, forecast, make_plan
+from bigtrain.build import build, lay_out, make_plan
 from bigtrain.checkpoint import (
     Checkpoint,
     lend_tensors,
@@ -33,8 +33,9 @@ from bigtrain.data import MicroBatch, Step
 from bigtrain.distributed import RunContext
 from bigtrain.errors import CheckpointError, ConfigError, NonFiniteError
 from bigtrain.fakes import skeleton
+from bigtrain.layout import Layout
 from bigtrain.memory import Meter
-from bigtrain.profiles import make_profile
+from bigtrain.predict import predict
 from bigtrain.report.memory_report import MemoryReport, RankMemory
 from bigtrain.tasks import CustomTask, Loss, MeanLoss, Task
 from bigtrain.timeline import Peak
@@ -77,6 +78,7 @@ class Engine:
         example: one micro-batch, from which the memory is predicted before anything is built;
             left out, it is predicted at the first step.
         learning_rate: the rate of each step, counted from 0; left out, the optimizer's own.
+        layout: how the model is cut; left out, it is worked out where the plan has a cut.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Engine:
         task: Task | None = None,
         example: MicroBatch | None = None,
         learning_rate: Callable[[int], float] | None = None,
+        layout: Layout | None = None,
     ) -> None:
         self.job = job
         self.context = context
@@ -107,6 +110,9 @@ class Engine:
         self._learning_rate = learning_rate
         self._make_optimizer = optimizer
         self._closing = ExitStack()
+        self.layout = layout or self._lay_out(example)
+        if self.layout is not None and example is not None and context.is_main:
+            self.advice.append(self.layout.check(self.blueprint.model, example, self.loss))
         if example is not None:
             self._predict(self.blueprint.model, example)
         elif job.memory.predict:  # at the first step, when the shapes of a batch are known
@@ -120,7 +126,7 @@ class Engine:
         self.meter = Meter(context.device, job.memory.track_steps)
         try:
             self.runner = build(
-                self.plan, self.blueprint, self.loss, optimizer, context, self.meter
+                self.plan, self.blueprint, self.loss, optimizer, context, self.meter, self.layout
             )
         except BaseException:
             self._closing.close()
@@ -267,15 +273,21 @@ class Engine:
         if not self.job.memory.predict:
             self.prediction_note = "memory.predict is off"
             return
-        profile = make_profile(
-            model, example, self.loss, self._make_optimizer, self.plan, self.context.device
-        )
-        if profile.missing is not None:
-            self.prediction_note = f"the model does not run on fake tensors ({profile.missing})"
-            return
-        check_sizes(profile, self.plan)
-        self.predicted = forecast(profile, self.plan).peak()
-        self.advice = advice(profile, self.plan)
+        given = (self.plan, model, example, self.loss, self._make_optimizer, self.layout)
+        found = predict(*given, pp_rank=self.context.pp_rank)
+        self.predicted, self.prediction_note = found.peak, found.note
+        self.advice = [*self.advice, *found.advice]
+
+    def _lay_out(self, example: MicroBatch | None) -> Layout | None:
+        """Cut the model, where the plan says so."""
+        if "cut" not in self.plan.techniques:
+            return None
+        if example is None:
+            raise ConfigError(
+                f"strategy {self.plan.strategy.name} cuts the model, and for that it must see one "
+                "micro-batch. Give prepare(..., example=(inputs, targets))."
+            )
+        return lay_out(self.plan, self.blueprint.model, example, self.loss, self._make_optimizer)
 
     def _set_learning_rate(self) -> float:
         groups = self.runner.optimizer.param_groups

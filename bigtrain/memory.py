@@ -101,8 +101,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._note(part).kind = kind
 
     def _note(self, tensor: Tensor) -> _Record:
-        if self._device_type not in (None, tensor.device.type):
-            return _Record(0, self.clock)  # the host's part of a run on a GPU
+        if self._device_type not in (None, tensor.device.type) or tensor.is_meta:
+            return _Record(0, self.clock)  # the host's part of a run on a GPU; a mere shape
         try:
             storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError):  # sparse, quantised, functorch wrappers

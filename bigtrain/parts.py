@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from bigtrain.blueprint import Blueprint, describe
+from bigtrain.build import lay_out
 from bigtrain.checkpoint import find_checkpoint
 from bigtrain.config import Job
 from bigtrain.data import (
@@ -23,6 +25,7 @@ from bigtrain.distributed import RunContext
 from bigtrain.engine import as_loss
 from bigtrain.errors import ConfigError
 from bigtrain.imports import load_object
+from bigtrain.layout import Layout
 from bigtrain.models import check_model, make_model, model_defaults, sequence_length, task_of
 from bigtrain.optim import learning_rate, optimizer_factory
 from bigtrain.strategy import Plan
@@ -46,6 +49,15 @@ class Parts:
     total_steps: int
     parameters: int
     """Numbers in the whole model, before anything is sharded."""
+
+    @cached_property
+    def layout(self) -> Layout | None:
+        """How the model is cut, where the plan has a cut. Needs no process group.
+
+        Raises:
+            ConfigError: it cannot be cut so.
+        """
+        return lay_out(self.plan, self.model.model, self.example(), self.loss, self.optimizer)
 
     def learning_rate(self, step: int) -> float:
         """The rate of a step, counted from 0."""
@@ -140,7 +152,7 @@ def open_parts(job: Job, plan: Plan) -> Parts:
     args = {**defaults, **job.model.args}
     order = GlobalOrder(samples, plan.batch.global_size, seed=job.train.seed)
     model = describe(lambda: make_model(job.model.name, args))
-    return Parts(
+    parts = Parts(
         job=job,
         plan=plan,
         data=data,
@@ -152,6 +164,8 @@ def open_parts(job: Job, plan: Plan) -> Parts:
         total_steps=_total_steps(job, order),
         parameters=sum(p.numel() for p in model.model.parameters()),
     )
+    _ = parts.layout  # what cannot be cut is refused here, before the ranks connect
+    return parts
 
 
 def _check_task(job: Job, data: Data) -> None:

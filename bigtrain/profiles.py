@@ -29,7 +29,7 @@ from bigtrain.update import MakeOptimizer
 from bigtrain.visits import Visits
 
 
-class _FakeMeter(Meter):
+class FakeMeter(Meter):
     """A meter that does nothing but track."""
 
     def __init__(self, tracker: StorageTracker, device: torch.device) -> None:  # no super: no reset
@@ -61,7 +61,7 @@ def make_profile(
     try:
         return _profile(model, micro_batch, loss, make_optimizer, plan, device)
     except Exception as error:  # noqa: BLE001 - user code of any kind runs here
-        return _states_only(model, micro_batch, _reason(error))
+        return states_only(model, micro_batch, reason_of(error))
 
 
 def _profile(
@@ -73,7 +73,7 @@ def _profile(
     device: torch.device,
 ) -> Profile:
     tracker = StorageTracker(fake=True)
-    meter = _FakeMeter(tracker, device)
+    meter = FakeMeter(tracker, device)
     with FakeTensorMode(), tracker:
         fake = fake_model(model, device, double=plan.precision == "fp64")
         if plan.bf16_parameters:
@@ -110,24 +110,24 @@ def _profile(
             runner.apply_step()
             marks.append(tracker.clock)
         timeline = tracker.timeline()
-        states = _states(fake, runner.optimizer)
-        batch_bytes = _bytes(tree_leaves((fake_batch.inputs, fake_batch.targets)))
+        states = states_of(fake, runner.optimizer)
+        batch_bytes = bytes_of(tree_leaves((fake_batch.inputs, fake_batch.targets)))
     return Profile(
         parameter_bytes=states.parameters,
         gradient_bytes=states.gradients,
         buffer_bytes=states.buffers,
         optimizer_bytes=states.optimizer,
         batch_bytes=batch_bytes,
-        **_slots(fake, runner.optimizer),
-        first=_piece(timeline, marks[0], marks[1]),
-        next=_piece(timeline, marks[1], marks[2]),
-        step=_piece(timeline, marks[2], marks[3]),
+        **slots_of(fake, runner.optimizer),
+        first=piece_of(timeline, marks[0], marks[1]),
+        next=piece_of(timeline, marks[1], marks[2]),
+        step=piece_of(timeline, marks[2], marks[3]),
         blocks=tuple(zip(*(visits.blocks(*w) for w in pairwise(marks[:3])), strict=True)),
         rest=visits.rest(*marks[:2]),
     )
 
 
-def _piece(timeline: Timeline, start: int, stop: int) -> Timeline:
+def piece_of(timeline: Timeline, start: int, stop: int) -> Timeline:
     """The spans born in one stretch; what outlives it is cut off at its end."""
     spans = tuple(
         Span(s.nbytes, s.kind, s.birth, min(s.death, stop + 1))
@@ -139,17 +139,17 @@ def _piece(timeline: Timeline, start: int, stop: int) -> Timeline:
     return Timeline(spans, ((start, before), *inside))
 
 
-def _states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Breakdown:
+def states_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Breakdown:
     slots = optimizer.state.values() if optimizer else ()
     return Breakdown(
-        parameters=_bytes(model.parameters()),
-        gradients=_bytes(p for p in model.parameters() if p.requires_grad),
-        buffers=_bytes(model.buffers()),
-        optimizer=_bytes(value for state in slots for value in state.values()),
+        parameters=bytes_of(model.parameters()),
+        gradients=bytes_of(p for p in model.parameters() if p.requires_grad),
+        buffers=bytes_of(model.buffers()),
+        optimizer=bytes_of(value for state in slots for value in state.values()),
     )
 
 
-def _slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def slots_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """How the optimizer's state goes with the number of trained elements."""
     elements, numbers, scalars = 0, 0, 0
     for parameter in model.parameters():
@@ -165,7 +165,7 @@ def _slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     return {"trained_elements": elements, "state_slots": slots, "state_scalars": scalars}
 
 
-def _bytes(leaves: Iterable[object]) -> int:
+def bytes_of(leaves: Iterable[object]) -> int:
     """Bytes of the distinct storages below some tensors; a meta tensor counts as if real."""
     seen: dict[int, int] = {}
     for leaf in leaves:
@@ -175,19 +175,19 @@ def _bytes(leaves: Iterable[object]) -> int:
     return sum(seen.values())
 
 
-def _states_only(model: nn.Module, micro_batch: MicroBatch, reason: str) -> Profile:
-    states = _states(model, None)
+def states_only(model: nn.Module, micro_batch: MicroBatch, reason: str) -> Profile:
+    states = states_of(model, None)
     return Profile(
         parameter_bytes=states.parameters,
         gradient_bytes=states.gradients,
         buffer_bytes=states.buffers,
         optimizer_bytes=0,
-        batch_bytes=_bytes(tree_leaves((micro_batch.inputs, micro_batch.targets))),
+        batch_bytes=bytes_of(tree_leaves((micro_batch.inputs, micro_batch.targets))),
         missing=reason,
     )
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """One line on why a model cannot run without its numbers."""
     name = type(error).__name__
     if name in ("DataDependentOutputException", "DynamicOutputShapeException"):

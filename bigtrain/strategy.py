@@ -7,7 +7,7 @@ over the micro-batches of a global batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
@@ -273,6 +273,15 @@ class CutStrategy(Strategy):
     def spans_ranks(self) -> bool:
         """Whether the stages are on the ranks of the pp axis, or all in each process."""
         return True
+
+    @property
+    def recompute(self) -> Literal["never", "except_last", "always"]:
+        """Which micro-batches a stage computes again for their backward pass."""
+        return "never"
+
+    def replayed(self, forecasts: Mapping[int, Forecast], plan: Plan, pp_rank: int) -> Forecast:
+        """One rank's forecast from those of its stages, each of one micro-batch."""
+        raise NotImplementedError
 
     def micro_batches(self, pp: int) -> int:  # noqa: ARG002
         """How many a step should have where the job does not say."""

@@ -59,6 +59,7 @@ def train(
         task=parts.data.task,
         example=parts.example(),
         learning_rate=parts.learning_rate,
+        layout=parts.layout,
     ) as engine:
         resumed = resume(job, engine, folder)
         with bigtrain.RunLog(

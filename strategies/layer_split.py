@@ -13,6 +13,7 @@ figure 2b, shows what is idle.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -25,8 +26,11 @@ from bigtrain.cutting.choose import RATES, Wanted, choose_cut
 from bigtrain.cutting.rehearsal import Rehearsal
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
+from bigtrain.forecast import Forecast
 from bigtrain.layout import Layout, numerics
 from bigtrain.pipelines import PipelineRunner
+from bigtrain.replayed import joined
+from bigtrain.schedules import order
 from bigtrain.strategy import Assembly, CutStrategy, Plan
 from bigtrain.tasks import Loss
 from bigtrain.update import MakeOptimizer, state_factor
@@ -55,6 +59,10 @@ class LayerSplit(CutStrategy):
     def spans_ranks(self) -> bool:
         """See `CutStrategy.spans_ranks`."""
         return self.devices is None
+
+    def replayed(self, forecasts: Mapping[int, Forecast], plan: Plan, pp_rank: int) -> Forecast:
+        """See `CutStrategy.replayed`: one micro-batch after the other."""
+        return joined(order("naive", plan.pp, 1, plan.batch.accumulation_steps)[pp_rank], forecasts)
 
     def stages(self, plan: Plan) -> int:
         """How many."""

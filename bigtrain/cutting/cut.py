@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bigtrain.blocks import find_blocks
 from bigtrain.cutting.calls import watch
 from bigtrain.cutting.ghost import ghost_like
 from bigtrain.cutting.points import Spine
@@ -67,7 +68,9 @@ class Cut:
         def script(micro_batch: Any, training: bool) -> Any:  # noqa: FBT001
             return self.rehearsal.script(micro_batch, training=training, places=self.places)
 
-        return Stage(model, index, self.stages, script, loss, device, self.cut_through)
+        through, blocks = self.cut_through, find_blocks(self.rehearsal.twin)
+        own = tuple(name for name, _ in blocks if name not in through)
+        return Stage(model, index, self.stages, script, loss, device, through, own)
 
 
 def copy_tree(model: nn.Module) -> nn.Module:

@@ -38,6 +38,16 @@ class Ghost(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # noqa: ARG002
         return f"Ghost({tuple(self.shape)}, {self.dtype}, {self.device})"
 
+    # With these two, whoever watches operations lets a ghost take them apart, and sees metas.
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["_meta"], self.device
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], device: Any, _size: Any, _stride: Any
+    ) -> Ghost:
+        return Ghost(inner["_meta"], device)
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod

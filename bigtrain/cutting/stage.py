@@ -42,6 +42,7 @@ class Stage(nn.Module):
         loss: sums over valid targets; taken by the last stage.
         device: where it computes.
         cut_through: names of the modules whose own code a cut goes through.
+        own_blocks: the blocks of the whole model that no cut goes through; see `blocks`.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Stage(nn.Module):
         loss: Loss,
         device: torch.device,
         cut_through: frozenset[str] = frozenset(),
+        own_blocks: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
         self._parameters = model._parameters
@@ -60,10 +62,15 @@ class Stage(nn.Module):
         self._modules = model._modules
         self.training = model.training
         self.index, self.count = index, count
-        self.cut_through = cut_through
+        self.cut_through, self.own_blocks = cut_through, own_blocks
         self.recompute: Literal["never", "except_last", "always"] = "never"
         self._script, self._loss, self._device = script, loss, device
         self._whole = _Hidden(model)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._device
 
     def to_device(self, device: torch.device) -> None:
         """Compute there from now on; the caller has moved the parameters."""

@@ -6,18 +6,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 import yaml
 from rich.console import Console
 
-from bigtrain.build import advice, check_sizes, describe_plan, forecast
+from bigtrain.build import describe_plan
 from bigtrain.config import Job
 from bigtrain.engine import Engine
 from bigtrain.parts import Parts
-from bigtrain.profiles import make_profile
+from bigtrain.predict import predict
 from bigtrain.report.run_log import predicted_line
 from bigtrain.strategy import Plan
-from bigtrain.timeline import Peak
 from bigtrain.units import format_count
 
 
@@ -37,6 +35,8 @@ def opening_lines(parts: Parts, engine: Engine, resumed: Path | None) -> Iterato
     yield batch_line(parts)
     if not engine.blueprint.deferred:
         yield f"the model was built whole and sent from rank 0: {engine.blueprint.reason}"
+    if engine.layout is not None:
+        yield from engine.layout.lines()
     yield predicted_line(engine.predicted, engine.prediction_note)
     yield from engine.advice
     if resumed is not None:
@@ -72,28 +72,20 @@ def dry_run_lines(job: Job, plan: Plan, parts: Parts) -> Iterator[str]:
     yield yaml.safe_dump(describe_plan(plan), sort_keys=False)
     yield model_line(parts)
     yield batch_line(parts)
-    peak, note, lines = predict(parts, plan)
-    yield predicted_line(peak, note)
-    yield from lines
-    if peak is not None:
-        for kind, size in vars(peak.breakdown).items():
-            yield f"  {kind:12} {size:>15,} bytes"
-
-
-def predict(parts: Parts, plan: Plan) -> tuple[Peak | None, str | None, list[str]]:
-    """The predicted peak of one rank, or why there is none; and what the techniques advise."""
-    profile = make_profile(
-        parts.model.model,
-        parts.example(),
-        parts.loss,
-        parts.optimizer,
-        plan,
-        torch.device(plan.device_type),
-    )
-    if profile.missing is not None:
-        return None, profile.missing, []
-    check_sizes(profile, plan)
-    return forecast(profile, plan).peak(), None, advice(profile, plan)
+    model, example = parts.model.model, parts.example()
+    layout = parts.layout
+    if layout is not None:
+        yield from layout.lines()
+        yield layout.check(model, example, parts.loss)
+    for pp_rank in range(plan.pp):
+        found = predict(plan, model, example, parts.loss, parts.optimizer, layout, pp_rank)
+        if plan.pp > 1:
+            yield f"pp rank {pp_rank}:"
+        yield predicted_line(found.peak, found.note)
+        yield from found.advice
+        if found.peak is not None:
+            for kind, size in vars(found.peak.breakdown).items():
+                yield f"  {kind:12} {size:>15,} bytes"
 
 
 def _ranks(number: int) -> str:

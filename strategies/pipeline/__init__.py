@@ -13,6 +13,7 @@ Source: Huang et al. 2019, GPipe (arXiv 1811.06965); Narayanan et al. 2021, Mega
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
@@ -24,9 +25,11 @@ from bigtrain.cutting.choose import RATES, Wanted, choose_cut
 from bigtrain.cutting.rehearsal import Rehearsal
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
+from bigtrain.forecast import Forecast
 from bigtrain.layout import Layout, numerics
-from bigtrain.pipelines import SCHEDULES, PipelineRunner, check_micro_batches, stage_ranks
-from bigtrain.schedules import in_flight, order
+from bigtrain.pipelines import PipelineRunner
+from bigtrain.replayed import joined
+from bigtrain.schedules import ONE_STAGE, check_schedule, in_flight, order, stage_ranks
 from bigtrain.strategy import Assembly, CutStrategy, Plan
 from bigtrain.tasks import Loss
 from bigtrain.update import MakeOptimizer, state_factor
@@ -74,9 +77,19 @@ class Pipeline(CutStrategy):
         """See `CutStrategy.micro_batches`."""
         return 4 * pp
 
+    @property
+    def recompute(self) -> Literal["never", "except_last", "always"]:
+        """See `CutStrategy.recompute`."""
+        return self.checkpoint
+
+    def replayed(self, forecasts: Mapping[int, Forecast], plan: Plan, pp_rank: int) -> Forecast:
+        """See `CutStrategy.replayed`: the actions of this rank, in the schedule's order."""
+        steps = plan.batch.accumulation_steps
+        return joined(order(self.schedule, plan.pp, self.per_rank(), steps)[pp_rank], forecasts)
+
     def per_rank(self) -> int:
         """Stages on each rank."""
-        return self.stages_per_rank or SCHEDULES[self.schedule].stages_per_rank
+        return self.stages_per_rank or (1 if self.schedule in ONE_STAGE else 2)
 
     def check(self, plan: Plan) -> None:
         """Refuse a mesh without a pp axis, and micro-batches that the schedule cannot use."""
@@ -85,8 +98,7 @@ class Pipeline(CutStrategy):
                 f"strategy.cut: {self.schedule} needs at least 2 ranks on the pp axis, and "
                 f"mesh.pp={plan.pp}. Start more ranks and use mesh.pp=2, or --strategy single."
             )
-        stage_ranks(self.schedule, plan.pp, self.per_rank())
-        check_micro_batches(self.schedule, plan.pp, plan.batch.accumulation_steps)
+        check_schedule(self.schedule, plan.pp, self.per_rank(), plan.batch.accumulation_steps)
         if self.at and len(self.at) != plan.pp * self.per_rank() - 1:
             raise ConfigError(
                 f"strategy.cut.at names {len(self.at)} places, and mesh.pp={plan.pp} with "

@@ -47,11 +47,12 @@ class DeepSpeedRunner(LoopRunner):
         self._engine.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
-    def _autocast(self) -> AbstractContextManager[object]:
+    def autocast(self) -> AbstractContextManager[object]:
+        """See `LoopRunner.autocast`."""
         return nullcontext()  # entered by the model itself: DeepSpeed leaves any that it finds
 
     def _autocast_inside(self) -> None:
-        autocast = super()._autocast
+        autocast = super().autocast
         entered: list[AbstractContextManager[object]] = []
 
         def enter(_module: nn.Module, _inputs: Any) -> None:
@@ -95,8 +96,8 @@ class DeepSpeedRunner(LoopRunner):
     def one(self, micro_batch: MicroBatch, scale: float) -> Tensor:
         """See `LoopRunner.one`."""
         self.meter.phase("forward")
-        placed = self._place(micro_batch)
-        self._own_batch(placed)
+        placed = self.place(micro_batch)
+        self.own_batch(placed)
         self._follow_buffers()
         output = self._wrapped(placed.inputs)
         loss = self.loss(output, placed.targets, micro_batch.count)
