@@ -116,6 +116,11 @@ class RunContext:
             return None
         return dist.group.WORLD if axis is None else self.mesh.get_group(axis)
 
+    def ranks_of(self, axis: Axis) -> list[int]:
+        """The ranks with which this one shares the axis, itself included, in order."""
+        group = self.group(axis)
+        return [self.rank] if group is None else dist.get_process_group_ranks(group)
+
     def barrier(self) -> None:
         """Wait for all ranks, for as long as one of them downloads or writes a checkpoint.
 

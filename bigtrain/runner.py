@@ -1,5 +1,7 @@
 """The plain loop over the micro-batches of a step: what runs wherever no technique owns the step.
 
+`StepRunner` is what it shares with a pipeline: placing a batch, clipping, the optimizer's step.
+
 Loss: each micro-batch gives the sum over its valid targets; dividing by the number of valid
 targets of the *global* batch makes the gradient that one process with the whole batch gives,
 however unevenly the targets are spread over ranks and micro-batches.
@@ -8,13 +10,13 @@ however unevenly the targets are spread over ranks and micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bigtrain.checkpoint import TensorSource
@@ -26,72 +28,29 @@ from bigtrain.strategy import Assembly
 from bigtrain.update import Update, WholeUpdate, source_of
 
 
-class LoopRunner:
-    """Forward and backward for each micro-batch, then one clipped optimizer step.
+class StepRunner:
+    """The end of a step: clip the gradients of this rank's parameters, and update them.
 
     Args:
-        assembly: the wrapped module and everything that goes with it.
+        assembly: everything but the forward pass.
+        named: the trained parameters of this rank by their plain names.
     """
 
-    def __init__(self, assembly: Assembly) -> None:
+    def __init__(self, assembly: Assembly, named: Mapping[str, nn.Parameter]) -> None:
         self.context = assembly.context
         self.module = assembly.model
-        self.loss = assembly.loss
         self.meter = assembly.meter
-        self._wrapped = assembly.module
-        self._sync = assembly.sync
         self._precision = assembly.plan.precision
         self._clip_norm = assembly.plan.clip_norm
         self._keep_gradients = assembly.keep_gradients
         self._stepped = False
-        named = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         self._trained = list(named.values())
-        self.meter.own(self.module.parameters(), "parameters")
-        self.meter.own(self.module.buffers(), "buffers")
         self._update: Update = assembly.update or (
             PiecewiseUpdate(named, assembly.make_optimizer, home=assembly.home)
             if assembly.home is not None
             else WholeUpdate(named, assembly.make_optimizer)
         )
         self.optimizer = self._update.optimizer
-
-    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> float:
-        """See `Runner.forward_backward`."""
-        total = sum(self.context.all_gather_numbers(sum(m.count for m in micro_batches)))
-        # Wrappers average gradients over the replicas; a sum is wanted, so undo that here.
-        scale = self.context.dp_size / max(total, 1)
-        for micro_batch in micro_batches:  # on a CPU they are all there from the start
-            self._own_batch(micro_batch)
-        losses = []
-        for number, micro_batch in enumerate(micro_batches, start=1):
-            with self._sync(number == len(micro_batches)):
-                losses.append(self.one(micro_batch, scale))
-        # One read from the device a step, not one for each micro-batch.
-        return self._agree(float(torch.stack(losses).double().sum()), total)
-
-    def one(self, micro_batch: MicroBatch, scale: float) -> Tensor:
-        """Forward and backward of one micro-batch; return its summed loss, detached."""
-        self.meter.phase("forward")
-        placed = self._place(micro_batch)
-        self._own_batch(placed)
-        with self._autocast():
-            output = self._wrapped(placed.inputs)
-        loss = self.loss(output, placed.targets, micro_batch.count)
-        if micro_batch.count == 0:  # padding, or nothing valid: it only keeps the ranks in step
-            loss = loss * 0.0
-        del output
-        self.meter.phase("backward")
-        (loss * scale).backward()  # type: ignore[no-untyped-call]
-        if self.meter.tracking:
-            self.meter.own((p.grad for p in self._trained), "gradients")
-        return loss.detach()
-
-    def _agree(self, loss_sum: float, total: float) -> float:
-        sums = self.context.all_gather_numbers(loss_sum)
-        for rank, value in enumerate(sums):
-            if not math.isfinite(value):
-                raise NonFiniteError(f"the loss of rank {rank} is {value}")
-        return math.fsum(sums) / max(total, 1)
 
     def update(self) -> float:
         """See `Runner.update`."""
@@ -104,11 +63,14 @@ class LoopRunner:
 
     def clip(self) -> Tensor:
         """Scale the gradients down to the clipping norm; return their norm before that."""
-        gradients = [p.grad for p in self._trained if p.grad is not None]
-        norm: Tensor = whole(_total_norm(gradients))
+        norm = self.norm()
         if self._clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._trained, self._clip_norm, norm)
         return norm
+
+    def norm(self) -> Tensor:
+        """The norm of the gradients of the whole model. Collective where they are in shards."""
+        return whole(total_norm([p.grad for p in self._trained if p.grad is not None]))
 
     def apply_step(self) -> None:
         """Step the optimizer and clear the gradients."""
@@ -125,6 +87,91 @@ class LoopRunner:
                 parameter.grad = None
         self._stepped = True
 
+    def own_gradients(self) -> None:
+        """Tell the meter of the gradients that there are."""
+        if self.meter.tracking:
+            self.meter.own((p.grad for p in self._trained), "gradients")
+
+    def place(self, micro_batch: MicroBatch) -> MicroBatch:
+        """The micro-batch on the device, in the precision of the run."""
+        placed = micro_batch.to(self.context.device)
+        if self._precision == "fp64":
+            inputs, targets = tree_map(_to_double, (placed.inputs, placed.targets))
+            return replace(placed, inputs=inputs, targets=targets)
+        return placed
+
+    def own_batch(self, micro_batch: MicroBatch) -> None:
+        """Tell the meter of a batch, as far as it is on the device."""
+        if self.meter.tracking:
+            leaves = tree_leaves((micro_batch.inputs, micro_batch.targets))
+            here = self.context.device.type
+            self.meter.own(
+                (t for t in leaves if isinstance(t, Tensor) and t.device.type == here),
+                "activations",
+            )
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context of a forward pass."""
+        if self._precision != "bf16":
+            return nullcontext()
+        return torch.autocast(self.context.device.type, dtype=torch.bfloat16)
+
+    def close(self) -> None:
+        """See `Runner.close`."""
+        self._update.close()
+
+
+class LoopRunner(StepRunner):
+    """Forward and backward for each micro-batch, then one clipped optimizer step.
+
+    Args:
+        assembly: the wrapped module and everything that goes with it.
+    """
+
+    def __init__(self, assembly: Assembly) -> None:
+        named = {n: p for n, p in assembly.model.named_parameters() if p.requires_grad}
+        assembly.meter.own(assembly.model.parameters(), "parameters")
+        assembly.meter.own(assembly.model.buffers(), "buffers")
+        super().__init__(assembly, named)
+        self.loss = assembly.loss
+        self._wrapped = assembly.module
+        self._sync = assembly.sync
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """See `Runner.forward_backward`."""
+        total = sum(self.context.all_gather_numbers(sum(m.count for m in micro_batches), "dp"))
+        # Wrappers average gradients over the replicas; a sum is wanted, so undo that here.
+        scale = self.context.dp_size / max(total, 1)
+        for micro_batch in micro_batches:  # on a CPU they are all there from the start
+            self.own_batch(micro_batch)
+        losses = []
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            with self._sync(number == len(micro_batches)):
+                losses.append(self.one(micro_batch, scale))
+        # One read from the device a step, not one for each micro-batch.
+        return self._agree(float(torch.stack(losses).double().sum()), total)
+
+    def one(self, micro_batch: MicroBatch, scale: float) -> Tensor:
+        """Forward and backward of one micro-batch; return its summed loss, detached."""
+        self.meter.phase("forward")
+        placed = self.place(micro_batch)
+        self.own_batch(placed)
+        with self.autocast():
+            output = self._wrapped(placed.inputs)
+        loss = self.loss(output, placed.targets, micro_batch.count)
+        if micro_batch.count == 0:  # padding, or nothing valid: it only keeps the ranks in step
+            loss = loss * 0.0
+        del output
+        self.meter.phase("backward")
+        (loss * scale).backward()  # type: ignore[no-untyped-call]
+        self.own_gradients()
+        return loss.detach()
+
+    def _agree(self, loss_sum: float, total: float) -> float:
+        sums = self.context.all_gather_numbers(loss_sum, "dp")
+        check_finite(dict(zip(self.context.ranks_of("dp"), sums, strict=True)))
+        return math.fsum(sums) / max(total, 1)
+
     def gradients(self) -> dict[str, TensorSource]:
         """See `Runner.gradients`."""
         return {
@@ -135,30 +182,9 @@ class LoopRunner:
 
     def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """See `Runner.predict`."""
-        placed = self._place(micro_batch)
-        with torch.no_grad(), self._autocast():
+        placed = self.place(micro_batch)
+        with torch.no_grad(), self.autocast():
             return self._wrapped(placed.inputs), placed.targets
-
-    def _place(self, micro_batch: MicroBatch) -> MicroBatch:
-        placed = micro_batch.to(self.context.device)
-        if self._precision == "fp64":
-            inputs, targets = tree_map(_to_double, (placed.inputs, placed.targets))
-            return replace(placed, inputs=inputs, targets=targets)
-        return placed
-
-    def _own_batch(self, micro_batch: MicroBatch) -> None:
-        if self.meter.tracking:
-            leaves = tree_leaves((micro_batch.inputs, micro_batch.targets))
-            here = self.context.device.type
-            self.meter.own(
-                (t for t in leaves if isinstance(t, Tensor) and t.device.type == here),
-                "activations",
-            )
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        if self._precision != "bf16":
-            return nullcontext()
-        return torch.autocast(self.context.device.type, dtype=torch.bfloat16)
 
     def state(self) -> dict[str, TensorSource]:
         """See `Runner.state`."""
@@ -205,12 +231,19 @@ class LoopRunner:
                 local(tensor).copy_(part_of(value, tensor))
                 self._update.load_master(name, value)
 
-    def close(self) -> None:
-        """See `Runner.close`."""
-        self._update.close()
+
+def check_finite(losses: Mapping[int, float]) -> None:
+    """Refuse to go on with the losses of these ranks.
+
+    Raises:
+        NonFiniteError: one is not finite.
+    """
+    for rank, value in losses.items():
+        if not math.isfinite(value):
+            raise NonFiniteError(f"the loss of rank {rank} is {value}")
 
 
-def _total_norm(gradients: list[Tensor]) -> Tensor:
+def total_norm(gradients: list[Tensor]) -> Tensor:
     """The norm of all gradients together, in fp32 where they are in less."""
     if any(g.dtype in (torch.bfloat16, torch.float16) for g in gradients):
         norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
