@@ -46,7 +46,8 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
     spans = isinstance(cut, CutStrategy) and cut.spans_ranks
     pp, dp, tp = _mesh(job, world_size, spans=spans)
     if "replicate" not in techniques:
-        techniques["replicate"] = make_technique("replicate", RoleConfig(name="single"))
+        name = "ddp" if spans and dp > 1 else "single"
+        techniques["replicate"] = make_technique("replicate", RoleConfig(name=name))
     if "accumulate" not in techniques:
         techniques["accumulate"] = make_technique("accumulate", RoleConfig(name="accumulation"))
     if not spans and pp * tp > 1:

@@ -24,8 +24,8 @@ class Single(Strategy):
 
     def check(self, plan: Plan) -> None:
         """Refuse more than one rank."""
-        if plan.world_size > 1:
+        if plan.dp * plan.tp > 1:
             raise ConfigError(
-                f"strategy single runs on 1 rank, and {plan.world_size} were started. "
+                f"strategy single runs on 1 rank, and {plan.dp * plan.tp} were started. "
                 "Use --strategy ddp, or start one rank."
             )

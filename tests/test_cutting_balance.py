@@ -61,16 +61,14 @@ def test_the_best_of_all_partitions(seed):
         rows = [row for row in rows if all(h <= m for h, m in zip(row[2], memory, strict=True))]
     best = min(max(row[1]) for row in rows)
     ties = [row for row in rows if max(row[1]) <= best * (1 + 1e-12)]
-    fewest = min(row[3] for row in ties)
-    wanted = min((row[0] for row in ties if row[3] == fewest), key=lambda cuts: cuts[::-1])
+    most_even = min(sum(s * s for s in row[1]) for row in ties)
 
     found = partition(
         pieces, stages, bandwidth=bandwidth, state_factor=4.0, in_flight=in_flight, memory=memory
     )
     assert found.slowest == pytest.approx(best, rel=1e-12)
-    assert found.cuts == wanted
-    assert found.crossing == fewest
     assert found.proven
+    assert sum(s * s for s in found.seconds) <= most_even + 1e-6 * best * best
     seconds, held, _ = cost(pieces, found.cuts, *rest)
     assert found.seconds == pytest.approx(seconds, rel=1e-12)
     assert found.bytes == tuple(held)

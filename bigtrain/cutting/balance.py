@@ -46,7 +46,7 @@ def partition(
     A stage's seconds are those of its pieces, and of what it sends: activations over its end,
     gradients of the same size over its start. Its bytes are `state_factor` times its parameters,
     and `in_flight` times what it saves; a tensor counts once in each stage that uses it. Ties go
-    to the fewest bytes over all cuts, then to the earliest last cut, the earliest last but one, ...
+    to the most even stages (the least sum of squares), then to the fewest bytes over all cuts.
 
     With several stages to a device the slowest stage is still what is minimised, and the sum of a
     device's stages must fit. The choice of cuts is exact where the best partition without sharing

@@ -19,6 +19,8 @@ Cost = Callable[[int, slice, slice], Floats]
 """The cost of a stage for rows (b) and columns (a) of the tables."""
 Combine = Callable[..., Any]
 
+TIE = 1e-9
+"""The weight of crossing bytes beside the evenness of the stages."""
 SLACK = 1e-13
 """What two sums of the same seconds may differ by, relatively, and still be a tie."""
 ROWS = 96
@@ -153,12 +155,16 @@ def exact(tables: Tables, limits: Sequence[int | None]) -> Partition | None:
         return None
     bound = slowest + abs(slowest) * SLACK
 
-    def crossing(_stage: int, rows: slice, columns: slice) -> Floats:
-        inside = tables.seconds[rows, columns] <= bound
-        return np.where(inside, tables.crossing[columns], math.inf)
+    most = float(tables.crossing[np.isfinite(tables.crossing)].max(initial=0.0)) + 1.0
 
-    values = sweep(tables, lows, crossing, np.add)
-    return partition_at(tables, trace(tables, lows, crossing, np.add, values))
+    def uneven(_stage: int, rows: slice, columns: slice) -> Floats:
+        """A stage that waits for the slowest holds as much of the rest as it may."""
+        times = tables.seconds[rows, columns]
+        square = (times / bound) ** 2 if bound else times
+        return np.where(times <= bound, square + TIE * tables.crossing[columns] / most, math.inf)
+
+    values = sweep(tables, lows, uneven, np.add)
+    return partition_at(tables, trace(tables, lows, uneven, np.add, values))
 
 
 def lows_of(tables: Tables, limits: Sequence[int | None]) -> list[Integers]:
