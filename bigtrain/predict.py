@@ -60,15 +60,18 @@ def predict(
         check_sizes(profile, plan)
         return Prediction(forecast(profile, plan).peak(), None, advice(profile, plan))
     found: dict[int, Forecast] = {}
+    halves: dict[int, Forecast] = {}
+    given = (model, example, loss, make_optimizer, plan)
     try:
         for stage in layout.stages_of(pp_rank):
-            given = (layout, stage, model, example, loss, make_optimizer, plan, device)
-            profile = profile_stage(*given)
+            profile = profile_stage(layout, stage, *given)
             check_sizes(profile, plan)
             found[stage] = forecast(profile, plan)
+            if cut.splits_backward:
+                halves[stage] = forecast(profile_stage(layout, stage, *given, split=True), plan)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         return Prediction(None, f"a stage does not run on fake tensors ({reason_of(error)})")
-    return Prediction(cut.replayed(found, plan, pp_rank).peak())
+    return Prediction(cut.replayed(found, plan, pp_rank, halves).peak())
 
 
 def check_sizes(profile: Profile, plan: Plan) -> None:

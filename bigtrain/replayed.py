@@ -11,15 +11,20 @@ from bigtrain.schedules import Action
 from bigtrain.timeline import Timeline
 
 
-def joined(actions: Sequence[Action], forecasts: Mapping[int, Forecast]) -> Forecast:
+def joined(
+    actions: Sequence[Action],
+    forecasts: Mapping[int, Forecast],
+    halves: Mapping[int, Forecast],
+) -> Forecast:
     """Put the stages of a rank together in the order of its schedule.
 
     Args:
         actions: of this rank, one step.
         forecasts: of its stages, each of one micro-batch.
+        halves: the same with the backward pass in two parts.
     """
     pieces = {
-        stage: StagePiece(_passes(found.first), _passes(found.next or found.first))
+        stage: StagePiece(*_both(found), _both(halves[stage]) if stage in halves else None)
         for stage, found in forecasts.items()
     }
     every = list(forecasts.values())
@@ -37,8 +42,12 @@ def joined(actions: Sequence[Action], forecasts: Mapping[int, Forecast]) -> Fore
     )
 
 
+def _both(found: Forecast) -> tuple[Passes, Passes]:
+    return _passes(found.first), _passes(found.next or found.first)
+
+
 def _passes(timeline: Timeline) -> Passes:
     begin = timeline.phases[0][0]
     end = max((span.death for span in timeline.spans), default=begin + 1) - 1
-    back = next((tick for tick, phase in timeline.phases if phase == "backward"), end)
-    return Passes(timeline, (back,), max(back, end))
+    starts = tuple(tick for tick, phase in timeline.phases if phase == "backward") or (end,)
+    return Passes(timeline, starts, max(*starts, end))

@@ -29,6 +29,8 @@ TORCH = {
 """With several, and torch's class."""
 V_SHAPED = ("zbv_zero_bubble", "dualpipev")
 """Rank r has the stages r and 2 pp - 1 - r; elsewhere it has r, r + pp, r + 2 pp, ..."""
+SPLIT = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
+"""Those that compute the gradients of inputs and of weights apart."""
 SCHEDULES = (*ONE_STAGE, *TORCH)
 
 

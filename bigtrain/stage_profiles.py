@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from bigtrain.cutting.stage import Stage
@@ -22,6 +25,7 @@ from bigtrain.profiles import FakeMeter, bytes_of, piece_of, slots_of, states_of
 from bigtrain.runner import LoopRunner
 from bigtrain.strategy import Assembly, CutStrategy, Plan
 from bigtrain.tasks import Loss
+from bigtrain.timeline import Timeline
 from bigtrain.update import MakeOptimizer
 from bigtrain.visits import Visits
 
@@ -34,7 +38,8 @@ def profile_stage(
     loss: Loss,
     make_optimizer: MakeOptimizer,
     plan: Plan,
-    device: torch.device,
+    *,
+    split: bool = False,
 ) -> Profile:
     """Run two micro-batches and two optimizer steps of a stage on fake tensors.
 
@@ -45,24 +50,16 @@ def profile_stage(
         micro_batch: one real micro-batch of the size of the plan; only its shapes matter.
         loss: as in the run.
         make_optimizer: as in the run.
-        plan: for the precision and the clipping.
-        device: whose kernels decide what is saved.
+        plan: for the precision, the clipping and the device.
+        split: whether the backward pass goes for the inputs first and then for the weights; the
+            timelines then have two phases `backward`.
 
     Returns:
         As `profiles.make_profile`, of what this stage holds and computes. The tensors that come
         in and the gradients that come back are in its timelines.
     """
-    double = plan.precision == "fp64"
-
-    def placed(tensor: Tensor) -> Tensor:
-        return tensor.double() if double and tensor.is_floating_point() else tensor
-
-    real = MicroBatch(
-        map_tensors(micro_batch.inputs, placed),
-        map_tensors(micro_batch.targets, placed),
-        max(1, micro_batch.count),
-        micro_batch.rows,
-    )
+    device, double = torch.device(plan.device_type), plan.precision == "fp64"
+    real = _placed(micro_batch, double=double)
     cut = layout.chosen.cut
     # The script is traced under a fake mode of its own, so before ours.
     cut.rehearsal.script(real, training=True, places=cut.places)
@@ -74,14 +71,15 @@ def profile_stage(
             parameter = fake.get_parameter(name)
             parameter.data = parameter.data.to(torch.bfloat16)
         cut.strip(fake, [index], device)
-        batch = MicroBatch(
-            map_tensors(real.inputs, lambda t: fake_tensor(t, device)),
-            map_tensors(real.targets, lambda t: fake_tensor(t, device)),
-            real.count,
-            real.rows,
+        batch = replace(
+            real,
+            inputs=map_tensors(real.inputs, lambda t: fake_tensor(t, device)),
+            targets=map_tensors(real.targets, lambda t: fake_tensor(t, device)),
         )
         stage = cut.stage(fake, index, loss, device)
-        stage.recompute = _recompute(plan)
+        technique = plan.techniques.get("cut")
+        if isinstance(technique, CutStrategy):
+            stage.recompute = technique.recompute
         visits = Visits(stage, tracker)
         runner = LoopRunner(
             Assembly(
@@ -95,16 +93,9 @@ def profile_stage(
                 materialize=lambda _names: None,
             )
         )
-        marks = []
-        for _ in range(2):  # the optimizer makes its state in the first step
-            marks = [tracker.clock]
-            for _ in range(2):
-                _through(stage, batch, runner, meter)
-                marks.append(tracker.clock)
-            meter.phase("step")
-            runner.clip()
-            runner.apply_step()
-            marks.append(tracker.clock)
+        taking = _Taking(stage, batch, runner, meter, tracker, split=split)
+        taking.step()  # the optimizer makes its state in it
+        marks, parts = taking.step()
         timeline = tracker.timeline()
         states = states_of(fake, runner.optimizer)
         batch_bytes = bytes_of(tree_leaves((batch.inputs, batch.targets)))
@@ -116,35 +107,99 @@ def profile_stage(
         optimizer_bytes=states.optimizer,
         batch_bytes=batch_bytes,
         **slots_of(fake, runner.optimizer),
-        first=piece_of(timeline, marks[0], marks[1]),
-        next=piece_of(timeline, marks[1], marks[2]),
+        first=_split(piece_of(timeline, marks[0], marks[1]), parts[0]),
+        next=_split(piece_of(timeline, marks[1], marks[2]), parts[1]),
         step=piece_of(timeline, marks[2], marks[3]),
         blocks=tuple(zip(*blocks, strict=True)),
         rest=visits.rest(*marks[:2]),
     )
 
 
-def _recompute(plan: Plan) -> Literal["never", "except_last", "always"]:
-    cut = plan.techniques.get("cut")
-    return cut.recompute if isinstance(cut, CutStrategy) else "never"
+def _placed(micro_batch: MicroBatch, *, double: bool) -> MicroBatch:
+    def change(tensor: Tensor) -> Tensor:
+        return tensor.double() if double and tensor.is_floating_point() else tensor
+
+    return replace(
+        micro_batch,
+        inputs=map_tensors(micro_batch.inputs, change),
+        targets=map_tensors(micro_batch.targets, change),
+        count=max(1, micro_batch.count),
+    )
 
 
-def _through(stage: Stage, batch: MicroBatch, runner: LoopRunner, meter: FakeMeter) -> None:
-    """One micro-batch forward and backward, with made-up neighbours."""
-    meter.phase("forward")
-    wires = [_arrived(meta, stage) for meta in stage.incoming(batch)]
-    with runner.autocast():
-        output = stage(*wires, micro_batch=batch, scale=1.0, final=False)
-    meter.phase("backward")
-    outputs = [output] if isinstance(output, Tensor) else list(output)
-    wanted = [out for out in outputs if out.requires_grad]
-    if stage.last:
-        torch.autograd.backward(wanted)
-    elif wanted:
-        torch.autograd.backward(wanted, [torch.empty_like(out) for out in wanted])
-    meter.own((p.grad for p in stage.parameters()), "gradients")
+def _split(timeline: Timeline, at: int | None) -> Timeline:
+    if at is None:
+        return timeline
+    return replace(timeline, phases=(*timeline.phases, (at, "backward")))
 
 
-def _arrived(meta: Tensor, stage: Stage) -> Tensor:
-    wire = torch.empty(meta.shape, dtype=meta.dtype, device=stage.device)
-    return wire.requires_grad_(meta.requires_grad)
+class _Taking:
+    """Takes micro-batches through a stage, between made-up neighbours."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        batch: MicroBatch,
+        runner: LoopRunner,
+        meter: FakeMeter,
+        tracker: StorageTracker,
+        *,
+        split: bool,
+    ) -> None:
+        self._stage, self._batch, self._runner = stage, batch, runner
+        self._meter, self._tracker, self._split = meter, tracker, split
+
+    def step(self) -> tuple[list[int], list[int | None]]:
+        """Two micro-batches and an optimizer step; the ticks between, and where W begins."""
+        marks, parts = [self._tracker.clock], []
+        for _ in range(2):
+            parts.append(self._through())
+            marks.append(self._tracker.clock)
+        self._meter.phase("step")
+        self._runner.clip()
+        self._runner.apply_step()
+        return [*marks, self._tracker.clock], parts
+
+    def _through(self) -> int | None:
+        stage = self._stage
+        self._meter.phase("forward")
+        wires = [self._arrived(meta) for meta in stage.incoming(self._batch)]
+        with self._runner.autocast():
+            output = stage(*wires, micro_batch=self._batch, scale=1.0, final=False)
+        outputs = [output] if isinstance(output, Tensor) else list(output)
+        wanted = [out for out in outputs if out.requires_grad]
+        shapes = [(out.shape, out.dtype) for out in wanted]
+        del output, outputs
+        # What is sent on is let go; the graph is kept by its edges, as torch's stages do.
+        roots: list[Any] = wanted if stage.last else [get_gradient_edge(out) for out in wanted]
+        del wanted
+        self._meter.phase("backward")
+        gradients = None
+        if not stage.last:
+            gradients = [torch.empty(*s, dtype=d, device=stage.device) for s, d in shapes]
+        backward = self._in_parts if self._split and stage.index > 0 else self._whole
+        part = backward(roots, gradients, wires) if roots else self._tracker.clock
+        self._meter.own((p.grad for p in stage.parameters()), "gradients")
+        return part if self._split else None
+
+    def _whole(self, roots: list[Any], gradients: list[Tensor] | None, wires: Any) -> int:
+        del wires
+        begin = self._tracker.clock
+        torch.autograd.backward(roots, gradients)
+        return begin  # a first stage's inputs want nothing: all of it is for the weights
+
+    def _in_parts(
+        self, roots: list[Any], gradients: list[Tensor] | None, wires: list[Tensor]
+    ) -> int:
+        from torch.distributed.pipelining import _backward
+
+        for_inputs: Callable[..., Any] = _backward.stage_backward_input
+        for_weights: Callable[..., Any] = _backward.stage_backward_weight
+        _, groups = for_inputs(roots, gradients, wires, self._stage.parameters())
+        begin = self._tracker.clock
+        for_weights(self._stage.parameters(), groups)
+        return begin
+
+    def _arrived(self, meta: Tensor) -> Tensor:
+        wire = torch.empty(meta.shape, dtype=meta.dtype, device=self._stage.device)
+        return wire.requires_grad_(meta.requires_grad)

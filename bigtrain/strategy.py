@@ -279,8 +279,26 @@ class CutStrategy(Strategy):
         """Which micro-batches a stage computes again for their backward pass."""
         return "never"
 
-    def replayed(self, forecasts: Mapping[int, Forecast], plan: Plan, pp_rank: int) -> Forecast:
-        """One rank's forecast from those of its stages, each of one micro-batch."""
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs and of weights are computed apart."""
+        return False
+
+    def replayed(
+        self,
+        forecasts: Mapping[int, Forecast],
+        plan: Plan,
+        pp_rank: int,
+        halves: Mapping[int, Forecast],
+    ) -> Forecast:
+        """One rank's forecast from those of its stages, each of one micro-batch.
+
+        Args:
+            forecasts: by stage.
+            plan: mesh and batch.
+            pp_rank: the rank.
+            halves: the same with the backward pass in two parts, where `splits_backward`.
+        """
         raise NotImplementedError
 
     def micro_batches(self, pp: int) -> int:  # noqa: ARG002

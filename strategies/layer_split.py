@@ -60,9 +60,16 @@ class LayerSplit(CutStrategy):
         """See `CutStrategy.spans_ranks`."""
         return self.devices is None
 
-    def replayed(self, forecasts: Mapping[int, Forecast], plan: Plan, pp_rank: int) -> Forecast:
+    def replayed(
+        self,
+        forecasts: Mapping[int, Forecast],
+        plan: Plan,
+        pp_rank: int,
+        halves: Mapping[int, Forecast],
+    ) -> Forecast:
         """See `CutStrategy.replayed`: one micro-batch after the other."""
-        return joined(order("naive", plan.pp, 1, plan.batch.accumulation_steps)[pp_rank], forecasts)
+        actions = order("naive", plan.pp, 1, plan.batch.accumulation_steps)[pp_rank]
+        return joined(actions, forecasts, halves)
 
     def stages(self, plan: Plan) -> int:
         """How many."""

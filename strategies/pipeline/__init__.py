@@ -29,7 +29,7 @@ from bigtrain.forecast import Forecast
 from bigtrain.layout import Layout, numerics
 from bigtrain.pipelines import PipelineRunner
 from bigtrain.replayed import joined
-from bigtrain.schedules import ONE_STAGE, check_schedule, in_flight, order, stage_ranks
+from bigtrain.schedules import ONE_STAGE, SPLIT, check_schedule, in_flight, order, stage_ranks
 from bigtrain.strategy import Assembly, CutStrategy, Plan
 from bigtrain.tasks import Loss
 from bigtrain.update import MakeOptimizer, state_factor
@@ -82,10 +82,22 @@ class Pipeline(CutStrategy):
         """See `CutStrategy.recompute`."""
         return self.checkpoint
 
-    def replayed(self, forecasts: Mapping[int, Forecast], plan: Plan, pp_rank: int) -> Forecast:
+    @property
+    def splits_backward(self) -> bool:
+        """See `CutStrategy.splits_backward`."""
+        return self.schedule in SPLIT
+
+    def replayed(
+        self,
+        forecasts: Mapping[int, Forecast],
+        plan: Plan,
+        pp_rank: int,
+        halves: Mapping[int, Forecast],
+    ) -> Forecast:
         """See `CutStrategy.replayed`: the actions of this rank, in the schedule's order."""
         steps = plan.batch.accumulation_steps
-        return joined(order(self.schedule, plan.pp, self.per_rank(), steps)[pp_rank], forecasts)
+        actions = order(self.schedule, plan.pp, self.per_rank(), steps)[pp_rank]
+        return joined(actions, forecasts, halves)
 
     def per_rank(self) -> int:
         """Stages on each rank."""
