@@ -213,23 +213,45 @@ class LoopRunner(StepRunner):
 
     def _load_model(self, read: Callable[[str], Tensor], stored: set[str]) -> None:
         current = self.module.state_dict()
-        kept = {name.removeprefix("model.") for name in stored if name.startswith("model.")}
-        missing, extra = sorted(current.keys() - kept), sorted(kept - current.keys())
-        if missing or extra:
-            raise CheckpointError(
-                f"the checkpoint does not fit this model: it lacks {_some(missing)} and has "
-                f"{_some(extra)} too many. Use the model.name and model.args it was saved with."
-            )
-        with torch.no_grad():
-            for name, tensor in current.items():
-                value = read(f"model.{name}")
-                if value.shape != tensor.shape:
-                    raise CheckpointError(
-                        f"{name} has shape {tuple(value.shape)} in the checkpoint and "
-                        f"{tuple(tensor.shape)} in the model. Use the model.args it was saved with."
-                    )
-                local(tensor).copy_(part_of(value, tensor))
-                self._update.load_master(name, value)
+        load_tensors(current, set(current), read, stored, self._update)
+
+
+def load_tensors(
+    current: Mapping[str, Tensor],
+    expected: set[str],
+    read: Callable[[str], Tensor],
+    stored: Iterable[str],
+    update: Update,
+) -> None:
+    """Take a checkpoint's values over into these tensors, and into the fp32 copies of an update.
+
+    Args:
+        current: this rank's tensors by the model's plain names.
+        expected: the names of the whole model.
+        read: gives `model.NAME` on the CPU.
+        stored: all names of the checkpoint.
+        update: may keep fp32 values of its own.
+
+    Raises:
+        CheckpointError: names or shapes are not those of the model.
+    """
+    kept = {name.removeprefix("model.") for name in stored if name.startswith("model.")}
+    missing, extra = sorted(expected - kept), sorted(kept - expected)
+    if missing or extra:
+        raise CheckpointError(
+            f"the checkpoint does not fit this model: it lacks {some(missing)} and has "
+            f"{some(extra)} too many. Use the model.name and model.args it was saved with."
+        )
+    with torch.no_grad():
+        for name, tensor in current.items():
+            value = read(f"model.{name}")
+            if value.shape != tensor.shape:
+                raise CheckpointError(
+                    f"{name} has shape {tuple(value.shape)} in the checkpoint and "
+                    f"{tuple(tensor.shape)} in the model. Use the model.args it was saved with."
+                )
+            local(tensor).copy_(part_of(value, tensor))
+            update.load_master(name, value)
 
 
 def check_finite(losses: Mapping[int, float]) -> None:
@@ -272,7 +294,8 @@ def _to_double(leaf: object) -> object:
     return leaf
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """The first few of these names."""
     if not names:
         return "nothing"
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bigtrain.config import Bytes, Role
 from bigtrain.errors import ConfigError
 from bigtrain.forecast import Forecast, Profile
-from bigtrain.replicas import Sync, wrap
+from bigtrain.replicas import Average, Sync, wrap
 from bigtrain.strategy import Assembly, Plan, Strategy
 from bigtrain.units import MIB
 
@@ -61,9 +61,27 @@ class DDP(Strategy):
                 "for. Set strategy.replicate.compress=none."
             )
 
+        if plan.pp > 1:
+            self._check_pipeline(plan)
+
+    def _check_pipeline(self, plan: Plan) -> None:
+        """A pipeline's gradients are averaged once a step, without DistributedDataParallel."""
+        wanted = {
+            "static_graph": self.static_graph,
+            "find_unused_parameters": self.find_unused_parameters,
+            "compress": self.compress != "none",
+        }
+        for option in (name for name, is_set in wanted.items() if is_set):
+            value, neutral = getattr(self, option), type(self).model_fields[option].default
+            raise ConfigError(
+                f"strategy.replicate.{option}={_word(value)} is DistributedDataParallel's, and in "
+                f"a pipeline (mesh.pp={plan.pp}) gradients are averaged without it. "
+                f"Set strategy.replicate.{option}={_word(neutral)}."
+            )
+
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
         """Buckets hold the gradients from the first step on; computed ones pass through."""
-        if plan.dp == 1:
+        if plan.dp == 1 or plan.pp > 1:
             return forecast
         states = replace(forecast.states, gradients=profile.gradient_bytes)
         if not self.gradient_as_bucket_view:
@@ -77,6 +95,12 @@ class DDP(Strategy):
         if assembly.plan.dp == 1:
             return  # nothing to average: it runs as `single`
         context = assembly.context
+        if assembly.plan.pp > 1:
+            follow = [b for root in assembly.roots for b in root.buffers()]
+            assembly.average = Average(
+                context, self.bucket_size, follow if self.broadcast_buffers else ()
+            )
+            return
         wrapped = wrap(
             assembly.module,
             context,
@@ -110,3 +134,8 @@ class DDP(Strategy):
             wrapped.register_comm_hook(group, default_hooks.fp16_compress_hook)
         else:
             wrapped.register_comm_hook(group, default_hooks.bf16_compress_hook)
+
+
+def _word(value: object) -> str:
+    """As it is written in a job."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -14,13 +14,15 @@ memory:     cuts forecast memory precision replay room schedules shards timeline
 learning:   blocks blueprint fakes
             cutting cutting.balance cutting.calls cutting.choose cutting.compare cutting.cut
             cutting.ghost cutting.intervals cutting.points cutting.rehearsal
-            cutting.script cutting.stage cutting.structure cutting.trace
+            cutting.script cutting.stage cutting.state cutting.structure cutting.trace
             recompute recorder recording tasks visits
             data data.catalog data.digits data.folders data.images data.loader data.sampler
             data.seeding data.source data.synthetic data.text data.voc
             models models.gpt models.imported models.lenet models.torchvision_models
 ranks:      distributed failures guard launch rendezvous threads watch
-seam:       chain checkpoint fill home layout optim pieces profiles replayed replicas runner stage_profiles strategy update
+seam:       chain checkpoint fill home layout optim pieces
+            pipeline_relay pipeline_stage pipeline_state pipeline_ties pipelines
+            profiles replayed replicas runner stage_profiles strategy update
 strategies: strategies strategies.accumulation strategies.ddp strategies.layer_split
             strategies.offload strategies.pipeline strategies.single
             strategies.zero strategies.zero.advice strategies.zero.deepspeed_build

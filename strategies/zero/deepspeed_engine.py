@@ -66,7 +66,7 @@ class DeepSpeed(ZeroEngine):
             raise ConfigError(
                 "strategy.replicate.engine=deepspeed takes a whole model, and strategy.cut "
                 f"(mesh.pp={plan.pp} mesh.tp={plan.tp}) gives each rank a part of one. "
-                "Use --strategy zero1_torch with it, or mesh.pp=1 mesh.tp=1."
+                "Set strategy.replicate.engine=torch, or mesh.pp=1 mesh.tp=1."
             )
         if options.shard_ranks is not None:
             raise ConfigError(

@@ -61,7 +61,7 @@ def refuse_common(options: ZeroOptions, plan: Plan) -> None:
         raise ConfigError(
             "strategy.replicate.engine=fairscale takes a whole model, and strategy.cut "
             f"(mesh.pp={plan.pp} mesh.tp={plan.tp}) gives each rank a part of one. "
-            "Use --strategy zero1_torch with it, or mesh.pp=1 mesh.tp=1."
+            "Set strategy.replicate.engine=torch, or mesh.pp=1 mesh.tp=1."
         )
     away = plan.offloaded
     if (away.optimizer, away.parameters) != ("device", "device"):

@@ -11,7 +11,7 @@ The model is built sharded: a unit gets its values and is sharded before the nex
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ class FullySharded(ZeroEngine):
 
     def apply(self, options: ZeroOptions, assembly: Assembly) -> None:
         """Build and shard one unit after the other, the root last."""
-        model, plan = assembly.model, assembly.plan
+        plan = assembly.plan
         settings: dict[str, Any] = {
             "mesh": shard_mesh(assembly.context, options.shard_ranks),
             "reshard_after_forward": options.stage == 3,
@@ -88,16 +88,22 @@ class FullySharded(ZeroEngine):
             if norms:
                 fully_shard(norms, mp_policy=whole, **settings)
 
-        for name, unit in separate_blocks(model):
-            assembly.materialize([f"{name}.{inner}" for inner in names_of(unit)])
-            shard_norms(unit)
-            fully_shard(unit, mp_policy=whole if isinstance(unit, _NormBase) else low, **settings)
-            _tell_owner(unit, assembly)
-        assembly.materialize(names_of(model))
-        shard_norms(model)
-        fully_shard(model, mp_policy=low, **{**settings, "reshard_after_forward": False})
-        _tell_owner(model, assembly)
-        assembly.module = model
+        for root in assembly.roots:
+            # The code of a module that a cut goes through runs in several stages, and its forward
+            # pass as such, to which hooks belong, in none.
+            through: Collection[str] = getattr(root, "cut_through", ())
+            for name, unit in separate_blocks(root):
+                if name in through:
+                    continue
+                assembly.materialize([f"{name}.{inner}" for inner in names_of(unit)])
+                shard_norms(unit)
+                policy = whole if isinstance(unit, _NormBase) else low
+                fully_shard(unit, mp_policy=policy, **settings)
+                _tell_owner(unit, assembly)
+            assembly.materialize(names_of(root))
+            shard_norms(root)
+            fully_shard(root, mp_policy=low, **{**settings, "reshard_after_forward": False})
+            _tell_owner(root, assembly)
 
 
 def shard_mesh(context: RunContext, shard_ranks: int | None) -> DeviceMesh:
@@ -107,8 +113,11 @@ def shard_mesh(context: RunContext, shard_ranks: int | None) -> DeviceMesh:
         raise ConfigError("fully_shard needs a process group. Use bigtrain.connect.")
     if shard_ranks is None or shard_ranks == context.dp_size:
         return mesh["dp"]
-    ranks = mesh["dp"].mesh.view(-1, shard_ranks)
-    return DeviceMesh(context.device.type, ranks, mesh_dim_names=("replicate", "shard"))
+    # Of the whole mesh: all ranks make the same groups in the same order.
+    _dp, pp, tp = mesh.mesh.shape
+    ranks = mesh.mesh.view(-1, shard_ranks, pp, tp)
+    names = ("replicate", "shard", "pp", "tp")
+    return DeviceMesh(context.device.type, ranks, mesh_dim_names=names)["replicate", "shard"]
 
 
 def _norms(unit: nn.Module) -> list[nn.Module]:

@@ -15,7 +15,7 @@ from bigtrain.cuts import chunk_elements
 from bigtrain.forecast import Forecast, Profile
 from bigtrain.pieces import PiecewiseUpdate, Replicas
 from bigtrain.precision import low_precision_names
-from bigtrain.replicas import Sync, wrap
+from bigtrain.replicas import Average, Sync, wrap
 from bigtrain.strategies.zero.advice import advise
 from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
 from bigtrain.strategy import Assembly, Plan
@@ -50,7 +50,7 @@ class ShardedOptimizer(ZeroEngine):
             step = Timeline((Span(chunk, "temporary", begin, begin + 1),), step.phases)
         elif plan.offloaded.optimizer == "device":
             step = scaled(step, 1 / plan.dp)
-        if plan.dp == 1:
+        if plan.dp == 1 or plan.pp > 1:  # no buckets
             return replace(forecast, states=states, step=step)
         states = replace(states, gradients=profile.gradient_bytes)
         return replace(forecast, states=states, step=step, first=profile.next)
@@ -65,8 +65,9 @@ class ShardedOptimizer(ZeroEngine):
     def apply(self, options: ZeroOptions, assembly: Assembly) -> None:
         """Cut the update into pieces, then let DDP average the gradients."""
         context = assembly.context
-        trained = {n: p for n, p in assembly.model.named_parameters() if p.requires_grad}
-        low = low_precision_names(assembly.model) if assembly.plan.bf16_parameters else []
+        trained = assembly.trained()
+        roots = assembly.roots if assembly.plan.bf16_parameters else []
+        low = {name for root in roots for name in low_precision_names(root)}
         # Before the wrapper exists: the pieces take the fp32 values, and DDP sees bf16 ones.
         assembly.update = PiecewiseUpdate(
             trained,
@@ -76,6 +77,10 @@ class ShardedOptimizer(ZeroEngine):
             low=[name for name in low if name in trained],
         )
         if assembly.plan.dp == 1:
+            return
+        if assembly.plan.pp > 1:
+            follow = [b for root in assembly.roots for b in root.buffers()]
+            assembly.average = Average(context, options.bucket_size or 25 * MIB, follow)
             return
         wrapped = wrap(assembly.module, context, bucket_size=options.bucket_size or 25 * MIB)
         assembly.module = wrapped
