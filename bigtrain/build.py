@@ -55,7 +55,9 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
             f"mesh.pp={pp} and mesh.tp={tp} cut the model over ranks, and strategy.cut names no "
             "technique that does. Use mesh.pp=1 mesh.tp=1, or --strategy 1f1b."
         )
-    owners = [t.name for t in techniques.values() if t.owns_step]
+    joins = isinstance(cut, CutStrategy) and cut.joins(techniques["replicate"])
+    given_up = "replicate" if joins else None  # the cut's engine is that one's, too
+    owners = [t.name for role, t in techniques.items() if t.owns_step and role != given_up]
     if len(owners) > 1:
         raise ConfigError(f"{' and '.join(owners)} both own the training step. Keep one of them.")
     if job.train.sync_batchnorm and device_type != "cuda":

@@ -45,7 +45,7 @@ def predict(
         example: one micro-batch.
         loss: as in the run.
         make_optimizer: as in the run.
-        layout: of a model that is cut over ranks.
+        layout: of a model that is cut.
         pp_rank: which of them.
 
     Raises:
@@ -53,7 +53,7 @@ def predict(
     """
     device = torch.device(plan.device_type)
     cut = plan.techniques.get("cut")
-    if layout is None or not isinstance(cut, CutStrategy) or not cut.spans_ranks:
+    if layout is None or not isinstance(cut, CutStrategy) or not cut.replays:
         profile = make_profile(model, example, loss, make_optimizer, plan, device)
         if profile.missing is not None:
             return Prediction(None, f"the model does not run on fake tensors ({profile.missing})")
@@ -63,7 +63,8 @@ def predict(
     halves: dict[int, Forecast] = {}
     given = (model, example, loss, make_optimizer, plan)
     try:
-        for stage in layout.stages_of(pp_rank):
+        own = layout.stages_of(pp_rank) if cut.spans_ranks else range(len(layout.ranks))
+        for stage in own:
             profile = profile_stage(layout, stage, *given)
             check_sizes(profile, plan)
             found[stage] = forecast(profile, plan)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -60,7 +60,14 @@ class Plan:
     @property
     def bf16_parameters(self) -> bool:
         """Whether the layers see their parameters in bf16."""
-        return self.precision == "bf16" and self.techniques["replicate"].bf16_parameters
+        own = self.techniques["replicate"].bf16_parameters and not self.joined
+        return self.precision == "bf16" and own
+
+    @property
+    def joined(self) -> bool:
+        """Whether one engine does both the cut's and the replicate technique's work."""
+        cut = self.techniques.get("cut")
+        return isinstance(cut, CutStrategy) and cut.joins(self.techniques["replicate"])
 
     @property
     def offloaded(self) -> Offloaded:
@@ -121,6 +128,18 @@ class Runner(Protocol):
         """Let go of what outlives the objects (hooks, files, threads)."""
 
 
+class Shard(Protocol):
+    """What shards the states of a stage over its replicas, inside the engine of the cut."""
+
+    def __call__(self, assembly: Assembly, start: Callable[..., Any]) -> Update:
+        """Give the model its values, have the engine made, and return it as an update.
+
+        Args:
+            assembly: finished; `model` has this rank's parameters.
+            start: called once, with the settings and the optimizer; returns the engine.
+        """
+
+
 @dataclass
 class Assembly:
     """A run being put together; each technique changes what is its own.
@@ -157,6 +176,8 @@ class Assembly:
     parameters have the model's plain names."""
     average: Callable[[Sequence[Tensor]], None] | None = None
     """Averages gradients over the replicas after all micro-batches; set where no wrapper does."""
+    shard: Shard | None = None
+    """Set by a replicate technique whose engine is the cut's, too: see `Plan.joined`."""
 
     def __post_init__(self) -> None:
         self.roots = self.roots or [self.model]
@@ -273,6 +294,15 @@ class CutStrategy(Strategy):
     def spans_ranks(self) -> bool:
         """Whether the stages are on the ranks of the pp axis, or all in each process."""
         return True
+
+    @property
+    def replays(self) -> bool:
+        """Whether the memory is predicted stage by stage, by `replayed`."""
+        return self.spans_ranks
+
+    def joins(self, replicate: Strategy) -> bool:  # noqa: ARG002
+        """Whether this technique's engine does that of the replicate role, too, and the step."""
+        return False
 
     @property
     def recompute(self) -> Literal["never", "except_last", "always"]:

@@ -24,7 +24,8 @@ seam:       chain checkpoint fill home layout optim pieces
             pipeline_relay pipeline_stage pipeline_state pipeline_ties pipelines
             profiles replayed replicas runner stage_profiles strategy update
 strategies: strategies strategies.accumulation strategies.ddp strategies.layer_split
-            strategies.offload strategies.pipeline strategies.single
+            strategies.offload strategies.single
+            strategies.pipeline strategies.pipeline.options strategies.pipeline.torch_engine
             strategies.zero strategies.zero.advice strategies.zero.deepspeed_build
             strategies.zero.deepspeed_config strategies.zero.deepspeed_engine
             strategies.zero.deepspeed_forecast strategies.zero.deepspeed_offload

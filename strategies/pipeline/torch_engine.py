@@ -1,0 +1,77 @@
+"""The stages on the ranks of the pp axis, under the schedules of torch.distributed.pipelining.
+
+One stage on a rank, or several with the interleaved and the V-shaped schedules. It takes replicas
+of every kind: DDP's averaging, ZeRO on torch's own parts at every stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from bigtrain.forecast import Forecast
+from bigtrain.replayed import joined
+from bigtrain.schedules import SPLIT, check_schedule, in_flight, order, stage_ranks
+from bigtrain.strategies.pipeline.options import (
+    PipelineEngine,
+    PipelineOptions,
+    refuse_no_ranks,
+    refuse_wrong_places,
+)
+from bigtrain.strategy import Assembly, Plan, Runner
+
+
+class TorchPipeline(PipelineEngine):
+    """PipelineRunner on torch's schedules."""
+
+    def splits_backward(self, options: PipelineOptions) -> bool:
+        """See `CutStrategy.splits_backward`."""
+        return options.schedule in SPLIT
+
+    def check(self, options: PipelineOptions, plan: Plan) -> None:
+        """Refuse a mesh without a pp axis, and micro-batches that the schedule cannot use."""
+        refuse_no_ranks(options, plan)
+        per_rank = options.per_rank()
+        check_schedule(options.schedule, plan.pp, per_rank, plan.batch.accumulation_steps)
+        where = f"mesh.pp={plan.pp} with {per_rank} stages a rank"
+        refuse_wrong_places(options, plan.pp * per_rank, where)
+
+    def ranks(self, options: PipelineOptions, plan: Plan) -> tuple[int, ...]:
+        """See `PipelineEngine.ranks`."""
+        return stage_ranks(options.schedule, plan.pp, options.per_rank())
+
+    def in_flight(self, options: PipelineOptions, plan: Plan) -> tuple[int, ...]:
+        """See `PipelineEngine.in_flight`."""
+        steps = plan.batch.accumulation_steps
+        orders = order(options.schedule, plan.pp, options.per_rank(), steps)
+        held = {stage: n for actions in orders for stage, n in in_flight(actions).items()}
+        return tuple(held[stage] for stage in range(len(held)))
+
+    def replayed(
+        self,
+        options: PipelineOptions,
+        forecasts: Mapping[int, Forecast],
+        plan: Plan,
+        pp_rank: int,
+        halves: Mapping[int, Forecast],
+    ) -> Forecast:
+        """The actions of this rank, in the schedule's order."""
+        steps = plan.batch.accumulation_steps
+        actions = order(options.schedule, plan.pp, options.per_rank(), steps)[pp_rank]
+        return joined(actions, forecasts, halves)
+
+    def apply(self, options: PipelineOptions, assembly: Assembly) -> None:
+        """Make this rank's stages, and let the schedule own the step."""
+        layout = assembly.layout
+        if layout is None:
+            return
+        stages = assembly.make_stages(layout.stages_of(assembly.context.pp_rank))
+        for stage in stages:
+            stage.recompute = options.checkpoint
+        ties = layout.chosen.cut.ties
+
+        def runner(finished: Assembly) -> Runner:
+            from bigtrain.pipelines import PipelineRunner
+
+            return PipelineRunner(finished, stages, options.schedule, ties=ties)
+
+        assembly.runner = runner
