@@ -24,13 +24,13 @@ def recomputed(module: nn.Module, compute: Callable[[], Any]) -> Any:
     """
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), _statistics_kept(module)
+        return nullcontext(), statistics_kept(module)
 
     return checkpoint(compute, use_reentrant=False, context_fn=contexts)
 
 
 @contextmanager
-def _statistics_kept(module: nn.Module) -> Iterator[None]:
+def statistics_kept(module: nn.Module) -> Iterator[None]:
     """BatchNorm and its like normalise as before, and their running statistics stay."""
     norms = [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
     before = [(norm.momentum, norm._buffers.get("num_batches_tracked")) for norm in norms]

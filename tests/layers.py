@@ -14,7 +14,7 @@ memory:     cuts forecast memory precision replay room schedules shards timeline
 learning:   blocks blueprint fakes
             cutting cutting.balance cutting.calls cutting.choose cutting.compare cutting.cut
             cutting.ghost cutting.intervals cutting.points cutting.rehearsal
-            cutting.script cutting.stage cutting.state cutting.structure cutting.trace
+            cutting.script cutting.stage cutting.state cutting.structure cutting.trace cutting.tracer
             recompute recorder recording tasks visits
             data data.catalog data.digits data.folders data.images data.loader data.sampler
             data.seeding data.source data.synthetic data.text data.voc
@@ -25,7 +25,9 @@ seam:       chain checkpoint fill home layout optim pieces
             profiles replayed replicas runner stage_profiles strategy update
 strategies: strategies strategies.accumulation strategies.ddp strategies.layer_split
             strategies.offload strategies.single
-            strategies.pipeline strategies.pipeline.options strategies.pipeline.torch_engine
+            strategies.pipeline strategies.pipeline.fairscale_engine
+            strategies.pipeline.fairscale_runner strategies.pipeline.options
+            strategies.pipeline.torch_engine strategies.pipeline.wires
             strategies.zero strategies.zero.advice strategies.zero.deepspeed_build
             strategies.zero.deepspeed_config strategies.zero.deepspeed_engine
             strategies.zero.deepspeed_forecast strategies.zero.deepspeed_offload

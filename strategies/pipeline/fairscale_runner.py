@@ -1,0 +1,224 @@
+"""Stages inside fairscale's Pipe, and the runner that calls it once a step.
+
+Facts of fairscale 0.4.13 under torch 2.15 that this answers:
+
+* `Pipe.forward` cuts a batch along dim 0 and puts the outputs together again: one more copy of the
+  batch and of all outputs, and no two sizes in a step. The micro-batches, which are there already,
+  go straight into its pipeline, and the last stage computes its own loss.
+* Its worker threads have none of the caller's modes: no autocast, no tracked memory; and the random
+  numbers that they draw come in no fixed order. Here each task is done where it is given, in the
+  order of the clock. The kernels of several GPUs overlap all the same, being asynchronous.
+* Its checkpointing pairs gradients with outputs by position, and counts those that want none only
+  on one side: integers and what is not trained fail. Behind a first output that wants no gradient
+  nothing is computed again in time. So all that crosses a cut is floating point, what is trained
+  stands first, and what only rides along wants a gradient, too, in a second pass.
+* The second pass moves BatchNorm's running statistics a second time, and autocast is not entered
+  in it: see `_Part`.
+* `Pipeline.__del__` waits for its workers, so the queues here answer a farewell.
+* Its DeferredBatchNorm is another module with other buffers, has the biased variance, and waits
+  for as many micro-batches as it was told of, also in a step with fewer. It is not used.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bigtrain.chain import Chain
+from bigtrain.cutting.stage import Stage
+from bigtrain.data.loader import MicroBatch
+from bigtrain.recompute import statistics_kept
+from bigtrain.runner import LoopRunner
+from bigtrain.strategies.pipeline.options import Recompute
+from bigtrain.strategies.pipeline.wires import Carrier
+from bigtrain.strategy import Assembly
+
+
+class _Now:
+    """What the parts need to know of the step that is done."""
+
+    def __init__(self) -> None:
+        self.batches: Sequence[MicroBatch] = ()
+        self.scale = 1.0
+
+
+class _Part(nn.Module):
+    """A stage as Pipe calls it: one tuple of tensors in, one out.
+
+    The last tensor is a mark without numbers: the length of its first dim is the how manieth
+    micro-batch this is, which costs no read from a device.
+    """
+
+    def __init__(
+        self, stage: Stage, device: torch.device, now: _Now, around: AbstractContextManager[Any]
+    ) -> None:
+        super().__init__()
+        self.stage = stage
+        self._device, self._now, self._around = device, now, around
+
+    def forward(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Compute the stage's part for the micro-batch of the mark."""
+        from fairscale.nn.pipe.checkpoint import is_recomputing
+
+        stage, again = self.stage, is_recomputing()
+        *sent, mark = given
+        batch = self._now.batches[mark.shape[0]].to(self._device, non_blocking=True)
+        with self._around, statistics_kept(stage) if again else nullcontext():
+            wires = Carrier(stage.incoming(batch)).unpack(sent)
+            output = stage(*wires, micro_batch=batch, scale=self._now.scale)
+            if stage.last:
+                sent = [output]
+            else:
+                sent = Carrier(stage.outgoing(batch)).pack(output)
+        sent.append(mark.detach())
+        if again:
+            sent = [t if t.requires_grad else t.detach().requires_grad_() for t in sent]
+        return tuple(sent)
+
+
+class _Here:
+    """A queue of Pipe's whose tasks are done as they are put."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._done: deque[tuple[bool, Any]] = deque()
+
+    def put(self, task: Any) -> None:
+        """Do it; None is the farewell."""
+        from fairscale.nn.pipe.stream import use_device
+
+        if task is None:
+            self._done.append((False, None))
+            return
+        try:
+            with use_device(self._device):
+                batch = task.compute()
+        except Exception:  # noqa: BLE001 - Pipe raises it when the cycle is over
+            self._done.append((False, sys.exc_info()))
+        else:
+            self._done.append((True, (task, batch)))
+
+    def get(self) -> tuple[bool, Any]:
+        """The result of the task that was put first."""
+        return self._done.popleft()
+
+
+class _Unseen:
+    """A module that is no child of the one that holds it."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+
+class PipedChain(Chain):
+    """All stages of a model: one micro-batch after the other, or a whole step through Pipe.
+
+    Args:
+        stages: of the whole model; their parameters are moved to their devices.
+        devices: one for each.
+        model: whose tensors these are.
+        chunks: the most micro-batches of a step.
+        checkpoint: Pipe's: which micro-batches are computed again.
+        autocast: whether stages compute in bf16.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        devices: Sequence[torch.device],
+        model: nn.Module,
+        chunks: int,
+        checkpoint: Recompute,
+        *,
+        autocast: bool,
+    ) -> None:
+        from fairscale.nn.pipe import Pipe
+        from fairscale.nn.pipe.worker import join_workers
+
+        super().__init__(stages, devices, model)
+        self._now = _Now()
+        self._checkpoint, self._home = checkpoint, devices[0]
+        parts = [
+            _Part(stage, device, self._now, torch.autocast(device.type, torch.bfloat16))
+            if autocast
+            else _Part(stage, device, self._now, nullcontext())
+            for stage, device in zip(stages, devices, strict=True)
+        ]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it has moved to torch, where it is no more
+            made = Pipe(
+                nn.Sequential(*parts),
+                balance=[1] * len(parts),
+                devices=list(devices),
+                chunks=chunks,
+                checkpoint=checkpoint,
+            )
+        pipeline = made.pipeline
+        join_workers(pipeline.in_queues, pipeline.out_queues)
+        pipeline.in_queues = pipeline.out_queues = [_Here(device) for device in devices]
+        self._pipe = _Unseen(made)
+
+    def train(self, mode: bool = True) -> PipedChain:  # noqa: FBT001, FBT002 - as nn.Module has it
+        """See `nn.Module.train`."""
+        super().train(mode)
+        self._pipe.module.train(mode)
+        return self
+
+    def forward(self, inputs: Any, scale: float | None = None) -> Any:
+        """Compute the losses of micro-batches, or without a scale the model's output.
+
+        Args:
+            inputs: the micro-batches of a step; without a scale the inputs of one.
+            scale: what summed losses are multiplied by.
+        """
+        if scale is None:
+            return super().forward(inputs)
+        from fairscale.nn.pipe.microbatch import Batch
+
+        self._now.batches, self._now.scale = inputs, scale
+        number = len(inputs)
+        pipeline = self._pipe.module.pipeline
+        stops = {"never": 0, "except_last": number - 1, "always": number}
+        pipeline.checkpoint_stop = stops[self._checkpoint]
+        marks = (torch.empty((place, 0), device=self._home) for place in range(number))
+        batches = [Batch((mark,), place) for place, mark in enumerate(marks)]
+        pipeline.run(batches)
+        return torch.stack([batch[0] for batch in batches])
+
+
+class FairscaleRunner(LoopRunner):
+    """All micro-batches forward, then all of them back.
+
+    Args:
+        assembly: its module is the chain, or a wrapper of it.
+        piped: the chain.
+    """
+
+    def __init__(self, assembly: Assembly, piped: PipedChain) -> None:
+        super().__init__(assembly)
+        self._piped = piped
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """See `Runner.forward_backward`."""
+        if self._piped.training is not self.module.training:
+            self._piped.train(self.module.training)
+        total = sum(self.context.all_gather_numbers(sum(m.count for m in micro_batches), "dp"))
+        # Wrappers average gradients over the replicas; a sum is wanted, so undo that here.
+        scale = self.context.dp_size / max(total, 1)
+        self.meter.phase("forward")
+        placed = [self.place(micro_batch) for micro_batch in micro_batches]
+        for micro_batch in (*micro_batches, *placed):
+            self.own_batch(micro_batch)
+        with self._sync(True):  # noqa: FBT003 - the last one of the step, and the only one
+            losses = self._wrapped(placed, scale)
+            self.meter.phase("backward")
+            losses.sum().backward()
+        self.own_gradients()
+        return self._agree(float(losses.detach().double().sum()) / scale, total)
