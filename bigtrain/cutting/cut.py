@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from bigtrain.blocks import find_blocks
 from bigtrain.cutting.calls import watch
-from bigtrain.cutting.ghost import ghost_like
+from bigtrain.cutting.ghost import Ghost, ghost_like
 from bigtrain.cutting.points import Spine
 from bigtrain.cutting.rehearsal import Place, Rehearsal
+from bigtrain.cutting.script import stages_using
 from bigtrain.cutting.stage import Stage
 from bigtrain.cutting.trace import Trace
+from bigtrain.errors import ConfigError
 from bigtrain.tasks import Loss
 
 
@@ -52,6 +54,7 @@ class Cut:
     def strip(self, model: nn.Module, stages: Collection[int], device: torch.device) -> None:
         """Take out of a model, in place, what belongs to other stages; ghosts stay instead."""
         kept = self.names_of(stages)
+        gone: dict[int, tuple[Tensor, Ghost]] = {}
         for path, module in model.named_modules():
             for table in (module._parameters, module._buffers):
                 for key, tensor in list(table.items()):
@@ -59,14 +62,31 @@ class Cut:
                     if tensor is None or self.aliases.get(full, full) in kept:
                         continue
                     del table[key]
-                    module.__dict__[key] = ghost_like(tensor, device)
+                    _, ghost = gone.setdefault(id(tensor), (tensor, ghost_like(tensor, device)))
+                    ghost._is_param = isinstance(tensor, nn.Parameter)
+                    module.__dict__[key] = ghost
+        for module in model.modules():  # lists of parameters, as recurrent layers have them
+            for key, value in module.__dict__.items():
+                if isinstance(value, list) and any(id(item) in gone for item in value):
+                    module.__dict__[key] = [
+                        gone[id(item)][1] if id(item) in gone else item for item in value
+                    ]
 
     def stage(self, model: nn.Module, index: int, loss: Loss, device: torch.device) -> Stage:
         """Make one stage of a model that is stripped to it."""
         watch(model.named_modules())
 
         def script(micro_batch: Any, training: bool) -> Any:  # noqa: FBT001
-            return self.rehearsal.script(micro_batch, training=training, places=self.places)
+            found = self.rehearsal.script(micro_batch, training=training, places=self.places)
+            for name, used in found.used.items():
+                if not set(used) <= set(self.owners[name]):
+                    raise ConfigError(
+                        f"strategy.cut: stage {used[-1]} needs {name!r} "
+                        f"{'in training' if training else 'in evaluation'} with these shapes, and "
+                        f"it is on stage {self.owners[name][0]}. Name other places in "
+                        "strategy.cut.at."
+                    )
+            return found
 
         through, blocks = self.cut_through, find_blocks(self.rehearsal.twin)
         own = tuple(name for name, _ in blocks if name not in through)
@@ -94,11 +114,10 @@ def cut_at(found: Trace, calls: Sequence[int], rehearsal: Rehearsal) -> Cut:
         model.named_buffers(remove_duplicate=False)
     )
     first = {id(tensor): name for name, tensor in named.items()}
-    owners: dict[str, tuple[int, ...]] = {}
-    for value in found.values:
-        if value.root in ("parameter", "buffer") and value.uses:
-            used = {sum(tick < use for tick in ticks) for use in value.uses if use < 1 << 59}
-            owners[value.name] = tuple(sorted(used)) or (len(calls),)
+    places = tuple((found.calls[call].name, found.calls[call].number) for call in calls)
+    owners = stages_using(found, ticks)
+    for name, used in rehearsal.uses(places).items():
+        owners[name] = tuple(sorted({*owners.get(name, ()), *used}))
     starts = _first_stages(found, ticks)
     for name in named:  # what is not used in training: with its module, or what is around it
         if name not in owners:
@@ -107,7 +126,13 @@ def cut_at(found: Trace, calls: Sequence[int], rehearsal: Rehearsal) -> Cut:
                 path = path.rpartition(".")[0]
             owners[name] = (starts.get(path, 0),)
     aliases = {n: first[id(t)] for n, t in every.items() if first[id(t)] != n}
-    places = tuple((found.calls[call].name, found.calls[call].number) for call in calls)
+    for one, other in rehearsal.shared:
+        if owners[one] != owners[other] or len(owners[one]) > 1:
+            raise ConfigError(
+                f"strategy.cut: {one!r} and {other!r} are different tensors on the same memory, "
+                f"and stages {owners[one]} and {owners[other]} need them. Make them one parameter, "
+                "or name places in strategy.cut.at that keep them together."
+            )
     through = frozenset(Spine(found, calls).names)
     return Cut(places, {n: owners[n] for n in named}, aliases, through, rehearsal)
 

@@ -7,11 +7,13 @@ values that have come from the stage before into the very objects that the user'
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
 _META = torch.device("meta")
 
@@ -20,10 +22,16 @@ class Ghost(Tensor):
     """A tensor of shape, stride, type and device, without values."""
 
     _meta: Tensor
+    _trained: bool
+    _is_param: bool
+    """Whether it stands for an nn.Parameter: torch asks for this name."""
 
     @staticmethod
-    def __new__(cls, meta: Tensor, device: torch.device) -> Ghost:
-        """A ghost of what `meta` describes, as if it were on `device`."""
+    def __new__(cls, meta: Tensor, device: torch.device, trained: bool = False) -> Ghost:  # noqa: FBT001, FBT002
+        """A ghost of what `meta` describes, as if it were on `device`.
+
+        `trained`: it says that it requires a gradient; autograd knows nothing of it.
+        """
         ghost: Ghost = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.size(),
@@ -33,7 +41,29 @@ class Ghost(Tensor):
             device=device,
         )
         ghost._meta = meta
+        ghost._trained, ghost._is_param = trained, False
         return ghost
+
+    @property
+    def requires_grad(self) -> bool:
+        """What the real tensor says: the user's code may ask."""
+        return self._trained
+
+    @requires_grad.setter
+    def requires_grad(self, trained: bool) -> None:
+        self._trained = trained
+
+    def requires_grad_(self, requires_grad: bool = True) -> Ghost:  # noqa: FBT001, FBT002
+        """Say so from now on."""
+        self._trained = requires_grad
+        return self
+
+    def register_hook(self, hook: Any) -> RemovableHandle:
+        """Nothing: the real tensor has the hook."""
+        return RemovableHandle(OrderedDict({0: hook}))
+
+    def retain_grad(self) -> None:
+        """Nothing."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # noqa: ARG002
         return f"Ghost({tuple(self.shape)}, {self.dtype}, {self.device})"
@@ -55,11 +85,15 @@ class Ghost(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        ghosts: dict[int, Ghost] = {}
+        ghosts: dict[int, Tensor] = {}
         device: torch.device | None = None
+        trained = False
+        metas: list[Tensor] = []  # held, so that no other tensor gets one's id
 
         def unwrap(leaf: Any) -> Any:
-            nonlocal device
+            nonlocal device, trained
+            if isinstance(leaf, Tensor):
+                trained = trained or (leaf.requires_grad and torch.is_grad_enabled())
             if isinstance(leaf, Ghost):
                 # A number on the CPU goes with tensors of any device.
                 if device is None or leaf.dim():
@@ -67,20 +101,27 @@ class Ghost(Tensor):
                 ghosts[id(leaf._meta)] = leaf
                 return leaf._meta
             if isinstance(leaf, Tensor):
-                return leaf.to(_META)
+                meta = leaf.detach().to(_META)
+                ghosts[id(meta)] = leaf
+                metas.append(meta)
+                return meta
             return _META if isinstance(leaf, torch.device) else leaf
 
         low_args, low_kwargs = tree_map(unwrap, (args, kwargs))
         wanted = kwargs.get("device")
         place = torch.device(wanted) if wanted is not None else device or torch.device("cpu")
         result = func(*low_args, **low_kwargs)
+        trained = trained and func is not torch.ops.aten.detach.default
 
         def wrap(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
+            # A conjugate is lazy: its bit would have to be the ghost's as well.
+            leaf = leaf.resolve_conj().resolve_neg()
             # What an operation changes in place stays the same object.
             same = ghosts.get(id(leaf))
-            return Ghost(leaf, place) if same is None else same
+            differs = leaf.is_floating_point() or leaf.is_complex()
+            return Ghost(leaf, place, trained and differs) if same is None else same
 
         return tree_map(wrap, result)
 
@@ -88,7 +129,7 @@ class Ghost(Tensor):
 def ghost_like(tensor: Tensor, device: torch.device) -> Ghost:
     """A new ghost of a tensor's shape, stride and type."""
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
-    return Ghost(meta, device)
+    return Ghost(meta, device, tensor.requires_grad)
 
 
 def become(ghost: Tensor, real: Tensor) -> None:

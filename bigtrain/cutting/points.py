@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bigtrain.cutting.trace import Trace
+import torch
+
+from bigtrain.cutting.trace import FOREVER, Stretch, Trace, Value
 
 
 @dataclass(frozen=True)
@@ -81,32 +83,63 @@ def visible(trace: Trace) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
     return shown, given
 
 
-def knows(trace: Trace, spine: Spine, value: int) -> bool:
-    """Whether every stage computes a value itself: by the spine's code, from the inputs alone."""
-    found = trace.values[value]
-    if found.root == "input":
-        return True
-    if not found.known or found.root or not spine.has(found.frame):
-        return False
-    return all(knows(trace, spine, source) for source in found.sources)
+class Knowledge:
+    """Which values every stage has at a tick without being sent them."""
+
+    def __init__(self, trace: Trace, spine: Spine, tick: int) -> None:
+        self._trace, self._spine, self._tick = trace, spine, tick
+        self._found: dict[int, bool] = {}
+
+    def has(self, value: int) -> bool:
+        """Whether a value is computed by the spine's code from the inputs and constants alone."""
+        if value not in self._found:
+            self._found[value] = True  # what it is changed by is often itself
+            self._found[value] = self._computed(value)
+        return self._found[value]
+
+    def _computed(self, value: int) -> bool:
+        found = self._trace.values[value]
+        if not found.root and not (found.known and self._spine.has(found.frame)):
+            return False
+        if found.root not in ("", "input", "constant"):
+            return False
+        return all(self.has(source) for source in found.sources) and all(
+            self._spine.has(write.frame)
+            and not write.random
+            and all(self.has(source) for source in write.sources)
+            for write in self._trace.writes.get(storage_of(found), ())
+            if write.tick <= self._tick
+        )
 
 
-def crossing(trace: Trace, spine: Spine, live: Iterable[int]) -> list[int]:
+def storage_of(value: Value) -> int:
+    """What tells its storage from others."""
+    return int(value.tensor.untyped_storage()._cdata)
+
+
+def crossing(trace: Trace, spine: Spine, live: Iterable[int], tick: int) -> list[int]:
     """Of the values that are alive at a cut, those that must be sent over it."""
+    knowledge = Knowledge(trace, spine, tick)
     return sorted(
-        value for value in live if trace.values[value].root == "" and not knows(trace, spine, value)
+        value
+        for value in live
+        if trace.values[value].root in ("", "input") and not knowledge.has(value)
     )
 
 
 def crossing_values(trace: Trace, call: int, calls: Iterable[int]) -> list[int]:
     """What crosses the cut before one call, where cuts stand before all of `calls`."""
     tick = trace.calls[call].begin
-    live = [
+    return crossing(trace, Spine(trace, calls), alive(trace, tick), tick)
+
+
+def alive(trace: Trace, tick: int) -> list[int]:
+    """The values that exist at a tick and are used after it."""
+    return [
         index
         for index, value in enumerate(trace.values)
         if value.born <= tick and value.uses and max(value.uses) > tick
     ]
-    return crossing(trace, Spine(trace, calls), live)
 
 
 def legal_points(trace: Trace) -> tuple[list[Point], dict[str, str]]:
@@ -115,9 +148,7 @@ def legal_points(trace: Trace) -> tuple[list[Point], dict[str, str]]:
     Of several at the same place (before a block, and before the block's first layer) the
     outermost is kept.
     """
-    shown, given = visible(trace)
-    mutated = _last_changes(trace)
-    held = _changed_buffers(trace)
+    rules = Rules(trace)
     work = sorted(cost.tick for cost in trace.costs)
     points: list[Point] = []
     refused: dict[str, str] = {}
@@ -129,8 +160,8 @@ def legal_points(trace: Trace) -> tuple[list[Point], dict[str, str]]:
         if done == 0 or done == before:  # nothing is computed between this cut and the last
             continue
         spine = Spine(trace, [index])
-        values = crossing(trace, spine, alive.at(call.begin))
-        reason = _reason(trace, spine, values, call.begin, shown, given, mutated, held)
+        values = crossing(trace, spine, alive.at(call.begin), call.begin)
+        reason = rules.against(index, spine, values)
         if reason:
             refused.setdefault(call.name, reason)
             continue
@@ -143,27 +174,50 @@ def legal_points(trace: Trace) -> tuple[list[Point], dict[str, str]]:
     return points, refused
 
 
-def _reason(
-    trace: Trace,
-    spine: Spine,
-    values: list[int],
-    tick: int,
-    shown: dict[int, list[int]],
-    given: dict[int, list[int]],
-    mutated: dict[int, int],
-    held: dict[str, tuple[int, int]],
-) -> str:
-    for value in values:
-        tensor = trace.values[value].tensor
-        if not spine.sees(value, shown, given):
-            kind = f"{tuple(tensor.shape)} of {tensor.dtype}"
+class Rules:
+    """What speaks against a cut."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self.shown, self.given = visible(trace)
+        self._last = {storage: writes[-1].tick for storage, writes in trace.writes.items()}
+        self._whole = [*trace.whole, *_changed_roots(trace)]
+
+    def against(self, call: int, spine: Spine, values: Iterable[int]) -> str:
+        """Why no cut may stand before a call with these values crossing, or ''."""
+        tick = self._trace.calls[call].begin
+        around = ancestors(self._trace, call)
+        for index in around:
+            if index in self._trace.sealed:
+                return self._trace.sealed[index]
+        for index in (call, *around):
+            if index in self._trace.enclosed:
+                return self._trace.enclosed[index]
+        for value in values:
+            why = self._unsendable(value, spine, tick)
+            if why:
+                return why
+        for moment, frame in self._trace.backward:
+            if moment <= tick and spine.has(frame):
+                return "code that every stage runs asks for a gradient before it"
+        for stretch in self._whole:
+            if stretch.first <= tick < stretch.last:
+                return stretch.why
+        return ""
+
+    def _unsendable(self, value: int, spine: Spine, tick: int) -> str:
+        found = self._trace.values[value]
+        tensor = found.tensor
+        kind = f"{tuple(tensor.shape)} of {tensor.dtype}"
+        if found.root == "input":
+            return f"the input {kind} is changed in place before it, and used after it"
+        if not spine.sees(value, self.shown, self.given):
             return f"a tensor {kind} is passed on past it otherwise than by arguments and results"
-        if mutated.get(tensor.untyped_storage()._cdata, -1) > tick:
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            return f"a tensor of {tensor.layout} would have to be sent"
+        if self._last.get(storage_of(found), -1) > tick:
             return "a tensor from before it is changed in place after it"
-    for name, (first, last) in held.items():
-        if first < tick < last:
-            return f"the buffer {name!r} is used before and after it, and changed"
-    return ""
+        return ""
 
 
 def _nbytes(trace: Trace, value: int) -> int:
@@ -171,23 +225,21 @@ def _nbytes(trace: Trace, value: int) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _last_changes(trace: Trace) -> dict[int, int]:
-    """By storage: the last tick at which anything in it is changed in place."""
-    found: dict[int, int] = {}
+def _changed_roots(trace: Trace) -> list[Stretch]:
+    """For parameters, buffers and constants that the forward changes: from first to last use."""
+    names: dict[int, str] = {}
+    uses: dict[int, list[int]] = {}
     for value in trace.values:
-        if value.changed >= 0:
-            storage = value.tensor.untyped_storage()._cdata
-            found[storage] = max(found.get(storage, -1), value.changed)
-    return found
-
-
-def _changed_buffers(trace: Trace) -> dict[str, tuple[int, int]]:
-    """Buffers that the forward pass changes: their first and last use."""
-    return {
-        value.name: (min(value.uses), max(value.uses))
-        for value in trace.values
-        if value.root == "buffer" and value.changed >= 0 and value.uses
-    }
+        storage = storage_of(value)
+        if storage in trace.writes:
+            uses.setdefault(storage, []).extend(use for use in value.uses if use < FOREVER)
+            if value.root in ("parameter", "buffer", "constant"):
+                names[storage] = f"the {value.root} {value.name!r}" if value.name else "a tensor"
+    return [
+        Stretch(min(uses[s]), max(uses[s]), f"{name} is used before and after it, and changed")
+        for s, name in names.items()
+        if uses[s]
+    ]
 
 
 class _Alive:
@@ -197,7 +249,7 @@ class _Alive:
         self._births = sorted(
             (value.born, index)
             for index, value in enumerate(trace.values)
-            if value.root == "" and value.uses
+            if value.root in ("", "input") and value.uses
         )
         self._last = {i: max(v.uses) for i, v in enumerate(trace.values) if v.uses}
         self._next = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,11 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bigtrain.cutting.points import crossing_values
 from bigtrain.cutting.script import Script, script_of
+from bigtrain.cutting.state import check_closures, constants
 from bigtrain.cutting.structure import map_tensors, tensors_of
-from bigtrain.cutting.trace import Trace, trace
+from bigtrain.cutting.trace import Trace
+from bigtrain.cutting.tracer import trace
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
-from bigtrain.fakes import fake_model, fake_tensor
+from bigtrain.fakes import fake_tensor
 from bigtrain.tasks import Loss
 
 Place = tuple[str, int]
@@ -36,6 +39,10 @@ class Numerics:
     """The names of the parameters that the layers see in bf16."""
 
 
+TRACES = 4
+"""Traces that are kept: a cut is chosen and written down from the same two."""
+
+
 class Rehearsal:
     """Traces a model on fake tensors, in the shapes that are asked for.
 
@@ -50,13 +57,17 @@ class Rehearsal:
         self, model: nn.Module, loss: Loss, device: torch.device, numerics: Numerics
     ) -> None:
         self._loss, self._device, self._numerics = loss, device, numerics
-        self._mode = FakeTensorMode()
+        check_closures(model)
+        self.shared = shared_storages(model)
+        self._batch: MicroBatch | None = None
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._mode:
-            self.twin = fake_model(model, device, double=numerics.double)
+            self.twin = _twin(model, device, double=numerics.double)
             for name in numerics.low(self.twin) if numerics.low is not None else ():
                 parameter = self.twin.get_parameter(name)
                 parameter.data = parameter.data.to(torch.bfloat16)
         self._scripts: dict[object, Script] = {}
+        self._traces: dict[object, tuple[Trace, MicroBatch]] = {}
 
     def trace(self, micro_batch: MicroBatch, *, training: bool) -> tuple[Trace, MicroBatch]:
         """Run the twin once; the trace, and the fake batch.
@@ -64,6 +75,15 @@ class Rehearsal:
         Raises:
             ConfigError: it cannot run so.
         """
+        self._batch = micro_batch
+        key = (*_shapes(micro_batch), training)
+        if key not in self._traces:
+            while len(self._traces) >= TRACES:
+                self._traces.pop(next(iter(self._traces)))
+            self._traces[key] = self._trace(micro_batch, training)
+        return self._traces[key]
+
+    def _trace(self, micro_batch: MicroBatch, training: bool) -> tuple[Trace, MicroBatch]:  # noqa: FBT001
         self.twin.train(training)
         with self._mode:
             batch = MicroBatch(
@@ -72,10 +92,10 @@ class Rehearsal:
                 max(1, micro_batch.count),
                 micro_batch.rows,
             )
+        # The model may take the containers of its inputs apart: it gets its own.
+        inputs = map_tensors(batch.inputs, lambda tensor: tensor)
         with torch.set_grad_enabled(training):
-            found = trace(
-                self.twin, lambda m: m(batch.inputs), self._mode, batch.inputs, self.around
-            )
+            found = trace(self.twin, lambda m: m(inputs), self._mode, batch.inputs, self.around)
         return found, batch
 
     def script(self, micro_batch: MicroBatch, *, training: bool, places: Sequence[Place]) -> Script:
@@ -84,13 +104,23 @@ class Rehearsal:
         Raises:
             ConfigError: the calls before which the cuts stand are not made with this shape.
         """
-        key = (_signature(micro_batch.inputs), _signature(micro_batch.targets), training)
+        key = (*_shapes(micro_batch), training, tuple(places))
         if key not in self._scripts:
             found, batch = self.trace(micro_batch, training=training)
             calls = [_call_at(found, place, micro_batch) for place in places]
             trained = self._trained(found, batch, calls) if training else frozenset()
             self._scripts[key] = script_of(found, calls, trained)
         return self._scripts[key]
+
+    def uses(self, places: Sequence[Place]) -> dict[str, tuple[int, ...]]:
+        """The stages that use each tensor in evaluation, with the shapes last seen.
+
+        Raises:
+            ConfigError: no cut can be there in evaluation.
+        """
+        if self._batch is None:
+            return {}
+        return self.script(self._batch, training=False, places=places).used
 
     def around(self) -> AbstractContextManager[Any]:
         """The context of a forward pass."""
@@ -106,14 +136,46 @@ class Rehearsal:
             return frozenset(wanted)
         with self._mode:
             loss = self._loss(found.output, batch.targets, batch.count)
+            if not loss.requires_grad:
+                return frozenset()
             tensors = [found.values[v].tensor for v in wanted]
-            gradients = torch.autograd.grad(loss, tensors, allow_unused=True)
+            gradients = torch.autograd.grad(loss, tensors, allow_unused=True, retain_graph=True)
         return frozenset(v for v, g in zip(wanted, gradients, strict=True) if g is not None)
 
     def _fake(self, tensor: Tensor) -> Tensor:
         double = self._numerics.double and tensor.is_floating_point()
         fake: Tensor = fake_tensor(tensor, self._device, double=double)
         return fake
+
+
+def _twin(model: nn.Module, device: torch.device, *, double: bool) -> nn.Module:
+    """A fake copy, as `fake_model` makes it; plain attributes that are tensors are fakes, too."""
+    memo: dict[int, object] = {}
+    for parameter in model.parameters():
+        fake = fake_tensor(parameter, device, double=double)
+        memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = fake_tensor(buffer, device, double=double)
+    for tensor in constants(model):
+        memo[id(tensor)] = fake_tensor(tensor, device if tensor.is_meta else tensor.device)
+    return copy.deepcopy(model, memo)
+
+
+def shared_storages(model: nn.Module) -> list[tuple[str, str]]:
+    """Pairs of parameters and buffers that are different objects on the same memory."""
+    found: dict[int, list[tuple[int, int, str]]] = {}
+    pairs = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout != torch.strided or not tensor.numel():
+            continue
+        size = tensor.element_size()
+        spread = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        start = int(tensor.storage_offset()) * size
+        stop = start + (int(spread) + 1) * size
+        others = found.setdefault(tensor.untyped_storage()._cdata, [])
+        pairs += [(other, name) for a, b, other in others if a < stop and start < b]
+        others.append((start, stop, name))
+    return pairs
 
 
 def _call_at(found: Trace, place: Place, micro_batch: MicroBatch) -> int:
@@ -125,6 +187,10 @@ def _call_at(found: Trace, place: Place, micro_batch: MicroBatch) -> int:
         f"strategy.cut: with inputs of {shapes} the model does not call {place[0]!r}, before "
         "which a cut stands. Name places in strategy.cut.at that every batch goes through."
     )
+
+
+def _shapes(micro_batch: MicroBatch) -> tuple[object, object]:
+    return _signature(micro_batch.inputs), _signature(micro_batch.targets)
 
 
 def _signature(structure: Any) -> object:

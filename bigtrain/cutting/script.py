@@ -8,6 +8,7 @@ they all run the same code over the same shapes.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigtrain.cutting.points import Spine, crossing_values, visible
+from bigtrain.cutting.points import Rules, Spine, crossing_values, storage_of
 from bigtrain.cutting.structure import map_tensors
-from bigtrain.cutting.trace import Call, Trace
+from bigtrain.cutting.trace import FOREVER, Call, Trace
 from bigtrain.errors import ConfigError
 
 Mark = tuple[int, int]
+Expected = tuple[object, ...]
+"""Of a call its module's name, of a function the shapes of what it gives."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Wire:
 
     def pack(self, tensor: Tensor) -> Tensor:
         """As it is sent: contiguous."""
-        return tensor.permute(self.order).contiguous()
+        return tensor.resolve_conj().resolve_neg().permute(self.order).contiguous()
 
     def unpack(self, tensor: Tensor) -> Tensor:
         """As it was, strides included; a new tensor object on the same memory."""
@@ -78,6 +81,14 @@ class Script:
     """By event: of each call of the spine's code that is not of the spine itself."""
     kept: frozenset[Mark]
     """Marks that are asked for later."""
+    expected: tuple[Expected, ...]
+    """What each event is: a stage that sees another one has taken another way than the rest."""
+    copied: frozenset[int]
+    """Which of the inputs the model changes: each stage needs its own."""
+    random: bool
+    """Whether the spine's code draws random numbers."""
+    used: dict[str, tuple[int, ...]]
+    """By parameter or buffer: the stages that use it."""
 
 
 def script_of(trace: Trace, calls: Sequence[int], trained: frozenset[int]) -> Script:
@@ -92,26 +103,65 @@ def script_of(trace: Trace, calls: Sequence[int], trained: frozenset[int]) -> Sc
         ConfigError: a cut that is legal alone is not with the others.
     """
     spine = Spine(trace, calls)
-    shown, given = visible(trace)
+    rules = Rules(trace)
     events, marks, starts = _count(trace, spine)
     wires = []
     for call in calls:
-        found = []
-        for value in crossing_values(trace, call, calls):
-            if value not in marks or not spine.sees(value, shown, given):
-                raise ConfigError(
-                    f"strategy.cut: no cut can stand before {trace.calls[call].name!r} together "
-                    "with the others. Name other places in strategy.cut.at."
-                )
-            tensor = trace.values[value].tensor
-            found.append(Wire.of(marks[value], tensor, trained=value in trained))
-        wires.append(tuple(found))
+        values = crossing_values(trace, call, calls)
+        why = rules.against(call, spine, values)
+        if not why and not all(value in marks for value in values):
+            why = "a tensor cannot be named on both sides of it"
+        if why:
+            raise ConfigError(
+                f"strategy.cut: no cut can stand before {trace.calls[call].name!r}, in every "
+                f"mode, with every shape and together with the others: {why}. Name other places "
+                "in strategy.cut.at."
+            )
+        wires.append(
+            tuple(
+                Wire.of(marks[value], trace.values[value].tensor, trained=value in trained)
+                for value in values
+            )
+        )
     results = {
         event: _result(trace, trace.calls[call], marks, event) for event, call in events.items()
     }
     kept = {wire.mark for cut in wires for wire in cut}
     kept |= {mark for result in results.values() for mark in result.marks if mark is not None}
-    return Script(tuple(starts[call] for call in calls), tuple(wires), results, frozenset(kept))
+    ticks = [trace.calls[call].begin for call in calls]
+    inputs = [value for value in trace.values if value.root == "input"]
+    return Script(
+        tuple(starts[call] for call in calls),
+        tuple(wires),
+        results,
+        frozenset(kept),
+        _expected(trace, spine),
+        frozenset(i for i, value in enumerate(inputs) if storage_of(value) in trace.writes),
+        any(spine.has(frame) for frame in trace.random),
+        stages_using(trace, ticks),
+    )
+
+
+def stages_using(trace: Trace, ticks: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """For each parameter and buffer that is used: the stages that do, for cuts at these ticks."""
+    found: dict[str, tuple[int, ...]] = {}
+    for value in trace.values:
+        if value.root in ("parameter", "buffer") and value.uses:
+            used = {bisect_left(ticks, use) for use in value.uses if use < FOREVER}
+            found[value.name] = tuple(sorted(used)) or (len(ticks),)
+    return found
+
+
+def _expected(trace: Trace, spine: Spine) -> tuple[Expected, ...]:
+    found: list[Expected] = []
+    for frame, call, values in trace.events:
+        if (frame < 0 and call < 0) or not spine.has(frame):
+            continue
+        if call >= 0:
+            found.append((trace.calls[call].name,))
+        else:
+            found.append(tuple(tuple(trace.values[value].tensor.shape) for value in values))
+    return tuple(found)
 
 
 def _count(trace: Trace, spine: Spine) -> tuple[dict[int, int], dict[int, Mark], dict[int, int]]:
@@ -140,9 +190,9 @@ def _count(trace: Trace, spine: Spine) -> tuple[dict[int, int], dict[int, Mark],
 
 def _result(trace: Trace, call: Call, marks: dict[int, Mark], event: int) -> Result:
     handed: list[Mark | None] = []
-    for value in call.outputs:
+    for place, value in enumerate(call.outputs):
         mark = marks.get(value)
-        handed.append(mark if mark is not None and mark[0] != event else None)
+        handed.append(mark if mark != (event, place) else None)
         if trace.values[value].root == "input":
             handed[-1] = (-1, _place(trace, value))
     return Result(map_tensors(call.result, _meta), tuple(handed))
@@ -154,4 +204,5 @@ def _place(trace: Trace, value: int) -> int:
 
 
 def _meta(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return meta.requires_grad_(tensor.requires_grad)

@@ -8,6 +8,7 @@ and skip connections are those of the user's code.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -18,10 +19,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from bigtrain.cutting.calls import watching
-from bigtrain.cutting.ghost import become, ghost_like
+from bigtrain.cutting.ghost import Ghost, become, ghost_like
 from bigtrain.cutting.script import Mark, Result, Script
 from bigtrain.cutting.structure import map_tensors, tensors_of
 from bigtrain.data.loader import MicroBatch
+from bigtrain.errors import ConfigError
 from bigtrain.recompute import recomputed
 from bigtrain.tasks import Loss
 
@@ -83,8 +85,9 @@ class Stage(nn.Module):
 
     def train(self, mode: bool = True) -> Stage:  # noqa: FBT001, FBT002 - as nn.Module has it
         """See `nn.Module.train`."""
-        super().train(mode)
-        self._whole.module.training = mode
+        # The model's own `train`, which may be the user's.
+        self._whole.module.train(mode)
+        self.training = mode
         return self
 
     def incoming(self, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
@@ -127,20 +130,31 @@ class Stage(nn.Module):
     def _compute(
         self, wires: tuple[Tensor, ...], micro_batch: MicroBatch, scale: float | None
     ) -> Any:
-        run = _Run(self._of(micro_batch), self.index, wires, micro_batch.inputs, self._device)
+        script = self._of(micro_batch)
+        inputs = _own(micro_batch.inputs, script.copied)
+        run = _Run(script, self.index, wires, inputs, self._device)
         try:
             with watching(run), run.functions:
-                output = self._whole(micro_batch.inputs)
+                output = self._whole(inputs)
+            run.check_output(output)
         except _Done as done:
             if done.run is not run:
                 raise
             return run.outgoing()
+        finally:
+            run.forget()
         if scale is None:
             return output
         loss = self._loss(output, micro_batch.targets, micro_batch.count)
         if micro_batch.count == 0:  # padding: it only keeps the ranks in step
             loss = loss * 0.0
         return loss * scale
+
+
+def _own(inputs: Any, copied: frozenset[int]) -> Any:
+    """The inputs in containers of their own; those that the model changes are copied."""
+    places = itertools.count()
+    return map_tensors(inputs, lambda t: t.clone() if next(places) in copied else t)
 
 
 class _Hidden:
@@ -172,12 +186,19 @@ class _Run:
         inputs: Any,
         device: torch.device,
     ) -> None:
-        self._script, self._index, self._wires, self._device = script, index, wires, device
+        self._script, self._index, self._device = script, index, device
+        # Here, and not where the part begins: that may be under no_grad.
+        incoming = script.wires[index - 1] if index else ()
+        self._arrived = [
+            (wire.mark, wire.unpack(tensor)) for wire, tensor in zip(incoming, wires, strict=True)
+        ]
         self._begin = script.cuts[index - 1] if index else -1
         self._end = script.cuts[index] if index < len(script.cuts) else -1
         self._ghostly = index > 0
         self._event = 0
         self._objects: dict[Mark, Tensor] = {}
+        # What the spine draws before this part is another stage's, and must not be missing here.
+        self._drawn = _random_state(device) if script.random and index else None
         self.functions = _Functions(self)
         self._note(-1, tensors_of(inputs))
 
@@ -185,9 +206,7 @@ class _Run:
         self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """See `Watcher.call`."""
-        del name
-        event = self._event
-        self._event += 1
+        event = self._came_to((name,))
         if event == self._end:
             raise _Done(self)
         if event == self._begin:
@@ -205,20 +224,62 @@ class _Run:
 
     def function(self, leaves: list[Tensor]) -> None:
         """A function of torch has returned tensors to the code of the spine."""
-        self._note(self._event, leaves)
+        event = self._came_to(tuple(tuple(leaf.shape) for leaf in leaves))
+        self._note(event, leaves)
+
+    def _came_to(self, what: tuple[object, ...]) -> int:
+        """Count an event; it must be the one that the rehearsal saw."""
+        event, expected = self._event, self._script.expected
+        if event >= len(expected) or expected[event] != what:
+            wanted = expected[event] if event < len(expected) else ("the end",)
+            raise ConfigError(
+                f"strategy.cut: stage {self._index} takes another way through the model than its "
+                f"rehearsal: at step {event} it comes to {what} instead of {wanted}. {_SAME_WAY}"
+            )
         self._event += 1
+        return event
+
+    def check_output(self, output: Any) -> None:
+        """Complain where the model's end is reached, and this stage's part has not been done."""
+        leaves = tensors_of(output)
+        if self._end >= 0 or self._ghostly or self._event != len(self._script.expected):
+            raise ConfigError(
+                f"strategy.cut: stage {self._index} came to the end of the model without its part. "
+                f"{_SAME_WAY}"
+            )
+        if any(isinstance(leaf, Ghost) for leaf in leaves):
+            raise ConfigError(
+                "strategy.cut: the model's output holds a tensor of another stage that was not "
+                f"sent. {_SAME_WAY}"
+            )
 
     def outgoing(self) -> tuple[Tensor, ...]:
         """The wires at the end of this part."""
-        return tuple(
-            wire.pack(self._objects[wire.mark].to(wire.meta.dtype))
-            for wire in self._script.wires[self._index]
-        )
+        wires = self._script.wires[self._index]
+        found = [self._objects[wire.mark] for wire in wires]
+        for tensor, wire in zip(found, wires, strict=True):
+            wanted = wire.meta
+            same = tensor.shape == wanted.shape and tensor.dtype == wanted.dtype
+            if not same or isinstance(tensor, Ghost):
+                raise ConfigError(
+                    f"strategy.cut: stage {self._index} has {tuple(tensor.shape)} of "
+                    f"{tensor.dtype} to send, and its rehearsal {tuple(wanted.shape)} of "
+                    f"{wanted.dtype}. {_SAME_WAY}"
+                )
+        return tuple(wire.pack(tensor) for tensor, wire in zip(found, wires, strict=True))
+
+    def forget(self) -> None:
+        """Let go of the tensors at once: the run and its watch of functions hold each other."""
+        self._objects.clear()
+        self._wires = ()
 
     def _begin_part(self) -> None:
-        for wire, tensor in zip(self._script.wires[self._index - 1], self._wires, strict=True):
-            become(self._objects[wire.mark], wire.unpack(tensor))
+        for mark, tensor in self._arrived:
+            become(self._objects[mark], tensor)
+        self._arrived.clear()
         self._ghostly = False
+        if self._drawn is not None:
+            _set_random_state(self._drawn, self._device)
 
     def _skip(self, event: int, result: Result) -> Any:
         marks = iter(result.marks)
@@ -226,7 +287,10 @@ class _Run:
 
         def make(meta: Tensor) -> Tensor:
             mark = next(marks)
-            leaf = ghost_like(meta, self._device) if mark is None else self._objects[mark]
+            if mark is None:
+                leaf: Tensor = ghost_like(meta, self._device)
+            else:
+                leaf = leaves[mark[1]] if mark[0] == event else self._objects[mark]
             leaves.append(leaf)
             return leaf
 
@@ -239,6 +303,23 @@ class _Run:
         for place, leaf in enumerate(leaves):
             if (event, place) in self._script.kept:
                 self._objects[(event, place)] = leaf
+
+
+_SAME_WAY = (
+    "What a forward pass does must follow from the inputs' shapes and the mode alone. Take what "
+    "changes from call to call out of it, or use a strategy without a cut."
+)
+
+
+def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), state
+
+
+def _set_random_state(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
 
 
 class _Functions(TorchFunctionMode):

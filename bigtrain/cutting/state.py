@@ -1,0 +1,243 @@
+"""What a forward pass leaves in its modules: numbers, tensors and lists that a later one reads.
+
+A stage that skips a module's call would miss what the call leaves behind. So attributes that
+change in a forward pass are found, and then those who read and write them are watched.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+
+from bigtrain.errors import ConfigError
+
+Attribute = tuple[str, str]
+"""A module's name, and its attribute's."""
+TABLES = ("_parameters", "_buffers", "_modules")
+UNSEEN = {*TABLES, "_compiled_call_impl", "training"}
+
+
+class Snapshot:
+    """All that the modules hold by reference, to be compared and put back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = dict(model.named_modules())
+        self._held = {
+            name: {key: (value, _contents(value)) for key, value in _attributes(module)}
+            for name, module in self._modules.items()
+        }
+
+    def changed(self) -> set[Attribute]:
+        """The attributes that hold something else now."""
+        found: set[Attribute] = set()
+        for name, module in self._modules.items():
+            now, before = dict(_attributes(module)), self._held[name]
+            for key in {*now, *before}:
+                if key not in now or key not in before:
+                    found.add((name, key))
+                    continue
+                value, contents = before[key]
+                if not _same(now[key], value) or not _same_all(_contents(value), contents):
+                    found.add((name, key))
+        return found
+
+    def restore(self) -> None:
+        """Put all back."""
+        for name, key in self.changed():
+            module, held = self._modules[name], self._held[name]
+            tables = [table for t in TABLES if key in (table := module.__dict__[t])]
+            table = tables[0] if tables else module.__dict__
+            if key not in held:
+                del table[key]
+                continue
+            value, contents = held[key]
+            _refill(value, contents)
+            if not tables and isinstance(value, Tensor):
+                table = next((t for t in (module._parameters, module._buffers) if key in t), table)
+            table[key] = value
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for key, value in module.__dict__.items():
+        if key not in UNSEEN:
+            yield key, value
+    for table in TABLES:
+        yield from module.__dict__[table].items()
+
+
+def _contents(value: Any) -> Any:
+    """A container's contents, one level deep; None for what is none."""
+    if isinstance(value, (Tensor, nn.Module, type, FunctionType)):
+        return None
+    if isinstance(value, (list, set, tuple)):
+        return list(value)
+    if isinstance(value, dict):
+        return dict(value)
+    fields = getattr(value, "__dict__", None)
+    return dict(fields) if isinstance(fields, dict) and not callable(value) else None
+
+
+def _refill(value: Any, contents: Any) -> None:
+    if isinstance(value, list):
+        value[:] = contents
+    elif isinstance(value, (dict, set)):
+        value.clear()
+        value.update(contents)
+    elif contents is not None and not isinstance(value, tuple):
+        value.__dict__.clear()
+        value.__dict__.update(contents)
+
+
+def _same(one: Any, other: Any) -> bool:
+    plain = (int, float, bool, str, bytes, complex)
+    return one is other or (type(one) is type(other) and isinstance(one, plain) and one == other)
+
+
+def _same_all(one: Any, other: Any) -> bool:
+    if one is None or other is None or len(one) != len(other):
+        return one is other
+    if isinstance(one, dict):
+        return all(key in other and _same(one[key], other[key]) for key in one)
+    return all(_same(a, b) for a, b in zip(one, other, strict=True))
+
+
+@contextmanager
+def watched(
+    model: nn.Module, attributes: set[Attribute], touched: Callable[[Attribute], None]
+) -> Iterator[None]:
+    """Say so whenever one of these attributes is read or written, inside of a `with` block.
+
+    Raises:
+        ConfigError: a module's class allows no watching.
+    """
+    modules = dict(model.named_modules())
+    classes: list[tuple[nn.Module, type]] = []
+    try:
+        for name in sorted({name for name, _ in attributes}):
+            module = modules[name]
+            keys = {key for owner, key in attributes if owner == name}
+            classes.append((module, type(module)))
+            try:
+                module.__class__ = _watching_class(type(module), name, keys, touched)
+            except TypeError as error:
+                raise ConfigError(
+                    f"strategy.cut: the forward pass changes {sorted(keys)} of {name!r}, and who "
+                    f"reads it cannot be watched ({error}). Use a strategy without a cut."
+                ) from error
+        yield
+    finally:
+        for module, its in classes:
+            module.__class__ = its
+
+
+def _watching_class(
+    base: Any, name: str, keys: set[str], touched: Callable[[Attribute], None]
+) -> type:
+    def get(self: Any, key: str) -> Any:
+        if key in keys:
+            touched((name, key))
+        return base.__getattribute__(self, key)
+
+    def put(self: Any, key: str, value: Any) -> None:
+        if key in keys:
+            touched((name, key))
+        base.__setattr__(self, key, value)
+
+    made: type = type(base)(base.__name__, (base,), {"__getattribute__": get, "__setattr__": put})
+    return made
+
+
+@contextmanager
+def draws_nothing() -> Iterator[None]:
+    """Refuse random numbers of Python and numpy: each stage would draw its own.
+
+    Raises:
+        ConfigError: some were drawn.
+    """
+    numpy = sys.modules.get("numpy")
+    state, other = random.getstate(), numpy.random.get_state(legacy=False) if numpy else None
+    try:
+        yield
+        drawn = ["random"] if random.getstate() != state else []
+        if numpy and not _equal_states(numpy.random.get_state(legacy=False), other):
+            drawn.append("numpy.random")
+        if drawn:
+            raise ConfigError(
+                f"strategy.cut: the forward pass draws from {' and '.join(drawn)}, and each stage "
+                "would draw other numbers. Draw with torch, or use a strategy without a cut."
+            )
+    finally:
+        random.setstate(state)
+        if numpy:
+            numpy.random.set_state(other)
+
+
+def _equal_states(one: Any, other: Any) -> bool:
+    return bool(
+        (one["state"]["key"] == other["state"]["key"]).all()
+        and one["state"]["pos"] == other["state"]["pos"]
+    )
+
+
+def check_closures(model: nn.Module) -> None:
+    """Refuse functions that hold a module of the model: in a copy they would still hold it.
+
+    Raises:
+        ConfigError: with the module's name, and where the function is kept.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    for owner, module in model.named_modules():
+        for key, value in module.__dict__.items():
+            if key in TABLES:
+                continue
+            for function in _functions(value):
+                for cell in function.__closure__ or ():
+                    try:
+                        held = names.get(id(cell.cell_contents))
+                    except ValueError:  # an empty cell
+                        continue
+                    if held is not None:
+                        raise ConfigError(
+                            f"strategy.cut: a function in {key!r} of {owner or 'the model'!r} "
+                            f"holds the module {held or 'the model'!r} from outside; in a copy of "
+                            "the model it would still be this one's. Use a method instead."
+                        )
+
+
+def _functions(value: Any) -> list[FunctionType]:
+    if isinstance(value, FunctionType):
+        return [value]
+    if isinstance(value, dict):
+        return [found for item in value.values() for found in _functions(item)]
+    if isinstance(value, (list, tuple)):
+        return [found for item in value for found in _functions(item)]
+    return []
+
+
+def constants(model: nn.Module) -> list[Tensor]:
+    """Tensors that modules hold as plain attributes, or in lists, tuples and dicts."""
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    found: dict[int, Tensor] = {}
+
+    def note(value: Any) -> None:
+        if isinstance(value, Tensor):
+            if id(value) not in own:
+                found[id(value)] = value
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                note(item)
+        elif type(value) is dict:
+            for item in value.values():
+                note(item)
+
+    for module in model.modules():
+        for key, value in module.__dict__.items():
+            if key not in UNSEEN and "hook" not in key:
+                note(value)
+    return list(found.values())
