@@ -15,6 +15,17 @@ NOTHING = Timeline((), ((0, "forward"),))
 
 
 @dataclass(frozen=True)
+class Wires:
+    """What one micro-batch sends over the cuts of a stage, in bytes."""
+
+    incoming: int = 0
+    incoming_gradients: int = 0
+    """Of those that a gradient goes back to."""
+    outgoing: int = 0
+    outgoing_gradients: int = 0
+
+
+@dataclass(frozen=True)
 class Profile:
     """One model with one micro-batch, on one process, before any technique."""
 
@@ -41,6 +52,8 @@ class Profile:
     """The blocks of the model in `first` and in `next`, in the order in which they run."""
     rest: Visit | None = None
     """What is in no block, in `first`."""
+    wires: Wires = Wires()
+    """Of a stage."""
     missing: str | None = None
     """Why the timelines are empty, where the model could not run on fake tensors."""
 
@@ -58,6 +71,8 @@ class Forecast:
     """Bytes of gradients after the backward pass."""
     next: Timeline | None = None
     """Every further micro-batch, where gradients are accumulated."""
+    wires: Wires = Wires()
+    """Of a stage of a cut model."""
 
     @classmethod
     def of(cls, profile: Profile) -> Forecast:
@@ -68,7 +83,8 @@ class Forecast:
             buffers=profile.buffer_bytes,
             activations=profile.batch_bytes,
         )
-        return cls(states, profile.first, profile.step, profile.gradient_bytes)
+        given = (states, profile.first, profile.step, profile.gradient_bytes)
+        return cls(*given, wires=profile.wires)
 
     def peak(self) -> Peak:
         """The highest moment of a step."""

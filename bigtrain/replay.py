@@ -81,10 +81,13 @@ class _Recording:
 
 
 _Held = tuple[int, ...]
-"""For each way and each action of it, how many micro-batches have done that and not the next."""
+"""For each way and each action of it, how many micro-batches have done that and not the next; and
+the bytes of what is on its way."""
 
 
-def replay(actions: Sequence[Action], pieces: Mapping[int, StagePiece]) -> Timeline:
+def replay(
+    actions: Sequence[Action], pieces: Mapping[int, StagePiece], beside: Sequence[int] = ()
+) -> Timeline:
     """The moments of a rank's step among which the highest is, whatever is alive beside them.
 
     An action of a stage is the same each time but for what waits beside it, so it is laid out
@@ -96,6 +99,7 @@ def replay(actions: Sequence[Action], pieces: Mapping[int, StagePiece]) -> Timel
     Args:
         actions: what the rank does, as `schedules.order` has it.
         pieces: the rank's stages.
+        beside: for each action the bytes of what is on its way meanwhile.
 
     Returns:
         The timeline, from tick 0; empty phases are left out.
@@ -114,13 +118,14 @@ def replay(actions: Sequence[Action], pieces: Mapping[int, StagePiece]) -> Timel
         point = {"F": 0, "I": 1, "B": 1, "W": 2}[kind]
         if (way, point - 1) in slots:
             held[slots[way, point - 1]] -= 1
-        _add(fronts.setdefault((way, point), {}), tuple(held), moment)
+        extra = beside[moment] if beside else 0
+        _add(fronts.setdefault((way, point), {}), (*held, extra), moment)
         if (way, point) in slots:
             held[slots[way, point]] += 1
     chosen = sorted(
-        (moment, action, beside)
+        (moment, action, counts)
         for action, front in fronts.items()
-        for beside, moment in front.items()
+        for counts, moment in front.items()
     )
     return _laid_out(chosen, recordings, slots)
 
@@ -225,6 +230,8 @@ def _laid_out(
                     Span(nbytes * beside[number], kind, clock, end)
                     for kind, nbytes in recordings[slot[0]].waiting[slot[1]]
                 )
+        if beside[-1]:
+            spans.append(Span(beside[-1], "temporary", clock, end))
         moved = clock - start
         spans += (
             Span(s.nbytes, s.kind, s.birth + moved, s.death + moved)

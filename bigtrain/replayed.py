@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from bigtrain.forecast import Forecast
 from bigtrain.replay import Passes, StagePiece, replay
-from bigtrain.schedules import Action
+from bigtrain.schedules import Action, Underway
 from bigtrain.timeline import Timeline
 
 
@@ -15,6 +15,7 @@ def joined(
     actions: Sequence[Action],
     forecasts: Mapping[int, Forecast],
     halves: Mapping[int, Forecast],
+    underway: Sequence[Underway] = (),
 ) -> Forecast:
     """Put the stages of a rank together in the order of its schedule.
 
@@ -22,6 +23,7 @@ def joined(
         actions: of this rank, one step.
         forecasts: of its stages, each of one micro-batch.
         halves: the same with the backward pass in two parts.
+        underway: for each action what is on its way; see `schedules.transfers`.
     """
     pieces = {
         stage: StagePiece(*_both(found), _both(halves[stage]) if stage in halves else None)
@@ -36,10 +38,24 @@ def joined(
     steps = tuple(span for found in every for span in found.step.spans)
     return Forecast(
         states=states,
-        first=replay(actions, pieces),
+        first=replay(actions, pieces, [_bytes(some, forecasts) for some in underway]),
         step=Timeline(steps, phases),
         gradients=sum(found.gradients for found in every),
     )
+
+
+def _bytes(underway: Underway, forecasts: Mapping[int, Forecast]) -> int:
+    total = 0
+    for (stage, kind), count in underway.items():
+        wires = forecasts[stage].wires
+        each = {
+            "RECV_F": wires.incoming,
+            "SEND_F": wires.outgoing,
+            "RECV_B": wires.outgoing_gradients,
+            "SEND_B": wires.incoming_gradients,
+        }
+        total += count * each[kind]
+    return total
 
 
 def _both(found: Forecast) -> tuple[Passes, Passes]:

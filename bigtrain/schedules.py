@@ -7,7 +7,8 @@ GPipe (arXiv 1811.06965), 1F1B (PipeDream-Flush, arXiv 2006.09503).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, get_args
@@ -27,6 +28,8 @@ TORCH = {
     "dualpipev": "ScheduleDualPipeV",
 }
 """With several, and torch's class."""
+_PLACED = 2048
+"""Actions of a kind up to which torch's placing of sends and receives is asked for."""
 V_SHAPED = ("zbv_zero_bubble", "dualpipev")
 """Rank r has the stages r and 2 pp - 1 - r; elsewhere it has r, r + pp, r + 2 pp, ..."""
 SPLIT = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
@@ -157,11 +160,16 @@ def _from_torch(name: str, pp: int, stages_per_rank: int, micro_batches: int) ->
     send and receive, takes seconds for 512 micro-batches and changes no order: it is left out.
     (Were the method that does it renamed, this would be slower, and as right.)
     """
+    rows = _table(name, pp, stages_per_rank, micro_batches, sending=False).pipeline_order
+    return tuple(tuple(_actions(rows[rank])) for rank in range(pp))
+
+
+def _table(name: str, pp: int, stages_per_rank: int, micro_batches: int, *, sending: bool) -> Any:
     from torch.distributed.pipelining import schedules
 
     parent: Any = getattr(schedules, name)
     skip = {"_prepare_schedule_with_comms": lambda self, *args, **kwargs: None}  # noqa: ARG005
-    table: Any = type(name, (parent,), skip)
+    table: Any = type(name, (parent,), {} if sending else skip)
     stages = [
         SimpleNamespace(
             group_size=pp,
@@ -173,13 +181,59 @@ def _from_torch(name: str, pp: int, stages_per_rank: int, micro_batches: int) ->
         for number in range(stages_per_rank)
     ]
     try:
-        rows = table(stages, micro_batches).pipeline_order
+        return table(stages, micro_batches)
     except (ValueError, AssertionError) as error:
         raise ConfigError(
             f"strategy.cut: torch's {name} refuses mesh.pp={pp} with {stages_per_rank} stages on "
             f"each rank and {micro_batches} micro-batches: {error}. Use schedule=gpipe."
         ) from error
-    return tuple(tuple(_actions(rows[rank])) for rank in range(pp))
+
+
+Underway = Mapping[tuple[int, str], int]
+"""Micro-batches whose wires are on their way: (stage, RECV_F | SEND_F | RECV_B | SEND_B)."""
+
+
+def transfers(
+    schedule: str, pp: int, stages_per_rank: int, micro_batches: int
+) -> tuple[tuple[Underway, ...], ...]:
+    """For each rank and each of its actions what is on its way beside it, as torch places it.
+
+    What is received lies in a buffer from when it is asked for; what is sent is kept until it is
+    known to have arrived. Where torch's placing would take long it is left out.
+    """
+    orders = order(schedule, pp, stages_per_rank, micro_batches)
+    if schedule == "1f1b":  # a gradient is still being sent when the next one is computed
+        return tuple(tuple(_one_behind(actions)) for actions in orders)
+    if schedule not in TORCH or pp * stages_per_rank * micro_batches > _PLACED:
+        return tuple(tuple({} for _ in actions) for actions in orders)
+    table = _table(TORCH[schedule], pp, stages_per_rank, micro_batches, sending=True)
+    rows = table.pipeline_order_with_comms
+    return tuple(tuple(_underway(rows[rank])) for rank in range(pp))
+
+
+def _one_behind(actions: Sequence[Action]) -> Iterator[Underway]:
+    done: set[int] = set()
+    for stage, kind, _ in actions:
+        yield {(stage, "SEND_B"): 1} if kind == "B" and stage in done else {}
+        if kind == "B":
+            done.add(stage)
+
+
+def _underway(row: Sequence[Any]) -> Iterator[Underway]:
+    open_: Counter[tuple[int, str]] = Counter()
+    for action in row:
+        for part in action.sub_actions or (action,):
+            stage, kind = part.stage_index, part.computation_type.value
+            if kind in ("RECV_F", "SEND_F", "RECV_B", "SEND_B"):
+                open_[stage, kind] += 1
+            elif kind in ("WAIT_SEND_F", "WAIT_SEND_B"):
+                open_[stage, kind.removeprefix("WAIT_")] -= 1
+            elif kind in get_args(Kind):
+                # Its own wires are the action's from now on.
+                arrived = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}.get(kind)
+                if arrived is not None and open_[stage, arrived]:
+                    open_[stage, arrived] -= 1
+                yield {way: count for way, count in open_.items() if count}
 
 
 def _actions(row: Sequence[Any]) -> Iterator[Action]:

@@ -12,12 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
+from bigtrain.cutting.script import Script
 from bigtrain.cutting.stage import Stage
 from bigtrain.cutting.structure import map_tensors
 from bigtrain.data.loader import MicroBatch
 from bigtrain.distributed import RunContext
 from bigtrain.fakes import fake_model, fake_tensor
-from bigtrain.forecast import Profile
+from bigtrain.forecast import Profile, Wires
 from bigtrain.layout import Layout
 from bigtrain.memory import StorageTracker
 from bigtrain.precision import low_precision_names
@@ -62,7 +63,7 @@ def profile_stage(
     real = _placed(micro_batch, double=double)
     cut = layout.chosen.cut
     # The script is traced under a fake mode of its own, so before ours.
-    cut.rehearsal.script(real, training=True, places=cut.places)
+    script = cut.rehearsal.script(real, training=True, places=cut.places)
     tracker = StorageTracker(fake=True)
     meter = FakeMeter(tracker, device)
     with FakeTensorMode(), tracker:
@@ -112,7 +113,18 @@ def profile_stage(
         step=piece_of(timeline, marks[2], marks[3]),
         blocks=tuple(zip(*blocks, strict=True)),
         rest=visits.rest(*marks[:2]),
+        wires=_wires(script, index),
     )
+
+
+def _wires(script: Script, index: int) -> Wires:
+    sides = [(), *script.wires, ()][index : index + 2]
+    sizes = []
+    for side in sides:
+        sent = [wire.sent for wire in side]
+        sizes.append(sum(t.numel() * t.element_size() for t in sent))
+        sizes.append(sum(t.numel() * t.element_size() for t in sent if t.requires_grad))
+    return Wires(*sizes)
 
 
 def _placed(micro_batch: MicroBatch, *, double: bool) -> MicroBatch:

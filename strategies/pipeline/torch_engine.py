@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from bigtrain.forecast import Forecast
 from bigtrain.replayed import joined
-from bigtrain.schedules import SPLIT, check_schedule, in_flight, order, stage_ranks
+from bigtrain.schedules import SPLIT, check_schedule, in_flight, order, stage_ranks, transfers
 from bigtrain.strategies.pipeline.options import (
     PipelineEngine,
     PipelineOptions,
@@ -56,8 +56,8 @@ class TorchPipeline(PipelineEngine):
     ) -> Forecast:
         """The actions of this rank, in the schedule's order."""
         steps = plan.batch.accumulation_steps
-        actions = order(options.schedule, plan.pp, options.per_rank(), steps)[pp_rank]
-        return joined(actions, forecasts, halves)
+        given = (options.schedule, plan.pp, options.per_rank(), steps)
+        return joined(order(*given)[pp_rank], forecasts, halves, transfers(*given)[pp_rank])
 
     def apply(self, options: PipelineOptions, assembly: Assembly) -> None:
         """Make this rank's stages, and let the schedule own the step."""
