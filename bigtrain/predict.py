@@ -53,7 +53,7 @@ def predict(
     """
     device = torch.device(plan.device_type)
     cut = plan.techniques.get("cut")
-    if layout is None or not isinstance(cut, CutStrategy) or not cut.replays:
+    if layout is None or not isinstance(cut, CutStrategy) or not cut.replays(plan):
         profile = make_profile(model, example, loss, make_optimizer, plan, device)
         if profile.missing is not None:
             return Prediction(None, f"the model does not run on fake tensors ({profile.missing})")

@@ -295,8 +295,7 @@ class CutStrategy(Strategy):
         """Whether the stages are on the ranks of the pp axis, or all in each process."""
         return True
 
-    @property
-    def replays(self) -> bool:
+    def replays(self, plan: Plan) -> bool:  # noqa: ARG002
         """Whether the memory is predicted stage by stage, by `replayed`."""
         return self.spans_ranks
 

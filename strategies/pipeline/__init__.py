@@ -23,7 +23,7 @@ from torch import nn
 from bigtrain.cutting.choose import RATES, Wanted, choose_cut
 from bigtrain.cutting.rehearsal import Rehearsal
 from bigtrain.data.loader import MicroBatch
-from bigtrain.forecast import Forecast
+from bigtrain.forecast import Forecast, Profile
 from bigtrain.imports import load_object
 from bigtrain.layout import Layout, numerics
 from bigtrain.strategies.pipeline.options import PipelineEngine, PipelineOptions, Recompute
@@ -65,10 +65,9 @@ class Pipeline(PipelineOptions):
         """See `CutStrategy.spans_ranks`."""
         return self._engine.spans_ranks
 
-    @property
-    def replays(self) -> bool:
+    def replays(self, plan: Plan) -> bool:
         """See `CutStrategy.replays`."""
-        return True
+        return self._engine.replays(self, plan)
 
     def joins(self, replicate: Strategy) -> bool:
         """See `CutStrategy.joins`."""
@@ -97,6 +96,12 @@ class Pipeline(PipelineOptions):
     ) -> Forecast:
         """See `CutStrategy.replayed`."""
         return self._engine.replayed(self, forecasts, plan, pp_rank, halves)
+
+    def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
+        """The whole model's micro-batches in flight, where it is not predicted by stages."""
+        if self.replays(plan):
+            return forecast
+        return self._engine.estimate(self, forecast, profile, plan)
 
     def check(self, plan: Plan) -> None:
         """Refuse what the engine cannot do, before any process group exists."""

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
 from bigtrain.errors import ConfigError
-from bigtrain.forecast import Forecast
+from bigtrain.forecast import Forecast, Profile
 from bigtrain.replayed import joined
-from bigtrain.schedules import Action
+from bigtrain.schedules import Action, Kind
 from bigtrain.strategies.pipeline.options import (
     PipelineEngine,
     PipelineOptions,
@@ -26,6 +27,7 @@ from bigtrain.strategies.pipeline.options import (
     refuse_wrong_places,
 )
 from bigtrain.strategy import Assembly, Plan, Runner
+from bigtrain.timeline import Timeline
 
 
 class FairscalePipe(PipelineEngine):
@@ -92,6 +94,24 @@ class FairscalePipe(PipelineEngine):
         """All of a step."""
         return (plan.batch.accumulation_steps,) * (options.devices or 1)
 
+    def replays(self, options: PipelineOptions, plan: Plan) -> bool:
+        """See `CutStrategy.replays`: what a stage hands to the next is in the process once."""
+        return options.checkpoint != "never" or plan.dp > 1
+
+    def estimate(
+        self,
+        options: PipelineOptions,  # noqa: ARG002
+        forecast: Forecast,
+        profile: Profile,
+        plan: Plan,
+    ) -> Forecast:
+        """The whole model's micro-batches: all forward, then all of them back."""
+        number = plan.batch.accumulation_steps
+        actions = [Action(0, "F", place) for place in range(number)]
+        actions += [Action(0, "B", place) for place in reversed(range(number))]
+        after = replace(forecast, first=profile.first, next=profile.next)
+        return replace(forecast, first=joined(actions, {0: after}, {}).first)
+
     def replayed(
         self,
         options: PipelineOptions,
@@ -100,16 +120,24 @@ class FairscalePipe(PipelineEngine):
         pp_rank: int,  # noqa: ARG002
         halves: Mapping[int, Forecast],
     ) -> Forecast:
-        """Pipe's clock: in each cycle all stages that have something to do; then all of it back."""
-        micro_batches, stages = plan.batch.accumulation_steps, options.devices or 1
-        forward = [
-            Action(stage, "F", cycle - stage)
-            for cycle in range(micro_batches + stages - 1)
-            for stage in range(stages)
-            if 0 <= cycle - stage < micro_batches
+        """Pipe's clock: in each cycle all stages that have something to do; then all of it back.
+
+        What is computed again is so for all stages of a cycle, before any of them goes back.
+        """
+        number, stages = plan.batch.accumulation_steps, options.devices or 1
+        cycles = [
+            [(stage, cycle - stage) for stage in range(stages) if 0 <= cycle - stage < number]
+            for cycle in range(number + stages - 1)
         ]
-        backward = [action._replace(kind="B") for action in reversed(forward)]
-        return joined([*forward, *backward], forecasts, halves)
+        actions = [Action(stage, "F", place) for cycle in cycles for stage, place in cycle]
+        again = options.checkpoint != "never"
+        kinds: tuple[Kind, ...] = ("I", "W") if again else ("B",)
+        for cycle in reversed(cycles):
+            for kind in kinds:
+                actions += [Action(stage, kind, place) for stage, place in reversed(cycle)]
+        if again:
+            halves = {stage: _in_parts(found) for stage, found in forecasts.items()}
+        return joined(actions, forecasts, halves)
 
     def apply(self, options: PipelineOptions, assembly: Assembly) -> None:
         """Put Pipe around the stages, before a replicate technique wraps the whole."""
@@ -131,3 +159,26 @@ class FairscalePipe(PipelineEngine):
             return FairscaleRunner(finished, piped)
 
         assembly.runner = runner
+
+
+def _in_parts(found: Forecast) -> Forecast:
+    """The same with the backward pass cut at its highest moment: there all is computed again."""
+    passes = [found.first, found.next or found.first]
+    first, following = (replace(t, phases=(*t.phases, (_highest(t), "backward"))) for t in passes)
+    return replace(found, first=first, next=following)
+
+
+def _highest(timeline: Timeline) -> int:
+    """The tick of the backward pass at which most is alive."""
+    begin = timeline.phases[-1][0]
+    changes: dict[int, int] = {}
+    for span in timeline.spans:
+        changes[span.birth] = changes.get(span.birth, 0) + span.nbytes
+        changes[span.death] = changes.get(span.death, 0) - span.nbytes
+    alive = most = 0
+    highest = begin
+    for tick in sorted(changes):
+        alive += changes[tick]
+        if tick >= begin and alive > most:
+            highest, most = tick, alive
+    return highest

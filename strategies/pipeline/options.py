@@ -10,7 +10,7 @@ from pydantic import Field
 
 from bigtrain.config import Bytes, Role
 from bigtrain.errors import ConfigError
-from bigtrain.forecast import Forecast
+from bigtrain.forecast import Forecast, Profile
 from bigtrain.schedules import ONE_STAGE
 from bigtrain.strategy import Assembly, CutStrategy, Plan, Strategy
 
@@ -79,6 +79,20 @@ class PipelineEngine:
     def in_flight(self, options: PipelineOptions, plan: Plan) -> tuple[int, ...]:
         """For each stage the most micro-batches that it holds activations of."""
         raise NotImplementedError
+
+    def replays(self, options: PipelineOptions, plan: Plan) -> bool:  # noqa: ARG002
+        """See `CutStrategy.replays`."""
+        return True
+
+    def estimate(
+        self,
+        options: PipelineOptions,  # noqa: ARG002
+        forecast: Forecast,
+        profile: Profile,  # noqa: ARG002
+        plan: Plan,  # noqa: ARG002
+    ) -> Forecast:
+        """As `Strategy.estimate`, where the memory is not predicted by stages."""
+        return forecast
 
     def replayed(
         self,
