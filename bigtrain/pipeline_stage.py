@@ -7,6 +7,8 @@ Facts of torch 2.15 (`torch.distributed.pipelining`) that this answers:
 * For an FSDP module torch keeps parameters whole from the first forward pass to the end of the
   step, and gradients whole and unreduced, too: what sharding is to save. Here the stage is inside
   a plain module, so each micro-batch gathers and reduces for itself, as without a pipeline.
+* Before a schedule's first step torch clears the gradients inside FSDP modules, as if it had made
+  them itself to learn the shapes: those of the schedule before, in a step of several.
 * The backward pass for the inputs alone leaves out parameters whose part of the graph no input
   reaches, and may give gradients that are not contiguous, which gloo does not send.
 * Outputs that go to a stage on the same rank stay alive until the backward pass, and are then
@@ -149,6 +151,9 @@ class LiveStage(PipelineStage):
         self._splits = not is_sharded(stage)
         self._done: set[int] = set()
         self._lost: list[nn.Parameter] | None = None
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Nothing was inferred: the shapes are given, and the gradients are the step's."""
 
     def backward_one_chunk(
         self,

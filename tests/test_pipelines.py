@@ -358,10 +358,20 @@ def test_options_of_distributed_data_parallel_are_refused(
         make_plan(job_of("ddp", keys), 4, "cpu")
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "oss"])
-def test_engines_that_take_whole_models_are_refused(strategy: str) -> None:
-    pytest.importorskip({"zero1": "deepspeed", "oss": "fairscale"}[strategy])
+def test_engines_that_take_whole_models_are_refused() -> None:
+    pytest.importorskip("fairscale")
     keys = {"mesh.pp": 2, "train.global_batch_size": 8}
     keys["strategy.cut"] = {"name": "pipeline", "schedule": "1f1b"}
     with pytest.raises(ConfigError, match=r"mesh\.pp=2.*Set strategy\.replicate\.engine=torch"):
-        make_plan(job_of(strategy, keys), 4, "cpu")
+        make_plan(job_of("oss", keys), 4, "cpu")
+
+
+def tied_on_one_rank(context: RunContext) -> None:
+    if context.rank:  # the first and the last stage are on rank 0
+        return
+    with pytest.raises(ConfigError, match=r"embedding\.weight is used by two stages of one rank"):
+        pipeline(context, "zbv_zero_bubble", "fsdp", 2, None)
+
+
+def test_shards_cannot_be_of_two_stages() -> None:
+    run_ranks(tied_on_one_rank, 2, pp=2, force_group=True)

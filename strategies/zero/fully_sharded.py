@@ -88,6 +88,7 @@ class FullySharded(ZeroEngine):
             if norms:
                 fully_shard(norms, mp_policy=whole, **settings)
 
+        _refuse_shared(assembly)
         for root in assembly.roots:
             # The code of a module that a cut goes through runs in several stages, and its forward
             # pass as such, to which hooks belong, in none.
@@ -104,6 +105,20 @@ class FullySharded(ZeroEngine):
             shard_norms(root)
             fully_shard(root, mp_policy=low, **{**settings, "reshard_after_forward": False})
             _tell_owner(root, assembly)
+
+
+def _refuse_shared(assembly: Assembly) -> None:
+    """A parameter can be in the shards of one stage of a rank only."""
+    seen: dict[int, nn.Module] = {}
+    for root in assembly.roots:
+        for name, parameter in root.named_parameters():
+            if seen.setdefault(id(parameter), root) is not root:
+                raise ConfigError(
+                    f"strategy.replicate: {name} is used by two stages of one rank, and stage 2 "
+                    "and 3 of zero can shard it for one of them only. Set "
+                    "strategy.replicate.stage=1, or another strategy.cut.schedule: with one stage "
+                    "on each rank (1f1b) no two are on one."
+                )
 
 
 def shard_mesh(context: RunContext, shard_ranks: int | None) -> DeviceMesh:
