@@ -36,14 +36,15 @@ class Chain(nn.Module):
         self._buffers = model._buffers
         self._modules = model._modules
         self._stages, self._devices = tuple(stages), tuple(devices)
+        self._model = (model,)  # no child: its names are this one's already
         homes: dict[int, tuple[str, torch.device]] = {}
         for stage, device in zip(stages, devices, strict=True):
             for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
                 before, home = homes.setdefault(id(tensor), (name, device))
                 if home != device:
                     raise ConfigError(
-                        f"strategy.cut: {before!r} is used on {home} and, as {name!r}, on {device}. "
-                        "Untie it in the model, or cut over ranks: leave strategy.cut.devices out."
+                        f"strategy.cut: {before!r} is used on {home} and, as {name!r}, on "
+                        f"{device}. Untie it in the model, or cut over ranks: leave strategy.cut.devices out."
                     )
                 tensor.data = tensor.data.to(device)
             stage.to_device(device)
@@ -55,8 +56,16 @@ class Chain(nn.Module):
             stage.train(mode)
         return self
 
+    def follow_mode(self) -> None:
+        """Be in the model's mode: whoever has the model sets it there."""
+        for stage in self._stages:
+            if stage.training is not self._model[0].training:
+                self.train(self._model[0].training)
+                break
+
     def forward(self, inputs: Any) -> Any:
         """The model's output, on the device of the inputs."""
+        self.follow_mode()
         leaves = tensors_of(inputs)
         home = leaves[0].device if leaves else self._devices[0]
         wires: Any = ()

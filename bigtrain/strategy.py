@@ -136,7 +136,7 @@ class Shard(Protocol):
 
         Args:
             assembly: finished; `model` has this rank's parameters.
-            start: called once, with the settings and the optimizer; returns the engine.
+            start: called once, with the optimizer and further settings; returns the engine.
         """
 
 

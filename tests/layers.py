@@ -25,7 +25,9 @@ seam:       chain checkpoint fill home layout optim pieces
             profiles replayed replicas runner stage_profiles strategy update
 strategies: strategies strategies.accumulation strategies.ddp strategies.layer_split
             strategies.offload strategies.single
-            strategies.pipeline strategies.pipeline.fairscale_engine
+            strategies.pipeline strategies.pipeline.deepspeed_engine
+            strategies.pipeline.deepspeed_runner strategies.pipeline.deepspeed_start
+            strategies.pipeline.fairscale_engine
             strategies.pipeline.fairscale_runner strategies.pipeline.options
             strategies.pipeline.torch_engine strategies.pipeline.wires
             strategies.zero strategies.zero.advice strategies.zero.deepspeed_build

@@ -26,7 +26,7 @@ from bigtrain.strategies.pipeline.options import (
     cpu_or_local,
     refuse_wrong_places,
 )
-from bigtrain.strategy import Assembly, Plan, Runner
+from bigtrain.strategy import Assembly, Plan
 from bigtrain.timeline import Timeline
 
 
@@ -150,15 +150,10 @@ class FairscalePipe(PipelineEngine):
         devices = cpu_or_local(assembly, options.devices)
         chunks = assembly.plan.batch.accumulation_steps
         bf16 = assembly.plan.precision == "bf16"
-        piped = PipedChain(
+        assembly.module = PipedChain(
             stages, devices, assembly.model, chunks, options.checkpoint, autocast=bf16
         )
-        assembly.module = piped
-
-        def runner(finished: Assembly) -> Runner:
-            return FairscaleRunner(finished, piped)
-
-        assembly.runner = runner
+        assembly.runner = FairscaleRunner
 
 
 def _in_parts(found: Forecast) -> Forecast:

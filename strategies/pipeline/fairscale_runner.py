@@ -38,7 +38,6 @@ from bigtrain.recompute import statistics_kept
 from bigtrain.runner import LoopRunner
 from bigtrain.strategies.pipeline.options import Recompute
 from bigtrain.strategies.pipeline.wires import Carrier
-from bigtrain.strategy import Assembly
 
 
 class _Now:
@@ -182,6 +181,7 @@ class PipedChain(Chain):
             return super().forward(inputs)
         from fairscale.nn.pipe.microbatch import Batch
 
+        self.follow_mode()
         self._now.batches, self._now.scale = inputs, scale
         number = len(inputs)
         pipeline = self._pipe.module.pipeline
@@ -194,21 +194,10 @@ class PipedChain(Chain):
 
 
 class FairscaleRunner(LoopRunner):
-    """All micro-batches forward, then all of them back.
-
-    Args:
-        assembly: its module is the chain, or a wrapper of it.
-        piped: the chain.
-    """
-
-    def __init__(self, assembly: Assembly, piped: PipedChain) -> None:
-        super().__init__(assembly)
-        self._piped = piped
+    """All micro-batches of a step through a `PipedChain`, wrapped or not, and back."""
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> float:
         """See `Runner.forward_backward`."""
-        if self._piped.training is not self.module.training:
-            self._piped.train(self.module.training)
         total = sum(self.context.all_gather_numbers(sum(m.count for m in micro_batches), "dp"))
         # Wrappers average gradients over the replicas; a sum is wanted, so undo that here.
         scale = self.context.dp_size / max(total, 1)
