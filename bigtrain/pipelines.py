@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.utils._pytree import tree_leaves
 
@@ -232,13 +233,13 @@ class PipelineRunner(StepRunner):
         self, signature: Signature, micro_batch: MicroBatch, scale: float, *, final: bool
     ) -> list[Tensor]:
         shapes = self._kept((signature, 0), lambda: self._shapes(self.place(micro_batch)))
-        kept: dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]] = {}
+        kept: dict[int, tuple[Sequence[Tensor], Sequence[GradientEdge | None]]] = {}
         loss = through(
             self._relay,
             self._stages,
             shapes,
             lambda stage, wires: self._compute(stage, wires, micro_batch, scale, final),
-            keep=lambda index, wires, outputs: kept.update({index: (wires, outputs)}),
+            keep=lambda index, wires, edges: kept.update({index: (wires, edges)}),
         )
         back(self._relay, self._count, kept, shapes, self._begin_backward)
         return [] if loss is None else [loss.detach()]
@@ -316,8 +317,9 @@ class PipelineRunner(StepRunner):
         masters, elsewhere = self._update.masters(), self._ties.elsewhere
         mine: dict[str, tuple[int, TensorSource]] = {}
         for index, stage in self._stages.items():
-            first = {id(p): n for n, p in stage.named_parameters()}
+            # First of all: this puts gathered parameters back into shards, other objects.
             values = {name: source_of(tensor) for name, tensor in stage.state_dict().items()}
+            first = {id(p): n for n, p in stage.named_parameters()}
             for name, parameter in stage.named_parameters(remove_duplicate=False):
                 if name in values and first[id(parameter)] in masters:
                     values[name] = masters[first[id(parameter)]]

@@ -199,6 +199,7 @@ def resumed(context: RunContext, strategy: str) -> tuple[Any, ...]:
     first = pipeline(context, "1f1b", strategy, 1, None)
     batches = steps([*EVEN, *EVEN], context.dp_rank)
     record(first, batches[:2])
+    first.predict(batches[0][0])  # which leaves parameters gathered
     state = values(first.state())
     second = pipeline(context, "1f1b", strategy, 1, None)
     with torch.no_grad():
