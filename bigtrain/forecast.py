@@ -22,6 +22,7 @@ class Wires:
     incoming_gradients: int = 0
     """Of those that a gradient goes back to."""
     outgoing: int = 0
+    """Of those that are not kept for the backward pass anyhow."""
     outgoing_gradients: int = 0
 
 

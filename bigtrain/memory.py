@@ -87,6 +87,10 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._watching.close()
 
+    def lives(self, storage: int) -> bool:
+        """Whether a storage, by its `_cdata`, is alive."""
+        return storage in self._live
+
     def enter_phase(self, phase: Phase) -> None:
         """Say what is being done from now on."""
         if self._phases[-1][1] != phase:

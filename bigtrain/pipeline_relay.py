@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from bigtrain.distributed import RunContext
 
@@ -68,7 +69,7 @@ def through(
     shapes: Mapping[int, tuple[Sequence[Tensor], Sequence[Tensor]]],
     compute: Callable[[Any, Sequence[Tensor]], Any],
     *,
-    keep: Callable[[int, Sequence[Tensor], Sequence[Tensor]], None] | None = None,
+    keep: Callable[[int, Sequence[Tensor], Sequence[GradientEdge | None]], None] | None = None,
 ) -> Any:
     """One micro-batch forward through this rank's stages.
 
@@ -77,7 +78,7 @@ def through(
         stages: this rank's, by number.
         shapes: for each of these stages the wires that come in and go out, on the meta device.
         compute: (stage, wires) -> wires, or what the last stage gives.
-        keep: told (number, wires in, wires out) of each stage that is not the last.
+        keep: told (number, wires in, the graph's edges out) of each stage.
 
     Returns:
         What the last stage gives, None on the other ranks.
@@ -92,7 +93,9 @@ def through(
         last = index == stage.count - 1
         outputs = (output,) if last or isinstance(output, Tensor) else tuple(output)
         if keep is not None:
-            keep(index, wires, outputs)
+            # What is sent on is let go; its edge is enough to come back.
+            roots = [get_gradient_edge(out) if out.requires_grad else None for out in outputs]
+            keep(index, wires, roots)
         if last:
             result = output
         else:
@@ -103,7 +106,7 @@ def through(
 def back(
     relay: Relay,
     count: int,
-    kept: dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]],
+    kept: dict[int, tuple[Sequence[Tensor], Sequence[GradientEdge | None]]],
     shapes: Mapping[int, tuple[Sequence[Tensor], Sequence[Tensor]]],
     backward: Callable[[], Callable[[], None]],
 ) -> None:
@@ -112,24 +115,27 @@ def back(
     Args:
         relay: to the neighbours.
         count: stages in all.
-        kept: for each stage of this rank the wires in and out; emptied.
+        kept: for each stage of this rank the wires in and the edges out; emptied.
         shapes: as there.
         backward: entered before a stage's backward pass, what it returns is called after it.
     """
     for index in sorted(kept, reverse=True):
-        wires, outputs = kept.pop(index)
+        wires, roots = kept.pop(index)
         incoming, outgoing = shapes[index]
         given: list[Tensor | None] = [None]
         if index < count - 1:
             wanted = [meta for meta in outgoing if meta.requires_grad]
             arrived = iter(relay.take(wanted, index + 1, index))
             given = [next(arrived) if meta.requires_grad else None for meta in outgoing]
-        pairs = [(out, g) for out, g in zip(outputs, given, strict=True) if out.requires_grad]
+            # Who sends a gradient has what it is the gradient of.
+            if wanted:
+                relay.settle()
+        pairs = [(edge, g) for edge, g in zip(roots, given, strict=True) if edge is not None]
         finish = backward()
         if pairs:
-            torch.autograd.backward([out for out, _ in pairs], [g for _, g in pairs])
+            torch.autograd.backward([edge for edge, _ in pairs], [g for _, g in pairs])
         finish()
-        del outputs, pairs, given
+        del roots, pairs, given
         if index:
             needed = [w for w, meta in zip(wires, incoming, strict=True) if meta.requires_grad]
             found = [torch.zeros_like(w) if w.grad is None else w.grad for w in needed]

@@ -203,7 +203,12 @@ def transfers(
     """
     orders = order(schedule, pp, stages_per_rank, micro_batches)
     if schedule == "1f1b":  # a gradient is still being sent when the next one is computed
-        return tuple(tuple(_one_behind(actions)) for actions in orders)
+        return tuple(tuple(_one_behind(actions, pp)) for actions in orders)
+    if schedule == "naive":  # the last stage hears of its gradient's arrival with the next output
+        return tuple(tuple(_one_behind(actions, pp, naive=True)) for actions in orders)
+    if schedule == "gpipe":  # torch waits for what is sent at the end of each half
+        kept = {"F": "SEND_F", "B": "SEND_B"}
+        return tuple(tuple({(s, kept[k]): n} for s, k, n in actions) for actions in orders)
     if schedule not in TORCH or pp * stages_per_rank * micro_batches > _PLACED:
         return tuple(tuple({} for _ in actions) for actions in orders)
     table = _table(TORCH[schedule], pp, stages_per_rank, micro_batches, sending=True)
@@ -211,10 +216,11 @@ def transfers(
     return tuple(tuple(_underway(rows[rank])) for rank in range(pp))
 
 
-def _one_behind(actions: Sequence[Action]) -> Iterator[Underway]:
+def _one_behind(actions: Sequence[Action], pp: int, *, naive: bool = False) -> Iterator[Underway]:
     done: set[int] = set()
     for stage, kind, _ in actions:
-        yield {(stage, "SEND_B"): 1} if kind == "B" and stage in done else {}
+        counts = kind == "F" or stage == pp - 1 if naive else kind == "B"
+        yield {(stage, "SEND_B"): 1} if counts and stage in done else {}
         if kind == "B":
             done.add(stage)
 

@@ -113,7 +113,7 @@ def profile_stage(
         step=piece_of(timeline, marks[2], marks[3]),
         blocks=tuple(zip(*blocks, strict=True)),
         rest=visits.rest(*marks[:2]),
-        wires=_wires(script, index),
+        wires=replace(_wires(script, index), outgoing=taking.only_sent),
     )
 
 
@@ -160,6 +160,8 @@ class _Taking:
     ) -> None:
         self._stage, self._batch, self._runner = stage, batch, runner
         self._meter, self._tracker, self._split = meter, tracker, split
+        self.only_sent = 0
+        """Bytes of what goes out and is not kept for the backward pass."""
 
     def step(self) -> tuple[list[int], list[int | None]]:
         """Two micro-batches and an optimizer step; the ticks between, and where W begins."""
@@ -181,10 +183,12 @@ class _Taking:
         outputs = [output] if isinstance(output, Tensor) else list(output)
         wanted = [out for out in outputs if out.requires_grad]
         shapes = [(out.shape, out.dtype) for out in wanted]
+        sent = {out.untyped_storage()._cdata: out.untyped_storage().nbytes() for out in outputs}
         del output, outputs
         # What is sent on is let go; the graph is kept by its edges, as torch's stages do.
         roots: list[Any] = wanted if stage.last else [get_gradient_edge(out) for out in wanted]
         del wanted
+        self.only_sent = sum(size for key, size in sent.items() if not self._tracker.lives(key))
         self._meter.phase("backward")
         gradients = None
         if not stage.last:

@@ -30,7 +30,7 @@ from bigtrain.forecast import Forecast
 from bigtrain.layout import Layout, numerics
 from bigtrain.pipelines import PipelineRunner
 from bigtrain.replayed import joined
-from bigtrain.schedules import order
+from bigtrain.schedules import order, transfers
 from bigtrain.strategy import Assembly, CutStrategy, Plan
 from bigtrain.tasks import Loss
 from bigtrain.update import MakeOptimizer, state_factor
@@ -68,8 +68,8 @@ class LayerSplit(CutStrategy):
         halves: Mapping[int, Forecast],
     ) -> Forecast:
         """See `CutStrategy.replayed`: one micro-batch after the other."""
-        actions = order("naive", plan.pp, 1, plan.batch.accumulation_steps)[pp_rank]
-        return joined(actions, forecasts, halves)
+        given = ("naive", plan.pp, 1, plan.batch.accumulation_steps)
+        return joined(order(*given)[pp_rank], forecasts, halves, transfers(*given)[pp_rank])
 
     def stages(self, plan: Plan) -> int:
         """How many."""
