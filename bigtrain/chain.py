@@ -44,7 +44,8 @@ class Chain(nn.Module):
                 if home != device:
                     raise ConfigError(
                         f"strategy.cut: {before!r} is used on {home} and, as {name!r}, on "
-                        f"{device}. Untie it in the model, or cut over ranks: leave strategy.cut.devices out."
+                        f"{device}. Untie it in the model, or cut over ranks: leave "
+                        "strategy.cut.devices out."
                     )
                 tensor.data = tensor.data.to(device)
             stage.to_device(device)

@@ -148,6 +148,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
         "train_batch_size": batch.micro_size * batch.accumulation_steps * plan.dp,
         "train_micro_batch_size_per_gpu": batch.micro_size,
         "gradient_accumulation_steps": batch.accumulation_steps,
+        "gradient_clipping": 0.0,  # left out, it would clip at 1
         "steps_per_print": None,
         "bf16": {"enabled": False},
         "fp16": {"enabled": False},
