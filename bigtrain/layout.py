@@ -26,7 +26,10 @@ class Layout:
 
     chosen: Chosen
     ranks: tuple[int, ...]
-    """For each stage its pp rank."""
+    """For each stage its pp rank, or device."""
+    on: str = "pp rank"
+    note: str = ""
+    """A line on what is different in stages."""
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
         """The stages of one rank, in order."""
@@ -70,9 +73,11 @@ class Layout:
             if stage < len(chosen.crossing_bytes):
                 sent = f", sends {format_bytes(chosen.crossing_bytes[stage])} a micro-batch"
             yield (
-                f"stage {stage} on pp rank {self.ranks[stage]}: from {name}, "
+                f"stage {stage} on {self.on} {self.ranks[stage]}: from {name}, "
                 f"{format_count(numbers)} parameters, {100 * share:.0f} % of the work{sent}"
             )
+        if self.note:
+            yield self.note
 
 
 def numerics(precision: str, *, bf16_parameters: bool) -> Numerics:

@@ -140,6 +140,7 @@ def piece_of(timeline: Timeline, start: int, stop: int) -> Timeline:
 
 
 def states_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Breakdown:
+    """Bytes of parameters, their gradients, buffers and optimizer state."""
     slots = optimizer.state.values() if optimizer else ()
     return Breakdown(
         parameters=bytes_of(model.parameters()),
@@ -176,6 +177,7 @@ def bytes_of(leaves: Iterable[object]) -> int:
 
 
 def states_only(model: nn.Module, micro_batch: MicroBatch, reason: str) -> Profile:
+    """The profile of a model that cannot run on fake tensors."""
     states = states_of(model, None)
     return Profile(
         parameter_bytes=states.parameters,

@@ -43,6 +43,7 @@ class StepRunner:
         self._precision = assembly.plan.precision
         self._clip_norm = assembly.plan.clip_norm
         self._keep_gradients = assembly.keep_gradients
+        self._before_update = assembly.before_update
         self._stepped = False
         self._trained = list(named.values())
         self._update: Update = assembly.update or (
@@ -55,6 +56,8 @@ class StepRunner:
     def update(self) -> float:
         """See `Runner.update`."""
         self.meter.phase("step")
+        for finish in self._before_update:
+            finish()
         norm = float(self.clip())
         if not math.isfinite(norm):
             raise NonFiniteError(f"the gradient norm is {norm}")

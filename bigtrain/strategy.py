@@ -167,6 +167,8 @@ class Assembly:
     """Where the optimizer's state lives; None is beside the parameters."""
     layout: Layout | None = None
     """How the model is cut; what is not this rank's is no longer in `model`."""
+    before_update: list[Callable[[], None]] = field(default_factory=list)
+    """Called after all micro-batches of a step, before the optimizer."""
     update: Update | None = None
     """Set by a technique that puts the optimizer to the parameters itself."""
     runner: Callable[[Assembly], Runner] | None = None

@@ -115,7 +115,8 @@ class LayerSplit(CutStrategy):
         )
         kinds = numerics(plan.precision, bf16_parameters=plan.bf16_parameters)
         rehearsal = Rehearsal(model, loss, torch.device(plan.device_type), kinds)
-        return Layout(choose_cut(rehearsal, micro_batch, wanted), ranks)
+        on = "pp rank" if self.spans_ranks else "device"
+        return Layout(choose_cut(rehearsal, micro_batch, wanted), ranks, on)
 
     def apply(self, assembly: Assembly) -> None:
         """Chain the stages on this process's devices, or let the naive schedule own the step."""

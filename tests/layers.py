@@ -15,7 +15,7 @@ learning:   blocks blueprint fakes
             cutting cutting.balance cutting.calls cutting.choose cutting.compare cutting.cut
             cutting.ghost cutting.intervals cutting.points cutting.rehearsal
             cutting.script cutting.stage cutting.state cutting.structure cutting.trace cutting.tracer
-            recompute recorder recording tasks visits
+            deferred recompute recorder recording tasks visits
             data data.catalog data.digits data.folders data.images data.loader data.sampler
             data.seeding data.source data.synthetic data.text data.voc
             models models.gpt models.imported models.lenet models.torchvision_models
@@ -34,7 +34,8 @@ strategies: strategies strategies.accumulation strategies.ddp strategies.layer_s
             strategies.zero.deepspeed_config strategies.zero.deepspeed_engine
             strategies.zero.deepspeed_forecast strategies.zero.deepspeed_offload
             strategies.zero.deepspeed_runner strategies.zero.deepspeed_shards
-            strategies.zero.deepspeed_update strategies.zero.fairscale_engine
+            strategies.zero.deepspeed_share strategies.zero.deepspeed_update
+            strategies.zero.fairscale_engine
             strategies.zero.fairscale_forecast strategies.zero.fairscale_fsdp
             strategies.zero.fully_sharded strategies.zero.fully_sharded_forecast
             strategies.zero.options strategies.zero.sharded_optimizer

@@ -23,6 +23,7 @@ from torch import nn
 from bigtrain.cutting.choose import RATES, Wanted, choose_cut
 from bigtrain.cutting.rehearsal import Rehearsal
 from bigtrain.data.loader import MicroBatch
+from bigtrain.deferred import DeferredStatistics, has_running_statistics
 from bigtrain.forecast import Forecast, Profile
 from bigtrain.imports import load_object
 from bigtrain.layout import Layout, numerics
@@ -31,6 +32,11 @@ from bigtrain.strategy import Assembly, Plan, Strategy
 from bigtrain.tasks import Loss
 from bigtrain.update import MakeOptimizer, state_factor
 
+BATCH_NORM = {
+    "micro_batch": "BatchNorm: each micro-batch by its own statistics, and the running ones follow",
+    "deferred": "BatchNorm: each micro-batch by its own statistics; the running ones follow the "
+    "whole batch of a step",
+}
 ENGINES = {
     "torch": "bigtrain.strategies.pipeline.torch_engine:TorchPipeline",
     "fairscale": "bigtrain.strategies.pipeline.fairscale_engine:FairscalePipe",
@@ -128,8 +134,15 @@ class Pipeline(PipelineOptions):
         )
         kinds = numerics(plan.precision, bf16_parameters=plan.bf16_parameters)
         rehearsal = Rehearsal(model, loss, torch.device(plan.device_type), kinds)
-        return Layout(choose_cut(rehearsal, micro_batch, wanted), ranks)
+        return Layout(
+            choose_cut(rehearsal, micro_batch, wanted),
+            ranks,
+            "pp rank" if self.spans_ranks else "device",
+            BATCH_NORM[self.batch_norm] if has_running_statistics(model) else "",
+        )
 
     def apply(self, assembly: Assembly) -> None:
         """Let the engine take the stages over."""
         self._engine.apply(self, assembly)
+        if self.batch_norm == "deferred":
+            assembly.before_update.append(DeferredStatistics(assembly.roots).commit)
