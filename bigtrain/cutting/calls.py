@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 
@@ -59,3 +60,18 @@ def watching(watcher: Watcher | None) -> Iterator[None]:
         yield
     finally:
         _current.watcher = before
+
+
+@contextmanager
+def blindly(on: bool = True) -> Iterator[None]:  # noqa: FBT001, FBT002
+    """Tell the code that asks `torch.compiler.is_compiling()` not to look at values.
+
+    What every stage runs must go the same way as its rehearsal, which has none. Libraries that
+    take a short cut for a mask of all ones leave it out when they are compiled.
+    """
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = on
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before

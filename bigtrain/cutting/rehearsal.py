@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -108,7 +108,9 @@ class Rehearsal:
         if key not in self._scripts:
             found, batch = self.trace(micro_batch, training=training)
             calls = [_call_at(found, place, micro_batch) for place in places]
-            trained = self._trained(found, batch, calls) if training else frozenset()
+            trained = (
+                self._trained(found, batch, calls) if training else (frozenset(),) * len(calls)
+            )
             self._scripts[key] = script_of(found, calls, trained)
         return self._scripts[key]
 
@@ -128,19 +130,21 @@ class Rehearsal:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=torch.bfloat16)
 
-    def _trained(self, found: Trace, batch: MicroBatch, calls: Sequence[int]) -> frozenset[int]:
-        """Of the values that cross, those that the loss has a gradient for."""
-        wanted = sorted({v for call in calls for v in crossing_values(found, call, calls)})
-        wanted = [v for v in wanted if found.values[v].tensor.requires_grad]
-        if not wanted or batch.targets is None:  # without a loss, in one graph: autograd knows
-            return frozenset(wanted)
+    def _trained(
+        self, found: Trace, batch: MicroBatch, calls: Sequence[int]
+    ) -> tuple[frozenset[int], ...]:
+        """For each cut, of the values that cross it, those that get a gradient from behind it."""
         with self._mode:
             loss = self._loss(found.output, batch.targets, batch.count)
-            if not loss.requires_grad:
-                return frozenset()
-            tensors = [found.values[v].tensor for v in wanted]
-            gradients = torch.autograd.grad(loss, tensors, allow_unused=True, retain_graph=True)
-        return frozenset(v for v, g in zip(wanted, gradients, strict=True) if g is not None)
+        every = []
+        for call in calls:
+            edges = {
+                torch.autograd.graph.get_gradient_edge(found.values[value].tensor): value
+                for value in crossing_values(found, call, calls)
+                if found.values[value].tensor.requires_grad
+            }
+            every.append(frozenset(_reached(loss, edges)))
+        return tuple(every)
 
     def _fake(self, tensor: Tensor) -> Tensor:
         double = self._numerics.double and tensor.is_floating_point()
@@ -187,6 +191,22 @@ def _call_at(found: Trace, place: Place, micro_batch: MicroBatch) -> int:
         f"strategy.cut: with inputs of {shapes} the model does not call {place[0]!r}, before "
         "which a cut stands. Name places in strategy.cut.at that every batch goes through."
     )
+
+
+def _reached(loss: Tensor, edges: Mapping[Any, int]) -> set[int]:
+    """The values to whose edges the graph of the loss leads, not by way of one another."""
+    wanted = {(edge.node, edge.output_nr): value for edge, value in edges.items()}
+    found: set[int] = set()
+    ahead: list[Any] = [loss.grad_fn] if loss.grad_fn is not None else []
+    seen = set(ahead)
+    while ahead:
+        for node, number in ahead.pop().next_functions:
+            if (node, number) in wanted:
+                found.add(wanted[node, number])
+            elif node is not None and node not in seen:
+                seen.add(node)
+                ahead.append(node)
+    return found
 
 
 def _shapes(micro_batch: MicroBatch) -> tuple[object, object]:

@@ -67,6 +67,7 @@ class Result:
     template: Any
     marks: tuple[Mark | None, ...]
     """For each tensor: None, it is new; or the mark of the object that is handed on."""
+    shapes: tuple[torch.Size, ...]
 
 
 @dataclass(frozen=True)
@@ -91,13 +92,13 @@ class Script:
     """By parameter or buffer: the stages that use it."""
 
 
-def script_of(trace: Trace, calls: Sequence[int], trained: frozenset[int]) -> Script:
+def script_of(trace: Trace, calls: Sequence[int], trained: Sequence[frozenset[int]]) -> Script:
     """Write down what the stages do.
 
     Args:
         trace: of a forward pass.
         calls: the calls before which the cuts stand, in order.
-        trained: values to which a gradient comes back.
+        trained: for each cut the values to which a gradient comes back.
 
     Raises:
         ConfigError: a cut that is legal alone is not with the others.
@@ -106,7 +107,7 @@ def script_of(trace: Trace, calls: Sequence[int], trained: frozenset[int]) -> Sc
     rules = Rules(trace)
     events, marks, starts = _count(trace, spine)
     wires = []
-    for call in calls:
+    for call, wanted in zip(calls, trained, strict=True):
         values = crossing_values(trace, call, calls)
         why = rules.against(call, spine, values)
         if not why and not all(value in marks for value in values):
@@ -119,7 +120,7 @@ def script_of(trace: Trace, calls: Sequence[int], trained: frozenset[int]) -> Sc
             )
         wires.append(
             tuple(
-                Wire.of(marks[value], trace.values[value].tensor, trained=value in trained)
+                Wire.of(marks[value], trace.values[value].tensor, trained=value in wanted)
                 for value in values
             )
         )
@@ -195,7 +196,8 @@ def _result(trace: Trace, call: Call, marks: dict[int, Mark], event: int) -> Res
         handed.append(mark if mark != (event, place) else None)
         if trace.values[value].root == "input":
             handed[-1] = (-1, _place(trace, value))
-    return Result(map_tensors(call.result, _meta), tuple(handed))
+    shapes = tuple(trace.values[value].tensor.shape for value in call.outputs)
+    return Result(map_tensors(call.result, _meta), tuple(handed), shapes)
 
 
 def _place(trace: Trace, value: int) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from bigtrain.cutting.calls import watching
+from bigtrain.cutting.calls import blindly, watching
 from bigtrain.cutting.ghost import Ghost, become, ghost_like
 from bigtrain.cutting.script import Mark, Result, Script
 from bigtrain.cutting.structure import map_tensors, tensors_of
@@ -134,7 +134,7 @@ class Stage(nn.Module):
         inputs = _own(micro_batch.inputs, script.copied)
         run = _Run(script, self.index, wires, inputs, self._device)
         try:
-            with watching(run), run.functions:
+            with watching(run), run.functions, blindly():
                 output = self._whole(inputs)
             run.check_output(output)
         except _Done as done:
@@ -217,9 +217,15 @@ class _Run:
             return run(*args, **kwargs)
         if self._ghostly:
             return self._skip(event, result)
-        with watching(None), self.functions.paused():
+        with watching(None), self.functions.paused(), blindly(on=False):
             output = run(*args, **kwargs)
-        self._note(event, tensors_of(output))
+        leaves = tensors_of(output)
+        if [leaf.shape for leaf in leaves] != list(result.shapes):
+            raise ConfigError(
+                f"strategy.cut: {name!r} returned {[tuple(leaf.shape) for leaf in leaves]}, and "
+                f"in its rehearsal {[tuple(shape) for shape in result.shapes]}. {_SAME_WAY}"
+            )
+        self._note(event, leaves)
         return output
 
     def function(self, leaves: list[Tensor]) -> None:

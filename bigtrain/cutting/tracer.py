@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from bigtrain.cutting.calls import unwatch, watch, watching
+from bigtrain.cutting.calls import blindly, unwatch, watch, watching
 from bigtrain.cutting.state import Attribute, Snapshot, constants, draws_nothing, watched
 from bigtrain.cutting.structure import map_tensors, tensors_of
 from bigtrain.cutting.trace import FOREVER, Call, Cost, Stretch, Trace, Value, Write
@@ -74,7 +74,7 @@ def _record(
     watch(modules)
     try:
         noting = (recorder.operations, around(), recorder.saving(), recorder.functions)
-        with mode, noting[0], noting[1], noting[2], noting[3], watching(recorder):
+        with mode, noting[0], noting[1], noting[2], noting[3], watching(recorder), blindly():
             return run(model)
     except ConfigError:
         raise
