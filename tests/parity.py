@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bigtrain.build import make_plan
 from bigtrain.data import GlobalOrder, StepLoader
 from bigtrain.data.source import Samples
 from bigtrain.distributed import RunContext
@@ -45,7 +46,14 @@ def train(
     """Train and keep losses, norms, gradients before each step, and the final weights."""
     job = job_of(strategy, {"train.global_batch_size": 8, **keys})
     loss = CrossEntropy()
-    with Engine(model, loss, optimizer, job, context) as engine:
+    example = None
+    if job.strategy.cut is not None:  # a model is cut by the shapes of a micro-batch
+        plan = make_plan(job, context.world_size, context.device.type)
+        order = GlobalOrder(len(samples), plan.batch.micro_size, shuffle=False)
+        rows = plan.batch.micro_size
+        loader = StepLoader(samples, order, count=loss.count, micro_batch_size=rows)
+        example = next(iter(loader)).micro_batches[0]
+    with Engine(model, loss, optimizer, job, context, example=example) as engine:
         record = Record([], [], [], {})
         update = engine.runner.update
 

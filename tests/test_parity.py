@@ -18,6 +18,9 @@ from bigtrain.build import make_plan
 from bigtrain.errors import ConfigError
 from bigtrain.loading import job_of, preset_names
 
+ON_DEVICES = ("layer_split_devices", "gpipe_fairscale")
+"""Several devices of one process."""
+ON_FOUR = ("hybrid", "1f1b_ddp", "1f1b_zero1", "1f1b_zero2", "1f1b_fsdp", "pipeline_deepspeed_zero1")
 FP64 = {"train.precision": "fp64", "optim.clip_norm": 0.5}
 
 
@@ -65,7 +68,8 @@ def test_ddp_equals_one_process_in_float64(expected, world_size, case):
 @pytest.mark.parametrize("strategy", preset_names("strategies"))
 def test_every_listed_strategy_equals_one_process(expected, strategy):
     """A new preset is tested the moment its file is there, in float64 where it may be."""
-    world_size = 1 if strategy.startswith("single") else 4 if strategy == "hybrid" else 2
+    world_size = 1 if strategy.startswith("single") or strategy in ON_DEVICES else 2
+    world_size = 4 if strategy in ON_FOUR else world_size
     keys = {**FP64, "train.micro_batch_size": 2}
     one, tolerance = expected, 1e-10
     if refusal(strategy, keys, world_size):
@@ -76,7 +80,9 @@ def test_every_listed_strategy_equals_one_process(expected, strategy):
             assert "needs CUDA" in reason
             assert "Use --strategy" in reason
             return
-    for record in run_ranks(train, world_size, TinyLM, tokens(22), strategy, keys):
+    job = job_of(strategy, {"train.global_batch_size": 8, **keys})
+    pp = make_plan(job, world_size, "cpu").pp
+    for record in run_ranks(train, world_size, TinyLM, tokens(22), strategy, keys, pp=pp):
         assert largest_difference(one, record) < tolerance
 
 
