@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from bigtrain.build import make_plan
 from bigtrain.data import GlobalOrder, MicroBatch, StepLoader
+from bigtrain.data.source import TensorSamples
 from bigtrain.distributed import RunContext
 from bigtrain.engine import Engine
 from bigtrain.errors import ConfigError
@@ -84,6 +86,14 @@ class Images(nn.Module):
         return self.head(torch.relu(self.body(images)).mean(dim=(2, 3)))
 
 
+def samples_of(rows: int, *, images: bool) -> tuple[Tensor, Tensor]:
+    if images:
+        pixels = torch.randn(22, 1, 6, 6, generator=torch.Generator().manual_seed(1))
+        return pixels[:rows], torch.arange(rows) % 3
+    found = tokens(22)
+    return found.inputs[:rows], found.targets[:rows]
+
+
 def train(
     context: RunContext,
     model: Any,
@@ -94,10 +104,11 @@ def train(
 ) -> Record:
     """As `parity.train`, with an example to cut by, and an evaluation between the steps."""
     job = job_of(strategy, {"train.global_batch_size": 8, **keys})
-    loss, samples = CrossEntropy(), tokens(22)
+    images = model is Images
+    loss, samples = CrossEntropy(), TensorSamples(*samples_of(22, images=images))
     plan = make_plan(job, context.world_size, context.device.type)
     size = plan.batch.micro_size
-    example = MicroBatch(samples.inputs[:size], samples.targets[:size], size * LENGTH, size)
+    example = MicroBatch(*samples_of(size, images=images), size * LENGTH, size)
     with Engine(model, loss, optimizer, job, context, example=example) as engine:
         assert engine.prediction_note is None, engine.prediction_note
         record = Record([], [], [], {})
@@ -121,7 +132,7 @@ def train(
             result = engine.step(batch)
             record.losses.append(result.loss)
             record.norms.append(result.grad_norm)
-            measured = engine.evaluate([example])
+            measured = engine.evaluate([MicroBatch(*samples_of(3, images=images), 3 * LENGTH, 3)])
             if context.is_main:
                 record.losses.append(measured["loss"])
         whole = {n: t.read().detach().clone() for n, t in engine.runner.state().items()}
@@ -146,6 +157,7 @@ PIPED = {
     "computed again but for the last": (Deep, {"strategy.cut.checkpoint": "except_last"}),
     "tied": (Tied, {"strategy.cut.checkpoint": "always"}),
     "one micro-batch": (Deep, {"train.micro_batch_size": 8}),
+    "batch norm": (Images, {"train.micro_batch_size": 4, "strategy.cut.checkpoint": "always"}),
 }
 
 
@@ -175,6 +187,14 @@ STAGED: dict[str, tuple[Any, ...]] = {
 }
 
 
+def compare(expected: list[Record], ranks: list[list[Record]], names: Any, near: float) -> None:
+    """On each rank; an evaluation is told on rank 0."""
+    for rank, records in enumerate(ranks):
+        for name, one, other in zip(names, expected, records, strict=True):
+            told = one if rank == 0 else replace(one, losses=one.losses[::2])
+            assert largest_difference(told, other) < near, (name, rank)
+
+
 @needs_deepspeed
 def test_deepspeed_equals_one_process() -> None:
     cases = [
@@ -183,8 +203,102 @@ def test_deepspeed_equals_one_process() -> None:
     ]
     plain = [(model, "single", alone(keys)) for model, _, keys in cases]
     expected = run_ranks(several, 1, plain)[0]
-    for records in run_ranks(several, 2, cases, pp=2, timeout_s=120):
-        for name, one, other in zip(STAGED, expected, records, strict=True):
-            if len(other.losses) < len(one.losses):  # an evaluation is told on rank 0
-                one.losses[:] = one.losses[::2]
-            assert largest_difference(one, other) < NEAR, name
+    compare(expected, run_ranks(several, 2, cases, pp=2, timeout_s=120), STAGED, NEAR)
+
+
+@needs_deepspeed
+def test_replicas_on_deepspeed_equal_one_process() -> None:
+    """Two pipelines of two: averaged, and with the optimizer's state in shards."""
+    whole = {"train.micro_batch_size": 2}
+    half = {"train.micro_batch_size": 1}
+    cases = {
+        "averaged": (Tied, DEEPSPEED, {**FP64, **half, "mesh.pp": 2}),
+        "zero": (Deep, f"{DEEPSPEED}_zero1", half),
+        "zero, tied, clipped": (Tied, f"{DEEPSPEED}_zero1", {**CLIP, **half}),
+    }
+    plain = [(m, "single", {**k, **whole, "mesh.pp": 1}) for m, _, k in cases.values()]
+    expected = run_ranks(several, 1, plain)[0]
+    found = run_ranks(several, 4, list(cases.values()), pp=2, timeout_s=120)
+    compare(expected[:1], [records[:1] for records in found], ["averaged"], NEAR)
+    compare(expected[1:], [records[1:] for records in found], list(cases)[1:], 1e-5)
+
+
+@needs_fairscale
+def test_replicas_of_fairscale_equal_one_process() -> None:
+    keys = {**FP64, "train.micro_batch_size": 1}
+    case = (Deep, FAIRSCALE, {**keys, "strategy.replicate": "ddp"})
+    expected = run_ranks(several, 1, [(Deep, "single", {**keys, "train.micro_batch_size": 2})])[0]
+    compare(expected, run_ranks(several, 2, [case]), ["ddp"], NEAR)
+
+
+def peaks(context: RunContext, cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+    found = []
+    for strategy, keys in cases:
+        job = job_of(strategy, {"train.global_batch_size": 64, "memory.track_steps": 3, **keys})
+        loss, samples = CrossEntropy(), tokens(64, ignored=False)
+        size = make_plan(job, context.world_size, "cpu").batch.micro_size
+        rows = 64 // context.dp_size
+        example = MicroBatch(samples.inputs[:size], samples.targets[:size], size * LENGTH, size)
+        with Engine(lambda: Deep(64, 6), loss, adamw, job, context, example=example) as engine:
+            for _ in range(3):
+                engine.step((samples.inputs[:rows].clone(), samples.targets[:rows].clone()))
+            assert engine.predicted is not None
+            measured = engine.meter.measured().peak
+            found.append((strategy, keys, engine.predicted.bytes, measured.bytes))
+    return found
+
+
+EIGHT = {"train.micro_batch_size": 8}
+
+
+@needs_fairscale
+def test_the_memory_of_fairscale_is_predicted() -> None:
+    again = {**EIGHT, "strategy.cut.checkpoint": "always"}
+    for case in run_ranks(peaks, 1, [(FAIRSCALE, EIGHT), (FAIRSCALE, again)])[0]:
+        assert case[2] == pytest.approx(case[3], rel=0.05), case
+
+
+@needs_deepspeed
+def test_the_memory_of_deepspeed_is_predicted() -> None:
+    again = {**EIGHT, "strategy.cut.checkpoint": "always"}
+    for rank in run_ranks(peaks, 2, [(DEEPSPEED, EIGHT), (DEEPSPEED, again)], pp=2):
+        for case in rank:
+            assert case[2] == pytest.approx(case[3], rel=0.02), case
+    for rank in run_ranks(peaks, 4, [(f"{DEEPSPEED}_zero1", EIGHT)], pp=2):
+        for case in rank:
+            assert case[2] == pytest.approx(case[3], rel=0.05), case
+
+
+REFUSED = {
+    "schedule=1f1b: fairscale's Pipe has gpipe alone": (FAIRSCALE, 1, {"schedule": "1f1b"}),
+    "does not say on how many": (FAIRSCALE, 1, {"devices": None}),
+    "engine=fairscale has one on each device": (FAIRSCALE, 1, {"stages_per_rank": 2}),
+    "at names 2 places, and strategy.cut.devices=2 has 1 cuts": (FAIRSCALE, 1, {"at": ["a", "b"]}),
+    "zero shards the states of a model on one device": (
+        FAIRSCALE, 2, {"strategy.replicate.name": "zero", "strategy.replicate.engine": "torch"},
+    ),
+    "DeepSpeed's pipelines have 1f1b alone": (DEEPSPEED, 2, {"schedule": "gpipe"}),
+    "have one stage on each rank": (DEEPSPEED, 2, {"stages_per_rank": 2}),
+    "which engine=fairscale does": (DEEPSPEED, 2, {"devices": 2}),
+    "needs at least 2 ranks on the pp axis": (DEEPSPEED, 1, {}),
+    "stages 2 and 3 would shard nothing": (
+        f"{DEEPSPEED}_zero1", 4, {"strategy.replicate.stage": 2},
+    ),
+    "ZeRO on DeepSpeed updates in fp32": (f"{DEEPSPEED}_zero1", 4, FP64),
+    "shards it in another way": (f"{DEEPSPEED}_zero1", 4, {"strategy.replicate.engine": "torch"}),
+    "a DeepSpeed file says what a whole model needs": (
+        f"{DEEPSPEED}_zero1", 4, {"strategy.replicate.config": "ds.json"},
+    ),
+    "keeps all its states on the device": (DEEPSPEED, 2, {"strategy.offload.optimizer": "disk"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_an_engine_cannot_do_is_refused(message: str) -> None:
+    strategy, ranks, keys = REFUSED[message]
+    library = "fairscale" if strategy == FAIRSCALE else "deepspeed"
+    if find_spec(library) is None:
+        pytest.skip(f"{library} is missing")
+    named = {k if "." in k else f"strategy.cut.{k}": v for k, v in keys.items()}
+    with pytest.raises(ConfigError, match=message):
+        make_plan(job_of(strategy, {"train.global_batch_size": 32, **named}), ranks, "cpu")

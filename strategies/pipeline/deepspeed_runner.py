@@ -17,17 +17,19 @@ DeepSpeed 0.20 (`runtime/pipe`) that the instructions here answer, each in its p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from bigtrain.checkpoint import TensorSource
 from bigtrain.cutting.stage import Stage
 from bigtrain.data.loader import MicroBatch
+from bigtrain.pipeline_state import everywhere
 from bigtrain.pipeline_ties import Tie
 from bigtrain.pipelines import PipelineRunner
 from bigtrain.strategies.pipeline.deepspeed_start import make_engine
@@ -46,6 +48,23 @@ class _Part(nn.Module):
     def forward(self, wires: tuple[Tensor, ...]) -> Any:
         """Compute the stage's part for the micro-batch whose turn it is."""
         return self.compute(wires)
+
+
+class Sharded(Update, Protocol):
+    """An update whose states are in shards over the replicas, the gradients as well."""
+
+    def clip(self, elsewhere: Collection[str]) -> float:
+        """Let the next step clip by the norm over all stages; return it.
+
+        Args:
+            elsewhere: tied parameters, which another stage counts.
+        """
+
+    def gradients(self) -> dict[str, TensorSource]:
+        """The whole gradients by name. Collective over the replicas."""
+
+    def spread(self) -> None:
+        """Let the parameters follow what was loaded."""
 
 
 class _EngineUpdate(WholeUpdate):
@@ -236,6 +255,27 @@ class DeepSpeedPipelineRunner(PipelineRunner):
         wanted = [w for w, meta in zip(wires, incoming, strict=True) if meta.requires_grad]
         found = [torch.zeros_like(w) if w.grad is None else w.grad for w in wanted]
         self._sent(found, engine.prev_stage)
+
+    def clip(self) -> Tensor:
+        """See `StepRunner.clip`; what shards the gradients has their norm, and clips by it."""
+        if not self._sharding:
+            return super().clip()
+        norm = cast(Sharded, self._update).clip(self._ties.elsewhere)
+        return torch.tensor(norm, dtype=torch.float64)
+
+    def gradients(self) -> dict[str, TensorSource]:
+        """See `Runner.gradients`."""
+        if not self._sharding:
+            return super().gradients()
+        found = cast(Sharded, self._update).gradients()
+        mine = {name: (self._homes[name], source) for name, source in found.items()}
+        return everywhere(self.context, mine)
+
+    def load_state(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
+        """See `Runner.load_state`."""
+        super().load_state(read, names)
+        if self._sharding:
+            cast(Sharded, self._update).spread()
 
     def _average_gradients(self) -> None:
         if not self._sharding:

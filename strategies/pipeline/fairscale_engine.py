@@ -146,7 +146,6 @@ class FairscalePipe(PipelineEngine):
         from bigtrain.strategies.pipeline.fairscale_runner import FairscaleRunner, PipedChain
 
         stages = assembly.make_stages(range(options.devices))
-        assembly.roots = [assembly.model]
         devices = cpu_or_local(assembly, options.devices)
         chunks = assembly.plan.batch.accumulation_steps
         bf16 = assembly.plan.precision == "bf16"

@@ -31,6 +31,7 @@ from bigtrain.strategies.zero.deepspeed_config import settings, stage_of
 from bigtrain.strategies.zero.deepspeed_forecast import forecast_of
 from bigtrain.strategies.zero.deepspeed_offload import check_offload, offload_advice
 from bigtrain.strategies.zero.deepspeed_runner import DeepSpeedRunner
+from bigtrain.strategies.zero.deepspeed_share import share, shared_forecast
 from bigtrain.strategies.zero.deepspeed_update import DeepSpeedUpdate
 from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
 from bigtrain.strategy import Assembly, Plan, Runner
@@ -50,6 +51,8 @@ class DeepSpeed(ZeroEngine):
 
     def check(self, options: ZeroOptions, plan: Plan) -> None:
         """Refuse what DeepSpeed cannot do, and a file that contradicts the job."""
+        if plan.joined:  # the cut's engine is this one, and has checked
+            return
         stage = stage_of(options)
         instead = INSTEAD[stage]
         if stage == 0:
@@ -95,11 +98,16 @@ class DeepSpeed(ZeroEngine):
         self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
     ) -> Forecast:
         """Shards, DeepSpeed's buffers, and what passes; see `deepspeed_forecast`."""
+        if plan.joined:
+            return shared_forecast(options, forecast, profile, plan)
         config = settings(options, plan, profile.trained_elements)
         return forecast_of(config, forecast, profile, plan)
 
     def apply(self, options: ZeroOptions, assembly: Assembly) -> None:
         """Let the runner build the model under DeepSpeed, when everything else has its shape."""
+        if assembly.plan.joined:
+            share(options, assembly)
+            return
         stage = stage_of(options)
         trained = sum(p.numel() for p in assembly.model.parameters() if p.requires_grad)
         config = settings(options, assembly.plan, trained)
