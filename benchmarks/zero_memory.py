@@ -34,12 +34,8 @@ backward pass, are not there yet when the activations are.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -48,6 +44,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from runs import run_command, surroundings
 
 from bigtrain.build import make_plan
 from bigtrain.loading import load_job, preset_names
@@ -132,7 +129,7 @@ def measure(row: Row, steps: int, limit_s: float) -> dict[str, Any]:
         command += ["--strategy", row.preset, *row.words(), f"train.steps={steps}"]
         command += ["train.eval_every=0", f"log.dir={folder}", "log.name=run"]
         command += ["checkpoint.at_end=false"]
-        failed = _run(command, limit_s)
+        failed = run_command(command, limit_s)
         if failed:
             return {"note": failed}
         run = Path(folder) / "run"
@@ -151,37 +148,6 @@ def measure(row: Row, steps: int, limit_s: float) -> dict[str, Any]:
         "step_seconds": statistics.median(seconds) if seconds else None,
         "note": row.note,
     }
-
-
-def _run(command: list[str], limit_s: float) -> str | None:
-    """Run a command with all it starts; return one line where it fails, None where it does not."""
-    # One thread a rank; freed blocks go back to the system, so that resident memory tells.
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=said, env=environ)
-        try:
-            status = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return f"not done after {limit_s:.0f} s"
-        finally:
-            _end(process)
-        said.seek(0)
-        lines = [line.strip() for line in said if line.strip()]
-    if status == 0:
-        return None
-    errors = [line for line in lines if "rror" in line] or lines or ["it said nothing"]
-    return f"exit status {status}: {errors[-1]}"
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a run that is not done: asked to, it ends its ranks; killed, it could not."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def activation_bytes(precision: str) -> tuple[int, int]:
@@ -228,23 +194,6 @@ def table(found: dict[str, dict[str, Any]]) -> str:
         cells += [f"{seconds:.2f} s" if seconds else "-", row["note"]]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def surroundings() -> dict[str, Any]:
-    """The hardware and the versions that the figures belong to."""
-    versions = {}
-    for name in ("torch", "deepspeed", "fairscale"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    hardware = f"{os.cpu_count()} cores, {platform.machine()}, {memory:.0f} GiB, no GPU"
-    return {
-        "hardware": f"{hardware}; 1 thread a rank",
-        "python": platform.python_version(),
-        "versions": versions,
-    }
 
 
 def main() -> None:

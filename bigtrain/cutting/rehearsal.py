@@ -134,8 +134,10 @@ class Rehearsal:
         self, found: Trace, batch: MicroBatch, calls: Sequence[int]
     ) -> tuple[frozenset[int], ...]:
         """For each cut, of the values that cross it, those that get a gradient from behind it."""
-        with self._mode:
-            loss = self._loss(found.output, batch.targets, batch.count)
+        loss = None
+        if batch.targets is not None:  # without a loss all stages are in one graph: autograd knows
+            with self._mode:
+                loss = self._loss(found.output, batch.targets, batch.count)
         every = []
         for call in calls:
             edges = {
@@ -143,7 +145,7 @@ class Rehearsal:
                 for value in crossing_values(found, call, calls)
                 if found.values[value].tensor.requires_grad
             }
-            every.append(frozenset(_reached(loss, edges)))
+            every.append(frozenset(edges.values() if loss is None else _reached(loss, edges)))
         return tuple(every)
 
     def _fake(self, tensor: Tensor) -> Tensor:
