@@ -79,7 +79,8 @@ def write_checkpoint(
         step: optimizer steps done.
         tensors: `model.NAME` and `optimizer.NAME.KEY`, read in the order of `PARTS`.
         meta: what else belongs to the state, as JSON values.
-        keep: how many of the newest stay.
+        keep: how many of those written last stay, this one among them: after a resume from an
+            older step that need not be those of the highest numbers.
 
     Returns:
         The checkpoint's folder.
@@ -100,10 +101,13 @@ def write_checkpoint(
     if final.exists():  # the same step again, after a resume; gone only when the new one is there
         final.rename(replaced)
     draft.rename(final)
-    shutil.rmtree(replaced, ignore_errors=True)
     _write_text(folder / "latest", final.name)
-    for old in _numbered(folder)[:-keep]:
+    written = sorted(_numbered(folder), key=lambda p: (p == final, p.stat().st_mtime_ns))
+    for old in written[:-keep]:
         shutil.rmtree(old)
+    for pattern in (".step-*", ".replaced-*"):  # those of a process that was killed, too
+        for left in folder.glob(pattern):
+            shutil.rmtree(left, ignore_errors=True)
     return final
 
 

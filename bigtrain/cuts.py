@@ -32,7 +32,8 @@ def cut_evenly(
         most: elements of the largest piece; None is no limit.
 
     Returns:
-        (name, rank, start, stop) of each piece, in order.
+        (name, rank, start, stop) of each piece, in order; an empty one of an empty parameter, so
+        that its optimizer state has the same names on every rank.
     """
     total = sum(sizes.values())
     # Cuts at multiples of 64 elements keep the vector kernels aligned.
@@ -40,7 +41,7 @@ def cut_evenly(
     pieces = []
     offset = 0
     for name, size in sizes.items():
-        if not splits:
+        if not splits or size == 0:
             middle = offset + size // 2
             owner = max(r for r in range(ranks) if bounds[r] <= middle)
             pieces.append((name, owner, 0, size))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,20 @@ _SCHEDULES = {
     "warmupdecaylr": "linear",
     "warmupcosinelr": "cosine",
 }
+_NEUTRAL = {
+    "adam_w_mode": True,
+    "bias_correction": True,
+    "amsgrad": False,
+    "nesterov": False,
+    "maximize": False,
+    "dampening": 0,
+    "warmup_min_lr": 0,
+    "warmup_min_ratio": 0,
+    "warmup_type": "linear",
+}
+"""What a file may say beside the job's keys: this is what is done here anyhow."""
+_KERNELS = ("torch_adam", "foreach", "fused", "fp32_optimizer_states", "total_num_steps")
+"""What changes no number, or what the job says by `train.steps`."""
 
 
 def read_file(path: str) -> dict[str, Any]:
@@ -75,11 +89,29 @@ def compare_optimizer(path: str, optim: Mapping[str, Any]) -> None:
     expected = {k: optim[k] for k in ("lr", "weight_decay", "betas", "momentum")} | {"eps": 1e-8}
     for key, ours in expected.items():
         value = params.get(key, AUTO)
-        if value != AUTO and not _same(value, ours):
+        if value != AUTO and not same(value, ours):
             shown = list(ours) if isinstance(ours, tuple) else ours
             fix = f"optim.{key}={value}" if key != "eps" else f"eps {ours}"
             raise _refusal(path, f"optimizer.params.{key}", value, key, shown, fix)
+    _refuse_others(path, "optimizer", params, expected)
     _compare_schedule(path, section(given, "scheduler"), optim)
+
+
+def _refuse_others(
+    path: str, part: str, params: Mapping[str, Any], compared: Collection[str]
+) -> None:
+    """Refuse what the job has no key for and what would be left out silently."""
+    for key, value in params.items():
+        if key in compared or key in _KERNELS or value == AUTO:
+            continue
+        done = _NEUTRAL.get(key)
+        if done is None or not (value == done or same(value, done)):
+            shown = str(value).lower() if isinstance(value, bool) else value
+            here = "none" if done is None else f"{str(done).lower()} only"
+            raise ConfigError(
+                f"{path}: {part}.params.{key}={shown}, and a job has {here}. "
+                f"Leave it out of the file."
+            )
 
 
 def _compare_schedule(path: str, wanted: dict[str, Any], optim: Mapping[str, Any]) -> None:
@@ -90,17 +122,23 @@ def _compare_schedule(path: str, wanted: dict[str, Any], optim: Mapping[str, Any
             fix = f"optim.schedule={schedule}" if schedule else "optim.schedule, and no scheduler"
             raise _refusal(path, "scheduler.type", kind, "schedule", optim["schedule"], fix)
     params = section(wanted, "params")
-    pairs = (("warmup_num_steps", "warmup_steps"), ("warmup_max_lr", "lr"))
+    pairs = (
+        ("warmup_num_steps", "warmup_steps"),
+        ("warmup_max_lr", "lr"),
+        ("cos_min_ratio", "final_lr_share"),
+    )
     for key, ours in pairs:
         value = params.get(key, AUTO)
-        if value != AUTO and not _same(value, optim[ours]):
+        if value != AUTO and not same(value, optim[ours]):
             fix = f"optim.{ours}={value}"
             raise _refusal(path, f"scheduler.params.{key}", value, ours, optim[ours], fix)
+    _refuse_others(path, "scheduler", params, [key for key, _ in pairs])
 
 
-def _same(value: Any, ours: Any) -> bool:
+def same(value: Any, ours: Any) -> bool:
+    """Whether a value of the file is one of the job's: as numbers, however they are written."""
     if isinstance(ours, tuple):
-        return isinstance(value, list) and len(value) == len(ours) and all(map(_same, value, ours))
+        return isinstance(value, list) and len(value) == len(ours) and all(map(same, value, ours))
     try:
         return float(value) == float(ours)
     except (TypeError, ValueError):

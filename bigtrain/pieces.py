@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from bigtrain.checkpoint import TensorSource
 from bigtrain.cuts import Cut, chunk_elements, cut_evenly, stretches
 from bigtrain.home import Home, Kept
-from bigtrain.shards import flat, like_parts, local, part_of, whole
-from bigtrain.update import MakeOptimizer, counts_on_device, tensors_of
+from bigtrain.shards import flat, is_dense, like_parts, local, part_of, whole
+from bigtrain.update import MakeOptimizer, counts_on_device, is_elementwise, tensors_of
 
 ELEMENTWISE = {
     *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
@@ -99,6 +99,9 @@ class PiecewiseUpdate:
         self._parameters = parameters
         self._replicas, self._home = replicas or Replicas(), home or Home()
         self._low = frozenset(low)
+        for parameter in parameters.values():  # a stretch of one with gaps is no view of it
+            if not is_dense(local(parameter)):
+                parameter.data = parameter.data.contiguous()
         splits = type(make_optimizer([nn.Parameter(torch.zeros(1))])).__name__ in ELEMENTWISE
         chunked = self._home.moves or self._home.chunked or bool(low)
         sizes = {name: local(p).numel() for name, p in parameters.items()}
@@ -325,7 +328,7 @@ class PiecewiseUpdate:
         pieces = [self._pieces[cut] for cut in self._of(name) if cut in self._pieces]
         if not pieces:
             return
-        sliced = value.shape == self._parameters[name].shape and value.dim() > 0
+        sliced = is_elementwise(key, value, self._parameters[name].shape)
         elements = self._elements(name, value) if sliced else None
         for piece in pieces:
             slots = self.optimizer.state[piece.shard]

@@ -65,12 +65,12 @@ def flat(tensor: Tensor) -> Tensor:
     """All elements in the order in which they lie in memory: a view where there are no gaps."""
     if tensor.is_contiguous():
         return tensor.view(-1)
-    if _is_dense(tensor):
+    if is_dense(tensor):
         return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return tensor.reshape(-1)
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Whether the elements lie in memory without gaps, in whatever order (channels_last is)."""
     expected = 1
     for size, stride in sorted(

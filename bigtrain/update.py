@@ -76,7 +76,7 @@ class WholeUpdate:
     def load_state(self, name: str, key: str, value: Tensor) -> None:
         """See `Update.load_state`."""
         parameter = self._parameters[name]
-        if value.shape == parameter.shape and value.dim():
+        if is_elementwise(key, value, parameter.shape):
             piece = part_of(value, parameter)
             self.optimizer.state[parameter][key] = like_parts(piece, parameter)
             return
@@ -89,6 +89,18 @@ class WholeUpdate:
 
     def close(self) -> None:
         """See `Update.close`."""
+
+
+_ONCE = ("step", "mu_product", "eta", "mu")
+"""What torch's optimizers keep once for a parameter, as a number."""
+
+
+def is_elementwise(key: str, value: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a slot of the state has a number for each element of a parameter of this shape.
+
+    The shapes alone do not tell for a parameter that is one number without dimensions.
+    """
+    return tuple(value.shape) == tuple(shape) and (len(shape) > 0 or key not in _ONCE)
 
 
 def state_factor(make_optimizer: MakeOptimizer) -> float:

@@ -5,7 +5,7 @@ is in memory while it is updated. On a GPU `optimizer: cpu` moves the update its
 Communication: none between ranks. To disk and back: the state once each way and step. Between
 GPU and host: 4 bytes of gradient over and 4 of values back for each parameter and step.
 Constraints: a folder on a real disk, or host memory, with room for the state. Parameters are
-moved by stages 2 and 3 of `zero` alone.
+moved by `zero` alone: by stages 2 and 3 on torch, and by stage 3 on DeepSpeed.
 Example: python bigtrain/train.py --strategy single strategy.offload.optimizer=disk
 
 Source: Ren et al. 2021, ZeRO-Offload (arXiv 2101.06840), sections 3 and 4; Rajbhandari et al.
@@ -76,14 +76,14 @@ class Offload(Strategy):
         if self.parameters != "device" and not replicate.moves_parameters:
             raise ConfigError(
                 f"strategy.offload.parameters={self.parameters}: {replicate.name} keeps whole "
-                "parameters on the device. Use --strategy fsdp with "
-                "strategy.offload.parameters=cpu, or strategy.replicate.name=zero stage=3 "
-                "engine=deepspeed."
+                "parameters on the device. Use --strategy fsdp or zero3 with "
+                "strategy.offload.parameters=cpu."
             )
         if self.parameters == "disk":
             raise ConfigError(
-                "strategy.offload.parameters=disk is done by engine=deepspeed with stage=3 alone. "
-                "Set strategy.replicate.engine=deepspeed, or strategy.offload.parameters=cpu."
+                "strategy.offload.parameters=disk: parameters go to the host's memory, and no "
+                "further. Set strategy.offload.parameters=cpu (the optimizer's state may go to "
+                "disk: strategy.offload.optimizer=disk)."
             )
 
     @property
@@ -114,6 +114,8 @@ class Offload(Strategy):
         """Say where nothing is gained."""
         places = {"optimizer": self.optimizer, "parameters": self.parameters}
         hosted = [key for key, place in places.items() if place == "cpu"]
+        if plan.techniques["replicate"].own_offload:
+            return None  # what does the work says where it gains nothing
         if hosted and plan.device_type == "cpu":
             return (
                 f"strategy.offload.{hosted[0]}=cpu moves nothing: this run is on the CPU, and so "

@@ -55,6 +55,34 @@ class ReadsItsWeights(nn.Module):
         return self.head(x) / self.scale
 
 
+class Sometimes(TinyLM):
+    """A layer that every other forward pass in training does without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(8, 8)
+        self.calls = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        if self.calls % 2 == 0:
+            x = x + self.extra(x)
+        self.calls += self.training
+        x = x + self.down(torch.relu(self.up(self.norm(x))))
+        return self.head(x)
+
+
+class Gained(TinyLM):
+    """With a parameter that is one number without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * self.gain
+
+
 def tokens(samples: int, *, ignored: bool = True) -> TensorSamples:
     """Sequences with very uneven numbers of valid targets: whole samples have none."""
     generator = torch.Generator().manual_seed(5)

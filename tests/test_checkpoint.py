@@ -70,6 +70,20 @@ def test_only_the_newest_are_kept_and_latest_points_at_the_last(tmp_path):
     assert newest_checkpoint(tmp_path) == tmp_path / "step-12"
 
 
+def test_after_a_resume_from_an_older_step_what_is_written_stays(tmp_path):
+    for step in (100, 200, 150, 175):  # at 200 the run was resumed from 100
+        path = write(tmp_path, step, keep=2)
+        assert newest_checkpoint(tmp_path) == path
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-150", "step-175"]
+
+
+def test_what_a_killed_process_left_half_written_goes(tmp_path):
+    (tmp_path / ".step-2.77").mkdir()
+    (tmp_path / ".replaced-1.77").mkdir()
+    write(tmp_path, 3)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-3"]
+
+
 def test_writing_the_same_step_again_replaces_it(tmp_path):
     write(tmp_path, 5)
     values = {"model.a": torch.ones(2)}

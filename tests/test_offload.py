@@ -15,6 +15,7 @@ from nets import TinyLM, tokens
 from parity import Record, adamw, largest_difference, sgd, train
 from ranks import run_ranks
 from test_prediction import peaks, text, wide
+from torch import nn
 
 import bigtrain.pieces
 from bigtrain.build import make_plan
@@ -66,6 +67,26 @@ def test_ranks_equal_one_process(world_size, strategy, precision):
     args = (TinyLM, tokens(22), strategy, {**keys, **DISK})
     for record in run_ranks(train_in_small_chunks, world_size, *args):
         assert largest_difference(one, record) < (1e-10 if precision == "fp64" else 1e-5)
+
+
+class Narrow(nn.Module):
+    """Some of three ranks have nothing of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.down = nn.Embedding(13, 8), nn.Linear(8, 2)
+        self.up = nn.Linear(2, 13)
+
+    def forward(self, tokens):
+        return self.up(torch.relu(self.down(self.embedding(tokens))))
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_a_rank_without_elements_of_a_parameter_takes_part_in_its_checkpoint(precision):
+    keys = {"train.precision": precision, "train.global_batch_size": 9}
+    one = run_ranks(train, 3, Narrow, tokens(22), "fsdp", keys, 4, adamw)[0]
+    for record in run_ranks(train, 3, Narrow, tokens(22), "fsdp", {**keys, **DISK}, 4, adamw):
+        assert largest_difference(one, record) < 1e-10
 
 
 def test_fp32_copies_of_bf16_parameters_live_on_disk_with_the_same_bits():
@@ -254,9 +275,9 @@ def test_bad_input_is_refused_before_the_ranks_meet(tmp_path):
         ("single", offload(optimizer="cpu", path=str(tmp_path)), "nothing does.*optimizer=disk"),
         ("single", offload(optimizer="tape"), "device.*cpu.*disk"),
         ("single", offload(parameters="cpu"), "single keeps whole.*--strategy fsdp"),
-        ("ddp", offload(parameters="disk"), "ddp keeps whole.*engine=deepspeed"),
+        ("ddp", offload(parameters="disk"), "ddp keeps whole.*--strategy fsdp or zero3"),
         ("zero1_torch", offload(parameters="cpu"), "keeps whole parameters"),
-        ("fsdp", offload(parameters="disk"), "engine=deepspeed.*parameters=cpu"),
+        ("fsdp", offload(parameters="disk"), "and no further.*parameters=cpu"),
     ]
     for strategy, keys, message in cases:
         with pytest.raises(ConfigError, match=message):
@@ -357,6 +378,8 @@ def test_what_gains_nothing_is_said():
         ({"optimizer": "disk", "path": "/dev/shm"}, "cpu", some, "is a tmpfs"),
         ({"optimizer": "cpu"}, "cuda", some, None),
     ]
+    plan = plan_of("zero2_offload", {}, 2)  # that says so itself, and has no disk to offer
+    assert plan.techniques["offload"].advise(None, some, plan) is None  # type: ignore[arg-type]
     for keys, device, about, message in cases:
         if keys.get("path") and not os.access(keys["path"], os.W_OK):
             continue

@@ -17,6 +17,12 @@ from bigtrain.update import MakeOptimizer, WholeUpdate
 SIZES = {"a": 1000, "b": 1, "c": 64, "d": 3000}
 
 
+@pytest.mark.parametrize("splits", [True, False])
+def test_an_empty_parameter_has_an_empty_piece_on_one_rank(splits):
+    cuts = cut_evenly({"a": 640, "none": 0, "b": 640}, 2, splits)
+    assert cuts == [("a", 0, 0, 640), ("none", 1, 0, 0), ("b", 1, 0, 640)]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 @pytest.mark.parametrize("most", [None, 64, 256])
 def test_cuts_cover_every_element_once_in_equal_stretches(ranks, most):
@@ -199,6 +205,41 @@ def test_parameters_without_gradient_or_elements_are_left_alone():
         update.step()
         assert torch.equal(module["not"], torch.ones(3))
         assert not torch.equal(module["used"], torch.ones(3))
+
+
+def test_a_parameter_with_gaps_is_updated_nevertheless():
+    whole, cut = (nn.ParameterDict({"p": nn.Parameter(torch.ones(4, 6)[:, :3])}) for _ in range(2))
+    plain = WholeUpdate(named(whole), OPTIMIZERS["SGD"])
+    for module, update in (
+        (whole, plain),
+        (cut, PiecewiseUpdate(named(cut), OPTIMIZERS["SGD"], home=Chunked())),
+    ):
+        module["p"].grad = torch.ones(4, 3)
+        update.step()
+    assert torch.equal(whole["p"], cut["p"])
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW, fused", "NAdam"])
+def test_the_state_of_a_number_without_dimensions_goes_to_pieces_and_back(name):
+    def once(module: nn.Module, update) -> None:
+        module["p"].grad = torch.tensor(0.5)
+        update.step()
+
+    def modules() -> nn.Module:
+        return nn.ParameterDict({"p": nn.Parameter(torch.tensor(2.0))})
+
+    one, other, third = modules(), modules(), modules()
+    updates = [(one, WholeUpdate(named(one), OPTIMIZERS[name]))]
+    once(*updates[0])
+    for module, kind in ((other, PiecewiseUpdate), (third, WholeUpdate)):
+        update, (source, before) = kind(named(module), OPTIMIZERS[name]), updates[-1]
+        module.load_state_dict(source.state_dict())
+        for full, tensor in before.state().items():
+            update.load_state(*full.split("."), tensor.read().clone())
+        updates.append((module, update))
+    for module, update in updates:
+        once(module, update)
+    assert one["p"] == other["p"] == third["p"]
 
 
 def test_more_ranks_than_elements_leaves_some_with_nothing_to_update():

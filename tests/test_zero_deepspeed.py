@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from nets import TinyConv, TinyLM, tokens
+from nets import Gained, Sometimes, TinyConv, TinyLM, tokens
 from parity import Record, adamw, largest_difference, sgd, train
 from ranks import run_ranks
 from test_prediction import text, wide
@@ -180,7 +180,7 @@ def test_buffers_follow_the_first_rank_as_under_ddp(strategy):
         run_ranks(convolving, 2, strategy, "bf16")
 
 
-def continued(context, strategy, folder, optimizer, load, precision):
+def continued(context, strategy, folder, optimizer, load, precision, model=TinyLM):
     """Three steps, or a checkpoint of them; then three more: (path, their losses)."""
     job = job_of(strategy, {"train.global_batch_size": 8, **CLIP, "train.precision": precision})
     samples, size = tokens(48), 8 // context.world_size
@@ -190,7 +190,7 @@ def continued(context, strategy, folder, optimizer, load, precision):
         part = slice(start, start + size)
         return engine.step((samples.inputs[part], samples.targets[part])).loss
 
-    with Engine(TinyLM, CrossEntropy(), optimizer, job, context) as engine:
+    with Engine(model, CrossEntropy(), optimizer, job, context) as engine:
         if load is not None:
             engine.load(Path(load))
         else:
@@ -207,20 +207,58 @@ WAYS = [
     ("zero2", 2, "zero3", 2, sgd, "fp32"),
     ("zero3", 2, "zero1", 2, adamw, "bf16"),
 ]
+NUMBERS = [("ddp", 2, "zero1", 2, adamw, "fp32"), ("zero2", 2, "zero1_torch", 2, adamw, "fp32")]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way[0]}-{way[2]}-{way[5]}")
+@pytest.mark.parametrize("way", WAYS + NUMBERS, ids=lambda way: f"{way[0]}-{way[2]}-{way[5]}")
 def test_a_checkpoint_goes_from_one_strategy_to_another(way, tmp_path):
     saver, savers, loader, loaders, optimizer, precision = way
-    saved = run_ranks(continued, savers, saver, tmp_path / "a", optimizer, None, precision)
+    about = (precision, Gained if way in NUMBERS else TinyLM)
+    saved = run_ranks(continued, savers, saver, tmp_path / "a", optimizer, None, *about)
     path, losses = saved[0]
-    again = run_ranks(continued, loaders, loader, tmp_path / "b", optimizer, path, precision)
+    again = run_ranks(continued, loaders, loader, tmp_path / "b", optimizer, path, *about)
     for _, found in again:
         close = {"abs": 2e-6} if precision == "fp32" else {"rel": 5e-3}
         assert found == pytest.approx(losses, **close)
     # What is written right after loading is what was loaded, file by file.
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (Path(path) / name).read_bytes() == (Path(again[0][0]) / name).read_bytes()
+
+
+def of_zeros(parameters):
+    """What is without a gradient gets zeros, as in DeepSpeed's flat gradients."""
+
+    def fill(optimizer, *_):
+        for parameter in optimizer.param_groups[0]["params"]:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    optimizer = sgd(parameters)
+    optimizer.register_step_pre_hook(fill)
+    return optimizer
+
+
+MIXED = [
+    (Sometimes, {}, 4, of_zeros),
+    (Sometimes, {**CLIP, "train.micro_batch_size": 2}, 4, sgd),
+    (Gained, CLIP, 4, sgd),
+]
+
+
+@pytest.fixture(scope="module")
+def mixed() -> list[Record]:
+    unused = {"strategy.replicate.find_unused_parameters": True}
+    ways = [(model, {**keys, **unused}, *how) for model, keys, *how in MIXED]
+    return run_ranks(several, 2, "ddp", ways)[0]
+
+
+@pytest.mark.parametrize("strategy", [*STAGES, *OFFLOADED])
+def test_a_step_or_a_micro_batch_may_do_without_a_parameter(mixed, strategy):
+    for records in run_ranks(several, 2, strategy, [(*c[:3], sgd) for c in MIXED], timeout_s=120.0):
+        for one, record in zip(mixed, records, strict=True):
+            assert record.losses == pytest.approx(one.losses, abs=2e-6)
+            for name, weight in one.weights.items():
+                assert (record.weights[name] - weight).abs().max() < 1e-5, name
 
 
 class Overflowing(TinyLM):

@@ -119,6 +119,24 @@ CONTRADICTIONS = {
         {"scheduler": {"type": "auto", "params": {"warmup_num_steps": 17}}},
         "warmup_num_steps=17, but optim.warmup_steps=",
     ),
+    "another kind": (
+        {"optimizer": {"type": "AdamW", "params": {"amsgrad": True, "torch_adam": True}}},
+        "optimizer.params.amsgrad=true, and a job has false only. Leave it out",
+    ),
+    "no such thing": (
+        {"optimizer": {"type": "AdamW", "params": {"max_coeff": 0.3}}},
+        "optimizer.params.max_coeff=0.3, and a job has none. Leave it out",
+    ),
+    "another warm-up": (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-5}}},
+        "scheduler.params.warmup_min_lr=1e-05, and a job has 0 only",
+    ),
+    "no number": ({"gradient_clipping": [1]}, r"clipping=\[1\], but optim.clip_norm=null"),
+    "unknown": (
+        {"zero_optimization": {"stage": 2, "no_such_key": 1}},
+        "DeepSpeed does not take it: .*no_such_key",
+    ),
+    "removed": ({"sparse_gradients": True}, "DeepSpeed does not take it: .*has been removed"),
 }
 
 
@@ -167,6 +185,10 @@ def test_it_trains_to_the_numbers_of_one_process(tmp_path):
     named = {**keys, "strategy.deepspeed": path}
     for record in run_ranks(train, 2, TinyLM, tokens(22), "zero1", named):
         assert largest_difference(one, record) < 1e-5
+    low = {**named, "train.precision": "bf16"}  # whoever updates it, its values were exact
+    plain = run_ranks(train, 2, TinyLM, tokens(22), "zero1", {**keys, "train.precision": "bf16"})
+    dealt_out = run_ranks(train, 2, TinyLM, tokens(22), "zero1", low)
+    assert largest_difference(plain[0], dealt_out[0]) < 1e-6
     adaptive = run_ranks(train, 1, TinyLM, tokens(22), "single", {}, 6, adamw)[0]
     record = run_ranks(
         train, 2, TinyLM, tokens(22), "zero1", {"strategy.deepspeed": path}, 6, adamw

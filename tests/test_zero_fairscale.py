@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from nets import TinyConv, TinyLM, tokens
+from nets import Sometimes, TinyConv, TinyLM, tokens
 from parity import Record, adamw, largest_difference, sgd, train
 from ranks import run_ranks
 from test_prediction import images, peaks, text, wide
@@ -137,6 +137,15 @@ def one_weight() -> nn.Module:
 def test_fewer_parameters_than_ranks(strategy):
     one = once(1, one_weight, small_images, "single", FP64)
     for record in run_ranks(train, 4, one_weight, small_images(), strategy, FP64):
+        assert largest_difference(one, record) < 1e-10
+
+
+def test_the_last_micro_batch_may_do_without_a_parameter():
+    """What its rank has of earlier ones was averaged once, and stays so."""
+    keys = {**FP64, "train.micro_batch_size": 2}
+    unused = {"strategy.replicate.find_unused_parameters": True}
+    one = once(2, Sometimes, ragged, "ddp", {**keys, **unused})
+    for record in run_ranks(train, 2, Sometimes, tokens(22), "sharded_ddp", keys):
         assert largest_difference(one, record) < 1e-10
 
 

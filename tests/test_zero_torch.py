@@ -189,6 +189,19 @@ def test_what_cannot_work_is_refused_before_any_group(message):
         make_plan(job_of("fsdp", {"train.global_batch_size": 8, **REFUSED[message]}), 4, "cpu")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("config", "ds.json", "config=ds.json is for engine=deepspeed, and engine is torch"),
+        ("shard_ranks", 2, "shard_ranks=2 is for stages 2 and 3, and stage is 1"),
+    ],
+)
+def test_what_would_be_left_out_silently_is_refused(key, value, words):
+    job = job_of("zero1_torch", {f"strategy.replicate.{key}": value})
+    with pytest.raises(ConfigError, match=words):
+        make_plan(job, 4, "cpu")
+
+
 def test_fp16_is_refused_with_what_to_use():
     with pytest.raises(ConfigError, match="train.precision"):
         job_of("fsdp", {"train.precision": "fp16"})

@@ -87,6 +87,16 @@ class Zero(ZeroOptions):
 
     def check(self, plan: Plan) -> None:
         """Refuse what the engine cannot do, before any process group exists."""
+        if self.engine == "torch" and self.config is not None:
+            raise ConfigError(
+                f"strategy.replicate.config={self.config} is for engine=deepspeed, and engine is "
+                "torch. Leave it out, or set strategy.replicate.engine=deepspeed."
+            )
+        if self.engine == "torch" and self.stage == 1 and self.shard_ranks is not None:
+            raise ConfigError(
+                f"strategy.replicate.shard_ranks={self.shard_ranks} is for stages 2 and 3, and "
+                "stage is 1. Leave it out, or set strategy.replicate.stage=3."
+            )
         self._engine.check(self, plan)
 
     def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 
+from bigtrain.deepspeed_file import section
 from bigtrain.distributed import RunContext
 from bigtrain.errors import ConfigError
 from bigtrain.fill import names_of
@@ -58,6 +59,41 @@ def load_deepspeed(device_type: str) -> Any:
     return loaded
 
 
+@contextmanager
+def blaming_file(path: str | None) -> Iterator[None]:
+    """Let what DeepSpeed dislikes of a user's file be the file's fault, in one line.
+
+    Raises:
+        ConfigError: for what DeepSpeed raises where a file is given.
+    """
+    try:
+        yield
+    except Exception as error:
+        known = isinstance(error, AssertionError | TypeError | ValueError)
+        if path is None or not (known or type(error).__name__ == "DeepSpeedConfigError"):
+            raise
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"{path}: DeepSpeed does not take it: {said[:300]}") from error
+
+
+def check_file(path: str, config: dict[str, Any]) -> None:
+    """Have DeepSpeed read what it will be given, before the ranks meet.
+
+    Args:
+        path: of the user's file.
+        config: with its "auto" values filled in.
+
+    Raises:
+        ConfigError: DeepSpeed refuses it.
+    """
+    reader: Any = import_module("deepspeed.runtime.config").DeepSpeedConfig
+    # One process reads it: the batch of all ranks would not be that of its micro-batches.
+    alone = {key: value for key, value in config.items() if key != "train_batch_size"}
+    with blaming_file(path), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reader(alone)
+
+
 def _only_errors(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
@@ -79,24 +115,33 @@ class Built:
     """A DeepSpeed engine, and what was put aside for it."""
 
     engine: Any
-    exact: dict[int, Tensor] = field(default_factory=dict)
-    """fp32 values by the id of a parameter: what this rank updates of it."""
+    exact: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
+    """fp32 values by the id of a parameter, and where they begin in it: what this rank updates
+    of it, or more."""
     closing: ExitStack = field(default_factory=ExitStack)
     """What DeepSpeed changes outside of its engine, put back at the end."""
     tracking: Callable[[], bool] = lambda: False
     """Whether memory is being tracked now."""
 
 
-def build(assembly: Assembly, config: dict[str, Any], stage: int) -> Built:
-    """Fill the model in, shard it, and put DeepSpeed's engine around it."""
+def build(assembly: Assembly, config: dict[str, Any], stage: int, path: str | None) -> Built:
+    """Fill the model in, shard it, and put DeepSpeed's engine around it.
+
+    Args:
+        assembly: the model has no values yet.
+        config: for DeepSpeed.
+        stage: of it.
+        path: of the user's file, where the config is from one.
+    """
     context = assembly.context
     deepspeed = load_deepspeed(context.device.type)
     meter = assembly.meter
     built = Built(None, tracking=lambda: meter.tracking)
-    # Only some launchers set it, and DeepSpeed reads it all the time.
-    built.closing.enter_context(_environment(LOCAL_RANK=str(context.local_rank)))
-    _copy_without_hooks(assembly.model, context.device, built.closing)
-    with warnings.catch_warnings():
+    with ExitStack() as failing, warnings.catch_warnings():
+        failing.enter_context(built.closing)
+        # Only some launchers set it, and DeepSpeed reads it all the time.
+        built.closing.enter_context(_environment(LOCAL_RANK=str(context.local_rank)))
+        _copy_without_hooks(assembly.model, context.device, built.closing)
         warnings.simplefilter("ignore")
         _connect(deepspeed, context)
         low = assembly.plan.bf16_parameters
@@ -104,17 +149,18 @@ def build(assembly: Assembly, config: dict[str, Any], stage: int) -> Built:
         if stage == 3:
             _fill_in_shards(deepspeed, assembly, config, built, low=low)
         else:
-            _fill_flat(assembly, names, built, low=low)
+            _fill_flat(assembly, names, built, low=low, whole=_is_dealt_out(config))
         assembly.materialize(names_of(assembly.model))
         for group, members in zip(optimizer.param_groups, names, strict=True):
             group["params"] = [assembly.model.get_parameter(name) for name in members]
-        with _flattening_in_place(deepspeed):
+        with _flattening_in_place(deepspeed), _sending_nothing(deepspeed), blaming_file(path):
             built.engine, *_ = deepspeed.initialize(
                 model=assembly.model,
                 optimizer=optimizer,
                 config=config,
                 dist_init_required=False,
             )
+        failing.pop_all()
     return built
 
 
@@ -214,8 +260,18 @@ def optimizer_and_names(
     return optimizer, [[name_of[id(p)] for p in g["params"]] for g in optimizer.param_groups]
 
 
-def _fill_flat(assembly: Assembly, groups: list[list[str]], built: Built, *, low: bool) -> None:
-    """Stages 1 and 2: each group's parameters one after the other in one buffer."""
+def _is_dealt_out(config: dict[str, Any]) -> bool:
+    """Whether DeepSpeed puts the parameters into another order than they come in."""
+    return bool(section(config, "zero_optimization").get("round_robin_gradients", False))
+
+
+def _fill_flat(
+    assembly: Assembly, groups: list[list[str]], built: Built, *, low: bool, whole: bool
+) -> None:
+    """Stages 1 and 2: each group's parameters one after the other in one buffer.
+
+    With `whole`, the fp32 values of whole parameters are put aside: any rank may update them.
+    """
     context = assembly.context
     ranks, rank = context.dp_size, context.dp_rank
     dtype = torch.bfloat16 if low else torch.float32
@@ -231,9 +287,11 @@ def _fill_flat(assembly: Assembly, groups: list[list[str]], built: Built, *, low
             values = parameter.detach()
             stop = offset + values.numel()
             first, last = max(offset, mine.start), min(stop, mine.stop)
-            if low and first < last:
+            if low and whole:
+                built.exact[id(parameter)] = (0, values.reshape(-1).clone())
+            elif low and first < last:
                 kept = values.reshape(-1)[first - offset : last - offset].clone()
-                built.exact[id(parameter)] = kept
+                built.exact[id(parameter)] = (first - offset, kept)
             place = flat[offset:stop].view(values.shape)
             place.copy_(values)
             parameter.data = place
@@ -263,8 +321,9 @@ def _fill_in_shards(
             if low and parameter.is_floating_point():
                 if parameter.requires_grad:
                     size = -(-parameter.numel() // ranks)
-                    kept = parameter.detach().reshape(-1)[rank * size : (rank + 1) * size].clone()
-                    built.exact[id(parameter)] = kept
+                    start = rank * size
+                    kept = parameter.detach().reshape(-1)[start : start + size].clone()
+                    built.exact[id(parameter)] = (start, kept)
                 parameter.data = parameter.data.to(torch.bfloat16)
             # Every rank has made the same values, so that nothing need be sent.
             init._convert_to_deepspeed_param(parameter)
@@ -297,6 +356,21 @@ def _flattening_in_place(deepspeed: Any) -> Iterator[None]:
         yield
     finally:
         place._flatten_dense_tensors, place.align_dense_tensors = flatten, align
+
+
+@contextmanager
+def _sending_nothing(deepspeed: Any) -> Iterator[None]:
+    """Leave out the broadcast of the weights: every rank has made the same.
+
+    It would fail for a parameter that is one number without dimensions.
+    """
+    kind: Any = deepspeed.DeepSpeedEngine
+    send = kind._broadcast_model
+    kind._broadcast_model = lambda _engine: None
+    try:
+        yield
+    finally:
+        kind._broadcast_model = send
 
 
 def end_to_end(tensors: Sequence[Tensor]) -> Tensor | None:

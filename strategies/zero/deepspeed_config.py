@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bigtrain.deepspeed_file import read_file, section
+from bigtrain.deepspeed_file import read_file, same, section
 from bigtrain.errors import ConfigError
 from bigtrain.strategies.zero.options import ZeroOptions
 from bigtrain.strategy import Plan
@@ -186,8 +186,8 @@ def _refuse_contradictions(
         if value not in (AUTO, ours_value):
             raise _contradiction(path, key, value, ours_key, ours_value, f"{ours_key}={value}")
     clip = given.get("gradient_clipping", AUTO)
-    if clip != AUTO and float(clip) != float(ours["gradient_clipping"]):
-        wanted = float(clip) or "null"
+    if clip != AUTO and not same(clip, ours["gradient_clipping"]):
+        wanted = clip or "null"
         raise _contradiction(
             path, "gradient_clipping", clip, "optim.clip_norm", plan.clip_norm,
             f"optim.clip_norm={wanted}",

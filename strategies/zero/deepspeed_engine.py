@@ -19,6 +19,10 @@ stays, but a bucket of P/512 numbers (two for stage 1), and under stage 3 the pa
 module that computes. In bf16, stages 1 and 2 keep their gradient shard in fp32, as the step wants
 it: 2P + 16P/N, that is 2P/N above the least. Accumulating, stage 1 keeps whole gradients between
 the micro-batches (4P, in bf16 2P) and stage 3 an fp32 shard of them in bf16 as well (2P/N more).
+
+Where a step brings no gradient of a trained parameter, DeepSpeed's flat shard has zeros there, and
+the optimizer steps on those: weight decay and momentum go on, where other strategies leave such a
+parameter alone. In bf16, frozen parameters are kept in bf16 alone, and are saved as rounded.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from __future__ import annotations
 from bigtrain.errors import ConfigError
 from bigtrain.forecast import Forecast, Profile
 from bigtrain.strategies.zero.advice import advise
-from bigtrain.strategies.zero.deepspeed_build import build, load_deepspeed
+from bigtrain.strategies.zero.deepspeed_build import build, check_file, load_deepspeed
 from bigtrain.strategies.zero.deepspeed_config import settings, stage_of
 from bigtrain.strategies.zero.deepspeed_forecast import forecast_of
 from bigtrain.strategies.zero.deepspeed_offload import check_offload, offload_advice
@@ -76,7 +80,8 @@ class DeepSpeed(ZeroEngine):
                 f"strategy.replicate.shard_ranks={options.shard_ranks} is for engine=torch, and "
                 "engine is deepspeed. Leave it out, or set strategy.replicate.engine=torch."
             )
-        check_offload(settings(options, plan, elements=1), plan, stage, instead)
+        config = settings(options, plan, elements=1)
+        check_offload(config, plan, stage, instead)
         try:
             load_deepspeed(plan.device_type)
         except Exception as error:  # noqa: BLE001 - an extension that does not fit raises anything
@@ -85,6 +90,8 @@ class DeepSpeed(ZeroEngine):
                 f"strategy.replicate.engine=deepspeed needs deepspeed, which does not load "
                 f"({reason}). Run `pip install deepspeed`, or use --strategy {instead}."
             ) from None
+        if options.config is not None:
+            check_file(options.config, config)
 
     def advise(
         self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
@@ -113,7 +120,7 @@ class DeepSpeed(ZeroEngine):
         config = settings(options, assembly.plan, trained)
 
         def runner(final: Assembly) -> Runner:
-            built = build(final, config, stage)
+            built = build(final, config, stage, options.config)
             update = DeepSpeedUpdate(built, final.context, final.model, stage)
             final.update = update
             return DeepSpeedRunner(final, update)

@@ -62,13 +62,22 @@ class Shards:
         """
         raise NotImplementedError
 
+    def clear(self) -> None:
+        """Forget the gradients after a step: a parameter may get none in the next one.
+
+        DeepSpeed overwrites those that come, and would take the others to be there still.
+        """
+        raise NotImplementedError
+
     def take_exact(self) -> None:
         """Give the pieces the values that were put aside before they were rounded to bf16."""
         exact = self._built.exact
         with torch.no_grad():
             for key, stretch in self.stretches.items():
                 if key in exact:
-                    self.of(self.pieces, stretch).copy_(exact[key][: stretch.length])
+                    start, values = exact[key]
+                    mine = values[stretch.start - start :][: stretch.length]
+                    self.of(self.pieces, stretch).copy_(mine)
         exact.clear()
 
     def _sent(self, parameters: Iterable[nn.Parameter]) -> list[StorageWeakRef]:
@@ -125,6 +134,7 @@ class FlatShards(Shards):
             if zero.dtype == torch.float32:
                 self._update_in_place()
             self._reduce_into_one_buffer()
+        self._reduce_the_rest()
         self.take_exact()
 
     def _update_in_place(self) -> None:
@@ -173,6 +183,47 @@ class FlatShards(Shards):
         zero.reduce_ipg_grads = reduce_and_drop
         zero.reduce_independent_p_g_buckets_and_remove_grads = add_and_send
 
+    def _reduce_the_rest(self) -> None:
+        """Reduce, too, what earlier micro-batches of a step had gradients of and the last has not.
+
+        DeepSpeed looks at those parameters only whose gradients the last one brings.
+        """
+        zero = self.zero
+        finish = zero.independent_gradient_partition_epilogue
+
+        def finish_all() -> None:
+            if zero.is_gradient_accumulation_boundary():
+                begun = {key for key, done in enumerate(zero.params_already_reduced) if done}
+                for bucket in zero.ipg_buckets.values():
+                    begun.update(key for _, _, key in bucket.params)
+                for number, group in enumerate(zero.bit16_groups):
+                    for parameter in group:
+                        waiting = zero.get_gradient_for_reduction(parameter) is not None
+                        if waiting and zero.get_param_id(parameter) not in begun:
+                            zero.reduce_independent_p_g_buckets_and_remove_grads(parameter, number)
+                if zero.cpu_offload:
+                    self._take_from_host(begun)
+            finish()
+
+        zero.independent_gradient_partition_epilogue = finish_all
+
+    def _take_from_host(self, begun: set[int]) -> None:
+        """The same for gradients that are added up on the host."""
+        zero = self.zero
+        accumulated = zero._offload_accumulated_param_ids
+        zero._offload_accumulated_param_ids = accumulated - begun
+        zero._finalize_cpu_offload_gradient_accumulation()
+        zero._offload_accumulated_param_ids = accumulated
+
+    def clear(self) -> None:
+        """See `Shards.clear`; without offload they are in a buffer that goes with the step."""
+        if self.zero.cpu_offload:
+            for piece in self.zero.single_partition_of_fp32_groups:
+                if piece.grad is not None:
+                    piece.grad.zero_()
+            for gradient in self.zero.accumulated_grads_in_cpu.values():
+                gradient.zero_()
+
     @property
     def pieces(self) -> list[Tensor]:
         """See `Shards.pieces`."""
@@ -215,6 +266,8 @@ class CutShards(Shards):
                 self._update_in_place()
             zero._prepare_fp32_grad_for_sub_group = self._lend_gradient
             self._send_when_full()
+        else:
+            self._take_all_from_host()
         self.take_exact()
 
     def _send_when_full(self) -> None:
@@ -232,6 +285,27 @@ class CutShards(Shards):
                     _until_gone(sent)
 
         zero.reduce_independent_p_g_buckets_and_remove_grads = add_and_send
+
+    def _take_all_from_host(self) -> None:
+        """Take the gradients of all micro-batches, and not of those parameters in the last only."""
+        zero = self.zero
+        finish = zero.independent_gradient_partition_epilogue
+
+        def finish_all() -> None:
+            finish()
+            if zero.is_gradient_accumulation_boundary():
+                zero._finalize_offload_gradient_accumulation()
+
+        zero.independent_gradient_partition_epilogue = finish_all
+
+    def clear(self) -> None:
+        """See `Shards.clear`."""
+        zero = self.zero
+        zero.grad_partitions_flat_buffer.zero_()
+        if self._away:
+            for piece in zero.fp32_partitioned_groups_flat:
+                if piece.grad is not None:
+                    piece.grad.zero_()
 
     def _update_in_place(self) -> None:
         """Drop the fp32 copy of fp32 parameters: 4P/N bytes."""

@@ -17,7 +17,7 @@ from bigtrain.checkpoint import TensorSource
 from bigtrain.distributed import RunContext
 from bigtrain.strategies.zero.deepspeed_build import Built
 from bigtrain.strategies.zero.deepspeed_shards import CutShards, FlatShards, Shards, Stretch
-from bigtrain.update import counts_on_device, tensors_of
+from bigtrain.update import counts_on_device, is_elementwise, tensors_of
 
 
 class DeepSpeedUpdate:
@@ -41,6 +41,7 @@ class DeepSpeedUpdate:
     def step(self) -> None:
         """See `Update.step`."""
         self.engine.step()
+        self.shards.clear()
 
     def norm(self) -> float:
         """The norm of the whole gradient, in fp32, the same on every rank. Collective."""
@@ -140,7 +141,7 @@ class DeepSpeedUpdate:
         parameter = self.parameters[name]
         piece = self.shards.pieces[self.shards.places[id(parameter)]]
         slots = self.optimizer.state[piece]
-        if value.dim() and tuple(value.shape) == shape_of(parameter):
+        if is_elementwise(key, value, shape_of(parameter)):
             if key not in slots:
                 slots[key] = torch.zeros_like(piece.detach())
             stretch = self.shards.stretches.get(id(parameter))

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +34,7 @@ from bigtrain.strategies.zero.fairscale_forecast import Deal, deals, in_flight, 
 from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
 from bigtrain.strategy import Assembly, Plan
 from bigtrain.units import MIB, format_bytes
-from bigtrain.update import MakeOptimizer, counts_on_device, tensors_of
+from bigtrain.update import MakeOptimizer, counts_on_device, is_elementwise, tensors_of
 
 INSTEAD = {1: "zero1_torch", 2: "fsdp_zero2", 3: "fsdp"}
 """The preset on torch's own parts that does the same stage."""
@@ -198,7 +197,7 @@ class FairscaleShardedDDP(FairscaleEngine):
         _limit_in_flight(wrapped, update, in_flight(options, sizes))
         assembly.update = update
         assembly.module = wrapped
-        assembly.sync = _Reaveraged(update)
+        _reaverage(wrapped, update)
         assembly.runner = ShardedGradients
 
 
@@ -334,8 +333,7 @@ class OSSUpdate(ShareUpdate):
         parameter = self.mine.get(name)
         if parameter is None:
             return
-        sliced = value.shape == parameter.shape and value.dim() > 0
-        there = sliced or counts_on_device(self.optimizer)
+        there = is_elementwise(key, value, parameter.shape) or counts_on_device(self.optimizer)
         device = parameter.device if there else value.device
         self.optimizer.state[parameter][key] = value.to(device, copy=True)
 
@@ -374,24 +372,24 @@ class ShardedGradients(LoopRunner):
         return update.gradients() if isinstance(update, ShareUpdate) else super().gradients()
 
 
-class _Reaveraged:
+def _reaverage(wrapped: Any, update: OSSUpdate) -> None:
     """Reduce after every micro-batch: what was averaged before is counted once only.
 
     ShardedDataParallel divides a rank's whole gradient by the number of ranks when it sends a
-    micro-batch's; what the rank already has of earlier ones is multiplied by it first. With its
-    `no_sync`, all gradients would be whole on all ranks between the micro-batches.
+    micro-batch's; what the rank already has of earlier ones is multiplied by it when the new one
+    comes, and not before: a micro-batch may do without a parameter. With its `no_sync`, all
+    gradients would be whole on all ranks between the micro-batches.
     """
+    ranks = update.oss.world_size
 
-    def __init__(self, update: OSSUpdate) -> None:
-        self._mine = list(update.mine.values())
-        self._ranks = update.oss.world_size
+    def multiply(parameter: nn.Parameter) -> None:
+        if parameter.grad is not None:
+            parameter.grad.mul_(ranks)
 
-    def __call__(self, _last: bool) -> AbstractContextManager[object]:
-        """See `Assembly.sync`."""
-        for parameter in self._mine:
-            if parameter.grad is not None:
-                parameter.grad.mul_(self._ranks)
-        return nullcontext()
+    for parameter in update.mine.values():
+        node = _adder(parameter)
+        hook = node.register_prehook(lambda *_, mine=parameter: multiply(mine))
+        wrapped._bigtrain_hooks.append((node, hook))
 
 
 def _limit_in_flight(wrapped: Any, update: OSSUpdate, most: int) -> None:
@@ -419,11 +417,15 @@ def _limit_in_flight(wrapped: Any, update: OSSUpdate, most: int) -> None:
 
     wrapped._bigtrain_hooks = []
     for parameter in update.parameters.values():
-        # The node that adds up this parameter's gradient; after its hook that sends, this one.
-        node: Any = parameter.expand_as(parameter).grad_fn
-        node = node.next_functions[0][0]
+        node = _adder(parameter)  # after its hook that sends, this one
         hook = node.register_hook(lambda *_, sent=parameter: settle(sent))
         wrapped._bigtrain_hooks.append((node, hook))
+
+
+def _adder(parameter: nn.Parameter) -> Any:
+    """The node that adds up a parameter's gradient; who keeps it alive keeps its hooks."""
+    expanded: Any = parameter.expand_as(parameter).grad_fn
+    return expanded.next_functions[0][0]
 
 
 def _free(gradient: Tensor) -> None:

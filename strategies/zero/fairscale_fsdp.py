@@ -37,7 +37,7 @@ from bigtrain.strategies.zero.fairscale_forecast import reduced, scaled
 from bigtrain.strategies.zero.options import ZeroOptions
 from bigtrain.strategy import Assembly, Plan
 from bigtrain.units import MIB
-from bigtrain.update import MakeOptimizer, counts_on_device
+from bigtrain.update import MakeOptimizer, counts_on_device, is_elementwise
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
 """What fairscale puts into the names of what it has wrapped."""
@@ -181,7 +181,7 @@ class StretchUpdate(ShareUpdate):
     def load_state(self, name: str, key: str, value: Tensor) -> None:
         """See `Update.load_state`."""
         parameter = self.parameters[name]
-        if value.dim() and value.shape == whole_size(parameter):
+        if is_elementwise(key, value, whole_size(parameter)):
             self.optimizer.state[parameter][key] = self.stretch(value, parameter)
             return
         device = parameter.device if counts_on_device(self.optimizer) else value.device
