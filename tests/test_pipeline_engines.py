@@ -44,8 +44,11 @@ class Layer(nn.Module):
 class Deep(nn.Module):
     """A skip, a mask of bools, numbers that want no gradient, and integers cross every cut."""
 
-    def __init__(self, width: int = 8, layers: int = 4, *, tied: bool = False) -> None:
+    def __init__(
+        self, width: int = 8, layers: int = 4, *, tied: bool = False, dropout: float = 0.0
+    ) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(dropout)
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
         self.positions = nn.Embedding(LENGTH, width)
@@ -60,13 +63,18 @@ class Deep(nn.Module):
         places = torch.arange(words.shape[1], device=words.device).expand(words.shape) + 0
         x = skip
         for layer in self.layers:
-            x = layer(x, mask)
+            x = self.dropout(layer(x, mask))
         return self.head(x + skip * weight + self.positions(places) * mask)
 
 
 class Tied(Deep):
     def __init__(self) -> None:
         super().__init__(tied=True)
+
+
+class Dropped(Deep):
+    def __init__(self) -> None:
+        super().__init__(dropout=0.3)
 
 
 class Images(nn.Module):
@@ -150,10 +158,8 @@ CLIP = {"optim.clip_norm": 0.5}
 # 22 samples: the fourth step has 4 of them, in micro-batches of 3 and 1.
 SMALL = {"train.global_batch_size": 6, "train.micro_batch_size": 3}
 PIPED = {
-    "plain": (Deep, {}),
-    "ragged": (Deep, {**SMALL, "strategy.cut.checkpoint": "except_last"}),
+    "ragged": (Deep, {**SMALL, "strategy.cut.checkpoint": "always"}),
     "clipped, three stages": (Deep, {**CLIP, "strategy.cut.devices": 3}),
-    "computed again": (Deep, {"strategy.cut.checkpoint": "always"}),
     "computed again but for the last": (Deep, {"strategy.cut.checkpoint": "except_last"}),
     "tied": (Tied, {"strategy.cut.checkpoint": "always"}),
     "one micro-batch": (Deep, {"train.micro_batch_size": 8}),
@@ -179,7 +185,6 @@ def test_fairscale_equals_one_process() -> None:
 
 DEEPSPEED = "pipeline_deepspeed"
 STAGED: dict[str, tuple[Any, ...]] = {
-    "plain": (Deep, {}),
     "clipped, ragged": (Deep, {**CLIP, **SMALL}),
     "computed again": (Deep, {"strategy.cut.checkpoint": "always"}),
     "tied": (Tied, {"strategy.cut.checkpoint": "except_last"}),
@@ -267,6 +272,64 @@ def test_the_memory_of_deepspeed_is_predicted() -> None:
     for rank in run_ranks(peaks, 4, [(f"{DEEPSPEED}_zero1", EIGHT)], pp=2):
         for case in rank:
             assert case[2] == pytest.approx(case[3], rel=0.05), case
+
+
+@needs_fairscale
+def test_dropout_is_the_same_when_computed_again() -> None:
+    never, always = run_ranks(
+        several,
+        1,
+        [
+            (Dropped, FAIRSCALE, {**FP64, **SMALL, "strategy.cut.checkpoint": mode}, 2)
+            for mode in ("never", "always")
+        ],
+    )[0]
+    assert largest_difference(never, always) < NEAR
+
+
+@needs_fairscale
+def test_deferred_statistics_follow_the_whole_batch() -> None:
+    keys = {**FP64, "train.micro_batch_size": 2}
+    piped, whole = run_ranks(
+        several,
+        1,
+        [
+            (Images, FAIRSCALE, {**keys, "strategy.cut.batch_norm": "deferred"}, 1),
+            (Images, "single", {**keys, "train.micro_batch_size": 8}, 1),
+        ],
+    )[0]
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        first = f"body.0.1.{name}"
+        assert torch.allclose(piped.weights[first], whole.weights[first], atol=NEAR), name
+
+
+def resumed(
+    context: RunContext, strategy: str, keys: dict[str, Any], state: dict[str, Tensor] | None
+) -> tuple[float, dict[str, Tensor]]:
+    """Take a state over, or make one in a step; the loss of a further step, and the state then."""
+    job = job_of(strategy, {"train.global_batch_size": 8, **keys})
+    loss, (inputs, targets) = CrossEntropy(), samples_of(8, images=False)
+    example = MicroBatch(inputs[:2], targets[:2], loss.count(targets[:2]), 2)
+    mine = slice(
+        context.dp_rank * 8 // context.dp_size, (context.dp_rank + 1) * 8 // context.dp_size
+    )
+    with Engine(Tied, loss, adamw, job, context, example=example) as engine:
+        if state is None:
+            engine.step((inputs[mine], targets[mine]))
+        else:
+            engine.runner.load_state(lambda name: state[name].clone(), state)
+        before = {n: t.read().detach().clone() for n, t in engine.runner.state().items()}
+        return engine.step((inputs[mine], targets[mine])).loss, before
+
+
+@needs_deepspeed
+def test_state_goes_and_comes_in_shards() -> None:
+    loss, state = run_ranks(resumed, 1, "single", {"train.micro_batch_size": 2}, None)[0]
+    keys = {"train.micro_batch_size": 1}
+    for other, found in run_ranks(resumed, 4, f"{DEEPSPEED}_zero1", keys, state, pp=2):
+        assert other == pytest.approx(loss, abs=1e-6)
+        assert found.keys() == state.keys()
+        assert all(torch.equal(found[name], state[name]) for name in state)
 
 
 REFUSED = {

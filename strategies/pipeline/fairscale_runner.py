@@ -14,6 +14,8 @@ Facts of fairscale 0.4.13 under torch 2.15 that this answers:
   stands first, and what only rides along wants a gradient, too, in a second pass.
 * The second pass moves BatchNorm's running statistics a second time, and autocast is not entered
   in it: see `_Part`.
+* The first pass of what is computed again runs without gradients: nothing may be worked out in it
+  for the first time that depends on them.
 * `Pipeline.__del__` waits for its workers, so the queues here answer a farewell.
 * Its DeferredBatchNorm is another module with other buffers, has the biased variance, and waits
   for as many micro-batches as it was told of, also in a step with fewer. It is not used.
@@ -182,6 +184,8 @@ class PipedChain(Chain):
         from fairscale.nn.pipe.microbatch import Batch
 
         self.follow_mode()
+        for batch in inputs:  # a shape is rehearsed once: here, where gradients are wanted
+            self._stages[-1].incoming(batch)
         self._now.batches, self._now.scale = inputs, scale
         number = len(inputs)
         pipeline = self._pipe.module.pipeline

@@ -75,6 +75,9 @@ class PipelineShare(DeepSpeedUpdate):
         self.shards.give_norm(torch.tensor(norm, dtype=torch.float32, device=device))
         return norm
 
+    def load_master(self, name: str, value: torch.Tensor) -> None:
+        """See `Update.load_master`: what is updated are the parameters themselves."""
+
 
 def _square(gradient: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(gradient, dtype=torch.float32)) ** 2
