@@ -59,41 +59,32 @@ def profile_stage(
         As `profiles.make_profile`, of what this stage holds and computes. The tensors that come
         in and the gradients that come back are in its timelines.
     """
-    device, double = torch.device(plan.device_type), plan.precision == "fp64"
-    real = _placed(micro_batch, double=double)
+    device = torch.device(plan.device_type)
+    real = _placed(micro_batch, double=plan.precision == "fp64")
     cut = layout.chosen.cut
     # The script is traced under a fake mode of its own, so before ours.
     script = cut.rehearsal.script(real, training=True, places=cut.places)
     tracker = StorageTracker(fake=True)
     meter = FakeMeter(tracker, device)
     with FakeTensorMode(), tracker:
-        fake = fake_model(model, device, double=double)
-        for name in low_precision_names(fake) if plan.bf16_parameters else ():
-            parameter = fake.get_parameter(name)
-            parameter.data = parameter.data.to(torch.bfloat16)
-        cut.strip(fake, [index], device)
+        stage, fake = _fake_stage(layout, index, model, loss, plan, device)
         batch = replace(
             real,
             inputs=map_tensors(real.inputs, lambda t: fake_tensor(t, device)),
             targets=map_tensors(real.targets, lambda t: fake_tensor(t, device)),
         )
-        stage = cut.stage(fake, index, loss, device)
-        technique = plan.techniques.get("cut")
-        if isinstance(technique, CutStrategy):
-            stage.recompute = technique.recompute
         visits = Visits(stage, tracker)
-        runner = LoopRunner(
-            Assembly(
-                context=RunContext.alone(device),
-                plan=plan,
-                loss=loss,
-                meter=meter,
-                model=fake,
-                make_optimizer=make_optimizer,
-                module=stage,
-                materialize=lambda _names: None,
-            )
+        assembly = Assembly(
+            context=RunContext.alone(device),
+            plan=plan,
+            loss=loss,
+            meter=meter,
+            model=fake,
+            make_optimizer=make_optimizer,
+            module=stage,
+            materialize=lambda _names: None,
         )
+        runner = LoopRunner(assembly)
         taking = _Taking(stage, batch, runner, meter, tracker, split=split)
         taking.step()  # the optimizer makes its state in it
         marks, parts = taking.step()
@@ -101,12 +92,10 @@ def profile_stage(
         states = states_of(fake, runner.optimizer)
         batch_bytes = bytes_of(tree_leaves((batch.inputs, batch.targets)))
     blocks = [visits.blocks(marks[n], marks[n + 1]) for n in (0, 1)]
+    held = (states.parameters, states.gradients, states.buffers, states.optimizer)
     return Profile(
-        parameter_bytes=states.parameters,
-        gradient_bytes=states.gradients,
-        buffer_bytes=states.buffers,
-        optimizer_bytes=states.optimizer,
-        batch_bytes=batch_bytes,
+        *held,
+        batch_bytes,
         **slots_of(fake, runner.optimizer),
         first=_split(piece_of(timeline, marks[0], marks[1]), parts[0]),
         next=_split(piece_of(timeline, marks[1], marks[2]), parts[1]),
@@ -115,6 +104,23 @@ def profile_stage(
         rest=visits.rest(*marks[:2]),
         wires=replace(_wires(script, index), outgoing=taking.only_sent),
     )
+
+
+def _fake_stage(
+    layout: Layout, index: int, model: nn.Module, loss: Loss, plan: Plan, device: torch.device
+) -> tuple[Stage, nn.Module]:
+    """The stage of a fake copy of the model, and that copy."""
+    cut = layout.chosen.cut
+    fake = fake_model(model, device, double=plan.precision == "fp64")
+    for name in low_precision_names(fake) if plan.bf16_parameters else ():
+        parameter = fake.get_parameter(name)
+        parameter.data = parameter.data.to(torch.bfloat16)
+    cut.strip(fake, [index], device)
+    stage = cut.stage(fake, index, loss, device)
+    technique = plan.techniques.get("cut")
+    if isinstance(technique, CutStrategy):
+        stage.recompute = technique.recompute
+    return stage, fake
 
 
 def _wires(script: Script, index: int) -> Wires:

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 
 class Watcher(Protocol):
@@ -46,7 +47,8 @@ def unwatch(modules: Iterable[nn.Module]) -> None:
 
 def _called(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     watcher = _current.watcher
-    if watcher is None:
+    # What a mapped function calls is its own affair: its tensors are not those of the code around.
+    if watcher is None or torch._C._are_functorch_transforms_active():
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
     return watcher.call(name, module._call_impl, args, kwargs)
 
@@ -75,3 +77,10 @@ def blindly(on: bool = True) -> Iterator[None]:  # noqa: FBT001, FBT002
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+def tensors_given(result: Any) -> list[Tensor]:
+    """The tensors that a function of torch returns; none within a transform as vmap is."""
+    if torch._C._are_functorch_transforms_active():
+        return []
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]

@@ -10,7 +10,7 @@ from bigtrain.cutting.balance import Partition, Pieces, partition
 from bigtrain.cutting.cut import Cut, cut_at
 from bigtrain.cutting.points import Point, legal_points
 from bigtrain.cutting.rehearsal import Rehearsal
-from bigtrain.cutting.trace import Trace
+from bigtrain.cutting.traces import Trace
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError, nearest
 

@@ -17,7 +17,7 @@ from bigtrain.cutting.points import Spine
 from bigtrain.cutting.rehearsal import Place, Rehearsal
 from bigtrain.cutting.script import stages_using
 from bigtrain.cutting.stage import Stage
-from bigtrain.cutting.trace import Trace
+from bigtrain.cutting.traces import Trace
 from bigtrain.errors import ConfigError
 from bigtrain.tasks import Loss
 
@@ -126,6 +126,13 @@ def cut_at(found: Trace, calls: Sequence[int], rehearsal: Rehearsal) -> Cut:
                 path = path.rpartition(".")[0]
             owners[name] = (starts.get(path, 0),)
     aliases = {n: first[id(t)] for n, t in every.items() if first[id(t)] != n}
+    for name in rehearsal.hooked:
+        if len(owners[name]) > 1:
+            raise ConfigError(
+                f"strategy.cut: {name!r} has a gradient hook, and stages {owners[name]} would each "
+                "call it with a part of the gradient. Name places in strategy.cut.at that keep its "
+                "uses together, or take the hook away."
+            )
     for one, other in rehearsal.shared:
         if owners[one] != owners[other] or len(owners[one]) > 1:
             raise ConfigError(

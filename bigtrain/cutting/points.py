@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bigtrain.cutting.trace import FOREVER, Stretch, Trace, Value
+from bigtrain.cutting.traces import FOREVER, Stretch, Trace, Value
 
 
 @dataclass(frozen=True)

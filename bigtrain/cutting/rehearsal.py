@@ -16,8 +16,8 @@ from bigtrain.cutting.points import crossing_values
 from bigtrain.cutting.script import Script, script_of
 from bigtrain.cutting.state import check_closures, constants
 from bigtrain.cutting.structure import map_tensors, tensors_of
-from bigtrain.cutting.trace import Trace
 from bigtrain.cutting.tracer import trace
+from bigtrain.cutting.traces import Trace
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.fakes import fake_tensor
@@ -59,6 +59,7 @@ class Rehearsal:
         self._loss, self._device, self._numerics = loss, device, numerics
         check_closures(model)
         self.shared = shared_storages(model)
+        self.hooked = [name for name, p in model.named_parameters() if p._backward_hooks]
         self._batch: MicroBatch | None = None
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._mode:

@@ -8,6 +8,7 @@ they all run the same code over the same shapes.
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor
 
 from bigtrain.cutting.points import Rules, Spine, crossing_values, storage_of
-from bigtrain.cutting.structure import map_tensors
-from bigtrain.cutting.trace import FOREVER, Call, Trace
+from bigtrain.cutting.structure import hidden_tensors, map_tensors
+from bigtrain.cutting.traces import FOREVER, Call, Trace
 from bigtrain.errors import ConfigError
 
 Mark = tuple[int, int]
@@ -90,6 +91,20 @@ class Script:
     """Whether the spine's code draws random numbers."""
     used: dict[str, tuple[int, ...]]
     """By parameter or buffer: the stages that use it."""
+
+    def fingerprint(self) -> str:
+        """The same for two scripts that fit each other, on whatever machine they were made."""
+        wires = [
+            [
+                (w.mark, tuple(w.meta.shape), w.meta.dtype, w.meta.requires_grad, w.order)
+                for w in cut
+            ]
+            for cut in self.wires
+        ]
+        said = repr(
+            (self.cuts, wires, self.expected, sorted(self.results), sorted(self.used.items()))
+        )
+        return hashlib.sha256(said.encode()).hexdigest()
 
 
 def script_of(trace: Trace, calls: Sequence[int], trained: Sequence[frozenset[int]]) -> Script:
@@ -197,7 +212,14 @@ def _result(trace: Trace, call: Call, marks: dict[int, Mark], event: int) -> Res
         if trace.values[value].root == "input":
             handed[-1] = (-1, _place(trace, value))
     shapes = tuple(trace.values[value].tensor.shape for value in call.outputs)
-    return Result(map_tensors(call.result, _meta), tuple(handed), shapes)
+    template = map_tensors(call.result, _meta)
+    if any(not tensor.is_meta for tensor in hidden_tensors(template)):
+        raise ConfigError(
+            f"strategy.cut: what {call.name!r} returns holds tensors in objects within objects, "
+            "where they cannot be replaced. Return tuples, mappings or dataclasses of tensors, "
+            "or name places in strategy.cut.at around it."
+        )
+    return Result(template, tuple(handed), shapes)
 
 
 def _place(trace: Trace, value: int) -> int:

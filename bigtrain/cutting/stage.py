@@ -16,10 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
-from bigtrain.cutting.calls import blindly, watching
-from bigtrain.cutting.ghost import Ghost, become, ghost_like
+from bigtrain.cutting.calls import blindly, tensors_given, watching
+from bigtrain.cutting.ghost import Ghost, become, ghost_like, no_more_ghosts, phases
 from bigtrain.cutting.script import Mark, Result, Script
 from bigtrain.cutting.structure import map_tensors, tensors_of
 from bigtrain.data.loader import MicroBatch
@@ -100,6 +99,10 @@ class Stage(nn.Module):
         """Shapes and types of the wires that go out."""
         return tuple(wire.sent for wire in self._of(micro_batch).wires[self.index])
 
+    def fingerprint(self, micro_batch: MicroBatch) -> str:
+        """Tells the scripts of two ranks apart: all ranks must have the same one."""
+        return self._of(micro_batch).fingerprint()
+
     def _of(self, micro_batch: MicroBatch) -> Script:
         return self._script(micro_batch, self.training)
 
@@ -134,7 +137,9 @@ class Stage(nn.Module):
         inputs = _own(micro_batch.inputs, script.copied)
         run = _Run(script, self.index, wires, inputs, self._device)
         try:
-            with watching(run), run.functions, blindly():
+            with phases(), watching(run), run.functions, blindly():
+                if not self.index:
+                    no_more_ghosts()
                 output = self._whole(inputs)
             run.check_output(output)
         except _Done as done:
@@ -283,6 +288,7 @@ class _Run:
         for mark, tensor in self._arrived:
             become(self._objects[mark], tensor)
         self._arrived.clear()
+        no_more_ghosts()
         self._ghostly = False
         if self._drawn is not None:
             _set_random_state(self._drawn, self._device)
@@ -339,7 +345,7 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self._off:
-            leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            leaves = tensors_given(result)
             if leaves:
                 self._run.function(leaves)
         return result

@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from bigtrain.cutting.calls import blindly, unwatch, watch, watching
+from bigtrain.cutting.calls import blindly, tensors_given, unwatch, watch, watching
 from bigtrain.cutting.state import Attribute, Snapshot, constants, draws_nothing, watched
 from bigtrain.cutting.structure import map_tensors, tensors_of
-from bigtrain.cutting.trace import FOREVER, Call, Cost, Stretch, Trace, Value, Write
+from bigtrain.cutting.traces import FOREVER, Call, Cost, Stretch, Trace, Value, Write
 from bigtrain.errors import ConfigError
 
 
@@ -154,6 +154,7 @@ class _Recorder:
         self._reach: list[set[int]] = [set()]
         """For each frame of the stack the values that its code has got."""
         self._own: set[int] = set()
+        self._storages: dict[int, int] = {}
         self._failed = ""
         self._modules = dict(model.named_modules())
         for tensor in tensors_of(inputs):
@@ -174,11 +175,18 @@ class _Recorder:
             index = self._index[id(tensor)] = len(self.values)
             self.values.append(Value(tensor, root, name, self.clock, self.frame, known=known))
             if root:
-                self._own.add(tensor.untyped_storage()._cdata)
+                storage = tensor.untyped_storage()._cdata
+                self._own.add(storage)
+                self._storages[index] = storage
         return index
 
     def found(self, output: Any) -> Trace:
         """All that was seen."""
+        for index, storage in self._storages.items():
+            value = self.values[index]
+            if value.uses and value.tensor.untyped_storage()._cdata != storage:
+                why = f"{value.name!r} gets other data in the forward pass"
+                self.whole.append(Stretch(min(value.uses), max(value.uses), why))
         return Trace(
             self.calls,
             self.values,
@@ -255,7 +263,7 @@ class _Recorder:
 
     def function(self, func: Any, args: Any, result: Any) -> None:
         """A function of torch has returned to the code of the current frame."""
-        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        leaves = tensors_given(result)
         if leaves:
             found = tuple(self.add(leaf) for leaf in leaves)
             self.events.append((self.frame, -1, found))
@@ -398,8 +406,6 @@ def closed(module: nn.Module) -> str:
 
 def enclosed() -> str:
     """Why the frame that makes a call cannot be left and entered there, or ''."""
-    if torch._C._are_functorch_transforms_active():
-        return "it is inside of a function transform (torch.func)"
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not _Recorder.call.__code__:
         code = frame.f_code
