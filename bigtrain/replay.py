@@ -94,7 +94,8 @@ def replay(
     only where no less waits (of any stage, at any point) than at another time. Such moments follow
     each other on one clock, in the order of the step, each complete; what waits beside an action
     is one span for each kind, stage and point. So `peak()` is exactly that of the whole step laid
-    out, also after kinds have been dropped; a sum over time it is not.
+    out, also after kinds have been dropped; a sum over time it is not. Spans of kind `parameters`,
+    what a sharded stage has gathered, are there once however many micro-batches wait for them.
 
     Args:
         actions: what the rank does, as `schedules.order` has it.
@@ -224,18 +225,21 @@ def _laid_out(
         phase: Phase = "backward" if point else "forward"
         if not phases or phases[-1][1] != phase:
             phases.append((clock, phase))
+        gathered: dict[int, int] = {}
         for slot, number in slots.items():
-            if beside[number]:
-                spans += (
-                    Span(nbytes * beside[number], kind, clock, end)
-                    for kind, nbytes in recordings[slot[0]].waiting[slot[1]]
-                )
+            for kind, nbytes in recordings[slot[0]].waiting[slot[1]] if beside[number] else ():
+                if kind == "parameters":  # what is gathered serves all micro-batches
+                    gathered[slot[0].stage] = max(gathered.get(slot[0].stage, 0), nbytes)
+                else:
+                    spans.append(Span(nbytes * beside[number], kind, clock, end))
+        spans += (Span(nbytes, "parameters", clock, end) for nbytes in gathered.values())
         if beside[-1]:
             spans.append(Span(beside[-1], "temporary", clock, end))
         moved = clock - start
         spans += (
             Span(s.nbytes, s.kind, s.birth + moved, s.death + moved)
             for s in recording.actions[point]
+            if s.kind != "parameters" or way.stage not in gathered
         )
         clock = end
     return Timeline(tuple(spans), tuple(phases) or ((0, "forward"),))

@@ -48,16 +48,14 @@ def profile_stage(
         layout: how the model is cut.
         index: the stage.
         model: on any device, the meta device too; it is not changed.
-        micro_batch: one real micro-batch of the size of the plan; only its shapes matter.
-        loss: as in the run.
-        make_optimizer: as in the run.
+        micro_batch: one of the size of the plan; only its shapes matter.
+        loss, make_optimizer: as in the run.
         plan: for the precision, the clipping and the device.
-        split: whether the backward pass goes for the inputs first and then for the weights; the
+        split: whether the backward pass is in two parts, for the inputs and for the weights; the
             timelines then have two phases `backward`.
 
     Returns:
-        As `profiles.make_profile`, of what this stage holds and computes. The tensors that come
-        in and the gradients that come back are in its timelines.
+        As `profiles.make_profile`, with what comes in and the gradients that come back.
     """
     device = torch.device(plan.device_type)
     real = _placed(micro_batch, double=plan.precision == "fp64")
@@ -90,17 +88,16 @@ def profile_stage(
         marks, parts = taking.step()
         timeline = tracker.timeline()
         states = states_of(fake, runner.optimizer)
-        batch_bytes = bytes_of(tree_leaves((batch.inputs, batch.targets)))
-    blocks = [visits.blocks(marks[n], marks[n + 1]) for n in (0, 1)]
+    blocks = zip(*(visits.blocks(marks[n], marks[n + 1]) for n in (0, 1)), strict=True)
     held = (states.parameters, states.gradients, states.buffers, states.optimizer)
     return Profile(
         *held,
-        batch_bytes,
+        bytes_of(tree_leaves((batch.inputs, batch.targets))),
         **slots_of(fake, runner.optimizer),
         first=_split(piece_of(timeline, marks[0], marks[1]), parts[0]),
         next=_split(piece_of(timeline, marks[1], marks[2]), parts[1]),
         step=piece_of(timeline, marks[2], marks[3]),
-        blocks=tuple(zip(*blocks, strict=True)),
+        blocks=tuple(blocks),
         rest=visits.rest(*marks[:2]),
         wires=replace(_wires(script, index), outgoing=taking.only_sent),
     )

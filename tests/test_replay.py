@@ -19,7 +19,7 @@ def passes(dice, parts, *, gradients):
     spans = []
     for _ in range(12):
         birth = dice.randint(ticks[0], end)
-        kind = dice.choice([kind for kind in KINDS if kind != "gradients"])
+        kind = dice.choice([kind for kind in KINDS if kind not in ("gradients", "parameters")])
         spans.append(Span(dice.randint(1, 10**6), kind, birth, dice.randint(birth + 1, end + 1)))
     if gradients:
         for _ in range(3):
