@@ -208,10 +208,10 @@ class Block(nn.Module):
 class Rotary(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("speed", 1.0 / 10 ** torch.arange(4.0).double(), persistent=False)
+        self.register_buffer("speed", 1.0 / 10 ** torch.arange(4.0), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        angle = torch.outer(positions.double(), self.speed)
+        angle = torch.outer(positions.to(self.speed), self.speed)
         return angle.cos(), angle.sin()
 
 
@@ -348,6 +348,19 @@ class Branching(nn.Module):
         return {"out": self.only_eval(x) + self.head(x)}
 
 
+class Mapped(nn.Module):
+    """A function mapped over the batch, around calls and between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = linear(), linear(), linear(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        x = x * torch.vmap(torch.dot)(x, x)[:, None]
+        return self.c(torch.vmap(lambda row: self.b(row.sin()) * row)(x).tanh())
+
+
 @dataclass(frozen=True)
 class Case:
     """A module, and inputs of one or more shapes."""
@@ -379,6 +392,7 @@ CASES = {
     "branching": Case(Branching, rows, (lambda: rows(1),)),
     "detached": Case(Detached, rows),
     "frozen": Case(Frozen, rows),
+    "mapped": Case(Mapped, rows),
     "special": Case(Special, rows),
     "checkpoint": Case(lambda: Checkpointed(reentrant=False), rows),
     "checkpoint reentrant": Case(lambda: Checkpointed(reentrant=True), rows),

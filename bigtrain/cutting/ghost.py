@@ -7,7 +7,10 @@ values that have come from the stage before into the very objects that the user'
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +18,31 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
+from bigtrain.errors import ConfigError
+
 _META = torch.device("meta")
+
+
+class _Phase(threading.local):
+    real = False
+
+
+_phase = _Phase()
+
+
+@contextmanager
+def phases() -> Iterator[None]:
+    """A forward pass in which ghosts may be computed with until `no_more_ghosts`."""
+    before, _phase.real = _phase.real, False
+    try:
+        yield
+    finally:
+        _phase.real = before
+
+
+def no_more_ghosts() -> None:
+    """From here on in this forward pass all tensors are there: whoever takes a ghost is told."""
+    _phase.real = True
 
 
 class Ghost(Tensor):
@@ -84,6 +111,12 @@ class Ghost(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if _phase.real:
+            raise ConfigError(
+                f"strategy.cut: {func} is given a tensor of another stage that was not sent: it is "
+                "passed on otherwise than by arguments and results. Name other places in "
+                "strategy.cut.at, or use a strategy without a cut."
+            )
         kwargs = kwargs or {}
         ghosts: dict[int, Tensor] = {}
         device: torch.device | None = None

@@ -41,6 +41,29 @@ def tensors_of(value: Any) -> list[Tensor]:
     return found
 
 
+def hidden_tensors(value: Any) -> list[Tensor]:
+    """The tensors in a structure, and all that its objects hold, at any depth."""
+    found: list[Tensor] = []
+    seen: set[int] = set()
+    ahead = [value]
+    while ahead:
+        item = ahead.pop()
+        if id(item) in seen or isinstance(item, (nn.Module, type)):
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            found.append(item)
+            continue
+        if isinstance(item, Mapping):
+            ahead += item.values()
+        elif isinstance(item, (tuple, list, set, frozenset)):
+            ahead += item
+        fields = getattr(item, "__dict__", None)
+        if isinstance(fields, dict) and not callable(item):
+            ahead += fields.values()
+    return found
+
+
 def _refilled(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """A mapping of the same class with other values, set one by one as the class wants it."""
     if type(mapping) is dict:
