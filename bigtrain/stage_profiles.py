@@ -49,10 +49,10 @@ def profile_stage(
         index: the stage.
         model: on any device, the meta device too; it is not changed.
         micro_batch: one of the size of the plan; only its shapes matter.
-        loss, make_optimizer: as in the run.
+        loss: as in the run.
+        make_optimizer: as in the run.
         plan: for the precision, the clipping and the device.
-        split: whether the backward pass is in two parts, for the inputs and for the weights; the
-            timelines then have two phases `backward`.
+        split: whether the backward pass is two phases, for the inputs and for the weights.
 
     Returns:
         As `profiles.make_profile`, with what comes in and the gradients that come back.
