@@ -68,7 +68,6 @@ class Result:
     template: Any
     marks: tuple[Mark | None, ...]
     """For each tensor: None, it is new; or the mark of the object that is handed on."""
-    shapes: tuple[torch.Size, ...]
 
 
 @dataclass(frozen=True)
@@ -211,7 +210,6 @@ def _result(trace: Trace, call: Call, marks: dict[int, Mark], event: int) -> Res
         handed.append(mark if mark != (event, place) else None)
         if trace.values[value].root == "input":
             handed[-1] = (-1, _place(trace, value))
-    shapes = tuple(trace.values[value].tensor.shape for value in call.outputs)
     template = map_tensors(call.result, _meta)
     if any(not tensor.is_meta for tensor in hidden_tensors(template)):
         raise ConfigError(
@@ -219,7 +217,7 @@ def _result(trace: Trace, call: Call, marks: dict[int, Mark], event: int) -> Res
             "where they cannot be replaced. Return tuples, mappings or dataclasses of tensors, "
             "or name places in strategy.cut.at around it."
         )
-    return Result(template, tuple(handed), shapes)
+    return Result(template, tuple(handed))
 
 
 def _place(trace: Trace, value: int) -> int:

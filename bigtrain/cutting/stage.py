@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from bigtrain.cutting.calls import blindly, tensors_given, watching
 from bigtrain.cutting.ghost import Ghost, become, ghost_like, no_more_ghosts, phases
 from bigtrain.cutting.script import Mark, Result, Script
-from bigtrain.cutting.structure import map_tensors, tensors_of
+from bigtrain.cutting.structure import map_tensors, tensors_like, tensors_of
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.recompute import recomputed
@@ -224,12 +224,14 @@ class _Run:
             return self._skip(event, result)
         with watching(None), self.functions.paused(), blindly(on=False):
             output = run(*args, **kwargs)
-        leaves = tensors_of(output)
-        if [leaf.shape for leaf in leaves] != list(result.shapes):
+        try:
+            # torch's own fast paths return an empty tensor for a None, which nobody takes.
+            leaves = tensors_like(result.template, output)
+        except ValueError as error:
             raise ConfigError(
-                f"strategy.cut: {name!r} returned {[tuple(leaf.shape) for leaf in leaves]}, and "
-                f"in its rehearsal {[tuple(shape) for shape in result.shapes]}. {_SAME_WAY}"
-            )
+                f"strategy.cut: {name!r} returned {_shown(output)}, and in its rehearsal "
+                f"{_shown(result.template)}. {_SAME_WAY}"
+            ) from error
         self._note(event, leaves)
         return output
 
@@ -315,6 +317,10 @@ class _Run:
         for place, leaf in enumerate(leaves):
             if (event, place) in self._script.kept:
                 self._objects[(event, place)] = leaf
+
+
+def _shown(structure: Any) -> str:
+    return str(map_tensors(structure, lambda tensor: f"a tensor {tuple(tensor.shape)}"))
 
 
 _SAME_WAY = (

@@ -41,6 +41,36 @@ def tensors_of(value: Any) -> list[Tensor]:
     return found
 
 
+def tensors_like(template: Any, value: Any) -> list[Tensor]:
+    """The tensors that a structure has where a template has some, in the template's order.
+
+    Raises:
+        ValueError: it is of another structure.
+    """
+    if isinstance(template, Tensor):
+        if not isinstance(value, Tensor) or value.shape != template.shape:
+            raise ValueError("another tensor, or none")
+        return [value]
+    if template is None or isinstance(template, (str, bytes, int, float, type, nn.Module)):
+        return []
+    if type(template) is not type(value):
+        raise ValueError("another type")
+    if isinstance(template, (tuple, list)):
+        pairs = list(zip(template, value, strict=True))
+    elif isinstance(template, Mapping):
+        if not template.keys() <= value.keys():
+            raise ValueError("other keys")
+        pairs = [(item, value[key]) for key, item in template.items()]
+    else:
+        fields = {} if callable(template) else getattr(template, "__dict__", {})
+        pairs = [
+            (item, getattr(value, name, None))
+            for name, item in fields.items()
+            if isinstance(item, (Tensor, tuple, list, Mapping))
+        ]
+    return [leaf for one, other in pairs for leaf in tensors_like(one, other)]
+
+
 def hidden_tensors(value: Any) -> list[Tensor]:
     """The tensors in a structure, and all that its objects hold, at any depth."""
     found: list[Tensor] = []

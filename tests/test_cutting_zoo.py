@@ -1,0 +1,187 @@
+"""Every classification and segmentation model of torchvision, cut into 2 and into 4 stages.
+
+Up to `NUMBERS` parameters a model is run in float32 on small images: the loss, every gradient and
+every buffer in training, and the output in evaluation, against the whole model. A larger model
+takes seconds for each of these, so its stages run on fake tensors, forward and backward: shapes
+and types of all that comes out, and which parameters get a gradient, against the whole model.
+Their classes are those of smaller models whose numbers are compared.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torchvision import models
+from torchvision.models.regnet import BlockParams
+
+from bigtrain.cutting.cut import Cut, copy_tree, cut_at
+from bigtrain.cutting.points import legal_points
+from bigtrain.cutting.rehearsal import Numerics, Rehearsal
+from bigtrain.cutting.stage import Stage
+from bigtrain.cutting.structure import tensors_of
+from bigtrain.data.loader import MicroBatch
+from bigtrain.fakes import fake_model, fake_tensor
+from bigtrain.tasks import CrossEntropy
+
+CPU = torch.device("cpu")
+NUMBERS = 30_000_000
+NEAR = 1e-5
+SEGMENTATION = models.list_models(module=models.segmentation)
+NAMES = [*models.list_models(module=models), *SEGMENTATION]
+NOT_CUT: dict[str, str] = {}
+"""Models that cannot be cut, and why."""
+SIZES = {"vit": 224, "maxvit": 224, "inception": 299, "googlenet": 32, "alexnet": 63}
+worked: dict[str, str] = {}
+
+
+def on_the_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """RegNet computes its widths with tensors, and reads them."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with torch.device("cpu"):
+            return function(*args, **kwargs)
+
+    return called
+
+
+def described(name: str) -> nn.Module:
+    options = {"weights_backbone": None} if name in SEGMENTATION else {}
+    with torch.device("meta"), warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockParams, "from_init_params", on_the_cpu(BlockParams.from_init_params))
+        warnings.simplefilter("ignore", FutureWarning)
+        if name in ("googlenet", "inception_v3"):
+            options["init_weights"] = False
+        return models.get_model(name, weights=None, **options)
+
+
+def filled(model: nn.Module) -> nn.Module:
+    """With values that keep numbers in range, made faster than the model's own."""
+    model = model.to_empty(device=CPU)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            width = parameter[0].numel() if parameter.dim() > 1 else 1
+            bound = (3 / width) ** 0.5 if width > 1 else 1.0
+            parameter.uniform_(-bound if width > 1 else 0.5, bound)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                buffer.fill_(1 if name == "running_var" else 0)
+    return model
+
+
+def example(name: str) -> MicroBatch:
+    size = next((size for start, size in SIZES.items() if name.startswith(start)), 32)
+    images = torch.randn(2, 3, size, size)
+    if name in SEGMENTATION:
+        return MicroBatch(images, torch.randint(0, 5, (2, size, size)), 2 * size * size, 2)
+    return MicroBatch(images, torch.randint(0, 5, (2,)), 2, 2)
+
+
+def balanced(rehearsal: Rehearsal, micro_batch: MicroBatch, stages: int) -> Cut:
+    """Cuts where as much is computed and moved before as after."""
+    found, _ = rehearsal.trace(micro_batch, training=True)
+    evaluated, _ = rehearsal.trace(micro_batch, training=False)
+    there = {(point.name, point.number) for point in legal_points(evaluated)[0]}
+    points = [p for p in legal_points(found)[0] if (p.name, p.number) in there]
+    work = [(cost.tick, cost.flops + cost.nbytes) for cost in found.costs]
+    total = sum(amount for _, amount in work)
+    before = {p.call: sum(amount for tick, amount in work if tick < p.tick) for p in points}
+    chosen: set[int] = set()
+    for stage in range(1, stages):
+        left = [call for call in before if call not in chosen]
+        chosen.add(min(left, key=lambda call: abs(before[call] - total * stage / stages)))
+    return cut_at(found, sorted(chosen), rehearsal)
+
+
+def chain(stages: list[Stage], micro_batch: MicroBatch, *, training: bool) -> Any:
+    """Stage after stage; the loss in training, else the output."""
+    wires: Any = ()
+    for stage in stages:
+        expected = stage.train(training).incoming(micro_batch)
+        assert [(w.shape, w.dtype) for w in wires] == [(e.shape, e.dtype) for e in expected]
+        wires = stage(*wires, micro_batch=micro_batch, scale=1.0 if training else None)
+    return wires
+
+
+def stages_of(cut: Cut, model: nn.Module, loss: Any) -> list[Stage]:
+    found = []
+    for index in range(cut.stages):
+        tree = copy_tree(model)
+        cut.strip(tree, [index], CPU)
+        found.append(cut.stage(tree, index, loss, CPU))
+    return found
+
+
+def run(model: nn.Module, micro_batch: MicroBatch, loss: Any, cut: Cut | None) -> dict[str, Tensor]:
+    """All that comes out of a step of training, and of an evaluation."""
+    stages = [] if cut is None else stages_of(cut, model, loss)
+    torch.manual_seed(0)
+    if cut is None:
+        total = loss(model.train()(micro_batch.inputs), micro_batch.targets, micro_batch.count)
+    else:
+        total = chain(stages, micro_batch, training=True)
+    total.backward()
+    found = {"loss": total.detach()}
+    found |= {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    found |= {f"{n} after": b.clone() for n, b in model.named_buffers()}
+    with torch.no_grad():
+        if cut is None:
+            output = model.eval()(micro_batch.inputs)
+        else:
+            output = chain(stages, micro_batch, training=False)
+    return found | {f"output {i}": t for i, t in enumerate(tensors_of(output))}
+
+
+def fresh(model: nn.Module, *, numbers: bool) -> nn.Module:
+    return copy.deepcopy(model) if numbers else fake_model(model, CPU, double=False)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NOT_CUT])
+@pytest.mark.filterwarnings("ignore:The given NumPy array:UserWarning")
+def test_a_cut_model_is_the_whole_model(name: str) -> None:
+    torch.manual_seed(0)
+    micro_batch = example(name)
+    loss = CrossEntropy(255, 1, 0.0) if name in SEGMENTATION else CrossEntropy()
+    model = described(name)
+    rehearsal = Rehearsal(model, loss, CPU, Numerics())
+    cuts = [balanced(rehearsal, micro_batch, stages) for stages in (2, 4)]
+    names = {name for name, _ in model.named_parameters()}
+    for cut in cuts:
+        assert names <= set().union(*(cut.names_of([stage]) for stage in range(cut.stages)))
+    numbers = sum(parameter.numel() for parameter in model.parameters()) <= NUMBERS
+    mode: Any = nullcontext() if numbers else FakeTensorMode()
+    if numbers:
+        model = filled(model)
+    with mode:
+        if not numbers:
+            micro_batch = MicroBatch(
+                fake_tensor(micro_batch.inputs, CPU), fake_tensor(micro_batch.targets, CPU), 2, 2
+            )
+        copies = [fresh(model, numbers=numbers) for _ in (None, *cuts)]
+        whole = run(copies[0], micro_batch, loss, None)
+        for cut, model in zip(cuts, copies[1:], strict=True):
+            parts = run(model, micro_batch, loss, cut)
+            assert whole.keys() == parts.keys()
+            for key, tensor in whole.items():
+                other = parts[key]
+                assert (tensor.shape, tensor.dtype) == (other.shape, other.dtype), key
+                if numbers and tensor.numel():
+                    scale = max(1.0, float(tensor.abs().max()))
+                    assert float((tensor - other).abs().max()) <= NEAR * scale, key
+    worked[name] = "numbers" if numbers else "shapes"
+
+
+def test_they_all_work() -> None:
+    if len(worked) + len(NOT_CUT) < len(NAMES):
+        pytest.skip("the models were not all run")
+    kinds = list(worked.values())
+    print(f"{kinds.count('numbers')} in numbers, {kinds.count('shapes')} in shapes, {NOT_CUT}")
+    assert len(worked) == len(NAMES) == 86
