@@ -8,12 +8,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from bigtrain.blueprint import Blueprint
 from bigtrain.build import device_type_of, make_plan
 from bigtrain.config import Job
+from bigtrain.data import MicroBatch
 from bigtrain.distributed import RunContext, connect
-from bigtrain.engine import Engine
+from bigtrain.engine import Engine, as_loss
 from bigtrain.environment import Placement, detect
 from bigtrain.loading import job_of
 from bigtrain.strategy import Plan
@@ -48,6 +50,7 @@ def prepare(
     *,
     strategy: str = "ddp",
     task: Task | None = None,
+    example: tuple[Any, Any] | None = None,
     **keys: Any,
 ) -> Engine:
     """Put a model under a strategy, on the ranks that a launcher started.
@@ -59,6 +62,8 @@ def prepare(
         optimizer: makes the optimizer from parameters: a class, or a functools.partial of one.
         strategy: a preset's name, or the path of a YAML file.
         task: measures validation; left out, the loss alone is.
+        example: (inputs, targets) of one micro-batch. A strategy that cuts the model needs it;
+            with it the memory is predicted before anything is built.
         keys: any key of a job, with two underscores for the dot: `train__micro_batch_size=8`,
             `train__precision="bf16"`, `optim__clip_norm=1.0`, `device="cpu"`.
 
@@ -74,9 +79,16 @@ def prepare(
     connection = connect_job(job, plan, placement)
     context = connection.__enter__()
     try:
-        engine = Engine(model, loss, optimizer, job, context, task=task)
+        first = None if example is None else _micro_batch(example, as_loss(loss))
+        engine = Engine(model, loss, optimizer, job, context, task=task, example=first)
     except BaseException as error:
         connection.__exit__(type(error), error, error.__traceback__)
         raise
     engine.own(connection)
     return engine
+
+
+def _micro_batch(example: tuple[Any, Any], loss: Loss) -> MicroBatch:
+    inputs, targets = example
+    rows = next((len(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)), 0)
+    return MicroBatch(inputs, targets, loss.count(targets), rows)

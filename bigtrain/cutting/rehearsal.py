@@ -109,9 +109,10 @@ class Rehearsal:
         if key not in self._scripts:
             found, batch = self.trace(micro_batch, training=training)
             calls = [_call_at(found, place, micro_batch) for place in places]
-            trained = (
-                self._trained(found, batch, calls) if training else (frozenset(),) * len(calls)
-            )
+            with torch.enable_grad():  # also where it is asked for under `no_grad`
+                trained = (
+                    self._trained(found, batch, calls) if training else (frozenset(),) * len(calls)
+                )
             self._scripts[key] = script_of(found, calls, trained)
         return self._scripts[key]
 

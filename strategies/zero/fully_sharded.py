@@ -43,7 +43,6 @@ class FullySharded(ZeroEngine):
     needs_group = True
     bf16_parameters = True
     moves_parameters = True
-    moves_parameters = True
 
     def check(self, options: ZeroOptions, plan: Plan) -> None:
         """Refuse a hybrid mesh that does not divide."""
