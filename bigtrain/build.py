@@ -59,7 +59,10 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
     given_up = "replicate" if joins else None  # the cut's engine is that one's, too
     owners = [t.name for role, t in techniques.items() if t.owns_step and role != given_up]
     if len(owners) > 1:
-        raise ConfigError(f"{' and '.join(owners)} both own the training step. Keep one of them.")
+        fix = "Keep one of them."
+        if "cut" in techniques and techniques["replicate"].owns_step:
+            fix = "Use strategy.replicate.engine=torch, or no strategy.cut."
+        raise ConfigError(f"{' and '.join(owners)} both own the training step. {fix}")
     if job.train.sync_batchnorm and device_type != "cuda":
         raise ConfigError(
             "train.sync_batchnorm=true needs CUDA (torch's SyncBatchNorm has no CPU kernel). "

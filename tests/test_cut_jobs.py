@@ -1,0 +1,162 @@
+"""Jobs with a cut model: what is refused before the ranks connect, BatchNorm, the door."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from nets import TinyConv, TinyLM, tokens
+from parity import sgd
+from ranks import run_ranks
+
+from bigtrain.build import lay_out, make_plan
+from bigtrain.data import MicroBatch
+from bigtrain.data.source import TensorSamples
+from bigtrain.deferred import DeferredStatistics
+from bigtrain.distributed import RunContext
+from bigtrain.engine import Engine
+from bigtrain.errors import ConfigError
+from bigtrain.loading import job_of
+from bigtrain.tasks import ClassificationTask, CrossEntropy, LanguageTask
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words", "ranks", "message"),
+    [
+        ("1f1b", {}, 1, r"1f1b needs at least 2 ranks on the pp axis.*Start more ranks"),
+        ("1f1b", {"mesh.pp": 3}, 4, r"mesh\.pp=3 .*does not divide the 4 ranks"),
+        (
+            "1f1b",
+            {"mesh.pp": 2, "mesh.dp": 3},
+            4,
+            r"mesh\.pp=2 \* mesh\.dp=3 .* = 6, and there",
+        ),
+        ("1f1b", {"train.accumulation_steps": 1}, 2, r"at least 2 micro-batches.*there are 1"),
+        ("dualpipev", {"train.accumulation_steps": 3}, 2, r"at least 4 micro-batches.*there are 3"),
+        ("gpipe", {"strategy.cut.stages_per_rank": 2}, 2, r"schedule=gpipe has 1 stage on each"),
+        ("1f1b", {"strategy.cut.at": ["a", "b"]}, 2, r"strategy\.cut\.at names 2 places.*1 cut"),
+        ("1f1b", {"strategy.cut.schedule": "2f2b"}, 2, r"strategy\.cut\.schedule: .*'gpipe'"),
+        (
+            "1f1b",
+            {"strategy.replicate.name": "zero", "strategy.replicate.stage": 2},
+            2,
+            "engine=torch",
+        ),
+        ("pipeline_deepspeed", {"strategy.cut.schedule": "gpipe"}, 2, r"engine=torch|1f1b"),
+        ("layer_split", {}, 1, r"layer_split needs at least 2 ranks.*strategy\.cut\.devices=2"),
+        ("single", {"mesh.pp": 2}, 2, r"strategy\.cut names no technique that does"),
+    ],
+)
+def test_a_mesh_or_schedule_that_cannot_be(
+    strategy: str, words: dict[str, Any], ranks: int, message: str
+) -> None:
+    job = job_of(strategy, {"train.global_batch_size": 12, **words})
+    with pytest.raises(ConfigError, match=message):
+        make_plan(job, ranks, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "message"),
+    [
+        ({}, 16, r"16 stages, and the model can be cut at \d+ places.*Use mesh\.pp="),
+        ({"strategy.cut.at": ["upp"]}, 2, r"the model calls no module 'upp', did you mean 'up'\?"),
+        ({"strategy.cut.memory": 100}, 2, r"no cut into 2 stages fits the memory"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_so(words: dict[str, Any], ranks: int, message: str) -> None:
+    job = job_of("1f1b", {"train.global_batch_size": 32, **words})
+    plan = make_plan(job, ranks, "cpu")
+    with pytest.raises(ConfigError, match=message):
+        lay_out(plan, TinyLM(), language_example(), CrossEntropy(), sgd)
+
+
+def language_example() -> MicroBatch:
+    samples = tokens(2, ignored=False)
+    return MicroBatch(samples.inputs, samples.targets, 12, 2)
+
+
+class LooksAtValues(TinyLM):
+    """What it does depends on a value."""
+
+    def forward(self, tokens: Any) -> Any:
+        x = self.norm(self.embedding(tokens))
+        return self.head(self.down(self.up(x)) if float(x.sum()) > 0 else x)
+
+
+def test_a_module_that_looks_at_values_is_refused_with_its_name() -> None:
+    plan = make_plan(job_of("1f1b", {"train.global_batch_size": 32}), 2, "cpu")
+    with pytest.raises(ConfigError, match="value of a tensor decides what it does"):
+        lay_out(plan, LooksAtValues(), language_example(), CrossEntropy(), sgd)
+
+
+def images() -> TensorSamples:
+    generator = torch.Generator().manual_seed(3)
+    return TensorSamples(torch.randn(8, 1, 8, 8, generator=generator), torch.arange(8) % 3)
+
+
+def statistics(context: RunContext, strategy: str, keys: dict[str, Any]) -> dict[str, Any]:
+    """One step on eight images; the running statistics after it, and the validation."""
+    job = job_of(strategy, {"train.global_batch_size": 8, **keys})
+    loss = CrossEntropy()
+    samples = images()
+    rows = make_plan(job, context.world_size, "cpu").batch.micro_size
+    example = MicroBatch(samples.inputs[:rows], samples.targets[:rows], rows, rows)
+    task = ClassificationTask(num_classes=3)
+    with Engine(TinyConv, loss, sgd, job, context, example=example, task=task) as engine:
+        engine.step((samples.inputs, samples.targets))
+        whole = MicroBatch(samples.inputs, samples.targets, 8, 8)
+        found: dict[str, Any] = {"validation": engine.evaluate([whole])}
+        for name, source in engine.runner.state().items():
+            value = source.read()
+            if "running" in name or "tracked" in name:
+                found[name] = value.clone()
+        return found
+
+
+def test_deferred_statistics_are_those_of_the_whole_batch() -> None:
+    keys = {"train.micro_batch_size": 2, "strategy.cut.batch_norm": "deferred"}
+    whole = run_ranks(statistics, 1, "single", {})[0]
+    for found in run_ranks(statistics, 2, "gpipe", keys, pp=2):
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            key = f"model.norm.{name}"
+            assert torch.allclose(found[key].double(), whole[key].double(), atol=1e-6), key
+
+
+def test_statistics_of_micro_batches_are_those_of_one_process() -> None:
+    keys = {"train.micro_batch_size": 2}
+    alone = run_ranks(statistics, 1, "single", keys)[0]
+    for checkpoint in ("never", "always"):
+        more = {**keys, "strategy.cut.checkpoint": checkpoint}
+        for found in run_ranks(statistics, 2, "gpipe", more, pp=2):
+            assert found["model.norm.num_batches_tracked"] == 4
+            for name in ("running_mean", "running_var"):
+                key = f"model.norm.{name}"
+                assert torch.allclose(found[key], alone[key], atol=1e-6), (checkpoint, key)
+            assert found["validation"] == pytest.approx(alone["validation"], abs=1e-5)
+
+
+def test_a_norm_without_momentum_takes_the_mean_of_all_batches() -> None:
+    plain, deferred = (torch.nn.BatchNorm1d(4, momentum=None) for _ in range(2))
+    statistics_ = DeferredStatistics([deferred])
+    for seed in range(3):
+        batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+        plain(batch)
+        deferred(batch)
+        assert deferred.num_batches_tracked == seed
+        statistics_.commit()
+    statistics_.commit()  # nothing was seen since
+    assert torch.allclose(plain.running_mean, deferred.running_mean, atol=1e-6)
+    assert torch.allclose(plain.running_var, deferred.running_var, atol=1e-6)
+
+
+def without_example(context: RunContext) -> str:
+    job = job_of("1f1b", {"train.global_batch_size": 8})
+    with pytest.raises(ConfigError) as refusal:
+        Engine(TinyLM, CrossEntropy(), sgd, job, context, task=LanguageTask(13))
+    return str(refusal.value)
+
+
+def test_a_cut_needs_an_example() -> None:
+    for said in run_ranks(without_example, 2, pp=2):
+        assert "Give prepare(..., example=(inputs, targets))" in said
