@@ -57,6 +57,10 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
         )
     joins = isinstance(cut, CutStrategy) and cut.joins(techniques["replicate"])
     given_up = "replicate" if joins else None  # the cut's engine is that one's, too
+    if tp > 1:
+        raise ConfigError(
+            f"mesh.tp={tp}: no technique here slices tensors over ranks. Use mesh.tp=1."
+        )
     owners = [t.name for role, t in techniques.items() if t.owns_step and role != given_up]
     if len(owners) > 1:
         fix = "Keep one of them."

@@ -200,7 +200,7 @@ class PipelineRunner(StepRunner):
     def _build(self, part: Sequence[MicroBatch]) -> Any:
         """Make torch's schedule for micro-batches of this shape. Collective at its first step."""
         context = self.context
-        shapes = self._shapes(self.place(part[0]))
+        shapes = self._agreed(self.place(part[0]))
         stages = [
             LiveStage(
                 Call(stage, self._compute),
@@ -219,6 +219,24 @@ class PipelineRunner(StepRunner):
         given = stages if self._schedule in TORCH else stages[0]
         return make(given, len(part), loss_fn=lambda output, _target: output, scale_grads=False)
 
+    def _agreed(self, placed: MicroBatch) -> dict[int, Shapes]:
+        """The shapes, where all ranks of the pipeline go through the model alike. Collective.
+
+        Raises:
+            ConfigError: their models or versions differ.
+        """
+        found = self._shapes(placed)
+        tell = getattr(next(iter(self._stages.values())), "fingerprint", None)
+        if tell is not None:
+            with self.autocast():
+                mine = int(tell(placed)[:12], 16)  # no more bits than a float64 holds
+            if len(set(self.context.all_gather_numbers(mine, "pp"))) > 1:
+                raise ConfigError(
+                    "strategy.cut: the ranks of the pipeline do not go through the model alike. "
+                    "Let them all run the same code, model.args and versions."
+                )
+        return found
+
     def _shapes(self, placed: MicroBatch) -> dict[int, Shapes]:
         with self.autocast():
             return {
@@ -232,7 +250,7 @@ class PipelineRunner(StepRunner):
     def _relayed(
         self, signature: Signature, micro_batch: MicroBatch, scale: float, *, final: bool
     ) -> list[Tensor]:
-        shapes = self._kept((signature, 0), lambda: self._shapes(self.place(micro_batch)))
+        shapes = self._kept((signature, 0), lambda: self._agreed(self.place(micro_batch)))
         kept: dict[int, tuple[Sequence[Tensor], Sequence[GradientEdge | None]]] = {}
         loss = through(
             self._relay,

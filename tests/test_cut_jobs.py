@@ -32,6 +32,7 @@ from bigtrain.tasks import ClassificationTask, CrossEntropy, LanguageTask
             4,
             r"mesh\.pp=2 \* mesh\.dp=3 .* = 6, and there",
         ),
+        ("1f1b", {"mesh.pp": 2, "mesh.tp": 2}, 4, r"mesh\.tp=2: no technique.*Use mesh\.tp=1"),
         ("1f1b", {"train.accumulation_steps": 1}, 2, r"at least 2 micro-batches.*there are 1"),
         ("dualpipev", {"train.accumulation_steps": 3}, 2, r"at least 4 micro-batches.*there are 3"),
         ("gpipe", {"strategy.cut.stages_per_rank": 2}, 2, r"schedule=gpipe has 1 stage on each"),
