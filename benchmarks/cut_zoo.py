@@ -304,6 +304,12 @@ def show(row: dict[str, Any]) -> None:
     )
 
 
+def save(rows: list[dict[str, Any]]) -> None:
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    versions |= {"transformers": transformers.__version__, "timm": timm.__version__}
+    RESULTS.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -314,12 +320,9 @@ def main() -> None:
             if not words or any(word in name for word in words):
                 rows.append(check(make, name))
                 show(rows[-1])
-    works = sum(row["works"] for row in rows)
-    print(f"{works} of {len(rows)} work")
-    if not words:
-        versions = {"torch": torch.__version__, "python": platform.python_version()}
-        versions |= {"transformers": transformers.__version__, "timm": timm.__version__}
-        RESULTS.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+                if not words:
+                    save(rows)
+    print(f"{sum(row['works'] for row in rows)} of {len(rows)} work")
 
 
 if __name__ == "__main__":
