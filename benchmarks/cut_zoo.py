@@ -8,7 +8,7 @@ Neither library is needed by bigtrain. Install them beside it, in an environment
 transformers' models are built from tiny configurations, timm's as they are, without weights;
 nothing is downloaded. Each is run once in training and once in evaluation: the loss, every
 gradient, every buffer and the output are compared, in float64. Words on the command line choose
-models by a part of their name. The table goes to the screen and, of all models, to
+models by a part of their name. The table goes to the screen, its rows to
 benchmarks/results/cut_zoo.json.
 """
 
@@ -304,7 +304,13 @@ def show(row: dict[str, Any]) -> None:
     )
 
 
-def save(rows: list[dict[str, Any]]) -> None:
+def save(row: dict[str, Any]) -> None:
+    """Put one row into the file, in the place of an older one of the same model."""
+    found = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    mine = (row["library"], row["name"])
+    rows = [r for r in found if (r["library"], r["name"]) != mine] + [row]
+    order = [*MODELS, *TIMM]
+    rows.sort(key=lambda r: (r["library"] == "timm", order.index(r["name"])))
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     versions |= {"transformers": transformers.__version__, "timm": timm.__version__}
     RESULTS.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
@@ -320,8 +326,7 @@ def main() -> None:
             if not words or any(word in name for word in words):
                 rows.append(check(make, name))
                 show(rows[-1])
-                if not words:
-                    save(rows)
+                save(rows[-1])
     print(f"{sum(row['works'] for row in rows)} of {len(rows)} work")
 
 

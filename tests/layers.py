@@ -14,8 +14,8 @@ memory:     cuts forecast memory precision replay room schedules shards timeline
 learning:   blocks blueprint fakes
             cutting cutting.balance cutting.calls cutting.choose cutting.compare cutting.cut
             cutting.ghost cutting.intervals cutting.points cutting.rehearsal
-            cutting.script cutting.stage cutting.state cutting.structure cutting.traces cutting.tracer
-            deferred recompute recorder recording tasks visits
+            cutting.script cutting.stage cutting.state cutting.structure cutting.traces
+            cutting.tracer deferred recompute recorder recording tasks visits
             data data.catalog data.digits data.folders data.images data.loader data.sampler
             data.seeding data.source data.synthetic data.text data.voc
             models models.gpt models.imported models.lenet models.torchvision_models

@@ -20,7 +20,14 @@ from bigtrain.loading import job_of, preset_names
 
 ON_DEVICES = ("layer_split_devices", "gpipe_fairscale")
 """Several devices of one process."""
-ON_FOUR = ("hybrid", "1f1b_ddp", "1f1b_zero1", "1f1b_zero2", "1f1b_fsdp", "pipeline_deepspeed_zero1")
+ON_FOUR = (
+    "hybrid",
+    "1f1b_ddp",
+    "1f1b_zero1",
+    "1f1b_zero2",
+    "1f1b_fsdp",
+    "pipeline_deepspeed_zero1",
+)
 FP64 = {"train.precision": "fp64", "optim.clip_norm": 0.5}
 
 
