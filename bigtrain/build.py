@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from bigtrain.blueprint import Blueprint
+from bigtrain.chunked_loss import attach
 from bigtrain.config import Batch, Job, Role, RoleConfig, TrainConfig, resolve_batch
 from bigtrain.data.loader import MicroBatch
 from bigtrain.distributed import RunContext, resolve_mesh
@@ -156,6 +157,7 @@ def build(
     meter.phase("build")
     with meter.window():
         model = blueprint.model
+        attach(loss, model)  # while names are the user's own
         materialize = Materializer(blueprint, context, plan.precision)
         if layout is not None:
             # Before any value is made: a rank pays for its own stages only. A model that could

@@ -53,6 +53,12 @@ class ModelConfig(Section):
     """Arguments of its constructor; what the data decides (number of classes) may be left out."""
     loss: str | None = None
     """`package.module:function`, a mean loss of (output, target); left out, the task's own."""
+    chunked_loss: bool | None = None
+    """Cross entropy in chunks, without the whole logits; left out, for the built-in gpt models."""
+    chunk_size: Bytes | None = Field(None, gt=0)
+    """Bytes of the logits in one chunk; left out, 32 MiB."""
+    head: str | None = None
+    """The linear layer that makes the logits, by its name; left out, it is found."""
 
 
 class DataConfig(Section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +24,7 @@ from bigtrain.data import (
 from bigtrain.distributed import RunContext
 from bigtrain.engine import as_loss
 from bigtrain.errors import ConfigError
+from bigtrain.heads import check_chunks, loss_for
 from bigtrain.imports import load_object
 from bigtrain.layout import Layout
 from bigtrain.models import check_model, make_model, model_defaults, sequence_length, task_of
@@ -113,6 +114,7 @@ def check_job(job: Job) -> None:
         ConfigError: with the key and the fix.
     """
     check_model(job.model.name, job.model.args)
+    check_chunks(job.model)
     check_data(job.data.name, job.data.path, job.data.args)
     if job.checkpoint.resume not in (None, "auto"):
         find_checkpoint(str(job.checkpoint.resume))
@@ -164,6 +166,8 @@ def open_parts(job: Job, plan: Plan) -> Parts:
         total_steps=_total_steps(job, order),
         parameters=sum(p.numel() for p in model.model.parameters()),
     )
+    if job.model.loss is None:
+        parts = replace(parts, loss=loss_for(job.model, data.task, model.model, parts.example()))
     _ = parts.layout  # what cannot be cut is refused here, before the ranks connect
     return parts
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from bigtrain.chunked_loss import attach
 from bigtrain.data.loader import MicroBatch
 from bigtrain.distributed import RunContext
 from bigtrain.fakes import fake_model, fake_tensor
@@ -76,6 +77,7 @@ def _profile(
     meter = FakeMeter(tracker, device)
     with FakeTensorMode(), tracker:
         fake = fake_model(model, device, double=plan.precision == "fp64")
+        attach(loss, fake)
         if plan.bf16_parameters:
             for name in low_precision_names(fake):
                 parameter = fake.get_parameter(name)

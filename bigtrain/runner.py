@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bigtrain.checkpoint import TensorSource
+from bigtrain.chunked_loss import given
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import CheckpointError, NonFiniteError
 from bigtrain.pieces import PiecewiseUpdate
@@ -159,9 +160,10 @@ class LoopRunner(StepRunner):
         self.meter.phase("forward")
         placed = self.place(micro_batch)
         self.own_batch(placed)
-        with self.autocast():
-            output = self._wrapped(placed.inputs)
-        loss = self.loss(output, placed.targets, micro_batch.count)
+        with given(self.loss, placed.targets):
+            with self.autocast():
+                output = self._wrapped(placed.inputs)
+            loss = self.loss(output, placed.targets, micro_batch.count)
         if micro_batch.count == 0:  # padding, or nothing valid: it only keeps the ranks in step
             loss = loss * 0.0
         del output

@@ -11,7 +11,7 @@ import functools
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -92,6 +92,20 @@ def _rows(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return _at_least_float32(logits.reshape(-1, logits.shape[-1])), target.reshape(-1)
 
 
+def check_targets(logits: Sequence[int], expected: Sequence[int], target: Tensor) -> None:
+    """Refuse targets that do not belong to logits of a shape.
+
+    Raises:
+        ConfigError: their shape is not the expected one.
+    """
+    if tuple(target.shape) != tuple(expected):
+        raise ConfigError(
+            f"model.name: logits of shape {tuple(logits)} need targets of shape "
+            f"{tuple(expected)}, the data gives {tuple(target.shape)}. "
+            "Choose a model and a data.name that fit together."
+        )
+
+
 @dataclass(frozen=True)
 class CrossEntropy:
     """Cross entropy in nats, summed over the targets that are not `ignore_index`.
@@ -120,13 +134,7 @@ class CrossEntropy:
 
     def _sum(self, logits: Tensor, target: Tensor) -> Tensor:
         dim = self.class_dim % logits.dim()
-        expected = (*logits.shape[:dim], *logits.shape[dim + 1 :])
-        if tuple(target.shape) != expected:
-            raise ConfigError(
-                f"model.name: logits of shape {tuple(logits.shape)} need targets of shape "
-                f"{expected}, the data gives {tuple(target.shape)}. "
-                "Choose a model and a data.name that fit together."
-            )
+        check_targets(logits.shape, (*logits.shape[:dim], *logits.shape[dim + 1 :]), target)
         options: dict[str, Any] = {
             "ignore_index": self.ignore_index,
             "label_smoothing": self.label_smoothing,

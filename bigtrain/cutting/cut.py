@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bigtrain.blocks import find_blocks
+from bigtrain.chunked_loss import attach
 from bigtrain.cutting.calls import watch
 from bigtrain.cutting.ghost import Ghost, ghost_like
 from bigtrain.cutting.points import Spine
@@ -74,6 +75,7 @@ class Cut:
 
     def stage(self, model: nn.Module, index: int, loss: Loss, device: torch.device) -> Stage:
         """Make one stage of a model that is stripped to it."""
+        attach(loss, model)
         watch(model.named_modules())
 
         def script(micro_batch: Any, training: bool) -> Any:  # noqa: FBT001

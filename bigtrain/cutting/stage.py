@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from bigtrain.chunked_loss import given
 from bigtrain.cutting.calls import blindly, tensors_given, watching
 from bigtrain.cutting.ghost import Ghost, become, ghost_like, no_more_ghosts, phases
 from bigtrain.cutting.script import Mark, Result, Script
@@ -133,6 +134,16 @@ class Stage(nn.Module):
     def _compute(
         self, wires: tuple[Tensor, ...], micro_batch: MicroBatch, scale: float | None
     ) -> Any:
+        if scale is None or not self.last:
+            return self._part(wires, micro_batch)
+        with given(self._loss, micro_batch.targets):
+            output = self._part(wires, micro_batch)
+            loss = self._loss(output, micro_batch.targets, micro_batch.count)
+        if micro_batch.count == 0:  # padding: it only keeps the ranks in step
+            loss = loss * 0.0
+        return loss * scale
+
+    def _part(self, wires: tuple[Tensor, ...], micro_batch: MicroBatch) -> Any:
         script = self._of(micro_batch)
         inputs = _own(micro_batch.inputs, script.copied)
         run = _Run(script, self.index, wires, inputs, self._device)
@@ -148,12 +159,7 @@ class Stage(nn.Module):
             return run.outgoing()
         finally:
             run.forget()
-        if scale is None:
-            return output
-        loss = self._loss(output, micro_batch.targets, micro_batch.count)
-        if micro_batch.count == 0:  # padding: it only keeps the ranks in step
-            loss = loss * 0.0
-        return loss * scale
+        return output
 
 
 def _own(inputs: Any, copied: frozenset[int]) -> Any:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bigtrain.checkpoint import TensorSource
+from bigtrain.chunked_loss import given
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import CheckpointError
 from bigtrain.runner import LoopRunner
@@ -99,8 +100,9 @@ class DeepSpeedRunner(LoopRunner):
         placed = self.place(micro_batch)
         self.own_batch(placed)
         self._follow_buffers()
-        output = self._wrapped(placed.inputs)
-        loss = self.loss(output, placed.targets, micro_batch.count)
+        with given(self.loss, placed.targets):
+            output = self._wrapped(placed.inputs)
+            loss = self.loss(output, placed.targets, micro_batch.count)
         if micro_batch.count == 0:  # padding, or nothing valid: it only keeps the ranks in step
             loss = loss * 0.0
         del output
