@@ -77,7 +77,9 @@ class DataConfig(Section):
 class OptimConfig(Section):
     """How the parameters are updated."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "sgd", "adafactor", "adamw_8bit", "adamw_4bit"] = "adamw"
+    """adafactor keeps a row and a column of its second moment; the last two keep 8 or 4 bits for
+    each moment, in torchao's formats."""
     lr: float = Field(1e-3, ge=0)
     """The highest learning rate, for a global batch of `base_batch_size` where that is given."""
     base_batch_size: int | None = Field(None, ge=1)
@@ -93,6 +95,62 @@ class OptimConfig(Section):
     """Gradients are scaled down to this global norm where they exceed it."""
     implementation: Literal["auto", "fused", "foreach", "loop"] = "auto"
     """torch's kernels for the step; auto is fused, which needs no temporary copies."""
+    state: Literal["fp32", "bf16"] = "fp32"
+    """The dtype of adamw's moments; bf16 halves them."""
+    master_weights: bool = True
+    """False: with train.precision=bf16 the parameters themselves are bf16, without fp32 copies."""
+    stochastic_rounding: bool | None = None
+    """What is kept in bf16 is rounded up or down by chance; left out, true where there is any."""
+    release_gradients: bool = False
+    """Each parameter is updated in the backward pass, as soon as its gradient is there."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> OptimConfig:
+        fault = optimizer_fault(self)
+        if fault is not None:
+            raise ValueError(fault)
+        return self
+
+    @property
+    def lean(self) -> bool:
+        """Whether the update is bigtrain's own, a piece at a time, and not one of torch's."""
+        own = self.state == "bf16" or not self.master_weights
+        return self.name in LOW_BIT or (self.name == "adamw" and own)
+
+
+LOW_BIT = {"adamw_8bit": 8, "adamw_4bit": 4}
+
+
+def optimizer_fault(optim: OptimConfig) -> str | None:
+    """What is wrong with these keys together, with the fix; None where nothing is."""
+    name, rounded = optim.name, optim.state == "bf16" or not optim.master_weights
+    if optim.state == "bf16" and name != "adamw":
+        return f"state=bf16 is for name=adamw, and name is {name}. Leave optim.state out"
+    if not optim.master_weights and name in ("sgd", "adafactor"):
+        return (
+            f"master_weights=false is for adamw, adamw_8bit and adamw_4bit, and name is {name}, "
+            "which would lose every change below 1/256 of a weight. Use optim.name=adamw, or "
+            "optim.master_weights=true"
+        )
+    if optim.stochastic_rounding and not rounded:
+        return (
+            "stochastic_rounding=true rounds what is kept in bf16, and nothing is. Set "
+            "optim.state=bf16 or optim.master_weights=false, or leave it out"
+        )
+    if optim.implementation == "fused" and name == "adafactor":
+        return "implementation=fused: torch has no such adafactor. Use optim.implementation=auto"
+    if optim.lean and optim.implementation != "auto":
+        return (
+            f"implementation={optim.implementation} chooses among torch's kernels, and name={name} "
+            "with these keys has one of its own. Use optim.implementation=auto"
+        )
+    if optim.release_gradients and optim.clip_norm is not None:
+        return (
+            f"release_gradients=true updates each parameter before the norm of all gradients is "
+            f"known, and clip_norm={optim.clip_norm} needs it. Use optim.clip_norm=null, or "
+            "optim.release_gradients=false"
+        )
+    return None
 
 
 class TrainConfig(Section):
@@ -178,6 +236,8 @@ class StrategyConfig(Section):
     @field_validator(*ROLES, mode="before")
     @classmethod
     def _short_form(cls, value: object, info: ValidationInfo) -> object:
+        if isinstance(value, str) and info.field_name == "recompute" and ":" not in value:
+            return _recompute(value)
         if isinstance(value, str):
             return {"name": value}
         name = ONLY_TECHNIQUE.get(str(info.field_name))
@@ -195,6 +255,14 @@ class StrategyConfig(Section):
             if config is not None:
                 filled[role] = config
         return filled
+
+
+def _recompute(word: str) -> dict[str, Any]:
+    """`full`, `selective`, or a budget as `6GiB` or `80%`."""
+    if word == "checkpointing":
+        return {"name": word}
+    key = "budget" if word[:1].isdigit() else "mode"
+    return {"name": "checkpointing", key: word}
 
 
 def zero_from_file(replicate: RoleConfig | None, path: str) -> RoleConfig:

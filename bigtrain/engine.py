@@ -161,10 +161,7 @@ class Engine:
                 loss = self.runner.forward_backward(micro_batches)
                 grad_norm = self.runner.update()
         except NonFiniteError as error:
-            raise NonFiniteError(
-                f"step {self.steps_done + 1}: {error}; the optimizer was not stepped. "
-                "Lower optim.lr, set optim.clip_norm, or look at the data of this step."
-            ) from None
+            raise NonFiniteError(_explained(error, self.steps_done + 1)) from None
         self.steps_done += 1
         self.samples_seen += samples
         seconds = time.perf_counter() - began
@@ -320,6 +317,18 @@ class Engine:
         return pieces, round(sum(self.context.all_gather_numbers(rows, "dp")))
 
 
+def _explained(error: NonFiniteError, step: int) -> str:
+    if error.stepped:
+        return (
+            f"step {step}: {error}; with optim.release_gradients=true the parameters were updated "
+            "already. Resume from the last checkpoint with optim.release_gradients=false."
+        )
+    return (
+        f"step {step}: {error}; the optimizer was not stepped. "
+        "Lower optim.lr, set optim.clip_norm, or look at the data of this step."
+    )
+
+
 def as_loss(loss: Loss | Callable[[Any, Any], Tensor]) -> Loss:
     """A loss with a count as it is; a mean loss adapted to sums."""
     if hasattr(loss, "count"):
@@ -372,7 +381,8 @@ def _tokens_per_sample(micro_batch: MicroBatch) -> int:
 def _check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
     saved = {name.rpartition(".")[2] for name in checkpoint.names if name.startswith("optimizer.")}
     known = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "SGD": {"momentum_buffer"}}
-    expected = known.get(type(optimizer).__name__)
+    known["Adafactor"] = {"step", "row_var", "col_var", "variance"}
+    expected = getattr(optimizer, "state_keys", known.get(type(optimizer).__name__))
     if expected is not None and not saved <= expected:
         raise CheckpointError(
             f"the checkpoint's optimizer keeps {', '.join(sorted(saved))}, this one keeps "

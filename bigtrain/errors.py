@@ -27,7 +27,16 @@ class LaunchError(BigtrainError):
 
 
 class NonFiniteError(BigtrainError):
-    """A loss or gradient norm is not finite; raised before the optimizer step."""
+    """A loss or gradient norm is not finite; raised before the optimizer step, where it can be.
+
+    Args:
+        message: what is not finite.
+        stepped: whether the parameters are updated already.
+    """
+
+    def __init__(self, message: str, *, stepped: bool = False) -> None:
+        super().__init__(message)
+        self.stepped = stepped
 
 
 class CheckpointError(BigtrainError):

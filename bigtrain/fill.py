@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -22,11 +23,19 @@ class Materializer:
         blueprint: the model.
         context: the device, the seed and the ranks.
         precision: fp64 makes float64 of every floating-point tensor.
+        low: names of the parameters that become bf16.
     """
 
-    def __init__(self, blueprint: Blueprint, context: RunContext, precision: Precision) -> None:
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        context: RunContext,
+        precision: Precision,
+        low: Collection[str] = (),
+    ) -> None:
         self._blueprint, self._context = blueprint, context
         self._double = precision == "fp64"
+        self._low = frozenset(low)
         self._done: set[str] = set()
 
     def __call__(self, names: Collection[str]) -> None:
@@ -46,6 +55,8 @@ class Materializer:
                 tensor.data = tensor.data.double()
             if not blueprint.deferred and context.world_size > 1:
                 dist.broadcast(tensor.detach(), src=0)
+            if name in self._low:
+                tensor.data = tensor.data.to(torch.bfloat16)
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

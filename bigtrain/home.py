@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from typing import IO, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bigtrain.distributed import RunContext
 from bigtrain.errors import BigtrainError, ConfigError
 from bigtrain.room import Need, find_shortage, free_memory, free_on_disk
 from bigtrain.shards import flat
 from bigtrain.units import format_bytes
-from bigtrain.update import MakeOptimizer
+from bigtrain.update import MakeOptimizer, state_slots
 
 T = TypeVar("T")
 
@@ -315,17 +315,6 @@ class HostHome(Home):
     def _like(self, tensor: Tensor) -> Tensor:
         # Pinned memory, as only that is copied while the host and the device go on.
         return torch.empty_like(tensor, device="cpu", pin_memory=self._pinned, requires_grad=False)
-
-
-def state_slots(make_optimizer: MakeOptimizer) -> float:
-    """Numbers of optimizer state for each trained one, found out by one step on a few numbers."""
-    parameter = nn.Parameter(torch.zeros(32, 32))
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer = make_optimizer([parameter])
-    optimizer.step()
-    slots = optimizer.state.get(parameter, {}).values()
-    numbers = sum(v.numel() for v in slots if isinstance(v, Tensor) and v.numel() > 1)
-    return numbers / parameter.numel()
 
 
 def disk_message(folder: str, wanted: int, free: int, ranks: int) -> str:

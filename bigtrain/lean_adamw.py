@@ -71,7 +71,7 @@ class LeanAdamW(torch.optim.Optimizer):
         self._generators: dict[torch.device, torch.Generator] = {}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient.
 
         Args:
@@ -108,7 +108,9 @@ class LeanAdamW(torch.optim.Optimizer):
         values, gradients = flat(dense), flat(gradient)
         for start in range(0, len(values), PIECE):
             part = slice(start, min(start + PIECE, len(values)))
-            self._piece(values[part], gradients[part].to(work), slots, part, count, generator, group)
+            self._piece(
+                values[part], gradients[part].to(work), slots, part, count, generator, group
+            )
         if dense is not held:
             held.copy_(dense)
 
@@ -136,7 +138,9 @@ class LeanAdamW(torch.optim.Optimizer):
         for key, value in zip(MOMENTS, (mean, square), strict=True):
             self._write(slots, key, part, value, generator)
 
-    def _settle(self, parameter: Tensor, slots: MutableMapping[str, Any], work: torch.dtype) -> None:
+    def _settle(
+        self, parameter: Tensor, slots: MutableMapping[str, Any], work: torch.dtype
+    ) -> None:
         """Make the moments, or bring loaded ones to the dtype in which they are held."""
         dtype = torch.bfloat16 if self._state_dtype == torch.bfloat16 else work
         for key in MOMENTS:
@@ -185,7 +189,7 @@ def write(target: Tensor, value: Tensor, generator: torch.Generator | None) -> N
         generator: rounds to bf16 up or down by chance; None rounds to the nearest.
     """
     if target.dtype == value.dtype:
-        if target.data_ptr() != value.data_ptr():
+        if target.untyped_storage()._cdata != value.untyped_storage()._cdata:
             target.copy_(value)
         return
     if generator is not None and target.dtype == torch.bfloat16:

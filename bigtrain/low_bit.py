@@ -57,7 +57,9 @@ class LowBitAdamW(LeanAdamW):
         keys = (f"{key}_scale{bits}" for key in MOMENTS)
         self.state_keys = frozenset({*LeanAdamW.state_keys, *keys})  # type: ignore[misc]
 
-    def _settle(self, parameter: Tensor, slots: MutableMapping[str, Any], work: torch.dtype) -> None:
+    def _settle(
+        self, parameter: Tensor, slots: MutableMapping[str, Any], work: torch.dtype
+    ) -> None:
         size = parameter.numel()
         if size < SMALLEST or size % self._block:
             super()._settle(parameter, slots, work)

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
-from bigtrain.config import OptimConfig
+from bigtrain.config import LOW_BIT, OptimConfig
+from bigtrain.lean_adamw import LeanAdamW
+from bigtrain.low_bit import LowBitAdamW, value_maps
 from bigtrain.update import MakeOptimizer
 
 
-def optimizer_factory(config: OptimConfig) -> MakeOptimizer:
-    """Return what makes the job's optimizer from the parameters a rank updates."""
+def optimizer_factory(config: OptimConfig, seed: int = 0) -> MakeOptimizer:
+    """Return what makes the job's optimizer from the parameters a rank updates.
+
+    Args:
+        config: the job's `optim`.
+        seed: of stochastic rounding, where there is any.
+
+    Raises:
+        ConfigError: a package that the optimizer needs is not installed.
+    """
+    if config.name in LOW_BIT:
+        value_maps(LOW_BIT[config.name])
+    if config.lean:
+        return _lean_factory(config, seed)
     kernels = {
         "auto": {"fused": True},
         "fused": {"fused": True},
@@ -22,6 +37,12 @@ def optimizer_factory(config: OptimConfig) -> MakeOptimizer:
     }[config.implementation]
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        if config.name == "adafactor":
+            # One parameter at a time, unless asked otherwise: all at once needs a copy of all.
+            foreach = config.implementation == "foreach"
+            return torch.optim.Adafactor(
+                parameters, lr=config.lr, weight_decay=config.weight_decay, foreach=foreach
+            )
         if config.name == "sgd":
             return torch.optim.SGD(
                 parameters,
@@ -37,6 +58,23 @@ def optimizer_factory(config: OptimConfig) -> MakeOptimizer:
             weight_decay=config.weight_decay,
             **kernels,
         )
+
+    return make
+
+
+def _lean_factory(config: OptimConfig, seed: int) -> MakeOptimizer:
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        keys: dict[str, Any] = {
+            "lr": config.lr,
+            "betas": config.betas,
+            "weight_decay": config.weight_decay,
+            "stochastic_rounding": config.stochastic_rounding is not False,
+            "seed": seed,
+        }
+        if config.name in LOW_BIT:
+            return LowBitAdamW(parameters, LOW_BIT[config.name], **keys)
+        state = torch.bfloat16 if config.state == "bf16" else torch.float32
+        return LeanAdamW(parameters, state=state, **keys)
 
     return make
 

@@ -24,9 +24,9 @@ from bigtrain.update import MakeOptimizer, counts_on_device, is_elementwise, ten
 
 ELEMENTWISE = {
     *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
-    *("Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"),
+    *("Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "LeanAdamW"),
 }
-"""Optimizers of torch that treat each element by itself, so that any cut gives the same numbers."""
+"""Optimizers that treat each element by itself, so that any cut gives the same numbers."""
 
 
 @dataclass

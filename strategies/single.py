@@ -22,6 +22,11 @@ class Single(Strategy):
     role: ClassVar[Role] = "replicate"
     summary: ClassVar[str] = "one process, nothing shared: the reference"
 
+    @property
+    def final_gradients(self) -> bool:
+        """See `Strategy.final_gradients`."""
+        return True
+
     def check(self, plan: Plan) -> None:
         """Refuse more than one rank."""
         if plan.dp * plan.tp > 1:

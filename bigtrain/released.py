@@ -1,0 +1,77 @@
+"""The optimizer's step inside the backward pass: a gradient lives until its parameter has it.
+
+When the backward pass has finished a parameter's gradient, that parameter is updated and the
+gradient freed, so that the gradients of the whole model are never there together. The numbers are
+those of a step after the backward pass: a parameter is not read again once its gradient is whole.
+
+Sources: Lv et al. 2023, Full Parameter Fine-tuning with Limited Resources (LOMO, arXiv
+2306.09782), section 3.2; Pudipeddi et al. 2020, L2L (arXiv 2002.05645), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from bigtrain.memory import Meter
+from bigtrain.update import MakeOptimizer, WholeUpdate
+
+
+class ReleasedUpdate(WholeUpdate):
+    """The optimizer on the parameters themselves, one at a time, as their gradients come.
+
+    Args:
+        parameters: those that are trained, by their plain names; plain tensors or DTensors whose
+            gradients arrive reduced.
+        make_optimizer: called once, on all of them.
+        meter: told whose memory a gradient is.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], make_optimizer: MakeOptimizer, meter: Meter
+    ) -> None:
+        super().__init__(parameters, make_optimizer)
+        self._meter = meter
+        self._norms: dict[nn.Parameter, Tensor] = {}
+        groups = self.optimizer.param_groups
+        self._group = {p: group for group in groups for p in group["params"]}
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._release)  # type: ignore[no-untyped-call]
+            for parameter in parameters.values()
+        ]
+
+    def _release(self, parameter: Tensor) -> None:
+        """Update one parameter, with the settings that its group has now."""
+        gradient = parameter.grad
+        if gradient is None or parameter not in self._group:
+            return
+        self._meter.own([gradient], "gradients")
+        dtype = torch.float32 if gradient.dtype in (torch.bfloat16, torch.float16) else None
+        self._norms[parameter] = torch.linalg.vector_norm(gradient, dtype=dtype)  # type: ignore[index]
+        groups = self.optimizer.param_groups
+        # The optimizer itself, shown one parameter: its state and its settings stay in one place.
+        self.optimizer.param_groups = [{**self._group[parameter], "params": [parameter]}]
+        try:
+            self.optimizer.step()
+        finally:
+            self.optimizer.param_groups = groups
+        parameter.grad = None
+        if self._meter.tracking:
+            slots = self.optimizer.state[parameter].values()
+            self._meter.own((v for v in slots if isinstance(v, Tensor)), "optimizer")
+
+    def norms(self) -> list[Tensor]:
+        """The norms of the gradients since the last call, in the parameters' order."""
+        found = [self._norms[p] for p in self._parameters.values() if p in self._norms]
+        self._norms.clear()
+        return found
+
+    def step(self) -> None:
+        """See `Update.step`. It is done already."""
+
+    def close(self) -> None:
+        """See `Update.close`."""
+        for hook in self._hooks:
+            hook.remove()
