@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from bigtrain.chunked_loss import CHUNK_SIZE, ChunkedCrossEntropy, check_head
+from bigtrain.chunked_loss import ChunkedCrossEntropy, check_head
 from bigtrain.config import ModelConfig
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.fakes import fake_model, fake_tensor
+from bigtrain.linear_loss import CHUNK_SIZE
 from bigtrain.models import task_of
 from bigtrain.tasks import CrossEntropy, Loss, Task, main_output
 

@@ -11,7 +11,7 @@ words:      errors units
 job:        arguments config configs configs.jobs configs.strategies deepspeed_file
             environment imports loading
 memory:     cuts forecast memory precision replay room schedules shards timeline
-learning:   blocks blueprint chunked_loss fakes heads
+learning:   blocks blueprint chunked_loss fakes heads linear_loss
             cutting cutting.balance cutting.calls cutting.choose cutting.compare cutting.cut
             cutting.ghost cutting.intervals cutting.points cutting.rehearsal
             cutting.script cutting.stage cutting.state cutting.structure cutting.traces

@@ -15,7 +15,7 @@ from bigtrain.data.source import Samples
 from bigtrain.distributed import RunContext
 from bigtrain.engine import Engine
 from bigtrain.loading import job_of
-from bigtrain.tasks import CrossEntropy
+from bigtrain.tasks import CrossEntropy, Loss
 
 
 @dataclass
@@ -42,10 +42,11 @@ def train(
     keys: dict[str, Any],
     steps: int = 6,
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
+    loss: Loss | None = None,
 ) -> Record:
     """Train and keep losses, norms, gradients before each step, and the final weights."""
     job = job_of(strategy, {"train.global_batch_size": 8, **keys})
-    loss = CrossEntropy()
+    loss = loss or CrossEntropy()
     example = None
     if job.strategy.cut is not None:  # a model is cut by the shapes of a micro-batch
         plan = make_plan(job, context.world_size, context.device.type)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from bigtrain.chunked_loss import given
+from bigtrain.chunked_loss import given, stands_for_logits
 from bigtrain.cutting.calls import blindly, tensors_given, watching
 from bigtrain.cutting.ghost import Ghost, become, ghost_like, no_more_ghosts, phases
 from bigtrain.cutting.script import Mark, Result, Script
@@ -232,7 +232,8 @@ class _Run:
             output = run(*args, **kwargs)
         try:
             # torch's own fast paths return an empty tensor for a None, which nobody takes.
-            leaves = tensors_like(result.template, output)
+            whole = not stands_for_logits(output)
+            leaves = tensors_like(result.template, output) if whole else [output]
         except ValueError as error:
             raise ConfigError(
                 f"strategy.cut: {name!r} returned {_shown(output)}, and in its rehearsal "

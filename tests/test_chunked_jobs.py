@@ -1,0 +1,242 @@
+"""Jobs with a chunked loss: which have it, what it saves, and that every strategy works with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from nets import TinyConv, TinyLM, tokens
+from parity import Record, largest_difference, sgd, train
+from ranks import run_ranks
+from torch import nn
+
+from bigtrain.chunked_loss import ChunkedCrossEntropy
+from bigtrain.config import ModelConfig
+from bigtrain.data import MicroBatch
+from bigtrain.engine import Engine
+from bigtrain.errors import ConfigError
+from bigtrain.heads import check_chunks, find_head, loss_for
+from bigtrain.loading import job_of
+from bigtrain.models import make_model
+from bigtrain.tasks import ClassificationTask, CrossEntropy, LanguageTask, SegmentationTask
+from bigtrain.timeline import KINDS
+
+CHUNKED = ChunkedCrossEntropy(head="head", chunk_size=1024)
+FP64 = {"train.precision": "fp64", "optim.clip_norm": 0.5, "train.micro_batch_size": 2}
+
+
+def batch() -> MicroBatch:
+    samples = tokens(4)
+    return MicroBatch(samples.inputs, samples.targets, 10, 4)
+
+
+@pytest.fixture(scope="module")
+def whole() -> Record:
+    """Plain loss, one process."""
+    return run_ranks(train, 1, TinyLM, tokens(22), "single", FP64)[0]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        ("single", 1),
+        ("ddp", 2),
+        ("fsdp", 2),
+        ("zero2", 2),
+        ("zero3", 2),
+        ("gpipe", 2),
+        ("zero_bubble", 2),
+        ("pipeline_deepspeed", 2),
+        ("layer_split_devices", 1),
+        ("gpipe_fairscale", 1),
+    ],
+)
+def test_a_run_in_chunks_is_the_plain_run_on_one_process(whole, strategy, ranks):
+    keys, within, expected = FP64, 1e-10, whole
+    if strategy in ("zero2", "zero3"):  # DeepSpeed's steps are in fp32
+        keys, within = {**FP64, "train.precision": "fp32"}, 1e-5
+        expected = run_ranks(train, 1, TinyLM, tokens(22), "single", keys)[0]
+    pp = 2 if strategy in ("gpipe", "zero_bubble", "pipeline_deepspeed") else 1
+    given = (train, ranks, TinyLM, tokens(22), strategy, keys, 6, sgd, CHUNKED)
+    for record in run_ranks(*given, pp=pp):
+        assert record.losses == pytest.approx(expected.losses, abs=1e-6)
+        assert largest_difference(expected, record) < within
+
+
+@pytest.mark.parametrize("option", ["static_graph", "find_unused_parameters"])
+def test_under_ddp_with_a_function_of_its_own_behind_the_output(whole, option):
+    keys = {**FP64, f"strategy.replicate.{option}": True}
+    for record in run_ranks(train, 2, TinyLM, tokens(22), "ddp", keys, 6, sgd, CHUNKED):
+        assert largest_difference(whole, record) < 1e-10
+
+
+def large(vocabulary: int = 50257, *, tied: bool = True) -> nn.Module:
+    args = {"num_layers": 2, "width": 16, "num_heads": 2, "vocab_size": vocabulary}
+    return make_model("gpt", {**args, "sequence_length": 32, "tie_embeddings": tied})
+
+
+def untied() -> nn.Module:
+    return large(tied=False)
+
+
+def peaks(context, loss: CrossEntropy, strategy: str, keys: dict[str, Any], rows: int = 8):
+    """Train two steps; losses, predicted and measured peak."""
+    everything = {"train.global_batch_size": rows * context.dp_size}
+    job = job_of(strategy, {**everything, **keys})
+    made = torch.Generator().manual_seed(context.rank)
+    inputs, targets = (torch.randint(50257, (rows, 32), generator=made) for _ in range(2))
+    size = job.train.micro_batch_size or rows
+    example = MicroBatch(inputs[:size], targets[:size], size * 32, size)
+    # The exchange of tied gradients between stages is what a stage this small would peak at.
+    model = untied if strategy == "gpipe" else large
+    with Engine(model, loss, sgd, job, context, example=example) as engine:
+        losses = [engine.step((inputs, targets)).loss for _ in range(2)]
+        evaluated = engine.evaluate([example])
+        return losses, evaluated, engine.predicted, engine.meter.measured().peak
+
+
+def test_at_least_nine_tenths_of_the_logits_are_gone():
+    logits = 8 * 32 * 50257 * 4
+    small = ChunkedCrossEntropy(head="head", chunk_size=2**20)
+    keys = {"train.precision": "fp32"}
+    (plain,) = run_ranks(peaks, 1, CrossEntropy(), "single", keys)
+    (chunked,) = run_ranks(peaks, 1, small, "single", keys)
+    assert chunked[0] == pytest.approx(plain[0], rel=1e-6)
+    assert chunked[1] == pytest.approx(plain[1], rel=1e-6)
+    saved = plain[3].bytes - chunked[3].bytes
+    assert saved >= 0.9 * logits, (saved / logits, plain[3], chunked[3])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "keys"),
+    [
+        ("single", 1, {}),
+        ("single", 1, {"train.precision": "bf16"}),
+        ("single", 1, {"train.precision": "fp64", "train.micro_batch_size": 4}),
+        ("ddp", 2, {"train.micro_batch_size": 4}),
+        ("fsdp", 2, {}),
+        ("gpipe", 2, {"train.micro_batch_size": 4}),
+    ],
+)
+def test_the_predicted_peak_is_the_measured_one(strategy, ranks, keys):
+    small = ChunkedCrossEntropy(head="head", chunk_size=2**20)
+    pp = 2 if strategy == "gpipe" else 1
+    for found in run_ranks(peaks, ranks, small, strategy, keys, pp=pp):
+        predicted, measured = found[2:]
+        assert predicted.bytes == pytest.approx(measured.bytes, rel=0.005), (predicted, measured)
+        for kind in KINDS:
+            mine = getattr(predicted.breakdown, kind)
+            real = getattr(measured.breakdown, kind)
+            assert mine == pytest.approx(real, abs=0.01 * measured.bytes), kind
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = TinyLM()
+
+    def forward(self, given_tokens):
+        return {"logits": self.inner(given_tokens)}
+
+
+class Scaled(TinyLM):
+    def forward(self, given_tokens):
+        return super().forward(given_tokens) * 2.0
+
+
+class Looks(TinyLM):
+    def forward(self, given_tokens):
+        return super().forward(given_tokens) if given_tokens.sum().item() else given_tokens
+
+
+def test_the_head_is_found_by_what_it_returns():
+    assert find_head(TinyLM(), batch()) == "head"
+    assert find_head(Nested(), batch()) == "inner.head"
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Scaled, r"no head was found: the model returns the output of none of its 3 calls.*Set"),
+        (Looks, r"no head was found: the model does not run on fake tensors \(DataDependent.*Set"),
+    ],
+)
+def test_a_head_that_cannot_be_found(model, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        find_head(model(), batch())
+    text = str(caught.value)
+    assert "Set model.head to the linear layer" in text
+    assert "(the last ones are up, down, head)" in text
+    assert "model.chunked_loss=false" in text
+
+
+def test_which_jobs_have_it_when_nothing_is_said():
+    language, own = LanguageTask(50257, label_smoothing=0.1), large()
+    found = loss_for(ModelConfig(name="gpt"), language, own, batch())
+    assert found == ChunkedCrossEntropy(head="head", label_smoothing=0.1)
+    size = loss_for(ModelConfig(name="gpt", chunk_size="1MiB"), language, own, batch())
+    assert isinstance(size, ChunkedCrossEntropy)
+    assert size.chunk_size == 2**20
+    off = ModelConfig(name="gpt", chunked_loss=False)
+    for config, task in (
+        (off, language),
+        (ModelConfig(name="lenet"), ClassificationTask(3)),
+        (ModelConfig(name="nets:TinyLM"), language),
+    ):
+        assert type(loss_for(config, task, own, batch())) is CrossEntropy
+
+
+def test_a_model_of_ones_own_has_it_when_it_is_asked_for():
+    language = LanguageTask(13)
+    asked = ModelConfig(name="nets:TinyLM", chunked_loss=True)
+    assert loss_for(asked, language, TinyLM(), batch()) == ChunkedCrossEntropy(head="head")
+    named = ModelConfig(name="nets:TinyLM", chunked_loss=True, head="up")
+    assert loss_for(named, language, TinyLM(), batch()) == ChunkedCrossEntropy(head="up")
+    classes = ModelConfig(name="nets:TinyConv", chunked_loss=True)
+    images = MicroBatch(torch.zeros(2, 1, 8, 8), torch.zeros(2), 2, 2)
+    found = loss_for(classes, ClassificationTask(3), TinyConv(), images)
+    assert found == ChunkedCrossEntropy(head="head")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"chunked_loss": True, "loss": "torch.nn.functional:cross_entropy"},
+            r"model\.chunked_loss=true is.*model\.loss=torch\.nn.*Leave one of the two out",
+        ),
+        (
+            {"chunked_loss": False, "chunk_size": 100},
+            r"model\.chunk_size=100 is for a chunked loss, and model\.chunked_loss is false.*Set",
+        ),
+        (
+            {"name": "lenet", "head": "fc"},
+            r"model\.head=fc is for.*off for this model and loss\. Set model\.chunked_loss=true",
+        ),
+        (
+            {"loss": "a:b", "head": "head"},
+            r"model\.head=head is for.*off for this model and loss.*leave model\.head out",
+        ),
+    ],
+)
+def test_keys_that_contradict_each_other(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        check_chunks(ModelConfig(**keys))
+
+
+def test_a_task_without_a_cross_entropy_over_the_last_dim():
+    asked = ModelConfig(name="nets:TinyConv", chunked_loss=True)
+    with pytest.raises(ConfigError, match=r"loss of a segmentation task is another.*=false"):
+        loss_for(asked, SegmentationTask(3), TinyConv(), batch())
+
+
+def test_a_chunk_has_a_size():
+    with pytest.raises(ConfigError, match=r"model\.chunk_size"):
+        job_of("single", {"model.chunk_size": 0})
+
+
+def test_a_named_head_must_be_there():
+    asked = ModelConfig(name="gpt", head="haed")
+    with pytest.raises(ConfigError, match=r"no module 'haed', did you mean 'head'\?"):
+        loss_for(asked, LanguageTask(13), large(13), batch())
