@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 
 from torch import nn
 
+from bigtrain.errors import ConfigError, nearest
+
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -47,6 +51,53 @@ def separate_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
         for name, block in named
         if all(len(uses[id(p)]) == 1 for p in block.parameters())
     ]
+
+
+def matching_modules(model: nn.Module, patterns: Sequence[str], key: str) -> list[str]:
+    """The modules of these names, in the order of the tree; `*` stands for one part of a name.
+
+    Args:
+        model: the whole model.
+        patterns: names as `named_modules` has them.
+        key: of the job, for messages.
+
+    Raises:
+        ConfigError: one matches nothing or a mere list of modules, or one is inside of another.
+    """
+    modules = {name: module for name, module in model.named_modules() if name}
+    found: set[str] = set()
+    for pattern in patterns:
+        hits = [name for name in modules if _matches(name, pattern)]
+        if not hits:
+            raise ConfigError(
+                f"{key}: the model has no module {pattern!r}{nearest(pattern, modules)} "
+                f"Its blocks are {_listed([name for name, _ in find_blocks(model)])}."
+            )
+        lists = [name for name in hits if isinstance(modules[name], _LISTS)]
+        if lists:
+            raise ConfigError(
+                f"{key}: {lists[0]} is a {type(modules[lists[0]]).__name__}, which computes "
+                f"nothing itself. Use {lists[0]}.*"
+            )
+        found.update(hits)
+    for name in found:
+        outer = next((other for other in found if name.startswith(f"{other}.")), None)
+        if outer is not None:
+            raise ConfigError(
+                f"{key}: {name} is inside of {outer}, which is named, too. Leave one out."
+            )
+    return [name for name in modules if name in found]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _listed(names: Sequence[str]) -> str:
+    if len(names) <= 4:
+        return ", ".join(names) or "none"
+    return f"{names[0]}, {names[1]}, ... {names[-1]}"
 
 
 def _repeated(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

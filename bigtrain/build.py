@@ -17,8 +17,11 @@ from bigtrain.data.loader import MicroBatch
 from bigtrain.distributed import RunContext, resolve_mesh
 from bigtrain.errors import ConfigError
 from bigtrain.fill import Materializer, names_of
+from bigtrain.fitting import check_optimizer
+from bigtrain.keeping import shape
 from bigtrain.layout import Layout
 from bigtrain.memory import Meter
+from bigtrain.precision import low_precision_names
 from bigtrain.registry import make_technique
 from bigtrain.runner import LoopRunner
 from bigtrain.strategy import Assembly, CutStrategy, Plan, Runner, Strategy
@@ -84,7 +87,10 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
         device_type=device_type,
         clip_norm=job.optim.clip_norm,
         sync_batchnorm=job.train.sync_batchnorm,
+        master_weights=job.optim.master_weights,
+        release_gradients=job.optim.release_gradients,
     )
+    check_optimizer(job.optim, plan)
     for technique in techniques.values():
         technique.check(plan)
     return plan
@@ -158,7 +164,9 @@ def build(
     with meter.window():
         model = blueprint.model
         attach(loss, model)  # while names are the user's own
-        materialize = Materializer(blueprint, context, plan.precision)
+        choices = plan.choices(model)
+        low = () if plan.master_weights else low_precision_names(model)
+        materialize = Materializer(blueprint, context, plan.precision, low)
         if layout is not None:
             # Before any value is made: a rank pays for its own stages only. A model that could
             # not be described is whole on every rank anyhow, and comes from rank 0 as a whole.
@@ -184,12 +192,17 @@ def build(
             module=model,
             materialize=materialize,
             layout=layout,
+            choices=choices,
+            mover=plan.mover(context.device),
         )
         # cut: stages first, so that all that follows sees only this rank's layers.
-        # recompute: on blocks, while they are still the user's own modules.
+        # recompute: on blocks, while they are still the user's own modules; those of stages
+        # where the stages are made.
         # offload: says where the optimizer's state will live, for those who make it.
         # replicate: wraps or shards what is left, hooks of recomputation included.
         # accumulate: says how often all of that runs before the optimizer does.
+        if layout is None:
+            shape(model, choices, assembly.mover)
         for technique in in_order(plan):
             technique.apply(assembly)
         # The optimizer comes last, made by the runner: sharding has changed the parameters.

@@ -40,7 +40,8 @@ class Profile:
     trained_elements: int = 0
     """Numbers in the trained parameters."""
     state_slots: float = 0.0
-    """Numbers of optimizer state for each trained one: 2 for AdamW, 1 for SGD with momentum."""
+    """Optimizer state that is cut as the parameters are, in numbers of the precision that is
+    updated for each trained one: 2 for AdamW (1 with bf16 moments), 1 for SGD with momentum."""
     state_scalars: int = 0
     """Bytes of optimizer state beside those, as step counts, over all trained parameters."""
     first: Timeline = NOTHING
@@ -55,6 +56,8 @@ class Profile:
     """What is in no block, in `first`."""
     wires: Wires = Wires()
     """Of a stage."""
+    windows: tuple[tuple[str, Visit, Visit], ...] = ()
+    """The modules of which something else than all is kept, or may be, in `first` and `next`."""
     missing: str | None = None
     """Why the timelines are empty, where the model could not run on fake tensors."""
 

@@ -51,28 +51,83 @@ def predict(
     Raises:
         ConfigError: a technique cannot work with a model of this size.
     """
+    found = rank_of(plan, model, example, loss, make_optimizer, layout, pp_rank)
+    if found.forecast is None:
+        return Prediction(None, found.note)
+    said = [] if _by_stages(plan, layout) else advice(found.profiles[0], plan)
+    return Prediction(found.forecast.peak(), None, said)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank before anything is built."""
+
+    forecast: Forecast | None
+    """Of its whole step; None where it cannot be known."""
+    note: str | None = None
+    """Why not."""
+    profiles: tuple[Profile, ...] = ()
+    """Of the model, or of each of the rank's stages."""
+    parts: tuple[Forecast, ...] = ()
+    """What the techniques make of each profile: of one micro-batch."""
+
+
+def rank_of(
+    plan: Plan,
+    model: nn.Module,
+    example: MicroBatch,
+    loss: Loss,
+    make_optimizer: MakeOptimizer,
+    layout: Layout | None = None,
+    pp_rank: int = 0,
+) -> Rank:
+    """Profile what is on one rank, and forecast its step. See `predict`.
+
+    Raises:
+        ConfigError: a technique cannot work with a model of this size, or with this model.
+    """
     device = torch.device(plan.device_type)
     cut = plan.techniques.get("cut")
-    if layout is None or not isinstance(cut, CutStrategy) or not cut.replays(plan):
-        profile = make_profile(model, example, loss, make_optimizer, plan, device)
-        if profile.missing is not None:
-            return Prediction(None, f"the model does not run on fake tensors ({profile.missing})")
-        check_sizes(profile, plan)
-        return Prediction(forecast(profile, plan).peak(), None, advice(profile, plan))
-    found: dict[int, Forecast] = {}
-    halves: dict[int, Forecast] = {}
     given = (model, example, loss, make_optimizer, plan)
+    if layout is None or not isinstance(cut, CutStrategy) or not _by_stages(plan, layout):
+        profile = make_profile(*given, device)
+        if profile.missing is not None:
+            refuse_missing(profile.missing, plan)
+            return Rank(None, f"the model does not run on fake tensors ({profile.missing})")
+        check_sizes(profile, plan)
+        found = forecast(profile, plan)
+        return Rank(found, None, (profile,), (found,))
+    profiles: dict[int, Profile] = {}
+    halves: dict[int, Forecast] = {}
     try:
         own = layout.stages_of(pp_rank) if cut.spans_ranks else range(len(layout.ranks))
         for stage in own:
-            profile = profile_stage(layout, stage, *given)
-            check_sizes(profile, plan)
-            found[stage] = forecast(profile, plan)
+            profiles[stage] = profile_stage(layout, stage, *given)
+            check_sizes(profiles[stage], plan)
             if cut.splits_backward:
                 halves[stage] = forecast(profile_stage(layout, stage, *given, split=True), plan)
     except (RuntimeError, TypeError, NotImplementedError) as error:
-        return Prediction(None, f"a stage does not run on fake tensors ({reason_of(error)})")
-    return Prediction(cut.replayed(found, plan, pp_rank, halves).peak())
+        reason = reason_of(error)
+        refuse_missing(reason, plan)
+        return Rank(None, f"a stage does not run on fake tensors ({reason})")
+    parts = {stage: forecast(profile, plan) for stage, profile in profiles.items()}
+    step = cut.replayed(parts, plan, pp_rank, halves)
+    return Rank(step, None, tuple(profiles.values()), tuple(parts.values()))
+
+
+def _by_stages(plan: Plan, layout: Layout | None) -> bool:
+    cut = plan.techniques.get("cut")
+    return layout is not None and isinstance(cut, CutStrategy) and cut.replays(plan)
+
+
+def refuse_missing(reason: str, plan: Plan) -> None:
+    """Let each technique refuse a model that could not be profiled because of it.
+
+    Raises:
+        ConfigError: with the key and the fix.
+    """
+    for technique in in_order(plan):
+        technique.refuse_missing(reason)
 
 
 def check_sizes(profile: Profile, plan: Plan) -> None:

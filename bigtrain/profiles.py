@@ -6,13 +6,14 @@ the tensors are missing. So the timelines are those of the run, storage by stora
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bigtrain.chunked_loss import attach
@@ -20,13 +21,14 @@ from bigtrain.data.loader import MicroBatch
 from bigtrain.distributed import RunContext
 from bigtrain.fakes import fake_model, fake_tensor
 from bigtrain.forecast import Profile
+from bigtrain.keeping import shape
 from bigtrain.memory import Meter, StorageTracker
 from bigtrain.precision import low_precision_names
 from bigtrain.runner import LoopRunner
 from bigtrain.strategy import Assembly, Plan
 from bigtrain.tasks import Loss
-from bigtrain.timeline import Breakdown, Phase, Span, Timeline
-from bigtrain.update import MakeOptimizer
+from bigtrain.timeline import Breakdown, Phase, Span, Timeline, Visit
+from bigtrain.update import MakeOptimizer, state_widths
 from bigtrain.visits import Visits
 
 
@@ -73,6 +75,7 @@ def _profile(
     plan: Plan,
     device: torch.device,
 ) -> Profile:
+    widths = state_widths(make_optimizer)
     tracker = StorageTracker(fake=True)
     meter = FakeMeter(tracker, device)
     with FakeTensorMode(), tracker:
@@ -88,7 +91,9 @@ def _profile(
             count=max(1, micro_batch.count),
             rows=micro_batch.rows,
         )
-        visits = Visits(fake, tracker)
+        choices = plan.choices(model)
+        shape(fake, choices, plan.mover(device, fake=True))
+        visits, followed = Visits(fake, tracker), Visits(fake, tracker, choices)
         runner = LoopRunner(
             Assembly(
                 context=RunContext.alone(device),
@@ -96,7 +101,7 @@ def _profile(
                 loss=loss,
                 meter=meter,
                 model=fake,
-                make_optimizer=make_optimizer,
+                make_optimizer=numberless(make_optimizer),
                 module=fake,
                 materialize=lambda _names: None,
             )
@@ -116,17 +121,24 @@ def _profile(
         batch_bytes = bytes_of(tree_leaves((fake_batch.inputs, fake_batch.targets)))
     return Profile(
         parameter_bytes=states.parameters,
-        gradient_bytes=states.gradients,
+        gradient_bytes=0 if plan.release_gradients else states.gradients,
         buffer_bytes=states.buffers,
         optimizer_bytes=states.optimizer,
         batch_bytes=batch_bytes,
-        **slots_of(fake, runner.optimizer),
+        **slots_of(fake, runner.optimizer, widths),
         first=piece_of(timeline, marks[0], marks[1]),
         next=piece_of(timeline, marks[1], marks[2]),
         step=piece_of(timeline, marks[2], marks[3]),
         blocks=tuple(zip(*(visits.blocks(*w) for w in pairwise(marks[:3])), strict=True)),
         rest=visits.rest(*marks[:2]),
+        windows=windows_of(followed, marks),
     )
+
+
+def windows_of(visits: Visits, marks: Sequence[int]) -> tuple[tuple[str, Visit, Visit], ...]:
+    """When the followed modules ran in the first and the second micro-batch."""
+    first, second = (visits.named(start, stop) for start, stop in pairwise(marks[:3]))
+    return tuple((name, first[name], second[name]) for name in first if name in second)
 
 
 def piece_of(timeline: Timeline, start: int, stop: int) -> Timeline:
@@ -152,16 +164,59 @@ def states_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Brea
     )
 
 
-def slots_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """How the optimizer's state goes with the number of trained elements."""
-    elements, numbers, scalars = 0, 0, 0
+class _Ones(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers 1 where an optimizer reads a number from a tensor: fake ones have none."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        del types
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0
+        return func(*args, **(kwargs or {}))
+
+
+def numberless(make_optimizer: MakeOptimizer) -> MakeOptimizer:
+    """Make the optimizer such that its step runs on fake tensors."""
+
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = make_optimizer(parameters)
+        plain = optimizer.step
+
+        def step() -> None:
+            with _Ones():  # type: ignore[no-untyped-call]
+                plain()
+
+        optimizer.step = step  # type: ignore[assignment, method-assign]
+        return optimizer
+
+    return make
+
+
+def slots_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, widths: Mapping[str, float]
+) -> dict[str, Any]:
+    """How the optimizer's state goes with the number of trained elements.
+
+    Args:
+        model: profiled.
+        optimizer: after a step on it.
+        widths: of `state_widths`: bf16 parameters are updated in fp32 by those who shard state.
+    """
+    elements, numbers, scalars = 0, 0.0, 0
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
         elements += parameter.numel()
-        for value in optimizer.state.get(parameter, {}).values():
+        low = parameter.dtype == torch.bfloat16
+        for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
-                numbers += value.numel()
+                width = value.element_size() / parameter.element_size()
+                numbers += value.numel() * (widths.get(key, 4.0) / 4 if low else width)
             elif isinstance(value, Tensor):
                 scalars += value.numel() * value.element_size()
     slots = numbers / elements if elements else 0.0

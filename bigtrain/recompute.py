@@ -3,30 +3,110 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from bigtrain.chunked_loss import given_again, now_given
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm")
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
 
 
-def recomputed(module: nn.Module, compute: Callable[[], Any]) -> Any:
+def recomputed(
+    module: nn.Module,
+    compute: Callable[..., Any],
+    *args: Any,
+    selective: bool = False,
+    **kwargs: Any,
+) -> Any:
     """Compute now, keep what goes in, and compute again when the backward pass wants the rest.
 
     Random numbers are the same the second time, and running statistics do not move again.
 
     Args:
         module: whose statistics must not follow the second pass.
-        compute: the forward pass; what it closes over is kept.
+        compute: the forward pass, called with `args` and `kwargs`; all that it is given is kept.
+        args: its arguments.
+        selective: keep the results of products and of attention, too, and compute only what is
+            between them again.
+        kwargs: its named arguments.
 
-    Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost (arXiv 1604.06174).
+    Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost (arXiv 1604.06174);
+    Korthikanti et al. 2022, Reducing Activation Recomputation (arXiv 2205.05198), section 5, for
+    keeping what is dear.
     """
 
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), statistics_kept(module)
+    before = now_given()
 
-    return checkpoint(compute, use_reentrant=False, context_fn=contexts)
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        same = (lambda: statistics_kept(module), lambda: given_again(before))
+        if not selective:
+            return nullcontext(), _Again(*same)
+        first, again = create_selective_checkpoint_contexts(_policy)
+        return first, _Again(lambda: again, *same)
+
+    return checkpoint(compute, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def is_dear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether `selective` keeps the result of an operation: it does most of a model's work.
+
+    Attention that draws random numbers is not kept: leaving it out the second time would move
+    the numbers that come after it.
+    """
+    name = func._overloadpacket.__name__
+    if name in _PRODUCTS:
+        return True
+    return name in _ATTENTION and _drops_nothing(func, args, kwargs)
+
+
+def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            share = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
+            return float(share) == 0.0
+    return True
+
+
+def _policy(
+    _context: SelectiveCheckpointContext, func: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    if isinstance(func, torch._ops.OpOverload) and is_dear(func, args, kwargs):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Again(AbstractContextManager[None]):
+    """Contexts that are made anew at each entry: where the backward pass is split into one for
+    inputs and one for weights, a block is computed again for each of them."""
+
+    def __init__(self, *makes: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._makes = makes
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for make in self._makes:
+                stack.enter_context(make())
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
 
 
 @contextmanager

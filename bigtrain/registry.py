@@ -20,7 +20,9 @@ TECHNIQUES: dict[Role, dict[str, str]] = {
         "ddp": "bigtrain.strategies.ddp:DDP",
         "zero": "bigtrain.strategies.zero:Zero",
     },
-    "recompute": {},
+    "recompute": {
+        "checkpointing": "bigtrain.strategies.checkpointing:Checkpointing",
+    },
     "offload": {
         "offload": "bigtrain.strategies.offload:Offload",
     },

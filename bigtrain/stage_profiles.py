@@ -19,15 +19,24 @@ from bigtrain.data.loader import MicroBatch
 from bigtrain.distributed import RunContext
 from bigtrain.fakes import fake_model, fake_tensor
 from bigtrain.forecast import Profile, Wires
+from bigtrain.keeping import shape
 from bigtrain.layout import Layout
 from bigtrain.memory import StorageTracker
 from bigtrain.precision import low_precision_names
-from bigtrain.profiles import FakeMeter, bytes_of, piece_of, slots_of, states_of
+from bigtrain.profiles import (
+    FakeMeter,
+    bytes_of,
+    numberless,
+    piece_of,
+    slots_of,
+    states_of,
+    windows_of,
+)
 from bigtrain.runner import LoopRunner
 from bigtrain.strategy import Assembly, CutStrategy, Plan
 from bigtrain.tasks import Loss
 from bigtrain.timeline import Timeline
-from bigtrain.update import MakeOptimizer
+from bigtrain.update import MakeOptimizer, state_widths
 from bigtrain.visits import Visits
 
 
@@ -62,6 +71,7 @@ def profile_stage(
     cut = layout.chosen.cut
     # The script is traced under a fake mode of its own, so before ours.
     script = cut.rehearsal.script(real, training=True, places=cut.places)
+    widths = state_widths(make_optimizer)
     tracker = StorageTracker(fake=True)
     meter = FakeMeter(tracker, device)
     with FakeTensorMode(), tracker:
@@ -71,14 +81,17 @@ def profile_stage(
             inputs=map_tensors(real.inputs, lambda t: fake_tensor(t, device)),
             targets=map_tensors(real.targets, lambda t: fake_tensor(t, device)),
         )
-        visits = Visits(stage, tracker)
+        choices = plan.choices(model)
+        shape(stage, choices, plan.mover(device, fake=True))
+        whole = [name for name in choices if name not in stage.cut_through]
+        visits, followed = Visits(stage, tracker), Visits(stage, tracker, whole)
         assembly = Assembly(
             context=RunContext.alone(device),
             plan=plan,
             loss=loss,
             meter=meter,
             model=fake,
-            make_optimizer=make_optimizer,
+            make_optimizer=numberless(make_optimizer),
             module=stage,
             materialize=lambda _names: None,
         )
@@ -93,13 +106,14 @@ def profile_stage(
     return Profile(
         *held,
         bytes_of(tree_leaves((batch.inputs, batch.targets))),
-        **slots_of(fake, runner.optimizer),
+        **slots_of(fake, runner.optimizer, widths),
         first=_split(piece_of(timeline, marks[0], marks[1]), parts[0]),
         next=_split(piece_of(timeline, marks[1], marks[2]), parts[1]),
         step=piece_of(timeline, marks[2], marks[3]),
         blocks=tuple(blocks),
         rest=visits.rest(*marks[:2]),
         wires=replace(_wires(script, index), outgoing=taking.only_sent),
+        windows=windows_of(followed, marks),
     )
 
 

@@ -24,12 +24,16 @@ from bigtrain.data.loader import MicroBatch
 from bigtrain.distributed import RunContext
 from bigtrain.forecast import Forecast, Profile
 from bigtrain.home import Home
+from bigtrain.keeping import Choice, Moving, shape
 from bigtrain.layout import Layout
 from bigtrain.memory import Meter
 from bigtrain.tasks import Loss
 from bigtrain.update import MakeOptimizer, Update
 
 Place = Literal["device", "cpu", "disk"]
+Given = Literal["parameters", "pieces", "shards", "copies"]
+"""What an optimizer updates: whole parameters, stretches of them, DTensors, or an engine's own
+fp32 copies."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class Offloaded:
 
     optimizer: Place = "device"
     parameters: Place = "device"
+    activations: Place = "device"
     path: str | None = None
     """The folder of what is on disk."""
 
@@ -56,12 +61,14 @@ class Plan:
     device_type: str
     clip_norm: float | None = None
     sync_batchnorm: bool = False
+    master_weights: bool = True
+    release_gradients: bool = False
 
     @property
     def bf16_parameters(self) -> bool:
         """Whether the layers see their parameters in bf16."""
         own = self.techniques["replicate"].bf16_parameters and not self.joined
-        return self.precision == "bf16" and own
+        return self.precision == "bf16" and (own or not self.master_weights)
 
     @property
     def joined(self) -> bool:
@@ -79,6 +86,34 @@ class Plan:
     def world_size(self) -> int:
         """How many ranks the mesh has."""
         return self.pp * self.dp * self.tp
+
+    def choices(self, model: nn.Module) -> dict[str, Choice]:
+        """What each chosen module keeps for the backward pass, by its name in the whole model.
+
+        Raises:
+            ConfigError: a name that a technique was given is none of the model's.
+        """
+        found: dict[str, Choice] = {}
+        for role in ("recompute", "offload"):
+            technique = self.techniques.get(role)
+            for name, choice in (technique.choices(model, self) if technique else {}).items():
+                found.setdefault(name, choice)
+        return found
+
+    @property
+    def moves_activations(self) -> bool:
+        """Whether saved activations leave the device; from host to host there is no way to go."""
+        place = self.offloaded.activations
+        return place == "disk" or (place == "cpu" and self.device_type != "cpu")
+
+    def mover(self, device: torch.device, *, fake: bool = False) -> Moving | None:
+        """What takes activations away, where the plan says so."""
+        away = self.offloaded
+        if away.activations == "device" or not self.moves_activations:
+            return None
+        from bigtrain.moved import Mover
+
+        return Mover(away.activations, device, away.path, fake=fake)
 
 
 class Runner(Protocol):
@@ -180,6 +215,10 @@ class Assembly:
     """Averages gradients over the replicas after all micro-batches; set where no wrapper does."""
     shard: Shard | None = None
     """Set by a replicate technique whose engine is the cut's, too: see `Plan.joined`."""
+    choices: Mapping[str, Choice] = field(default_factory=dict)
+    """What modules keep for the backward pass."""
+    mover: Moving | None = None
+    """What takes activations away, where some are."""
 
     def __post_init__(self) -> None:
         self.roots = self.roots or [self.model]
@@ -204,6 +243,7 @@ class Assembly:
             tree = self.model if len(indices) == 1 else copy_tree(self.model)
             cut.strip(tree, [index], device)
             stages.append(cut.stage(tree, index, self.loss, device))
+            shape(stages[-1], self.choices, self.mover)
         self.roots = list(stages)
         return stages
 
@@ -245,6 +285,16 @@ class Strategy(BaseModel):
         return False
 
     @property
+    def optimizer_gets(self) -> Given:
+        """What the optimizer updates: see `Given`."""
+        return "parameters"
+
+    @property
+    def final_gradients(self) -> bool:
+        """Whether the backward pass leaves each gradient as the optimizer wants it."""
+        return False
+
+    @property
     def own_offload(self) -> bool:
         """Whether it does the offload role's work itself."""
         return False
@@ -262,6 +312,18 @@ class Strategy(BaseModel):
     def offloaded(self) -> Offloaded:
         """What this technique moves off the device."""
         return Offloaded()
+
+    def choices(self, model: nn.Module, plan: Plan) -> Mapping[str, Choice]:  # noqa: ARG002
+        """What modules keep for the backward pass, by name; those left out are another's.
+
+        Args:
+            model: whole, on any device.
+            plan: what will be run.
+
+        Raises:
+            ConfigError: a name that was given is none of the model's.
+        """
+        return {}
 
     def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:  # noqa: ARG002
         """One line where this choice cannot help, said before training; None where it can."""
@@ -281,12 +343,34 @@ class Strategy(BaseModel):
             ConfigError: with the key, the numbers and the fix.
         """
 
+    def refuse_missing(self, reason: str) -> None:
+        """Refuse a model that could not be profiled because of this technique.
+
+        Args:
+            reason: `Profile.missing`.
+
+        Raises:
+            ConfigError: with the key and the fix.
+        """
+
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:  # noqa: ARG002
         """Turn the forecast of what came before into the forecast with this technique."""
         return forecast
 
     def apply(self, assembly: Assembly) -> None:
         """Change the assembly: wrap the module, shard its parameters, set the sync."""
+
+
+class RecomputeStrategy(Strategy):
+    """A technique that lets blocks keep less."""
+
+    def limit(self, plan: Plan) -> int | None:  # noqa: ARG002
+        """The most bytes that a rank may hold, where the choice of each block is to follow that."""
+        return None
+
+    def choosing(self, blocks: Mapping[str, Choice]) -> RecomputeStrategy:
+        """The same technique with a choice for each block, and no limit."""
+        raise NotImplementedError
 
 
 class CutStrategy(Strategy):

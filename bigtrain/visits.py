@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,11 +19,18 @@ class Visits:
     Args:
         model: hooks are put on its blocks, for good: give a copy.
         tracker: whose clock it is.
+        names: of the modules to follow; left out, the blocks that share no parameter.
     """
 
-    def __init__(self, model: nn.Module, tracker: StorageTracker) -> None:
+    def __init__(
+        self, model: nn.Module, tracker: StorageTracker, names: Iterable[str] | None = None
+    ) -> None:
         self._tracker = tracker
-        self._blocks = [block for _, block in separate_blocks(model)]
+        named = separate_blocks(model)
+        if names is not None:
+            named = [(n, m) for n, m in ((n, _module(model, n)) for n in names) if m is not None]
+        self._names = [name for name, _ in named]
+        self._blocks = [block for _, block in named]
         inside = {id(p) for block in self._blocks for p in block.parameters()}
         self._rest = [p for p in model.parameters() if id(p) not in inside]
         self._notes: list[tuple[int, int, str]] = []
@@ -57,6 +65,10 @@ class Visits:
 
         A block whose inputs need no gradient is taken to be done at the end of the pass.
         """
+        return list(self.named(start, stop).values())
+
+    def named(self, start: int, stop: int) -> dict[str, Visit]:
+        """The same with their names."""
         found = []
         for number, block in enumerate(self._blocks):
             ticks: dict[str, list[int]] = {}
@@ -68,12 +80,20 @@ class Visits:
             begins = min(ticks.get("backward begins", [stop]))
             ends = max(ticks.get("backward ends", [stop]))
             forward = (min(ticks["forward begins"]), max(ticks["forward ends"]))
-            found.append(_visit(list(block.parameters()), forward, (begins, max(begins, ends))))
-        return sorted(found, key=lambda visit: visit.forward)
+            visit = _visit(list(block.parameters()), forward, (begins, max(begins, ends)))
+            found.append((self._names[number], visit))
+        return dict(sorted(found, key=lambda pair: pair[1].forward))
 
     def rest(self, start: int, stop: int) -> Visit:
         """What is in no block: there from the first moment of a pass to the last."""
         return _visit(self._rest, (start, stop), (start, stop))
+
+
+def _module(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:  # another stage's
+        return None
 
 
 def _visit(

@@ -14,14 +14,19 @@ Source: Ren et al. 2021, ZeRO-Offload (arXiv 2101.06840), sections 3 and 4; Rajb
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
+from torch import nn
+
+from bigtrain.blocks import find_blocks
 from bigtrain.config import Role
 from bigtrain.cuts import chunk_elements
 from bigtrain.errors import ConfigError
 from bigtrain.forecast import Forecast, Profile
 from bigtrain.home import DiskHome, HostHome, disk_message, memory_message
+from bigtrain.keeping import Choice
 from bigtrain.room import (
     IN_MEMORY,
     file_system,
@@ -39,27 +44,29 @@ class Offload(Strategy):
 
     name: ClassVar[str] = "offload"
     role: ClassVar[Role] = "offload"
-    summary: ClassVar[str] = "optimizer state on disk or in the host's memory"
+    summary: ClassVar[str] = "optimizer state or activations on disk or in the host's memory"
 
     optimizer: Place = "device"
     """Where the optimizer's state (and fp32 copies) lives between the steps."""
     parameters: Place = "device"
     """Where the parameters live between their uses (stages 2 and 3 of `zero` alone)."""
+    activations: Place = "device"
+    """Where what blocks save for the backward pass is meanwhile; see strategy.recompute."""
     path: str | None = None
     """An existing folder on a disk with room; left out, the system's for temporary files."""
 
     @property
     def offloaded(self) -> Offloaded:
         """See `Strategy.offloaded`."""
-        return Offloaded(self.optimizer, self.parameters, self.path)
+        return Offloaded(self.optimizer, self.parameters, self.activations, self._folder)
 
     def check(self, plan: Plan) -> None:
         """Refuse what moves nothing, a folder that cannot be used, parameters that stay."""
-        places = (self.optimizer, self.parameters)
-        if places == ("device", "device"):
+        places = (self.optimizer, self.parameters, self.activations)
+        if set(places) == {"device"}:
             raise ConfigError(
                 "strategy.offload moves nothing. Set strategy.offload.optimizer=cpu or "
-                "strategy.offload.optimizer=disk."
+                "strategy.offload.optimizer=disk, or strategy.offload.activations."
             )
         if self.path is not None and "disk" not in places:
             raise ConfigError(
@@ -90,6 +97,12 @@ class Offload(Strategy):
     def _folder(self) -> str:
         return self.path or scratch_folder()
 
+    def choices(self, model: nn.Module, plan: Plan) -> Mapping[str, Choice]:
+        """Every block that is not computed again is moved away."""
+        if not plan.moves_activations:
+            return {}
+        return {name: "offload" for name, _ in find_blocks(model)}
+
     def check_sizes(self, profile: Profile, plan: Plan) -> None:
         """Refuse a place that is too small for the state of one rank alone."""
         if plan.techniques["replicate"].own_offload:
@@ -112,18 +125,25 @@ class Offload(Strategy):
 
     def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:  # noqa: ARG002
         """Say where nothing is gained."""
-        places = {"optimizer": self.optimizer, "parameters": self.parameters}
+        places = {
+            "optimizer": self.optimizer,
+            "parameters": self.parameters,
+            "activations": self.activations,
+        }
         hosted = [key for key, place in places.items() if place == "cpu"]
         if plan.techniques["replicate"].own_offload:
             return None  # what does the work says where it gains nothing
         if hosted and plan.device_type == "cpu":
             return (
                 f"strategy.offload.{hosted[0]}=cpu moves nothing: this run is on the CPU, and so "
-                "are its parameters and its optimizer state. Use strategy.offload.optimizer=disk."
+                "are its parameters, optimizer state and activations. Use "
+                f"strategy.offload.{_DISK.get(hosted[0], 'optimizer')}=disk."
             )
-        if profile.missing is None and profile.state_slots == 0:
+        moved = self.optimizer != "device" and self.activations == "device"
+        if moved and profile.missing is None and profile.state_slots == 0:
             return "strategy.offload moves nothing: this optimizer keeps no state."
-        kind = file_system(self._folder) if self.optimizer == "disk" else None
+        on_disk = "disk" in (self.optimizer, self.activations)
+        kind = file_system(self._folder) if on_disk else None
         if kind in IN_MEMORY:
             return (
                 f"strategy.offload.path={self._folder} is a {kind}, whose files are memory: "
@@ -156,6 +176,10 @@ class Offload(Strategy):
             assembly.home = DiskHome(assembly.context, self._folder)
         elif self._on_host(assembly.plan):
             assembly.home = HostHome(assembly.context)
+
+
+_DISK = {"optimizer": "optimizer", "activations": "activations"}
+"""What may go to disk."""
 
 
 def _item(plan: Plan) -> int:

@@ -1,0 +1,152 @@
+"""Activation checkpointing: blocks that keep less for the backward pass, and compute it again.
+
+Memory: `full` leaves a block's inputs; `selective` the results of products and attention, too.
+With `budget` each block is given what takes the least time while the predicted peak fits.
+Communication: none.
+Constraints: a block computes the same twice from the same inputs; random numbers are repeated, and
+running statistics move once.
+Example: torchrun --nproc-per-node 2 bigtrain/train.py --strategy ddp strategy.recompute=full
+
+Source: Chen et al. 2016 (arXiv 1604.06174); Korthikanti et al. 2022 (arXiv 2205.05198), section 5;
+for the choice under a budget Beaumont et al. 2019, Rotor (arXiv 1911.13214), and Jain et al. 2020,
+Checkmate (arXiv 1910.02653).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import BeforeValidator, Field
+from torch import nn
+
+from bigtrain.blocks import find_blocks, matching_modules
+from bigtrain.config import Role
+from bigtrain.environment import detect
+from bigtrain.errors import ConfigError
+from bigtrain.keeping import Choice
+from bigtrain.memory import capacity_bytes
+from bigtrain.strategy import CutStrategy, Plan, RecomputeStrategy
+from bigtrain.units import parse_bytes
+
+
+def _size_or_share(value: object) -> object:
+    """A share of the device (0.8 or '80%'), or a size."""
+    if isinstance(value, str) and value.strip().endswith("%"):
+        return float(value.strip()[:-1]) / 100
+    if isinstance(value, float) and 0 < value < 1:
+        return value
+    return parse_bytes(value)
+
+
+Budget = Annotated[int | float, BeforeValidator(_size_or_share)]
+
+
+class Checkpointing(RecomputeStrategy):
+    """What each block keeps."""
+
+    name: ClassVar[str] = "checkpointing"
+    role: ClassVar[Role] = "recompute"
+    summary: ClassVar[str] = "blocks keep less for the backward pass and compute it again"
+
+    mode: Literal["full", "selective"] = "full"
+    """What a chosen block keeps: its inputs, or also the results of products and attention."""
+    every: int | None = Field(None, ge=1)
+    """Every k-th block is chosen, from the k-th on; left out, all are."""
+    layers: tuple[str, ...] = ()
+    """Names of the modules that are chosen; `*` stands for a part of a name (blocks.*.mlp)."""
+    budget: Budget | None = None
+    """The most that a rank may hold, in bytes (6GiB) or as a share of the device (80%)."""
+    blocks: dict[str, Choice] | None = None
+    """What each block keeps, by name: what a budget has been turned into."""
+
+    def check(self, plan: Plan) -> None:
+        """Refuse two ways to say the same, and a cut that already computes again."""
+        said = {
+            "every": self.every is not None,
+            "layers": bool(self.layers),
+            "budget": self.budget is not None,
+            "blocks": self.blocks is not None,
+        }
+        given = [key for key, is_given in said.items() if is_given]
+        if len(given) > 1:
+            raise ConfigError(
+                f"strategy.recompute.{given[0]} and {given[1]} both say which blocks keep less. "
+                f"Leave strategy.recompute.{given[1]} out."
+            )
+        if self.budget is not None and "mode" in self.model_fields_set:
+            raise ConfigError(
+                f"strategy.recompute.mode={self.mode}: a budget chooses itself what each block "
+                "keeps. Leave strategy.recompute.mode out, or strategy.recompute.budget."
+            )
+        cut = plan.techniques.get("cut")
+        if isinstance(cut, CutStrategy) and cut.recompute != "never":
+            raise ConfigError(
+                f"strategy.cut.checkpoint={cut.recompute} computes whole stages again, and "
+                "strategy.recompute their blocks. Set strategy.cut.checkpoint=never, or leave "
+                "strategy.recompute out."
+            )
+
+        self._check_split(plan)
+
+    def _check_split(self, plan: Plan) -> None:
+        """Kept results are handed out once; two backward passes would want them twice."""
+        cut = plan.techniques.get("cut")
+        kept = self.mode == "selective" or "selective" in (self.blocks or {}).values()
+        if kept and isinstance(cut, CutStrategy) and cut.splits_backward:
+            raise ConfigError(
+                "strategy.recompute: selective hands each kept result to one backward pass, and "
+                "this schedule has two for each micro-batch. Use strategy.recompute.mode=full, or "
+                "strategy.cut.schedule=1f1b."
+            )
+
+    def limit(self, plan: Plan) -> int | None:
+        """See `RecomputeStrategy.limit`."""
+        if self.budget is None or isinstance(self.budget, int):
+            return self.budget
+        whole = capacity_bytes(torch.device(plan.device_type))
+        if whole is None:
+            raise ConfigError(
+                f"strategy.recompute.budget={self.budget} is a share of this device's memory, "
+                "which the system does not tell. Give bytes: strategy.recompute.budget=6GiB."
+            )
+        # The ranks of a node share the host's memory; a GPU is one rank's.
+        ranks = detect(os.environ).local_world_size if plan.device_type == "cpu" else 1
+        return int(whole * self.budget / ranks)
+
+    def choosing(self, blocks: Mapping[str, Choice]) -> Checkpointing:
+        """See `RecomputeStrategy.choosing`."""
+        return Checkpointing(blocks=dict(blocks))
+
+    def choices(self, model: nn.Module, plan: Plan) -> Mapping[str, Choice]:
+        """See `Strategy.choices`."""
+        if self.blocks is not None:
+            return {name: self.blocks[name] for name in _known(model, self.blocks)}
+        names = [name for name, _ in find_blocks(model)]
+        if self.layers:
+            names = matching_modules(model, self.layers, "strategy.recompute.layers")
+        elif self.every is not None:
+            if self.every > len(names):
+                raise ConfigError(
+                    f"strategy.recompute.every={self.every}, and the model has {len(names)} "
+                    f"blocks. Use strategy.recompute.every={max(1, len(names))} or less."
+                )
+            names = names[self.every - 1 :: self.every]
+        if self.mode == "full" and plan.moves_activations:
+            return dict.fromkeys(names, "full_offload")
+        return dict.fromkeys(names, self.mode)
+
+    def refuse_missing(self, reason: str) -> None:
+        """Say what a selective block cannot do: change in place what it has kept."""
+        if "has been mutated" in reason:
+            raise ConfigError(
+                "strategy.recompute: selective keeps the results of products, and a block of this "
+                "model changes one in place (as nn.ReLU(inplace=True) behind a convolution does). "
+                "Use strategy.recompute.mode=full, or inplace=False in the model."
+            )
+
+
+def _known(model: nn.Module, names: Mapping[str, Choice]) -> list[str]:
+    return matching_modules(model, tuple(names), "strategy.recompute.blocks")
