@@ -94,7 +94,7 @@ class DeepSpeedRunner(LoopRunner):
                 buffers = bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
                 self.meter.own(buffers, "buffers")
 
-    def one(self, micro_batch: MicroBatch, scale: float) -> Tensor:
+    def one(self, micro_batch: MicroBatch, scale: float, *, check: bool = False) -> Tensor:
         """See `LoopRunner.one`."""
         self.meter.phase("forward")
         placed = self.place(micro_batch)
@@ -106,6 +106,8 @@ class DeepSpeedRunner(LoopRunner):
         if micro_batch.count == 0:  # padding, or nothing valid: it only keeps the ranks in step
             loss = loss * 0.0
         del output
+        if check:
+            self._agree(float(loss.detach()), 1)
         self.meter.phase("backward")
         self._engine.backward(loss * scale, scale_wrt_gas=False)
         if self.meter.tracking:
