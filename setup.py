@@ -56,6 +56,7 @@ setup(
     extras_require={
         "digits": ["scikit-learn"],
         "tensorboard": ["tensorboard"],
+        "lowbit": ["torchao"],
         "dev": [
             "build",
             "codespell",
@@ -66,6 +67,7 @@ setup(
             "scikit-learn",
             "setuptools>=77",
             "tensorboard",
+            "torchao",
             "types-PyYAML",
         ],
     },

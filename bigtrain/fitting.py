@@ -35,10 +35,22 @@ def check_optimizer(optim: OptimConfig, plan: Plan) -> None:
         _check_release(plan, who)
     if optim.name == "adafactor" or optim.name in LOW_BIT:
         _check_whole(optim, plan, given, who)
+    elif optim.state == "bf16" and given == "pieces" and plan.pp > 1:
+        _check_tied(optim, who)
     elif optim.state == "bf16" and given == "copies":
         raise ConfigError(
             f"optim.state=bf16: {who} lets its engine keep the optimizer's state, in fp32. Use "
             "--strategy fsdp or --strategy zero1_torch, or optim.state=fp32."
+        )
+
+
+def _check_tied(optim: OptimConfig, who: str) -> None:
+    """Stages cut a tied parameter into other pieces, which would be rounded by other numbers."""
+    if optim.stochastic_rounding is not False:
+        raise ConfigError(
+            f"optim.state=bf16 with stochastic rounding: in {who} the stages that share a tied "
+            "parameter cut it into different pieces, and its copies would drift apart. Set "
+            "optim.stochastic_rounding=false, or use --strategy 1f1b_fsdp."
         )
 
 

@@ -42,8 +42,8 @@ class LeanAdamW(torch.optim.Optimizer):
         state: dtype of the moments: torch.float32 or torch.bfloat16.
         stochastic_rounding: how parameters and moments in bf16 are written; False rounds to the
             nearest.
-        seed: of the rounding, whose numbers are a function of seed, parameter and step alone: a
-            resumed run draws the same ones, and no other generator is moved.
+        seed: of the rounding, whose numbers are a function of seed, step and the parameter's
+            shape alone: a resumed run draws the same ones, and no other generator is moved.
     """
 
     state_keys: ClassVar[frozenset[str]] = frozenset({"step", *MOMENTS})
@@ -66,8 +66,6 @@ class LeanAdamW(torch.optim.Optimizer):
         self._state_dtype = state
         self._stochastic = stochastic_rounding
         self._seed = seed
-        every = (p for group in self.param_groups for p in group["params"])
-        self._numbers = {parameter: number for number, parameter in enumerate(every)}
         self._generators: dict[torch.device, torch.Generator] = {}
 
     @torch.no_grad()
@@ -152,7 +150,7 @@ class LeanAdamW(torch.optim.Optimizer):
     def _read(
         self, slots: MutableMapping[str, Any], key: str, part: slice, work: torch.dtype
     ) -> Tensor:
-        """A piece of a moment to compute with: the state's own numbers where the dtype is theirs."""
+        """A piece of a moment to compute with: the state itself where the dtype is the same."""
         return flat(local(slots[key]))[part].to(work)
 
     def _write(
@@ -166,8 +164,12 @@ class LeanAdamW(torch.optim.Optimizer):
         write(flat(local(slots[key]))[part], value, generator)
 
     def _generator(self, parameter: nn.Parameter, count: int) -> torch.Generator:
-        """A generator that begins anew at every parameter and step."""
-        numbers = [self._seed, self._numbers.get(parameter, 0), count]
+        """A generator that begins anew at every parameter and step.
+
+        Parameters of one shape draw the same numbers, so that copies of a tied parameter, which
+        stages of a pipeline update each for itself, stay equal.
+        """
+        numbers = [self._seed, count, *parameter.shape]
         if isinstance(parameter, DTensor):  # other parts of one parameter draw other numbers
             places = enumerate(parameter.placements)
             sharded = [axis for axis, placement in places if placement.is_shard()]

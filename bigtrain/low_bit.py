@@ -15,6 +15,7 @@ sections 2 and 3; Li et al. 2023, Memory Efficient Optimizers with 4-bit States 
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Iterable, MutableMapping
 from typing import Any, ClassVar
 
@@ -132,12 +133,15 @@ class LowBitAdamW(LeanAdamW):
 
 
 def value_maps(bits: int) -> dict[str, tuple[float, ...]]:
-    """torchao's values of the codes in ascending order, of each moment: the second has no sign.
+    """The values of torchao's codes in ascending order, of each moment: the second has no sign.
 
     Raises:
         ConfigError: torchao is not installed.
     """
+    warns = logging.getLogger("torch.utils._pytree")
+    level = warns.level
     try:
+        warns.setLevel(logging.ERROR)  # of a call of torchao's that torch will drop one day
         formats = importlib.import_module(f"torchao.optim.subclass_{bits}bit")
     except ImportError as error:
         raise ConfigError(
@@ -145,6 +149,8 @@ def value_maps(bits: int) -> dict[str, tuple[float, ...]]:
             f"be imported ({error}). Run: pip install 'bigtrain[lowbit]', or set "
             "optim.state=bf16 with optim.name=adamw."
         ) from None
+    finally:
+        warns.setLevel(level)
     return {
         "exp_avg": tuple(formats.get_qmap_signed()),
         "exp_avg_sq": tuple(formats.get_qmap_unsigned()),

@@ -105,18 +105,17 @@ def is_elementwise(key: str, value: Tensor, shape: tuple[int, ...]) -> bool:
 
 def state_factor(make_optimizer: MakeOptimizer) -> float:
     """Bytes held for each byte of a parameter: itself, its gradient, the optimizer's state."""
-    return 2.0 + state_slots(make_optimizer)
+    return 2.0 + sum(state_widths(make_optimizer, side=64).values()) / 4
 
 
 def state_slots(make_optimizer: MakeOptimizer) -> float:
     """Bytes of state for each byte of an fp32 parameter, found out by one step on a few numbers."""
-    widths = state_widths(make_optimizer)
-    return sum(widths.values()) / 4
+    return sum(state_widths(make_optimizer).values()) / 4
 
 
-def state_widths(make_optimizer: MakeOptimizer) -> dict[str, float]:
+def state_widths(make_optimizer: MakeOptimizer, side: int = 32) -> dict[str, float]:
     """Bytes of each slot of the state for each number of an fp32 matrix; step counts left out."""
-    parameter = nn.Parameter(torch.zeros(64, 64))
+    parameter = nn.Parameter(torch.zeros(side, side))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = make_optimizer([parameter])
     optimizer.step()

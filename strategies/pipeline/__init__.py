@@ -28,7 +28,7 @@ from bigtrain.forecast import Forecast, Profile
 from bigtrain.imports import load_object
 from bigtrain.layout import Layout, numerics
 from bigtrain.strategies.pipeline.options import PipelineEngine, PipelineOptions, Recompute
-from bigtrain.strategy import Assembly, Plan, Strategy
+from bigtrain.strategy import Assembly, Given, Plan, Strategy
 from bigtrain.tasks import Loss
 from bigtrain.update import MakeOptimizer, state_factor
 
@@ -62,6 +62,11 @@ class Pipeline(PipelineOptions):
         return self._engine.owns_step
 
     @property
+    def optimizer_gets(self) -> Given:
+        """See `Strategy.optimizer_gets`."""
+        return self._engine.optimizer_gets
+
+    @property
     def needs_group(self) -> bool:
         """See `Strategy.needs_group`."""
         return self._engine.needs_group
@@ -78,6 +83,10 @@ class Pipeline(PipelineOptions):
     def joins(self, replicate: Strategy) -> bool:
         """See `CutStrategy.joins`."""
         return self._engine.joins(replicate)
+
+    def held(self, plan: Plan) -> tuple[int, ...]:
+        """See `CutStrategy.held`."""
+        return self._engine.in_flight(self, plan)
 
     def micro_batches(self, pp: int) -> int:
         """See `CutStrategy.micro_batches`."""

@@ -32,6 +32,8 @@ from bigtrain.strategy import Assembly, Plan, Runner, Strategy
 class DeepSpeedPipeline(PipelineEngine):
     """DeepSpeed's engine around this rank's stage; it owns the step."""
 
+    optimizer_gets = "copies"
+
     def joins(self, replicate: Strategy) -> bool:
         """ZeRO on DeepSpeed is done by the same engine."""
         return replicate.name == "zero" and getattr(replicate, "engine", None) == "deepspeed"

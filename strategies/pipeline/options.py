@@ -12,7 +12,7 @@ from bigtrain.config import Bytes, Role
 from bigtrain.errors import ConfigError
 from bigtrain.forecast import Forecast, Profile
 from bigtrain.schedules import ONE_STAGE
-from bigtrain.strategy import Assembly, CutStrategy, Plan, Strategy
+from bigtrain.strategy import Assembly, CutStrategy, Given, Plan, Strategy
 
 Recompute = Literal["never", "except_last", "always"]
 
@@ -56,6 +56,7 @@ class PipelineEngine:
     """What runs the stages. Stateless; the neutral answers stand here."""
 
     owns_step: bool = True
+    optimizer_gets: Given = "parameters"
     needs_group: bool = False
     spans_ranks: bool = True
     """Whether the stages are on the ranks of the pp axis, or all in each process."""

@@ -20,7 +20,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.forecast import Forecast, Profile
 from bigtrain.imports import load_object
 from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
-from bigtrain.strategy import Assembly, Plan
+from bigtrain.strategy import Assembly, Given, Plan
 
 ENGINES: dict[str, dict[int, str]] = {
     "deepspeed": dict.fromkeys((1, 2, 3), "bigtrain.strategies.zero.deepspeed_engine:DeepSpeed"),
@@ -74,6 +74,16 @@ class Zero(ZeroOptions):
     def bf16_parameters(self) -> bool:
         """See `Strategy.bf16_parameters`."""
         return self._engine.bf16_parameters
+
+    @property
+    def optimizer_gets(self) -> Given:
+        """See `Strategy.optimizer_gets`."""
+        return self._engine.optimizer_gets
+
+    @property
+    def final_gradients(self) -> bool:
+        """See `Strategy.final_gradients`."""
+        return self._engine.final_gradients
 
     @property
     def own_offload(self) -> bool:

@@ -42,6 +42,8 @@ class FullySharded(ZeroEngine):
     materializes = True
     needs_group = True
     bf16_parameters = True
+    optimizer_gets = "shards"
+    final_gradients = True
     moves_parameters = True
 
     def check(self, options: ZeroOptions, plan: Plan) -> None:

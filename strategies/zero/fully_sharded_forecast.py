@@ -63,10 +63,10 @@ def forecast_of(
     return replace(
         forecast,
         states=states,
-        first=passes[0].timeline(profile.first, profile.rest, fresh=True),
+        first=passes[0].timeline(profile.first, profile.rest, fresh=not plan.release_gradients),
         next=again,
         step=scaled(forecast.step, share * sizes.kept / sizes.used),
-        gradients=trained,
+        gradients=0 if plan.release_gradients else trained,
     )
 
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from bigtrain.config import Bytes, Role
 from bigtrain.forecast import Forecast, Profile
-from bigtrain.strategy import Assembly, Plan, Strategy
+from bigtrain.strategy import Assembly, Given, Plan, Strategy
 
 
 class ZeroOptions(Strategy):
@@ -41,6 +41,8 @@ class ZeroEngine:
     """Whether it wants a process group for a single rank, too."""
     materializes: bool = False
     bf16_parameters: bool = False
+    optimizer_gets: Given = "copies"
+    final_gradients: bool = False
     own_offload: bool = False
     """Whether it moves state and parameters itself, as `strategy.offload` says."""
     moves_parameters: bool = False

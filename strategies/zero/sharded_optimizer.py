@@ -27,6 +27,7 @@ class ShardedOptimizer(ZeroEngine):
     """Optimizer state and fp32 copies sharded; parameters and gradients on every rank."""
 
     bf16_parameters = True
+    optimizer_gets = "pieces"
 
     def estimate(
         self,

@@ -1,0 +1,208 @@
+"""The optimizer's step inside the backward pass: the same numbers, fewer gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nets import TinyLM, tokens
+from ranks import run_ranks
+from torch import nn
+
+from bigtrain.build import make_plan
+from bigtrain.data import GlobalOrder, StepLoader
+from bigtrain.distributed import RunContext
+from bigtrain.engine import Engine
+from bigtrain.errors import BigtrainError, ConfigError, NonFiniteError
+from bigtrain.loading import job_of
+from bigtrain.optim import optimizer_factory
+from bigtrain.tasks import CrossEntropy
+
+RELEASE = {"optim.release_gradients": True}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+class Deep(nn.Module):
+    """Equal layers, so that no one gradient is much of all, and small activations."""
+
+    def __init__(self, layers: int = 20, width: int = 768) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, 13)
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def train(context, strategy, keys, model=TinyLM, steps=5):
+    """Losses, norms, weights, rates, and the memory of rank 0, measured and predicted."""
+    job = job_of(strategy, {"train.global_batch_size": 8, "optim.lr": 1e-2, **keys})
+    samples, loss = tokens(40), CrossEntropy()
+
+    def loader(rows=None, **more):
+        order = GlobalOrder(len(samples), rows or 8, seed=3)
+        return StepLoader(samples, order, count=loss.count, **more)
+
+    plan = make_plan(job, context.world_size, "cpu")
+    size = plan.batch.micro_size
+    example = next(iter(loader(size, micro_batch_size=size))).micro_batches[0]
+    made = optimizer_factory(job.optim)
+    given = {"example": example, "learning_rate": lambda step: 1e-2 / (step + 1)}
+    with Engine(model, loss, made, job, context, **given) as engine:
+        ranks = {"dp_rank": context.dp_rank, "dp_size": context.dp_size}
+        batches = loader(micro_batch_size=size, **ranks)
+        results = [engine.step(b) for _, b in zip(range(steps), batches, strict=False)]
+        sources = engine.runner.state().items()
+        weights = {name: source.read().detach().clone() for name, source in sources}
+        measured = engine.meter.measured().peak
+    return results, weights, measured, engine.predicted
+
+
+def alone(keys, **more):
+    return train(RunContext.alone(torch.device("cpu")), "single", keys, **more)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_the_numbers_are_the_same_bits(optimizer):
+    keys = {"optim.name": optimizer, "optim.momentum": 0.9, "optim.weight_decay": 0.1}
+    plain, released = alone(keys), alone({**keys, **RELEASE})
+    for one, other in zip(plain[0], released[0], strict=True):
+        assert (one.loss, one.lr) == (other.loss, other.lr)
+        assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-6)
+    assert plain[1].keys() == released[1].keys()
+    for name, value in plain[1].items():
+        assert torch.equal(value, released[1][name]), name
+
+
+def test_gradients_leave_the_peak_and_the_prediction_is_exact():
+    keys = {"optim.name": "sgd"}
+    _, weights, before, _ = alone(keys, model=Deep)
+    _, _, after, predicted = alone({**keys, **RELEASE}, model=Deep)
+    gradients = sum(v.numel() * 4 for n, v in weights.items() if n.startswith("model."))
+    assert before.breakdown.gradients >= 0.85 * gradients
+    assert before.bytes - after.bytes >= 0.85 * gradients
+    assert after.breakdown.gradients <= 0.15 * gradients
+    assert predicted.breakdown == after.breakdown
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp_zero2"])
+def test_shards_are_updated_as_their_gradients_come(strategy):
+    plain = run_ranks(train, 2, strategy, {})[0]
+    released = run_ranks(train, 2, strategy, RELEASE)[0]
+    one = alone({})
+    for number, result in enumerate(released[0]):
+        assert result.loss == plain[0][number].loss
+        assert result.grad_norm == pytest.approx(one[0][number].grad_norm, rel=1e-4)
+    for name, value in plain[1].items():
+        assert torch.equal(value, released[1][name]), name
+
+
+def test_what_shards_hold_is_foretold():
+    _, _, measured, predicted = run_ranks(train, 2, "fsdp", RELEASE, Deep)[0]
+    assert predicted.bytes == pytest.approx(measured.bytes, rel=0.05)
+
+
+class Broken(TinyLM):
+    """Its loss, or a gradient alone, is not finite."""
+
+    def __init__(self, where="loss") -> None:
+        super().__init__()
+        self.where = where
+
+    def forward(self, x):
+        y = super().forward(x)
+        if self.where == "loss":
+            return y * float("nan")
+        y.register_hook(lambda gradient: gradient * float("inf"))
+        return y
+
+
+def broken(context, where, strategy):
+    job = job_of(strategy, {"train.global_batch_size": 8, **RELEASE})
+    samples, loss = tokens(16), CrossEntropy()
+    made = optimizer_factory(job.optim)
+    rows = 8 // context.world_size
+    order = GlobalOrder(len(samples), 8, seed=3)
+    loader = StepLoader(
+        samples,
+        order,
+        count=loss.count,
+        micro_batch_size=rows,
+        dp_rank=context.dp_rank,
+        dp_size=context.dp_size,
+    )
+    with Engine(lambda: Broken(where), loss, made, job, context) as engine:
+        try:
+            engine.step(next(iter(loader)))
+        except NonFiniteError as error:
+            weights = [s.read() for s in engine.runner.state().values()]
+            return str(error), all(bool(w.isfinite().all()) for w in weights)
+    return None
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("fsdp", 2)])
+def test_a_loss_that_is_no_number_stops_it_before_any_update(strategy, ranks):
+    for message, finite in run_ranks(broken, ranks, "loss", strategy):
+        assert "step 1: the loss of rank 0 is nan; the optimizer was not stepped" in message
+        assert finite
+
+
+def test_a_gradient_that_is_no_number_is_told_after_the_update():
+    message, _ = broken(RunContext.alone(torch.device("cpu")), "gradient", "single")
+    assert "the gradient norm is" in message
+    assert "with optim.release_gradients=true the parameters were updated already" in message
+    assert "Resume from the last checkpoint with optim.release_gradients=false" in message
+
+
+def test_there_are_no_gradients_to_look_at():
+    job = job_of("single", {"train.global_batch_size": 8, **RELEASE})
+    made, context = optimizer_factory(job.optim), RunContext.alone(torch.device("cpu"))
+    with (
+        Engine(TinyLM, CrossEntropy(), made, job, context) as engine,
+        pytest.raises(BigtrainError, match="Set optim.release_gradients=false"),
+    ):
+        engine.runner.gradients()
+
+
+REFUSED = {
+    "ddp": (2, {}, ["strategy ddp", "in buckets", "--strategy fsdp"]),
+    "zero1_torch": (2, {}, ["strategy zero1_torch", "in buckets", "--strategy fsdp"]),
+    "oss": (2, {}, ["strategy oss", "in buckets", "--strategy fsdp"]),
+    "zero2": (2, {}, ["strategy zero2", "in buckets", "--strategy fsdp"]),
+    "zero3": (1, {}, ["strategy zero3", "a step of its own", "--strategy single"]),
+    "1f1b": (2, {}, ["strategy 1f1b", "stages", "--strategy fsdp"]),
+    "layer_split": (2, {}, ["strategy layer_split", "stages", "--strategy fsdp"]),
+    "single_offload_disk": (1, {}, ["strategy.offload", "strategy.offload=null"]),
+    "single": (
+        1,
+        {"train.micro_batch_size": 2},
+        ["a step has 4", "train.accumulation_steps=1", "train.micro_batch_size=8"],
+    ),
+}
+
+
+@pytest.mark.parametrize("strategy", REFUSED)
+def test_what_it_cannot_be_joined_with(strategy):
+    ranks, keys, words = REFUSED[strategy]
+    job = job_of(strategy, {"train.global_batch_size": 8, **RELEASE, **keys})
+    with pytest.raises(ConfigError) as refusal:
+        make_plan(job, ranks, "cpu")
+    for word in ("optim.release_gradients=true", "optim.release_gradients=false", *words):
+        assert word in str(refusal.value)
+
+
+def test_clipping_needs_all_gradients():
+    with pytest.raises(ConfigError) as refusal:
+        job_of("single", {**RELEASE, "optim.clip_norm": 1.0})
+    assert "clip_norm=1.0 needs it. Use optim.clip_norm=null" in str(refusal.value)
