@@ -58,10 +58,12 @@ def test_the_numbers_stay(make, bf16, mover):
         assert one.bytes_away == 0
 
 
-def live_bytes(*, fake: bool, move: bool, folder: str) -> tuple[list[int], Mover]:
+def live_bytes(
+    folder: str, make=mixed, *, fake: bool, move: bool = True, bf16: bool = False
+) -> tuple[list[int], Mover]:
     """Live bytes at the end of each block, forward and backward, then the peak."""
     torch.manual_seed(0)
-    model, batch = mixed()
+    model, batch = make()
     seen: list[int] = []
     with ExitStack() as stack:
         if fake:
@@ -69,6 +71,7 @@ def live_bytes(*, fake: bool, move: bool, folder: str) -> tuple[list[int], Mover
             model = fake_model(model, CPU, double=False)
         tracker = stack.enter_context(StorageTracker(fake=fake))
         tracker.own(model.parameters(), "parameters")
+        tracker.own(model.buffers(), "buffers")
         mover = Mover("disk", CPU, folder, fake=fake)
 
         def around(block, compute):
@@ -77,12 +80,15 @@ def live_bytes(*, fake: bool, move: bool, folder: str) -> tuple[list[int], Mover
             out.register_hook(lambda _: seen.append(tracker.live_bytes))
             return out
 
-        model.around = around
-        x = torch.empty(batch.shape) if fake else batch
+        wrap(model, around)
+        x = torch.empty(batch.shape, dtype=batch.dtype) if fake else batch
         tracker.own([x], "batch")
         for _ in range(2):
             for _ in range(2):
-                model(x).square().mean().backward()
+                with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                    loss = model(x).float().square().mean()
+                loss.backward()
+                del loss
                 seen.append(tracker.live_bytes)
             for parameter in model.parameters():
                 parameter.grad = None
@@ -92,9 +98,9 @@ def live_bytes(*, fake: bool, move: bool, folder: str) -> tuple[list[int], Mover
 
 
 def test_a_run_on_fake_tensors_makes_and_frees_the_same_bytes(tmp_path):
-    plain, _ = live_bytes(fake=False, move=False, folder=str(tmp_path))
-    real, mover = live_bytes(fake=False, move=True, folder=str(tmp_path))
-    fake, told = live_bytes(fake=True, move=True, folder=str(tmp_path))
+    plain, _ = live_bytes(str(tmp_path), fake=False, move=False)
+    real, mover = live_bytes(str(tmp_path), fake=False)
+    fake, told = live_bytes(str(tmp_path), fake=True)
     assert fake == real
     for count in ("bytes_moved", "bytes_freed", "peak_bytes_away"):
         assert getattr(told, count) == getattr(mover, count) > 0
@@ -103,6 +109,18 @@ def test_a_run_on_fake_tensors_makes_and_frees_the_same_bytes(tmp_path):
     assert mover.bytes_moved == 4 * 2 * 5 * BLOCK - 4 * 65536
     assert mover.peak_bytes_away == 5 * BLOCK
     assert plain[-1] - real[-1] > 2 * BLOCK
+
+
+@pytest.mark.parametrize(
+    ("make", "bf16"), [(mixed, True), (residual, False), (gpt, False), (gpt, True)]
+)
+def test_the_same_bytes_for_other_nets(make, bf16, tmp_path):
+    plain, _ = live_bytes(str(tmp_path), make, fake=False, move=False, bf16=bf16)
+    real, mover = live_bytes(str(tmp_path), make, fake=False, bf16=bf16)
+    fake, told = live_bytes(str(tmp_path), make, fake=True, bf16=bf16)
+    assert fake == real
+    assert real[-1] < plain[-1]
+    assert told.bytes_freed == mover.bytes_freed > 0
 
 
 def test_one_block_is_under_way_and_one_block_ahead_is_fetched():
