@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from bigtrain.blueprint import Blueprint, describe
     from bigtrain.build import device_type_of, make_plan
     from bigtrain.checkpoint import Checkpoint, find_checkpoint, newest_checkpoint
+    from bigtrain.chunked_loss import ChunkedCrossEntropy
     from bigtrain.config import Job
     from bigtrain.data import Data, MicroBatch, StepLoader, prepare_data
     from bigtrain.distributed import RunContext, connect
@@ -45,6 +46,7 @@ _HOMES = {
     "Blueprint": "blueprint",
     "Checkpoint": "checkpoint",
     "CheckpointError": "errors",
+    "ChunkedCrossEntropy": "chunked_loss",
     "ConfigError": "errors",
     "CrossEntropy": "tasks",
     "Data": "data",
@@ -92,6 +94,7 @@ __all__ = [
     "Blueprint",
     "Checkpoint",
     "CheckpointError",
+    "ChunkedCrossEntropy",
     "ConfigError",
     "CrossEntropy",
     "Data",
