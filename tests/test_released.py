@@ -87,8 +87,8 @@ def test_the_numbers_are_the_same_bits(optimizer):
 
 def test_gradients_leave_the_peak_and_the_prediction_is_exact():
     keys = {"optim.name": "sgd"}
-    _, weights, before, _ = alone(keys, model=Deep)
-    _, _, after, predicted = alone({**keys, **RELEASE}, model=Deep)
+    _, weights, before, _ = alone(keys, model=Deep, steps=2)
+    _, _, after, predicted = alone({**keys, **RELEASE}, model=Deep, steps=2)
     gradients = sum(v.numel() * 4 for n, v in weights.items() if n.startswith("model."))
     assert before.breakdown.gradients >= 0.85 * gradients
     assert before.bytes - after.bytes >= 0.85 * gradients
@@ -109,7 +109,7 @@ def test_shards_are_updated_as_their_gradients_come(strategy):
 
 
 def test_what_shards_hold_is_foretold():
-    _, _, measured, predicted = run_ranks(train, 2, "fsdp", RELEASE, Deep)[0]
+    _, _, measured, predicted = run_ranks(train, 2, "fsdp", RELEASE, Deep, 2)[0]
     assert predicted.bytes == pytest.approx(measured.bytes, rel=0.05)
 
 
