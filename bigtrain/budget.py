@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 LARGEST_FRONT = 20_000
 """Answers that are followed at once. Only beyond this number peaks are rounded, and up."""
@@ -38,7 +38,7 @@ class Answer(NamedTuple):
 
     picks: tuple[int, ...]
     peak: int
-    """Bytes above what there was at the start of the first block, waiting micro-batches included."""
+    """Bytes above what there was at the first block's start, waiting micro-batches included."""
     seconds: float
 
 
@@ -46,7 +46,8 @@ class _State(NamedTuple):
     peak: int
     saved: int
     seconds: float
-    picks: tuple[int, ...] | tuple[()] | tuple[int, object]
+    picks: Any
+    """A pick and those of the blocks after it, nested: shared by all answers that end alike."""
 
 
 def cheapest(
@@ -76,6 +77,17 @@ def lowest(menu: Sequence[Sequence[Price]], tail: int = 0, waiting: int = 0) -> 
     return _answer(min(states, key=lambda s: (_peak(s, waiting), s.seconds)), waiting)
 
 
+def peak_of(
+    menu: Sequence[Sequence[Price]], picks: Sequence[int], tail: int = 0, waiting: int = 0
+) -> int:
+    """The peak of given prices, in bytes as `Answer.peak`."""
+    held, highest = 0, 0
+    for prices, pick in zip(menu, picks, strict=True):
+        highest = max(highest, held + prices[pick].highest)
+        held += prices[pick].saved
+    return max(highest, held + tail) + waiting * held
+
+
 def _peak(state: _State, waiting: int) -> int:
     return state.peak + waiting * state.saved
 
@@ -84,10 +96,10 @@ def _answer(state: _State, waiting: int) -> Answer:
     return Answer(tuple(_picked(state.picks)), _peak(state, waiting), state.seconds)
 
 
-def _picked(link: tuple[object, ...]) -> Iterator[int]:
+def _picked(link: Any) -> Iterator[int]:
     while link:
-        pick, link = link  # type: ignore[assignment, misc]
-        yield pick  # type: ignore[misc]
+        pick, link = link
+        yield pick
 
 
 def _fronts(

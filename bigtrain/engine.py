@@ -37,6 +37,8 @@ from bigtrain.layout import Layout
 from bigtrain.memory import Meter
 from bigtrain.predict import predict
 from bigtrain.report.memory_report import MemoryReport, RankMemory
+from bigtrain.settle import settle
+from bigtrain.strategy import Plan
 from bigtrain.tasks import CustomTask, Loss, MeanLoss, Task
 from bigtrain.timeline import Peak
 from bigtrain.update import MakeOptimizer
@@ -78,6 +80,7 @@ class Engine:
         example: one micro-batch, from which the memory is predicted before anything is built;
             left out, it is predicted at the first step.
         learning_rate: the rate of each step, counted from 0; left out, the optimizer's own.
+        plan: what will be run, settled; left out, it is made from the job.
         layout: how the model is cut; left out, it is worked out where the plan has a cut.
     """
 
@@ -92,11 +95,12 @@ class Engine:
         task: Task | None = None,
         example: MicroBatch | None = None,
         learning_rate: Callable[[int], float] | None = None,
+        plan: Plan | None = None,
         layout: Layout | None = None,
     ) -> None:
         self.job = job
         self.context = context
-        self.plan = make_plan(job, context.world_size, context.device.type)
+        self.plan = plan or make_plan(job, context.world_size, context.device.type)
         self.loss: Loss = as_loss(loss)
         self.task = task or CustomTask(self.loss)
         self.blueprint = _blueprint(model)
@@ -111,6 +115,10 @@ class Engine:
         self._make_optimizer = optimizer
         self._closing = ExitStack()
         self.layout = layout or self._lay_out(example)
+        if plan is None:
+            given = (self.blueprint.model, example, self.loss, optimizer)
+            settled = settle(self.plan, *given, self.layout)
+            self.plan, self.advice = settled.plan, list(settled.lines)
         if self.layout is not None and example is not None and context.is_main:
             self.advice.append(self.layout.check(self.blueprint.model, example, self.loss))
         if example is not None:

@@ -60,7 +60,7 @@ def _shape_one(module: nn.Module, choice: Choice, mover: Moving | None) -> None:
         raise ValueError(f"{choice} needs a mover")
     # The instance's own `forward` comes before the class's, and inside of all hooks: what wraps
     # the module later (sharding) has the parameters together in both passes.
-    module.forward = partial(_forward, module, module.forward, choice, mover)  # type: ignore[method-assign]
+    module.forward = partial(_forward, module, module.forward, choice, mover)
 
 
 def _forward(
@@ -74,7 +74,7 @@ def _forward(
     if not torch.is_grad_enabled():
         return compute(*args, **kwargs)
     run = partial(compute, *args, **kwargs)
-    if choice == "selective" or choice == "full":
+    if choice in ("selective", "full"):
         again = choice == "selective"
         return recomputed(module, compute, *args, selective=again, **kwargs)
     if mover is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from bigtrain.blueprint import Blueprint, describe
@@ -29,6 +28,7 @@ from bigtrain.imports import load_object
 from bigtrain.layout import Layout
 from bigtrain.models import check_model, make_model, model_defaults, sequence_length, task_of
 from bigtrain.optim import learning_rate, optimizer_factory
+from bigtrain.settle import settle
 from bigtrain.strategy import Plan
 from bigtrain.tasks import Loss
 from bigtrain.update import MakeOptimizer
@@ -51,14 +51,10 @@ class Parts:
     parameters: int
     """Numbers in the whole model, before anything is sharded."""
 
-    @cached_property
-    def layout(self) -> Layout | None:
-        """How the model is cut, where the plan has a cut. Needs no process group.
-
-        Raises:
-            ConfigError: it cannot be cut so.
-        """
-        return lay_out(self.plan, self.model.model, self.example(), self.loss, self.optimizer)
+    layout: Layout | None = None
+    """How the model is cut, where the plan has a cut."""
+    notes: tuple[str, ...] = ()
+    """What there is to say of the choices made for it."""
 
     def learning_rate(self, step: int) -> float:
         """The rate of a step, counted from 0."""
@@ -161,15 +157,18 @@ def open_parts(job: Job, plan: Plan) -> Parts:
         model=model,
         model_args=args,
         loss=_loss(job.model.loss, data),
-        optimizer=optimizer_factory(job.optim),
+        optimizer=optimizer_factory(job.optim, job.train.seed),
         order=order,
         total_steps=_total_steps(job, order),
         parameters=sum(p.numel() for p in model.model.parameters()),
     )
     if job.model.loss is None:
         parts = replace(parts, loss=loss_for(job.model, data.task, model.model, parts.example()))
-    _ = parts.layout  # what cannot be cut is refused here, before the ranks connect
-    return parts
+    # What cannot be cut, or does not fit a budget, is refused here, before the ranks connect.
+    given = (parts.model.model, parts.example(), parts.loss, parts.optimizer)
+    layout = lay_out(plan, *given)
+    settled = settle(plan, *given, layout)
+    return replace(parts, plan=settled.plan, layout=layout, notes=settled.lines)
 
 
 def _check_task(job: Job, data: Data) -> None:

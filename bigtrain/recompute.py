@@ -50,14 +50,13 @@ def recomputed(
     Korthikanti et al. 2022, Reducing Activation Recomputation (arXiv 2205.05198), section 5, for
     keeping what is dear.
     """
-
     before = now_given()
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         same = (lambda: statistics_kept(module), lambda: given_again(before))
         if not selective:
             return nullcontext(), _Again(*same)
-        first, again = create_selective_checkpoint_contexts(_policy)
+        first, again = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
         return first, _Again(lambda: again, *same)
 
     return checkpoint(compute, *args, use_reentrant=False, context_fn=contexts, **kwargs)
@@ -92,8 +91,11 @@ def _policy(
 
 
 class _Again(AbstractContextManager[None]):
-    """Contexts that are made anew at each entry: where the backward pass is split into one for
-    inputs and one for weights, a block is computed again for each of them."""
+    """Contexts that are made anew at each entry.
+
+    Where the backward pass is split into one for inputs and one for weights, a block is computed
+    again for each of them.
+    """
 
     def __init__(self, *makes: Callable[[], AbstractContextManager[Any]]) -> None:
         self._makes = makes

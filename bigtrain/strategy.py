@@ -416,6 +416,10 @@ class CutStrategy(Strategy):
         """
         raise NotImplementedError
 
+    def held(self, plan: Plan) -> tuple[int, ...]:  # noqa: ARG002
+        """For each stage the most micro-batches that it holds activations of; empty for one."""
+        return ()
+
     def micro_batches(self, pp: int) -> int:  # noqa: ARG002
         """How many a step should have where the job does not say."""
         return 1

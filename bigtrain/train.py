@@ -59,6 +59,7 @@ def train(
         task=parts.data.task,
         example=parts.example(),
         learning_rate=parts.learning_rate,
+        plan=parts.plan,
         layout=parts.layout,
     ) as engine:
         resumed = resume(job, engine, folder)

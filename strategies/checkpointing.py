@@ -38,7 +38,7 @@ def _size_or_share(value: object) -> object:
         return float(value.strip()[:-1]) / 100
     if isinstance(value, float) and 0 < value < 1:
         return value
-    return parse_bytes(value)
+    return parse_bytes(value) if isinstance(value, (str, int)) else value
 
 
 Budget = Annotated[int | float, BeforeValidator(_size_or_share)]

@@ -11,7 +11,7 @@ words:      errors units
 job:        arguments config configs configs.jobs configs.strategies deepspeed_file
             environment imports loading
 memory:     budget cuts forecast lean_adamw low_bit memory precision replay room schedules shards timeline
-learning:   blocks blueprint chunked_loss fakes heads linear_loss keeping
+learning:   block_costs blocks blueprint chunked_loss fakes heads linear_loss keeping
             cutting cutting.balance cutting.calls cutting.choose cutting.compare cutting.cut
             cutting.ghost cutting.intervals cutting.points cutting.rehearsal
             cutting.script cutting.stage cutting.state cutting.structure cutting.traces
@@ -39,7 +39,7 @@ strategies: strategies strategies.accumulation strategies.checkpointing strategi
             strategies.zero.fairscale_forecast strategies.zero.fairscale_fsdp
             strategies.zero.fully_sharded strategies.zero.fully_sharded_forecast
             strategies.zero.options strategies.zero.sharded_optimizer
-build:      build listing predict registry
+build:      build listing pass_prices predict registry settle
 engine:     door engine parts
             report report.lines report.memory_report report.run_log report.tables
 commands:   . __main__ cli train

@@ -308,7 +308,8 @@ class _Recorder:
             if id(tensor) not in self._index:
                 index = self.add(tensor, known=known)
                 self.values[index].sources = sources
-        self.costs.append(Cost(self.clock, _flops(func, args, kwargs, result), _moved(given, made)))
+        flops = flops_of(func, args, kwargs, result)
+        self.costs.append(Cost(self.clock, flops, bytes_touched(given, made)))
 
     def saving(self) -> AbstractContextManager[Any]:
         """Notes what autograd keeps, as long as it is entered."""
@@ -432,12 +433,13 @@ def changed_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return found
 
 
-def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Arithmetic operations of matrix products, convolutions and attention; 0 of all else."""
     formula = flop_registry.get(func._overloadpacket)
     return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
 
 
-def _moved(given: list[Tensor], made: list[Tensor]) -> int:
+def bytes_touched(given: list[Tensor], made: list[Tensor]) -> int:
     """Bytes that an operation reads and writes; none for a view."""
     below = {t.untyped_storage()._cdata for t in given}
     fresh = [t for t in made if t.untyped_storage()._cdata not in below]

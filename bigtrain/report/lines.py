@@ -37,6 +37,7 @@ def opening_lines(parts: Parts, engine: Engine, resumed: Path | None) -> Iterato
         yield f"the model was built whole and sent from rank 0: {engine.blueprint.reason}"
     if engine.layout is not None:
         yield from engine.layout.lines()
+    yield from parts.notes
     yield predicted_line(engine.predicted, engine.prediction_note)
     yield from engine.advice
     if resumed is not None:
@@ -69,7 +70,7 @@ def batch_line(parts: Parts) -> str:
 def dry_run_lines(job: Job, plan: Plan, parts: Parts) -> Iterator[str]:
     """The resolved job, the plan, and the predicted peak of one rank."""
     yield yaml.safe_dump(job.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
-    yield yaml.safe_dump(describe_plan(plan), sort_keys=False)
+    yield yaml.safe_dump(describe_plan(parts.plan), sort_keys=False)
     yield model_line(parts)
     yield batch_line(parts)
     model, example = parts.model.model, parts.example()
@@ -77,8 +78,9 @@ def dry_run_lines(job: Job, plan: Plan, parts: Parts) -> Iterator[str]:
     if layout is not None:
         yield from layout.lines()
         yield layout.check(model, example, parts.loss)
+    yield from parts.notes
     for pp_rank in range(plan.pp):
-        found = predict(plan, model, example, parts.loss, parts.optimizer, layout, pp_rank)
+        found = predict(parts.plan, model, example, parts.loss, parts.optimizer, layout, pp_rank)
         if plan.pp > 1:
             yield f"pp rank {pp_rank}:"
         yield predicted_line(found.peak, found.note)

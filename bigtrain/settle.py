@@ -1,0 +1,247 @@
+"""From a budget to what each block keeps: prices, the exact choice, a forecast as proof."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from bigtrain.block_costs import BlockCost, block_costs
+from bigtrain.blocks import find_blocks
+from bigtrain.budget import Answer, cheapest, lowest
+from bigtrain.cutting.choose import RATES
+from bigtrain.data.loader import MicroBatch
+from bigtrain.errors import ConfigError
+from bigtrain.keeping import CHOICES, Choice
+from bigtrain.layout import Layout
+from bigtrain.pass_prices import Chain, Seen, chain_of
+from bigtrain.predict import rank_of
+from bigtrain.strategy import CutStrategy, Plan, RecomputeStrategy
+from bigtrain.tasks import Loss
+from bigtrain.timeline import Peak
+from bigtrain.units import format_bytes
+from bigtrain.update import MakeOptimizer
+
+TRIES = 8
+"""Forecasts by which a choice is proven and the room left by the prices is used."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A plan in which every block knows what it keeps, and what there is to say of it."""
+
+    plan: Plan
+    lines: tuple[str, ...] = ()
+
+
+def settle(
+    plan: Plan,
+    model: nn.Module,
+    example: MicroBatch | None,
+    loss: Loss,
+    make_optimizer: MakeOptimizer,
+    layout: Layout | None = None,
+) -> Settled:
+    """Check the names of the modules that keep less, and turn a budget into such names.
+
+    Needs no process group, and is the same on all ranks.
+
+    Args:
+        plan: what will be run.
+        model: whole, on any device; it is left as it is.
+        example: one micro-batch; a budget needs it.
+        loss: as in the run.
+        make_optimizer: as in the run.
+        layout: of a model that is cut.
+
+    Raises:
+        ConfigError: a name is none of the model's; the smallest peak is above the budget.
+    """
+    technique = plan.techniques.get("recompute")
+    limit = technique.limit(plan) if isinstance(technique, RecomputeStrategy) else None
+    if not isinstance(technique, RecomputeStrategy) or limit is None:
+        plan.choices(model)
+        return Settled(plan)
+    if example is None:
+        raise ConfigError(
+            "strategy.recompute.budget is met by a forecast, and for that one micro-batch must be "
+            "seen. Give prepare(..., example=(inputs, targets))."
+        )
+    names = [name for name, _ in find_blocks(model)]
+    if not names:
+        raise ConfigError(
+            "strategy.recompute.budget: this model has no blocks to choose for. "
+            "Name modules: strategy.recompute.layers=[...]."
+        )
+    bf16 = plan.precision == "bf16"
+    device = torch.device(plan.device_type)
+    costs = block_costs(model, names, example, RATES[device.type], device, bf16=bf16)
+    task = _Task(plan, technique, limit, (model, example, loss, make_optimizer), layout, costs)
+    blocks: dict[str, Choice] = dict.fromkeys(names, "keep")
+    lines = []
+    for pp_rank in range(plan.pp):
+        found = task.solve(names, pp_rank)
+        blocks.update(found.blocks)
+        lines.append(task.line(found, pp_rank))
+    return Settled(_choosing(plan, technique, blocks), tuple(lines))
+
+
+def _choosing(plan: Plan, technique: RecomputeStrategy, blocks: Mapping[str, Choice]) -> Plan:
+    return replace(plan, techniques={**plan.techniques, "recompute": technique.choosing(blocks)})
+
+
+@dataclass(frozen=True)
+class _Found:
+    """An answer for one rank, proven by a forecast."""
+
+    blocks: dict[str, Choice]
+    peak: Peak
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Task:
+    plan: Plan
+    technique: RecomputeStrategy
+    limit: int
+    given: tuple[nn.Module, MicroBatch, Loss, MakeOptimizer]
+    layout: Layout | None
+    costs: Mapping[str, BlockCost]
+
+    def solve(self, names: Sequence[str], pp_rank: int) -> _Found:
+        """Choose for the blocks of one rank.
+
+        Raises:
+            ConfigError: no choice fits, with the smallest peak there is.
+        """
+        seen = dict(self._uniform(names, pp_rank))
+        keeping = seen["keep"].step.peak()
+        if keeping.bytes <= self.limit:
+            own = [name for profile, _ in seen["keep"].stages for name, _, _ in profile.windows]
+            return _Found(dict.fromkeys(own, "keep"), keeping, 0.0)
+        waiting = self._waiting(pp_rank)
+        place = self.plan.offloaded.activations
+        chain = chain_of(seen, self.costs, waiting=waiting, place=place)
+        found = self._search(chain, pp_rank)
+        if found is not None:
+            return found
+        least = self._proven(chain, lowest(chain.menu, chain.tail, chain.waiting), pp_rank)
+        if least.peak.bytes <= self.limit:
+            return least
+        smallest = min([least.peak, *(one.step.peak() for one in seen.values())], key=_bytes)
+        raise ConfigError(self._too_small(smallest, pp_rank))
+
+    def _uniform(self, names: Sequence[str], pp_rank: int) -> Iterator[tuple[Choice, Seen]]:
+        """The rank where all blocks choose alike, for each choice that works with this model."""
+        cut = self.plan.techniques.get("cut")
+        split = isinstance(cut, CutStrategy) and cut.splits_backward
+        for choice in CHOICES:
+            if "offload" in choice and not self.plan.moves_activations:
+                continue
+            if choice == "selective" and split:
+                continue
+            try:
+                yield choice, self._forecast(dict.fromkeys(names, choice), pp_rank)
+            except ConfigError:
+                if choice != "selective":
+                    raise
+                # It does not work with every model; the other choices do.
+
+    def _forecast(self, blocks: Mapping[str, Choice], pp_rank: int) -> Seen:
+        plan = _choosing(self.plan, self.technique, blocks)
+        found = rank_of(plan, *self.given, self.layout, pp_rank)
+        if found.forecast is None:
+            raise ConfigError(
+                f"strategy.recompute.budget is met by a forecast, and there is none: {found.note}. "
+                "Use strategy.recompute.mode=full, or every, or layers."
+            )
+        return Seen(found.forecast, tuple(zip(found.profiles, found.parts, strict=True)))
+
+    def _waiting(self, pp_rank: int) -> int:
+        """Micro-batches that a rank holds beside the one it works on."""
+        cut = self.plan.techniques.get("cut")
+        if self.layout is None or not isinstance(cut, CutStrategy) or not cut.replays(self.plan):
+            return 0
+        own = self.layout.stages_of(pp_rank)
+        held = [most for stage, most in enumerate(cut.held(self.plan)) if stage in own]
+        return max(held, default=1) - 1
+
+    def _search(self, chain: Chain, pp_rank: int) -> _Found | None:
+        """The cheapest answer that a forecast proves; the prices only say where to look."""
+        best: _Found | None = None
+        room, least_refused = self.limit - chain.base, None
+        tried: set[tuple[int, ...]] = set()
+        for _ in range(TRIES):
+            answer = cheapest(chain.menu, room, chain.tail, chain.waiting)
+            if answer is None or answer.picks in tried:
+                break
+            tried.add(answer.picks)
+            found = self._proven(chain, answer, pp_rank)
+            left = self.limit - found.peak.bytes
+            if left >= 0 and (best is None or found.seconds < best.seconds):
+                best = found
+            if left < 0:
+                least_refused = room
+            # A price that was too high leaves room, one that was too low takes some away.
+            expected = self.limit - chain.base - answer.peak
+            step = left if left < 0 else max(0, left - max(0, expected))
+            if step == 0:
+                break
+            room += step
+            if step > 0 and least_refused is not None and room >= least_refused:
+                break
+        return best
+
+    def _proven(self, chain: Chain, answer: Answer, pp_rank: int) -> _Found:
+        picks = zip(chain.names, answer.picks, strict=True)
+        blocks = {name: chain.choices[pick] for name, pick in picks}
+        return _Found(blocks, self._forecast(blocks, pp_rank).step.peak(), answer.seconds)
+
+    def line(self, found: _Found, pp_rank: int) -> str:
+        """What was chosen, what it costs, and the predicted peak."""
+        where = f"pp rank {pp_rank}: " if self.plan.pp > 1 else ""
+        counts = Counter(found.blocks.values())
+        kinds = ", ".join(f"{counts[c]} {_WORDS[c]}" for c in CHOICES if counts[c])
+        share = found.seconds / (3 * self.costs[""].whole) if self.costs[""].whole else 0.0
+        return (
+            f"{where}budget {format_bytes(self.limit)}: predicted peak "
+            f"{format_bytes(found.peak.bytes)}; of {len(found.blocks)} blocks {kinds}; "
+            f"about {100 * share:.0f} % longer"
+        )
+
+    def _too_small(self, peak: Peak, pp_rank: int) -> str:
+        where = f" on pp rank {pp_rank}" if self.plan.pp > 1 else ""
+        parts = vars(peak.breakdown)
+        kind = max(parts, key=lambda part: parts[part])
+        return (
+            f"strategy.recompute.budget={self.limit} ({format_bytes(self.limit)}) is below the "
+            f"smallest peak that this job reaches{where}, {peak.bytes} bytes "
+            f"({format_bytes(peak.bytes)}, in the {peak.phase} phase), of which {kind} are "
+            f"{format_bytes(parts[kind])}. Use strategy.recompute.budget={peak.bytes}, or "
+            f"{_FIXES[kind]}."
+        )
+
+
+_WORDS: dict[Choice, str] = {
+    "keep": "keep everything",
+    "selective": "keep products only",
+    "full": "keep their inputs only",
+    "offload": "are moved away",
+    "full_offload": "keep their inputs elsewhere",
+}
+
+_FIXES = {
+    "parameters": "--strategy fsdp on more ranks",
+    "gradients": "--strategy zero2 on more ranks",
+    "optimizer": "--strategy zero1 on more ranks",
+    "activations": "a smaller train.micro_batch_size",
+    "buffers": "a smaller strategy.replicate.bucket_size",
+    "temporary": "a smaller train.micro_batch_size",
+}
+
+
+def _bytes(peak: Peak) -> int:
+    return peak.bytes
