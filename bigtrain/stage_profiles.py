@@ -76,15 +76,9 @@ def profile_stage(
     meter = FakeMeter(tracker, device)
     with FakeTensorMode(), tracker:
         stage, fake = _fake_stage(layout, index, model, loss, plan, device)
-        batch = replace(
-            real,
-            inputs=map_tensors(real.inputs, lambda t: fake_tensor(t, device)),
-            targets=map_tensors(real.targets, lambda t: fake_tensor(t, device)),
-        )
-        choices = plan.choices(model)
-        shape(stage, choices, plan.mover(device, fake=True))
-        whole = [name for name in choices if name not in stage.cut_through]
-        visits, followed = Visits(stage, tracker), Visits(stage, tracker, whole)
+        batch = _faked(real, device)
+        choices = [name for name in plan.choices(model) if name not in stage.cut_through]
+        visits, followed = Visits(stage, tracker), Visits(stage, tracker, choices)
         assembly = Assembly(
             context=RunContext.alone(device),
             plan=plan,
@@ -131,7 +125,17 @@ def _fake_stage(
     technique = plan.techniques.get("cut")
     if isinstance(technique, CutStrategy):
         stage.recompute = technique.recompute
+    shape(stage, plan.choices(model), plan.mover(device, fake=True))
     return stage, fake
+
+
+def _faked(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    def fake(tensor: Tensor) -> Tensor:
+        twin: Tensor = fake_tensor(tensor, device)
+        return twin
+
+    inputs, targets = (map_tensors(tree, fake) for tree in (batch.inputs, batch.targets))
+    return replace(batch, inputs=inputs, targets=targets)
 
 
 def _wires(script: Script, index: int) -> Wires:
