@@ -22,8 +22,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from bigtrain.checkpoint import TensorSource
 from bigtrain.chunked_loss import given
 from bigtrain.data.loader import MicroBatch
-from bigtrain.errors import CheckpointError, NonFiniteError
+from bigtrain.errors import BigtrainError, CheckpointError, NonFiniteError
 from bigtrain.pieces import PiecewiseUpdate
+from bigtrain.released import ReleasedUpdate
 from bigtrain.shards import is_moved, local, part_of, whole
 from bigtrain.strategy import Assembly
 from bigtrain.update import Update, WholeUpdate, source_of
@@ -47,10 +48,17 @@ class StepRunner:
         self._before_update = assembly.before_update
         self._stepped = False
         self._trained = list(named.values())
-        self._update: Update = assembly.update or (
-            PiecewiseUpdate(named, assembly.make_optimizer, home=assembly.home)
-            if assembly.home is not None
-            else WholeUpdate(named, assembly.make_optimizer)
+        self._released: ReleasedUpdate | None = None
+        if assembly.plan.release_gradients:
+            self._released = ReleasedUpdate(named, assembly.make_optimizer, assembly.meter)
+        self._update: Update = (
+            assembly.update
+            or self._released
+            or (
+                PiecewiseUpdate(named, assembly.make_optimizer, home=assembly.home)
+                if assembly.home is not None
+                else WholeUpdate(named, assembly.make_optimizer)
+            )
         )
         self.optimizer = self._update.optimizer
 
@@ -61,7 +69,7 @@ class StepRunner:
             finish()
         norm = float(self.clip())
         if not math.isfinite(norm):
-            raise NonFiniteError(f"the gradient norm is {norm}")
+            raise NonFiniteError(f"the gradient norm is {norm}", stepped=self._released is not None)
         self.apply_step()
         return norm
 
@@ -74,6 +82,8 @@ class StepRunner:
 
     def norm(self) -> Tensor:
         """The norm of the gradients of the whole model. Collective where they are in shards."""
+        if self._released is not None:
+            return whole(torch.linalg.vector_norm(torch.stack(self._released.norms())))
         return whole(total_norm([p.grad for p in self._trained if p.grad is not None]))
 
     def apply_step(self) -> None:
@@ -151,12 +161,15 @@ class LoopRunner(StepRunner):
         losses = []
         for number, micro_batch in enumerate(micro_batches, start=1):
             with self._sync(number == len(micro_batches)):
-                losses.append(self.one(micro_batch, scale))
+                losses.append(self.one(micro_batch, scale, check=self._released is not None))
         # One read from the device a step, not one for each micro-batch.
         return self._agree(float(torch.stack(losses).double().sum()), total)
 
-    def one(self, micro_batch: MicroBatch, scale: float) -> Tensor:
-        """Forward and backward of one micro-batch; return its summed loss, detached."""
+    def one(self, micro_batch: MicroBatch, scale: float, *, check: bool = False) -> Tensor:
+        """Forward and backward of one micro-batch; return its summed loss, detached.
+
+        With `check` a loss that is not finite is refused on all ranks before the backward pass.
+        """
         self.meter.phase("forward")
         placed = self.place(micro_batch)
         self.own_batch(placed)
@@ -167,6 +180,8 @@ class LoopRunner(StepRunner):
         if micro_batch.count == 0:  # padding, or nothing valid: it only keeps the ranks in step
             loss = loss * 0.0
         del output
+        if check:
+            self._agree(float(loss.detach()), 1)
         self.meter.phase("backward")
         (loss * scale).backward()  # type: ignore[no-untyped-call]
         self.own_gradients()
@@ -178,7 +193,16 @@ class LoopRunner(StepRunner):
         return math.fsum(sums) / max(total, 1)
 
     def gradients(self) -> dict[str, TensorSource]:
-        """See `Runner.gradients`."""
+        """See `Runner.gradients`.
+
+        Raises:
+            BigtrainError: the gradients are released as they come.
+        """
+        if self._released is not None:
+            raise BigtrainError(
+                "there are no gradients after the backward pass: each was used and freed in it. "
+                "Set optim.release_gradients=false to see them."
+            )
         return {
             name: source_of(parameter.grad)
             for name, parameter in self.module.named_parameters()
