@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bigtrain.cutting.choose import Rates
-from bigtrain.cutting.tracer import bytes_touched, flops_of
 from bigtrain.data.loader import MicroBatch
 from bigtrain.fakes import fake_model, fake_tensor
+from bigtrain.operations import bytes_touched, flops_of
 from bigtrain.recompute import is_dear
 
 

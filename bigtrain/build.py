@@ -20,11 +20,12 @@ from bigtrain.fill import Materializer, names_of
 from bigtrain.fitting import check_optimizer
 from bigtrain.keeping import shape
 from bigtrain.layout import Layout
+from bigtrain.live import Runner
 from bigtrain.memory import Meter
 from bigtrain.precision import low_precision_names
 from bigtrain.registry import make_technique
 from bigtrain.runner import LoopRunner
-from bigtrain.strategy import Assembly, CutStrategy, Plan, Runner, Strategy
+from bigtrain.strategy import Assembly, CutStrategy, Plan, Strategy
 from bigtrain.tasks import Loss
 from bigtrain.update import MakeOptimizer
 

@@ -36,6 +36,11 @@ class Chain:
     base: int
     """Bytes when the first block begins, states included."""
 
+    @property
+    def arguments(self) -> tuple[tuple[tuple[Price, ...], ...], int, int]:
+        """What `budget.lowest` takes."""
+        return self.menu, self.tail, self.waiting
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -83,7 +88,9 @@ def chain_of(
             )
         )
     tail = max(found.tail for found in curves.values())
-    base = max(
+    # Where choices do not quite add up the lowest is taken: what is chosen so is proven, and the
+    # room made smaller until it holds.
+    base = min(
         found.highest - peak_of(menu, [place] * len(names), tail, waiting)
         for place, found in enumerate(seen.values())
     )

@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -17,6 +18,8 @@ from torch.utils.checkpoint import (
 )
 
 from bigtrain.chunked_loss import given_again, now_given
+from bigtrain.errors import ConfigError
+from bigtrain.operations import changed_by
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm")
 _ATTENTION = (
@@ -56,7 +59,7 @@ def recomputed(
         same = (lambda: statistics_kept(module), lambda: given_again(before))
         if not selective:
             return nullcontext(), _Again(*same)
-        first, again = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+        first, again = create_selective_checkpoint_contexts(_Policy())  # type: ignore[no-untyped-call]
         return first, _Again(lambda: again, *same)
 
     return checkpoint(compute, *args, use_reentrant=False, context_fn=contexts, **kwargs)
@@ -82,12 +85,42 @@ def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return True
 
 
-def _policy(
-    _context: SelectiveCheckpointContext, func: Any, *args: Any, **kwargs: Any
-) -> CheckpointPolicy:
-    if isinstance(func, torch._ops.OpOverload) and is_dear(func, args, kwargs):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+class _Policy:
+    """Says of each operation of a block whether its result is kept.
+
+    Raises:
+        ConfigError: a kept result is changed in place. torch sees that itself, but not where it
+            happens inside of an autograd function, and would then compute with wrong numbers.
+    """
+
+    def __init__(self) -> None:
+        self._kept: set[int] = set()
+
+    def __call__(
+        self, context: SelectiveCheckpointContext, func: Any, *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy:
+        if not isinstance(func, torch._ops.OpOverload):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if any(_storage(tensor) in self._kept for tensor in changed_by(func, args, kwargs)):
+            raise ConfigError(CHANGED_IN_PLACE)
+        if is_dear(func, args, kwargs):
+            made = tree_leaves(context.op_output)
+            self._kept.update(_storage(t) for t in made if isinstance(t, Tensor))
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+CHANGED_IN_PLACE = (
+    "strategy.recompute: selective keeps the results of products, and a block of this model "
+    "changes one in place (as nn.ReLU(inplace=True) behind a convolution does). "
+    "Use strategy.recompute.mode=full, or inplace=False in the model."
+)
+
+
+def _storage(tensor: Tensor) -> int:
+    # What is kept stays alive, so that no other storage can get its number.
+    number: int = tensor.untyped_storage()._cdata
+    return number
 
 
 class _Again(AbstractContextManager[None]):

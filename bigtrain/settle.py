@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from bigtrain.keeping import CHOICES, Choice
 from bigtrain.layout import Layout
 from bigtrain.pass_prices import Chain, Seen, chain_of
 from bigtrain.predict import rank_of
+from bigtrain.profiles import reason_of
 from bigtrain.strategy import CutStrategy, Plan, RecomputeStrategy
 from bigtrain.tasks import Loss
 from bigtrain.timeline import Peak
@@ -78,7 +80,10 @@ def settle(
         )
     bf16 = plan.precision == "bf16"
     device = torch.device(plan.device_type)
-    costs = block_costs(model, names, example, RATES[device.type], device, bf16=bf16)
+    try:
+        costs = block_costs(model, names, example, RATES[device.type], device, bf16=bf16)
+    except Exception as error:  # user code of any kind runs here
+        raise ConfigError(_no_forecast(reason_of(error))) from error
     task = _Task(plan, technique, limit, (model, example, loss, make_optimizer), layout, costs)
     blocks: dict[str, Choice] = dict.fromkeys(names, "keep")
     lines = []
@@ -100,6 +105,18 @@ class _Found:
     blocks: dict[str, Choice]
     peak: Peak
     seconds: float
+
+
+def _no_forecast(reason: str) -> str:
+    return (
+        f"strategy.recompute.budget is met by a forecast, and there is none: {reason}. "
+        "Use strategy.recompute.mode=full, or every, or layers."
+    )
+
+
+def _alike(chain: Chain, place: int, peak: Peak) -> _Found:
+    seconds = sum(prices[place].seconds for prices in chain.menu)
+    return _Found(dict.fromkeys(chain.names, chain.choices[place]), peak, seconds)
 
 
 @dataclass(frozen=True)
@@ -125,23 +142,23 @@ class _Task:
         waiting = self._waiting(pp_rank)
         place = self.plan.offloaded.activations
         chain = chain_of(seen, self.costs, waiting=waiting, place=place)
-        found = self._search(chain, pp_rank)
-        if found is not None:
-            return found
-        least = self._proven(chain, lowest(chain.menu, chain.tail, chain.waiting), pp_rank)
-        if least.peak.bytes <= self.limit:
-            return least
-        smallest = min([least.peak, *(one.step.peak() for one in seen.values())], key=_bytes)
-        raise ConfigError(self._too_small(smallest, pp_rank))
+        known = [_alike(chain, place, one.step.peak()) for place, one in enumerate(seen.values())]
+        known += self._search(chain, pp_rank)
+        fitting = [found for found in known if found.peak.bytes <= self.limit]
+        if not fitting:
+            known.append(self._proven(chain, lowest(*chain.arguments), pp_rank))
+            fitting = known[-1:] if known[-1].peak.bytes <= self.limit else []
+        if not fitting:
+            smallest = min((found.peak for found in known), key=lambda peak: peak.bytes)
+            raise ConfigError(self._too_small(smallest, pp_rank))
+        return min(fitting, key=lambda found: (found.seconds, found.peak.bytes))
 
     def _uniform(self, names: Sequence[str], pp_rank: int) -> Iterator[tuple[Choice, Seen]]:
         """The rank where all blocks choose alike, for each choice that works with this model."""
-        cut = self.plan.techniques.get("cut")
-        split = isinstance(cut, CutStrategy) and cut.splits_backward
         for choice in CHOICES:
             if "offload" in choice and not self.plan.moves_activations:
                 continue
-            if choice == "selective" and split:
+            if choice == "selective" and not self.plan.keeps_products:
                 continue
             try:
                 yield choice, self._forecast(dict.fromkeys(names, choice), pp_rank)
@@ -154,10 +171,7 @@ class _Task:
         plan = _choosing(self.plan, self.technique, blocks)
         found = rank_of(plan, *self.given, self.layout, pp_rank)
         if found.forecast is None:
-            raise ConfigError(
-                f"strategy.recompute.budget is met by a forecast, and there is none: {found.note}. "
-                "Use strategy.recompute.mode=full, or every, or layers."
-            )
+            raise ConfigError(_no_forecast(str(found.note)))
         return Seen(found.forecast, tuple(zip(found.profiles, found.parts, strict=True)))
 
     def _waiting(self, pp_rank: int) -> int:
@@ -169,31 +183,28 @@ class _Task:
         held = [most for stage, most in enumerate(cut.held(self.plan)) if stage in own]
         return max(held, default=1) - 1
 
-    def _search(self, chain: Chain, pp_rank: int) -> _Found | None:
-        """The cheapest answer that a forecast proves; the prices only say where to look."""
-        best: _Found | None = None
-        room, least_refused = self.limit - chain.base, None
-        tried: set[tuple[int, ...]] = set()
+    def _search(self, chain: Chain, pp_rank: int) -> list[_Found]:
+        """Answers by falling or rising room, each with its forecast.
+
+        A forecast above the budget makes the room smaller by as much. One below it by more than
+        the prices had left over makes it larger, up to where one was above.
+        """
+        found: dict[tuple[int, ...], _Found] = {}
+        room, refused = self.limit - chain.base, math.inf
         for _ in range(TRIES):
             answer = cheapest(chain.menu, room, chain.tail, chain.waiting)
-            if answer is None or answer.picks in tried:
+            if answer is None or answer.picks in found:
                 break
-            tried.add(answer.picks)
-            found = self._proven(chain, answer, pp_rank)
-            left = self.limit - found.peak.bytes
-            if left >= 0 and (best is None or found.seconds < best.seconds):
-                best = found
+            found[answer.picks] = self._proven(chain, answer, pp_rank)
+            left = self.limit - found[answer.picks].peak.bytes
             if left < 0:
-                least_refused = room
-            # A price that was too high leaves room, one that was too low takes some away.
-            expected = self.limit - chain.base - answer.peak
-            step = left if left < 0 else max(0, left - max(0, expected))
-            if step == 0:
+                refused = room
+                room += left
+                continue
+            room += left - (room - answer.peak)
+            if room <= answer.peak or room >= refused:
                 break
-            room += step
-            if step > 0 and least_refused is not None and room >= least_refused:
-                break
-        return best
+        return list(found.values())
 
     def _proven(self, chain: Chain, answer: Answer, pp_rank: int) -> _Found:
         picks = zip(chain.names, answer.picks, strict=True)
@@ -241,7 +252,3 @@ _FIXES = {
     "buffers": "a smaller strategy.replicate.bucket_size",
     "temporary": "a smaller train.micro_batch_size",
 }
-
-
-def _bytes(peak: Peak) -> int:
-    return peak.bytes

@@ -7,7 +7,7 @@ over the micro-batches of a global batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
@@ -16,7 +16,6 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
-from bigtrain.checkpoint import TensorSource
 from bigtrain.config import Batch, Precision, Role, StrategyConfig
 from bigtrain.cutting.cut import copy_tree
 from bigtrain.cutting.stage import Stage
@@ -26,6 +25,7 @@ from bigtrain.forecast import Forecast, Profile
 from bigtrain.home import Home
 from bigtrain.keeping import Choice, Moving, shape
 from bigtrain.layout import Layout
+from bigtrain.live import Runner
 from bigtrain.memory import Meter
 from bigtrain.tasks import Loss
 from bigtrain.update import MakeOptimizer, Update
@@ -101,6 +101,13 @@ class Plan:
         return found
 
     @property
+    def keeps_products(self) -> bool:
+        """Whether results of products can be kept: they stay as made, and one pass wants them."""
+        cut = self.techniques.get("cut")
+        split = isinstance(cut, CutStrategy) and cut.splits_backward
+        return not split and not self.techniques["replicate"].replaces_products
+
+    @property
     def moves_activations(self) -> bool:
         """Whether saved activations leave the device; from host to host there is no way to go."""
         place = self.offloaded.activations
@@ -114,53 +121,6 @@ class Plan:
         from bigtrain.moved import Mover
 
         return Mover(away.activations, device, away.path, fake=fake)
-
-
-class Runner(Protocol):
-    """A live model and optimizer."""
-
-    module: nn.Module
-    """The model as the user wrote it: plain parameter names."""
-    optimizer: torch.optim.Optimizer
-
-    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> float:
-        """Run this rank's micro-batches of one global batch, forward and backward.
-
-        Returns:
-            The mean loss over the valid targets of the global batch, the same on every rank.
-
-        Raises:
-            NonFiniteError: the loss of some rank is not finite; the message names it.
-        """
-
-    def update(self) -> float:
-        """Clip, step the optimizer and clear the gradients; return the global gradient norm."""
-
-    def gradients(self) -> dict[str, TensorSource]:
-        """The gradients of the global batch by plain names, before clipping.
-
-        There between `forward_backward` and `update`; reading one is collective.
-        """
-
-    def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor] | None:
-        """Return (output, targets) on the device, without gradients, in evaluation mode.
-
-        The ranks of one pipeline give the same micro-batch; the rank of its last stage returns,
-        the others return None.
-        """
-
-    def state(self) -> dict[str, TensorSource]:
-        """The training state under plain names: `model.NAME`, `optimizer.NAME.KEY`.
-
-        Collective, and so is reading each. Weights are in the precision that is updated (fp32,
-        where bf16 is only computed with).
-        """
-
-    def load_state(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
-        """Take the state over: `read(name)` gives each of `names` on the CPU."""
-
-    def close(self) -> None:
-        """Let go of what outlives the objects (hooks, files, threads)."""
 
 
 class Shard(Protocol):
@@ -274,6 +234,11 @@ class Strategy(BaseModel):
     @property
     def materializes(self) -> bool:
         """Whether `apply` gives the model its values itself, a piece at a time."""
+        return False
+
+    @property
+    def replaces_products(self) -> bool:
+        """Whether its own code computes linear layers, and changes their products in place."""
         return False
 
     @property

@@ -10,7 +10,8 @@ TABLE = """
 words:      errors units
 job:        arguments config configs configs.jobs configs.strategies deepspeed_file
             environment imports loading
-memory:     budget cuts forecast lean_adamw low_bit memory precision replay room schedules shards timeline
+memory:     budget cuts forecast lean_adamw low_bit memory precision replay room schedules
+            shards timeline
 learning:   block_costs blocks blueprint chunked_loss fakes heads linear_loss keeping
             cutting cutting.balance cutting.calls cutting.choose cutting.compare cutting.cut
             cutting.ghost cutting.intervals cutting.points cutting.rehearsal
@@ -20,11 +21,11 @@ learning:   block_costs blocks blueprint chunked_loss fakes heads linear_loss ke
             data.seeding data.source data.synthetic data.text data.voc
             models models.gpt models.imported models.lenet models.torchvision_models
 ranks:      distributed failures guard launch rendezvous threads watch
-seam:       chain checkpoint fill fitting home layout optim pieces released
+seam:       chain checkpoint fill fitting home layout live optim pieces released
             pipeline_relay pipeline_stage pipeline_state pipeline_ties pipelines
             profiles replayed replicas runner stage_profiles strategy update
-strategies: strategies strategies.accumulation strategies.checkpointing strategies.ddp strategies.layer_split
-            strategies.offload strategies.single
+strategies: strategies strategies.accumulation strategies.checkpointing strategies.ddp
+            strategies.layer_split strategies.offload strategies.single
             strategies.pipeline strategies.pipeline.deepspeed_engine
             strategies.pipeline.deepspeed_runner strategies.pipeline.deepspeed_start
             strategies.pipeline.fairscale_engine

@@ -92,3 +92,54 @@ def tokens(samples: int, *, ignored: bool = True) -> TensorSamples:
         share = torch.linspace(0, 1.2, samples)[:, None]
         targets[torch.rand(samples, LENGTH, generator=generator) < share] = -100
     return TensorSamples(inputs, targets)
+
+
+class BlockLM(nn.Module):
+    """Four residual blocks between an embedding and a head tied to it."""
+
+    def __init__(self, width: int = 16, dropout: float = 0.0, layers: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(width),
+                nn.Linear(width, 4 * width),
+                nn.GELU(),
+                nn.Linear(4 * width, width),
+                nn.Dropout(dropout),
+            )
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+class BlockConv(nn.Module):
+    """Two residual blocks with BatchNorm and activations in place, as vision models have them."""
+
+    def __init__(self, *, inplace: bool = True) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 8, 3, padding=1)
+        self.layers = nn.Sequential(
+            *(
+                nn.Sequential(
+                    nn.Conv2d(8, 8, 3, padding=1, bias=False),
+                    nn.BatchNorm2d(8),
+                    nn.ReLU(inplace=inplace),
+                    nn.Dropout2d(0.2),
+                    nn.Conv2d(8, 8, 3, padding=1),
+                    nn.ReLU(inplace=inplace),
+                )
+                for _ in range(2)
+            )
+        )
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.layers(self.stem(images)).mean(dim=(2, 3)))

@@ -19,13 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from bigtrain.cutting.calls import blindly, tensors_given, unwatch, watch, watching
 from bigtrain.cutting.state import Attribute, Snapshot, constants, draws_nothing, watched
 from bigtrain.cutting.structure import map_tensors, tensors_of
 from bigtrain.cutting.traces import FOREVER, Call, Cost, Stretch, Trace, Value, Write
 from bigtrain.errors import ConfigError
+from bigtrain.operations import bytes_touched, changed_by, flops_of
 
 
 def trace(
@@ -421,31 +421,3 @@ def enclosed() -> str:
 
 
 _CHECKPOINT = torch.utils.checkpoint.__file__
-
-
-def changed_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that an operation changes in place."""
-    found = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return found
-
-
-def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Arithmetic operations of matrix products, convolutions and attention; 0 of all else."""
-    formula = flop_registry.get(func._overloadpacket)
-    return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
-
-
-def bytes_touched(given: list[Tensor], made: list[Tensor]) -> int:
-    """Bytes that an operation reads and writes; none for a view."""
-    below = {t.untyped_storage()._cdata for t in given}
-    fresh = [t for t in made if t.untyped_storage()._cdata not in below]
-    if not fresh and made:
-        changed = {id(t) for t in given} & {id(t) for t in made}
-        if not changed:
-            return 0
-        fresh = made
-    return sum(t.numel() * t.element_size() for t in (*given, *fresh))
