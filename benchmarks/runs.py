@@ -10,10 +10,11 @@ import tempfile
 from typing import Any
 
 
-def run_command(command: list[str], limit_s: float) -> str | None:
+def run_command(command: list[str], limit_s: float, threads: int = 1) -> str | None:
     """Run a command with all it starts; return one line where it fails, None where it does not."""
-    # One thread a rank; freed blocks go back to the system, so that resident memory tells.
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    # Freed blocks go back to the system, so that resident memory tells.
+    environ = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    environ["OMP_NUM_THREADS"] = str(threads)
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(command, stdout=said, stderr=said, env=environ)
         try:
@@ -41,7 +42,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def surroundings() -> dict[str, Any]:
+def surroundings(threads: int = 1) -> dict[str, Any]:
     """The hardware and the versions that the figures belong to."""
     versions = {}
     for name in ("torch", "deepspeed", "fairscale"):
@@ -52,7 +53,7 @@ def surroundings() -> dict[str, Any]:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     hardware = f"{os.cpu_count()} cores, {platform.machine()}, {memory:.0f} GiB, no GPU"
     return {
-        "hardware": f"{hardware}; 1 thread a rank",
+        "hardware": f"{hardware}; {threads} thread{'s' * (threads > 1)} a rank",
         "python": platform.python_version(),
         "versions": versions,
     }

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from bigtrain.chunked_loss import ChunkedCrossEntropy, check_head
 from bigtrain.config import ModelConfig
@@ -44,7 +44,14 @@ def check_chunks(config: ModelConfig) -> None:
         )
 
 
-def loss_for(config: ModelConfig, task: Task, model: nn.Module, example: MicroBatch) -> Loss:
+def loss_for(
+    config: ModelConfig,
+    task: Task,
+    model: nn.Module,
+    example: MicroBatch,
+    *,
+    waiting: bool = False,
+) -> Loss:
     """The task's loss, in chunks where the job says so.
 
     Left to itself, only a language model of bigtrain's own has a chunked loss.
@@ -54,6 +61,8 @@ def loss_for(config: ModelConfig, task: Task, model: nn.Module, example: MicroBa
         task: what is learned.
         model: on any device, the meta device too; it is not changed.
         example: one micro-batch, for a run on fake tensors that finds the head.
+        waiting: whether several micro-batches wait at the head for their backward passes (GPipe).
+            Each then holds a gradient of the head's weight, and without chunks its logits.
 
     Raises:
         ConfigError: a chunked loss is asked for, and this task or model has none.
@@ -72,6 +81,11 @@ def loss_for(config: ModelConfig, task: Task, model: nn.Module, example: MicroBa
         )
     name = config.head or (OWN_HEAD if own else None) or find_head(model, example)
     check_head(name, model)
+    head = model.get_submodule(name)
+    if config.chunked_loss is None and waiting and isinstance(head, nn.Linear):
+        targets = sum(t.numel() for t in tree_leaves(example.targets) if isinstance(t, Tensor))
+        if head.in_features > targets:  # the gradient is larger than the logits
+            return plain
     size = CHUNK_SIZE if config.chunk_size is None else config.chunk_size
     return ChunkedCrossEntropy(**asdict(plain), head=name, chunk_size=size)
 

@@ -29,7 +29,7 @@ from bigtrain.layout import Layout
 from bigtrain.models import check_model, make_model, model_defaults, sequence_length, task_of
 from bigtrain.optim import learning_rate, optimizer_factory
 from bigtrain.settle import settle
-from bigtrain.strategy import Plan
+from bigtrain.strategy import CutStrategy, Plan
 from bigtrain.tasks import Loss
 from bigtrain.update import MakeOptimizer
 
@@ -163,7 +163,11 @@ def open_parts(job: Job, plan: Plan) -> Parts:
         parameters=sum(p.numel() for p in model.model.parameters()),
     )
     if job.model.loss is None:
-        parts = replace(parts, loss=loss_for(job.model, data.task, model.model, parts.example()))
+        cut = plan.techniques.get("cut")
+        waiting = isinstance(cut, CutStrategy) and max(cut.held(plan)[-1:], default=1) > 1
+        task, example = data.task, parts.example()
+        loss = loss_for(job.model, task, model.model, example, waiting=waiting)
+        parts = replace(parts, loss=loss)
     # What cannot be cut, or does not fit a budget, is refused here, before the ranks connect.
     given = (parts.model.model, parts.example(), parts.loss, parts.optimizer)
     layout = lay_out(plan, *given)

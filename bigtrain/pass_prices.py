@@ -97,6 +97,12 @@ def chain_of(
     return Chain(names, tuple(menu), tuple(seen), tail, waiting, base)
 
 
+def saved_bytes(profile: Profile, found: Forecast) -> dict[str, int]:
+    """What each followed block adds to what is alive, from its forward to its backward pass."""
+    _, saved, _, _ = _read(profile, found.first, found.states.total)
+    return saved
+
+
 def _seconds(choice: Choice, cost: BlockCost, moved: int, place: str) -> float:
     """What a choice adds. Copies run beside the computation; what does not fit is waited for."""
     away = 2 * max(0.0, moved / MOVED_PER_SECOND[place] - cost.whole)

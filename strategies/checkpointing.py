@@ -28,6 +28,7 @@ from bigtrain.environment import detect
 from bigtrain.errors import ConfigError
 from bigtrain.keeping import Choice
 from bigtrain.memory import capacity_bytes
+from bigtrain.recompute import CHANGED_IN_PLACE
 from bigtrain.strategy import CutStrategy, Plan, RecomputeStrategy
 from bigtrain.units import parse_bytes
 
@@ -92,15 +93,21 @@ class Checkpointing(RecomputeStrategy):
         self._check_split(plan)
 
     def _check_split(self, plan: Plan) -> None:
-        """Kept results are handed out once; two backward passes would want them twice."""
-        cut = plan.techniques.get("cut")
+        """Kept results are handed out once, as they were made."""
         kept = self.mode == "selective" or "selective" in (self.blocks or {}).values()
-        if kept and isinstance(cut, CutStrategy) and cut.splits_backward:
+        if not kept or plan.keeps_products:
+            return
+        if plan.techniques["replicate"].replaces_products:
             raise ConfigError(
-                "strategy.recompute: selective hands each kept result to one backward pass, and "
-                "this schedule has two for each micro-batch. Use strategy.recompute.mode=full, or "
-                "strategy.cut.schedule=1f1b."
+                "strategy.recompute: selective keeps the results of products, and DeepSpeed's "
+                "stage 3 computes linear layers in a way that changes them in place. Use "
+                "strategy.recompute.mode=full, or --strategy fsdp."
             )
+        raise ConfigError(
+            "strategy.recompute: selective hands each kept result to one backward pass, and "
+            "this schedule has two for each micro-batch. Use strategy.recompute.mode=full, or "
+            "strategy.cut.schedule=1f1b."
+        )
 
     def limit(self, plan: Plan) -> int | None:
         """See `RecomputeStrategy.limit`."""
@@ -140,12 +147,8 @@ class Checkpointing(RecomputeStrategy):
 
     def refuse_missing(self, reason: str) -> None:
         """Say what a selective block cannot do: change in place what it has kept."""
-        if "has been mutated" in reason:
-            raise ConfigError(
-                "strategy.recompute: selective keeps the results of products, and a block of this "
-                "model changes one in place (as nn.ReLU(inplace=True) behind a convolution does). "
-                "Use strategy.recompute.mode=full, or inplace=False in the model."
-            )
+        if CHANGED_IN_PLACE in reason:
+            raise ConfigError(CHANGED_IN_PLACE)
 
 
 def _known(model: nn.Module, names: Mapping[str, Choice]) -> list[str]:

@@ -20,13 +20,15 @@ from bigtrain.chunked_loss import (
     check_head,
     given,
 )
+from bigtrain.config import ModelConfig
+from bigtrain.data import MicroBatch
 from bigtrain.errors import ConfigError
+from bigtrain.heads import loss_for
 from bigtrain.linear_loss import chunk_rows, chunked_cross_entropy
 from bigtrain.memory import StorageTracker
+from bigtrain.models import make_model
 from bigtrain.recompute import recomputed
-from bigtrain.tasks import (
-    CrossEntropy,
-)
+from bigtrain.tasks import CrossEntropy, LanguageTask
 
 VOCABULARY, WIDTH, ROWS = 17, 8, (2, 7)
 CHUNKED = ChunkedCrossEntropy(head="head", chunk_size=1024)
@@ -331,3 +333,23 @@ def test_a_linear_layer_with_another_forward_is_no_head():
 
     with pytest.raises(ConfigError, match=r"model\.head=0 is a Half.*its own forward"):
         check_head("0", nn.Sequential(Half(2, 2)))
+
+
+def batch_of(places: int) -> MicroBatch:
+    row = torch.zeros(1, places, dtype=torch.long)
+    return MicroBatch(row, row, places, 1)
+
+
+def test_where_micro_batches_wait_the_smaller_of_gradient_and_logits_decides():
+    config = ModelConfig(name="gpt")
+    task = LanguageTask(num_classes=256)
+    model = make_model("gpt", {"num_layers": 1, "width": 64, "num_heads": 2})
+    for places, chunked in ((32, False), (128, True)):
+        example = batch_of(places)
+        alone = loss_for(config, task, model, example)
+        behind = loss_for(config, task, model, example, waiting=True)
+        assert isinstance(alone, ChunkedCrossEntropy)
+        assert isinstance(behind, ChunkedCrossEntropy) is chunked
+    asked = ModelConfig(name="gpt", chunked_loss=True)
+    found = loss_for(asked, task, model, batch_of(8), waiting=True)
+    assert isinstance(found, ChunkedCrossEntropy)

@@ -17,6 +17,7 @@ from typing import Any
 
 from bigtrain.errors import ConfigError
 from bigtrain.forecast import Forecast
+from bigtrain.live import Runner
 from bigtrain.replayed import joined
 from bigtrain.schedules import Action
 from bigtrain.strategies.pipeline.deepspeed_start import load_deepspeed
@@ -26,7 +27,7 @@ from bigtrain.strategies.pipeline.options import (
     refuse_no_ranks,
     refuse_wrong_places,
 )
-from bigtrain.strategy import Assembly, Plan, Runner, Strategy
+from bigtrain.strategy import Assembly, Plan, Strategy
 
 
 class DeepSpeedPipeline(PipelineEngine):

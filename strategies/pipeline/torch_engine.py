@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from bigtrain.forecast import Forecast
+from bigtrain.live import Runner
 from bigtrain.replayed import joined
 from bigtrain.schedules import SPLIT, check_schedule, in_flight, order, stage_ranks, transfers
 from bigtrain.strategies.pipeline.options import (
@@ -17,7 +18,7 @@ from bigtrain.strategies.pipeline.options import (
     refuse_no_ranks,
     refuse_wrong_places,
 )
-from bigtrain.strategy import Assembly, Plan, Runner
+from bigtrain.strategy import Assembly, Plan
 
 
 class TorchPipeline(PipelineEngine):

@@ -71,6 +71,11 @@ class Zero(ZeroOptions):
         return self._engine.materializes
 
     @property
+    def replaces_products(self) -> bool:
+        """See `Strategy.replaces_products`: DeepSpeed's stage 3 has a linear layer of its own."""
+        return self.engine == "deepspeed" and self.stage == 3
+
+    @property
     def bf16_parameters(self) -> bool:
         """See `Strategy.bf16_parameters`."""
         return self._engine.bf16_parameters

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from bigtrain.errors import ConfigError
 from bigtrain.forecast import Forecast, Profile
+from bigtrain.live import Runner
 from bigtrain.strategies.zero.advice import advise
 from bigtrain.strategies.zero.deepspeed_build import build, check_file, load_deepspeed
 from bigtrain.strategies.zero.deepspeed_config import settings, stage_of
@@ -38,7 +39,7 @@ from bigtrain.strategies.zero.deepspeed_runner import DeepSpeedRunner
 from bigtrain.strategies.zero.deepspeed_share import share, shared_forecast
 from bigtrain.strategies.zero.deepspeed_update import DeepSpeedUpdate
 from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
-from bigtrain.strategy import Assembly, Plan, Runner
+from bigtrain.strategy import Assembly, Plan
 
 INSTEAD = {0: "ddp", 1: "zero1_torch", 2: "fsdp_zero2", 3: "fsdp"}
 """The preset on torch's own parts that does the same stage."""
