@@ -16,7 +16,8 @@ learning:   block_costs blocks blueprint chunked_loss fakes heads linear_loss ke
             cutting cutting.balance cutting.calls cutting.choose cutting.compare cutting.cut
             cutting.ghost cutting.intervals cutting.points cutting.rehearsal
             cutting.script cutting.stage cutting.state cutting.structure cutting.traces
-            cutting.tracer carriers deferred moved operations recompute recorder recording saved tasks visits
+            cutting.tracer carriers deferred moved operations recompute recorder recording saved
+            tasks visits
             data data.catalog data.digits data.folders data.images data.loader data.sampler
             data.seeding data.source data.synthetic data.text data.voc
             models models.gpt models.imported models.lenet models.torchvision_models
