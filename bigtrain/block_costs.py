@@ -84,6 +84,8 @@ class _Stopwatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        if not made:  # a question about a tensor
+            return result
         work = flops_of(func, args, kwargs, result) / self._rates.flops
         seconds = max(work, bytes_touched(given, made) / self._rates.nbytes)
         dear = is_dear(func, args, kwargs)

@@ -18,7 +18,7 @@ from bigtrain.distributed import RunContext, resolve_mesh
 from bigtrain.errors import ConfigError
 from bigtrain.fill import Materializer, names_of
 from bigtrain.fitting import check_optimizer
-from bigtrain.keeping import shape
+from bigtrain.keeping import Moving, shape
 from bigtrain.layout import Layout
 from bigtrain.live import Runner
 from bigtrain.memory import Meter
@@ -149,6 +149,7 @@ def build(
     context: RunContext,
     meter: Meter,
     layout: Layout | None = None,
+    mover: Moving | None = None,
 ) -> Runner:
     """Make the live runner of a plan. Every step below stands where it must.
 
@@ -160,6 +161,7 @@ def build(
         context: what this process is.
         meter: told of phases and owners.
         layout: of a model that is cut.
+        mover: `plan.mover(...)`, which the caller closes.
     """
     meter.phase("build")
     with meter.window():
@@ -194,7 +196,7 @@ def build(
             materialize=materialize,
             layout=layout,
             choices=choices,
-            mover=plan.mover(context.device),
+            mover=mover,
         )
         # cut: stages first, so that all that follows sees only this rank's layers.
         # recompute: on blocks, while they are still the user's own modules; those of stages
@@ -203,7 +205,7 @@ def build(
         # replicate: wraps or shards what is left, hooks of recomputation included.
         # accumulate: says how often all of that runs before the optimizer does.
         if layout is None:
-            shape(model, choices, assembly.mover)
+            shape(model, choices, mover)
         for technique in in_order(plan):
             technique.apply(assembly)
         # The optimizer comes last, made by the runner: sharding has changed the parameters.

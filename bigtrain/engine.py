@@ -116,8 +116,8 @@ class Engine:
         self._closing = ExitStack()
         self.layout = layout or self._lay_out(example)
         if plan is None:
-            given = (self.blueprint.model, example, self.loss, optimizer)
-            settled = settle(self.plan, *given, self.layout)
+            seen = (self.blueprint.model, example, self.loss, optimizer)
+            settled = settle(self.plan, *seen, self.layout)
             self.plan, self.advice = settled.plan, list(settled.lines)
         if self.layout is not None and example is not None and context.is_main:
             self.advice.append(self.layout.check(self.blueprint.model, example, self.loss))
@@ -133,9 +133,11 @@ class Engine:
         importlib.import_module("torch._dynamo")
         self.meter = Meter(context.device, job.memory.track_steps)
         try:
-            self.runner = build(
-                self.plan, self.blueprint, self.loss, optimizer, context, self.meter, self.layout
-            )
+            mover = self.plan.mover(context.device)
+            if mover is not None:
+                self._closing.callback(mover.close)
+            given = (self.plan, self.blueprint, self.loss, optimizer, context, self.meter)
+            self.runner = build(*given, self.layout, mover)
         except BaseException:
             self._closing.close()
             raise

@@ -23,6 +23,9 @@ class Moving(Protocol):
     def moved(self, module: nn.Module, compute: Callable[[], Any]) -> Any:
         """Compute; what is saved meanwhile leaves the device until it is wanted."""
 
+    def close(self) -> None:
+        """Let go of files and threads."""
+
 
 def shape(root: nn.Module, choices: Mapping[str, Choice], mover: Moving | None = None) -> None:
     """Let the forward passes of modules keep what they are told to.
@@ -73,12 +76,10 @@ def _forward(
 ) -> Any:
     if not torch.is_grad_enabled():
         return compute(*args, **kwargs)
-    run = partial(compute, *args, **kwargs)
     if choice in ("selective", "full"):
-        again = choice == "selective"
-        return recomputed(module, compute, *args, selective=again, **kwargs)
-    if mover is None:
-        return run()
+        only_between = choice == "selective"
+        return recomputed(module, compute, *args, selective=only_between, **kwargs)
+    run = partial(compute, *args, **kwargs)
     if choice == "full_offload":
         run = partial(recomputed, module, compute, *args, **kwargs)
-    return mover.moved(module, run)
+    return run() if mover is None else mover.moved(module, run)

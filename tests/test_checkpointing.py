@@ -12,7 +12,7 @@ from parity import adamw, largest_difference, train
 from ranks import run_ranks
 from torch import nn
 
-from bigtrain.build import make_plan
+from bigtrain.build import describe_plan, make_plan
 from bigtrain.data import MicroBatch
 from bigtrain.engine import Engine
 from bigtrain.errors import ConfigError
@@ -310,3 +310,14 @@ def test_one_word_says_it():
     for word, field in (("full", "mode"), ("selective", "mode"), ("6GiB", "budget")):
         technique = make_plan(job_of("single", {RECOMPUTE: word}), 1, "cpu").techniques["recompute"]
         assert field in technique.model_fields_set
+
+
+def test_what_a_budget_chose_is_written_into_the_plan_and_read_back():
+    keep = settled("1GiB").plan
+    least = settled(keep.batch.micro_size * 10**6)
+    described = describe_plan(least.plan)["strategy"]["recompute"]
+    assert set(described["blocks"]) == {f"blocks.{number}" for number in range(4)}
+    keys = {RECOMPUTE: described, "train.global_batch_size": 8}
+    again = make_plan(job_of("single", keys), 1, "cpu")
+    assert again.techniques["recompute"] == least.plan.techniques["recompute"]
+    assert settle(again, gpt_without(), None, CrossEntropy(), adamw).plan is again
