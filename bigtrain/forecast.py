@@ -58,6 +58,8 @@ class Profile:
     """Of a stage."""
     windows: tuple[tuple[str, Visit, Visit], ...] = ()
     """The modules of which something else than all is kept, or may be, in `first` and `next`."""
+    recomputed: frozenset[str] = frozenset()
+    """Those of them that are computed again in the backward pass."""
     missing: str | None = None
     """Why the timelines are empty, where the model could not run on fake tensors."""
 

@@ -17,6 +17,12 @@ the inputs are moved away."""
 CHOICES: tuple[Choice, ...] = get_args(Choice)
 
 
+def recomputed_names(choices: Mapping[str, Choice]) -> frozenset[str]:
+    """The modules that are computed again, whatever else becomes of what they keep."""
+    again = ("selective", "full", "full_offload")
+    return frozenset(name for name, choice in choices.items() if choice in again)
+
+
 class Moving(Protocol):
     """Who takes saved tensors away and back; see `moved.Mover`."""
 

@@ -21,7 +21,7 @@ from bigtrain.data.loader import MicroBatch
 from bigtrain.distributed import RunContext
 from bigtrain.fakes import fake_model, fake_tensor
 from bigtrain.forecast import Profile
-from bigtrain.keeping import shape
+from bigtrain.keeping import recomputed_names, shape
 from bigtrain.memory import Meter, StorageTracker
 from bigtrain.precision import low_precision_names
 from bigtrain.runner import LoopRunner
@@ -132,6 +132,7 @@ def _profile(
         blocks=tuple(zip(*(visits.blocks(*w) for w in pairwise(marks[:3])), strict=True)),
         rest=visits.rest(*marks[:2]),
         windows=windows_of(followed, marks),
+        recomputed=recomputed_names(choices),
     )
 
 

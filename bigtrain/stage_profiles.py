@@ -19,7 +19,7 @@ from bigtrain.data.loader import MicroBatch
 from bigtrain.distributed import RunContext
 from bigtrain.fakes import fake_model, fake_tensor
 from bigtrain.forecast import Profile, Wires
-from bigtrain.keeping import shape
+from bigtrain.keeping import recomputed_names, shape
 from bigtrain.layout import Layout
 from bigtrain.memory import StorageTracker
 from bigtrain.precision import low_precision_names
@@ -77,7 +77,8 @@ def profile_stage(
     with FakeTensorMode(), tracker:
         stage, fake = _fake_stage(layout, index, model, loss, plan, device)
         batch = _faked(real, device)
-        choices = [name for name in plan.choices(model) if name not in stage.cut_through]
+        found = plan.choices(model)
+        choices = {n: c for n, c in found.items() if n not in stage.cut_through}
         visits, followed = Visits(stage, tracker), Visits(stage, tracker, choices)
         assembly = Assembly(
             context=RunContext.alone(device),
@@ -108,6 +109,7 @@ def profile_stage(
         rest=visits.rest(*marks[:2]),
         wires=replace(_wires(script, index), outgoing=taking.only_sent),
         windows=windows_of(followed, marks),
+        recomputed=recomputed_names(choices),
     )
 
 

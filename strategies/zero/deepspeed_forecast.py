@@ -119,6 +119,8 @@ class _Backward:
     timeline: Timeline
     gradients: tuple[Span, ...]
     """By birth; each lives until it is added to what there is."""
+    again: tuple[tuple[int, int], ...] = ()
+    """From when to when blocks are computed again and gone back through."""
 
     @classmethod
     def of(cls, profile: Profile) -> _Backward:
@@ -127,9 +129,10 @@ class _Backward:
         later = sorted(profile.next.spans, key=lambda span: span.birth)
         if [s.nbytes for s in first] != [s.nbytes for s in later]:
             made = tuple(s for s in first if s.kind == "gradients")
-            return cls(profile.first, made)
+            return cls(profile.first, made, _again(profile, 0))
         pairs = zip(first, later, strict=True)
-        return cls(profile.next, tuple(now for was, now in pairs if was.kind == "gradients"))
+        made = tuple(now for was, now in pairs if was.kind == "gradients")
+        return cls(profile.next, made, _again(profile, 1))
 
     def with_shard(self, nbytes: int) -> Timeline:
         """With this rank's shard of the gradients, made when the first of them is reduced."""
@@ -158,8 +161,15 @@ class _Backward:
                 continue
             # Gathered for the gradient of the module's input, which is made just before.
             begin = births[max(0, bisect_left(births, gradient.birth) - 1)]
+            # A block that is computed again has its parameters whole from then on.
+            begin = min([begin, *(a for a, b in self.again if a <= gradient.birth <= b)])
             spans.append(Span(gradient.nbytes + ahead, "parameters", begin, gradient.birth + 1))
         return Timeline((*self.timeline.spans, *spans), self.timeline.phases)
+
+
+def _again(profile: Profile, which: int) -> tuple[tuple[int, int], ...]:
+    found = [(name, visits[which]) for name, *visits in profile.windows]
+    return tuple(visit.backward for name, visit in found if name in profile.recomputed)
 
 
 def _optimizer_bytes(profile: Profile, plan: Plan, share: int) -> int:
