@@ -219,7 +219,7 @@ class _Task:
         share = found.seconds / (3 * self.costs[""].whole) if self.costs[""].whole else 0.0
         return (
             f"{where}budget {format_bytes(self.limit)}: predicted peak "
-            f"{format_bytes(found.peak.bytes)}; of {len(found.blocks)} blocks {kinds}; "
+            f"{format_bytes(found.peak.bytes)}; {len(found.blocks)} blocks keep: {kinds}; "
             f"about {100 * share:.0f} % longer"
         )
 
@@ -237,11 +237,11 @@ class _Task:
 
 
 _WORDS: dict[Choice, str] = {
-    "keep": "keep everything",
-    "selective": "keep products only",
-    "full": "keep their inputs only",
-    "offload": "are moved away",
-    "full_offload": "keep their inputs elsewhere",
+    "keep": "everything",
+    "selective": "inputs and products",
+    "full": "inputs",
+    "offload": "everything, moved away",
+    "full_offload": "inputs, moved away",
 }
 
 _FIXES = {

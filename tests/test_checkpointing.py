@@ -223,7 +223,7 @@ def settled(budget: object, model=gpt_without, **keys: Any) -> Any:
 def test_a_budget_with_room_for_all_keeps_all():
     found = settled("1GiB")
     assert set(found.plan.techniques["recompute"].blocks.values()) == {"keep"}
-    assert "4 keep everything" in found.lines[0]
+    assert "4 everything;" in found.lines[0]
 
 
 def test_the_smallest_peak_is_named_and_reached():
@@ -239,8 +239,8 @@ def test_the_smallest_peak_is_named_and_reached():
 
 
 def test_a_share_of_the_device_is_a_budget():
-    assert "4 keep everything" in settled("50%").lines[0]
-    assert "4 keep everything" in settled(0.5).lines[0]
+    assert "4 everything;" in settled("50%").lines[0]
+    assert "4 everything;" in settled(0.5).lines[0]
 
 
 def test_no_example_no_budget():
