@@ -27,7 +27,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if own is not None:
         named = ((name, model.get_submodule(name)) for name in own)
         return [(name, block) for name, block in named if _has_weights(block)]
-    found = list(_repeated("", model))
+    found = _once(_repeated("", model))
     if not found:
         found = [(name, child) for name, child in model.named_children() if _has_weights(child)]
     return found
@@ -112,6 +112,17 @@ def _repeated(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         return
     for name, child in children:
         yield from _repeated(name, child)
+
+
+def _once(named: Iterator[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """A block that stands in two places under its first name."""
+    seen: set[int] = set()
+    found = []
+    for name, block in named:
+        if id(block) not in seen:
+            seen.add(id(block))
+            found.append((name, block))
+    return found
 
 
 def _is_repeated(module: nn.Module) -> bool:

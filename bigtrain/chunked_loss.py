@@ -90,7 +90,9 @@ class Given:
         """Whether an output is what the head gave, as it is."""
         result = self._result
         scalar = isinstance(output, Tensor) and not output.dim()
-        return result is not None and scalar and _passed_on(output, result)
+        if result is None or not scalar or output.dtype != result.dtype:
+            return False
+        return _passed_on(output, result)
 
     def check(self, output: Tensor) -> None:
         """Refuse an output that is not what the head gave.
@@ -180,12 +182,12 @@ class _Forward:
     An object and no closure, so that a copy of the model has one with the copy's own module.
     """
 
-    def __init__(self, module: nn.Linear) -> None:
-        self._module = module
+    def __init__(self, module: nn.Linear, name: str) -> None:
+        self._module, self._name = module, name
 
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 - as nn.Linear has it
         now = _now.given
-        if now is None:
+        if now is None or now.loss.head != self._name:
             return type(self._module).forward(self._module, input)
         return now.take(self._module, input)
 
@@ -204,7 +206,7 @@ def attach(loss: Loss, root: nn.Module) -> None:
     """
     if isinstance(loss, ChunkedCrossEntropy):
         head = check_head(loss.head, root)
-        head.__dict__["forward"] = _Forward(head)
+        head.__dict__["forward"] = _Forward(head, loss.head)
 
 
 def check_head(name: str, root: nn.Module) -> nn.Linear:
@@ -222,7 +224,9 @@ def check_head(name: str, root: nn.Module) -> nn.Linear:
             f"Use the name of a linear layer, such as {some}."
         )
     found = modules[name]
-    if not isinstance(found, nn.Linear) or type(found).forward is not nn.Linear.forward:
+    own = found.__dict__.get("forward")
+    plain = type(found).forward is nn.Linear.forward and (own is None or isinstance(own, _Forward))
+    if not isinstance(found, nn.Linear) or not plain:
         raise ConfigError(
             f"model.head={name} is a {type(found).__name__}, and a chunked loss needs an nn.Linear "
             f"with its own forward. Use the name of a linear layer, such as {some}."

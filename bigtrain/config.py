@@ -38,6 +38,9 @@ Bytes = Annotated[int, BeforeValidator(lambda value: parse_bytes(value))]
 """A size: written '25MiB' or as a number, kept as an integer of bytes."""
 
 
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
 class Section(BaseModel):
     """The base of every section: frozen, and an unknown key is an error."""
 
@@ -85,11 +88,11 @@ class OptimConfig(Section):
     base_batch_size: int | None = Field(None, ge=1)
     """Linear scaling: the rate is multiplied by global_batch_size / base_batch_size."""
     weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Share, Share] = (0.9, 0.999)
     momentum: float = Field(0.0, ge=0, lt=1)
     warmup_steps: int = Field(0, ge=0)
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """The rate after warm-up: held, or let down to `final_lr_share` at the last step."""
+    """The rate after warm-up: held, or let down to `final_lr_share` by the end of the last step."""
     final_lr_share: float = Field(0.0, ge=0, le=1)
     clip_norm: float | None = Field(None, gt=0)
     """Gradients are scaled down to this global norm where they exceed it."""

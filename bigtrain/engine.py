@@ -33,6 +33,7 @@ from bigtrain.data import MicroBatch, Step
 from bigtrain.distributed import RunContext
 from bigtrain.errors import CheckpointError, ConfigError, NonFiniteError
 from bigtrain.fakes import skeleton
+from bigtrain.keeping import unshape
 from bigtrain.layout import Layout
 from bigtrain.memory import Meter
 from bigtrain.predict import predict
@@ -136,6 +137,7 @@ class Engine:
             mover = self.plan.mover(context.device)
             if mover is not None:
                 self._closing.callback(mover.close)
+            self._closing.callback(unshape, self.blueprint.model)
             given = (self.plan, self.blueprint, self.loss, optimizer, context, self.meter)
             self.runner = build(*given, self.layout, mover)
         except BaseException:

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from torch import nn
 
+from bigtrain.errors import ConfigError
 from bigtrain.recompute import recomputed
 
 Choice = Literal["keep", "selective", "full", "offload", "full_offload"]
@@ -67,9 +68,26 @@ def _uncut(root: nn.Module, name: str, through: frozenset[str]) -> Iterator[nn.M
 def _shape_one(module: nn.Module, choice: Choice, mover: Moving | None) -> None:
     if choice in ("offload", "full_offload") and mover is None:
         raise ValueError(f"{choice} needs a mover")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ConfigError(
+            "strategy.recompute: a block that is compiled by torch.jit.script cannot be computed "
+            "again. Leave it uncompiled, or name others in strategy.recompute.layers."
+        )
     # The instance's own `forward` comes before the class's, and inside of all hooks: what wraps
     # the module later (sharding) has the parameters together in both passes.
     module.forward = partial(_forward, module, module.forward, choice, mover)
+
+
+def unshape(root: nn.Module) -> None:
+    """Undo `shape`, for all modules of a tree."""
+    for module in root.modules():
+        own = module.__dict__.get("forward")
+        if isinstance(own, partial) and own.func is _forward:
+            before = own.args[1]
+            if getattr(before, "__func__", None) is type(module).forward:
+                del module.__dict__["forward"]
+            else:
+                module.forward = before
 
 
 def _forward(

@@ -99,7 +99,7 @@ class LeanAdamW(torch.optim.Optimizer):
         self._settle(parameter, slots, work)
         generator = self._generator(parameter, count) if self._stochastic else None
         # Memory in another order, or with gaps (rare): a copy of this one parameter.
-        dense = held if is_dense(held) else held.contiguous()
+        dense = held if is_dense(held) else torch.empty_like(held).copy_(held)
         gradient = local(parameter.grad).detach()  # type: ignore[arg-type]
         if gradient.stride() != dense.stride():
             gradient = torch.empty_like(dense).copy_(gradient)
@@ -211,4 +211,6 @@ def stochastically_rounded(value: Tensor, generator: torch.Generator) -> Tensor:
     """
     # bf16 is the upper half of fp32: a random lower half is added, and what carries over counts.
     bits = torch.empty_like(value, dtype=torch.int32).random_(0, 1 << 16, generator=generator)
-    return bits.add_(value.view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32)
+    rounded = bits.add_(value.view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32)
+    # What is not a number must stay so, whatever its bits carry over into.
+    return rounded.masked_fill_(value.isnan(), math.nan)

@@ -123,6 +123,14 @@ class Mover:
                 self._staying.append(self._last)
         return result
 
+    def __deepcopy__(self, _memo: object) -> Mover:
+        """A copy of a model shares the place that its blocks' activations go to."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A model that is written down moves nothing when it is read."""
+        return Mover, ("cpu", torch.device("cpu"))
+
     def begin_pass(self) -> None:
         """Say that the next block is the first of its forward pass.
 

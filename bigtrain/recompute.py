@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -53,16 +55,81 @@ def recomputed(
     Korthikanti et al. 2022, Reducing Activation Recomputation (arXiv 2205.05198), section 5, for
     keeping what is dear.
     """
-    before = now_given()
+    leaves, structure = tree_flatten((args, kwargs))
+    before, original = now_given(), [(args, kwargs)]
+    del args, kwargs  # what is kept is kept as leaves alone
+
+    def run(*kept: Any) -> Any:
+        # The first time with the very objects, of which the block may change a list, say. torch
+        # keeps leaves: it checks that none is changed, and moves them if hooks want that.
+        if original:
+            given, named = original.pop()
+            with _moves_no_buffer(module):
+                return compute(*given, **named)
+        given, named = tree_unflatten(kept, structure)
+        return compute(*given, **named)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         same = (lambda: statistics_kept(module), lambda: given_again(before))
         if not selective:
             return nullcontext(), _Again(*same)
         first, again = create_selective_checkpoint_contexts(_Policy())  # type: ignore[no-untyped-call]
+        kind: Any = type(again)
+        again.__class__ = _only_dear(kind)
         return first, _Again(lambda: again, *same)
 
-    return checkpoint(compute, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    return checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts, **_HOOKS)
+
+
+_HOOKS: dict[str, Any] = (
+    {"respect_saved_tensors_hooks": True}
+    if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
+    else {}
+)
+"""Newer versions of torch let hooks around a block see what `selective` keeps."""
+
+
+@functools.cache
+def _only_dear(kind: type[Any]) -> type[Any]:
+    """Torch's mode that hands kept results out, asked only about operations that may be kept.
+
+    Others need not be the same both times: autocast leaves out a cast that it has done before.
+    """
+
+    class OnlyDear(kind):  # type: ignore[misc]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func._overloadpacket.__name__ not in (*_PRODUCTS, *_ATTENTION):
+                return func(*args, **(kwargs or {}))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    return OnlyDear
+
+
+@contextmanager
+def _moves_no_buffer(module: nn.Module) -> Iterator[None]:
+    """See that a forward pass changes no buffer but statistics, which are seen to.
+
+    Raises:
+        ConfigError: one was changed, and would be again when the block is computed again.
+    """
+    norms = {id(m) for m in module.modules() if isinstance(m, _NormBase)}
+    tables = [(n, m._buffers) for n, m in module.named_modules() if id(m) not in norms]
+    before = [
+        (f"{name}.{key}".lstrip("."), table, key, tensor, tensor._version)
+        for name, table in tables
+        for key, tensor in table.items()
+        if tensor is not None
+    ]
+    yield
+    for name, table, key, tensor, version in before:
+        if table.get(key) is not tensor or tensor._version != version:
+            raise ConfigError(
+                f"strategy.recompute: the forward pass of a {type(module).__name__} changes its "
+                f"buffer {name}, and would do so again when it is computed again. Leave this "
+                "block out: name the others in strategy.recompute.layers."
+            )
 
 
 def is_dear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -11,10 +11,12 @@ Sources: Lv et al. 2023, Full Parameter Fine-tuning with Limited Resources (LOMO
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bigtrain.errors import ConfigError
 from bigtrain.memory import Meter
 from bigtrain.update import MakeOptimizer, WholeUpdate
 
@@ -35,8 +37,10 @@ class ReleasedUpdate(WholeUpdate):
         super().__init__(parameters, make_optimizer)
         self._meter = meter
         self._norms: dict[nn.Parameter, Tensor] = {}
-        groups = self.optimizer.param_groups
-        self._group = {p: group for group in groups for p in group["params"]}
+        self._names = {parameter: name for name, parameter in parameters.items()}
+        groups = enumerate(self.optimizer.param_groups)
+        # By place: whoever loads a state into the optimizer makes its groups anew.
+        self._place = {p: place for place, group in groups for p in group["params"]}
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._release)  # type: ignore[no-untyped-call]
             for parameter in parameters.values()
@@ -45,22 +49,41 @@ class ReleasedUpdate(WholeUpdate):
     def _release(self, parameter: Tensor) -> None:
         """Update one parameter, with the settings that its group has now."""
         gradient = parameter.grad
-        if gradient is None or parameter not in self._group:
+        if gradient is None:
             return
+        if parameter in self._norms:
+            raise ConfigError(
+                f"optim.release_gradients=true: {self._names[parameter]} got a second gradient in "  # type: ignore[index]
+                "one step, after it was updated by the first: of another micro-batch, or of a "
+                "reentrant torch.utils.checkpoint. Use one micro-batch and use_reentrant=False, or "
+                "optim.release_gradients=false."
+            )
         self._meter.own([gradient], "gradients")
         dtype = torch.float32 if gradient.dtype in (torch.bfloat16, torch.float16) else None
         self._norms[parameter] = torch.linalg.vector_norm(gradient, dtype=dtype)  # type: ignore[index]
-        groups = self.optimizer.param_groups
+        place = self._place.get(parameter)
+        if place is not None:
+            self._step_one(parameter, self.optimizer.param_groups[place])
+        parameter.grad = None
+        if place is not None and self._meter.tracking:
+            slots = self.optimizer.state[parameter].values()
+            self._meter.own((v for v in slots if isinstance(v, Tensor)), "optimizer")
+
+    def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        groups, shown = self.optimizer.param_groups, {**group, "params": [parameter]}
         # The optimizer itself, shown one parameter: its state and its settings stay in one place.
-        self.optimizer.param_groups = [{**self._group[parameter], "params": [parameter]}]
+        self.optimizer.param_groups = [shown]
         try:
             self.optimizer.step()
         finally:
             self.optimizer.param_groups = groups
-        parameter.grad = None
-        if self._meter.tracking:
-            slots = self.optimizer.state[parameter].values()
-            self._meter.own((v for v in slots if isinstance(v, Tensor)), "optimizer")
+        for key in shown:
+            if key != "params" and shown[key] is not group.get(key):
+                raise ConfigError(
+                    f"optim.release_gradients=true: {type(self.optimizer).__name__} counts "
+                    f"{key!r} for all parameters of a group together, and here they are updated "
+                    "one at a time. Set optim.release_gradients=false."
+                )
 
     def norms(self) -> list[Tensor]:
         """The norms of the gradients since the last call, in the parameters' order."""

@@ -298,7 +298,8 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
     """The norm of all gradients together, in fp32 where they are in less."""
     if any(g.dtype in (torch.bfloat16, torch.float16) for g in gradients):
         norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        here = norms[0].device  # stages may be on several devices of a process
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([n.to(here) for n in norms]))
         return norm
     if any(is_moved(g) for g in gradients):
         # Norms are exchanged between the ranks, which must not happen on the host: bring those.

@@ -163,9 +163,9 @@ class _Task:
             try:
                 yield choice, self._forecast(dict.fromkeys(names, choice), pp_rank)
             except ConfigError:
-                if choice != "selective":
+                if choice == "keep":
                     raise
-                # It does not work with every model; the other choices do.
+                # Not every choice works with every model.
 
     def _forecast(self, blocks: Mapping[str, Choice], pp_rank: int) -> Seen:
         plan = _choosing(self.plan, self.technique, blocks)

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from bigtrain.errors import ConfigError
 
@@ -200,7 +201,7 @@ class MeanLoss:
         if not count:
             empty = [tensor.reshape(-1)[:0].sum() for tensor in _tensors(output)]
             return _at_least_float32(torch.stack(empty).sum())
-        mean = self.fn(output, target)
+        mean = self.fn(_map_tensors(output, _at_least_float32), target)
         if not _is_tensor(mean) or mean.numel() != 1:
             got = tuple(mean.shape) if _is_tensor(mean) else type(mean).__name__
             raise ConfigError(
@@ -241,6 +242,10 @@ def _setting(fn: Any, name: str) -> Any:
     except (TypeError, ValueError):  # a built-in without a signature
         return None
     return None if parameter is None else parameter.default
+
+
+def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    return tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

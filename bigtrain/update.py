@@ -77,7 +77,12 @@ class WholeUpdate:
         """See `Update.load_state`."""
         parameter = self._parameters[name]
         if is_elementwise(key, value, parameter.shape):
-            piece = part_of(value, parameter)
+            # In the parameter's own order in memory, which kernels go through side by side, and in
+            # its type, but for optimizers that bring their state to the type they want.
+            held = local(parameter).detach()
+            lean = hasattr(self.optimizer, "state_keys") or not value.is_floating_point()
+            piece = torch.empty_like(held, dtype=value.dtype if lean else held.dtype)
+            piece.copy_(part_of(value, parameter))
             self.optimizer.state[parameter][key] = like_parts(piece, parameter)
             return
         # A step count is on the host, but for the kernels that read it on the device.

@@ -15,6 +15,7 @@ Checkmate (arXiv 1910.02653).
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
@@ -26,20 +27,29 @@ from bigtrain.blocks import find_blocks, matching_modules
 from bigtrain.config import Role
 from bigtrain.environment import detect
 from bigtrain.errors import ConfigError
+from bigtrain.forecast import Forecast, Profile
 from bigtrain.keeping import Choice
 from bigtrain.memory import capacity_bytes
-from bigtrain.recompute import CHANGED_IN_PLACE
 from bigtrain.strategy import CutStrategy, Plan, RecomputeStrategy
 from bigtrain.units import parse_bytes
 
 
 def _size_or_share(value: object) -> object:
     """A share of the device (0.8 or '80%'), or a size."""
-    if isinstance(value, str) and value.strip().endswith("%"):
-        return float(value.strip()[:-1]) / 100
-    if isinstance(value, float) and 0 < value < 1:
+    if isinstance(value, str) and (match := _SHARE.fullmatch(value.strip())):
+        value = float(match[1]) / 100 if match[2] else float(match[1])
+    if isinstance(value, float) and 0 < value <= 1:
         return value
-    return parse_bytes(value) if isinstance(value, (str, int)) else value
+    size = parse_bytes(value) if isinstance(value, (str, int)) else 0
+    if isinstance(value, bool) or size <= 0:
+        raise ValueError(
+            f"{value} is neither a size above 0 nor a share of the device up to 1; "
+            "write it like 6GiB, 80% or 0.8"
+        )
+    return size
+
+
+_SHARE = re.compile(r"(-?[0-9]*\.[0-9]+|-?[0-9]+(?=%))(%?)")
 
 
 Budget = Annotated[int | float, BeforeValidator(_size_or_share)]
@@ -77,11 +87,13 @@ class Checkpointing(RecomputeStrategy):
                 f"strategy.recompute.{given[0]} and {given[1]} both say which blocks keep less. "
                 f"Leave strategy.recompute.{given[1]} out."
             )
-        if self.budget is not None and "mode" in self.model_fields_set:
+        chosen = "budget" if self.budget is not None else "blocks"
+        if (said["budget"] or said["blocks"]) and "mode" in self.model_fields_set:
             raise ConfigError(
-                f"strategy.recompute.mode={self.mode}: a budget chooses itself what each block "
-                "keeps. Leave strategy.recompute.mode out, or strategy.recompute.budget."
+                f"strategy.recompute.mode={self.mode}: {chosen} says what each block keeps. "
+                f"Leave strategy.recompute.mode out, or strategy.recompute.{chosen}."
             )
+        self._check_moves(plan)
         cut = plan.techniques.get("cut")
         if isinstance(cut, CutStrategy) and cut.recompute != "never":
             raise ConfigError(
@@ -92,9 +104,26 @@ class Checkpointing(RecomputeStrategy):
 
         self._check_split(plan)
 
+    def _check_moves(self, plan: Plan) -> None:
+        """What is moved has to have a place, and what `selective` keeps stays here."""
+        moved = [name for name, choice in (self.blocks or {}).items() if "offload" in choice]
+        if moved and not plan.moves_activations:
+            raise ConfigError(
+                f"strategy.recompute.blocks moves what {moved[0]} keeps away, and there is no "
+                "place for it. Set strategy.offload.activations=disk (or cpu, on a GPU)."
+            )
+        alone = self.every is None and not self.layers and self.blocks is None
+        if alone and self.mode == "selective" and plan.moves_activations:
+            raise ConfigError(
+                "strategy.recompute.mode=selective keeps what strategy.offload.activations is to "
+                "move, in all blocks. Use strategy.recompute.mode=full, or a budget, which uses "
+                "both, or one of the two alone."
+            )
+
     def _check_split(self, plan: Plan) -> None:
         """Kept results are handed out once, as they were made."""
-        kept = self.mode == "selective" or "selective" in (self.blocks or {}).values()
+        by_name = (self.blocks or {}).values()
+        kept = "selective" in by_name or (self.blocks is None and self.mode == "selective")
         if not kept or plan.keeps_products:
             return
         if plan.techniques["replicate"].replaces_products:
@@ -147,8 +176,30 @@ class Checkpointing(RecomputeStrategy):
 
     def refuse_missing(self, reason: str) -> None:
         """Say what a selective block cannot do: change in place what it has kept."""
-        if CHANGED_IN_PLACE in reason:
-            raise ConfigError(CHANGED_IN_PLACE)
+        kind, _, said = reason.partition(": ")
+        if kind == "ConfigError" and said.startswith("strategy.recompute"):
+            raise ConfigError(said)
+        if "modified by an inplace operation" in reason:
+            raise ConfigError(
+                "strategy.recompute: a block of this model changes its input in place, which is "
+                "then not there any more to compute it again. Leave that block out: name the "
+                "others in strategy.recompute.layers."
+            )
+
+    def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:  # noqa: ARG002
+        """Say where nothing is saved."""
+        ran = {name for name, _, _ in profile.windows}
+        idle = sorted(profile.recomputed - ran)
+        if idle:
+            return (
+                f"strategy.recompute: {idle[0]} is not called in a forward pass: nothing is saved."
+            )
+        if not profile.windows and self.blocks is None:
+            return (
+                "strategy.recompute saves nothing: this model has no blocks. "
+                "Name modules: strategy.recompute.layers=[...]."
+            )
+        return None
 
 
 def _known(model: nn.Module, names: Mapping[str, Choice]) -> list[str]:

@@ -241,6 +241,7 @@ def test_the_smallest_peak_is_named_and_reached():
 def test_a_share_of_the_device_is_a_budget():
     assert "4 everything;" in settled("50%").lines[0]
     assert "4 everything;" in settled(0.5).lines[0]
+    assert "4 everything;" in settled("0.5").lines[0]
 
 
 def test_no_example_no_budget():
@@ -270,10 +271,18 @@ def test_a_model_without_blocks_has_no_budget():
 
 REFUSED = [
     ("single", {"every": 2, "layers": ["blocks.0"]}, "every and layers both say"),
-    ("single", {"budget": "1GiB", "mode": "full"}, "a budget chooses itself"),
+    ("single", {"budget": "1GiB", "mode": "full"}, "budget says what each block keeps"),
     ("single", {"mode": "ful"}, "'full' or 'selective'"),
     ("single", {"every": 0}, "every"),
     ("single", {"budget": "much"}, "'much' is not a size"),
+    ("single", {"budget": "150%"}, "neither a size above 0 nor a share"),
+    ("single", {"budget": 1.5}, "neither a size above 0 nor a share"),
+    ("single", {"budget": True}, "neither a size above 0 nor a share"),
+    ("single", {"budget": "-1GiB"}, "is not a size"),
+    ("single", {"budget": 0}, "neither a size above 0 nor a share"),
+    ("single", {"blocks": {"blocks.0": "full"}, "mode": "full"}, "blocks says what each block"),
+    ("single", {"blocks": {"blocks.0": "offload"}}, "Set strategy.offload.activations=disk"),
+    ("single_activations_disk", {"mode": "selective"}, "Use strategy.recompute.mode=full"),
     ("gpipe", {"mode": "full", "cut": "always"}, "Set strategy.cut.checkpoint=never"),
     ("zero3", {"mode": "selective"}, "changes them in place. Use strategy.recompute.mode=full"),
     ("zbv", {"mode": "selective"}, "Use strategy.recompute.mode=full, or strategy.cut.schedule"),
@@ -286,7 +295,7 @@ def test_what_makes_no_sense_is_refused(strategy, options, message):
     if "cut" in options:
         keys["strategy.cut.checkpoint"] = options["cut"]
     with pytest.raises(ConfigError, match=message):
-        make_plan(job_of(strategy, keys), 1 if strategy == "single" else 2, "cpu")
+        make_plan(job_of(strategy, keys), 1 if strategy.startswith("single") else 2, "cpu")
 
 
 NAMES = [

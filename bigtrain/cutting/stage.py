@@ -129,7 +129,12 @@ class Stage(nn.Module):
         again = self.recompute == "always" or (self.recompute == "except_last" and not final)
         if not (again and torch.is_grad_enabled()):
             return self._compute(wires, micro_batch, scale)
-        return recomputed(self, lambda: self._compute(wires, micro_batch, scale))
+
+        # Given what it computes from, torch knows of which devices random numbers are drawn.
+        def compute(wires: tuple[Tensor, ...], _inputs: Any) -> Any:
+            return self._compute(wires, micro_batch, scale)
+
+        return recomputed(self, compute, wires, micro_batch.inputs)
 
     def _compute(
         self, wires: tuple[Tensor, ...], micro_batch: MicroBatch, scale: float | None
