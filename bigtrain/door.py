@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,6 +17,7 @@ from bigtrain.data import MicroBatch
 from bigtrain.distributed import RunContext, connect
 from bigtrain.engine import Engine, as_loss
 from bigtrain.environment import Placement, detect
+from bigtrain.errors import ConfigError
 from bigtrain.loading import job_of
 from bigtrain.strategy import Plan
 from bigtrain.tasks import Loss, Task
@@ -73,6 +74,7 @@ def prepare(
     Raises:
         ConfigError: before any process group exists.
     """
+    _check_keys(keys)
     job = job_of(strategy, {key.replace("__", "."): value for key, value in keys.items()})
     placement = detect(os.environ)
     plan = make_plan(job, placement.world_size, device_type_of(job))
@@ -86,6 +88,28 @@ def prepare(
         raise
     engine.own(connection)
     return engine
+
+
+_OF_THE_STEP = ("clip_norm", "release_gradients", "master_weights")
+"""Keys under `optim` that say what a step does with a given optimizer."""
+
+
+def _check_keys(keys: Mapping[str, Any]) -> None:
+    """Refuse what the arguments say already, and a key could only contradict.
+
+    Raises:
+        ConfigError: with the argument to use.
+    """
+    arguments = {"model": "model", "data": "your own loop", "optim": "optimizer"}
+    for key in keys:
+        section, _, name = key.partition("__")
+        if section in arguments and name and name not in _OF_THE_STEP:
+            raise ConfigError(
+                f"prepare(..., {key}=...) would be ignored: what it says is said by "
+                f"{arguments[section]} here. Leave it out, as in prepare(model, loss, "
+                "functools.partial(torch.optim.AdamW, lr=1e-3)); a chunked loss is "
+                "bigtrain.ChunkedCrossEntropy(head=...)."
+            )
 
 
 def _micro_batch(example: tuple[Any, Any], loss: Loss) -> MicroBatch:

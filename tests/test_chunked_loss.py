@@ -353,3 +353,11 @@ def test_where_micro_batches_wait_the_smaller_of_gradient_and_logits_decides():
     asked = ModelConfig(name="gpt", chunked_loss=True)
     found = loss_for(asked, task, model, batch_of(8), waiting=True)
     assert isinstance(found, ChunkedCrossEntropy)
+
+
+def test_a_head_with_a_forward_of_its_own_on_the_instance_is_refused():
+    model = TinyLM()
+    head = model.head
+    head.forward = lambda hidden: 2 * F.linear(hidden, head.weight)
+    with pytest.raises(ConfigError, match="needs an nn.Linear with its own forward"):
+        attach(CHUNKED, model)

@@ -64,6 +64,9 @@ def test_the_door_refuses_like_the_command_does():
         bigtrain.prepare(linear, F.cross_entropy, sgd, train__micro_batch=2)
     with pytest.raises(ConfigError, match=r"strategy: unknown 'dppp'"):
         bigtrain.prepare(linear, F.cross_entropy, sgd, strategy="dppp")
+    for key in ("optim__lr", "optim__name", "model__chunked_loss", "data__name"):
+        with pytest.raises(ConfigError, match=rf"{key}=\.\.\.\) would be ignored"):
+            bigtrain.prepare(linear, F.cross_entropy, sgd, **{key: 1})
     with (
         bigtrain.prepare(linear, F.cross_entropy, sgd) as engine,
         pytest.raises(ConfigError, match="the inputs hold no tensor"),

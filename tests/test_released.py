@@ -7,6 +7,7 @@ import torch
 from nets import TinyLM, tokens
 from ranks import run_ranks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from bigtrain.build import make_plan
 from bigtrain.data import GlobalOrder, StepLoader
@@ -206,3 +207,73 @@ def test_clipping_needs_all_gradients():
     with pytest.raises(ConfigError) as refusal:
         job_of("single", {**RELEASE, "optim.clip_norm": 1.0})
     assert "clip_norm=1.0 needs it. Use optim.clip_norm=null" in str(refusal.value)
+
+
+def test_a_second_gradient_in_a_step_is_refused():
+    class Thrice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            for _ in range(3):
+                x = checkpoint(lambda t: self.inner(t).relu() + t, x, use_reentrant=True)
+            return self.head(x)
+
+    with (
+        engine_of(Thrice) as engine,
+        pytest.raises(
+            ConfigError, match=r"inner\.\w+ got a second gradient.*release_gradients=false"
+        ),
+    ):
+        engine.step((torch.randn(8, 4, requires_grad=True), torch.arange(8) % 3))
+
+
+def engine_of(model, optimizer=None):
+    make = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    words = {"train.global_batch_size": 8, "memory.predict": False, **RELEASE}
+    context = RunContext.alone(torch.device("cpu"))
+    return Engine(model, CrossEntropy(), make, job_of("single", words), context)
+
+
+def test_settings_that_are_loaded_or_replaced_count():
+    def weights(change):
+        torch.manual_seed(0)
+        with engine_of(lambda: nn.Linear(4, 3)) as engine:
+            change(engine.runner.optimizer)
+            engine.step((torch.ones(8, 4), torch.arange(8) % 3))
+            return engine.model.weight.detach().clone()
+
+    def loaded(optimizer):
+        state = optimizer.state_dict()
+        state["param_groups"][0]["lr"] = 0.5
+        optimizer.load_state_dict(state)
+
+    def set_there(optimizer):
+        optimizer.param_groups[0]["lr"] = 0.5
+
+    assert torch.equal(weights(loaded), weights(set_there))
+    assert not torch.equal(weights(loaded), weights(lambda _: None))
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in the group, for all parameters together."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, {"lr": 0.1, "step": 0})
+
+    def step(self, closure=None):
+        del closure
+        for group in self.param_groups:
+            group["step"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.sub_(parameter.grad, alpha=group["lr"] / group["step"])
+
+
+def test_an_optimizer_that_counts_for_all_parameters_is_refused():
+    with (
+        engine_of(lambda: nn.Linear(4, 3), Counting) as engine,
+        pytest.raises(ConfigError, match="Counting counts 'step' for all parameters"),
+    ):
+        engine.step((torch.ones(8, 4), torch.arange(8) % 3))

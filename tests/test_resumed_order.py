@@ -1,0 +1,73 @@
+"""A resumed run goes on as it was, in whatever order the numbers of a parameter lie in memory."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from bigtrain.distributed import RunContext
+from bigtrain.engine import Engine
+from bigtrain.lean_adamw import LeanAdamW
+from bigtrain.loading import job_of
+from bigtrain.low_bit import LowBitAdamW
+from bigtrain.tasks import CrossEntropy
+
+
+class Net(nn.Module):
+    """Weights with their channels last, and one that is a transposed view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 32, 3).to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.randn(8, 32).t())
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.conv(x)).mean((2, 3)) @ self.turned)
+
+
+def engine(make):
+    words = {"train.global_batch_size": 8, "memory.predict": False}
+    context = RunContext.alone(torch.device("cpu"))
+    return Engine(Net, CrossEntropy(), make, job_of("single", words), context)
+
+
+def batch():
+    images = torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(2))
+    return images.contiguous(memory_format=torch.channels_last), torch.arange(8) % 3
+
+
+KINDS = {
+    "fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "loop": partial(torch.optim.AdamW, lr=0.01, foreach=False),
+    "sgd": partial(torch.optim.SGD, lr=0.01, momentum=0.9, fused=True),
+    "lean": partial(LeanAdamW, lr=0.01, state="bf16"),
+    "8 bits": partial(LowBitAdamW, lr=0.01, bits=8),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_going_on_and_resuming_are_the_same(kind, tmp_path):
+    with engine(KINDS[kind]) as one, engine(KINDS[kind]) as other:
+        for _ in range(3):
+            one.step(batch())
+        one.save(tmp_path)
+        other.load(next(tmp_path.glob("step-*")))
+        for _ in range(3):
+            one.step(batch())
+            other.step(batch())
+        for mine, theirs in zip(one.model.parameters(), other.model.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_state_in_another_type_is_taken_over(tmp_path):
+    with engine(KINDS["lean"]) as one, engine(KINDS["fused"]) as other:
+        one.step(batch())
+        one.save(tmp_path)
+        other.load(next(tmp_path.glob("step-*")))
+        other.step(batch())
+        moments = [slots["exp_avg"] for slots in other.runner.optimizer.state.values()]
+        assert {moment.dtype for moment in moments} == {torch.float32}
