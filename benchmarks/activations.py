@@ -78,7 +78,7 @@ ON_LEAN = {
 
 def rows(model: str) -> Iterator[tuple[str, list[str]]]:
     """The rows of a model with their words."""
-    common = [*MODELS[model], "optim.warmup_steps=0"]
+    common = [*MODELS[model], "optim.warmup_steps=0", "optim.clip_norm=null"]
     plain = [PLAIN] if model == "gpt" else []
     for name, words in WAYS.items():
         yield name, [*common, *plain, *words]

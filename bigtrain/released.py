@@ -85,6 +85,10 @@ class ReleasedUpdate(WholeUpdate):
                     "one at a time. Set optim.release_gradients=false."
                 )
 
+    def begin_step(self) -> None:
+        """Say that the gradients that come now are another step's."""
+        self._norms.clear()
+
     def norms(self) -> list[Tensor]:
         """The norms of the gradients since the last call, in the parameters' order."""
         found = [self._norms[p] for p in self._parameters.values() if p in self._norms]

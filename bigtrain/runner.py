@@ -62,6 +62,11 @@ class StepRunner:
         )
         self.optimizer = self._update.optimizer
 
+    def begin_step(self) -> None:
+        """Say that a step begins, where the one before was not ended by `update`."""
+        if self._released is not None:
+            self._released.begin_step()
+
     def update(self) -> float:
         """See `Runner.update`."""
         self.meter.phase("step")
@@ -153,6 +158,7 @@ class LoopRunner(StepRunner):
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> float:
         """See `Runner.forward_backward`."""
+        self.begin_step()
         total = sum(self.context.all_gather_numbers(sum(m.count for m in micro_batches), "dp"))
         # Wrappers average gradients over the replicas; a sum is wanted, so undo that here.
         scale = self.context.dp_size / max(total, 1)
