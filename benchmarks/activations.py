@@ -46,6 +46,7 @@ MODELS = {
     ],
     "resnet50": [
         *("model.name=resnet50", "data.name=synthetic", "data.args.kind=classification"),
+        "data.args.input_shape=[3,224,224]",
         *("train.micro_batch_size=8", "train.global_batch_size=8"),
     ],
 }

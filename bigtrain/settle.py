@@ -13,7 +13,7 @@ from torch import nn
 from bigtrain.block_costs import BlockCost, block_costs
 from bigtrain.blocks import find_blocks
 from bigtrain.budget import Answer, cheapest, lowest
-from bigtrain.cutting.choose import RATES
+from bigtrain.cutting.choose import Rates
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.keeping import CHOICES, Choice
@@ -27,6 +27,12 @@ from bigtrain.timeline import Peak
 from bigtrain.units import format_bytes
 from bigtrain.update import MakeOptimizer
 
+SPEEDS = {
+    "cpu": Rates(flops=5e10, nbytes=1e9, sent=2e9),
+    "cuda": Rates(flops=3e14, nbytes=2.5e12, sent=5e10),
+}
+"""Of which only the ratio counts. On a CPU what is between products (GELU, norms) passes about a
+50th as many bytes as products do arithmetic. Constants, as all ranks must choose alike."""
 TRIES = 8
 """Forecasts by which a choice is proven and the room left by the prices is used."""
 
@@ -81,7 +87,7 @@ def settle(
     bf16 = plan.precision == "bf16"
     device = torch.device(plan.device_type)
     try:
-        costs = block_costs(model, names, example, RATES[device.type], device, bf16=bf16)
+        costs = block_costs(model, names, example, SPEEDS[device.type], device, bf16=bf16)
     except Exception as error:  # user code of any kind runs here
         raise ConfigError(_no_forecast(reason_of(error))) from error
     task = _Task(plan, technique, limit, (model, example, loss, make_optimizer), layout, costs)
