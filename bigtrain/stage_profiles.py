@@ -77,8 +77,7 @@ def profile_stage(
     with FakeTensorMode(), tracker:
         stage, fake = _fake_stage(layout, index, model, loss, plan, device)
         batch = _faked(real, device)
-        found = plan.choices(model)
-        choices = {n: c for n, c in found.items() if n not in stage.cut_through}
+        choices = {n: c for n, c in plan.choices(model).items() if n not in stage.cut_through}
         visits, followed = Visits(stage, tracker), Visits(stage, tracker, choices)
         assembly = Assembly(
             context=RunContext.alone(device),
