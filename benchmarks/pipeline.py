@@ -27,6 +27,8 @@ from runs import run_command, surroundings
 from bigtrain.schedules import in_flight, order
 
 JOB = [
+    # The loss with whole logits, as when the published figures were taken.
+    "model.chunked_loss=false",
     *("model.name=gpt", "model.args.num_layers=8", "model.args.width=512"),
     *("model.args.num_heads=8", "model.args.sequence_length=128"),
     *("data.name=synthetic", "data.args.kind=language", "data.args.vocabulary=256"),

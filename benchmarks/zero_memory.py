@@ -70,6 +70,8 @@ AUTOCAST = {"ddp", "oss", "sharded_ddp"}
 MICRO = 4
 TRACKED = 3
 JOB = [
+    # The loss with whole logits, as when the published figures were taken.
+    "model.chunked_loss=false",
     *("model.name=gpt", "model.args.num_layers=6", "model.args.width=768"),
     *("model.args.num_heads=12", "model.args.vocab_size=8192", "model.args.sequence_length=128"),
     *("data.name=synthetic", "data.args.kind=language", "data.args.vocabulary=8192"),

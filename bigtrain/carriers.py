@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
-import tempfile
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable
@@ -19,7 +17,8 @@ from typing import IO, Any, Protocol
 import torch
 from torch import Tensor
 
-from bigtrain.errors import BigtrainError, ConfigError
+from bigtrain.errors import BigtrainError
+from bigtrain.room import nameless_file
 
 Wait = Callable[[], None]
 """Returns when a copy is done, as far as what is computed next on the calling thread can see."""
@@ -125,14 +124,7 @@ class DiskCarrier:
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
-        # Without a name from the first moment on: nothing is left behind, however this ends.
-        try:
-            file = tempfile.TemporaryFile(prefix="bigtrain-", dir=folder)  # noqa: SIM115
-        except OSError as error:
-            raise ConfigError(
-                f"strategy.offload.path={folder} takes no file on {platform.node()}: {error}. "
-                "Set it to a folder that is there and writable on every node."
-            ) from None
+        file = nameless_file(folder)
         self._fd = file.fileno()
         self._space = Space()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="bigtrain-disk")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import platform
-import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from bigtrain.distributed import RunContext
 from bigtrain.errors import BigtrainError, ConfigError
-from bigtrain.room import Need, find_shortage, free_memory, free_on_disk
+from bigtrain.room import Need, find_shortage, free_memory, free_on_disk, nameless_file
 from bigtrain.shards import flat
 from bigtrain.units import format_bytes
 from bigtrain.update import MakeOptimizer, state_slots
@@ -117,15 +116,7 @@ class DiskHome(Home):
         self._end = 0
         self._room: Tensor | None = None
         self._used = 0
-        # Without a name from the first moment on: nothing is left behind, however this ends.
-        try:
-            file = tempfile.TemporaryFile(prefix="bigtrain-", dir=folder)  # noqa: SIM115
-        except OSError as error:
-            raise ConfigError(
-                f"strategy.offload.path={folder} takes no file on {platform.node()}: {error}. "
-                "Set it to a folder that is there and writable on every node."
-            ) from None
-        self._file: IO[bytes] = file
+        self._file: IO[bytes] = nameless_file(folder)
         self._fd = self._file.fileno()
 
     def reserve(self, updated: int, copied: int, make_optimizer: MakeOptimizer) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import platform
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
+
+from bigtrain.errors import ConfigError
 
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 """File systems whose files are memory."""
@@ -44,6 +48,21 @@ def find_shortage(needs: Iterable[Need]) -> Shortage | None:
         if wanted > free:
             return Shortage(node, len(ranks), wanted, free)
     return None
+
+
+def nameless_file(folder: str) -> IO[bytes]:
+    """A file without a name from the first moment on: nothing is left behind, however this ends.
+
+    Raises:
+        ConfigError: the folder takes no file.
+    """
+    try:
+        return tempfile.TemporaryFile(prefix="bigtrain-", dir=folder)
+    except OSError as error:
+        raise ConfigError(
+            f"strategy.offload.path={folder} takes no file on {platform.node()}: {error}. "
+            "Set it to a folder that is there and writable on every node."
+        ) from None
 
 
 def folder_fault(folder: str) -> str | None:
