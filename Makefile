@@ -36,6 +36,7 @@ system:
 	command -v mpiexec.hydra >/dev/null || missing="$$missing mpich"; \
 	command -v slurmctld >/dev/null || missing="$$missing slurm-wlm"; \
 	command -v munged >/dev/null || missing="$$missing munge"; \
+	command -v chromium >/dev/null || missing="$$missing chromium"; \
 	if [ -n "$$missing" ]; then \
 		echo "Not on this machine:$$missing. The tests that need them are skipped here (never in CI)."; \
 		echo "Run: sudo apt-get install$$missing"; \

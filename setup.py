@@ -25,6 +25,7 @@ setup(
     package_dir={"": "."},
     packages=[
         "bigtrain",
+        "bigtrain.compare",
         "bigtrain.configs",
         "bigtrain.configs.jobs",
         "bigtrain.configs.strategies",
@@ -35,6 +36,7 @@ setup(
         "bigtrain.strategies",
         "bigtrain.strategies.pipeline",
         "bigtrain.strategies.zero",
+        "bigtrain.verify",
     ],
     package_data={
         "bigtrain": ["py.typed"],
@@ -49,6 +51,7 @@ setup(
         "fairscale",
         "pyyaml",
         "pydantic>=2.7",
+        "matplotlib",
         "rich",
         "safetensors",
         "numpy",
@@ -61,6 +64,7 @@ setup(
             "build",
             "codespell",
             "mypy",
+            "playwright",
             "pytest",
             "pytest-timeout",
             "ruff",

@@ -114,7 +114,7 @@ def foretold(words: list[str]) -> tuple[int, int, tuple[str, ...]]:
 def measure(words: list[str], steps: int, limit_s: float) -> dict[str, Any]:
     """Run one row once; bytes and seconds, or only `note`, the reason why it failed."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "bigtrain", "train", "--strategy", "single", *words]
+        command = ["train", "--strategy", "single", *words]
         command += [f"train.steps={steps}", f"memory.track_steps={TRACKED}", f"log.dir={folder}"]
         command += ["log.name=run", "train.eval_every=0", "checkpoint.at_end=false"]
         failed = run_command(command, limit_s, THREADS)

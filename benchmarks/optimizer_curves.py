@@ -61,7 +61,7 @@ def run(keys: tuple[str, ...], steps: int, batch: int, limit_s: float) -> list[f
     """The training loss of each step."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            *(sys.executable, str(ROOT / "bigtrain" / "train.py"), "--strategy", "single"),
+            *("train", "--strategy", "single"),
             *(f"train.steps={steps}", f"train.global_batch_size={batch}", "train.eval_every=0"),
             *(f"log.dir={folder}", "log.name=run", "checkpoint.at_end=false"),
             *("memory.track_steps=0", "memory.predict=false", *keys),

@@ -6,7 +6,8 @@ The same GPT, batch, optimizer and clipping twice: once as the plain PyTorch loo
 person would write (fused AdamW, gradients as bucket views), once through `bigtrain.Engine`. The
 two take turns, step by step, in the same two processes, so a machine that slows down slows both;
 the figure is the median over the pairs of (bigtrain / plain). Peaks are tracked tensor bytes,
-each loop measured in processes of its own.
+each loop measured in processes of its own. `closed_meter` holds a run that has tracked its memory
+for two steps against one that has not, from then on.
 """
 
 from __future__ import annotations
@@ -94,10 +95,22 @@ def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def measure_speed(context: RunContext, steps: int) -> dict[str, Any]:
-    plain, ours = Plain(bucket_view=True), Ours(context, track_steps=0)
-    seconds: dict[str, list[float]] = {"plain": [], "bigtrain": []}
+    """Against a loop by hand."""
+    loops = {"plain": Plain(bucket_view=True), "bigtrain": Ours(context, track_steps=0)}
+    return alternate(context, steps, loops)
+
+
+def measure_meter(context: RunContext, steps: int) -> dict[str, Any]:
+    """A run whose meter has tracked two steps and is closed, against one that never tracked."""
+    loops = {"unmetered": Ours(context, track_steps=0), "closed": Ours(context, track_steps=2)}
+    return alternate(context, steps, loops)
+
+
+def alternate(context: RunContext, steps: int, loops: dict[str, Any]) -> dict[str, Any]:
+    """Let two loops take turns, step by step; the second's time against the first's."""
+    seconds: dict[str, list[float]] = {name: [] for name in loops}
     for step in range(steps + 5):
-        order = [("plain", plain), ("bigtrain", ours)]
+        order = list(loops.items())
         for name, loop in order if step % 2 else reversed(order):
             data = batch(context.rank, step)
             context.barrier()
@@ -106,11 +119,11 @@ def measure_speed(context: RunContext, steps: int) -> dict[str, Any]:
             context.barrier()
             if step >= 5:
                 seconds[name].append(time.perf_counter() - began)
-    ratios = [b / a for a, b in zip(seconds["plain"], seconds["bigtrain"], strict=True)]
+    ratios = [b / a for a, b in zip(*seconds.values(), strict=True)]
+    medians = {f"{name}_step_seconds": statistics.median(seconds[name]) for name in loops}
     return {
         "steps": steps,
-        "plain_step_seconds": statistics.median(seconds["plain"]),
-        "bigtrain_step_seconds": statistics.median(seconds["bigtrain"]),
+        **medians,
         "step_time_ratio": statistics.median(ratios),
         "step_time_ratio_quartiles": statistics.quantiles(ratios, n=4)[::2],
     }
@@ -135,7 +148,11 @@ def measure_peak(context: RunContext, which: str) -> dict[str, Any]:
 def rank_main(what: str, steps: int, output: Path) -> None:
     with bigtrain.connect(bigtrain.detect(os.environ), device="cpu") as context:
         torch.set_num_threads(1)
-        found = measure_speed(context, steps) if what == "speed" else measure_peak(context, what)
+        measures = {"speed": measure_speed, "meter": measure_meter}
+        if what in measures:
+            found = measures[what](context, steps)
+        else:
+            found = measure_peak(context, what)
         if context.is_main:
             output.write_text(json.dumps(found))
 
@@ -168,6 +185,7 @@ def main() -> None:
         "model": MODEL,
         "rows_per_rank": ROWS,
         **speed,
+        "closed_meter": start("meter", options.steps),
         "peak_bytes": peaks,
         "memory_ratio": peaks["bigtrain"] / peaks["plain-lean"],
         "memory_ratio_to_default_ddp": peaks["bigtrain"] / peaks["plain"],

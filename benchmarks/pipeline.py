@@ -42,7 +42,7 @@ WARM = 2
 def run(strategy: str, ranks: int, micro_batches: int, steps: int, limit_s: float) -> Any:
     """Seconds of a step, and each rank's memory.json; or the reason why there is none."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "bigtrain", "train", "-n", str(ranks)]
+        command = ["train", "-n", str(ranks)]
         command += ["--strategy", strategy, *JOB, f"train.steps={steps + WARM}"]
         command += [f"train.global_batch_size={4 * micro_batches}", "log.every=1"]
         command += [f"log.dir={folder}", "log.name=run"]

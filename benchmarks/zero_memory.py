@@ -127,7 +127,7 @@ def measure(row: Row, steps: int, limit_s: float) -> dict[str, Any]:
         Bytes and seconds; or only `note`, the reason why it failed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "bigtrain", "train", "-n", str(row.ranks)]
+        command = ["train", "-n", str(row.ranks)]
         command += ["--strategy", row.preset, *row.words(), f"train.steps={steps}"]
         command += ["train.eval_every=0", f"log.dir={folder}", "log.name=run"]
         command += ["checkpoint.at_end=false"]

@@ -17,6 +17,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from bigtrain.adapt import adapting
     from bigtrain.arguments import train_arguments
     from bigtrain.blueprint import Blueprint, describe
     from bigtrain.build import device_type_of, make_plan
@@ -28,14 +29,21 @@ if TYPE_CHECKING:
     from bigtrain.door import connect_job, prepare
     from bigtrain.engine import Engine, StepResult
     from bigtrain.environment import Placement, detect
-    from bigtrain.errors import BigtrainError, CheckpointError, ConfigError, NonFiniteError
+    from bigtrain.errors import (
+        BigtrainError,
+        CheckpointError,
+        ConfigError,
+        NonFiniteError,
+        OutOfMemoryError,
+    )
     from bigtrain.failures import run_guarded
     from bigtrain.launch import launcher_hint
-    from bigtrain.loading import load_job
+    from bigtrain.loading import changed_job, load_job
     from bigtrain.parts import Parts, check_job, open_parts
     from bigtrain.report.lines import closing_lines, console, dry_run_lines, opening_lines
     from bigtrain.report.memory_report import MemoryReport
     from bigtrain.report.run_log import RunLog, run_folder
+    from bigtrain.restart import Restart
     from bigtrain.strategy import Plan, Strategy
     from bigtrain.tasks import CrossEntropy, Loss, MeanLoss, Task
 
@@ -57,15 +65,19 @@ _HOMES = {
     "MemoryReport": "report.memory_report",
     "MicroBatch": "data",
     "NonFiniteError": "errors",
+    "OutOfMemoryError": "errors",
     "Parts": "parts",
     "Placement": "environment",
     "Plan": "strategy",
+    "Restart": "restart",
     "RunContext": "distributed",
     "RunLog": "report.run_log",
     "StepLoader": "data",
     "StepResult": "engine",
     "Strategy": "strategy",
     "Task": "tasks",
+    "adapting": "adapt",
+    "changed_job": "loading",
     "check_job": "parts",
     "closing_lines": "report.lines",
     "connect": "distributed",
@@ -105,15 +117,19 @@ __all__ = [
     "MemoryReport",
     "MicroBatch",
     "NonFiniteError",
+    "OutOfMemoryError",
     "Parts",
     "Placement",
     "Plan",
+    "Restart",
     "RunContext",
     "RunLog",
     "StepLoader",
     "StepResult",
     "Strategy",
     "Task",
+    "adapting",
+    "changed_job",
     "check_job",
     "closing_lines",
     "connect",

@@ -17,15 +17,19 @@ class TrainOptions(argparse.Namespace):
     plan: str | None
     dry_run: bool
     num_ranks: int | None
+    record: str
     overrides: list[str]
 
 
-def train_arguments(arguments: list[str], *, starts_ranks: bool = False) -> TrainOptions:
+def train_arguments(
+    arguments: list[str], *, starts_ranks: bool = False, records: bool = False
+) -> TrainOptions:
     """Read the arguments of train.py; what launchers add is accepted and ignored.
 
     Args:
         arguments: without the program's name.
         starts_ranks: also accept `-n`, which only `bigtrain train` has.
+        records: demand `--record`, the folder that `bigtrain.record` writes to.
 
     Raises:
         SystemExit: 2 for an unknown option, 0 after --help.
@@ -38,12 +42,16 @@ def train_arguments(arguments: list[str], *, starts_ranks: bool = False) -> Trai
         allow_abbrev=False,
     )
     add_train_options(parser, starts_ranks=starts_ranks)
+    if records:
+        parser.add_argument("--record", required=True)
     options, rest = parser.parse_known_args(arguments, namespace=TrainOptions())
     for word in rest:
         if word.startswith("--"):
             parser.error(f"there is no option {word}; keys of the job are given as KEY=VALUE")
     if options.resume is not None:
         rest += [f"checkpoint.resume={options.resume}"]
+    if options.cap is not None:
+        rest += [f"memory.cap={options.cap}"]
     options.overrides = rest
     return options
 
@@ -63,9 +71,116 @@ def add_train_options(parser: argparse.ArgumentParser, *, starts_ranks: bool) ->
         "--resume", metavar="auto|PATH", help="continue from the newest checkpoint, or from PATH"
     )
     parser.add_argument(
+        "--cap", metavar="SIZE", help="the most memory that a rank may take, such as 2GiB"
+    )
+    parser.add_argument(
         "--dry-run", action="store_true", help="print the job and the predicted peak, run nothing"
     )
     ignored = parser.add_argument_group("accepted from launchers and ignored")
     ignored.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     ignored.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
     ignored.add_argument("--deepspeed_config", help=argparse.SUPPRESS)
+
+
+class SideOptions(argparse.Namespace):
+    """What `bigtrain compare` and `bigtrain verify` were given."""
+
+    job: str | None
+    strategies: str
+    num_ranks: int | None
+    time_limit: float
+    steps: int
+    output: str | None
+    as_json: bool
+    overrides: list[str]
+    cap: str | None = None
+    largest: str | None = None
+    picture: str | None = None
+    optimizer: str = "sgd"
+
+
+def compare_arguments(arguments: list[str]) -> SideOptions:
+    """Read the arguments of `bigtrain compare`.
+
+    Raises:
+        SystemExit: 2 for an unknown option, 0 after --help.
+    """
+    parser = _side_parser(
+        "compare", "Run strategies side by side on one job: memory, time, losses."
+    )
+    parser.add_argument("--steps", type=int, default=8, help="steps of each run (default 8)")
+    parser.add_argument("--cap", metavar="SIZE", help="the most memory that a rank may take")
+    parser.add_argument(
+        "--largest",
+        metavar="KEY",
+        help="find how far each strategy can raise a key (micro_batch_size, n_layer, ...)",
+    )
+    parser.add_argument("--picture", metavar="FILE", help="also write the bars as .svg or .png")
+    return _side_options(parser, arguments)
+
+
+def verify_arguments(arguments: list[str]) -> SideOptions:
+    """Read the arguments of `bigtrain verify`.
+
+    Raises:
+        SystemExit: 2 for an unknown option, 0 after --help.
+    """
+    parser = _side_parser(
+        "verify", "Compare strategies with one process on the same global batches."
+    )
+    parser.add_argument("--steps", type=int, default=3, help="steps that are compared (default 3)")
+    parser.add_argument(
+        "--optimizer",
+        choices=("sgd", "job"),
+        default="sgd",
+        help="SGD lets every number be compared (default); the job's own lets losses be",
+    )
+    return _side_options(parser, arguments)
+
+
+def _side_parser(command: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"bigtrain {command}",
+        usage="%(prog)s [JOB] [options] [KEY=VALUE | KEY VALUE ...]",
+        description=description,
+        epilog="JOB is a YAML file, or a name in configs/jobs; left out, the default job.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="JOB", help="the same as JOB")
+    parser.add_argument(
+        "--strategies", default="all", metavar="A,B", help="names and files, or all (default)"
+    )
+    parser.add_argument(
+        "-n", "--num-ranks", type=int, metavar="N", help="ranks of each run (default: GPUs, or 2)"
+    )
+    parser.add_argument(
+        "--time-limit", type=float, default=600.0, metavar="S", help="seconds a run (default 600)"
+    )
+    parser.add_argument("--output", metavar="DIR", help=f"folder (default runs/{command}-NUMBER)")
+    parser.add_argument(
+        "--json", dest="as_json", action="store_true", help="one JSON document on standard output"
+    )
+    return parser
+
+
+def _side_options(parser: argparse.ArgumentParser, arguments: list[str]) -> SideOptions:
+    options, rest = parser.parse_known_args(arguments, namespace=SideOptions())
+    for word in rest:
+        if word.startswith("-") and not word[1:2].isdigit():
+            parser.error(f"there is no option {word}; keys of the job are given as KEY=VALUE")
+    for name, least in (("steps", 1), ("time_limit", 1)):
+        if getattr(options, name) < least:
+            option = f"--{name.replace('_', '-')}"
+            parser.error(f"{option} {getattr(options, name):g}: at least {least} is needed")
+    options.job = options.config
+    # A key has a dot or an equals sign in it, or comes in capitals; a job's name has neither.
+    if rest and "=" not in rest[0] and (_is_file(rest[0]) or "." not in rest[0]):
+        if options.job is not None:
+            parser.error(f"--config {options.job} and {rest[0]}: one job is compared at a time")
+        options.job = rest.pop(0)
+    options.overrides = rest
+    return options
+
+
+def _is_file(word: str) -> bool:
+    return word.endswith((".yaml", ".yml")) or "/" in word

@@ -92,7 +92,7 @@ def write_checkpoint(
     draft.mkdir()
     files = {}
     for part in PARTS:
-        files[f"{part}.safetensors"] = _write_tensors(
+        files[f"{part}.safetensors"] = write_tensors(
             draft / f"{part}.safetensors", _of_part(part, tensors)
         )
     state = {"format": FORMAT, "step": step, "torch": torch.__version__, **meta, "files": files}
@@ -123,7 +123,8 @@ def _of_part(part: str, tensors: Mapping[str, TensorSource]) -> dict[str, Tensor
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, TensorSource]) -> dict[str, Any]:
+def write_tensors(path: Path, tensors: Mapping[str, TensorSource]) -> dict[str, Any]:
+    """Write a safetensors file, one tensor at a time; return its size and hash."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""The command line: `bigtrain train` and `bigtrain strategies`.
+"""The command line. `bigtrain COMMAND`: each command is a module, imported when it is named.
 
 Only argparse is imported here; everything heavy is imported by the command that needs it.
 """
@@ -10,7 +10,13 @@ import re
 import sys
 from pathlib import Path
 
-from bigtrain.arguments import train_arguments
+COMMANDS = {
+    "train": "train a model under a strategy",
+    "compare": "run strategies side by side: memory by part, time, losses",
+    "verify": "check that strategies compute what one process computes",
+    "strategies": "list the strategies, or explain one",
+    "doctor": "what this machine has, lacks, and how fast it is",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -22,28 +28,45 @@ def main(arguments: list[str] | None = None) -> int:
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    commands.add_parser("train", help="train a model under a strategy", add_help=False)
-    listing = commands.add_parser("strategies", help="list the strategies")
-    listing.add_argument("--json", action="store_true", help="one JSON document")
+    for name, summary in COMMANDS.items():
+        commands.add_parser(name, help=summary, add_help=False)
+    commands.add_parser("record", add_help=False)  # a part of verify
     options, rest = parser.parse_known_args(arguments)
-    if options.command == "train":
-        return _train(rest)
-    if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    return _strategies(as_json=options.json)
+    if options.command in ("train", "record"):
+        return _on_ranks(options.command, rest)
+    return _guarded(options.command, rest)
 
 
-def _train(arguments: list[str]) -> int:
-    options = train_arguments(arguments, starts_ranks=True)
+def _guarded(command: str, arguments: list[str]) -> int:
+    """Run a command of this process, with its failures shown as those of a run are."""
+    from bigtrain.failures import run_guarded
+
+    if command == "compare":
+        from bigtrain.compare.command import main as run
+    elif command == "verify":
+        from bigtrain.verify.command import main as run
+    elif command == "doctor":
+        from bigtrain.doctor import main as run
+    else:
+        from bigtrain.listing import main as run
+    return run_guarded(lambda: run(arguments))
+
+
+def _on_ranks(command: str, arguments: list[str]) -> int:
+    """Run the script of a command: in this process, or in as many ranks as are asked for."""
+    from bigtrain.arguments import train_arguments
+
+    options = train_arguments(arguments, starts_ranks=True, records=command == "record")
     words = _without_num_ranks(arguments)
     if options.num_ranks is None:
-        from bigtrain import run_guarded, train
+        from bigtrain import record, run_guarded, train
 
-        return run_guarded(lambda: train.main(words))
+        run = record.main if command == "record" else train.main
+        return run_guarded(lambda: run(words))
     from bigtrain.errors import BigtrainError
     from bigtrain.launch import start_ranks
 
-    script = Path(__file__).parent / "train.py"
+    script = Path(__file__).parent / f"{command}.py"
     try:
         return start_ranks(options.num_ranks, words, script)
     except BigtrainError as error:
@@ -62,21 +85,6 @@ def _without_num_ranks(arguments: list[str]) -> list[str]:
         elif not re.fullmatch(r"(--num-ranks=|-n=?)-?\d+", word):
             kept.append(word)
     return kept
-
-
-def _strategies(*, as_json: bool) -> int:
-    from bigtrain.listing import strategy_list
-
-    rows = strategy_list()
-    if as_json:
-        import json
-
-        print(json.dumps(rows, indent=1))
-        return 0
-    width = max(len(row["name"]) for row in rows)
-    for row in rows:
-        print(f"{row['name']:{width}}  {row['summary']}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -292,6 +292,12 @@ class MemoryConfig(Section):
     """Steps from the start during which every tensor is tracked; 0 tracks none."""
     predict: bool = True
     """Predict the peak from a pass over fake tensors, and print it beside the measured one."""
+    cap: Bytes | None = Field(None, gt=0)
+    """The most that a rank may take: of the GPU, or on a CPU above what it held before the model
+    was built."""
+    on_oom: Literal["stop", "adapt"] = "stop"
+    """When memory runs out: stop with an explanation, or go on from the last checkpoint with half
+    the micro-batch and the same global batch."""
 
 
 class CheckpointConfig(Section):

@@ -100,6 +100,11 @@ def _check_keys(keys: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: with the argument to use.
     """
+    if keys.get("memory__on_oom") == "adapt":
+        raise ConfigError(
+            "memory.on_oom=adapt begins the program anew, which only `bigtrain train` can make "
+            "good. Leave it out; bigtrain.OutOfMemoryError says what would fit."
+        )
     arguments = {"model": "model", "data": "your own loop", "optim": "optimizer"}
     for key in keys:
         section, _, name = key.partition("__")

@@ -6,12 +6,12 @@ It is all of bigtrain that a training loop needs, the project's own `train.py` i
 from __future__ import annotations
 
 import importlib
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import clear_frames
 from types import TracebackType
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from bigtrain.blueprint import Blueprint, describe
 from bigtrain.build import build, lay_out, make_plan
+from bigtrain.cap import Cap, is_out_of_memory, room_bytes
 from bigtrain.checkpoint import (
     Checkpoint,
     lend_tensors,
@@ -32,12 +33,15 @@ from bigtrain.config import Job
 from bigtrain.data import MicroBatch, Step
 from bigtrain.distributed import RunContext
 from bigtrain.errors import CheckpointError, ConfigError, NonFiniteError
+from bigtrain.exhausted import Situation, explain, foresee
 from bigtrain.fakes import skeleton
 from bigtrain.keeping import unshape
 from bigtrain.layout import Layout
 from bigtrain.memory import Meter
 from bigtrain.predict import predict
+from bigtrain.remedies import Subject
 from bigtrain.report.memory_report import MemoryReport, RankMemory
+from bigtrain.seeds import deterministic, seed_everything
 from bigtrain.settle import settle
 from bigtrain.strategy import Plan
 from bigtrain.tasks import CustomTask, Loss, MeanLoss, Task
@@ -122,16 +126,22 @@ class Engine:
             self.plan, self.advice = settled.plan, list(settled.lines)
         if self.layout is not None and example is not None and context.is_main:
             self.advice.append(self.layout.check(self.blueprint.model, example, self.loss))
+        self._example = example
+        with suppress(Exception):  # a module that cannot be copied cannot be predicted either
+            self._skeleton = skeleton(self.blueprint.model)
         if example is not None:
             self._predict(self.blueprint.model, example)
-        elif job.memory.predict:  # at the first step, when the shapes of a batch are known
-            with suppress(Exception):  # a module that cannot be copied cannot be predicted either
-                self._skeleton = skeleton(self.blueprint.model)
-        _seed_everything(context.seed, context.rank)
+        seed_everything(context.seed, context.rank)
         if job.train.deterministic:
-            self._closing.enter_context(_deterministic(context.device))
+            self._closing.enter_context(deterministic(context.device))
         # Every optimizer imports this; brought in now, it does not count as the run's memory.
         importlib.import_module("torch._dynamo")
+        self.room = room_bytes(job.memory.cap, context.device, context.local_world_size)
+        """What this rank could take before it was built, in bytes."""
+        if context.is_main and self._subject is not None and job.memory.on_oom == "stop":
+            self.advice += foresee(self._subject, self.predicted, self.room)
+        self._cap = Cap(job.memory.cap, context.device)
+        self._closing.callback(self._cap.lift)
         self.meter = Meter(context.device, job.memory.track_steps)
         try:
             mover = self.plan.mover(context.device)
@@ -139,7 +149,8 @@ class Engine:
                 self._closing.callback(mover.close)
             self._closing.callback(unshape, self.blueprint.model)
             given = (self.plan, self.blueprint, self.loss, optimizer, context, self.meter)
-            self.runner = build(*given, self.layout, mover)
+            with self._explaining():
+                self.runner = build(*given, self.layout, mover)
         except BaseException:
             self._closing.close()
             raise
@@ -163,13 +174,13 @@ class Engine:
         began = time.perf_counter()
         micro_batches, samples = self._micro_batches(batch)
         if self.predicted is None and self.prediction_note is None:
-            self._predict(self._skeleton or self.runner.module, micro_batches[0])
-            self._skeleton = None
+            self._example = micro_batches[0]
+            self._predict(self._skeleton or self.runner.module, self._example)
             began = time.perf_counter()
         lr = self._set_learning_rate()
         self.runner.module.train()
         try:
-            with self.meter.step():
+            with self._explaining(), self.meter.step():
                 loss = self.runner.forward_backward(micro_batches)
                 grad_norm = self.runner.update()
         except NonFiniteError as error:
@@ -193,9 +204,11 @@ class Engine:
     def evaluate(self, batches: Iterable[MicroBatch]) -> dict[str, float]:
         """Measure the task over batches: each replica's own, as many as the others have."""
         self.runner.module.eval()
+        self.meter.current = "evaluate"
         sums: dict[str, Tensor] = {}
         for micro_batch in batches:
-            found = self.runner.predict(micro_batch)
+            with self._explaining():
+                found = self.runner.predict(micro_batch)
             if found is None or micro_batch.padding:  # a pipeline has its output on one rank
                 continue
             output, targets = found
@@ -255,7 +268,7 @@ class Engine:
         if len(states) == self.context.world_size:
             set_random_state(states[self.context.rank])
         else:  # other ranks than then: fresh streams, a function of where the run stands
-            _seed_everything(self.context.seed + self.steps_done, self.context.rank)
+            seed_everything(self.context.seed + self.steps_done, self.context.rank)
 
     def close(self) -> None:
         """Let go of hooks, files and, where the engine made it, the process group."""
@@ -277,6 +290,43 @@ class Engine:
     ) -> None:
         self.runner.close()
         self._closing.__exit__(kind, error, traceback)
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Say what the memory was made of, and what would fit, where it runs out inside."""
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._cap.lift()
+            situation = self._situation()
+            clear_frames(error.__traceback__)  # they hold what was allocated last
+            raise explain(error, situation) from None
+
+    @property
+    def _subject(self) -> Subject | None:
+        """What is run, for forecasts of it with other words."""
+        if self._skeleton is None or self._example is None:
+            return None
+        given = (self._skeleton, self._example, self.loss, self._make_optimizer)
+        return Subject(self.job, self.plan, *given)
+
+    def _situation(self) -> Situation:
+        measured = self.meter.measured().peak
+        in_step = self.meter.current in ("forward", "backward", "step")
+        return Situation(
+            rank=self.context.rank,
+            step=self.steps_done + in_step,
+            phase=self.meter.current,
+            micro_size=self.plan.batch.micro_size,
+            held=measured or self.predicted,
+            measured=measured is not None,
+            room=self.room,
+            capped=self.job.memory.cap is not None,
+            adapts=self.job.memory.on_oom == "adapt",
+            subject=self._subject,
+        )
 
     def _predict(self, model: nn.Module, example: MicroBatch) -> None:
         if not self.job.memory.predict:
@@ -354,33 +404,8 @@ def _blueprint(model: Callable[[], nn.Module] | nn.Module | Blueprint) -> Bluepr
     return Blueprint.of(model) if isinstance(model, nn.Module) else describe(model)
 
 
-@contextmanager
-def _deterministic(device: torch.device) -> Iterator[None]:
-    """Only kernels that give the same bits each time; torch names those that cannot."""
-    if device.type == "cuda":  # cuBLAS asks for this before its first call
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-
-
 def _rows(batch: Any, part: slice) -> Any:
     return tree_map(lambda leaf: leaf[part] if isinstance(leaf, Tensor) else leaf, batch)
-
-
-def _seed_everything(seed: int, rank: int) -> None:
-    """Dropout and the like differ between ranks; weights and data order do not come from here."""
-    import random
-
-    import numpy as np
-
-    mixed = (seed * 1_000_003 + rank) % 2**32
-    random.seed(mixed)
-    np.random.seed(mixed)
-    torch.manual_seed(mixed)
 
 
 def _tokens_per_sample(micro_batch: MicroBatch) -> int:

@@ -39,6 +39,19 @@ class NonFiniteError(BigtrainError):
         self.stepped = stepped
 
 
+class OutOfMemoryError(BigtrainError):
+    """A rank got no more memory; the message says what it held, and what would fit.
+
+    Args:
+        message: for the user.
+        micro_batch_size: half of what ran, where less at a time may help; None otherwise.
+    """
+
+    def __init__(self, message: str, *, micro_batch_size: int | None = None) -> None:
+        super().__init__(message)
+        self.micro_batch_size = micro_batch_size
+
+
 class CheckpointError(BigtrainError):
     """A checkpoint is missing, damaged, or does not belong to this model."""
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from bigtrain.environment import in_slurm_step, launch_key, process_began
 from bigtrain.errors import BigtrainError
+from bigtrain.restart import RestartRequest, begin_anew
 from bigtrain.watch import end_process
 
 REQUEUE_STATUS = 75
@@ -106,6 +107,9 @@ def run_guarded(main: Callable[[], int | None]) -> int:
     """
     try:
         return main() or 0
+    except RestartRequest as error:
+        begin_anew(error.restart.text())
+        return error.exit_status
     except SystemExit as error:
         if isinstance(error.code, str):
             sys.stderr.write(error.code + "\n")

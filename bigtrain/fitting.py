@@ -29,6 +29,11 @@ def check_optimizer(optim: OptimConfig, plan: Plan) -> None:
     if plan.joined or (cut is not None and cut.optimizer_gets == "copies"):
         given = "copies"
     who = f"strategy {plan.strategy.name}"
+    if optim.name == "sgd" and optim.implementation == "fused" and given == "shards":
+        raise ConfigError(
+            f"optim.implementation=fused: torch's fused SGD does not know the shards of {who}. Use "
+            "optim.implementation=auto."
+        )
     if not optim.master_weights:
         _check_masters(plan, given, who)
     if optim.release_gradients:

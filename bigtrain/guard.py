@@ -25,6 +25,7 @@ from bigtrain.failures import (
     write_error_file,
 )
 from bigtrain.rendezvous import Meeting
+from bigtrain.restart import RestartRequest
 from bigtrain.watch import Ending, Hub, Watch, end_process
 
 # A peer's death is known within milliseconds of the collective that broke by it.
@@ -54,6 +55,10 @@ def guard(placement: Placement, meeting: Meeting) -> Iterator[None]:
         # thread can be started any more.
         if not sys.is_finalizing():
             _close(watch)
+        raise
+    except RestartRequest as error:
+        if watch is not None:
+            watch.report(error.restart.text(), error.exit_status)
         raise
     except BaseException as error:
         if is_orderly(error):

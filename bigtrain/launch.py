@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from bigtrain.environment import Placement
 from bigtrain.errors import ConfigError
 from bigtrain.failures import REQUEUE_STATUS
+from bigtrain.room import host_line, kernel_kills
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -52,6 +53,7 @@ def start_ranks(num_ranks: int, arguments: list[str], script: Path) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    kills = kernel_kills()
     with (
         tempfile.TemporaryDirectory(prefix="bigtrain-launch-") as folder,
         _agent_surroundings(num_ranks),
@@ -59,7 +61,7 @@ def start_ranks(num_ranks: int, arguments: list[str], script: Path) -> int:
         try:
             _run_agent(num_ranks, [str(script), *arguments], folder)
         except ChildFailedError as failure:
-            return _status(failure.get_first_failure())
+            return _status(failure.get_first_failure(), kills)
         except SignalException as stop:
             return 128 + int(stop.sigval)
         except KeyboardInterrupt:
@@ -109,12 +111,24 @@ def _run_agent(num_ranks: int, command: list[str], folder: str) -> None:
     elastic_launch(config, sys.executable)("-u", *command)
 
 
-def _status(first: tuple[int, ProcessFailure]) -> int:
-    """Return the exit status for the first failure; say in one line what a signal meant."""
+def _status(first: tuple[int, ProcessFailure], kills_before: int = 0) -> int:
+    """Return the exit status for the first failure; say in one line what a signal meant.
+
+    Args:
+        first: the rank that failed first.
+        kills_before: how many processes the kernel had ended for want of memory until the start.
+    """
     rank, failure = first
     if failure.exitcode < 0:
         number = -failure.exitcode
-        cause = "host memory ran out?" if number == signal.SIGKILL else "a crash in native code?"
+        cause = "a crash in native code?"
+        if number == signal.SIGKILL:
+            cause = f"host memory ran out? ({host_line()})"
+            if kernel_kills() > kills_before:
+                cause = (
+                    f"the kernel ended it, because host memory ran out ({host_line()}). Use fewer "
+                    "ranks, a smaller train.micro_batch_size, or --cap SIZE for an explanation."
+                )
         sys.stderr.write(
             f"bigtrain: rank {rank} was killed (signal {number}): {cause} "
             "See the kernel's log: dmesg | tail\n"

@@ -239,6 +239,24 @@ def load_job(
         preset = read_preset("strategies", inner, "strategy")
         tree.values.pop("strategy")
         tree.merge(preset)
+    return _overridden(tree, words)
+
+
+def changed_job(job: Job, words: Sequence[str]) -> Job:
+    """A job with some keys changed, by words as on the command line; a strategy comes whole.
+
+    Raises:
+        ConfigError: with the key and the fix.
+    """
+    tree = Tree(job.model_dump(mode="json", exclude_defaults=True))
+    changes = parse_overrides(words)
+    if _is_name(changes.values):
+        name = str(changes.values.pop("strategy"))
+        tree.merge(read_preset("strategies", name, "strategy"))
+    return _overridden(tree, changes)
+
+
+def _overridden(tree: Tree, words: Tree) -> Job:
     for path, origin in words.origins.items():
         if path != ("strategy",):
             tree.put(path, _value_at(words.values, path), origin)

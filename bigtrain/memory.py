@@ -8,7 +8,9 @@ allocator's rounding) is what the process peak and the CUDA allocator are read f
 from __future__ import annotations
 
 import os
+import time
 import weakref
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -24,7 +26,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from bigtrain.timeline import Breakdown, Kind, Peak, Phase, Span, Timeline
+from bigtrain.timeline import Breakdown, Course, Kind, Peak, Phase, Span, Timeline
 
 
 @dataclass(slots=True)
@@ -52,6 +54,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._device_type = device_type
         self._watching = ExitStack()
         self.clock = 0
+        self.times = array("d", [time.perf_counter()])
+        """When each tick of the clock was, in seconds."""
         self.live_bytes = 0
         self.peak_bytes = 0
         """The highest `live_bytes` so far, per rank."""
@@ -94,7 +98,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def enter_phase(self, phase: Phase) -> None:
         """Say what is being done from now on."""
         if self._phases[-1][1] != phase:
-            self.clock += 1
+            self._tick()
             self._phases.append((self.clock, phase))
 
     def own(self, tensors: Iterable[Tensor | None], kind: Kind) -> None:
@@ -123,7 +127,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _enter(self, storage: torch.UntypedStorage, kind: Kind | None) -> _Record:
         key: int = storage._cdata
         nbytes = storage.nbytes()
-        self.clock += 1
+        self._tick()
         record = _Record(nbytes, self.clock, kind=kind)
         self._records.append(record)
         self._live[key] = (record, weakref.ref(storage, lambda _: self._bury(key)))
@@ -141,9 +145,13 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _bury(self, key: int) -> None:
         entry = self._live.pop(key, None)
         if entry is not None:
-            self.clock += 1
+            self._tick()
             entry[0].death = self.clock
             self.live_bytes -= entry[0].nbytes
+
+    def _tick(self) -> None:
+        self.clock += 1
+        self.times.append(time.perf_counter())
 
     def timeline(self) -> Timeline:
         """Everything recorded so far, each storage with its kind.
@@ -218,17 +226,18 @@ class ProcessPeak:
         # Forget the peak of the imports; where that is not allowed, it stays in.
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
-        self.base_bytes = _status("VmRSS")
+        self.base_bytes = status_bytes("VmRSS")
 
     def bytes(self) -> int | None:
         """Peak above the base in bytes, or None where the system does not tell."""
-        peak = _status("VmHWM")
+        peak = status_bytes("VmHWM")
         if peak is None or self.base_bytes is None:
             return None
         return max(0, peak - self.base_bytes)
 
 
-def _status(field: str) -> int | None:
+def status_bytes(field: str) -> int | None:
+    """A size from this process's /proc/self/status, in bytes; None where there is none."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -250,6 +259,10 @@ class Measured:
     """CUDA only: the most that the caching allocator took from the device."""
     capacity_bytes: int | None = None
     alloc_retries: int | None = None
+    process_base_bytes: int | None = None
+    """Resident memory before the model was built, above which the process's peak is counted."""
+    course: Course | None = None
+    """The last tracked step, from its beginning to its end."""
 
 
 class Meter:
@@ -268,6 +281,9 @@ class Meter:
         if track_steps > 0:
             self._tracker = StorageTracker(device_type=device.type)
         self._tracked: Peak | None = None
+        self._course: Course | None = None
+        self.current: Phase = "build"
+        """The phase that the run is in."""
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
@@ -277,7 +293,8 @@ class Meter:
         return self._tracker is not None
 
     def phase(self, phase: Phase) -> None:
-        """Say what is being done from now on; nothing happens outside the window."""
+        """Say what is being done from now on; outside the window it is only remembered."""
+        self.current = phase
         if self._tracker is not None:
             self._tracker.enter_phase(phase)
 
@@ -293,12 +310,15 @@ class Meter:
     @contextmanager
     def step(self) -> Iterator[None]:
         """One optimizer step; the last of the window closes it."""
+        began = self._tracker.clock if self._tracker is not None else 0
         with self.window():
             yield
         if self._tracker is not None:
             self._steps_left -= 1
             if self._steps_left <= 0:
-                self._tracked = self._tracker.timeline().peak()
+                recorded = self._tracker.timeline()
+                self._tracked = recorded.peak()
+                self._course = recorded.course(began, self._tracker.times)
                 self._tracker.close()
                 self._tracker = None
 
@@ -313,9 +333,9 @@ class Meter:
     def measured(self) -> Measured:
         """Everything measured so far."""
         peak = self._tracker.timeline().peak() if self._tracker is not None else self._tracked
-        process = self.process.bytes()
+        process, base = self.process.bytes(), self.process.base_bytes
         if self.device.type != "cuda":
-            return Measured(peak, process)
+            return Measured(peak, process, process_base_bytes=base, course=self._course)
         stats = torch.cuda.memory_stats(self.device)
         allocated = int(stats.get("allocated_bytes.all.peak", 0))
         return Measured(
@@ -324,6 +344,8 @@ class Meter:
             reserved_bytes=int(stats.get("reserved_bytes.all.peak", 0)),
             capacity_bytes=int(torch.cuda.get_device_properties(self.device).total_memory),
             alloc_retries=int(stats.get("num_alloc_retries", 0)),
+            process_base_bytes=base,
+            course=self._course,
         )
 
 

@@ -8,11 +8,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from bigtrain.config import LOW_BIT, OptimConfig
 from bigtrain.lean_adamw import LeanAdamW
 from bigtrain.low_bit import LowBitAdamW, value_maps
 from bigtrain.update import MakeOptimizer
+
+_LOOP = {"foreach": False}
+"""One parameter after the other."""
 
 
 def optimizer_factory(config: OptimConfig, seed: int = 0) -> MakeOptimizer:
@@ -33,7 +37,7 @@ def optimizer_factory(config: OptimConfig, seed: int = 0) -> MakeOptimizer:
         "auto": {"fused": True},
         "fused": {"fused": True},
         "foreach": {"foreach": True},
-        "loop": {"foreach": False},
+        "loop": _LOOP,
     }[config.implementation]
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -44,12 +48,15 @@ def optimizer_factory(config: OptimConfig, seed: int = 0) -> MakeOptimizer:
                 parameters, lr=config.lr, weight_decay=config.weight_decay, foreach=foreach
             )
         if config.name == "sgd":
+            given = list(parameters)
+            shards = any(isinstance(parameter, DTensor) for parameter in given)
             return torch.optim.SGD(
-                parameters,
+                given,
                 lr=config.lr,
                 momentum=config.momentum,
                 weight_decay=config.weight_decay,
-                **kernels,
+                # torch's fused SGD does not know DTensors (its fused AdamW does).
+                **(_LOOP if shards and config.implementation == "auto" else kernels),
             )
         return torch.optim.AdamW(
             parameters,

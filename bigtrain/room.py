@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from bigtrain.errors import ConfigError
+from bigtrain.units import format_bytes
 
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 """File systems whose files are memory."""
@@ -63,6 +64,46 @@ def nameless_file(folder: str) -> IO[bytes]:
             f"strategy.offload.path={folder} takes no file on {platform.node()}: {error}. "
             "Set it to a folder that is there and writable on every node."
         ) from None
+
+
+def results_folder(wanted: str | None, name: str) -> Path:
+    """Make a folder for results: the one that is wanted, or the next free `runs/NAME-NUMBER`.
+
+    Raises:
+        ConfigError: it cannot be made, or holds something.
+    """
+    try:
+        if wanted is None:
+            base = Path("runs")
+            base.mkdir(exist_ok=True)
+            return next_folder(base, f"{name}-")
+        folder = Path(wanted)
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise ConfigError(f"--output {wanted} is not empty. Name another folder.")
+        return folder
+    except OSError as error:
+        raise ConfigError(
+            f"{wanted or 'runs'} cannot be written: {error}. Set --output FOLDER."
+        ) from None
+
+
+def folder_numbers(base: Path, prefix: str) -> list[int]:
+    """The numbers of the folders PREFIX-NUMBER that there are."""
+    ends = (path.name.removeprefix(prefix) for path in base.glob(f"{prefix}*"))
+    return [int(end) for end in ends if end.isdigit()]
+
+
+def next_folder(base: Path, prefix: str) -> Path:
+    """Make the folder with the next free number."""
+    number = max(folder_numbers(base, prefix), default=0) + 1
+    while True:  # another run may take the number between the look and the making
+        try:
+            (base / f"{prefix}{number}").mkdir()
+        except FileExistsError:
+            number += 1
+            continue
+        return base / f"{prefix}{number}"
 
 
 def folder_fault(folder: str) -> str | None:
@@ -121,6 +162,27 @@ def free_memory(root: Path = Path("/")) -> int | None:
     found = [_available(root), *_cgroup_rooms(root)]
     known = [room for room in found if room is not None]
     return min(known) if known else None
+
+
+def host_line(root: Path = Path("/")) -> str:
+    """The host's memory in a few words: how much there is, and how much is free now."""
+    whole = next((n for n in map(_total, _lines(root / "proc/meminfo")) if n), None)
+    free = free_memory(root)
+    if whole is None or free is None:
+        return "host memory unknown"
+    return f"host memory {format_bytes(whole)}, {format_bytes(free)} free now"
+
+
+def _total(line: str) -> int | None:
+    return int(line.split()[1]) * 1024 if line.startswith("MemTotal:") else None
+
+
+def kernel_kills(root: Path = Path("/")) -> int:
+    """How many processes the kernel has ended for want of memory since the system started."""
+    for line in _lines(root / "proc/vmstat"):
+        if line.startswith("oom_kill "):
+            return int(line.split()[1])
+    return 0
 
 
 def _available(root: Path) -> int | None:

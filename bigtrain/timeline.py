@@ -77,6 +77,18 @@ class Visit:
 
 
 @dataclass(frozen=True)
+class Course:
+    """Memory over one step as a person looks at it: its highest moments, in seconds."""
+
+    seconds: tuple[float, ...]
+    """Since the step began; tracking every tensor makes a step slower than it is."""
+    parts: dict[Kind, tuple[int, ...]]
+    """Bytes of each kind at these moments."""
+    phases: tuple[tuple[float, Phase], ...]
+    """When each phase began."""
+
+
+@dataclass(frozen=True)
 class Timeline:
     """Spans on one clock, and the tick at which each phase begins."""
 
@@ -112,6 +124,37 @@ class Timeline:
             if current > highest:
                 highest, at = current, tick
         return at
+
+    def course(self, start: int, times: Sequence[float], points: int = 240) -> Course:
+        """What was alive from a tick on, thinned to the highest moment of each short while.
+
+        Args:
+            start: the tick at which the step begins.
+            times: the time of each tick, in seconds.
+            points: into how many stretches of equal time the step is divided.
+        """
+        last = len(times) - 1
+        began, whole = times[min(start, last)], max(times[-1] - times[min(start, last)], 1e-9)
+        changes: dict[int, list[tuple[Kind, int]]] = {}
+        for span in self.spans:
+            changes.setdefault(span.birth, []).append((span.kind, span.nbytes))
+            changes.setdefault(span.death, []).append((span.kind, -span.nbytes))
+        now: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+        found: dict[int, tuple[float, dict[Kind, int]]] = {}
+        for tick in sorted(changes):
+            for kind, nbytes in changes[tick]:
+                now[kind] += nbytes
+            if start <= tick <= last:
+                second = times[tick] - began
+                place = min(points - 1, int(second / whole * points))
+                if place not in found or sum(now.values()) > sum(found[place][1].values()):
+                    found[place] = (second, dict(now))
+        moments = [found[place] for place in sorted(found)]
+        return Course(
+            tuple(second for second, _ in moments),
+            {kind: tuple(parts[kind] for _, parts in moments) for kind in KINDS},
+            tuple((times[min(t, last)] - began, p) for t, p in self.phases if t >= start),
+        )
 
     def only(self, *phases: Phase, drop: Sequence[Kind] = ()) -> Timeline:
         """The spans born in the given phases, less the kinds in `drop`."""

@@ -22,6 +22,9 @@ def main(arguments: list[str]) -> int:
     """Read the job, refuse what cannot work, connect the ranks, train; return the exit status."""
     options = bigtrain.train_arguments(arguments)
     job = bigtrain.load_job(options.config, options.strategy, options.overrides, plan=options.plan)
+    restart = bigtrain.Restart.taken(os.environ)
+    if restart is not None:  # memory ran out in an earlier life of this process
+        job = bigtrain.changed_job(job, restart.words)
     placement = bigtrain.detect(os.environ)
     plan = bigtrain.make_plan(job, placement.world_size, bigtrain.device_type_of(job))
     bigtrain.check_job(job)
@@ -42,14 +45,21 @@ def main(arguments: list[str]) -> int:
                 bigtrain.prepare_data(job.data.name, job.data.path, job.data.args)
             context.barrier()
             parts = bigtrain.open_parts(job, plan)
-        return train(job, parts, context, console)
+        folder = bigtrain.run_folder(job, context)
+        if restart is not None and context.is_main:
+            console.print(restart.said, highlight=False, markup=False, soft_wrap=True)
+        with bigtrain.adapting(job, parts.plan, parts.model.model, folder, restart):
+            return train(job, parts, context, folder, console)
 
 
 def train(
-    job: bigtrain.Job, parts: bigtrain.Parts, context: bigtrain.RunContext, console: Console
+    job: bigtrain.Job,
+    parts: bigtrain.Parts,
+    context: bigtrain.RunContext,
+    folder: Path,
+    console: Console,
 ) -> int:
     """Build the engine, go through the steps, and leave the results behind."""
-    folder = bigtrain.run_folder(job, context)
     with bigtrain.Engine(
         parts.model,
         parts.loss,

@@ -24,6 +24,9 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from bigtrain.restart import RESTART_STATUS, begin_anew
+from bigtrain.room import host_line
+
 # A rank that must end leaves the failing one this long to print and to exit first: launchers
 # name the first rank that exits as the culprit, and look about once a second.
 YIELD_S = 3.0
@@ -52,7 +55,8 @@ def lost_line(rank: int, lost: int) -> str:
     """Return what a survivor says when a rank ended without a word."""
     return (
         f"bigtrain: rank {rank} lost rank {lost}: it ended without a message "
-        "(killed by the system? exit status -9 or 137 means that host memory ran out)"
+        "(killed by the system? exit status -9 or 137 means that host memory ran out; "
+        f"{host_line()})"
     )
 
 
@@ -261,6 +265,8 @@ class Watch:
     def _end(self, ending: Ending) -> None:
         """Take note, speak where it is this rank's turn, and see that the process ends."""
         self.ending = ending
+        if ending.status == RESTART_STATUS:
+            begin_anew(ending.text, relays=self.rank == 0)
         if ending.speaker == self.rank and not self._closing.is_set():
             sys.stderr.write(ending.text + "\n")
         self._ended.set()

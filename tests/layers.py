@@ -7,11 +7,11 @@ import re
 # From the ground up: the layer, then its modules. A module imports from its own layer or from one
 # that stands before it here. "." is bigtrain itself.
 TABLE = """
-words:      errors units
+words:      errors units restart
 job:        arguments config configs configs.jobs configs.strategies deepspeed_file
             environment imports loading
-memory:     budget cuts forecast lean_adamw low_bit memory precision replay room schedules
-            shards timeline
+memory:     budget cap cuts forecast lean_adamw low_bit memory precision replay room schedules
+            seeds shards timeline
 learning:   block_costs blocks blueprint chunked_loss fakes heads linear_loss keeping
             cutting cutting.balance cutting.calls cutting.choose cutting.compare cutting.cut
             cutting.ghost cutting.intervals cutting.points cutting.rehearsal
@@ -21,7 +21,7 @@ learning:   block_costs blocks blueprint chunked_loss fakes heads linear_loss ke
             data data.catalog data.digits data.folders data.images data.loader data.sampler
             data.seeding data.source data.synthetic data.text data.voc
             models models.gpt models.imported models.lenet models.torchvision_models
-ranks:      distributed failures guard launch rendezvous threads watch
+ranks:      distributed failures guard launch link_rates rates rendezvous threads watch
 seam:       chain checkpoint fill fitting home layout live optim pieces released
             pipeline_relay pipeline_stage pipeline_state pipeline_ties pipelines
             profiles replayed replicas runner stage_profiles strategy update
@@ -41,10 +41,12 @@ strategies: strategies strategies.accumulation strategies.checkpointing strategi
             strategies.zero.fairscale_forecast strategies.zero.fairscale_fsdp
             strategies.zero.fully_sharded strategies.zero.fully_sharded_forecast
             strategies.zero.options strategies.zero.sharded_optimizer
-build:      build listing pass_prices predict registry settle
-engine:     door engine parts
+build:      build exhausted listing pass_prices predict registry remedies settle
+engine:     adapt door engine parts
             report report.lines report.memory_report report.run_log report.tables
-commands:   . __main__ cli train
+commands:   . __main__ cli compare compare.command compare.largest compare.page compare.pictures
+            compare.rows compare.table contenders doctor processes record surroundings train verify
+            verify.command verify.differences
 """
 LAYERS = {
     name: ["" if module == "." else module for module in modules.split()]

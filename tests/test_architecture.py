@@ -24,7 +24,7 @@ from layers import LAYERS
 from pydantic import BaseModel
 
 import bigtrain
-from bigtrain import cli
+from bigtrain import arguments, cli, doctor, listing
 from bigtrain.build import make_plan
 from bigtrain.config import ROLES, Job, Role
 from bigtrain.loading import load_job, preset_names, read_preset
@@ -39,9 +39,18 @@ SHADOWING = {
 }
 TRAIN_OPTIONS = {
     *("-h", "--help", "-n", "--num-ranks", "--config", "--strategy", "--plan", "--resume"),
-    *("--dry-run", "--local_rank", "--local-rank", "--deepspeed", "--deepspeed_config"),
+    *("--dry-run", "--cap", "--local_rank", "--local-rank", "--deepspeed", "--deepspeed_config"),
 }
-COMMANDS = {"train": set(), "strategies": {"-h", "--help", "--json"}}
+_SIDES = {
+    *("-h", "--help", "-n", "--num-ranks", "--config", "--strategies", "--time-limit", "--output"),
+    *("--json", "--steps"),
+}
+COMMANDS = {
+    "compare": _SIDES | {"--cap", "--largest", "--picture"},
+    "verify": _SIDES | {"--optimizer"},
+    "strategies": {"-h", "--help", "--json"},
+    "doctor": {"-h", "--help", "--json", "--no-rates", "--again"},
+}
 HEADINGS = ("Memory:", "Communication:", "Constraints:", "Example:")
 WITHOUT_PRESET = {"accumulation": "always there: the batch keys of `train` say how often it runs"}
 READ_INDIRECTLY = {f"strategy.{role}": "by name, in StrategyConfig.roles" for role in ROLES}
@@ -260,17 +269,23 @@ def test_the_command_line_is_frozen(monkeypatch):
     """A new option is a new promise; a key of the job needs none."""
     for starts_ranks in (True, False):
         actions = parser_of(
-            lambda s=starts_ranks: cli.train_arguments([], starts_ranks=s), monkeypatch
+            lambda s=starts_ranks: arguments.train_arguments([], starts_ranks=s), monkeypatch
         )
         options = {option for action in actions for option in action.option_strings}
         assert options == TRAIN_OPTIONS - (set() if starts_ranks else {"-n", "--num-ranks"})
     actions = parser_of(lambda: cli.main([]), monkeypatch)
     assert {o for action in actions for o in action.option_strings} == {"-h", "--help"}
     (commands,) = [action for action in actions if not action.option_strings]
-    assert {
-        name: {o for action in parser._actions for o in action.option_strings}
-        for name, parser in commands.choices.items()
-    } == COMMANDS
+    assert set(commands.choices) == {"train", "record", *COMMANDS}
+    assert set(cli.COMMANDS) == {"train", *COMMANDS}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_options_of_each_command_are_frozen(name, monkeypatch):
+    readers = {"compare": arguments.compare_arguments, "verify": arguments.verify_arguments}
+    readers |= {"strategies": listing.main, "doctor": doctor.main}
+    actions = parser_of(lambda: readers[name]([]), monkeypatch)
+    assert {o for action in actions for o in action.option_strings} == COMMANDS[name]
 
 
 @pytest.mark.parametrize("name", preset_names("jobs"))

@@ -12,10 +12,13 @@ from rich.console import Console
 from bigtrain.build import describe_plan
 from bigtrain.config import Job
 from bigtrain.engine import Engine
+from bigtrain.exhausted import foresee
 from bigtrain.parts import Parts
 from bigtrain.predict import predict
+from bigtrain.remedies import Subject
 from bigtrain.report.run_log import predicted_line
 from bigtrain.strategy import Plan
+from bigtrain.timeline import Peak, highest
 from bigtrain.units import format_count
 
 
@@ -79,6 +82,7 @@ def dry_run_lines(job: Job, plan: Plan, parts: Parts) -> Iterator[str]:
         yield from layout.lines()
         yield layout.check(model, example, parts.loss)
     yield from parts.notes
+    peaks: list[Peak] = []
     for pp_rank in range(plan.pp):
         found = predict(parts.plan, model, example, parts.loss, parts.optimizer, layout, pp_rank)
         if plan.pp > 1:
@@ -88,6 +92,10 @@ def dry_run_lines(job: Job, plan: Plan, parts: Parts) -> Iterator[str]:
         if found.peak is not None:
             for kind, size in vars(found.peak.breakdown).items():
                 yield f"  {kind:12} {size:>15,} bytes"
+            peaks.append(found.peak)
+    if peaks and job.memory.cap is not None:
+        subject = Subject(job, parts.plan, model, example, parts.loss, parts.optimizer)
+        yield from foresee(subject, highest(peaks), job.memory.cap)
 
 
 def _ranks(number: int) -> str:

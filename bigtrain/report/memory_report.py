@@ -27,6 +27,7 @@ class RankMemory:
             "peak_bytes": peak.bytes if peak else None,
             "predicted_peak_bytes": self.predicted.bytes if self.predicted else None,
             "process_peak_bytes": self.measured.process_peak_bytes,
+            "process_base_bytes": self.measured.process_base_bytes,
             "phase": peak.phase if peak else None,
             "breakdown": asdict(peak.breakdown) if peak else None,
             "predicted_phase": self.predicted.phase if self.predicted else None,
@@ -58,6 +59,14 @@ class MemoryReport:
         """The largest predicted peak over the ranks, in bytes."""
         peaks = [r.predicted.bytes for r in self.ranks if r.predicted is not None]
         return max(peaks, default=None)
+
+    def course(self) -> dict[str, Any] | None:
+        """The content of timeline.json: one step of the rank with the highest peak."""
+        seen = [r for r in self.ranks if r.measured.peak and r.measured.course]
+        if not seen:
+            return None
+        most = max(seen, key=lambda r: r.measured.peak.bytes if r.measured.peak else 0)
+        return {"rank": most.rank, **asdict(most.measured.course)} if most.measured.course else None
 
     def as_json(self) -> dict[str, Any]:
         """The content of memory.json."""

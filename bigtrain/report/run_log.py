@@ -31,6 +31,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.memory import capacity_bytes
 from bigtrain.report.memory_report import MemoryReport
 from bigtrain.report.tables import memory_notes, memory_table
+from bigtrain.room import folder_numbers, next_folder
 from bigtrain.strategy import Plan
 from bigtrain.timeline import Peak
 from bigtrain.units import format_bytes
@@ -84,21 +85,10 @@ def _choose(job: Job) -> Path:
 def _numbered(base: Path, job: Job) -> Path:
     model = job.model.name.rpartition(":")[2]
     prefix = f"{model}-{job.strategy.name}-"
-    numbers = [
-        int(p.name.removeprefix(prefix))
-        for p in base.glob(f"{prefix}*")
-        if p.name.removeprefix(prefix).isdigit()
-    ]
+    numbers = folder_numbers(base, prefix)
     if job.checkpoint.resume == "auto" and numbers:
         return base / f"{prefix}{max(numbers)}"
-    number = max(numbers, default=0) + 1
-    while True:  # another run may take the number between the look and the making
-        try:
-            (base / f"{prefix}{number}").mkdir()
-        except FileExistsError:
-            number += 1
-            continue
-        return base / f"{prefix}{number}"
+    return next_folder(base, prefix)
 
 
 class RunLog:
@@ -204,6 +194,9 @@ class RunLog:
             return
         text = json.dumps(report.as_json(), indent=1)
         (self.folder / "memory.json").write_text(text + "\n", "utf-8")
+        course = report.course()
+        if course is not None:
+            (self.folder / "timeline.json").write_text(json.dumps(course) + "\n", "utf-8")
         self._stop_bar()
         self._console.print(memory_table(report))
         for line in memory_notes(report):

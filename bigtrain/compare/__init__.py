@@ -1,0 +1,1 @@
+"""Every strategy side by side on one job: measured, predicted, drawn."""

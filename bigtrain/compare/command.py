@@ -1,0 +1,177 @@
+"""`bigtrain compare`: the same job under each strategy, each in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bigtrain.arguments import SideOptions, compare_arguments
+from bigtrain.compare.largest import find_largest, first_value, key_of, words_for
+from bigtrain.compare.page import write_page
+from bigtrain.compare.pictures import write_bars
+from bigtrain.compare.rows import TRACKED, Row, Status
+from bigtrain.compare.table import comparison_table, notes, progress_line
+from bigtrain.contenders import Contender, find_contenders
+from bigtrain.errors import ConfigError
+from bigtrain.processes import Ended, run_bigtrain
+from bigtrain.room import results_folder
+from bigtrain.surroundings import surroundings
+
+_ENVIRON = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+"""What is freed goes back to the system, so that the process's peak is that of what it holds."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run every strategy, then show them side by side; returns the exit status.
+
+    0 where at least one strategy ran, 1 where none did, 2 for the user's input, 130 after Ctrl-C.
+    """
+    options = compare_arguments(arguments)
+    contenders = find_contenders(options)
+    _check(options, contenders)
+    folder = results_folder(options.output, "compare")
+    speaks = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    speaks.print(f"{len(contenders)} strategies, one after the other; results in {folder}")
+    rows: list[Row] = []
+    stopped = False
+    try:
+        for number, contender in enumerate(contenders, start=1):
+            rows.append(_row(contender, options, folder))
+            speaks.print(f"{number}/{len(contenders)} {progress_line(rows[-1])}")
+    except KeyboardInterrupt:
+        stopped = True
+        speaks.print(f"stopped: {len(rows)} of {len(contenders)} strategies are done")
+    document = _document(options, contenders, rows, stopped=stopped)
+    (folder / "compare.json").write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+    write_page(folder / "report.html", document, rows)
+    if options.picture is not None:
+        write_bars(Path(options.picture), document["title"], rows)
+    _show(options, document, rows, folder)
+    if stopped:
+        return 130
+    return 0 if any(row.status == "ok" or row.largest for row in rows) else 1
+
+
+def _check(options: SideOptions, contenders: list[Contender]) -> None:
+    """Refuse what no run could do, before the first one."""
+    able = [c for c in contenders if c.plan is not None]
+    if not able:
+        first = contenders[0]
+        raise ConfigError(f"none of these strategies can run. {first.label}: {first.refusal}")
+    if options.picture is not None and Path(options.picture).suffix not in (".svg", ".png"):
+        raise ConfigError(f"--picture {options.picture}: name a file that ends in .svg or .png.")
+    if options.largest is not None and able[0].job is not None and able[0].plan is not None:
+        first_value(key_of(options.largest), able[0].job, able[0].plan)
+
+
+def _row(contender: Contender, options: SideOptions, folder: Path) -> Row:
+    """One strategy: its run, and where it is asked for, how far it can go."""
+    if contender.plan is None or contender.job is None:
+        return Row(contender.label, contender.num_ranks, "refused", contender.refusal)
+    if options.largest is not None:
+        return _stretched(contender, options, folder, options.largest)
+    words = [f"train.steps={options.steps}", f"memory.track_steps={min(TRACKED, options.steps)}"]
+    ended = _run(contender, options, folder, contender.label, words)
+    if ended.reason is not None:
+        return Row(contender.label, contender.num_ranks, _status(ended), ended.reason)
+    return Row.of_run(contender.label, contender.num_ranks, folder / contender.label)
+
+
+def _stretched(contender: Contender, options: SideOptions, folder: Path, name: str) -> Row:
+    """How far a key can be raised; the row's figures are of the run with the highest value."""
+    key, plan, job = key_of(name), contender.plan, contender.job
+    if plan is None or job is None:
+        raise ValueError("a strategy that cannot run has nothing to raise")
+
+    def fault(value: int) -> str | None:
+        label = f"{contender.label}-{value}"
+        steps = [f"train.steps={TRACKED + 1}", f"memory.track_steps={TRACKED}"]
+        words = [*words_for(key, value, plan), *steps]
+        return _run(contender, options, folder, label, words).reason
+
+    value, reason = find_largest(fault, first_value(key, job, plan))
+    if value is None:
+        row = Row(contender.label, contender.num_ranks, "failed", reason)
+    else:
+        row = Row.of_run(
+            contender.label, contender.num_ranks, folder / f"{contender.label}-{value}"
+        )
+    return row.with_largest(value, reason)
+
+
+def _run(
+    contender: Contender, options: SideOptions, folder: Path, label: str, words: list[str]
+) -> Ended:
+    """Train a few steps; the run's folder is `label`, its output beside it."""
+    line = ["train", "-n", str(contender.num_ranks), "--strategy", contender.strategy]
+    if options.job is not None:
+        line += ["--config", options.job]
+    if options.cap is not None:
+        line += ["--cap", options.cap]
+    line += [*options.overrides, *words]
+    line += [f"log.dir={json.dumps(str(folder))}", f"log.name={json.dumps(label)}"]
+    line += ["train.eval_every=0", "checkpoint.every=0", "checkpoint.at_end=false"]
+    return run_bigtrain(line, folder / f"{label}.log", options.time_limit, _ENVIRON)
+
+
+def _status(ended: Ended) -> Status:
+    if ended.timed_out:
+        return "time limit"
+    if ended.out_of_memory:
+        return "out of memory"
+    return "refused" if ended.status == 2 else "failed"
+
+
+def _document(
+    options: SideOptions, contenders: list[Contender], rows: list[Row], *, stopped: bool
+) -> dict[str, Any]:
+    """The content of compare.json."""
+    job = next(c.job for c in contenders if c.job is not None)
+    ranks = max(c.num_ranks for c in contenders)
+    return {
+        "title": f"{job.model.name} on {ranks} rank{'s' if ranks > 1 else ''}",
+        "command": _command(options),
+        "job": job.model_dump(mode="json", exclude={"strategy"}),
+        "num_ranks": ranks,
+        "steps": options.steps,
+        "cap": options.cap,
+        "largest": key_of(options.largest) if options.largest else None,
+        "stopped": stopped,
+        "surroundings": surroundings(),
+        "rows": [row.as_json() for row in rows],
+    }
+
+
+def _command(options: SideOptions) -> str:
+    """The command line that made the comparison, without the places it wrote to."""
+    return " ".join(_words(options))
+
+
+def _words(options: SideOptions) -> Iterator[str]:
+    yield "bigtrain compare"
+    if options.job is not None:
+        yield options.job
+    yield f"--strategies {options.strategies}"
+    if options.num_ranks is not None:
+        yield f"-n {options.num_ranks}"
+    if options.cap is not None:
+        yield f"--cap {options.cap}"
+    if options.largest is not None:
+        yield f"--largest {options.largest}"
+    yield from options.overrides
+
+
+def _show(options: SideOptions, document: dict[str, Any], rows: list[Row], folder: Path) -> None:
+    """The table for a person, or the document for a machine."""
+    if options.as_json:
+        sys.stdout.write(json.dumps(document, indent=1) + "\n")
+        return
+    console = Console() if sys.stdout.isatty() else Console(width=150)
+    console.print(comparison_table(rows, document["title"], options.largest))
+    for line in [*notes(rows), f"results: {folder / 'report.html'}"]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,199 @@
+"""The pictures of a comparison: memory by part, over one step, against throughput, and the losses.
+
+Each is drawn for a given width, so that a page can show the one that fits the screen.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from bigtrain.compare.rows import Row
+from bigtrain.timeline import KINDS, Kind
+from bigtrain.units import MIB
+
+WIDE, NARROW = 12.0, 3.9
+"""Inches (of 96 pixels) of the two widths that a page is read at."""
+# The palette of Okabe and Ito, which people who see few colours can tell apart.
+COLOURS: dict[Kind, str] = {
+    "parameters": "#0072B2",
+    "gradients": "#56B4E9",
+    "optimizer": "#009E73",
+    "activations": "#E69F00",
+    "buffers": "#CC79A7",
+    "temporary": "#A0A0A0",
+}
+_SHADES = {"forward": "#F4F4F4", "backward": "#E9E9E9", "step": "#DDDDDD"}
+_FEW = 12
+"""As many lines and points as can bear a name each."""
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text: it can be read, searched and scaled
+    "font.family": "sans-serif",
+    "font.size": 9.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+
+def write_bars(path: Path, title: str, rows: Sequence[Row]) -> None:
+    """Write the bars as a picture of their own (.svg or .png)."""
+    with rc_context({**_STYLE, "svg.hashsalt": "bars"}):
+        figure = bars(rows, 10.0, title)
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def as_svg(figure: Figure, name: str) -> str:
+    """A figure as an element for a page, without names that another one on it may bear."""
+    text = io.StringIO()
+    with rc_context({**_STYLE, "svg.hashsalt": name}):
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    svg = text.getvalue()[text.getvalue().index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", svg)
+    return re.sub(r'(<svg [^>]*?)width="([\d.]+)pt" height="[\d.]+pt"', r'\1width="\2pt"', svg)
+
+
+def styled() -> AbstractContextManager[None]:
+    """The context in which figures are made."""
+    return rc_context(_STYLE)
+
+
+def bars(rows: Sequence[Row], width: float, title: str, prefix: str = "") -> Figure:
+    """Peak memory by part, a bar for each strategy with its number; failures say what they are."""
+    figure = Figure(figsize=(width, 1.5 + 0.3 * len(rows)), layout="constrained")
+    axes = figure.add_subplot()
+    most = max((row.peak_bytes or 0 for row in rows), default=0) / MIB or 1.0
+    for place, row in enumerate(rows):
+        left = 0.0
+        for kind in KINDS:
+            size = (row.breakdown or {}).get(kind, 0) / MIB
+            patch = axes.barh(place, size, left=left, color=COLOURS[kind], height=0.7)[0]
+            patch.set_gid(f"{prefix}bar-{row.strategy}-{kind}")
+            left += size
+        said = f"{left:,.1f}" if row.status == "ok" else row.status
+        if row.largest is not None:
+            said += f"  (up to {row.largest})"
+        colour = "black" if row.status == "ok" else "#A02020"
+        number = axes.text(left + most * 0.01, place, said, va="center", color=colour)
+        number.set_gid(f"{prefix}number-{row.strategy}")
+        if row.predicted_peak_bytes:
+            at = row.predicted_peak_bytes / MIB
+            axes.plot([at, at], [place - 0.42, place + 0.42], color="black", linewidth=1.2)
+    axes.set_yticks(range(len(rows)), [row.strategy for row in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlim(0, most * (1.14 if width > 6 else 1.35))
+    axes.set_xlabel("peak memory of the fullest rank, MiB (black line: predicted)", loc="left")
+    if title:
+        figure.suptitle(title, x=0.01, ha="left")
+    _kinds_legend(figure, width)
+    return figure
+
+
+def courses(rows: Sequence[Row], width: float) -> Figure | None:
+    """Memory over one step, a small picture for each strategy; phases are shaded."""
+    seen = [row for row in rows if row.timeline]
+    if not seen:
+        return None
+    columns = min(len(seen), 3 if width > 6 else 1)
+    lines = -(-len(seen) // columns)
+    figure = Figure(figsize=(width, 0.6 + 1.9 * lines), layout="constrained")
+    most = max(row.peak_bytes or 0 for row in seen) / MIB * 1.08
+    for number, row in enumerate(seen, start=1):
+        axes = figure.add_subplot(lines, columns, number)
+        _course(axes, row)
+        axes.set_ylim(0, most)
+    _kinds_legend(figure, width)
+    return figure
+
+
+def _course(axes: Axes, row: Row) -> None:
+    timeline = row.timeline or {}
+    seconds = timeline["seconds"]
+    parts = [[size / MIB for size in timeline["parts"][kind]] for kind in KINDS]
+    axes.stackplot(seconds, *parts, colors=[COLOURS[kind] for kind in KINDS], step="post")
+    end = seconds[-1] if seconds else 1.0
+    starts = timeline["phases"]
+    shown: set[str] = set()
+    for (start, phase), (stop, _) in zip(starts, [*starts[1:], (end, "")], strict=True):
+        if phase not in _SHADES:
+            continue
+        axes.axvspan(start, stop, color=_SHADES[phase], zorder=0)
+        if phase not in shown and stop - start > end * 0.1:
+            shown.add(phase)
+            axes.text(start, axes.get_ylim()[1], f" {phase}", va="top", fontsize=7, color="#606060")
+    axes.set_xlim(0, end)
+    axes.set_title(f"{row.strategy}, rank {timeline['rank']}", loc="left", fontsize=9)
+    axes.tick_params(labelsize=7)
+    axes.set_xlabel("seconds (slower than untracked)", fontsize=7, loc="left")
+
+
+def pareto(rows: Sequence[Row], width: float) -> Figure | None:
+    """Throughput against memory; the front is what nothing beats in both."""
+    seen = [row for row in rows if row.peak_bytes and row.samples_per_second]
+    if not seen:
+        return None
+    figure = Figure(figsize=(width, 5.0 if width > 6 else 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    best = front(seen)
+    for row in seen:
+        on_front = row in best
+        x, y = (row.peak_bytes or 0) / MIB, row.samples_per_second or 0.0
+        axes.plot(x, y, "o", color="#D55E00" if on_front else "#A0A0A0", markersize=6)
+        if on_front or len(seen) <= _FEW:
+            axes.annotate(row.strategy, (x, y), (4, 4), textcoords="offset points", fontsize=8)
+    axes.step(
+        [(row.peak_bytes or 0) / MIB for row in best],
+        [row.samples_per_second or 0.0 for row in best],
+        where="post",
+        color="#D55E00",
+        linewidth=1,
+    )
+    axes.margins(x=0.15 if width > 6 else 0.3)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("peak memory of the fullest rank, MiB (less is better)", loc="left")
+    axes.set_ylabel("samples a second (more is better)")
+    return figure
+
+
+def front(rows: Sequence[Row]) -> list[Row]:
+    """The rows that no other beats in memory and in throughput, by rising memory."""
+    best: list[Row] = []
+    ordered = sorted(rows, key=lambda r: (r.peak_bytes or 0, -(r.samples_per_second or 0.0)))
+    for row in ordered:
+        if not best or (row.samples_per_second or 0.0) > (best[-1].samples_per_second or 0.0):
+            best.append(row)
+    return best
+
+
+def losses(rows: Sequence[Row], width: float) -> Figure | None:
+    """The losses of all strategies over each other: they are to be one line."""
+    seen = [row for row in rows if row.losses]
+    if not seen:
+        return None
+    figure = Figure(figsize=(width, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    for row in seen:
+        steps = range(1, len(row.losses) + 1)
+        axes.plot(steps, row.losses, marker=".", linewidth=1, alpha=0.7, label=row.strategy)
+    if len(seen) <= _FEW:
+        axes.legend(fontsize=8, frameon=False)
+    axes.set_xlabel("step", loc="left")
+    axes.set_ylabel("loss")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
+
+
+def _kinds_legend(figure: Figure, width: float) -> None:
+    handles = [Patch(color=COLOURS[kind], label=kind) for kind in KINDS]
+    columns = len(KINDS) if width > 6 else 3
+    figure.legend(handles=handles, loc="outside lower left", ncols=columns, frameon=False)

@@ -1,0 +1,89 @@
+"""One strategy's row in a comparison: what its run left behind, or why it left nothing."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+Status = Literal["ok", "refused", "out of memory", "time limit", "failed"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy: bytes of the rank with the highest peak, seconds, samples of all ranks."""
+
+    strategy: str
+    num_ranks: int
+    status: Status
+    reason: str | None = None
+    """Why there are no figures, in one line."""
+    peak_bytes: int | None = None
+    predicted_peak_bytes: int | None = None
+    process_peak_bytes: int | None = None
+    phase: str | None = None
+    breakdown: dict[str, int] | None = None
+    """Of `peak_bytes`, to which the parts sum."""
+    step_seconds: float | None = None
+    """Median of the steps in which memory was not tracked."""
+    samples_per_second: float | None = None
+    losses: tuple[float, ...] = ()
+    timeline: dict[str, Any] | None = None
+    """One step: `seconds`, `parts`, `phases`; see `bigtrain.timeline.Course`."""
+    largest: int | None = None
+    """The highest value that the key of `--largest` could take."""
+    largest_reason: str | None = None
+    """What was in the way of a higher one."""
+
+    @property
+    def error(self) -> float | None:
+        """Predicted against measured peak: 0.01 is 1 % too high."""
+        if not self.peak_bytes or self.predicted_peak_bytes is None:
+            return None
+        return self.predicted_peak_bytes / self.peak_bytes - 1
+
+    def as_json(self) -> dict[str, Any]:
+        """The row of compare.json."""
+        return {**asdict(self), "prediction_error": self.error}
+
+    @classmethod
+    def of_run(cls, strategy: str, num_ranks: int, folder: Path) -> Row:
+        """Read what a run has left in its folder."""
+        memory = json.loads((folder / "memory.json").read_text("utf-8"))
+        lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
+        steps = [json.loads(line) for line in lines]
+        highest = max(memory["ranks"], key=lambda rank: rank["peak_bytes"] or 0)
+        process = [r["process_peak_bytes"] for r in memory["ranks"] if r["process_peak_bytes"]]
+        seconds = _untracked(steps)
+        timeline = folder / "timeline.json"
+        return cls(
+            strategy,
+            num_ranks,
+            "ok",
+            peak_bytes=highest["peak_bytes"],
+            predicted_peak_bytes=highest["predicted_peak_bytes"],
+            process_peak_bytes=max(process, default=None),
+            phase=highest["phase"],
+            breakdown=highest["breakdown"],
+            step_seconds=seconds,
+            samples_per_second=steps[-1]["samples"] / seconds if seconds else None,
+            losses=tuple(step["loss"] for step in steps),
+            timeline=json.loads(timeline.read_text("utf-8")) if timeline.exists() else None,
+        )
+
+    def with_largest(self, value: int | None, reason: str | None) -> Row:
+        """The same with how far it could go."""
+        return replace(self, largest=value, largest_reason=reason)
+
+
+TRACKED = 2
+"""Steps of each run in which every tensor is tracked: these are not timed."""
+
+
+def _untracked(steps: list[dict[str, Any]]) -> float | None:
+    timed = [step["step_seconds"] for step in steps[TRACKED:]] or [
+        step["step_seconds"] for step in steps[-1:]
+    ]
+    return statistics.median(timed) if timed else None

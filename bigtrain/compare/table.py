@@ -1,0 +1,100 @@
+"""The comparison as a table for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from bigtrain.compare.rows import Row
+from bigtrain.timeline import KINDS
+from bigtrain.units import MIB, format_bytes
+
+
+def comparison_table(rows: Sequence[Row], title: str, largest: str | None) -> Table:
+    """Every strategy: peak by part, predicted peak, time; sizes in MiB.
+
+    Args:
+        rows: in the order in which they ran; the others are held against the first with figures.
+        title: what was compared.
+        largest: the key that was raised, if one was.
+    """
+    table = Table(title=f"{title} (MiB, rank with the highest peak)", title_justify="left")
+    table.add_column("strategy", no_wrap=True)
+    for heading in ("peak", *KINDS, "process", "predicted", "error", "s/step", "samples/s", "time"):
+        table.add_column(_SHORT.get(heading, heading), justify="right", no_wrap=True)
+    if largest is not None:
+        table.add_column(f"largest {largest}", justify="right")
+    first = next((row for row in rows if row.step_seconds), None)
+    for row in rows:
+        if row.status != "ok":
+            table.add_row(_name(row, rows), row.status)
+            continue
+        parts = row.breakdown or {}
+        cells = [_mib(row.peak_bytes), *(_mib(parts.get(kind)) for kind in KINDS)]
+        cells += [_mib(row.process_peak_bytes), _mib(row.predicted_peak_bytes), _percent(row.error)]
+        cells += [_number(row.step_seconds, 3), _number(row.samples_per_second, 1)]
+        cells.append(_times(row, first))
+        if largest is not None:
+            cells.append(str(row.largest or "-"))
+        table.add_row(_name(row, rows), *cells)
+    return table
+
+
+_SHORT = {
+    "parameters": "params",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "activations": "activ",
+    "temporary": "temp",
+}
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """What the table has no room for: why rows have no figures, what was in the way."""
+    lines = [f"{row.strategy}: {row.status}: {row.reason}" for row in rows if row.reason]
+    lines += [
+        f"{row.strategy}: above {row.largest}: {row.largest_reason}"
+        for row in rows
+        if row.largest is not None and row.largest_reason
+    ]
+    lines.append(
+        "peak: tracked tensors, to which the parts sum; process: resident memory above what it was "
+        "before the model was built; time: of a step, against the first row"
+    )
+    return lines
+
+
+def progress_line(row: Row) -> str:
+    """One line when a row is done."""
+    if row.status != "ok":
+        return f"{row.strategy}: {row.status}: {row.reason}"
+    line = f"{row.strategy}: peak {format_bytes(row.peak_bytes or 0)}"
+    if row.step_seconds:
+        line += f", {row.step_seconds:.3f} s a step"
+    return line + (f", largest {row.largest}" if row.largest is not None else "")
+
+
+def _name(row: Row, rows: Sequence[Row]) -> str:
+    """The strategy; with its ranks where not all rows have as many."""
+    if len({other.num_ranks for other in rows}) == 1:
+        return row.strategy
+    return f"{row.strategy} ({row.num_ranks})"
+
+
+def _mib(size: int | None) -> str:
+    return f"{size / MIB:.1f}" if size is not None else "-"
+
+
+def _percent(share: float | None) -> str:
+    return f"{round(share, 3) + 0.0:+.1%}" if share is not None else "-"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return f"{value:.{digits}f}" if value else "-"
+
+
+def _times(row: Row, first: Row | None) -> str:
+    if not row.step_seconds or first is None or not first.step_seconds:
+        return "-"
+    return f"{row.step_seconds / first.step_seconds:.2f}x"

@@ -1,0 +1,133 @@
+"""Runs of the `bigtrain` command in processes of their own, each with a time limit.
+
+A run that crashes, hangs or is killed costs its caller one line and nothing else; and nothing
+that it started outlives it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+END_S = 20.0
+"""Seconds that a run gets to end its ranks by itself, before all of them are killed."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended."""
+
+    status: int
+    reason: str | None
+    """One line on what went wrong; None where nothing did."""
+    seconds: float
+    timed_out: bool = False
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether memory was what it lacked."""
+        words = ("ran out of memory", "host memory ran out", "an't allocate memory", "bad_alloc")
+        return self.reason is not None and any(word in self.reason for word in words)
+
+
+def run_bigtrain(
+    words: Sequence[str], log: Path, limit_s: float, environ: Mapping[str, str] | None = None
+) -> Ended:
+    """Run `bigtrain WORDS` and wait; what it prints goes to a file.
+
+    Args:
+        words: its command line.
+        log: the file for all that it prints.
+        limit_s: seconds after which it is ended.
+        environ: added to this process's own environment.
+    """
+    command = [sys.executable, "-m", "bigtrain", *words]
+    began = time.monotonic()
+    with log.open("w") as said:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            env={**os.environ, **(environ or {})},
+            start_new_session=True,  # Ctrl-C comes to the caller, who ends it in good order
+        )
+        try:
+            status = child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            reason = f"not done after {limit_s:.0f} s. Raise --time-limit"
+            return Ended(1, reason, time.monotonic() - began, timed_out=True)
+        finally:
+            end_run(child)
+    seconds = time.monotonic() - began
+    return Ended(status, None if status == 0 else reason_in(log, status), seconds)
+
+
+def end_run(child: subprocess.Popen[bytes]) -> None:
+    """End a run with all that it has started: asked to first, by force where that does not do."""
+    if child.poll() is not None:
+        return
+    started = [child.pid, *_descendants(child.pid)]
+    child.terminate()
+    try:
+        child.wait(END_S)
+    except subprocess.TimeoutExpired:
+        started += _descendants(child.pid)
+    for pid in started:
+        if pid != child.pid and not _is_ours(pid, started):
+            continue
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    child.wait()
+
+
+def _is_ours(pid: int, started: Sequence[int]) -> bool:
+    """Whether a process number still belongs to what was started, and was not given anew."""
+    parent = _parent(pid)
+    return parent in started or parent == 1
+
+
+def _descendants(pid: int) -> list[int]:
+    """All processes below one, children before grandchildren."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        parent = _parent(int(folder.name))
+        if parent is not None:
+            children.setdefault(parent, []).append(int(folder.name))
+    found = list(children.get(pid, []))
+    for child in found:
+        found += children.get(child, [])
+    return found
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(text[text.rfind(")") + 1 :].split()[1])
+
+
+def reason_in(log: Path, status: int) -> str:
+    """The one line of a run's output that says best why it failed."""
+    lines = list(_lines(log))
+    own = [line for line in lines if line.startswith("bigtrain: ")]
+    causes = [line for line in own if " lost rank " not in line] or own
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    found = (causes or errors or lines or ["it said nothing"])[-1].removeprefix("bigtrain: ")
+    return found if causes or errors else f"exit status {status}: {found}"
+
+
+def _lines(log: Path) -> Iterator[str]:
+    for line in log.read_text("utf-8", errors="replace").splitlines():
+        if line.strip():
+            yield line.strip()

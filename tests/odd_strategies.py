@@ -1,0 +1,78 @@
+"""Strategies that do wrong, each in its own way: what comparing and verifying must survive."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import ClassVar
+
+from torch import nn
+
+from bigtrain.strategies.ddp import DDP
+from bigtrain.strategies.single import Single
+from bigtrain.strategy import Assembly
+
+
+class Hangs(Single):
+    """Never comes back."""
+
+    name: ClassVar[str] = "hangs"
+    summary: ClassVar[str] = "hangs"
+
+    def apply(self, assembly: Assembly) -> None:  # noqa: ARG002
+        time.sleep(600)
+
+
+class Crashes(Single):
+    """Takes the whole process down, without a word."""
+
+    name: ClassVar[str] = "crashes"
+    summary: ClassVar[str] = "crashes"
+
+    def apply(self, assembly: Assembly) -> None:  # noqa: ARG002
+        os.kill(os.getpid(), 11)
+
+
+class Forgets(DDP):
+    """One rank's gradients of one parameter are a hundredth too large."""
+
+    name: ClassVar[str] = "forgets"
+    summary: ClassVar[str] = "forgets"
+
+    def apply(self, assembly: Assembly) -> None:
+        super().apply(assembly)
+        wrong = dict(assembly.model.named_parameters())["head.bias"]
+        if assembly.context.rank == 1:
+            wrong.register_hook(lambda gradient: gradient * 1.02)
+
+
+class Net(nn.Module):
+    """A user's own model, with dropout written by hand where `verify` cannot see it."""
+
+    def __init__(self, num_classes: int = 10, chance: float = 0.0) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.3))
+        self.head = nn.Linear(32, num_classes)
+        self.chance = chance
+
+    def forward(self, images):
+        return self.head(nn.functional.dropout(self.body(images), self.chance, self.training))
+
+
+class Greedy(nn.Module):
+    """Rank 1 wants more memory than there is, once, in its third forward pass."""
+
+    def __init__(self, num_classes: int = 10, wanted: int = 2**50) -> None:
+        super().__init__()
+        self.body = nn.Linear(64, num_classes)
+        self.wanted = wanted
+        self.passes = 0
+
+    def forward(self, images):
+        import torch
+
+        if images.device.type == "cpu" and not isinstance(images, torch._subclasses.FakeTensor):
+            self.passes += 1
+            if os.environ.get("RANK") == "1" and self.passes == 3:
+                torch.empty(self.wanted)
+        return self.body(images.flatten(1))

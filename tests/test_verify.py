@@ -1,0 +1,177 @@
+"""`bigtrain verify`: strategies pass, a wrong one is caught and named, chance is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bigtrain.checkpoint import TensorSource, write_tensors
+from bigtrain.record import without_chance
+from bigtrain.verify.differences import Tolerance, compare
+
+ROOT = Path(__file__).parents[1]
+NET = [
+    *("model.name=odd_strategies:Net", "data.name=synthetic", "data.args.kind=classification"),
+    *("data.args.input_shape=[1,8,8]", "train.global_batch_size=7"),
+]
+
+
+def bigtrain(folder, *words, timeout=300):
+    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    return subprocess.run(
+        [sys.executable, "-m", "bigtrain", "verify", *words],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def verdicts(done):
+    return {row["strategy"]: row for row in json.loads(done.stdout)["rows"]}
+
+
+@pytest.mark.slow
+def test_users_own_model_passes_in_double_precision(tmp_path):
+    names = "single,ddp,fsdp,1f1b,single_checkpointing"
+    words = ("--strategies", names, "-n", "2", "--json", "train.precision=fp64")
+    done = bigtrain(tmp_path, *words, *NET, "train.global_batch_size=8")
+    assert done.returncode == 0, done.stderr
+    for row in verdicts(done).values():
+        assert row["verdict"] == "pass"
+        assert row["differences"]["loss"] < 1e-12
+        assert row["differences"]["gradient"] < 1e-9
+
+
+def test_wrong_strategy_is_caught_by_the_name_of_its_parameter(tmp_path):
+    (tmp_path / "forgets.yaml").write_text(
+        "strategy: {replicate: {name: 'odd_strategies:Forgets'}}\n"
+    )
+    done = bigtrain(
+        tmp_path, "--strategies", "ddp,forgets.yaml", "-n", "2", *NET, "train.global_batch_size=8"
+    )
+    assert done.returncode == 1, done.stderr
+    assert "forgets: gradients that differ most: head.bias" in done.stdout
+    assert "forgets: differs" in done.stderr
+    assert "ddp: pass" in done.stderr
+
+
+def test_model_that_draws_lots_is_refused(tmp_path):
+    done = bigtrain(
+        tmp_path, "--strategies", "ddp", *NET, "train.global_batch_size=8", "model.args.chance=0.5"
+    )
+    assert done.returncode == 2
+    assert "draws random numbers that verify cannot turn off" in done.stderr
+
+
+@pytest.mark.slow
+def test_batchnorm_is_compared_in_equal_micro_batches(tmp_path):
+    words = ["model.name=resnet18", "data.name=synthetic", "data.args.kind=classification"]
+    words += ["data.args.input_shape=[3,32,32]", "train.global_batch_size=8"]
+    words += ["train.precision=fp64", "--steps", "2"]
+    done = bigtrain(tmp_path, "--strategies", "ddp,fsdp", "-n", "2", "--json", *words)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert all(row["differences"]["gradient"] < 1e-8 for row in verdicts(done).values())
+
+
+def test_strategy_that_cannot_run_says_so_and_fails_where_it_was_named(tmp_path):
+    done = bigtrain(
+        tmp_path,
+        "--strategies",
+        "ddp,fairscale_fsdp",
+        "-n",
+        "2",
+        "--json",
+        *NET,
+        "train.global_batch_size=8",
+    )
+    assert done.returncode == 1
+    rows = verdicts(done)
+    assert rows["ddp"]["verdict"] == "pass"
+    assert rows["fairscale_fsdp"]["verdict"] == "refused"
+    assert "CUDA" in rows["fairscale_fsdp"]["reason"]
+
+
+def test_jobs_own_optimizer_is_held_to_its_losses(tmp_path):
+    done = bigtrain(
+        tmp_path,
+        "--strategies",
+        "ddp",
+        "-n",
+        "2",
+        "--optimizer",
+        "job",
+        "--json",
+        *NET,
+        "train.global_batch_size=8",
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["optimizer"] == "job"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--strategies", "nope"], "unknown 'nope'"),
+        (["--optimizer", "adam"], "invalid choice: 'adam'"),
+        (["--steps", "0"], "at least 1 is needed"),
+        (["model.name=odd_strategies:Nothing"], "has no 'Nothing'"),
+    ],
+)
+def test_wrong_input(tmp_path, words, message):
+    done = bigtrain(tmp_path, "--strategies", "ddp", *words)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_dropout_is_turned_off_wherever_it_is_a_modules_own():
+    from torchvision.ops import StochasticDepth
+
+    model = torch.nn.ModuleList(
+        [torch.nn.Dropout(0.5), torch.nn.MultiheadAttention(4, 2, 0.2), StochasticDepth(0.3, "row")]
+    )
+    without_chance(model)
+    assert model[0].p == 0
+    assert model[1].dropout == 0
+    assert model[2].p == 0
+
+
+def recording(folder, gradient, loss=1.0):
+    folder.mkdir()
+    record = {"losses": [loss], "norms": [1.0], "chance": None, "no_gradients": None}
+    (folder / "record.json").write_text(json.dumps(record))
+    for name in ("gradients-1", "weights"):
+        tensors = {k: TensorSource.of(v) for k, v in gradient.items()}
+        write_tensors(folder / f"{name}.safetensors", tensors)
+    return folder
+
+
+def test_differences_are_relative_to_each_tensor_and_rounding_is_no_difference(tmp_path):
+    one = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([1e-9])}
+    two = {"a": torch.tensor([1.0, 2.2]), "b": torch.tensor([2e-9])}
+    found = compare(recording(tmp_path / "1", one), recording(tmp_path / "2", two, loss=1.5))
+    assert found.loss == pytest.approx(0.5)
+    assert found.gradient == pytest.approx(0.1)
+    assert found.worst[0][0] == "a"
+    assert dict(found.worst)["b"] < 1e-4  # 1e-9 beside 2.0 is rounding
+    assert not found.passed(Tolerance.of("fp32"))
+    assert found.passed(Tolerance(1.0, 0.2))
+
+
+def test_missing_and_unfinished_numbers_never_pass(tmp_path):
+    one = recording(tmp_path / "1", {"a": torch.ones(2)})
+    lacks = compare(one, recording(tmp_path / "2", {"b": torch.ones(2)}))
+    assert lacks.missing == ("a", "b")
+    assert not lacks.passed(Tolerance(9.0, 9.0))
+    broken = compare(one, recording(tmp_path / "3", {"a": torch.tensor([1.0, float("nan")])}))
+    assert not broken.passed(Tolerance.of("bf16"))
+    endless = compare(one, recording(tmp_path / "4", {"a": torch.ones(2)}, loss=float("nan")))
+    assert not endless.passed(Tolerance.of("bf16"))
