@@ -178,8 +178,23 @@ def _side_options(parser: argparse.ArgumentParser, arguments: list[str]) -> Side
         if options.job is not None:
             parser.error(f"--config {options.job} and {rest[0]}: one job is compared at a time")
         options.job = rest.pop(0)
-    options.overrides = rest
+    options.overrides = _joined(parser, rest)
     return options
+
+
+def _joined(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
+    """Every override as KEY=VALUE; a whole strategy is named elsewhere."""
+    rest, found = list(words), []
+    while rest:
+        word = rest.pop(0)
+        if "=" not in word:
+            if not rest:
+                parser.error(f"{word} has no value. Write {word.lower()}=VALUE")
+            word = f"{word.lower() if word.isupper() else word}={rest.pop(0)}"
+        if word.startswith("strategy="):
+            parser.error(f"{word} would be every row's strategy. Write --strategies {word[9:]}")
+        found.append(word)
+    return found
 
 
 def _is_file(word: str) -> bool:

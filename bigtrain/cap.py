@@ -29,6 +29,7 @@ _WORDS = (
     "bad_alloc",
     "bad allocation",
     "out of memory",
+    "status_alloc_failed",  # cuBLAS and cuDNN
     "can't start new thread",  # a thread's stack is memory, too
 )
 _ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|B|KiB|MiB|GiB|TiB)", re.IGNORECASE)
@@ -47,6 +48,7 @@ class Cap:
 
     def __init__(self, limit: int | None, device: torch.device) -> None:
         self.limit = limit
+        self._device = device
         self._on_host = device.type == "cpu"
         if limit is None:
             return
@@ -63,9 +65,13 @@ class Cap:
             )
 
     def lift(self) -> None:
-        """Take the limit away from a process on a CPU; on a GPU it stays."""
-        if self.limit is not None and self._on_host:
+        """Take the limit away."""
+        if self.limit is None:
+            return
+        if self._on_host:
             _set_soft(None)
+        else:
+            torch.cuda.set_per_process_memory_fraction(1.0, self._device)
 
 
 def _cap_gpu(limit: int, device: torch.device) -> None:
@@ -134,7 +140,7 @@ def room_bytes(limit: int | None, device: torch.device, local_ranks: int) -> int
     if limit is not None:
         return limit
     if device.type == "cuda":
-        return capacity_bytes(device)
+        return int(torch.cuda.mem_get_info(device)[0])
     free = free_memory()
     return None if free is None else free // local_ranks
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 
 COMMANDS = {
     "train": "train a model under a strategy",
@@ -49,7 +51,13 @@ def _guarded(command: str, arguments: list[str]) -> int:
         from bigtrain.doctor import main as run
     else:
         from bigtrain.listing import main as run
+    for number in (signal.SIGTERM, signal.SIGHUP):  # runs that were started are ended, too
+        signal.signal(number, _stop)
     return run_guarded(lambda: run(arguments))
+
+
+def _stop(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def _on_ranks(command: str, arguments: list[str]) -> int:

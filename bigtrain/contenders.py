@@ -14,6 +14,7 @@ from bigtrain.build import device_type_of, make_plan
 from bigtrain.config import Job
 from bigtrain.errors import ConfigError
 from bigtrain.loading import load_job, preset_names, read_preset
+from bigtrain.parts import check_job, open_parts
 from bigtrain.strategy import CutStrategy, Plan
 
 
@@ -77,6 +78,7 @@ def find_contenders(options: SideOptions, extra: Sequence[str] = ()) -> list[Con
     """
     words = [*options.overrides, *extra]
     base = load_job(options.job, None, words)
+    _check_alone(load_job(options.job, "single", [*without_strategy(words), *ONE_PROCESS]))
     num_ranks = ranks_to_start(options.num_ranks, device_type_of(base))
     found: list[Contender] = []
     for strategy in named_strategies(options.strategies):
@@ -91,6 +93,25 @@ def find_contenders(options: SideOptions, extra: Sequence[str] = ()) -> list[Con
         else:
             found.append(_planned(strategy, label, job, num_ranks))
     return found
+
+
+ONE_PROCESS = (
+    *("mesh.pp=null", "mesh.dp=-1", "mesh.tp=1", "train.accumulation_steps=null"),
+    "train.micro_batch_size=null",
+)
+"""The words that leave of a job what one process can do: its global batch at once."""
+
+
+def without_strategy(words: Sequence[str]) -> list[str]:
+    """The words without those that change every row's strategy."""
+    return [word for word in words if not word.startswith("strategy.")]
+
+
+def _check_alone(job: Job) -> None:
+    """Refuse a model and data that no strategy could run: as one process would."""
+    check_job(job)
+    if not job.data.args.get("download"):
+        open_parts(job, make_plan(job, 1, device_type_of(job)))
 
 
 def _planned(strategy: str, label: str, job: Job, num_ranks: int) -> Contender:

@@ -76,6 +76,11 @@ def prepare(
     """
     _check_keys(keys)
     job = job_of(strategy, {key.replace("__", "."): value for key, value in keys.items()})
+    if job.memory.on_oom == "adapt":
+        raise ConfigError(
+            "memory.on_oom=adapt begins the program anew, which only `bigtrain train` can make "
+            "good. Leave it out; bigtrain.OutOfMemoryError says what would fit."
+        )
     placement = detect(os.environ)
     plan = make_plan(job, placement.world_size, device_type_of(job))
     connection = connect_job(job, plan, placement)
@@ -100,11 +105,6 @@ def _check_keys(keys: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: with the argument to use.
     """
-    if keys.get("memory__on_oom") == "adapt":
-        raise ConfigError(
-            "memory.on_oom=adapt begins the program anew, which only `bigtrain train` can make "
-            "good. Leave it out; bigtrain.OutOfMemoryError says what would fit."
-        )
     arguments = {"model": "model", "data": "your own loop", "optim": "optimizer"}
     for key in keys:
         section, _, name = key.partition("__")

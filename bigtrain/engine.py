@@ -209,11 +209,10 @@ class Engine:
         for micro_batch in batches:
             with self._explaining():
                 found = self.runner.predict(micro_batch)
-            if found is None or micro_batch.padding:  # a pipeline has its output on one rank
-                continue
-            output, targets = found
-            for key, value in self.task.measure(output, targets).items():
-                sums[key] = sums[key] + value if key in sums else value
+                if found is None or micro_batch.padding:  # a pipeline has its output on one rank
+                    continue
+                for key, value in self.task.measure(*found).items():
+                    sums[key] = sums[key] + value if key in sums else value
         everyone = self.context.gather_objects({k: v.cpu() for k, v in sums.items()})
         everyone = self.context.broadcast_object(everyone)
         total: dict[str, Tensor] = {}
@@ -234,6 +233,10 @@ class Engine:
 
     def save(self, folder: Path) -> Path | None:
         """Write a checkpoint below `folder`; the path on rank 0, None elsewhere."""
+        with self._explaining("while a checkpoint was written"):
+            return self._save(folder)
+
+    def _save(self, folder: Path) -> Path | None:
         states = self.context.gather_objects(random_state())
         tensors = self.runner.state()
         path = None
@@ -261,7 +264,8 @@ class Engine:
         checkpoint = Checkpoint(path, verify=self.context.local_rank == 0)
         if any(name.startswith("optimizer.") for name in checkpoint.names):
             _check_optimizer(checkpoint, self.runner.optimizer)
-        self.runner.load_state(checkpoint.read, checkpoint.names)
+        with self._explaining("while a checkpoint was read"):
+            self.runner.load_state(checkpoint.read, checkpoint.names)
         self.steps_done = int(checkpoint.meta["step"])
         self.samples_seen = int(checkpoint.meta["samples_seen"])
         states = checkpoint.meta["random"]
@@ -292,7 +296,7 @@ class Engine:
         self._closing.__exit__(kind, error, traceback)
 
     @contextmanager
-    def _explaining(self) -> Iterator[None]:
+    def _explaining(self, where: str | None = None) -> Iterator[None]:
         """Say what the memory was made of, and what would fit, where it runs out inside."""
         try:
             yield
@@ -300,7 +304,7 @@ class Engine:
             if not is_out_of_memory(error):
                 raise
             self._cap.lift()
-            situation = self._situation()
+            situation = self._situation(where)
             clear_frames(error.__traceback__)  # they hold what was allocated last
             raise explain(error, situation) from None
 
@@ -312,7 +316,7 @@ class Engine:
         given = (self._skeleton, self._example, self.loss, self._make_optimizer)
         return Subject(self.job, self.plan, *given)
 
-    def _situation(self) -> Situation:
+    def _situation(self, where: str | None) -> Situation:
         measured = self.meter.measured().peak
         in_step = self.meter.current in ("forward", "backward", "step")
         return Situation(
@@ -324,6 +328,7 @@ class Engine:
             measured=measured is not None,
             room=self.room,
             capped=self.job.memory.cap is not None,
+            where=where,
             adapts=self.job.memory.on_oom == "adapt",
             subject=self._subject,
         )

@@ -8,12 +8,11 @@ other ranks wait; then all ranks are told, and end.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bigtrain.cap import asked_bytes
 from bigtrain.errors import OutOfMemoryError
-from bigtrain.remedies import Remedy, Subject, find_remedies
+from bigtrain.remedies import Search, Subject
 from bigtrain.timeline import KINDS, Peak, Phase
 from bigtrain.units import format_bytes
 
@@ -45,6 +44,8 @@ class Situation:
     """Bytes that this rank could take, where known."""
     capped: bool
     """Whether the job's `memory.cap` is that limit."""
+    where: str | None
+    """What was being done, where it is none of a step's phases."""
     adapts: bool
     """Whether the run is to go on with less at a time."""
     subject: Subject | None
@@ -54,10 +55,9 @@ class Situation:
 def explain(error: BaseException, situation: Situation) -> OutOfMemoryError:
     """The error that a user sees instead of the allocator's."""
     half = _half(situation)
-    goes_on = situation.adapts and half is not None
-    remedies = [] if goes_on else _in_time(situation.subject, situation.room)
     lines = [_what(error, situation), *_held(situation)]
-    lines += _fits(situation.subject, situation.room, remedies)
+    if not (situation.adapts and half is not None):
+        lines += _fits(_in_time(situation.subject, situation.room), situation.room)
     return OutOfMemoryError("\n".join(lines), micro_batch_size=half)
 
 
@@ -71,16 +71,17 @@ def foresee(subject: Subject, predicted: Peak | None, room: int | None) -> list[
     """
     if predicted is None or room is None or predicted.bytes <= room:
         return []
-    remedies = _in_time(subject, room)
+    search = Search()
+    search.run(subject, room, PATIENCE_S)
     first = (
         f"the predicted peak of {format_bytes(predicted.bytes)} is more than the "
         f"{format_bytes(room)} that a rank can take"
     )
-    return [first, *_fits(subject, room, remedies)]
+    return [first, *_fits(search, room)]
 
 
 def _half(situation: Situation) -> int | None:
-    if situation.phase == "build":
+    if situation.phase == "build" or situation.where is not None:
         return None
     size = situation.micro_size
     return size // 2 if size % 2 == 0 else None
@@ -94,11 +95,9 @@ def _what(error: BaseException, situation: Situation) -> str:
         limit = f"the {format_bytes(situation.room)} that it could take"
     if situation.capped:
         limit = f"memory.cap={format_bytes(situation.room or 0).replace(' ', '')}"
+    where = situation.where or _WHERE[situation.phase]
     step = f" of step {situation.step}" if situation.step else ""
-    return (
-        f"rank {situation.rank} ran out of memory {_WHERE[situation.phase]}{step}: {more} than "
-        f"{limit} leaves."
-    )
+    return f"rank {situation.rank} ran out of memory {where}{step}: {more} than {limit} leaves."
 
 
 def _held(situation: Situation) -> list[str]:
@@ -114,27 +113,29 @@ def _held(situation: Situation) -> list[str]:
     return [f"{held} {format_bytes(peak.bytes)}: {shown}. {kind} dominate: {most / peak.bytes:.0%}"]
 
 
-def _fits(subject: Subject | None, room: int | None, remedies: Sequence[Remedy]) -> list[str]:
-    if remedies:
-        return ["what would fit, by prediction:", *(f"  {remedy}" for remedy in remedies)]
-    if subject is None or room is None:
+def _fits(search: Search, room: int | None) -> list[str]:
+    found = list(search.found)
+    if found:
+        return ["what would fit, by prediction:", *(f"  {remedy}" for remedy in found)]
+    if room is None or not search.forecasts or not search.complete:
         return ["set a smaller train.micro_batch_size, or strategy.recompute=full"]
     return [
-        f"no single change is predicted to fit {format_bytes(room)}. Use a smaller "
-        "model, more ranks with --strategy fsdp, or a device with more memory"
+        f"no change that was tried is predicted to fit {format_bytes(room)}. Use a smaller model, "
+        "more ranks with --strategy fsdp, or a device with more memory"
     ]
 
 
-def _in_time(subject: Subject | None, room: int | None) -> list[Remedy]:
-    """The remedies that are found in time; the search may go on, and is not waited for."""
-    found: list[Remedy] = []
+def _in_time(subject: Subject | None, room: int | None) -> Search:
+    """The search, as far as it comes in time; it may go on, and is not waited for."""
+    search = Search()
     if subject is None or room is None:
-        return found
+        return search
     seeker = threading.Thread(
-        target=lambda: found.extend(find_remedies(subject, room, PATIENCE_S * 0.6)),
+        target=search.run,
+        args=(subject, room, PATIENCE_S * 0.6),
         name="bigtrain-remedies",
         daemon=True,
     )
     seeker.start()
     seeker.join(PATIENCE_S)
-    return list(found)
+    return search

@@ -15,6 +15,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from bigtrain.environment import Placement
+from bigtrain.errors import OutOfMemoryError
 from bigtrain.failures import (
     exit_status_of,
     is_echo,
@@ -57,8 +58,7 @@ def guard(placement: Placement, meeting: Meeting) -> Iterator[None]:
             _close(watch)
         raise
     except RestartRequest as error:
-        if watch is not None:
-            watch.report(error.restart.text(), error.exit_status)
+        _ask_for_restart(watch, error)
         raise
     except BaseException as error:
         if is_orderly(error):
@@ -96,6 +96,20 @@ def _report(watch: Watch | None, error: BaseException) -> Ending | None:
         return None
     patience = _ECHO_PATIENCE_S if is_echo(error) else 0.0
     return watch.report(one_line(error), exit_status_of(error), patience_s=patience)
+
+
+def _ask_for_restart(watch: Watch | None, error: RestartRequest) -> None:
+    """Have all ranks begin anew; not where the run has ended already, or nobody can be told."""
+    if watch is None:
+        text = f"{error}, but the other ranks cannot be told: no connection to rank 0's host"
+        failure = OutOfMemoryError(text)
+        write_error_file(failure)
+        mark_first(failure)
+        raise failure from None
+    ending = watch.report(error.restart.text(), error.exit_status)
+    if ending is not None and ending.status != error.exit_status:
+        watch.leave()
+        raise SystemExit(ending.status) from None
 
 
 def _close(watch: Watch | None) -> None:

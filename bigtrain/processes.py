@@ -6,8 +6,10 @@ that it started outlives it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -33,7 +35,7 @@ class Ended:
     @property
     def out_of_memory(self) -> bool:
         """Whether memory was what it lacked."""
-        words = ("ran out of memory", "host memory ran out", "an't allocate memory", "bad_alloc")
+        words = ("out of memory", "host memory ran out", "an't allocate memory", "bad_alloc")
         return self.reason is not None and any(word in self.reason for word in words)
 
 
@@ -49,6 +51,7 @@ def run_bigtrain(
         environ: added to this process's own environment.
     """
     command = [sys.executable, "-m", "bigtrain", *words]
+    mark = secrets.token_hex(8)
     began = time.monotonic()
     with log.open("w") as said:
         child = subprocess.Popen(
@@ -56,7 +59,7 @@ def run_bigtrain(
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=said,
-            env={**os.environ, **(environ or {})},
+            env={**os.environ, **(environ or {}), _MARK: mark},
             start_new_session=True,  # Ctrl-C comes to the caller, who ends it in good order
         )
         try:
@@ -65,56 +68,46 @@ def run_bigtrain(
             reason = f"not done after {limit_s:.0f} s. Raise --time-limit"
             return Ended(1, reason, time.monotonic() - began, timed_out=True)
         finally:
-            end_run(child)
+            _end_run(child, mark)
     seconds = time.monotonic() - began
     return Ended(status, None if status == 0 else reason_in(log, status), seconds)
 
 
-def end_run(child: subprocess.Popen[bytes]) -> None:
+_MARK = "BIGTRAIN_STARTED_AS"
+"""A variable that all processes of a run inherit, by which they are found wherever they went."""
+
+
+def _end_run(child: subprocess.Popen[bytes], mark: str) -> None:
     """End a run with all that it has started: asked to first, by force where that does not do."""
-    if child.poll() is not None:
-        return
-    started = [child.pid, *_descendants(child.pid)]
-    child.terminate()
     try:
-        child.wait(END_S)
-    except subprocess.TimeoutExpired:
-        started += _descendants(child.pid)
-    for pid in started:
-        if pid != child.pid and not _is_ours(pid, started):
-            continue
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    child.wait()
+        if child.poll() is None:
+            child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(END_S)
+    finally:  # also where Ctrl-C comes once more
+        end = time.monotonic() + END_S
+        while sum(map(_kill, _marked(mark))) and time.monotonic() < end:
+            time.sleep(0.05)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(END_S)
 
 
-def _is_ours(pid: int, started: Sequence[int]) -> bool:
-    """Whether a process number still belongs to what was started, and was not given anew."""
-    parent = _parent(pid)
-    return parent in started or parent == 1
+def _kill(pid: int) -> bool:
+    """Kill a process; whether there was one."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
 
 
-def _descendants(pid: int) -> list[int]:
-    """All processes below one, children before grandchildren."""
-    children: dict[int, list[int]] = {}
+def _marked(mark: str) -> Iterator[int]:
+    """The processes of a run that have not ended; an ended one has no variables any more."""
+    wanted = f"{_MARK}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
-        parent = _parent(int(folder.name))
-        if parent is not None:
-            children.setdefault(parent, []).append(int(folder.name))
-    found = list(children.get(pid, []))
-    for child in found:
-        found += children.get(child, [])
-    return found
-
-
-def _parent(pid: int) -> int | None:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return int(text[text.rfind(")") + 1 :].split()[1])
+        with contextlib.suppress(OSError):
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                yield int(folder.name)
 
 
 def reason_in(log: Path, status: int) -> str:

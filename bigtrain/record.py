@@ -6,7 +6,7 @@ Started by `bigtrain verify`, once for the reference and once for each strategy:
 
     FOLDER/record.json                losses and norms, batch, ranks
            gradients-K.safetensors    of step K, whole, under plain names, before clipping
-           weights.safetensors        after the last step
+           weights-before.safetensors, weights-after.safetensors
 """
 
 import os
@@ -17,7 +17,7 @@ if not __package__ and sys.path and os.path.abspath(sys.path[0]) == os.path.dirn
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,7 @@ def record(
             return update()
 
         engine.runner.update = keep  # type: ignore[method-assign]
+        keep_weights(folder / "weights-before.safetensors", engine, names)
         for batch in parts.training_steps(context, 0):
             alone = context.world_size == 1 and not job.optim.release_gradients
             if engine.steps_done == 0 and alone:
@@ -89,16 +90,19 @@ def record(
             found["norms"].append(result.grad_norm)
             if engine.steps_done == steps:
                 break
-        prefix = "model."
-        weights = {
-            name.removeprefix(prefix): source
-            for name, source in engine.runner.state().items()
-            if name.removeprefix(prefix) in names
-        }
-        keep_tensors(folder / "weights.safetensors", weights, context)
+        keep_weights(folder / "weights-after.safetensors", engine, names)
     if context.is_main:
         found["has_batchnorm"] = norms
         (folder / "record.json").write_text(json.dumps(found) + "\n", "utf-8")
+
+
+def keep_weights(path: Path, engine: bigtrain.Engine, names: Collection[str]) -> None:
+    """Write the parameters as they are now; collective."""
+    prefix = "model."
+    state = engine.runner.state().items()
+    named = {name.removeprefix(prefix): value for name, value in state if name.startswith(prefix)}
+    weights = {name: value for name, value in named.items() if name in names}
+    keep_tensors(path, weights, engine.context)
 
 
 def keep_tensors(

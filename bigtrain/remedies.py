@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_map
 from bigtrain.build import lay_out, make_plan
 from bigtrain.config import Job
 from bigtrain.data.loader import MicroBatch
-from bigtrain.errors import ConfigError
 from bigtrain.loading import changed_job
 from bigtrain.predict import rank_of
 from bigtrain.settle import settle
@@ -69,7 +68,7 @@ class Subject:
             layout = lay_out(plan, *given)
             plan = settle(plan, *given, layout).plan
             found = [rank_of(plan, *given, layout, rank).forecast for rank in range(plan.pp)]
-        except ConfigError:
+        except Exception:  # user code of any kind is tried here; what fails is no way out
             return None
         peaks = [forecast.peak() for forecast in found if forecast is not None]
         return highest(peaks) if len(peaks) == plan.pp else None
@@ -86,27 +85,37 @@ class Subject:
         return MicroBatch(inputs, targets, self.loss.count(targets), rows)
 
 
-def find_remedies(subject: Subject, room: int, deadline_s: float | None = None) -> list[Remedy]:
-    """Up to three changes after which the predicted peak fits.
+@dataclass
+class Search:
+    """The search for changes that fit, which may be looked at while it goes on."""
 
-    Args:
-        subject: what did not fit.
-        room: bytes that a rank may take.
-        deadline_s: seconds after which no further change is tried.
-    """
-    began = time.monotonic()
-    found: list[Remedy] = []
-    for ways in _ways(subject, room):
-        for words in ways():
-            if deadline_s is not None and time.monotonic() - began > deadline_s:
-                return found
-            peak = subject.peak(words)
-            if peak is not None and peak.bytes <= room * MARGIN:
-                found.append(Remedy(tuple(words), peak.bytes))
+    found: list[Remedy] = field(default_factory=list)
+    forecasts: int = 0
+    """How many changes could be forecast at all."""
+    complete: bool = False
+    """Whether every kind of change was tried, or enough were found."""
+
+    def run(self, subject: Subject, room: int, deadline_s: float) -> None:
+        """Look for up to three changes after which the predicted peak fits.
+
+        Args:
+            subject: what does not fit.
+            room: bytes that a rank may take.
+            deadline_s: seconds after which no further change is tried.
+        """
+        end = time.monotonic() + deadline_s
+        for ways in _ways(subject, room):
+            for words in ways():
+                if time.monotonic() > end:
+                    return
+                peak = subject.peak(words)
+                self.forecasts += peak is not None
+                if peak is not None and peak.bytes <= room * MARGIN:
+                    self.found.append(Remedy(tuple(words), peak.bytes))
+                    break
+            if len(self.found) == ENOUGH:
                 break
-        if len(found) == ENOUGH:
-            break
-    return found
+        self.complete = True
 
 
 def smaller_batch(job: Job, plan: Plan, micro_size: int) -> list[str]:

@@ -9,11 +9,10 @@ from typing import ClassVar
 from torch import nn
 
 from bigtrain.strategies.ddp import DDP
-from bigtrain.strategies.single import Single
 from bigtrain.strategy import Assembly
 
 
-class Hangs(Single):
+class Hangs(DDP):
     """Never comes back."""
 
     name: ClassVar[str] = "hangs"
@@ -23,7 +22,7 @@ class Hangs(Single):
         time.sleep(600)
 
 
-class Crashes(Single):
+class Crashes(DDP):
     """Takes the whole process down, without a word."""
 
     name: ClassVar[str] = "crashes"

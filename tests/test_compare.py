@@ -13,15 +13,17 @@ from pathlib import Path
 
 import pytest
 
+from bigtrain.compare.command import main
 from bigtrain.compare.largest import find_largest
 from bigtrain.compare.pictures import front
 from bigtrain.compare.rows import Row
+from bigtrain.failures import run_guarded
 from bigtrain.processes import reason_in
 
 ROOT = Path(__file__).parents[1]
 LENET = [
     *("model.name=lenet", "data.name=synthetic", "data.args.kind=classification"),
-    *("data.args.input_shape=[1,28,28]", "train.global_batch_size=8"),
+    *("data.args.input_shape=[1,32,32]", "train.global_batch_size=8"),
 ]
 ODD = {
     "hangs": "strategy: {replicate: {name: 'odd_strategies:Hangs'}}\n",
@@ -51,8 +53,8 @@ def compared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compare")
     for name, text in ODD.items():
         (folder / f"{name}.yaml").write_text(text)
-    names = "single,ddp,fairscale_fsdp,1f1b_ddp,crashes.yaml,hangs.yaml"
-    words = ("--strategies", names, "-n", "2", "--steps", "5", "--time-limit", "25")
+    names = "single,ddp,fairscale_fsdp,crashes.yaml,hangs.yaml"
+    words = ("--strategies", names, "-n", "2", "--steps", "5", "--time-limit", "15")
     done = bigtrain(folder, "compare", *words, "--json", "--picture", "bars.svg", *LENET)
     assert done.returncode == 0, done.stderr
     return folder, json.loads(done.stdout), done.stderr
@@ -90,13 +92,11 @@ def test_each_failure_costs_its_own_row_and_says_why(compared):
     rows = {row["strategy"]: row for row in document["rows"]}
     assert rows["fairscale_fsdp"]["status"] == "refused"
     assert "CUDA" in rows["fairscale_fsdp"]["reason"]
-    assert rows["1f1b_ddp"]["status"] == "refused"
-    assert "mesh" in rows["1f1b_ddp"]["reason"]
     assert rows["crashes"]["status"] == "failed"
     assert "signal 11" in rows["crashes"]["reason"]
     assert rows["hangs"]["status"] == "time limit"
-    assert "not done after 25 s" in rows["hangs"]["reason"]
-    assert "6/6 hangs: time limit" in said
+    assert "not done after 15 s" in rows["hangs"]["reason"]
+    assert "5/5 hangs: time limit" in said
     assert not left_over(compared[0])
 
 
@@ -182,7 +182,10 @@ def check_page(browser, file, width, rows):
 
 
 def test_process_peak_is_what_is_read_from_outside(tmp_path):
-    """Each rank's VmHWM, read from another process until the rank is gone."""
+    """Each rank's VmHWM, read from another process until the rank has reported its own.
+
+    The interpreter's farewell touches pages of all libraries after that, which is not the run's.
+    """
     command = [sys.executable, "-m", "bigtrain", "train", "-n", "2", "--strategy", "ddp", *LENET]
     command += ["train.global_batch_size=128", "train.steps=8", "checkpoint.at_end=false"]
     seen: dict[int, tuple[str, int]] = {}
@@ -190,7 +193,8 @@ def test_process_peak_is_what_is_read_from_outside(tmp_path):
         command, cwd=tmp_path, env=environ(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as process:
         while process.poll() is None:
-            for pid in map(int, left_over(tmp_path)):
+            ended = list(tmp_path.glob("runs/*/memory.json"))
+            for pid in map(int, () if ended else left_over(tmp_path)):
                 with contextlib.suppress(OSError, IndexError, StopIteration):
                     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                     rank = next(v for v in variables if v.startswith(b"RANK=")).decode()[5:]
@@ -238,6 +242,31 @@ def test_ctrl_c_ends_every_child_and_keeps_the_rows_that_are_done(tmp_path):
     assert not left_over(tmp_path)
 
 
+def test_a_stop_from_outside_ends_every_child(tmp_path):
+    (tmp_path / "hangs.yaml").write_text(ODD["hangs"])
+    command = [sys.executable, "-m", "bigtrain", "compare", "--strategies", "hangs.yaml", "-n", "2"]
+    with subprocess.Popen(
+        [*command, *LENET],
+        cwd=tmp_path,
+        env=environ(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        end = time.monotonic() + 60
+        while len(left_over(tmp_path)) < 4 and time.monotonic() < end:
+            time.sleep(0.2)
+        process.terminate()
+        assert process.wait(60) == 143
+    assert not left_over(tmp_path)
+
+
+def test_job_that_was_resumed_is_compared_from_its_beginning(tmp_path):
+    words = ["checkpoint.resume=nowhere", "memory.on_oom=adapt", "--strategies", "single"]
+    done = bigtrain(tmp_path, "compare", *words, "--steps", "2", "--json", *LENET)
+    assert done.returncode == 2  # the job itself names a checkpoint that is not there
+    assert "there is no checkpoint at 'nowhere'" in done.stderr
+
+
 def test_two_comparisons_at_once_do_not_meet(tmp_path):
     command = [sys.executable, "-m", "bigtrain", "compare", "--strategies", "ddp", "-n", "2"]
     command += ["--steps", "2", "--json", *LENET]
@@ -262,7 +291,8 @@ def test_two_comparisons_at_once_do_not_meet(tmp_path):
 @pytest.mark.slow
 def test_largest_is_where_it_stops_fitting(tmp_path):
     words = ("--strategies", "single", "--cap", "40MiB", "--largest", "micro_batch_size", "--json")
-    done = bigtrain(tmp_path, "compare", *words, *LENET)
+    words = (*words, *LENET, "train.global_batch_size=128")
+    done = bigtrain(tmp_path, "compare", *words)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["rows"]
     assert row["largest"] > 8
@@ -330,13 +360,18 @@ def test_reason_is_the_line_that_says_most(tmp_path, output, reason):
         (["--largest", "train.precision", "--strategies", "ddp"], "only whole numbers"),
         (["--strategies", "fairscale_fsdp"], "none of these strategies can run"),
         (["--picture", "bars.pdf", "--strategies", "ddp"], "ends in .svg or .png"),
+        (["model.name=lenet"], "is for classification"),
         (["train.stepz=3"], "did you mean train.steps"),
         (["--nope"], "there is no option --nope"),
+        (["strategy=zero2"], "Write --strategies zero2"),
+        (["train.steps"], "train.steps has no value"),
+        (["mesh.tp=2", "--strategies", "ddp"], "none of these strategies can run"),
     ],
 )
-def test_wrong_input_is_refused_before_anything_runs(tmp_path, words, message):
-    done = bigtrain(tmp_path, "compare", *words)
-    assert done.returncode == 2, done.stderr
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+def test_wrong_input_is_refused_before_anything_runs(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    assert run_guarded(lambda: main(words)) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
     assert not list(tmp_path.glob("runs/*/*"))

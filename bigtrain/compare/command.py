@@ -32,7 +32,8 @@ def main(arguments: list[str]) -> int:
     0 where at least one strategy ran, 1 where none did, 2 for the user's input, 130 after Ctrl-C.
     """
     options = compare_arguments(arguments)
-    contenders = find_contenders(options)
+    capped = [f"memory.cap={options.cap}"] if options.cap is not None else []
+    contenders = find_contenders(options, capped)
     _check(options, contenders)
     folder = results_folder(options.output, "compare")
     speaks = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
@@ -79,7 +80,16 @@ def _row(contender: Contender, options: SideOptions, folder: Path) -> Row:
     ended = _run(contender, options, folder, contender.label, words)
     if ended.reason is not None:
         return Row(contender.label, contender.num_ranks, _status(ended), ended.reason)
-    return Row.of_run(contender.label, contender.num_ranks, folder / contender.label)
+    return _read(contender, folder, contender.label)
+
+
+def _read(contender: Contender, folder: Path, label: str) -> Row:
+    """What a run has left, or that it has left nothing."""
+    try:
+        return Row.of_run(contender.label, contender.num_ranks, folder / label)
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        reason = f"it ended well and left no figures: {type(error).__name__}: {error}"
+        return Row(contender.label, contender.num_ranks, "failed", reason)
 
 
 def _stretched(contender: Contender, options: SideOptions, folder: Path, name: str) -> Row:
@@ -98,9 +108,7 @@ def _stretched(contender: Contender, options: SideOptions, folder: Path, name: s
     if value is None:
         row = Row(contender.label, contender.num_ranks, "failed", reason)
     else:
-        row = Row.of_run(
-            contender.label, contender.num_ranks, folder / f"{contender.label}-{value}"
-        )
+        row = _read(contender, folder, f"{contender.label}-{value}")
     return row.with_largest(value, reason)
 
 
@@ -116,6 +124,7 @@ def _run(
     line += [*options.overrides, *words]
     line += [f"log.dir={json.dumps(str(folder))}", f"log.name={json.dumps(label)}"]
     line += ["train.eval_every=0", "checkpoint.every=0", "checkpoint.at_end=false"]
+    line += ["checkpoint.resume=null", "memory.on_oom=stop"]  # each row is what it says, from 0
     return run_bigtrain(line, folder / f"{label}.log", options.time_limit, _ENVIRON)
 
 

@@ -92,7 +92,8 @@ def bars(rows: Sequence[Row], width: float, title: str, prefix: str = "") -> Fig
     axes.set_yticks(range(len(rows)), [row.strategy for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, most * (1.14 if width > 6 else 1.35))
-    axes.set_xlabel("peak memory of the fullest rank, MiB (black line: predicted)", loc="left")
+    whole = "peak memory of the fullest rank, MiB (black line: predicted)"
+    axes.set_xlabel(whole if width > 6 else "peak, MiB (black line: predicted)", loc="left")
     if title:
         figure.suptitle(title, x=0.01, ha="left")
     _kinds_legend(figure, width)
@@ -160,7 +161,7 @@ def pareto(rows: Sequence[Row], width: float) -> Figure | None:
     )
     axes.margins(x=0.15 if width > 6 else 0.3)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("peak memory of the fullest rank, MiB (less is better)", loc="left")
+    axes.set_xlabel("peak memory, MiB (less is better)", loc="left")
     axes.set_ylabel("samples a second (more is better)")
     return figure
 

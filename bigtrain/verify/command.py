@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,10 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from bigtrain.arguments import SideOptions, verify_arguments
-from bigtrain.config import Job
-from bigtrain.contenders import Contender, find_contenders
+from bigtrain.config import Precision
+from bigtrain.contenders import ONE_PROCESS, Contender, find_contenders, without_strategy
 from bigtrain.errors import BigtrainError, ConfigError
 from bigtrain.processes import Ended, run_bigtrain
+from bigtrain.room import results_folder
 from bigtrain.strategy import Plan
 from bigtrain.verify.differences import Differences, Tolerance, compare
 
@@ -30,6 +30,7 @@ _SGD = (
 _QUIET = (
     *("train.eval_every=0", "checkpoint.at_end=false", "checkpoint.every=0"),
     *("memory.track_steps=0", "memory.predict=false", "checkpoint.resume=null"),
+    "memory.on_oom=stop",
 )
 Verdict = Literal["pass", "differs", "refused", "failed"]
 
@@ -41,6 +42,7 @@ class Checked:
     strategy: str
     num_ranks: int
     verdict: Verdict
+    precision: Precision
     reason: str | None = None
     differences: Differences | None = None
 
@@ -58,95 +60,98 @@ def main(arguments: list[str]) -> int:
     options = verify_arguments(arguments)
     words = [*(_SGD if options.optimizer == "sgd" else ()), *_QUIET, f"train.steps={options.steps}"]
     contenders = find_contenders(options, words)
-    able = [c for c in contenders if c.plan is not None and c.job is not None]
-    if not able:
+    if all(c.plan is None for c in contenders):
         first = contenders[0]
         raise ConfigError(f"none of these strategies can run. {first.label}: {first.refusal}")
+    folder = results_folder(options.output, "verify")
     speaks = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    speaks.print(f"{len(contenders)} strategies, one after the other; results in {folder}")
     rows: list[Checked] = []
-    job = able[0].job
-    if job is None:
-        raise ValueError("a strategy that can run has a job")
-    tolerance = Tolerance.of(job.train.precision)
     stopped = False
-    with tempfile.TemporaryDirectory(prefix="bigtrain-verify-") as name:
-        bench = _Bench(options, words, Path(name), tolerance)
-        try:
-            for number, contender in enumerate(contenders, start=1):
-                rows.append(bench.check(contender))
-                speaks.print(f"{number}/{len(contenders)} {_line(rows[-1])}")
-        except KeyboardInterrupt:
-            stopped = True
-            speaks.print(f"stopped: {len(rows)} of {len(contenders)} strategies are done")
-    _show(options, job, rows, tolerance)
+    bench = _Bench(options, words, folder)
+    try:
+        for number, contender in enumerate(contenders, start=1):
+            rows.append(bench.check(contender))
+            speaks.print(f"{number}/{len(contenders)} {_line(rows[-1])}")
+    except KeyboardInterrupt:
+        stopped = True
+        speaks.print(f"stopped: {len(rows)} of {len(contenders)} strategies are done")
+    finally:
+        bench.close()
+    _show(options, rows, folder)
     return 130 if stopped else _status(options, rows)
 
 
 class _Bench:
     """Runs and compares; keeps the references, of which one is made for each way to cut a batch.
 
-    Without BatchNorm there is one: the whole global batch at once. With it what a sample gives
-    depends on its micro-batch, so the reference's are those of the strategy.
+    Without BatchNorm there is one for each precision: the whole global batch at once. With it what
+    a sample gives depends on its micro-batch, so the reference's are those of the strategy.
     """
 
-    def __init__(
-        self, options: SideOptions, words: Sequence[str], folder: Path, tolerance: Tolerance
-    ) -> None:
+    def __init__(self, options: SideOptions, words: Sequence[str], folder: Path) -> None:
         self._options = options
         self._words = words
         self._folder = folder
-        self._tolerance = tolerance
-        self._references: dict[tuple[int, int], Path] = {}
+        self._references: dict[tuple[str, ...], Path] = {}
 
     def check(self, contender: Contender) -> Checked:
         """Run one strategy and hold it against the reference."""
         label, ranks = contender.label, contender.num_ranks
         if contender.plan is None:
-            return Checked(label, ranks, "refused", contender.refusal)
+            return Checked(label, ranks, "refused", "fp32", contender.refusal)
+        precision = contender.plan.precision
         reference = self._reference(contender.plan)
         folder = self._folder / label
-        ended = self._record(folder, contender.strategy, ranks, ())
+        words = [*self._options.overrides, *self._words]
+        ended = self._record(folder, contender.strategy, ranks, words)
         if ended.reason is not None:
             verdict: Verdict = "refused" if ended.status == 2 else "failed"
-            return Checked(label, ranks, verdict, ended.reason)
+            return Checked(label, ranks, verdict, precision, ended.reason)
         found = compare(reference, folder)
         losses_only = self._options.optimizer == "job"
-        passed = found.passed(self._tolerance, losses_only=losses_only)
+        passed = found.passed(Tolerance.of(precision), losses_only=losses_only)
         _forget(folder)
-        return Checked(label, ranks, "pass" if passed else "differs", None, found)
+        return Checked(label, ranks, "pass" if passed else "differs", precision, None, found)
+
+    def close(self) -> None:
+        """Remove the tensors, which are as large as the model, for each step."""
+        for folder in self._folder.iterdir():
+            _forget(folder)
 
     def _reference(self, plan: Plan) -> Path:
         whole = plan.batch.global_size
-        found = self._made(whole, whole)
+        found = self._made(plan, whole)
         if json.loads((found / "record.json").read_text("utf-8"))["has_batchnorm"]:
-            return self._made(whole, plan.batch.micro_size)
+            return self._made(plan, plan.batch.micro_size)
         return found
 
-    def _made(self, whole: int, micro: int) -> Path:
-        key = (whole, micro)
-        if key not in self._references:
-            folder = self._folder / f"reference-{whole}-{micro}"
-            batch = (
-                f"train.global_batch_size={whole}",
-                f"train.micro_batch_size={micro}",
-                "train.accumulation_steps=null",
-            )
-            ended = self._record(folder, "single", 1, (*batch, "mesh.pp=null", "mesh.dp=-1"))
+    def _made(self, plan: Plan, micro: int) -> Path:
+        clip = "null" if plan.clip_norm is None else repr(plan.clip_norm)
+        of_plan = (
+            f"train.global_batch_size={plan.batch.global_size}",
+            f"train.micro_batch_size={micro}",
+            f"train.precision={plan.precision}",
+            f"optim.clip_norm={clip}",
+        )
+        if of_plan not in self._references:
+            folder = self._folder / f"reference-{len(self._references) + 1}"
+            words = [*without_strategy(self._options.overrides), *self._words]
+            ended = self._record(folder, "single", 1, [*words, *ONE_PROCESS, *of_plan])
             if ended.status == 2:
                 raise ConfigError(str(ended.reason))
             if ended.reason is not None:
                 raise BigtrainError(f"the reference, one process, failed: {ended.reason}")
             _refuse_chance(folder)
-            self._references[key] = folder
-        return self._references[key]
+            self._references[of_plan] = folder
+        return self._references[of_plan]
 
-    def _record(self, folder: Path, strategy: str, ranks: int, more: Sequence[str]) -> Ended:
+    def _record(self, folder: Path, strategy: str, ranks: int, words: Sequence[str]) -> Ended:
         folder.mkdir()
         line = ["record", "-n", str(ranks), "--record", str(folder), "--strategy", strategy]
         if self._options.job is not None:
             line += ["--config", self._options.job]
-        line += [*self._options.overrides, *self._words, *more]
-        return run_bigtrain(line, folder / "output.log", self._options.time_limit)
+        return run_bigtrain([*line, *words], folder / "output.log", self._options.time_limit)
 
 
 def _forget(folder: Path) -> None:
@@ -178,32 +183,28 @@ def _line(row: Checked) -> str:
     return f"{row.strategy}: {row.verdict}, loss {row.differences.loss:.1e}"
 
 
-def _show(options: SideOptions, job: Job, rows: Sequence[Checked], tolerance: Tolerance) -> None:
+def _show(options: SideOptions, rows: Sequence[Checked], folder: Path) -> None:
+    document = {
+        "optimizer": options.optimizer,
+        "steps": options.steps,
+        "tolerances": {row.precision: asdict(Tolerance.of(row.precision)) for row in rows},
+        "rows": [row.as_json() for row in rows],
+    }
+    text = json.dumps(document, indent=1) + "\n"
+    (folder / "verify.json").write_text(text, "utf-8")
     if options.as_json:
-        document = {
-            "model": job.model.name,
-            "precision": job.train.precision,
-            "optimizer": options.optimizer,
-            "steps": options.steps,
-            "tolerance": asdict(tolerance),
-            "rows": [row.as_json() for row in rows],
-        }
-        sys.stdout.write(json.dumps(document, indent=1) + "\n")
+        sys.stdout.write(text)
         return
     console = Console() if sys.stdout.isatty() else Console(width=120)
-    console.print(_table(job, rows))
-    for line in _notes(options, job, rows, tolerance):
+    console.print(_table(rows))
+    for line in [*_notes(options, rows), f"results: {folder / 'verify.json'}"]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _table(job: Job, rows: Sequence[Checked]) -> Table:
-    table = Table(
-        title=f"{job.model.name} in {job.train.precision}: largest relative differences from one "
-        "process",
-        title_justify="left",
-    )
+def _table(rows: Sequence[Checked]) -> Table:
+    table = Table(title="Largest relative differences from one process", title_justify="left")
     table.add_column("strategy", no_wrap=True)
-    for heading in ("ranks", "loss", "norm", "gradients", "weights"):
+    for heading in ("ranks", "precision", "loss", "norm", "gradients", "updates"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for row in rows:
@@ -211,32 +212,32 @@ def _table(job: Job, rows: Sequence[Checked]) -> Table:
         cells = ["", "", "", ""]
         if found is not None:
             gradient = "-" if found.gradient is None else f"{found.gradient:.1e}"
-            cells = [f"{found.loss:.1e}", f"{found.norm:.1e}", gradient, f"{found.weight:.1e}"]
-        table.add_row(row.strategy, str(row.num_ranks), *cells, row.verdict)
+            cells = [f"{found.loss:.1e}", f"{found.norm:.1e}", gradient, f"{found.update:.1e}"]
+        table.add_row(row.strategy, str(row.num_ranks), row.precision, *cells, row.verdict)
     return table
 
 
-def _notes(
-    options: SideOptions, job: Job, rows: Sequence[Checked], tolerance: Tolerance
-) -> Iterator[str]:
+def _notes(options: SideOptions, rows: Sequence[Checked]) -> Iterator[str]:
     for row in rows:
         if row.reason is not None:
             yield f"{row.strategy}: {row.verdict}: {row.reason}"
         if row.verdict == "differs" and row.differences is not None:
             if row.differences.missing:
                 yield f"{row.strategy}: only one has: {', '.join(row.differences.missing[:3])}"
-            worst = ", ".join(f"{name} {far:.1e}" for name, far in row.differences.worst)
-            yield f"{row.strategy}: gradients that differ most: {worst}"
-    held = "losses and norms" if options.optimizer == "job" else "all"
-    loss = tolerance.loss * (10 if options.optimizer == "job" else 1)
-    yield (
-        f"{options.steps} steps with {_optimizer(options, job)}; dropout is off. In "
-        f"{job.train.precision} rounding explains {loss:.0e} of the loss and "
-        f"{tolerance.tensors:.0e} of a tensor's largest value; {held} must be below that."
-    )
-
-
-def _optimizer(options: SideOptions, job: Job) -> str:
-    if options.optimizer == "sgd":
-        return "SGD and momentum (--optimizer job: the job's own)"
-    return job.optim.name
+            for what, worst in (
+                ("gradients", row.differences.worst_gradients),
+                ("updates", row.differences.worst_updates),
+            ):
+                named = ", ".join(f"{name} {far:.1e}" for name, far in worst)
+                yield f"{row.strategy}: {what} that differ most: {named}"
+    own = options.optimizer == "job"
+    optimizer = "the job's optimizer" if own else "SGD and momentum (--optimizer job: the job's)"
+    yield f"{options.steps} steps with {optimizer}; dropout is off"
+    for precision in sorted({row.precision for row in rows if row.differences is not None}):
+        tolerance = Tolerance.of(precision)
+        loss = tolerance.loss * (10 if own else 1)
+        held = "losses and norms" if own else "all"
+        yield (
+            f"in {precision} rounding explains {loss:.0e} of a loss and {tolerance.tensors:.0e} of "
+            f"a tensor's largest value; {held} must be below that"
+        )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,11 @@ class Differences:
     norm: float
     gradient: float | None
     """None where the run has no gradients to compare."""
-    weight: float
-    worst: tuple[tuple[str, float], ...] = ()
+    update: float
+    """Of what all steps together changed in the weights: the weights themselves hardly change."""
+    worst_gradients: tuple[tuple[str, float], ...] = ()
     """The parameters whose gradients differ most."""
+    worst_updates: tuple[tuple[str, float], ...] = ()
     missing: tuple[str, ...] = field(default=())
     """Names that one of the two has and the other has not."""
 
@@ -68,32 +71,41 @@ class Differences:
             return False
         if losses_only:
             return self.norm <= tolerance.tensors
-        return max(self.norm, self.gradient or 0.0, self.weight) <= tolerance.tensors
+        return max(self.norm, self.gradient or 0.0, self.update) <= tolerance.tensors
 
 
 def compare(reference: Path, other: Path) -> Differences:
     """Compare two folders that `bigtrain.record` has written, a tensor at a time."""
     one, two = _record(reference), _record(other)
-    worst: dict[str, float] = {}
+    gradients: dict[str, float] = {}
     missing: set[str] = set()
     steps = sorted(reference.glob("gradients-*.safetensors"))
     for path in steps if two["no_gradients"] is None else ():
-        for name, difference in _tensors(path, other / path.name):
-            if difference is None:
-                missing.add(name)
-            else:
-                worst[name] = max(worst.get(name, 0.0), difference)
-    weights = dict(_tensors(reference / "weights.safetensors", other / "weights.safetensors"))
-    missing |= {name for name, difference in weights.items() if difference is None}
-    ordered = sorted(worst.items(), key=lambda item: -item[1])
+        with _Pair(path, other / path.name) as pair:
+            missing |= pair.missing
+            for name, difference in pair.differences():
+                gradients[name] = max(gradients.get(name, 0.0), difference)
+    updates: dict[str, float] = {}
+    names = ("weights-before.safetensors", "weights-after.safetensors")
+    with (
+        _Pair(reference / names[0], other / names[0]) as before,
+        _Pair(reference / names[1], other / names[1]) as after,
+    ):
+        missing |= before.missing | after.missing
+        updates = dict(after.differences(before))
     return Differences(
         loss=_largest(one["losses"], two["losses"]),
         norm=_largest(one["norms"], two["norms"]),
-        gradient=ordered[0][1] if ordered else None,
-        weight=max((d for d in weights.values() if d is not None), default=0.0),
-        worst=tuple(ordered[:3]),
+        gradient=max(gradients.values()) if gradients else None,
+        update=max(updates.values(), default=0.0),
+        worst_gradients=_worst(gradients),
+        worst_updates=_worst(updates),
         missing=tuple(sorted(missing)),
     )
+
+
+def _worst(differences: dict[str, float]) -> tuple[tuple[str, float], ...]:
+    return tuple(sorted(differences.items(), key=lambda item: -item[1])[:3])
 
 
 def _record(folder: Path) -> dict[str, Any]:
@@ -113,26 +125,61 @@ def _relative(expected: float, found: float) -> float:
     return abs(expected - found) / max(abs(expected), 1e-12)
 
 
-def _tensors(one: Path, two: Path) -> Iterator[tuple[str, float | None]]:
-    """Each name with the largest difference relative to the tensor's largest value."""
-    with safe_open(one, "pt") as expected, safe_open(two, "pt") as found:
-        names = set(expected.keys())
-        for name in names ^ set(found.keys()):
-            yield name, None
-        common = sorted(names & set(found.keys()))
-        largest = max((_highest(expected.get_tensor(name)) for name in common), default=0.0)
-        for name in common:
-            yield name, _difference(expected.get_tensor(name), found.get_tensor(name), largest)
+_Before = Callable[[str], tuple[Tensor, Tensor]]
 
 
-def _difference(expected: Tensor, found: Tensor, largest: float) -> float:
-    if expected.shape != found.shape:
-        return math.inf
-    if not expected.numel() or not expected.is_floating_point():
-        return 0.0 if torch.equal(expected, found) else math.inf
-    apart = _highest(expected.double() - found.double())
+class _Pair:
+    """The same file of two recordings, opened."""
+
+    def __init__(self, one: Path, two: Path) -> None:
+        self._open = ExitStack()
+        self._one = self._open.enter_context(safe_open(one, "pt"))
+        self._two = self._open.enter_context(safe_open(two, "pt"))
+        names = set(self._one.keys()), set(self._two.keys())
+        self.common, self.missing = sorted(names[0] & names[1]), names[0] ^ names[1]
+
+    def __enter__(self) -> _Pair:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def tensors(self, name: str) -> tuple[Tensor, Tensor]:
+        """Both tensors of a name."""
+        return self._one.get_tensor(name), self._two.get_tensor(name)
+
+    def differences(self, before: _Pair | None = None) -> Iterator[tuple[str, float]]:
+        """Each name with its largest difference, relative to the tensor's largest value.
+
+        Args:
+            before: compare what has changed since then.
+        """
+        changes = before.tensors if before is not None else None
+        largest = 0.0
+        for name in self.common:
+            expected = self._one.get_tensor(name)
+            largest = max(largest, _highest(_since(expected, changes, name, 0)))
+        for name in self.common:
+            expected, found = self.tensors(name)
+            if expected.shape != found.shape:
+                yield name, math.inf
+                continue
+            # A change in a weight's last places is rounding, however small the whole change is.
+            place = torch.finfo(expected.dtype).eps * _highest(expected) * 4 if changes else 0.0
+            expected, found = _since(expected, changes, name, 0), _since(found, changes, name, 1)
+            yield name, _difference(expected, found, largest, place)
+
+
+def _since(tensor: Tensor, changes: _Before | None, name: str, side: int) -> Tensor:
+    double = tensor.double()
+    return double if changes is None else double - changes(name)[side].double()
+
+
+def _difference(expected: Tensor, found: Tensor, largest: float, place: float) -> float:
+    """How far two tensors are apart, less what is `place`, against the first's largest value."""
+    apart = _highest(expected - found)
     scale = max(_highest(expected), largest * FLOOR, 1e-30)
-    return apart / scale if math.isfinite(apart) else math.inf
+    return max(0.0, apart - place) / scale if math.isfinite(apart) else math.inf
 
 
 def _highest(tensor: Tensor) -> float:
