@@ -34,14 +34,18 @@ class Contender:
     """Why not, in one line."""
 
 
+_FIRST = ("single", "ddp")
+
+
 def named_strategies(text: str) -> list[str]:
     """The strategies that a person lists: names and files with commas between, or `all`.
 
     Raises:
         ConfigError: none is named, or one twice.
     """
-    if text == "all":
-        return preset_names("strategies")
+    if text == "all":  # what the others are held against comes first
+        names = preset_names("strategies")
+        return sorted(names, key=lambda name: (name not in _FIRST, name != "single", name))
     names = [name.strip() for name in text.split(",") if name.strip()]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

@@ -125,7 +125,7 @@ class Timeline:
                 highest, at = current, tick
         return at
 
-    def course(self, start: int, times: Sequence[float], points: int = 240) -> Course:
+    def course(self, start: int, times: Sequence[float], points: int = 120) -> Course:
         """What was alive from a tick on, thinned to the highest moment of each short while.
 
         Args:

@@ -180,7 +180,7 @@ def _show(options: SideOptions, document: dict[str, Any], rows: list[Row], folde
     if options.as_json:
         sys.stdout.write(json.dumps(document, indent=1) + "\n")
         return
-    console = Console() if sys.stdout.isatty() else Console(width=150)
+    console = Console() if sys.stdout.isatty() else Console(width=175)
     console.print(comparison_table(rows, document["title"], options.largest))
     for line in [*notes(rows), f"results: {folder / 'report.html'}"]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

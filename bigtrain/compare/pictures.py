@@ -120,8 +120,9 @@ def courses(rows: Sequence[Row], width: float) -> Figure | None:
 def _course(axes: Axes, row: Row) -> None:
     timeline = row.timeline or {}
     seconds = timeline["seconds"]
-    parts = [[size / MIB for size in timeline["parts"][kind]] for kind in KINDS]
-    axes.stackplot(seconds, *parts, colors=[COLOURS[kind] for kind in KINDS], step="post")
+    there = [kind for kind in KINDS if any(timeline["parts"][kind])]
+    parts = [[size / MIB for size in timeline["parts"][kind]] for kind in there]
+    axes.stackplot(seconds, *parts, colors=[COLOURS[kind] for kind in there], step="post")
     end = seconds[-1] if seconds else 1.0
     starts = timeline["phases"]
     shown: set[str] = set()
