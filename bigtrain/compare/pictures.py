@@ -84,7 +84,8 @@ def bars(rows: Sequence[Row], width: float, title: str, prefix: str = "") -> Fig
         if row.largest is not None:
             said += f"  (up to {row.largest})"
         colour = "black" if row.status == "ok" else "#A02020"
-        number = axes.text(left + most * 0.01, place, said, va="center", color=colour)
+        end = max(left, (row.predicted_peak_bytes or 0) / MIB)
+        number = axes.text(end + most * 0.01, place, said, va="center", color=colour)
         number.set_gid(f"{prefix}number-{row.strategy}")
         if row.predicted_peak_bytes:
             at = row.predicted_peak_bytes / MIB

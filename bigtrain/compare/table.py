@@ -45,7 +45,7 @@ _SHORT = {
     "parameters": "params",
     "gradients": "grads",
     "optimizer": "optim",
-    "activations": "activ",
+    "activations": "acts",
     "temporary": "temp",
 }
 
