@@ -70,7 +70,7 @@ ADDITIONS = (
         lambda plan: plan.offloaded.optimizer == "disk",
     ),
     Addition(
-        *("activations_disk", "activations on disk", "activ.\non\ndisk"),
+        *("activations_disk", "activations on disk", "acts\non\ndisk"),
         {"strategy.offload.activations": "disk"},
         lambda plan: plan.offloaded.activations == "disk",
     ),
