@@ -133,7 +133,9 @@ def _course(axes: Axes, row: Row) -> None:
         axes.axvspan(start, stop, color=_SHADES[phase], zorder=0)
         if phase not in shown and stop - start > end * 0.1:
             shown.add(phase)
-            axes.text(start, axes.get_ylim()[1], f" {phase}", va="top", fontsize=7, color="#606060")
+            top = axes.get_xaxis_transform()
+            style = {"va": "top", "fontsize": 7, "color": "#606060"}
+            axes.text(start, 0.99, f" {phase}", transform=top, **style)
     axes.set_xlim(0, end)
     axes.set_title(f"{row.strategy}, rank {timeline['rank']}", loc="left", fontsize=9)
     axes.tick_params(labelsize=7)
