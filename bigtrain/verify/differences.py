@@ -39,7 +39,7 @@ class Tolerance:
         return {
             "fp64": cls(1e-12, 1e-9),
             "fp32": cls(1e-5, 1e-3),
-            "bf16": cls(5e-3, 2e-1),
+            "bf16": cls(1e-3, 1e-1),
         }[precision]
 
 
