@@ -111,7 +111,7 @@ def _run_agent(num_ranks: int, command: list[str], folder: str) -> None:
     elastic_launch(config, sys.executable)("-u", *command)
 
 
-def _status(first: tuple[int, ProcessFailure], kills_before: int = 0) -> int:
+def _status(first: tuple[int, ProcessFailure], kills_before: int) -> int:
     """Return the exit status for the first failure; say in one line what a signal meant.
 
     Args:

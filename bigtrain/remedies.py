@@ -22,14 +22,14 @@ from bigtrain.settle import settle
 from bigtrain.strategy import Plan
 from bigtrain.tasks import Loss
 from bigtrain.timeline import Peak, highest
-from bigtrain.units import format_bytes
+from bigtrain.units import MIB, format_bytes
 from bigtrain.update import MakeOptimizer
 
 ENOUGH = 3
 """As many remedies as are named."""
-MARGIN = 0.95
-"""The share of the room that a predicted peak may fill: allocators round up, kernels have scratch
-space."""
+MARGIN, BESIDE = 0.95, 8 * MIB
+"""Of the room a predicted peak may fill this share, less these bytes: allocators round up, and
+kernels, graphs and Python's objects need memory beside the tensors."""
 _SHARDED = ("zero1_torch", "fsdp_zero2", "fsdp")
 
 
@@ -104,13 +104,14 @@ class Search:
             deadline_s: seconds after which no further change is tried.
         """
         end = time.monotonic() + deadline_s
-        for ways in _ways(subject, room):
+        most = int(room * MARGIN) - BESIDE
+        for ways in _ways(subject, most):
             for words in ways():
                 if time.monotonic() > end:
                     return
                 peak = subject.peak(words)
                 self.forecasts += peak is not None
-                if peak is not None and peak.bytes <= room * MARGIN:
+                if peak is not None and peak.bytes <= most:
                     self.found.append(Remedy(tuple(words), peak.bytes))
                     break
             if len(self.found) == ENOUGH:
@@ -145,12 +146,12 @@ def halves(job: Job, plan: Plan) -> Iterator[list[str]]:
         yield smaller_batch(job, plan, size)
 
 
-def _ways(subject: Subject, room: int) -> Iterator[Callable[[], Iterator[list[str]]]]:
+def _ways(subject: Subject, most: int) -> Iterator[Callable[[], Iterator[list[str]]]]:
     """Kinds of change, the cheapest first; of each kind the first that fits is taken."""
     job, plan = subject.job, subject.plan
     yield lambda: halves(job, plan)
     again = "recompute" not in plan.techniques
-    budget = f"strategy.recompute={int(room * MARGIN) >> 20}MiB"
+    budget = f"strategy.recompute={max(1, most // MIB)}MiB"
     if again:
         yield lambda: iter([[budget], ["strategy.recompute=full"]])
     whole = plan.dp > 1 and "cut" not in plan.techniques

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import tempfile
 import threading
@@ -181,7 +182,9 @@ def test_a_lost_rank_is_named_once(
     ranks.watches[2]._closing.set()
     ranks.watches[2]._socket.shutdown(2)
     assert ranks.wait_for_ends(3) == [1, 1, 1]
-    assert capsys.readouterr().err == lost_line(0, 2) + "\n"
+    # How much is free changes from one moment to the next.
+    said, expected = capsys.readouterr().err, lost_line(0, 2) + "\n"
+    assert re.sub(r"[\d.]+ \w+ free", "free", said) == re.sub(r"[\d.]+ \w+ free", "free", expected)
     ranks.close()
 
 

@@ -11,6 +11,7 @@ from bigtrain.cli import main
 from bigtrain.environment import SINGLE, Launcher, Placement
 from bigtrain.errors import ConfigError
 from bigtrain.launch import _status, launcher_hint, start_ranks
+from bigtrain.room import kernel_kills
 
 
 def alone(launcher: Launcher) -> Placement:
@@ -56,14 +57,25 @@ def test_what_cannot_be_started(tmp_path: Path) -> None:
         (2, 2, ""),
         (75, 75, ""),
         (7, 1, ""),
-        (-signal.SIGKILL, 1, "rank 3 was killed (signal 9): host memory ran out? See"),
+        (-signal.SIGKILL, 1, "rank 3 was killed (signal 9): host memory ran out? (host"),
         (-signal.SIGSEGV, 1, "rank 3 was killed (signal 11): a crash in native code? See"),
     ],
 )
 def test_status(exitcode: int, status: int, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     failure: Any = SimpleNamespace(exitcode=exitcode)
-    assert _status((3, failure)) == status
+    assert _status((3, failure), kernel_kills()) == status
     assert words in capsys.readouterr().err
+
+
+def test_kernel_that_ended_a_rank_for_its_memory_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    failure: Any = SimpleNamespace(exitcode=-signal.SIGKILL)
+    assert _status((3, failure), kernel_kills() - 1) == 1
+    said = capsys.readouterr().err
+    assert "the kernel ended it, because host memory ran out (host memory " in said
+    assert "GiB free now" in said
+    assert "--cap SIZE for an explanation" in said
 
 
 @pytest.mark.parametrize(

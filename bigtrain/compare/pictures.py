@@ -134,7 +134,7 @@ def _course(axes: Axes, row: Row) -> None:
         if phase not in shown and stop - start > end * 0.1:
             shown.add(phase)
             top = axes.get_xaxis_transform()
-            style = {"va": "top", "fontsize": 7, "color": "#606060"}
+            style: dict[str, Any] = {"va": "top", "fontsize": 7, "color": "#606060"}
             axes.text(start, 0.99, f" {phase}", transform=top, **style)
     axes.set_xlim(0, end)
     axes.set_title(f"{row.strategy}, rank {timeline['rank']}", loc="left", fontsize=9)
