@@ -20,7 +20,7 @@ from bigtrain.verify.differences import Tolerance, compare
 ROOT = Path(__file__).parents[1]
 NET = [
     *("model.name=odd_strategies:Net", "data.name=synthetic", "data.args.kind=classification"),
-    *("data.args.input_shape=[1,8,8]"),
+    *("data.args.input_shape=[1,8,8]", "train.global_batch_size=8"),
 ]
 
 
