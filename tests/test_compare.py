@@ -260,7 +260,7 @@ def test_a_stop_from_outside_ends_every_child(tmp_path):
     assert not left_over(tmp_path)
 
 
-def test_job_that_was_resumed_is_compared_from_its_beginning(tmp_path):
+def test_job_whose_checkpoint_is_gone_is_refused_before_anything_runs(tmp_path):
     words = ["checkpoint.resume=nowhere", "memory.on_oom=adapt", "--strategies", "single"]
     done = bigtrain(tmp_path, "compare", *words, "--steps", "2", "--json", *LENET)
     assert done.returncode == 2  # the job itself names a checkpoint that is not there

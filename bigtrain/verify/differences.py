@@ -65,7 +65,7 @@ class Differences:
         Args:
             tolerance: what rounding explains.
             losses_only: the optimizer magnifies rounding (AdamW divides by it where a gradient is
-                all rounding), so after the first step only losses and norms are held to it.
+                all rounding), so only losses, at ten times the tolerance, and norms are held to it.
         """
         if self.missing or self.loss > tolerance.loss * (10 if losses_only else 1):
             return False
