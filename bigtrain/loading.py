@@ -31,6 +31,8 @@ class Tree:
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[KeyPath, str] = field(default_factory=dict)
+    preset: str | None = None
+    """The strategy that `strategy=NAME` names; `strategy.KEY=...` may stand beside it."""
 
     def origin(self, path: KeyPath) -> str | None:
         """Where the nearest enclosing key was written."""
@@ -196,6 +198,9 @@ def parse_overrides(words: Sequence[str]) -> Tree:
                 raise ConfigError(f"{word!r} has no value. Write {word.lower()}=VALUE.")
             text = rest.pop(0)
         key = key.lower() if key.isupper() else key
+        if key == "strategy" and text and not text.lstrip().startswith("{"):
+            tree.preset = text
+            continue
         if not key or key.startswith("-"):
             raise ConfigError(
                 f"{word!r} is not an option. See --help; keys are like train.steps=5."
@@ -228,10 +233,9 @@ def load_job(
     """
     tree = read_preset("jobs", config or "default", "--config")
     words = parse_overrides(overrides)
-    named = words.values.pop("strategy", None) if _is_name(words.values) else None
-    if ("strategy", "deepspeed") in words.origins and not (strategy or plan or named):
+    if ("strategy", "deepspeed") in words.origins and not (strategy or plan or words.preset):
         tree.values["strategy"] = {"name": "deepspeed"}  # the file says which, not the job
-    for asked, name in (("--strategy", strategy), ("--plan", plan), ("strategy", named)):
+    for asked, name in (("--strategy", strategy), ("--plan", plan), ("strategy", words.preset)):
         if name is not None:
             tree.merge(read_preset("strategies", str(name), asked))
     inner = tree.values.get("strategy")
@@ -250,16 +254,14 @@ def changed_job(job: Job, words: Sequence[str]) -> Job:
     """
     tree = Tree(job.model_dump(mode="json", exclude_defaults=True))
     changes = parse_overrides(words)
-    if _is_name(changes.values):
-        name = str(changes.values.pop("strategy"))
-        tree.merge(read_preset("strategies", name, "strategy"))
+    if changes.preset is not None:
+        tree.merge(read_preset("strategies", changes.preset, "strategy"))
     return _overridden(tree, changes)
 
 
 def _overridden(tree: Tree, words: Tree) -> Job:
     for path, origin in words.origins.items():
-        if path != ("strategy",):
-            tree.put(path, _value_at(words.values, path), origin)
+        tree.put(path, _value_at(words.values, path), origin)
     return validate(Job, tree)
 
 
@@ -269,10 +271,6 @@ def job_of(strategy: str, keys: Mapping[str, Any]) -> Job:
     for key, value in keys.items():
         tree.put(tuple(key.split(".")), value, f"{key}={value!r}")
     return validate(Job, tree)
-
-
-def _is_name(values: dict[str, Any]) -> bool:
-    return isinstance(values.get("strategy"), str)
 
 
 def _value_at(values: Any, path: KeyPath) -> Any:

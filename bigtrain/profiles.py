@@ -7,6 +7,8 @@ the tensors are missing. So the timelines are those of the run, storage by stora
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +23,7 @@ from bigtrain.data.loader import MicroBatch
 from bigtrain.distributed import RunContext
 from bigtrain.fakes import fake_model, fake_tensor
 from bigtrain.forecast import Profile
-from bigtrain.keeping import recomputed_names, shape
+from bigtrain.keeping import Choice, recomputed_names, shape
 from bigtrain.memory import Meter, StorageTracker
 from bigtrain.precision import low_precision_names
 from bigtrain.runner import LoopRunner
@@ -67,14 +69,46 @@ def make_profile(
         return states_only(model, micro_batch, reason_of(error))
 
 
-def _profile(
+@dataclass(frozen=True)
+class FakeRun:
+    """Two steps of two micro-batches on fake tensors, and all that was noted meanwhile."""
+
+    model: nn.Module
+    """The fake twin."""
+    optimizer: torch.optim.Optimizer
+    choices: Mapping[str, Choice]
+    timeline: Timeline
+    marks: tuple[int, ...]
+    """The ticks of the second step: its begin, the ends of its micro-batches, its end."""
+    visits: Visits
+    followed: Visits
+    """The modules of which something else than all is kept, or may be."""
+    batch_bytes: int
+    widths: Mapping[str, float]
+
+    def piece(self, number: int) -> Timeline:
+        """The first micro-batch, the next, or the step: 0, 1, 2."""
+        return piece_of(self.timeline, *self.marks[number : number + 2])
+
+
+Watch = Callable[[nn.Module, StorageTracker], AbstractContextManager[object]]
+"""Given the fake twin and the clock; entered around all passes."""
+
+
+def run_on_fakes(
     model: nn.Module,
     micro_batch: MicroBatch,
     loss: Loss,
     make_optimizer: MakeOptimizer,
     plan: Plan,
     device: torch.device,
-) -> Profile:
+    watch: Watch | None = None,
+) -> FakeRun:
+    """Run the plain loop on a fake twin of a model; see `make_profile` for the arguments.
+
+    Raises:
+        Exception: of any kind that the model's own code raises where it sees no numbers.
+    """
     widths = state_widths(make_optimizer)
     tracker = StorageTracker(fake=True)
     meter = FakeMeter(tracker, device)
@@ -106,34 +140,49 @@ def _profile(
                 materialize=lambda _names: None,
             )
         )
-        marks = []
-        for _ in range(2):  # the optimizer makes its state in the first step
-            marks = [tracker.clock]
-            for _ in range(2):
-                runner.begin_step()  # where gradients are released there is no second one
-                runner.one(fake_batch, 1.0)
+        marks: list[int] = []
+        with watch(fake, tracker) if watch is not None else nullcontext():
+            for _ in range(2):  # the optimizer makes its state in the first step
+                marks = [tracker.clock]
+                for _ in range(2):
+                    runner.begin_step()  # where gradients are released there is no second one
+                    runner.one(fake_batch, 1.0)
+                    marks.append(tracker.clock)
+                meter.phase("step")
+                runner.clip()
+                runner.apply_step()
                 marks.append(tracker.clock)
-            meter.phase("step")
-            runner.clip()
-            runner.apply_step()
-            marks.append(tracker.clock)
         timeline = tracker.timeline()
-        states = states_of(fake, runner.optimizer)
         batch_bytes = bytes_of(tree_leaves((fake_batch.inputs, fake_batch.targets)))
+    noted = (tuple(marks), visits, followed, batch_bytes, widths)
+    return FakeRun(fake, runner.optimizer, choices, timeline, *noted)
+
+
+def _profile(
+    model: nn.Module,
+    micro_batch: MicroBatch,
+    loss: Loss,
+    make_optimizer: MakeOptimizer,
+    plan: Plan,
+    device: torch.device,
+) -> Profile:
+    run = run_on_fakes(model, micro_batch, loss, make_optimizer, plan, device)
+    states = states_of(run.model, run.optimizer)
+    passes = tuple(pairwise(run.marks[:3]))
     return Profile(
         parameter_bytes=states.parameters,
         gradient_bytes=0 if plan.release_gradients else states.gradients,
         buffer_bytes=states.buffers,
         optimizer_bytes=states.optimizer,
-        batch_bytes=batch_bytes,
-        **slots_of(fake, runner.optimizer, widths),
-        first=piece_of(timeline, marks[0], marks[1]),
-        next=piece_of(timeline, marks[1], marks[2]),
-        step=piece_of(timeline, marks[2], marks[3]),
-        blocks=tuple(zip(*(visits.blocks(*w) for w in pairwise(marks[:3])), strict=True)),
-        rest=visits.rest(*marks[:2]),
-        windows=windows_of(followed, marks),
-        recomputed=recomputed_names(choices),
+        batch_bytes=run.batch_bytes,
+        **slots_of(run.model, run.optimizer, run.widths),
+        first=run.piece(0),
+        next=run.piece(1),
+        step=run.piece(2),
+        blocks=tuple(zip(*(run.visits.blocks(*w) for w in passes), strict=True)),
+        rest=run.visits.rest(*passes[0]),
+        windows=windows_of(run.followed, run.marks),
+        recomputed=recomputed_names(run.choices),
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from bigtrain.errors import ConfigError
-from bigtrain.loading import job_of, load_job, parse_overrides, preset_names, read_yaml
+from bigtrain.loading import changed_job, job_of, load_job, parse_overrides, preset_names, read_yaml
 
 
 def write(tmp_path, text, name="job.yaml"):
@@ -131,3 +131,13 @@ def test_a_missing_or_unknown_file_is_refused(tmp_path):
     (tmp_path / "bad.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot read"):
         read_yaml(tmp_path / "bad.yaml")
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_named_strategy_and_its_keys_may_stand_side_by_side(turned):
+    words = ["strategy=fsdp", "strategy.recompute=full"]
+    words = words[::-1] if turned else words
+    for job in (load_job(None, None, words), changed_job(load_job(None, "ddp"), words)):
+        roles = job.strategy.roles()
+        assert (job.strategy.name, roles["replicate"].options["stage"]) == ("fsdp", 3)
+        assert roles["recompute"].options == {"mode": "full"}
