@@ -27,6 +27,7 @@ setup(
         "bigtrain",
         "bigtrain.compare",
         "bigtrain.configs",
+        "bigtrain.configs.clusters",
         "bigtrain.configs.jobs",
         "bigtrain.configs.strategies",
         "bigtrain.cutting",
@@ -41,6 +42,7 @@ setup(
     package_data={
         "bigtrain": ["py.typed"],
         "bigtrain.configs": ["*.yaml"],
+        "bigtrain.configs.clusters": ["*.yaml"],
         "bigtrain.configs.jobs": ["*.yaml"],
         "bigtrain.configs.strategies": ["*.yaml"],
     },

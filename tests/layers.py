@@ -8,8 +8,8 @@ import re
 # that stands before it here. "." is bigtrain itself.
 TABLE = """
 words:      errors units restart
-job:        arguments config configs configs.jobs configs.strategies deepspeed_file
-            environment imports loading
+job:        arguments cluster collectives config configs configs.clusters configs.jobs
+            configs.strategies deepspeed_file environment imports loading
 memory:     budget cap cuts forecast lean_adamw low_bit memory precision replay room schedules
             seeds shards timeline
 learning:   block_costs blocks blueprint chunked_loss fakes heads linear_loss keeping
@@ -21,7 +21,8 @@ learning:   block_costs blocks blueprint chunked_loss fakes heads linear_loss ke
             data data.catalog data.digits data.folders data.images data.loader data.sampler
             data.seeding data.source data.synthetic data.text data.voc
             models models.gpt models.imported models.lenet models.torchvision_models
-ranks:      distributed failures guard launch link_rates rates rendezvous threads watch
+ranks:      distributed failures guard launch link_rates rates rendezvous this_cluster threads
+            watch
 seam:       chain checkpoint fill fitting home layout live optim pieces released
             pipeline_relay pipeline_stage pipeline_state pipeline_ties pipelines
             profiles replayed replicas runner stage_profiles strategy update

@@ -1,0 +1,1 @@
+"""Clusters by name: each file has the figures of one kind of node and its links."""
