@@ -10,8 +10,8 @@ TABLE = """
 words:      errors units restart
 job:        arguments cluster collectives config configs configs.clusters configs.jobs
             configs.strategies deepspeed_file environment imports loading
-memory:     budget cap cuts forecast lean_adamw low_bit memory precision replay room schedules
-            seeds shards timeline
+memory:     budget cap cuts floors forecast lean_adamw low_bit memory precision replay room
+            schedules seeds shards timeline
 learning:   block_costs blocks blueprint chunked_loss fakes heads linear_loss keeping
             cutting cutting.balance cutting.calls cutting.choose cutting.compare cutting.cut
             cutting.ghost cutting.intervals cutting.points cutting.rehearsal

@@ -1,0 +1,205 @@
+"""What is published of schedules, and the closed forms of `floors`, against the schedules here.
+
+`bigtrain.schedules` plays torch's own tables (torch 2.15) through; nothing there knows a formula.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from bigtrain.errors import ConfigError
+from bigtrain.floors import bubble_share, micro_batches_in_flight
+from bigtrain.schedules import (
+    ONE_STAGE,
+    SCHEDULES,
+    V_SHAPED,
+    StageSeconds,
+    bubble,
+    in_flight,
+    in_flight_together,
+    order,
+)
+
+
+def played(schedule, pp, micro_batches, v, forward=1.0, inputs=1.0, weights=1.0):
+    """The step as it runs where each stage takes these seconds."""
+    seconds = [StageSeconds(forward, inputs, weights)] * (pp * v)
+    return bubble(order(schedule, pp, v, micro_batches), seconds)
+
+
+def held(schedule, pp, micro_batches, v):
+    """Micro-batches' worth of its activations, of each rank."""
+    return [in_flight_together(actions) / v for actions in order(schedule, pp, v, micro_batches)]
+
+
+def grid(schedule, rounds=(1, 2, 3, 4, 5, 6, 8, 12, 16)):
+    """What the schedule takes of (ranks, micro-batches, stages on a rank)."""
+    counts = (1,) if schedule in ONE_STAGE else (2,) if schedule in V_SHAPED else (1, 2, 3)
+    for pp in (1, 2, 3, 4, 6):
+        for m in rounds:
+            for v in counts:
+                try:
+                    order(schedule, pp, v, m)
+                except ConfigError:
+                    continue
+                yield pp, m, v
+
+
+TABLE = {
+    # pp, m: share of 1F1B; interleaved and its peaks; LoopedBFS and its peak; interleaved zero
+    # bubble, ZBV and DualPipeV, which wait alike, and their peaks
+    (2, 4): (".200", ".111", [2.5, 1.5], 4, ".040", (2, 2, 2.5)),
+    (4, 8): (".273", ".158", [5.5, 4.5, 3.5, 2.5], 8, ".059", (4, 4, 4.5)),
+    (4, 16): (".158", ".086", [5.5, 4.5, 3.5, 2.5], 16, ".030", (4, 4, 4.5)),
+    (8, 32): (".179", ".099", [11.5, 10.5, 9.5, 8.5, 7.5, 6.5, 5.5, 4.5], 32, ".035", (8, 8, 8.5)),
+}
+SPLIT = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
+
+
+@pytest.mark.parametrize(("pp", "m"), TABLE)
+def test_the_table_of_all_schedules(pp, m):
+    """Two stages a rank and F = I = W: figures found earlier, on torch's tables, by other code."""
+    one, interleaved, peaks, looped_peak, split, split_peaks = TABLE[pp, m]
+
+    def share(schedule, v):
+        return f"{played(schedule, pp, m, v).share:.3f}"[1:]
+
+    assert share("1f1b", 1) == one
+    assert share("interleaved_1f1b", 2) == share("looped_bfs", 2) == interleaved
+    assert [share(schedule, 2) for schedule in SPLIT] == [split] * 3
+    assert held("interleaved_1f1b", pp, m, 2) == peaks
+    assert held("looped_bfs", pp, m, 2) == [looped_peak] * pp
+    for schedule, peak in zip(SPLIT, split_peaks, strict=True):
+        assert held(schedule, pp, m, 2) == [peak] * pp
+    # 1F1B falls with the rank, the split schedules do not.
+    assert held("1f1b", pp, m, 1) == [pp - rank for rank in range(pp)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_closed_forms_of_what_is_in_flight(schedule):
+    """On every rank, for every combination that the schedule takes: as it is played."""
+    cases = list(grid(schedule))
+    assert len(cases) > 10
+    for pp, m, v in cases:
+        closed = [micro_batches_in_flight(schedule, pp, rank, m, v) for rank in range(pp)]
+        assert closed == held(schedule, pp, m, v), (pp, m, v)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_closed_forms_of_the_bubble(schedule):
+    """As it is played, for unequal seconds, too, where the schedule has a form for them."""
+    draw = random.Random(7)
+    tried = refused = 0
+    for pp, m, v in grid(schedule):
+        for times in ((1, 1, 1), *(tuple(draw.randint(1, 9) for _ in range(3)) for _ in range(3))):
+            try:
+                closed = bubble_share(schedule, pp, m, v, *times)
+            except ValueError:
+                refused += 1
+                continue
+            tried += 1
+            assert closed == pytest.approx(played(schedule, pp, m, v, *times).share), (pp, m, v)
+    assert schedule in V_SHAPED or tried > refused
+    assert tried > 20
+    assert (refused > 0) == (schedule in SPLIT)
+
+
+def test_the_forms_refuse_what_the_schedules_refuse():
+    for call in (
+        lambda: micro_batches_in_flight("1f1b", 4, 0, 2),
+        lambda: bubble_share("1f1b", 4, 2),
+    ):
+        with pytest.raises(ConfigError, match="needs at least 4 micro-batches"):
+            call()
+    with pytest.raises(ValueError, match="has no closed form; play it through with schedules.bubb"):
+        bubble_share("zbv_zero_bubble", 4, 8, 2, 1, 2, 1)
+
+
+def test_gpipe_and_1f1b():
+    """(K-1)/(M+K-1), section 2.3 of arXiv 1811.06965; 1F1B, PipeDream-Flush, the same bubble."""
+    for pp, m in ((2, 2), (4, 16), (8, 8)):
+        for schedule in ("gpipe", "1f1b"):
+            assert played(schedule, pp, m, 1).share == pytest.approx((pp - 1) / (m + pp - 1))
+        assert held("gpipe", pp, m, 1) == [m] * pp
+        # Stage i of 1F1B holds min(m, p - i) micro-batches: arXiv 2006.09503.
+        actions = order("1f1b", pp, 1, m)
+        assert [in_flight(row)[rank] for rank, row in enumerate(actions)] == [
+            min(m, pp - rank) for rank in range(pp)
+        ]
+
+
+@pytest.mark.parametrize("v", [1, 2, 3])
+def test_interleaved(v):
+    """Its bubble is a v-th of 1F1B's, section 2.2 of arXiv 2104.04473; what it holds is more by
+    1 + (p-1)/(pv), section 4.2.3 of arXiv 2205.05198, on the first rank.
+    """
+    for pp, m in ((2, 4), (4, 16)):
+        whole = 3 * m  # a rank's own work, whatever the stages
+        idle = played("interleaved_1f1b", pp, m, v, 1 / v, 1 / v, 1 / v).seconds - whole
+        assert idle == pytest.approx(3 * (pp - 1) / v)
+        first = held("interleaved_1f1b", pp, m, v)[0]
+        assert first == pytest.approx(pp * (1 + (pp - 1) / (pp * v)))
+
+
+def test_zero_bubble():
+    """F = I = W; bubble over work, memory over 1F1B's: the authors' table, and torch's schedules.
+
+    Printed: 1F1B (p-1)/m, ZB1P (p-1)/3m, ZBV 0; memory 1, 1, 1. The first two are as printed. With
+    ZBV no rank waits between its first and its last action, but each begins an F after the one
+    before it: counted from the first to the last action of all, (p-1)F/v, or (p-1)/6m of the work.
+    """
+    for pp, m in ((2, 8), (4, 12), (8, 32)):
+
+        def over_work(schedule, v, pp=pp, m=m):
+            step = played(schedule, pp, m, v)
+            return (step.seconds - step.busy[0]) / step.busy[0]
+
+        assert over_work("1f1b", 1) == pytest.approx((pp - 1) / m)
+        assert over_work("interleaved_zero_bubble", 1) == pytest.approx((pp - 1) / (3 * m))
+        assert over_work("zbv_zero_bubble", 2) == pytest.approx((pp - 1) / (6 * m)) != 0
+        most = max(held("1f1b", pp, m, 1))
+        assert held("interleaved_zero_bubble", pp, m, 1) == [most] * pp
+        assert held("zbv_zero_bubble", pp, m, 2) == [most] * pp
+        # Unequal seconds: (p-1)(F + B - 2W) with B = I + W, where W is the least of the three.
+        step = played("interleaved_zero_bubble", pp, m, 1, 3, 5, 2)
+        assert step.seconds - step.busy[0] == (pp - 1) * (3 + 5 + 2 - 2 * 2)
+
+
+def test_only_zbv_has_no_bubble_where_ranks_need_not_end_together():
+    """Two steps without a wait for all ranks between: its idle time is that of one."""
+    pp, m = 4, 12
+
+    def twice(schedule, v):
+        rows = order(schedule, pp, v, m)
+        again = [tuple(a._replace(micro_batch=a.micro_batch + m) for a in row) for row in rows]
+        both = tuple(row + more for row, more in zip(rows, again, strict=True))
+        step = bubble(both, [StageSeconds(1.0, 1.0, 1.0)] * (pp * v))
+        return step.seconds - step.busy[0]
+
+    assert twice("zbv_zero_bubble", 2) == pp - 1
+    assert twice("interleaved_zero_bubble", 1) == 2 * (pp - 1)
+    assert twice("1f1b", 1) == 2 * 3 * (pp - 1)
+
+
+def test_sources_disagree_on_dualpipev():
+    """Two published bubbles, neither of which is what torch's table takes with nothing overlapped.
+
+    DeepSeek's (PP/2-1)(F&B + B - 3W) with PP = 2p chunks, F&B being a forward and a backward
+    together; MindSpeed's (PP-1)(F&B + B - W) - F with PP = p (both read). The first is torch's
+    where the forward pass costs nothing beside a backward pass: F&B = B.
+    """
+    for pp, m in ((2, 4), (4, 8), (8, 32)):
+        step = played("dualpipev", pp, m, 2)
+        idle = step.seconds - step.busy[0]
+        assert idle == pp - 1
+
+        def deepseek(together, pp=pp):
+            return (pp - 1) * (together + 2 - 3)
+
+        assert deepseek(together=3) == 2 * (pp - 1) != idle
+        assert deepseek(together=2) == idle
+        assert (pp - 1) * (3 + 2 - 1) - 1 != idle
+        # PP + 1 chunks of activations, which is p + 1/2 of a rank's.
+        assert held("dualpipev", pp, m, 2) == [(2 * pp + 1) / 2] * pp
