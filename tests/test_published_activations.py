@@ -8,7 +8,6 @@ are its formulas on its models, and are kept here so that a change of a formula 
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any
 
 import pytest
@@ -357,7 +356,6 @@ def test_profiles_know_what_a_layer_keeps():
 GPT_SHAPE = {"vocab_size": 64, "sequence_length": 32, "width": 48, "num_heads": 3}
 
 
-@cache
 def of_one_block(choice: str | None) -> int:
     """What one block more of the project's GPT keeps, in fp32."""
     tokens = torch.zeros(4, GPT_SHAPE["sequence_length"], dtype=torch.long)
@@ -379,7 +377,6 @@ def test_a_block_of_the_gpt_here():
     b, s, h, a = 4, 32, 48, 3
     sbh, rows, norms = s * b * h, s * b * a, 4 * s * b
     assert of_one_block(None) == 4 * (16 * sbh + rows + norms)
-    assert of_one_block("full") == 4 * sbh
     # Input, q, k and v, mixed, projected, 4 of the MLP and its result.
     assert of_one_block("selective") == 4 * (11 * sbh + rows)
     paper = Transformer(1, h, a, s, 64).activation_bytes(b, recompute="selective")
