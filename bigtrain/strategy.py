@@ -28,6 +28,7 @@ from bigtrain.layout import Layout
 from bigtrain.live import Runner
 from bigtrain.memory import Meter
 from bigtrain.tasks import Loss
+from bigtrain.traffic import Traffic
 from bigtrain.update import MakeOptimizer, Update
 
 Place = Literal["device", "cpu", "disk"]
@@ -321,6 +322,15 @@ class Strategy(BaseModel):
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:  # noqa: ARG002
         """Turn the forecast of what came before into the forecast with this technique."""
         return forecast
+
+    def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:  # noqa: ARG002
+        """What this technique exchanges between ranks and moves out of the device, as it does it.
+
+        Args:
+            profile: of the model, or of one rank's stage of it; with its shapes, not `missing`.
+            plan: what will be run.
+        """
+        return ()
 
     def apply(self, assembly: Assembly) -> None:
         """Change the assembly: wrap the module, shard its parameters, set the sync."""

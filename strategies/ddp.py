@@ -11,6 +11,7 @@ Source: Li et al. 2020, PyTorch Distributed (arXiv 2006.15704), sections 3.2 and
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -22,6 +23,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.forecast import Forecast, Profile
 from bigtrain.replicas import Average, Sync, wrap
 from bigtrain.strategy import Assembly, Plan, Strategy
+from bigtrain.traffic import Traffic, averaged, tensors_of
 from bigtrain.units import MIB
 
 
@@ -89,6 +91,40 @@ class DDP(Strategy):
         if self.compress == "powersgd":  # the error feedback: one more copy of the gradients
             states = replace(states, buffers=states.buffers + profile.gradient_bytes)
         return replace(forecast, states=states, first=profile.next)
+
+    def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+        """Gradients once a step, beside the last backward pass; in a pipeline after all of them."""
+        if plan.dp == 1:
+            return ()
+        found = averaged(
+            profile,
+            plan.dp,
+            plan.pp * plan.tp,
+            bucket=self.bucket_size,
+            overlaps=plan.pp == 1,
+            buffers=self.broadcast_buffers,
+        )
+        return tuple(
+            replace(t, nbytes=self._compressed(profile)) if t.kind == "all_reduce" else t
+            for t in found
+        )
+
+    def _compressed(self, profile: Profile) -> int:
+        """Bytes of the gradients as they travel."""
+        if self.compress == "none":
+            return profile.gradient_bytes
+        if self.compress != "powersgd":
+            return 2 * profile.trained_elements
+        size = profile.gradient_bytes / max(1, profile.trained_elements)
+        return round(size * sum(self._low_rank(shape) for shape in tensors_of(profile)))
+
+    def _low_rank(self, shape: tuple[int, ...]) -> int:
+        """Numbers of a gradient as PowerSGD sends it: two thin matrices, where these are less."""
+        whole = math.prod(shape)
+        rows = shape[0] if shape else 1
+        thin = self.powersgd_rank * (rows + whole // max(1, rows))
+        # torch's PowerSGDState leaves alone what would not become half as large.
+        return thin if len(shape) > 1 and 2 * thin < whole else whole
 
     def apply(self, assembly: Assembly) -> None:
         """Wrap the module; the weights are the same on all ranks already."""

@@ -14,6 +14,7 @@ Source: Ren et al. 2021, ZeRO-Offload (arXiv 2101.06840), sections 3 and 4; Rajb
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
@@ -37,6 +38,7 @@ from bigtrain.room import (
 )
 from bigtrain.strategy import Assembly, Offloaded, Place, Plan, Strategy
 from bigtrain.timeline import Span, Timeline
+from bigtrain.traffic import Traffic, moved_activations, tensors_of
 
 
 class Offload(Strategy):
@@ -167,6 +169,59 @@ class Offload(Strategy):
         room = round(chunk * profile.state_slots) * _item(plan)
         share = chunk / profile.trained_elements
         return replace(forecast, states=states, step=_chunked(forecast.step, share, room))
+
+    def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+        """State each way once a step, what blocks save each way for each micro-batch.
+
+        Parameters, and all but activations under DeepSpeed, are stated by who moves them.
+        """
+        found = []
+        nbytes, calls = moved_activations(profile) if plan.moves_activations else (0, 0)
+        if nbytes and self.activations == "disk":
+            found += [
+                Traffic("to_disk", nbytes, calls, "micro_batch", "forward"),
+                Traffic("from_disk", nbytes, calls, "micro_batch", "backward"),
+            ]
+        if nbytes and plan.device_type != "cpu":
+            # On their way to a disk they are copied over before anything else is done.
+            past = self.activations == "disk"
+            found += [
+                Traffic("to_host", nbytes, calls, "micro_batch", "nothing" if past else "forward"),
+                Traffic(
+                    "from_host", nbytes, calls, "micro_batch", "nothing" if past else "backward"
+                ),
+            ]
+        return (*found, *self._state_traffic(profile, plan))
+
+    def _state_traffic(self, profile: Profile, plan: Plan) -> list[Traffic]:
+        """The optimizer's: state to disk and back, or gradients to the host and values back."""
+        replicate = plan.techniques["replicate"]
+        if replicate.own_offload or self.optimizer == "device":
+            return []
+        ranks = replicate.state_ranks(plan)
+        elements, item = -(-profile.trained_elements // ranks), _item(plan)
+        tensors = -(-len(tensors_of(profile)) // ranks)
+        if self._on_host(plan):  # chunk by chunk, beside the update of the one before
+            return [
+                Traffic("to_host", elements * item, tensors, "step", "step"),
+                Traffic("from_host", elements * item, tensors, "step", "step"),
+            ]
+        if self.optimizer != "disk":
+            return []
+        pieces = replicate.optimizer_gets == "pieces"
+        values = 1 if pieces and plan.bf16_parameters else 0  # the fp32 ones go along
+        nbytes = round(elements * (profile.state_slots + values)) * item
+        if not nbytes:
+            return []
+        calls = tensors * max(1, math.ceil(profile.state_slots + values))
+        found = [  # the next chunk is read meanwhile; a written one is waited for
+            Traffic("from_disk", nbytes, calls, "step", "step"),
+            Traffic("to_disk", nbytes, calls, "step", "nothing"),
+        ]
+        if plan.device_type != "cpu" and self.parameters == "device":
+            found.append(Traffic("from_host", nbytes, calls, "step", "nothing"))
+            found.append(Traffic("to_host", nbytes, calls, "step", "nothing"))
+        return found
 
     def apply(self, assembly: Assembly) -> None:
         """Say where the state will live; whoever makes the optimizer takes it there."""

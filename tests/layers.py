@@ -11,7 +11,7 @@ words:      errors units restart
 job:        arguments cluster collectives config configs configs.clusters configs.jobs
             configs.strategies deepspeed_file environment imports loading
 memory:     budget cap cuts floors forecast lean_adamw low_bit memory precision replay room
-            schedules seeds shards timeline
+            schedules seeds shards timeline traffic
 learning:   block_costs blocks blueprint chunked_loss fakes heads linear_loss keeping
             cutting cutting.balance cutting.calls cutting.choose cutting.compare cutting.cut
             cutting.ghost cutting.intervals cutting.points cutting.rehearsal
@@ -37,9 +37,11 @@ strategies: strategies strategies.accumulation strategies.checkpointing strategi
             strategies.zero.deepspeed_config strategies.zero.deepspeed_engine
             strategies.zero.deepspeed_forecast strategies.zero.deepspeed_offload
             strategies.zero.deepspeed_runner strategies.zero.deepspeed_shards
-            strategies.zero.deepspeed_share strategies.zero.deepspeed_update
+            strategies.zero.deepspeed_share strategies.zero.deepspeed_traffic
+            strategies.zero.deepspeed_update
             strategies.zero.fairscale_engine
             strategies.zero.fairscale_forecast strategies.zero.fairscale_fsdp
+            strategies.zero.fairscale_traffic
             strategies.zero.fully_sharded strategies.zero.fully_sharded_forecast
             strategies.zero.options strategies.zero.sharded_optimizer
 build:      build exhausted listing pass_prices predict registry remedies settle

@@ -4,7 +4,9 @@ Memory: of the bytes for P parameters on N ranks in fp32 (bf16), stage 1 holds 8
 optimizer state and the rest whole, stage 2 shards the gradients too, stage 3 everything: 16P/N.
 Activations are not touched; layers in use are whole for that time.
 Communication: stages 1 and 2 as DDP, each parameter's bytes twice per rank and step; stage 3
-gathers the parameters for the forward and again for the backward pass: half as much more.
+gathers the parameters for the forward and again for the backward pass: half as much more, and so
+does stage 1 on torch and fairscale, where DDP averages whole gradients. Accumulating, stages 2 and
+3 reduce after every micro-batch, on torch they gather for each as well.
 Constraints: pays from two ranks on. Which options and precisions there are, the engine says.
 Example: deepspeed --num_accelerators 2 bigtrain/train.py --strategy zero2
 
@@ -21,6 +23,7 @@ from bigtrain.forecast import Forecast, Profile
 from bigtrain.imports import load_object
 from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
 from bigtrain.strategy import Assembly, Given, Plan
+from bigtrain.traffic import Traffic
 
 ENGINES: dict[str, dict[int, str]] = {
     "deepspeed": dict.fromkeys((1, 2, 3), "bigtrain.strategies.zero.deepspeed_engine:DeepSpeed"),
@@ -121,6 +124,10 @@ class Zero(ZeroOptions):
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
         """Shard the states, and add the engine's own buffers."""
         return self._engine.estimate(self, forecast, profile, plan)
+
+    def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+        """What the engine exchanges and moves."""
+        return self._engine.traffic(self, profile, plan)
 
     def apply(self, assembly: Assembly) -> None:
         """Let the engine take the model over."""

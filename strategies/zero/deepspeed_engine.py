@@ -32,14 +32,16 @@ from bigtrain.forecast import Forecast, Profile
 from bigtrain.live import Runner
 from bigtrain.strategies.zero.advice import advise
 from bigtrain.strategies.zero.deepspeed_build import build, check_file, load_deepspeed
-from bigtrain.strategies.zero.deepspeed_config import settings, stage_of
+from bigtrain.strategies.zero.deepspeed_config import bucket_elements, settings, stage_of
 from bigtrain.strategies.zero.deepspeed_forecast import forecast_of
 from bigtrain.strategies.zero.deepspeed_offload import check_offload, offload_advice
 from bigtrain.strategies.zero.deepspeed_runner import DeepSpeedRunner
 from bigtrain.strategies.zero.deepspeed_share import share, shared_forecast
+from bigtrain.strategies.zero.deepspeed_traffic import shared_traffic, traffic_of
 from bigtrain.strategies.zero.deepspeed_update import DeepSpeedUpdate
 from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
 from bigtrain.strategy import Assembly, Plan
+from bigtrain.traffic import Traffic
 
 INSTEAD = {0: "ddp", 1: "zero1_torch", 2: "fsdp_zero2", 3: "fsdp"}
 """The preset on torch's own parts that does the same stage."""
@@ -110,6 +112,14 @@ class DeepSpeed(ZeroEngine):
             return shared_forecast(options, forecast, profile, plan)
         config = settings(options, plan, profile.trained_elements)
         return forecast_of(config, forecast, profile, plan)
+
+    def traffic(self, options: ZeroOptions, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+        """See `deepspeed_traffic`."""
+        if plan.joined:
+            bucket = bucket_elements(options, plan, profile.trained_elements)
+            return shared_traffic(bucket, profile, plan)
+        config = settings(options, plan, profile.trained_elements)
+        return traffic_of(config, profile, plan)
 
     def apply(self, options: ZeroOptions, assembly: Assembly) -> None:
         """Let the runner build the model under DeepSpeed, when everything else has its shape."""

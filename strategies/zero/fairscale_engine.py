@@ -31,8 +31,10 @@ from bigtrain.pieces import Replicas
 from bigtrain.replicas import Sync, wrap
 from bigtrain.runner import LoopRunner
 from bigtrain.strategies.zero.fairscale_forecast import Deal, deals, in_flight, scaled
+from bigtrain.strategies.zero.fairscale_traffic import traffic_of
 from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
 from bigtrain.strategy import Assembly, Plan
+from bigtrain.traffic import Traffic
 from bigtrain.units import MIB, format_bytes
 from bigtrain.update import MakeOptimizer, counts_on_device, is_elementwise, tensors_of
 
@@ -81,6 +83,10 @@ def refuse_common(options: ZeroOptions, plan: Plan) -> None:
 
 class FairscaleEngine(ZeroEngine):
     """What the stages have in common."""
+
+    def traffic(self, options: ZeroOptions, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+        """See `fairscale_traffic`."""
+        return traffic_of(options, profile, plan)
 
     def advise(
         self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan

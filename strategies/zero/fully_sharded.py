@@ -11,8 +11,9 @@ The model is built sharded: a unit gets its values and is sharded before the nex
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import Any
+import math
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -34,6 +35,8 @@ from bigtrain.strategies.zero.advice import advise
 from bigtrain.strategies.zero.fully_sharded_forecast import forecast_of
 from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
 from bigtrain.strategy import Assembly, Plan
+from bigtrain.timeline import Visit
+from bigtrain.traffic import Behind, Traffic, units_of
 
 
 class FullySharded(ZeroEngine):
@@ -62,6 +65,16 @@ class FullySharded(ZeroEngine):
         """States in shards, and the units that are whole at each moment."""
         ranks = options.shard_ranks or plan.dp
         return forecast_of(forecast, profile, plan, stage=options.stage, ranks=ranks)
+
+    def traffic(self, options: ZeroOptions, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+        """Each micro-batch gathers every unit and reduces its gradients; see `_Flow`."""
+        ranks = options.shard_ranks or plan.dp
+        flow = _Flow(units_of(profile), plan, ranks)
+        again = [unit for unit in flow.units if unit is not profile.rest]
+        found = flow.gathered(flow.units, "forward")
+        if options.stage == 3:
+            found += flow.gathered(again, "backward")
+        return tuple(found + flow.reduced())
 
     def advise(
         self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
@@ -106,6 +119,72 @@ class FullySharded(ZeroEngine):
             shard_norms(root)
             fully_shard(root, mp_policy=low, **{**settings, "reshard_after_forward": False})
             _tell_owner(root, assembly)
+
+
+class _Flow:
+    """What the units of a rank send and move for one micro-batch.
+
+    Gathered is in the precision of the computation (BatchNorm, which is gathered in fp32, is not
+    told apart), reduced in that of the shards. What is in no block is gathered once in stage 3,
+    too. Blocks that are computed again are whole already. On a CPU nothing is beside anything.
+
+    Args:
+        units: with their parameters.
+        plan: mesh, precision, offload.
+        ranks: over how many the states are sharded.
+    """
+
+    def __init__(self, units: Sequence[Visit], plan: Plan, ranks: int) -> None:
+        self.units = units
+        self._plan, self._ranks = plan, ranks
+        self._kept = 8 if plan.precision == "fp64" else 4
+        self._used = 2 if plan.bf16_parameters else self._kept
+        self._on_gpu = plan.device_type == "cuda"
+        self._away = plan.offloaded.parameters == "cpu" and self._on_gpu
+
+    def gathered(self, units: Sequence[Visit], behind: Behind) -> list[Traffic]:
+        """Parameters come together; from the host first, where the shards live there."""
+        numbers, found = sum(self._padded(unit) for unit in units), []
+        if self._away and units:
+            nbytes, calls = self._kept * numbers // self._ranks, sum(len(u.shapes) for u in units)
+            found.append(Traffic("from_host", nbytes, calls, "micro_batch", behind))
+        if self._ranks > 1 and units:
+            found.append(self._exchange("all_gather", self._used * numbers, len(units), behind))
+        return found
+
+    def reduced(self) -> list[Traffic]:
+        """Gradients go to shards, over the groups that replicate them, and to the host."""
+        units = [unit for unit in self.units if any(unit.trained)]
+        nbytes = self._kept * sum(self._padded(unit, trained=True) for unit in units)
+        shard, found = nbytes // self._ranks, []
+        if self._ranks > 1 and units:
+            found.append(self._exchange("reduce_scatter", nbytes, len(units), "backward"))
+        groups = self._plan.dp // self._ranks
+        if groups > 1 and units:
+            stride = self._ranks * self._plan.pp * self._plan.tp
+            behind: Behind = "backward" if self._on_gpu else "nothing"
+            found.append(
+                Traffic("all_reduce", shard, len(units), "micro_batch", behind, groups, stride)
+            )
+        if self._away and units:
+            calls = sum(sum(unit.trained) for unit in units)
+            found.append(Traffic("to_host", shard, calls, "micro_batch", "backward"))
+        return found
+
+    def _exchange(
+        self, kind: Literal["all_gather", "reduce_scatter"], nbytes: int, calls: int, behind: Behind
+    ) -> Traffic:
+        beside: Behind = behind if self._on_gpu else "nothing"
+        stride = self._plan.pp * self._plan.tp
+        return Traffic(kind, nbytes, calls, "micro_batch", beside, self._ranks, stride)
+
+    def _padded(self, unit: Visit, *, trained: bool = False) -> int:
+        """Numbers of a unit: rows are dealt out evenly, the last ranks' padded to the same."""
+        return self._ranks * sum(
+            math.ceil(shape[0] / self._ranks) * math.prod(shape[1:]) if shape else 1
+            for shape, wanted in zip(unit.shapes, unit.trained, strict=True)
+            if wanted or not trained
+        )
 
 
 def _refuse_shared(assembly: Assembly) -> None:

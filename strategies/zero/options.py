@@ -9,6 +9,7 @@ from pydantic import Field
 from bigtrain.config import Bytes, Role
 from bigtrain.forecast import Forecast, Profile
 from bigtrain.strategy import Assembly, Given, Plan, Strategy
+from bigtrain.traffic import Traffic
 
 
 class ZeroOptions(Strategy):
@@ -61,6 +62,10 @@ class ZeroEngine:
         self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
     ) -> Forecast:
         """One rank's memory, as `Strategy.estimate`."""
+        raise NotImplementedError
+
+    def traffic(self, options: ZeroOptions, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+        """What it exchanges and moves, as `Strategy.traffic`."""
         raise NotImplementedError
 
     def apply(self, options: ZeroOptions, assembly: Assembly) -> None:

@@ -1,0 +1,417 @@
+"""What each strategy says that it sends and moves: as the theory has it, as real ranks do it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from nets import BlockConv, BlockLM, tokens
+from parity import adamw
+from ranks import run_ranks
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bigtrain.build import make_plan
+from bigtrain.data import GlobalOrder, MicroBatch, StepLoader
+from bigtrain.data.source import TensorSamples
+from bigtrain.distributed import RunContext
+from bigtrain.engine import Engine
+from bigtrain.forecast import Profile
+from bigtrain.home import DiskHome
+from bigtrain.loading import job_of
+from bigtrain.moved import LEAST_BYTES
+from bigtrain.predict import rank_of
+from bigtrain.strategy import Plan
+from bigtrain.tasks import CrossEntropy
+from bigtrain.timeline import Visit
+from bigtrain.traffic import (
+    LEAST_MOVED,
+    Traffic,
+    moved_activations,
+    packed,
+    tensors_of,
+    theory_elements,
+)
+
+OPERATIONS = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+}
+
+
+class Wire(TorchDispatchMode):
+    """Notes every exchange: the kind and the bytes of the whole tensor, in the order they come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            sent = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
+            # Losses, norms and counts are numbers in fp64; for ties stages ask in integers.
+            number = sent and sent[0].dtype == torch.float64 and sent[0].numel() == 1
+            if sent and not number and sent[0].dtype != torch.int32:
+                name = func.__name__.partition(".")[0]
+                if name not in ("send", "recv_"):  # over the cuts: the schedule's, not a strategy's
+                    self.seen.append((OPERATIONS.get(name, name), max(t.nbytes for t in sent)))
+        return func(*args, **(kwargs or {}))
+
+
+def exchanged(context, make, samples, strategy, keys):
+    """The third step's exchanges as (kind, bytes), and what the strategy says of a step."""
+    job = job_of(strategy, {"train.global_batch_size": 8, "memory.track_steps": 0, **keys})
+    loss = CrossEntropy()
+    plan = make_plan(job, context.world_size, "cpu")
+    rows = plan.batch.micro_size
+    order = GlobalOrder(len(samples), rows, shuffle=False)
+    example = next(iter(StepLoader(samples, order, count=loss.count, micro_batch_size=rows)))
+    example = example.micro_batches[0]
+    with Engine(make, loss, adamw, job, context, example=example) as engine:
+        loader = StepLoader(
+            samples,
+            GlobalOrder(len(samples), engine.plan.batch.global_size, seed=3),
+            count=loss.count,
+            dp_rank=context.dp_rank,
+            dp_size=context.dp_size,
+            micro_batch_size=engine.plan.batch.micro_size,
+        )
+        for number, batch in zip(range(3), loader, strict=False):
+            with Wire() as wire:
+                engine.step(batch)
+            assert number < 3
+        rank = rank_of(engine.plan, make(), example, loss, adamw, engine.layout, context.pp_rank)
+        said = stated(rank.profiles[0], engine.plan)
+        return wire.seen, said, engine.plan.batch.accumulation_steps
+
+
+def stated(profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+    return tuple(
+        t for technique in plan.techniques.values() for t in technique.traffic(profile, plan)
+    )
+
+
+def images() -> TensorSamples:
+    generator = torch.Generator().manual_seed(1)
+    return TensorSamples(torch.randn(64, 1, 8, 8, generator=generator), torch.arange(64) % 3)
+
+
+def text() -> TensorSamples:
+    return tokens(64, ignored=False)
+
+
+TWO, BF16 = {"train.micro_batch_size": 2}, {"train.micro_batch_size": 2, "train.precision": "bf16"}
+MESH = {"train.micro_batch_size": 1, "mesh.pp": 2, "mesh.dp": 2}
+LM: Any = (partial(BlockLM, width=32), text)
+CONV: Any = (BlockConv, images)
+CASES: dict[str, tuple[Any, ...]] = {
+    "ddp": (2, *LM, "ddp", TWO),
+    "ddp, one micro-batch": (2, *LM, "ddp", {}),
+    "ddp, several buckets": (2, *LM, "ddp", {**TWO, "strategy.replicate.bucket_size": "16KiB"}),
+    "ddp, buffers": (2, *CONV, "ddp", TWO),
+    "ddp, compressed": (2, *LM, "ddp", {**TWO, "strategy.replicate.compress": "bf16"}),
+    "zero1_torch": (2, *LM, "zero1_torch", TWO),
+    "zero1_torch, in bf16": (2, *LM, "zero1_torch", BF16),
+    "fsdp": (2, *LM, "fsdp", TWO),
+    "fsdp, in bf16": (2, *LM, "fsdp", BF16),
+    "fsdp, in fp64": (2, *LM, "fsdp", {**TWO, "train.precision": "fp64"}),
+    "fsdp, computed again": (2, *LM, "fsdp_checkpointing", TWO),
+    "fsdp_zero2": (2, *LM, "fsdp_zero2", TWO),
+    "hybrid": (4, *LM, "hybrid", {"train.micro_batch_size": 1}),
+    "zero1": (2, *LM, "zero1", TWO),
+    "zero2": (2, *CONV, "zero2", TWO),
+    "zero2, in bf16": (2, *LM, "zero2", BF16),
+    "oss": (2, *LM, "oss", TWO),
+    "sharded_ddp": (2, *CONV, "sharded_ddp", TWO),
+    "1f1b_ddp": (4, *LM, "1f1b_ddp", MESH),
+    "1f1b_zero1": (4, *LM, "1f1b_zero1", MESH),
+    "1f1b_fsdp": (4, *LM, "1f1b_fsdp", MESH),
+    "pipeline_deepspeed_zero1": (4, *LM, "pipeline_deepspeed_zero1", MESH),
+}
+
+
+def totals(seen, said, micro_batches):
+    """Bytes and messages by kind: of the ranks, and as stated."""
+    sent, calls = Counter(), Counter()
+    for kind, nbytes in seen:
+        sent[kind] += nbytes
+        calls[kind] += 1
+    expected, messages = Counter(), Counter()
+    for traffic in said:
+        expected[traffic.kind] += traffic.step_bytes(micro_batches)
+        messages[traffic.kind] += traffic.step_calls(micro_batches)
+    return sent, calls, expected, messages
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_real_ranks_exchange_what_is_stated(case):
+    world_size, make, data, strategy, keys = CASES[case]
+    mesh = {"pp": 2, "dp": 2} if keys is MESH else {}
+    found = run_ranks(
+        exchanged, world_size, make, data(), strategy, keys, force_group=True, timeout_s=120, **mesh
+    )
+    for seen, said, micro_batches in found:
+        sent, calls, expected, messages = totals(seen, said, micro_batches)
+        assert sent.keys() == expected.keys()
+        for kind, nbytes in sent.items():
+            assert nbytes == pytest.approx(expected[kind], abs=16), kind
+            if kind == "broadcast" and data is images:
+                continue  # each buffer by itself, and a profile does not say how many there are
+            # Whose gradients a bucket holds is known when DeepSpeed lays them out.
+            spare = 0.5 * calls[kind] if kind == "reduce" else 0
+            assert messages[kind] == pytest.approx(calls[kind], abs=spare), kind
+
+
+@pytest.mark.parametrize(
+    ("strategy", "width"), [("zero3", 32), ("zero3", 256), ("zero3_checkpointing", 32)]
+)
+def test_deepspeeds_stage_3_gathers_what_is_stated_and_tied_parameters_again(strategy, width):
+    """With a width of 256 biases and norms stay whole, and are gathered once a step."""
+    make = partial(BlockLM, width=width)
+    given = (make, text(), strategy, TWO)
+    for seen, said, micro_batches in run_ranks(
+        exchanged, 2, *given, force_group=True, timeout_s=120
+    ):
+        sent, calls, expected, messages = totals(seen, said, micro_batches)
+        assert sent.keys() == expected.keys() == {"all_gather", "reduce_scatter"}
+        # The head's and the embedding's: one parameter, gathered for each of them.
+        tied = 4 * make().embedding.weight.numel() * 2 * micro_batches
+        assert sent["all_gather"] == pytest.approx(expected["all_gather"] + tied, rel=0.005)
+        assert sent["reduce_scatter"] == pytest.approx(expected["reduce_scatter"], rel=0.005)
+        assert messages["all_gather"] == pytest.approx(calls["all_gather"], rel=0.2)
+        assert messages["reduce_scatter"] == pytest.approx(calls["reduce_scatter"], rel=0.5)
+        assert any(t.every == "step" for t in said) == (width == 256)
+
+
+PSI, REST = 4 * 1000 * 1000, 2000
+
+
+def profile(**more: Any) -> Profile:
+    """Four blocks of a matrix each, and little else; fp32 with AdamW."""
+    block = Visit(((1000, 1000),), (True,), (0, 1), (2, 3))
+    rest = Visit(((REST,),), (True,), (0, 4), (0, 4))
+    elements = PSI + REST
+    given: dict[str, Any] = {
+        "parameter_bytes": 4 * elements,
+        "gradient_bytes": 4 * elements,
+        "buffer_bytes": 0,
+        "optimizer_bytes": 8 * elements,
+        "batch_bytes": 0,
+        "trained_elements": elements,
+        "state_slots": 2.0,
+        "blocks": ((block, block),) * 4,
+        "rest": rest,
+    }
+    return Profile(**{**given, **more})
+
+
+def plan_of(strategy: str, ranks: int = 8, device: str = "cpu", **keys: Any) -> Plan:
+    """A plan with dotted keys; one for a GPU that is not there is made like one for the CPU."""
+    job = job_of(strategy, {"train.micro_batch_size": 1, **keys})
+    return replace(make_plan(job, ranks, "cpu"), device_type=device)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "volume"),
+    [
+        ("ddp", (0, 2)),
+        ("zero1", (0, 2)),
+        ("zero2", (1, 1)),
+        ("zero3", (3, 0)),
+        ("fsdp_zero2", (2, 0)),
+        ("fsdp", (3, 0)),
+        # These average whole gradients, and send what is updated after the step.
+        ("zero1_torch", (0, 3)),
+        ("oss", (0, 3)),
+        ("sharded_ddp", (1, 1)),
+    ],
+)
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_the_volume_is_that_of_the_theory(strategy, volume, micro_batches):
+    """ZeRO, section 7: 2 psi numbers for DDP and stages 1 and 2, 3 psi for stage 3."""
+    plan = plan_of(strategy, **{"train.accumulation_steps": micro_batches})
+    found = theory_elements(stated(profile(), plan), micro_batches, size=4)
+    of_each, once = volume
+    assert found == pytest.approx((of_each * micro_batches + once) * PSI, rel=0.005)
+    assert all(t.ranks == 8 and t.stride == 1 for t in stated(profile(), plan))
+
+
+@pytest.mark.parametrize(
+    "strategy", ["single", "ddp", "zero1_torch", "fsdp", "zero1", "zero3", "oss", "sharded_ddp"]
+)
+def test_one_rank_sends_nothing(strategy):
+    assert stated(profile(buffer_bytes=8), plan_of(strategy, 1)) == ()
+
+
+def test_a_group_of_replicas_has_the_distance_of_its_mesh():
+    keys = {"mesh.pp": 4, "mesh.dp": 2, "train.accumulation_steps": 4}
+    (one,) = stated(profile(), plan_of("1f1b_ddp", **keys))
+    assert (one.ranks, one.stride, one.every, one.beside) == (2, 4, "step", "nothing")
+
+
+def test_hybrid_sharding_gathers_among_neighbours_and_averages_shards_over_groups():
+    plan = plan_of("hybrid", **{"strategy.replicate.shard_ranks": 4})
+    found = {t.kind: t for t in stated(profile(), plan)}
+    assert (found["reduce_scatter"].ranks, found["reduce_scatter"].stride) == (4, 1)
+    assert (found["all_reduce"].ranks, found["all_reduce"].stride) == (2, 4)
+    assert found["all_reduce"].nbytes * 4 == found["reduce_scatter"].nbytes
+
+
+def test_on_a_gpu_sharding_hides_behind_the_computation():
+    def beside(strategy: str, device: str) -> set[str]:
+        return {t.beside for t in stated(profile(), plan_of(strategy, device=device))}
+
+    assert beside("fsdp", "cuda") == {"forward", "backward"}
+    assert beside("fsdp", "cpu") == {"nothing"}
+    assert beside("zero3", "cuda") - {"nothing"} == {"forward", "backward"}
+    assert beside("zero3", "cpu") == {"nothing"}
+    assert beside("ddp", "cpu") == beside("ddp", "cuda") == {"backward"}
+
+
+def test_messages_are_packed_as_far_as_they_fit():
+    assert packed([], 10) == 0
+    assert packed([4, 4, 4], 10) == 2
+    assert packed([4, 4, 4], 10, past=True) == 1
+    assert packed([20, 1, 20], 10) == 3
+    assert packed([20, 1, 20], 10, past=True) == 2
+
+
+def test_powersgd_sends_thin_matrices():
+    keys = {"strategy.replicate.compress": "powersgd", "strategy.replicate.powersgd_rank": 2}
+    (one,) = stated(profile(), plan_of("ddp", **keys))
+    assert one.nbytes == 4 * (4 * 2 * 2000 + REST)
+
+
+def test_a_profile_without_shapes_still_has_its_gradients():
+    bare = profile(blocks=(), rest=None)
+    assert tensors_of(bare) == [(PSI + REST,)]
+    (one,) = stated(bare, plan_of("ddp"))
+    assert (one.nbytes, one.calls) == (4 * (PSI + REST), 1)
+
+
+def moves(found: tuple[Traffic, ...], micro_batches: int = 1) -> dict[str, int]:
+    sums: Counter[str] = Counter()
+    for traffic in found:
+        sums[traffic.kind] += traffic.step_bytes(micro_batches)
+    return {kind: nbytes for kind, nbytes in sums.items() if "host" in kind or "disk" in kind}
+
+
+def test_state_on_the_host_is_a_gradient_over_and_a_value_back():
+    """ZeRO-Offload: 4 bytes each way for each parameter that a rank updates."""
+    keys = {"strategy.offload.optimizer": "cpu"}
+    elements = PSI + REST
+    plan = plan_of("ddp", device="cuda", **keys)
+    assert moves(stated(profile(), plan)) == {"to_host": 4 * elements, "from_host": 4 * elements}
+    plan = plan_of("zero1_torch", device="cuda", **keys)
+    assert moves(stated(profile(), plan)) == {
+        "to_host": 4 * elements // 8,
+        "from_host": 4 * elements // 8,
+    }
+    assert moves(stated(profile(), plan_of("ddp", **keys))) == {}  # a CPU is the host
+
+
+def test_parameters_on_the_host_come_for_each_gathering():
+    keys = {"strategy.offload.parameters": "cpu", "train.accumulation_steps": 3}
+    found = moves(stated(profile(), plan_of("fsdp", device="cuda", **keys)), 3)
+    assert found["from_host"] == pytest.approx(3 * 2 * 4 * PSI / 8, rel=0.005)
+    assert found["to_host"] == pytest.approx(3 * 4 * PSI / 8, rel=0.005)
+
+
+def test_deepspeeds_offload_moves_gradients_and_values():
+    share = (PSI + REST) // 8
+    found = moves(stated(profile(), plan_of("zero2_offload", device="cuda")))
+    assert found == {"to_host": 4 * share, "from_host": 4 * share}
+    found = moves(stated(profile(), plan_of("zero3_offload", device="cuda")))
+    # The shards twice, and the gradient once over, back, and over as the optimizer wants it.
+    assert found["from_host"] == pytest.approx((2 + 1) * 4 * share, rel=0.01)
+    assert found["to_host"] == pytest.approx(2 * 4 * share, rel=0.01)
+    assert moves(stated(profile(), plan_of("zero3_offload"))) == {}
+
+
+def gpt_like() -> nn.Module:
+    return BlockLM(width=64, dropout=0.1)
+
+
+def alone(monkeypatch, make, batch, keys):
+    """Bytes that a step moves to and from the disk, and what is stated of it."""
+    batch = tuple(t.clone() for t in batch)
+    job = job_of(
+        "single", {"train.global_batch_size": len(batch[0]), "memory.track_steps": 0, **keys}
+    )
+    loss, context = CrossEntropy(), RunContext.alone(torch.device("cpu"))
+    example = MicroBatch(*batch, loss.count(batch[1]), len(batch[0]))
+    movers, files = [], Counter()
+    plain, whole = Plan.mover, DiskHome._whole
+
+    def kept(self, device, *, fake=False):
+        movers.append(plain(self, device, fake=fake))
+        return movers[-1]
+
+    def counted(self, move, tensor, place):
+        files["to_disk" if move is os.pwritev else "from_disk"] += tensor.nbytes
+        return whole(self, move, tensor, place)
+
+    monkeypatch.setattr(Plan, "mover", kept)
+    monkeypatch.setattr(DiskHome, "_whole", counted)
+    with Engine(make, loss, adamw, job, context, example=example) as engine:
+        mover = movers[-1]
+        for _ in range(3):
+            files.clear()
+            before = mover.bytes_moved if mover else 0
+            engine.step(batch)
+        moved = mover.bytes_moved - before if mover else 0
+        rank = rank_of(engine.plan, make(), example, loss, adamw)
+        return moved, dict(files), stated(rank.profiles[0], engine.plan), rank.profiles[0]
+
+
+@pytest.mark.parametrize(
+    "recompute", [{}, {"strategy.recompute.every": 2}, {"strategy.recompute": "full"}]
+)
+def test_activations_move_as_stated(monkeypatch, recompute):
+    batch = torch.randint(13, (64, 6)), torch.randint(13, (64, 6))
+    keys = {"strategy.offload.activations": "disk", **recompute}
+    moved, _, said, found = alone(monkeypatch, gpt_like, batch, keys)
+    nbytes, calls = moved_activations(found)
+    assert calls > 0
+    assert moved == 2 * nbytes
+    assert moves(said) == {"to_disk": nbytes, "from_disk": nbytes}
+    assert {t.kind: t.beside for t in said} == {"to_disk": "forward", "from_disk": "backward"}
+
+
+def test_activations_of_images_move_as_stated(monkeypatch):
+    batch = torch.randn(32, 1, 16, 16), torch.arange(32) % 3
+    keys = {"strategy.offload.activations": "disk"}
+    moved, _, said, _ = alone(monkeypatch, partial(BlockConv, inplace=False), batch, keys)
+    assert moved == sum(moves(said).values()) > 0
+
+
+def test_the_state_goes_to_disk_and_back_once_a_step(monkeypatch):
+    batch = torch.randint(13, (8, 6)), torch.randint(13, (8, 6))
+    keys = {"strategy.offload.optimizer": "disk"}
+    _, files, said, _ = alone(monkeypatch, gpt_like, batch, keys)
+    assert files == moves(said)
+    assert files["to_disk"] == 2 * 4 * sum(p.numel() for p in gpt_like().parameters())
+
+
+def test_what_is_moved_is_as_large_as_the_mover_wants_it():
+    assert LEAST_MOVED == LEAST_BYTES
+
+
+def test_no_strategy_states_what_it_does_not_do():
+    """Each exchange has a group, each move has none."""
+    for strategy in ("ddp", "zero1_torch", "fsdp", "zero1", "zero2", "zero3", "oss", "sharded_ddp"):
+        for traffic in stated(profile(buffer_bytes=64), plan_of(strategy)):
+            assert traffic.ranks == 8, strategy
+            assert traffic.calls > 0
+            assert traffic.nbytes > 0
+            assert math.isfinite(traffic.nbytes)
