@@ -31,6 +31,7 @@ setup(
         "bigtrain.configs.jobs",
         "bigtrain.configs.strategies",
         "bigtrain.cutting",
+        "bigtrain.planner",
         "bigtrain.data",
         "bigtrain.models",
         "bigtrain.report",

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from bigtrain.launch import launcher_hint
     from bigtrain.loading import changed_job, load_job
     from bigtrain.parts import Parts, check_job, open_parts
+    from bigtrain.planner.auto import read_job
     from bigtrain.report.lines import closing_lines, console, dry_run_lines, opening_lines
     from bigtrain.report.memory_report import MemoryReport
     from bigtrain.report.run_log import RunLog, run_folder
@@ -96,6 +97,7 @@ _HOMES = {
     "opening_lines": "report.lines",
     "prepare": "door",
     "prepare_data": "data",
+    "read_job": "planner.auto",
     "run_folder": "report.run_log",
     "run_guarded": "failures",
     "train_arguments": "arguments",
@@ -148,6 +150,7 @@ __all__ = [
     "opening_lines",
     "prepare",
     "prepare_data",
+    "read_job",
     "run_folder",
     "run_guarded",
     "train_arguments",

@@ -64,7 +64,7 @@ def add_train_options(parser: argparse.ArgumentParser, *, starts_ranks: bool) ->
         )
     parser.add_argument("--config", metavar="JOB", help="a YAML file, or a name in configs/jobs")
     parser.add_argument(
-        "--strategy", metavar="NAME", help="a name in configs/strategies, or a YAML file"
+        "--strategy", metavar="NAME", help="a name in configs/strategies, a YAML file, or auto"
     )
     parser.add_argument("--plan", metavar="FILE", help="a plan.yaml to follow")
     parser.add_argument(
@@ -138,6 +138,58 @@ def verify_arguments(arguments: list[str]) -> SideOptions:
     return _side_options(parser, arguments)
 
 
+class PlanOptions(argparse.Namespace):
+    """What `bigtrain plan` was given."""
+
+    job: str | None
+    devices: int | None
+    memory: str | None
+    cap: str | None
+    cluster: str | None
+    global_batch_size: int | None
+    engines: str
+    output: str | None
+    picture: str | None
+    as_json: bool
+    overrides: list[str]
+
+
+def plan_arguments(arguments: list[str]) -> PlanOptions:
+    """Read the arguments of `bigtrain plan`.
+
+    Raises:
+        SystemExit: 2 for an unknown option, 0 after --help.
+    """
+    parser = argparse.ArgumentParser(
+        prog="bigtrain plan",
+        usage="%(prog)s [JOB] [options] [KEY=VALUE | KEY VALUE ...]",
+        description="Find the fastest plan that fits: nothing is run, and no device is needed.",
+        epilog="JOB is a YAML file, or a name in configs/jobs; left out, the default job.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="JOB", help="the same as JOB")
+    parser.add_argument("--devices", type=int, metavar="N", help="ranks (default: one node)")
+    parser.add_argument("--memory", metavar="SIZE", help="of a device (default: the cluster's)")
+    parser.add_argument("--cap", metavar="SIZE", help="what a rank may take, as train's --cap")
+    parser.add_argument(
+        "--cluster", metavar="FILE", help="a name in configs/clusters, or a file (default: here)"
+    )
+    parser.add_argument("--global-batch-size", type=int, metavar="B", help="samples of a step")
+    parser.add_argument(
+        "--engines", default="torch,deepspeed", metavar="A,B", help="who may do it (default both)"
+    )
+    parser.add_argument("--output", metavar="FILE", help="the best plan (default plan.yaml)")
+    parser.add_argument("--picture", metavar="FILE", help="memory against time as .svg or .png")
+    parser.add_argument(
+        "--json", dest="as_json", action="store_true", help="one JSON document on standard output"
+    )
+    options, rest = parser.parse_known_args(arguments, namespace=PlanOptions())
+    if options.memory is not None and options.cap is not None:
+        parser.error("--memory and --cap both say what a rank may take; give one of them")
+    options.job, options.overrides = _job_and_words(parser, options.config, rest)
+    return options
+
+
 def _side_parser(command: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"bigtrain {command}",
@@ -165,21 +217,28 @@ def _side_parser(command: str, description: str) -> argparse.ArgumentParser:
 
 def _side_options(parser: argparse.ArgumentParser, arguments: list[str]) -> SideOptions:
     options, rest = parser.parse_known_args(arguments, namespace=SideOptions())
-    for word in rest:
-        if word.startswith("-") and not word[1:2].isdigit():
-            parser.error(f"there is no option {word}; keys of the job are given as KEY=VALUE")
     for name, least in (("steps", 1), ("time_limit", 1)):
         if getattr(options, name) < least:
             option = f"--{name.replace('_', '-')}"
             parser.error(f"{option} {getattr(options, name):g}: at least {least} is needed")
-    options.job = options.config
-    # A key has a dot or an equals sign in it, or comes in capitals; a job's name has neither.
-    if rest and "=" not in rest[0] and (_is_file(rest[0]) or "." not in rest[0]):
-        if options.job is not None:
-            parser.error(f"--config {options.job} and {rest[0]}: one job is compared at a time")
-        options.job = rest.pop(0)
-    options.overrides = _joined(parser, rest)
+    options.job, options.overrides = _job_and_words(parser, options.config, rest)
     return options
+
+
+def _job_and_words(
+    parser: argparse.ArgumentParser, config: str | None, rest: list[str]
+) -> tuple[str | None, list[str]]:
+    """The job, named with or without --config, and the overrides as KEY=VALUE."""
+    for word in rest:
+        if word.startswith("-") and not word[1:2].isdigit():
+            parser.error(f"there is no option {word}; keys of the job are given as KEY=VALUE")
+    job, words = config, list(rest)
+    # A key has a dot or an equals sign in it, or comes in capitals; a job's name has neither.
+    if words and "=" not in words[0] and (_is_file(words[0]) or "." not in words[0]):
+        if job is not None:
+            parser.error(f"--config {job} and {words[0]}: one job at a time")
+        job = words.pop(0)
+    return job, _joined(parser, words)
 
 
 def _joined(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
@@ -192,7 +251,10 @@ def _joined(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
                 parser.error(f"{word} has no value. Write {word.lower()}=VALUE")
             word = f"{word.lower() if word.isupper() else word}={rest.pop(0)}"
         if word.startswith("strategy="):
-            parser.error(f"{word} would be every row's strategy. Write --strategies {word[9:]}")
+            fix = f"Write --strategies {word[9:]}"
+            if parser.prog.endswith(" plan"):
+                fix = "bigtrain plan chooses it; leave it out"
+            parser.error(f"{word} would be every row's strategy. {fix}")
         found.append(word)
     return found
 

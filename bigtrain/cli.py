@@ -14,6 +14,7 @@ from types import FrameType
 
 COMMANDS = {
     "train": "train a model under a strategy",
+    "plan": "find the fastest plan that fits, without running anything",
     "compare": "run strategies side by side: memory by part, time, losses",
     "verify": "check that strategies compute what one process computes",
     "strategies": "list the strategies, or explain one",
@@ -43,7 +44,9 @@ def _guarded(command: str, arguments: list[str]) -> int:
     """Run a command of this process, with its failures shown as those of a run are."""
     from bigtrain.failures import run_guarded
 
-    if command == "compare":
+    if command == "plan":
+        from bigtrain.planner.command import main as run
+    elif command == "compare":
         from bigtrain.compare.command import main as run
     elif command == "verify":
         from bigtrain.verify.command import main as run

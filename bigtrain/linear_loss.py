@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bigtrain.errors import ConfigError
+from bigtrain.operations import rounds
 from bigtrain.units import MIB
 
 CHUNK_SIZE = 32 * MIB
@@ -157,7 +158,7 @@ class _Work:
         room = self._hidden.new_empty((rows, vocabulary), dtype=self._full)
         products = room if self._low == self._full else room.new_empty(room.shape, dtype=self._low)
         losses = room.new_empty(number)
-        for start in range(0, number, rows):
+        for start in rounds(self._hidden, number, rows):
             part = slice(start, min(number, start + rows))
             logits, product = room[: part.stop - start], products[: part.stop - start]
             hidden = self._hidden[part].to(self._low)
@@ -221,7 +222,7 @@ class _Work:
             return
         # A product in bf16 is added to a sum in float32, a stretch of the vocabulary at a time.
         step = chunk_rows(self._chunk_size, hidden.shape[1], self._low)
-        for start in range(0, len(self._to_weight), step):
+        for start in rounds(self._to_weight, len(self._to_weight), step):
             stretch = slice(start, start + step)
             self._to_weight[stretch].add_(low[:, stretch].t() @ hidden)
 

@@ -75,6 +75,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # A DTensor and its like have no memory of their own: let them take the operation
             # apart, and see the plain tensors that it is then done with.
             return NotImplemented
+        if func is torch.ops.prim.device.default:  # asked more often than all else together
+            return args[0].fake_device if self._fake else func(*args)
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             # DTensor works out shapes on fake tensors in the midst of a real run.

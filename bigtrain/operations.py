@@ -2,11 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+STANDS_FOR: ContextVar[int] = ContextVar("STANDS_FOR", default=1)
+"""How often what is done now is done in a run: on fake tensors a loop's equal rounds go once."""
+
+
+def rounds(tensor: Tensor, number: int, step: int) -> Iterator[int]:
+    """The starts of a loop's rounds: all of them, and on fake tensors only those that differ.
+
+    Without numbers every round but the first and the last takes what another takes. One of them is
+    gone through, and says by `STANDS_FOR` how many it stands for.
+
+    Args:
+        tensor: that the loop works on.
+        number: of rows.
+        step: rows of a round.
+    """
+    starts = range(0, number, step)
+    if len(starts) <= 3 or not isinstance(tensor, FakeTensor):
+        yield from starts
+        return
+    yield starts[0]
+    token = STANDS_FOR.set(STANDS_FOR.get() * (len(starts) - 2))
+    try:
+        yield starts[1]
+    finally:
+        STANDS_FOR.reset(token)
+    yield starts[-1]
 
 
 def changed_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -21,17 +21,19 @@ import bigtrain
 def main(arguments: list[str]) -> int:
     """Read the job, refuse what cannot work, connect the ranks, train; return the exit status."""
     options = bigtrain.train_arguments(arguments)
-    job = bigtrain.load_job(options.config, options.strategy, options.overrides, plan=options.plan)
+    placement = bigtrain.detect(os.environ)
+    job, reasons = bigtrain.read_job(options, placement)
     restart = bigtrain.Restart.taken(os.environ)
     if restart is not None:  # memory ran out in an earlier life of this process
         job = bigtrain.changed_job(job, restart.words)
-    placement = bigtrain.detect(os.environ)
     plan = bigtrain.make_plan(job, placement.world_size, bigtrain.device_type_of(job))
     bigtrain.check_job(job)
     # Without a download everything that can be refused is refused before the ranks connect.
     download = bool(job.data.args.get("download"))
     parts = None if download else bigtrain.open_parts(job, plan)
     console = bigtrain.console()
+    for line in reasons if placement.rank == 0 else ():
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     if options.dry_run:
         return show(job, plan, parts or bigtrain.open_parts(job, plan), console)
     has_gpu = plan.device_type == "cuda"

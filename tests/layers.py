@@ -25,7 +25,7 @@ ranks:      distributed failures guard launch link_rates rates rendezvous this_c
             watch
 seam:       chain checkpoint fill fitting home layout live optim pieces released
             pipeline_relay pipeline_stage pipeline_state pipeline_ties pipelines
-            profiles replayed replicas runner stage_profiles strategy update
+            profiles replayed replicas residuals runner stage_profiles strategy update
 strategies: strategies strategies.accumulation strategies.checkpointing strategies.ddp
             strategies.layer_split strategies.offload strategies.single
             strategies.pipeline strategies.pipeline.deepspeed_engine
@@ -48,7 +48,10 @@ build:      build exhausted listing pass_prices predict registry remedies settle
 engine:     adapt door engine parts
             report report.lines report.memory_report report.run_log report.tables
 commands:   . __main__ cli compare compare.command compare.largest compare.page compare.pictures
-            compare.rows compare.table contenders doctor processes record surroundings train verify
+            compare.rows compare.table contenders doctor planner planner.anatomy planner.asked
+            planner.auto planner.clock planner.command planner.compose planner.dissect planner.fit
+            planner.judge planner.offer planner.picture planner.search planner.sections
+            planner.shorten planner.space processes record surroundings train verify
             verify.command verify.differences
 """
 LAYERS = {

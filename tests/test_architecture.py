@@ -304,7 +304,7 @@ def test_every_strategy_preset_names_techniques_that_take_its_options(name):
 
 
 def test_nothing_else_lies_in_the_presets():
-    kinds = {"jobs", "strategies"}
+    kinds = {"clusters", "jobs", "strategies"}
     for path in (ROOT / "configs").rglob("*"):
         if path.is_file() and "__pycache__" not in path.parts and path.name != "__init__.py":
             assert path.suffix == ".yaml", path

@@ -1,0 +1,267 @@
+"""A model as the search sees it: its blocks, for any micro-batch size and whatever they keep.
+
+Runs on fake tensors are made when they are first asked for, of a model in which blocks that are
+alike stand three times at most, and kept. What two of them show to grow with the rows of a
+micro-batch is known for all other sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_map
+
+from bigtrain.blocks import separate_blocks
+from bigtrain.config import RoleConfig
+from bigtrain.data.loader import MicroBatch
+from bigtrain.errors import ConfigError
+from bigtrain.keeping import Choice
+from bigtrain.planner.dissect import Dissected, dissect
+from bigtrain.planner.sections import Pass, Section, Work, enveloped
+from bigtrain.planner.shorten import shortened, untied
+from bigtrain.profiles import reason_of
+from bigtrain.registry import make_technique
+from bigtrain.strategy import Plan
+from bigtrain.tasks import Loss
+from bigtrain.timeline import Span, Timeline
+from bigtrain.update import MakeOptimizer
+
+SIZES = (1, 2)
+"""Rows of the two runs that others are read off."""
+WITH_STATISTICS = (2, 4)
+"""The same where layers take statistics over a batch: they refuse to train on one row."""
+
+
+@dataclass(frozen=True)
+class Body:
+    """A model's sections for one micro-batch size, all blocks choosing alike."""
+
+    base: Dissected
+    sections: tuple[Section, ...]
+    """What is before the blocks, every block of the model, what is after them."""
+
+
+class Anatomy:
+    """The sections of one model.
+
+    Args:
+        model: on the meta device; it is left as it is.
+        example: a micro-batch of any size.
+        loss: the loss of a run; told whether several micro-batches wait at the head.
+        make_optimizer: as in a run.
+        device: whose kernels are meant.
+
+    Raises:
+        ConfigError: the model does not run without its numbers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: MicroBatch,
+        loss: Callable[[bool], Loss],
+        make_optimizer: MakeOptimizer,
+        device: torch.device,
+    ) -> None:
+        self._model, self._example, self._loss = model, example, loss
+        self._make_optimizer, self._device = make_optimizer, device
+        self._runs: dict[object, Dissected] = {}
+        self._bodies: dict[object, Body] = {}
+        self._short: dict[bool, tuple[nn.Module, Mapping[str, str]]] = {}
+        names = list(model.named_parameters(remove_duplicate=False))
+        self._ties = len({id(p) for _, p in names}) < len(names)
+        statistics = any(isinstance(module, _NormBase) for module in model.modules())
+        self._sizes = WITH_STATISTICS if statistics else SIZES
+        self._named = [name for name, _ in separate_blocks(model)]
+
+    def body(
+        self, plan: Plan, rows: int, choice: Choice, *, waiting: bool = False, cut: bool = False
+    ) -> Body:
+        """The sections in a run of this plan.
+
+        Args:
+            plan: for the precision and all that is not the choice.
+            rows: of a micro-batch.
+            choice: of every block.
+            waiting: whether several micro-batches wait at the head.
+            cut: whether the sections are laid over ranks, each with parameters of its own.
+
+        Raises:
+            ConfigError: the model does not run without its numbers, or not with this choice.
+        """
+        waiting = waiting and self._loss(True) != self._loss(False)
+        cut = cut and self._ties
+        kind = (plan.bf16_parameters, plan.moves_activations, choice, waiting, cut)
+        if (kind, rows) not in self._bodies:
+            self._bodies[kind, rows] = self._body(plan, kind, rows, choice, waiting=waiting)
+        return self._bodies[kind, rows]
+
+    def _body(self, plan: Plan, kind: object, rows: int, choice: Choice, *, waiting: bool) -> Body:
+        cut: bool = kind[-1]  # type: ignore[index]
+
+        def run(size: int) -> Dissected:
+            if (kind, size) not in self._runs:
+                self._runs[kind, size] = self._run(plan, size, choice, waiting=waiting, cut=cut)
+            return self._runs[kind, size]
+
+        if rows in self._sizes:
+            found = run(rows)
+        else:
+            small, large = self._sizes
+            found = between(run(small), run(large), rows) or run(rows)
+        return Body(found, self._whole(found, cut=cut))
+
+    def _run(self, plan: Plan, rows: int, choice: Choice, *, waiting: bool, cut: bool) -> Dissected:
+        given = (resized(self._example, rows), self._loss(waiting), self._make_optimizer)
+        model, _ = self._shortened(cut=cut)
+        try:
+            return dissect(model, *given, _choosing(plan, choice), self._device)
+        except ConfigError:
+            raise
+        except Exception as error:  # user code of any kind runs here
+            whole = untied(self._model) if cut else self._model
+            if model is whole or len(self._named) == len(separate_blocks(model)):
+                raise ConfigError(_untraceable(reason_of(error), error)) from error
+        # It does not take being shortened: from now on it is run whole.
+        self._short[cut] = whole, {name: name for name in self._named}
+        return self._run(plan, rows, choice, waiting=waiting, cut=cut)
+
+    def _shortened(self, *, cut: bool) -> tuple[nn.Module, Mapping[str, str]]:
+        """The model to be run, and for each block of the whole one that which stands for it."""
+        if cut not in self._short:
+            model = untied(self._model) if cut else self._model
+            found = shortened(model)
+            if found is None:
+                self._short[cut] = model, {name: name for name in self._named}
+            else:
+                short, order = found
+                left = [name for name, _ in separate_blocks(short)]
+                pairs = zip(self._named, order, strict=True)
+                self._short[cut] = short, {name: left[place] for name, place in pairs}
+        return self._short[cut]
+
+    def _whole(self, found: Dissected, *, cut: bool) -> tuple[Section, ...]:
+        """Every block of the model, in the order of the pass."""
+        _, stands_for = self._shortened(cut=cut)
+        places = {section.name: place for place, section in enumerate(found.sections)}
+        named = [(places[stands_for[n]], n) for n in self._named if stands_for[n] in places]
+        named.sort(key=lambda pair: pair[0])
+        blocks = [replace(found.sections[place], name=name) for place, name in named if place]
+        return (found.sections[0], *blocks, found.sections[-1])
+
+
+def resized(example: MicroBatch, rows: int) -> MicroBatch:
+    """A micro-batch of so many rows, all of them the first of the example."""
+
+    def grow(leaf: object) -> object:
+        if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == example.rows:
+            return leaf[:1].expand(rows, *leaf.shape[1:])
+        return leaf
+
+    inputs, targets = tree_map(grow, (example.inputs, example.targets))
+    count = max(1, example.count * rows // max(1, example.rows))
+    return MicroBatch(inputs, targets, count, rows)
+
+
+def _choosing(plan: Plan, choice: Choice) -> Plan:
+    """The plan with this choice for every block, whatever it had."""
+    techniques = dict(plan.techniques)
+    techniques.pop("recompute", None)
+    if choice in ("full", "selective"):
+        config = RoleConfig(name="checkpointing", mode=choice)
+        techniques["recompute"] = make_technique("recompute", config)
+    return replace(plan, techniques=techniques)
+
+
+def _untraceable(reason: str, error: BaseException) -> str:
+    return (
+        f"plan: the model does not run on fake tensors, so nothing can be said of it: {reason}"
+        f"{_where(error)}. Make what it computes depend on shapes and not on values, or measure "
+        "it: bigtrain compare."
+    )
+
+
+def _where(error: BaseException) -> str:
+    """The line of the user's code that an error came from."""
+    import traceback
+
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "/torch/" not in f.filename and "/bigtrain/" not in f.filename]
+    return f" (in {own[-1].name}, {own[-1].filename}:{own[-1].lineno})" if own else ""
+
+
+def between(small: Dissected, large: Dissected, rows: int) -> Dissected | None:
+    """A run with other rows, read off two; None where they differ in more than sizes."""
+    share = (rows - small.rows) / (large.rows - small.rows)
+    if len(small.sections) != len(large.sections):
+        return None
+    sections: list[Section] = []
+    for one, other in zip(small.sections, large.sections, strict=True):
+        found = _section(one, other, share)
+        if found is None and not one.name:  # the loss in chunks, of which large batches have more
+            found = _section(enveloped(one), enveloped(other), share)
+        if found is None:
+            return None
+        sections.append(found)
+    spans = _spans(small.step.spans, large.step.spans, share)
+    return replace(
+        small,
+        sections=tuple(sections),
+        step=small.step if spans is None else Timeline(spans, small.step.phases),
+        batch_bytes=_line(small.batch_bytes, large.batch_bytes, share),
+        rows=rows,
+    )
+
+
+def _section(one: Section, other: Section, share: float) -> Section | None:
+    passes: list[Pass] = []
+    for a, b in zip(one.passes, other.passes, strict=True):
+        spans = _spans(a.spans, b.spans, share)
+        if spans is None or (a.forward, a.backward, a.visit) != (b.forward, b.backward, b.visit):
+            return None
+        passes.append(replace(a, spans=spans))
+    return replace(
+        one,
+        passes=(passes[0], passes[1]),
+        forward=_work(one.forward, other.forward, share),
+        backward=_work(one.backward, other.backward, share),
+        incoming=_line(one.incoming, other.incoming, share),
+        incoming_gradients=_line(one.incoming_gradients, other.incoming_gradients, share),
+    )
+
+
+def _spans(some: Sequence[Span], others: Sequence[Span], share: float) -> tuple[Span, ...] | None:
+    if len(some) != len(others):
+        return None
+    found = []
+    for a, b in zip(some, others, strict=True):
+        if (a.kind, a.birth, a.death) != (b.kind, b.birth, b.death):
+            return None
+        nbytes = a.nbytes if a.nbytes == b.nbytes else _line(a.nbytes, b.nbytes, share)
+        found.append(Span(nbytes, a.kind, a.birth, a.death))
+    return tuple(found)
+
+
+def _line(small: float, large: float, share: float) -> int:
+    return max(0, round(small + (large - small) * share))
+
+
+def _work(one: Work, other: Work, share: float) -> Work:
+    sizes = ("flops", "low_flops", "nbytes", "times")
+    if len(one.times) != len(other.times):  # those of the larger run, so that sums are right
+        found = [_share_of(getattr(one, k), getattr(other, k), share) for k in sizes[:3]]
+        return Work(found[0], found[1], found[2], other.times)
+    rows = [(getattr(one, key), getattr(other, key)) for key in sizes]
+    found = [(a + (b - a) * share).clip(min=0.0) for a, b in rows]
+    return Work(found[0], found[1], found[2], found[3])
+
+
+def _share_of(small: Any, large: Any, share: float) -> Any:
+    whole = float(large.sum())
+    wanted = max(0.0, float(small.sum()) + (whole - float(small.sum())) * share)
+    return large * (wanted / whole if whole else 0.0)

@@ -1,0 +1,125 @@
+"""`--strategy auto`: the planner chooses, says why, and the run follows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import torch
+
+from bigtrain.arguments import TrainOptions
+from bigtrain.build import device_type_of
+from bigtrain.cluster import Cluster, cluster_names, load_cluster
+from bigtrain.config import Job
+from bigtrain.environment import Placement
+from bigtrain.errors import ConfigError
+from bigtrain.loading import load_job
+from bigtrain.planner.asked import Planned, Question, ask
+from bigtrain.planner.command import margins, room
+from bigtrain.planner.offer import computed_again, misses, nothing_fits
+from bigtrain.rates import cached_rates
+from bigtrain.this_cluster import from_rates
+from bigtrain.units import format_bytes
+
+AUTO = "auto"
+ENGINES = ("torch",)
+"""Whose plans are chosen from: those whose forecasts are closest."""
+
+
+def read_job(options: TrainOptions, placement: Placement) -> tuple[Job, list[str]]:
+    """The job of a run, and what there is to say of its choice: nothing but for `auto`.
+
+    Every rank plans for itself and comes to the same, as nothing is measured: rates are those that
+    `bigtrain doctor` has kept on this node, or a file's.
+
+    Raises:
+        ConfigError: as `load_job`, or no plan fits.
+    """
+    if options.strategy != AUTO:
+        given = (options.config, options.strategy, options.overrides)
+        return load_job(*given, plan=options.plan), []
+    if options.plan is not None:
+        raise ConfigError(
+            f"--strategy auto chooses a plan, and --plan {options.plan} is one. Leave one out."
+        )
+    job = load_job(options.config, "single", options.overrides)
+    cluster, whence = _cluster(device_type_of(job), placement)
+    cap = None if job.memory.cap is None else str(job.memory.cap)
+    memory, limit, kept = room(cluster, memory=None, cap=cap)
+    shares, why = margins(ENGINES)
+    samples = job.train.global_batch_size
+    if samples is None:
+        raise ConfigError(
+            "--strategy auto chooses the micro-batches of a global batch, and "
+            "train.global_batch_size is not given. Use train.global_batch_size=32."
+        )
+    planned = ask(
+        Question(
+            job=job,
+            cluster=cluster,
+            devices=placement.world_size,
+            memory=memory,
+            limit=limit,
+            global_batch_size=samples,
+            pp=job.mesh.pp,
+            dp=None if job.mesh.dp == -1 else job.mesh.dp,
+            rows=job.train.micro_batch_size,
+            margins=shares,
+        )
+    )
+    if not planned.answer.best:
+        raise ConfigError(" ".join(nothing_fits(planned)))
+    return planned.answer.best[0].job, [*_reasons(planned), f"auto: rates {whence}; {kept}; {why}"]
+
+
+def _reasons(planned: Planned) -> Iterator[str]:
+    first, *others = planned.answer.best
+    one = first.candidate
+    yield (
+        f"auto: {one.label} (pp {one.pp} x dp {one.dp}, micro-batch {one.rows} x "
+        f"{one.micro_batches}, computed again: {computed_again(first)}): predicted peak "
+        f"{format_bytes(first.peak.bytes)} of {format_bytes(planned.question.limit)}, "
+        f"{first.seconds.total:.3g} s a step"
+    )
+    for other in [o for o in others if o.candidate.label != one.label][:2]:
+        yield (
+            f"auto: next {other.candidate.label} (pp {other.candidate.pp} x dp "
+            f"{other.candidate.dp}): {format_bytes(other.peak.bytes)}, "
+            f"{other.seconds.total:.3g} s a step"
+        )
+    for line in [*misses(planned)][:2]:
+        yield f"auto: {line}"
+
+
+def _cluster(device_type: str, placement: Placement) -> tuple[Cluster, str]:
+    """Where this run is, without measuring: ranks that measured would find different rates."""
+    ranks = placement.local_world_size
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    rates = cached_rates() if placement.one_node else None
+    if rates is not None and rates.device == device_type:
+        if device_type == "cpu":
+            found = from_rates(rates, devices=ranks, host_memory=host)
+        else:
+            about = torch.cuda.get_device_properties(0)
+            size, name = int(about.total_memory), str(about.name)
+            found = from_rates(
+                rates, devices=ranks, host_memory=host, device_memory=size, device_name=name
+            )
+        return found, "measured by bigtrain doctor"
+    found = load_cluster(_likely(device_type))
+    if device_type == "cpu":
+        device = found.device.model_copy(update={"memory": host // ranks})
+        node = found.node.model_copy(update={"devices": ranks, "host_memory": host})
+        found = found.model_copy(update={"device": device, "node": node})
+    return found, f"of configs/clusters/{found.name}.yaml (bigtrain doctor measures this machine)"
+
+
+def _likely(device_type: str) -> str:
+    """The cluster file of this kind of device."""
+    if device_type == "cpu":
+        return "cpu"
+    said = torch.cuda.get_device_name(0).lower()
+    for name in cluster_names():
+        if name.partition("-")[0] in said:
+            return name
+    return "h100-node"

@@ -1,0 +1,163 @@
+"""`bigtrain plan`: the fastest plan that fits, before anything runs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.console import Console
+
+from bigtrain.arguments import PlanOptions, plan_arguments
+from bigtrain.cluster import Cluster, load_cluster
+from bigtrain.config import Job
+from bigtrain.errors import ConfigError
+from bigtrain.loading import load_job
+from bigtrain.planner.asked import Planned, Question, ask
+from bigtrain.planner.offer import (
+    document,
+    misses,
+    nothing_fits,
+    plan_text,
+    plans_table,
+    searched,
+)
+from bigtrain.remedies import BESIDE, MARGIN
+from bigtrain.residuals import safety
+from bigtrain.units import format_bytes, parse_bytes
+
+MOST_MISSES = 6
+"""Lines on plans that do not fit."""
+
+
+def main(arguments: list[str]) -> int:
+    """Plan, and show it; returns the exit status: 1 where nothing fits, 2 for the user's input."""
+    options = plan_arguments(arguments)
+    _check_picture(options.picture)
+    job = load_job(options.job, "single", options.overrides)
+    cluster = load_cluster(options.cluster) if options.cluster else _here(options.devices)
+    question, margin = asked(job, cluster, options)
+    planned = ask(question)
+    words = ["bigtrain", "plan", *arguments]
+    if options.as_json:
+        sys.stdout.write(json.dumps(document(planned, margin), indent=1) + "\n")
+    if not planned.answer.best:
+        lines = nothing_fits(planned)
+        if not options.as_json:
+            for line in [*misses(planned)][:MOST_MISSES]:
+                Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
+        for line in lines:
+            sys.stderr.write(f"{line}\n")
+        return 1
+    path = Path(options.output or "plan.yaml")
+    _write(path, plan_text(planned, planned.answer.best[0], shlex.join(words)))
+    if options.picture is not None:
+        from bigtrain.planner.picture import write_front
+
+        write_front(Path(options.picture), planned)
+    if not options.as_json:
+        _show(planned, margin, path, options)
+    return 0
+
+
+def asked(job: Job, cluster: Cluster, options: PlanOptions) -> tuple[Question, str]:
+    """The question that the options put, and the line on its margin.
+
+    Raises:
+        ConfigError: a size that is none.
+    """
+    engines = tuple(name.strip() for name in options.engines.split(",") if name.strip())
+    unknown = [name for name in engines if name not in ("torch", "deepspeed")]
+    if unknown or not engines:
+        raise ConfigError(
+            f"--engines {options.engines}: {unknown[0] if unknown else 'nothing'} is none that is "
+            "planned with. Use --engines torch,deepspeed"
+        )
+    memory, limit, line = room(cluster, memory=options.memory, cap=options.cap)
+    shares, why = margins(engines)
+    samples = options.global_batch_size
+    if samples is None:
+        samples = job.train.global_batch_size or 32
+    question = Question(
+        job=job,
+        cluster=cluster,
+        devices=options.devices if options.devices is not None else cluster.node.devices,
+        memory=memory,
+        limit=limit,
+        global_batch_size=samples,
+        pp=job.mesh.pp,
+        dp=None if job.mesh.dp == -1 else job.mesh.dp,
+        rows=_given(options.overrides, "train.micro_batch_size"),
+        margins=shares,
+    )
+    return question, f"{line}; {why}"
+
+
+def room(cluster: Cluster, *, memory: str | None, cap: str | None) -> tuple[int, int, str]:
+    """What a rank has, how much of it tensors may be, and a line on the difference.
+
+    Args:
+        cluster: says what a process takes without tensors.
+        memory: of a device, as it was typed; left out, the cluster's.
+        cap: what a rank may take of it, where that is enforced.
+    """
+    if cap is not None:
+        size = parse_bytes(cap)
+        limit = int(size * MARGIN) - BESIDE
+        return size, limit, f"of the cap {format_bytes(size - limit)} are kept for what is beside"
+    size = parse_bytes(memory) if memory is not None else cluster.device.memory
+    free = size - cluster.device.reserved
+    return size, free, f"{format_bytes(cluster.device.reserved)} are kept for what is no tensor"
+
+
+def margins(engines: Iterable[str]) -> tuple[dict[str, float], str]:
+    """By what share each engine's forecasts are enlarged, and a line on why."""
+    found = {engine: safety(engine) for engine in engines}
+    lines = [f"{engine}: {one.line}" for engine, one in found.items()]
+    return {engine: one.margin for engine, one in found.items()}, "; ".join(lines)
+
+
+def _given(words: list[str], key: str) -> int | None:
+    """A number that the command line fixes."""
+    for word in words:
+        if word.startswith(f"{key}="):
+            value = word.partition("=")[2]
+            return int(value) if value.isdigit() else None
+    return None
+
+
+def _here(devices: int | None) -> Cluster:
+    from bigtrain.this_cluster import this_cluster
+
+    return this_cluster(devices if devices is not None and devices > 0 else None)
+
+
+def _check_picture(path: str | None) -> None:
+    if path is not None and Path(path).suffix not in (".svg", ".png"):
+        raise ConfigError(f"--picture {path}: name a file that ends in .svg or .png.")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {path}: cannot be written: {error.strerror}.") from error
+
+
+def _show(planned: Planned, margin: str, path: Path, options: PlanOptions) -> None:
+    console = Console() if sys.stdout.isatty() else Console(width=160)
+    console.print(plans_table(planned))
+    lines = [searched(planned), margin, *list(misses(planned))[:MOST_MISSES]]
+    lines.append(f"plan: {path}")
+    job = f" --config {options.job}" if options.job else ""
+    words = "".join(f" {shlex.quote(word)}" for word in options.overrides)
+    devices = planned.question.devices
+    if devices <= planned.question.cluster.node.devices:
+        lines.append(f"run it: bigtrain train -n {devices}{job} --plan {path}{words}")
+    else:
+        lines.append(f"run it on {devices} ranks: bigtrain/train.py{job} --plan {path}{words}")
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

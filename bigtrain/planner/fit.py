@@ -1,0 +1,275 @@
+"""How a candidate's stages are cut and what their blocks keep, so that every rank stays inside.
+
+Memory is the forecast of a run: sections are put together to the profile of each stage, the
+techniques turn it, the schedule is replayed. Ranks whose stages are alike are looked at once: of
+those the first has most in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+from bigtrain.cutting.balance import Pieces, partition
+from bigtrain.errors import ConfigError
+from bigtrain.forecast import Profile
+from bigtrain.keeping import Choice
+from bigtrain.planner.anatomy import Body
+from bigtrain.planner.clock import Clock
+from bigtrain.planner.compose import compose
+from bigtrain.planner.sections import FOREVER, Section
+from bigtrain.planner.space import Candidate
+from bigtrain.predict import forecast
+from bigtrain.schedules import in_flight, order, stage_ranks
+from bigtrain.strategy import CutStrategy, Plan
+from bigtrain.timeline import Peak
+
+LADDER: tuple[Choice, ...] = ("keep", "selective", "full")
+"""What blocks may keep, from the fastest to the smallest."""
+EARLY = 3
+"""Times its ranks' number of micro-batches after which a schedule's memory repeats itself."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Some of the model's sections, and what each of them keeps."""
+
+    first: int
+    """The first section."""
+    stop: int
+    choices: tuple[Choice, ...]
+    """Of the sections; those that are no block keep everything."""
+
+
+class Ladder:
+    """The sections of a model by what its blocks keep, made when they are asked for.
+
+    Args:
+        usual: what a plan allows, from the fastest to the smallest.
+        body: gives the sections.
+    """
+
+    def __init__(self, usual: Sequence[Choice], body: Callable[[Choice], Body]) -> None:
+        self._usual, self._body = usual, body
+        self._found: dict[Choice, Body] = {}
+
+    def __getitem__(self, choice: Choice) -> Body:
+        if choice not in self._found:
+            self._found[choice] = self._body(choice)
+        return self._found[choice]
+
+    @cached_property
+    def choices(self) -> list[Choice]:
+        """Those that work with this model, too."""
+        found = []
+        for choice in self._usual:
+            try:
+                self[choice]
+            except ConfigError:
+                if choice == "keep":
+                    raise
+                continue  # not every choice works with every model
+            found.append(choice)
+        return found
+
+
+class Fit:
+    """One candidate's stages.
+
+    Args:
+        plan: of the candidate.
+        candidate: how many stages, on which ranks.
+        ladder: the model's sections.
+        clock: how long sections take.
+        composed: profiles that were put together before, for all candidates.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        candidate: Candidate,
+        ladder: Ladder,
+        clock: Clock,
+        composed: dict[object, Profile],
+    ) -> None:
+        self._plan, self._candidate, self._ladder = plan, candidate, ladder
+        self._clock, self._composed = clock, composed
+        self._all = ladder["keep"].sections
+        given = (str(candidate.schedule), candidate.pp, candidate.stages_per_rank)
+        self._ranks = stage_ranks(*given)
+
+    def edges(self, state_factor: float, limit: int | None) -> list[int]:
+        """The section that each stage begins with, and the end.
+
+        Args:
+            state_factor: bytes of states on a rank for each byte of a parameter.
+            limit: bytes of a rank, where the cut is to follow them; the blocks keep least then.
+
+        Raises:
+            ConfigError: nothing fits.
+        """
+        if self._candidate.stages == 1:
+            return [0, len(self._all)]
+        least = self._ladder["keep" if limit is None else self._ladder.choices[-1]]
+        found = partition(
+            self._pieces(least.sections),
+            self._candidate.stages,
+            bandwidth=self._clock.cluster.inside.rate,
+            state_factor=state_factor,
+            in_flight=self._held(),
+            memory=None if limit is None else [limit] * self._candidate.stages,
+            devices=self._ranks,
+        )
+        return [0, *found.cuts, len(self._all)]
+
+    def _pieces(self, kept: Sequence[Section]) -> Pieces:
+        """A piece for what is before the blocks, one for each block, the last with what follows."""
+        last = len(self._all) - 2
+        paces = [self._clock.pace([section]).both for section in self._all]
+        seconds = [*paces[:last], paces[last] + paces[last + 1]]
+        params: dict[str, tuple[int, set[int]]] = {}
+        for place, section in enumerate(self._all):
+            for tensor in section.tensors:
+                key = tensor.name if not section.name else f"{place} {tensor.name}"
+                size, uses = params.get(key, (tensor.nbytes, set()))
+                params[key] = size, uses | {min(place, last)}
+        saved = [(_saved(s), [min(place, last)]) for place, s in enumerate(kept)]
+        crossing = [section.incoming for section in self._all[: last + 1]]
+        return Pieces(seconds, crossing, [(s, sorted(u)) for s, u in params.values()], saved)
+
+    def _held(self) -> list[int]:
+        """For each stage the most micro-batches in flight."""
+        one = self._candidate
+        steps = shorter(self._plan).batch.accumulation_steps
+        orders = order(str(one.schedule), one.pp, one.stages_per_rank, steps)
+        held = {stage: n for actions in orders for stage, n in in_flight(actions).items()}
+        return [held[stage] for stage in range(one.stages)]
+
+    def fitted(
+        self, edges: Sequence[int], limit: int
+    ) -> tuple[tuple[Stage, ...], dict[int, Peak]] | Peak:
+        """Stages whose blocks keep as much as fits, and the peaks of the ranks looked at.
+
+        Args:
+            edges: of `edges`.
+            limit: bytes that a rank may hold.
+
+        Returns:
+            The lowest peak of a rank where none fits.
+        """
+        stages = [Stage(a, b, _keeping(b - a)) for a, b in pairwise(edges)]
+        peaks: dict[int, Peak] = {}
+        alike: dict[object, int] = {}
+        for rank in range(self._candidate.pp):
+            own = self._stages_of(rank)
+            first = alike.setdefault(tuple(self._kind(stages[p]) for p in own), rank)
+            if first != rank:
+                for place, other in zip(own, self._stages_of(first), strict=True):
+                    stages[place] = replace(stages[place], choices=stages[other].choices)
+                continue
+            found = self._rank(stages, own, rank, limit)
+            if found.bytes > limit:
+                return found
+            peaks[rank] = found
+        return tuple(stages), peaks
+
+    def _stages_of(self, rank: int) -> list[int]:
+        return [place for place, whose in enumerate(self._ranks) if whose == rank]
+
+    def _rank(self, stages: list[Stage], own: Sequence[int], rank: int, limit: int) -> Peak:
+        """Let the blocks of one rank keep as much as fits; in place. The peak that comes of it."""
+        spans = [self._all[stages[place].first : stages[place].stop] for place in own]
+        blocks = sum(bool(section.name) for sections in spans for section in sections)
+
+        def tried(less: Choice, more: Choice, count: int) -> Peak:
+            """The first blocks, as many as are counted, keep less and the others more."""
+            left = count
+            for place, sections in zip(own, spans, strict=True):
+                picks: list[Choice] = []
+                for section in sections:
+                    picks.append("keep" if not section.name else more if left <= 0 else less)
+                    left -= bool(section.name)
+                stages[place] = replace(stages[place], choices=tuple(picks))
+            return self._peak(stages, own, rank)
+
+        lowest = tried("keep", "keep", 0)
+        if lowest.bytes <= limit:
+            return lowest
+        for more, less in pairwise(self._ladder.choices):
+            found = tried(less, more, blocks)
+            lowest = min(lowest, found, key=lambda peak: peak.bytes)
+            if found.bytes > limit:
+                continue
+            low, high, best = 0, blocks, found
+            while high - low > 1:  # so few of the first blocks as are enough
+                middle = (low + high) // 2
+                found = tried(less, more, middle)
+                if found.bytes <= limit:
+                    high, best = middle, found
+                else:
+                    low = middle
+            tried(less, more, high)
+            return best
+        return lowest
+
+    def _peak(self, stages: Sequence[Stage], own: Sequence[int], rank: int) -> Peak:
+        cut = self._plan.techniques.get("cut")
+        parts = {place: forecast(self.profile(stages[place]), self._plan) for place in own}
+        if not isinstance(cut, CutStrategy):
+            return parts[own[0]].peak()
+        return cut.replayed(parts, shorter(self._plan), rank, {}).peak()
+
+    def sections(self, stage: Stage) -> list[Section]:
+        """The sections of a stage, each with what it keeps."""
+        places = range(stage.first, stage.stop)
+        picks = zip(places, stage.choices, strict=True)
+        return [self._ladder[choice].sections[place] for place, choice in picks]
+
+    def _kind(self, stage: Stage) -> object:
+        """What stages that are alike have in common."""
+        passes = [id(section.passes) for section in self.sections(stage)]
+        return (*passes, stage.stop < len(self._all))
+
+    def profile(self, stage: Stage) -> Profile:
+        """The profile of a stage, or of a whole model."""
+        base = self._ladder["keep"].base
+        key = (self._kind(stage), id(base))
+        if key not in self._composed:
+            sections = self.sections(stage)
+            picks = zip(sections, stage.choices, strict=True)
+            self._composed[key] = compose(
+                base,
+                sections,
+                after=self._all[stage.stop] if stage.stop < len(self._all) else None,
+                recomputed=[section.name for section, choice in picks if choice != "keep"],
+                released=self._plan.release_gradients,
+            )
+        return self._composed[key]
+
+
+def shorter(plan: Plan) -> Plan:
+    """The plan with fewer micro-batches where further ones change no peak."""
+    cut = plan.techniques.get("cut")
+    steps, most = plan.batch.accumulation_steps, EARLY * plan.pp
+    if plan.pp == 1 or getattr(cut, "schedule", "gpipe") in ("gpipe", "looped_bfs"):
+        return plan
+    if steps <= most:
+        return plan
+    return replace(plan, batch=replace(plan.batch, accumulation_steps=most))
+
+
+def _keeping(count: int) -> tuple[Choice, ...]:
+    keeping: list[Choice] = ["keep"] * count
+    return tuple(keeping)
+
+
+def _saved(section: Section) -> int:
+    """Bytes that one micro-batch keeps in a section from its forward to its backward pass."""
+    one = section.passes[0]
+    return sum(
+        span.nbytes
+        for span in one.spans
+        if span.birth <= one.forward and span.death != FOREVER and span.death > one.forward + 1
+    )

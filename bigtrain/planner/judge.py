@@ -1,0 +1,231 @@
+"""One candidate: whether it can be run and fits, where it is cut, and how long a step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from bigtrain.build import make_plan
+from bigtrain.config import Job
+from bigtrain.errors import ConfigError
+from bigtrain.floors import Widths, bounding_stage, bubble_share, states_floor
+from bigtrain.forecast import Profile
+from bigtrain.keeping import Choice
+from bigtrain.planner.anatomy import Anatomy, Body
+from bigtrain.planner.clock import Clock, Pace, StepSeconds
+from bigtrain.planner.compose import states
+from bigtrain.planner.fit import LADDER, Fit, Ladder, Stage, shorter
+from bigtrain.planner.space import REPLICATE, Candidate
+from bigtrain.schedules import SPLIT
+from bigtrain.strategy import CutStrategy, Plan
+from bigtrain.timeline import Peak
+from bigtrain.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A candidate with its plan and what is expected of it."""
+
+    candidate: Candidate
+    plan: Plan
+    job: Job
+    """The job that runs it."""
+    peaks: Mapping[int, Peak]
+    """By pp rank, of those that were looked at."""
+    seconds: StepSeconds
+    recomputed: Mapping[str, Choice]
+    """The blocks that keep less than everything."""
+    cuts: tuple[str, ...]
+    """The blocks that stages begin with."""
+
+    @property
+    def worst(self) -> int:
+        """The pp rank with the highest peak."""
+        return max(self.peaks, key=lambda rank: self.peaks[rank].bytes)
+
+    @property
+    def peak(self) -> Peak:
+        """The highest of all ranks."""
+        return self.peaks[self.worst]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A candidate that cannot be run, or does not fit."""
+
+    candidate: Candidate
+    reason: str
+    peak: Peak | None = None
+    """The lowest that was found, where it is memory."""
+
+
+class Judge:
+    """Judges the candidates for one job on one cluster.
+
+    Args:
+        job: model, data and precision are taken from it.
+        anatomy: of its model.
+        clock: of the cluster.
+        margins: by engine, the share by which forecasts are enlarged before they are compared.
+    """
+
+    def __init__(
+        self, job: Job, anatomy: Anatomy, clock: Clock, margins: Mapping[str, float]
+    ) -> None:
+        self._job, self._anatomy, self._clock = job, anatomy, clock
+        self._device_type, self._margins = clock.cluster.device.kind, margins
+        self._composed: dict[object, Profile] = {}
+        self._paces: dict[int, Pace] = {}
+
+    def plan_of(self, candidate: Candidate) -> Plan:
+        """The plan of a candidate, as a run of it would make it.
+
+        Raises:
+            ConfigError: a technique refuses it.
+        """
+        job = candidate.job(self._job)
+        return make_plan(job, candidate.pp * candidate.dp, self._device_type)
+
+    def whole(self, rows: int) -> Body:
+        """The model's sections in one process, everything kept."""
+        alone = Candidate(1, 1, "single", rows, 1)
+        return self._anatomy.body(self.plan_of(alone), rows, "keep")
+
+    def least_seconds(self, candidate: Candidate) -> float:
+        """About no plan of this candidate is faster: its work, evenly dealt, and the bubble."""
+        seconds = candidate.micro_batches * self._whole(candidate.rows).both / candidate.pp
+        if candidate.schedule is None:
+            return seconds
+        given = (candidate.schedule, candidate.pp, candidate.micro_batches)
+        return seconds / (1.0 - _least_bubble(*given, candidate.stages_per_rank))
+
+    def _whole(self, rows: int) -> Pace:
+        """A micro-batch through the whole model, everything kept, in one process."""
+        if rows not in self._paces:
+            self._paces[rows] = self._clock.pace(self.whole(rows).sections)
+        return self._paces[rows]
+
+    def least_bytes(self, candidate: Candidate, plan: Plan) -> int:
+        """No plan of this candidate holds less on its fullest rank: its share of the states."""
+        held = states(self.whole(candidate.rows).sections)
+        size = 8 if plan.precision == "fp64" else 4 if plan.master_weights else 2
+        numbers = max(1, held.gradients // size)
+        low = plan.bf16_parameters and plan.master_weights
+        own = _own_copies(candidate)
+        state = held.optimizer / numbers + (4.0 if low and not own else 0.0)
+        widths = Widths(
+            (4.0 if own else 2.0) if low else held.parameters / numbers,
+            0.0 if plan.release_gradients else 2.0 if low else held.gradients / numbers,
+            0.0 if candidate.offload != "device" else state,
+        )
+        options = REPLICATE[candidate.replicate]
+        stage = int(options.get("stage", 0))
+        if stage:
+            stage = bounding_stage(str(options["engine"]), stage)
+        ranks = candidate.shard_ranks or candidate.dp
+        return states_floor(numbers // candidate.pp, widths, stage, ranks)
+
+    def judge(self, candidate: Candidate, plan: Plan, limit: int) -> Judged | Refused:
+        """Cut it, let its blocks keep as much as fits, and say what comes of it.
+
+        Args:
+            candidate: one of the space.
+            plan: of `plan_of`.
+            limit: bytes that a rank may hold, what a forecast may be wrong by included.
+        """
+        engine = str(REPLICATE[candidate.replicate].get("engine", "torch"))
+        limit = int(limit / (1 + self._margins.get(engine, 0.0)))
+        try:
+            ladder = self._ladder(plan, candidate)
+            fit = Fit(plan, candidate, ladder, self._clock, self._composed)
+            weight = max(1, states(ladder["keep"].sections).parameters)
+            factor = self.least_bytes(candidate, plan) * candidate.pp / weight
+            found = fit.fitted(fit.edges(factor, None), limit)
+            if isinstance(found, Peak) and candidate.stages > 1 and limit > 0:
+                found = fit.fitted(fit.edges(factor, limit), limit)
+        except ConfigError as error:
+            return Refused(candidate, str(error))
+        if isinstance(found, Peak):
+            return Refused(candidate, _too_much(found, limit), found)
+        return self._judged(candidate, plan, ladder, fit, *found)
+
+    def _ladder(self, plan: Plan, candidate: Candidate) -> Ladder:
+        """The model's sections for each choice that this plan can run."""
+        technique, waiting = plan.techniques.get("cut"), False
+        if isinstance(technique, CutStrategy):
+            waiting = max(technique.held(shorter(plan))[-1:], default=1) > 1
+
+        def body(choice: Choice) -> Body:
+            kind = {"waiting": waiting, "cut": plan.pp > 1}
+            return self._anatomy.body(plan, candidate.rows, choice, **kind)
+
+        return Ladder([c for c in LADDER if c != "selective" or plan.keeps_products], body)
+
+    def _judged(
+        self,
+        candidate: Candidate,
+        plan: Plan,
+        ladder: Ladder,
+        fit: Fit,
+        stages: tuple[Stage, ...],
+        peaks: Mapping[int, Peak],
+    ) -> Judged:
+        chosen = [fit.sections(stage) for stage in stages]
+        paces = [self._clock.pace(sections) for sections in chosen]
+        telling = sorted({0, len(stages) // 2, len(stages) - 1})
+        profiles = [fit.profile(stages[place]) for place in telling]
+        base = ladder["keep"].base
+        numbers = sum(t.numbers for s in base.sections for t in s.tensors if t.trained)
+        most = max(p.trained_elements for p in profiles) / max(1, numbers)
+        update = self._clock.work(base.step_work.scaled(most))
+        recomputed = {
+            section.name: choice
+            for stage, sections in zip(stages, chosen, strict=True)
+            for section, choice in zip(sections, stage.choices, strict=True)
+            if choice != "keep"
+        }
+        cuts = tuple(sections[0].name for sections in chosen[1:])
+        blocks = sum(bool(section.name) for section in ladder["keep"].sections)
+        job = candidate.job(self._job, **_written(cuts, recomputed, blocks))
+        seconds = self._clock.step(plan, paces, profiles, update)
+        return Judged(candidate, plan, job, peaks, seconds, recomputed, cuts)
+
+
+@cache
+def _least_bubble(schedule: str, pp: int, micro_batches: int, per_rank: int) -> float:
+    """The share of a step in which ranks with equal stages stand idle; 0 where nobody knows."""
+    shares = (1.0, 1.0, 1.0) if schedule in SPLIT else (1.0, 2.0, 0.0)
+    try:
+        return bubble_share(schedule, pp, micro_batches, per_rank, *shares)
+    except ValueError:
+        return 0.0
+
+
+def _own_copies(candidate: Candidate) -> bool:
+    """Whether the fp32 values are the parameters themselves, gathered in bf16: fully_shard."""
+    options = REPLICATE[candidate.replicate]
+    return options.get("engine") == "torch" and int(options.get("stage", 0)) > 1
+
+
+def _written(cuts: Sequence[str], recomputed: Mapping[str, Choice], blocks: int) -> dict[str, Any]:
+    """What stands in the plan beside the candidate's own: where it is cut, what blocks keep."""
+    found: dict[str, Any] = {}
+    if cuts:
+        found["cut"] = {"at": list(cuts)}
+    kinds = set(recomputed.values())
+    if len(kinds) == 1 and len(recomputed) == blocks:
+        found["recompute"] = {"name": "checkpointing", "mode": kinds.pop()}
+    elif recomputed:
+        found["recompute"] = {"name": "checkpointing", "blocks": dict(recomputed)}
+    return found
+
+
+def _too_much(peak: Peak, limit: int) -> str:
+    parts = vars(peak.breakdown)
+    kind = max(parts, key=lambda part: parts[part])
+    return (
+        f"{format_bytes(peak.bytes - limit)} too much: {kind} {format_bytes(parts[kind])} of "
+        f"{format_bytes(peak.bytes)}"
+    )

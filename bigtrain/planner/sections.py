@@ -1,0 +1,251 @@
+"""A model in sections: what one micro-batch does to memory and time in each, forward and back.
+
+A section is a block of the model, or what runs before the first block or after the last. It has a
+window of clock ticks in the forward pass and one in the backward pass. What is recorded of it is
+cut to its own windows, so that sections can be put together in another number and order than they
+were recorded in: a block a hundred times, a stage's blocks alone, blocks that keep less.
+
+Ticks are a section's own: 1 to `forward` in the forward pass, `forward + 1` to `forward + backward`
+in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bigtrain.timeline import KINDS, Kind, Span, Visit
+
+FOREVER = -1
+"""The death of what stays until the optimizer has used it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Ticks a < t <= b of the forward pass and c < t <= d of the backward pass."""
+
+    a: int
+    b: int
+    c: int
+    d: int
+
+    @property
+    def forward(self) -> int:
+        """Ticks of the forward window."""
+        return self.b - self.a
+
+    @property
+    def backward(self) -> int:
+        """Ticks of the backward window."""
+        return self.d - self.c
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A parameter or buffer of a section."""
+
+    name: str
+    """Tells tied ones from others."""
+    shape: tuple[int, ...]
+    nbytes: int
+    trained: bool = False
+    is_buffer: bool = False
+    state_bytes: int = 0
+    """Of the optimizer, for this one."""
+    state_scalars: int = 0
+    """Bytes of those that are step counts and the like."""
+
+    @property
+    def numbers(self) -> int:
+        """Elements."""
+        return int(np.prod(self.shape)) if self.shape else 1
+
+
+@dataclass(frozen=True)
+class Work:
+    """The operations of a pass, one to a row."""
+
+    flops: NDArray[np.float64]
+    """In fp32 and fp64."""
+    low_flops: NDArray[np.float64]
+    """In bf16."""
+    nbytes: NDArray[np.float64]
+    """Read and written."""
+    times: NDArray[np.float64]
+    """How often each is done."""
+
+    def scaled(self, factor: float) -> Work:
+        """Operations that are larger or smaller."""
+        flops, low_flops, nbytes = (a * factor for a in (self.flops, self.low_flops, self.nbytes))
+        return Work(flops, low_flops, nbytes, self.times)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One micro-batch through a section and back."""
+
+    forward: int
+    backward: int
+    spans: tuple[Span, ...]
+    visit: Visit | None
+    """Of the block, in the section's own ticks; None of what is in no block."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One block, or what is before or after all blocks."""
+
+    name: str
+    """Of the block; empty for what is in none."""
+    passes: tuple[Pass, Pass]
+    """The first micro-batch of a step, and every other one."""
+    forward: Work
+    backward: Work
+    tensors: tuple[Tensor, ...]
+    incoming: int = 0
+    """Bytes of the tensors that a block is called with."""
+    incoming_gradients: int = 0
+    """Of those that a gradient goes back to."""
+
+
+def spans_in(spans: Iterable[Span], window: Window, stop: int) -> tuple[Span, ...]:
+    """What of a timeline belongs to a section, in its own ticks.
+
+    What comes from elsewhere belongs to it where it is let go of in one of its windows: its own
+    passes have used it last. What goes elsewhere belongs to it until its window ends.
+
+    Args:
+        spans: of one micro-batch.
+        window: of the section.
+        stop: the last tick of the micro-batch; what lives on stays for the optimizer.
+    """
+    w, found = window, []
+    for span in spans:
+        birth, death = span.birth, span.death
+        if w.a < birth <= w.b:  # made in the forward pass
+            if death > w.b + 1:
+                if death <= w.c + 1:
+                    death = w.b + 1  # only later sections use it
+                elif death > stop and span.kind == "gradients":
+                    death = stop + 1
+                else:
+                    death = min(death, w.d + 1)
+        elif w.c < birth <= w.d:  # made in the backward pass
+            if death <= stop or span.kind != "gradients":
+                death = min(death, w.d + 1)
+        elif birth <= w.a and w.a + 1 < death <= w.b + 1:
+            birth = w.a + 1
+        elif death > stop:  # another section's gradients
+            continue
+        elif birth <= w.a and w.c + 1 < death <= w.d + 1:
+            birth = w.a + 1
+        elif w.b < birth <= w.c and w.c + 1 < death <= w.d + 1:
+            birth = w.c + 1
+        else:
+            continue
+        found.append(_local(span.nbytes, span.kind, birth, death, w, stop))
+    return tuple(found)
+
+
+def _local(nbytes: int, kind: Kind, birth: int, death: int, w: Window, stop: int) -> Span:
+    born = birth - w.a if birth <= w.b else w.forward + birth - w.c
+    if death > stop and kind == "gradients":
+        return Span(nbytes, kind, born, FOREVER)
+    died = death - w.a if death <= w.b + 1 else w.forward + death - w.c
+    return Span(nbytes, kind, born, died)
+
+
+def placed(
+    sections: Sequence[Section], number: int
+) -> tuple[tuple[Span, ...], list[Visit | None], int, int]:
+    """Sections one after another, there and back.
+
+    Args:
+        sections: in the order of the forward pass.
+        number: of the pass: 0 for the first micro-batch, 1 for every other.
+
+    Returns:
+        Spans and visits on one clock that begins with tick 1, the tick after which the backward
+        pass begins, and the last tick.
+    """
+    passes = [section.passes[number] for section in sections]
+    turn = sum(one.forward for one in passes)
+    stop = turn + sum(one.backward for one in passes)
+    spans: list[Span] = []
+    visits: list[Visit | None] = []
+    there, back = 0, stop
+    for one in passes:
+        back -= one.backward
+        ahead, behind = there, back - one.forward
+        for span in one.spans:
+            birth = span.birth + (ahead if span.birth <= one.forward else behind)
+            if span.death == FOREVER:
+                death = stop + 1
+            else:
+                death = span.death + (ahead if span.death <= one.forward + 1 else behind)
+            if death <= birth:  # let go of before it was made: an empty window
+                continue
+            spans.append(Span(span.nbytes, span.kind, birth, death))
+        visits.append(None if one.visit is None else _moved(one.visit, ahead, behind))
+        there += one.forward
+    return tuple(spans), visits, turn, stop
+
+
+def _moved(visit: Visit, ahead: int, behind: int) -> Visit:
+    forward = visit.forward[0] + ahead, visit.forward[1] + ahead
+    backward = visit.backward[0] + behind, visit.backward[1] + behind
+    return Visit(visit.shapes, visit.trained, forward, backward)
+
+
+def enveloped(section: Section) -> Section:
+    """The same with only the highest moment of each of its windows.
+
+    What is held from a window to another stays as it is; what comes and goes within one is there
+    at the window's highest moment alone. So two runs become alike that differ in how often a loop
+    goes round.
+    """
+    first, later = (_enveloped(one) for one in section.passes)
+    return replace(section, passes=(first, later))
+
+
+def _enveloped(one: Pass) -> Pass:
+    top, low = _highest(one, 0), _highest(one, one.forward)
+    spans: list[Span] = []
+    sums: dict[tuple[int, Kind], int] = {}
+    for span in one.spans:
+        birth, death = span.birth, span.death
+        stays = death == FOREVER
+        if birth <= one.forward and (stays or death > one.forward + 1):
+            born = 1 if birth <= top else 2
+            died = FOREVER if stays else 4 if death > low else 3
+            spans.append(Span(span.nbytes, span.kind, born, died))
+        elif stays:
+            spans.append(Span(span.nbytes, span.kind, 3 if birth <= low else 4, FOREVER))
+        elif birth <= top < death or birth <= low < death:
+            place = 1 if birth <= one.forward else 3
+            sums[place, span.kind] = sums.get((place, span.kind), 0) + span.nbytes
+    for place in (1, 3):
+        for kind in KINDS:  # also where there is nothing: every run has the same
+            spans.append(Span(sums.get((place, kind), 0), kind, place, place + 1))
+    return Pass(2, 2, tuple(spans), None)
+
+
+def _highest(one: Pass, after: int) -> int:
+    """The highest moment of the forward window, or of what is after it."""
+    until = one.forward if after == 0 else one.forward + one.backward
+    changes: dict[int, int] = {}
+    for span in one.spans:
+        birth = max(span.birth, after + 1)
+        death = until + 1 if span.death == FOREVER else min(span.death, until + 1)
+        if birth < death:
+            changes[birth] = changes.get(birth, 0) + span.nbytes
+            changes[death] = changes.get(death, 0) - span.nbytes
+    highest, at, now = -1, after + 1, 0
+    for tick in sorted(changes):
+        now += changes[tick]
+        if now > highest:
+            highest, at = now, tick
+    return at
