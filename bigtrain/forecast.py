@@ -60,6 +60,11 @@ class Profile:
     """The modules of which something else than all is kept, or may be, in `first` and `next`."""
     recomputed: frozenset[str] = frozenset()
     """Those of them that are computed again in the backward pass."""
+    tensors: tuple[tuple[str, int], ...] = ()
+    """Of a stage: the trained parameters in their order, with the bytes of their gradients."""
+    last: tuple[Timeline, Timeline] | None = None
+    """Of a stage: `first` and `next` of a step's last micro-batch, where it alone is not computed
+    again."""
     missing: str | None = None
     """Why the timelines are empty, where the model could not run on fake tensors."""
 
@@ -79,6 +84,13 @@ class Forecast:
     """Every further micro-batch, where gradients are accumulated."""
     wires: Wires = Wires()
     """Of a stage of a cut model."""
+    resumed: tuple[Timeline, Timeline] | None = None
+    """Of a stage that gathers its parameters: `first` and `next` where the passes of other
+    micro-batches come in between; see `replay.StagePiece`."""
+    tensors: tuple[tuple[str, int], ...] = ()
+    """See `Profile`."""
+    last: tuple[Timeline, Timeline] | None = None
+    """See `Profile`."""
 
     @classmethod
     def of(cls, profile: Profile) -> Forecast:
@@ -90,7 +102,7 @@ class Forecast:
             activations=profile.batch_bytes,
         )
         given = (states, profile.first, profile.step, profile.gradient_bytes)
-        return cls(*given, wires=profile.wires)
+        return cls(*given, wires=profile.wires, tensors=profile.tensors, last=profile.last)
 
     def peak(self) -> Peak:
         """The highest moment of a step."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from bigtrain.schedules import Action
 from bigtrain.timeline import KINDS, Kind, Phase, Span, Timeline
@@ -57,6 +58,13 @@ class StagePiece:
     ticks of the whole backward pass each; parameters' gradients come in W; all else that is alive
     or made in I stays until the end of W, as torch keeps the graph and may keep any gradient in it.
     """
+    resumed: tuple[Passes, Passes] | None = None
+    """`first` and `next` as they are on a stage that gathers its parameters, where the passes of
+    other micro-batches came in between: a forward pass that follows another one finds what that
+    has gathered, and a backward pass that follows another one finds nothing."""
+    last: tuple[Passes, Passes] | None = None
+    """`first` and `next` of the last micro-batch, where it goes otherwise than all others: whole,
+    also in a schedule that splits the backward pass."""
 
 
 @dataclass(frozen=True, order=True)
@@ -66,6 +74,7 @@ class _Way:
     stage: int
     first: bool
     split: bool
+    last: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,11 +87,21 @@ class _Recording:
     """What is alive during each action, within its ticks."""
     waiting: tuple[tuple[tuple[Kind, int], ...], ...]
     """Bytes by kind from the end of each action to the next, or to the end of the step."""
+    gathered: int
+    """Bytes of kind `parameters` from the end of the forward pass on: once for the stage."""
 
 
 _Held = tuple[int, ...]
-"""For each way and each action of it, how many micro-batches have done that and not the next; and
-the bytes of what is on its way."""
+"""For each way and each action of it, how many micro-batches have done that and not the next; for
+each stage whether it has its parameters gathered; and the bytes of what is on its way."""
+
+
+class _Act(NamedTuple):
+    """An action of a way; all that have the same recording are one."""
+
+    way: _Way
+    point: int
+    resumed: bool
 
 
 def replay(
@@ -94,8 +113,9 @@ def replay(
     only where no less waits (of any stage, at any point) than at another time. Such moments follow
     each other on one clock, in the order of the step, each complete; what waits beside an action
     is one span for each kind, stage and point. So `peak()` is exactly that of the whole step laid
-    out, also after kinds have been dropped; a sum over time it is not. Spans of kind `parameters`,
-    what a sharded stage has gathered, are there once however many micro-batches wait for them.
+    out, also after kinds have been dropped; a sum over time it is not. Spans of kind `parameters`
+    that outlive a forward pass are what a sharded stage has gathered: they are there once, from a
+    forward pass to the next backward pass of the stage, which frees them.
 
     Args:
         actions: what the rank does, as `schedules.order` has it.
@@ -105,41 +125,70 @@ def replay(
     Returns:
         The timeline, from tick 0; empty phases are left out.
     """
-    ways = _ways(actions)
+    ways = _ways(actions, pieces)
     recordings = {way: _recording(way, pieces[way.stage]) for way in set(ways.values())}
-    slots: dict[tuple[_Way, int], int] = {}
+    slots: dict[tuple[_Way, int] | int, int] = {}
     for way in sorted(recordings):
         for point, waiting in enumerate(recordings[way].waiting):
             if waiting:  # what holds nothing need not be told apart
                 slots[way, point] = len(slots)
+    gathered = {way.stage: found.gathered for way, found in recordings.items() if found.gathered}
+    for stage in sorted(gathered):
+        slots[stage] = len(slots)
     held = [0] * len(slots)
-    fronts: dict[tuple[_Way, int], dict[_Held, int]] = {}
+    fronts: dict[_Act, dict[_Held, int]] = {}
     for moment, (stage, kind, micro_batch) in enumerate(actions):
         way = ways[stage, micro_batch]
         point = {"F": 0, "I": 1, "B": 1, "W": 2}[kind]
         if (way, point - 1) in slots:
             held[slots[way, point - 1]] -= 1
+        found = stage in slots and held[slots[stage]] > 0
+        if stage in slots and kind != "F":  # what it frees is in its own ticks
+            held[slots[stage]] = 0
         extra = beside[moment] if beside else 0
-        _add(fronts.setdefault((way, point), {}), (*held, extra), moment)
+        act = _Act(way, point, resumed=found if kind == "F" else not found)
+        _add(fronts.setdefault(act, {}), (*held, extra), moment)
+        if stage in slots and kind == "F":
+            held[slots[stage]] = 1
         if (way, point) in slots:
             held[slots[way, point]] += 1
     chosen = sorted(
-        (moment, action, counts)
-        for action, front in fronts.items()
-        for counts, moment in front.items()
+        (moment, act, counts) for act, front in fronts.items() for counts, moment in front.items()
     )
-    return _laid_out(chosen, recordings, slots)
+    waits = {slot: _waiting(recordings, gathered, key) for key, slot in slots.items()}
+    again = {
+        way: _cut(pieces[way.stage].resumed[0 if way.first else 1])  # type: ignore[index]
+        for way in recordings
+        if pieces[way.stage].resumed is not None and not way.split
+    }
+    return _laid_out(chosen, recordings, again, waits)
 
 
-def _ways(actions: Sequence[Action]) -> dict[tuple[int, int], _Way]:
+def _waiting(
+    recordings: Mapping[_Way, _Recording], gathered: Mapping[int, int], key: tuple[_Way, int] | int
+) -> Sequence[tuple[Kind, int]]:
+    if isinstance(key, int):
+        return (("parameters", gathered[key]),)
+    return recordings[key[0]].waiting[key[1]]
+
+
+def _ways(
+    actions: Sequence[Action], pieces: Mapping[int, StagePiece]
+) -> dict[tuple[int, int], _Way]:
     """How each (stage, micro-batch) goes; the first whose B or W comes makes the gradients."""
     split = {(stage, number) for stage, kind, number in actions if kind in ("I", "W")}
     firsts: dict[int, int] = {}
     for stage, kind, number in actions:
         if kind in ("B", "W"):
             firsts.setdefault(stage, number)
+    final = max((number for _, _, number in actions), default=0)
     return {
-        (stage, number): _Way(stage, firsts.get(stage) == number, (stage, number) in split)
+        (stage, number): _Way(
+            stage,
+            firsts.get(stage) == number,
+            (stage, number) in split,
+            number == final and pieces[stage].last is not None,
+        )
         for stage, _, number in actions
     }
 
@@ -155,6 +204,9 @@ def _add(front: dict[_Held, int], beside: _Held, moment: int) -> None:
 
 
 def _recording(way: _Way, piece: StagePiece) -> _Recording:
+    if way.last and piece.last is not None:
+        kept = piece.last[0 if way.first else 1]
+        return _cut(_torch_first_stage(kept) if way.split else kept)
     if not way.split:
         return _cut(piece.first if way.first else piece.next)
     if piece.split is not None:
@@ -189,6 +241,7 @@ def _cut(passes: Passes) -> _Recording:
     """Sort the spans by the actions that they are alive in."""
     ticks = (passes.begin, *passes.starts, passes.end + 1)
     within, waiting = [], []
+    gathered = 0
     for start, stop in pairwise(ticks):
         within.append(
             tuple(
@@ -204,20 +257,23 @@ def _cut(passes: Passes) -> _Recording:
                 beyond = span.death >= stop and span.kind == "gradients"
             if span.birth < stop and beyond:
                 sums[span.kind] += span.nbytes
+        kept = sums.pop("parameters")
+        gathered = kept if start == ticks[0] else gathered
         waiting.append(tuple((kind, nbytes) for kind, nbytes in sums.items() if nbytes))
-    return _Recording(ticks, tuple(within), tuple(waiting))
+    return _Recording(ticks, tuple(within), tuple(waiting), gathered)
 
 
 def _laid_out(
-    chosen: Sequence[tuple[int, tuple[_Way, int], _Held]],
+    chosen: Sequence[tuple[int, _Act, _Held]],
     recordings: Mapping[_Way, _Recording],
-    slots: Mapping[tuple[_Way, int], int],
+    again: Mapping[_Way, _Recording],
+    waits: Mapping[int, Sequence[tuple[Kind, int]]],
 ) -> Timeline:
     spans: list[Span] = []
     phases: list[tuple[int, Phase]] = []
     clock = 0
-    for _, (way, point), beside in chosen:
-        recording = recordings[way]
+    for _, (way, point, resumed), beside in chosen:
+        recording = again.get(way, recordings[way]) if resumed else recordings[way]
         start, stop = recording.ticks[point], recording.ticks[point + 1]
         if start == stop:
             continue
@@ -225,21 +281,15 @@ def _laid_out(
         phase: Phase = "backward" if point else "forward"
         if not phases or phases[-1][1] != phase:
             phases.append((clock, phase))
-        gathered: dict[int, int] = {}
-        for slot, number in slots.items():
-            for kind, nbytes in recordings[slot[0]].waiting[slot[1]] if beside[number] else ():
-                if kind == "parameters":  # what is gathered serves all micro-batches
-                    gathered[slot[0].stage] = max(gathered.get(slot[0].stage, 0), nbytes)
-                else:
-                    spans.append(Span(nbytes * beside[number], kind, clock, end))
-        spans += (Span(nbytes, "parameters", clock, end) for nbytes in gathered.values())
+        for slot, waiting in waits.items():
+            if beside[slot]:
+                spans += (Span(n * beside[slot], kind, clock, end) for kind, n in waiting)
         if beside[-1]:
             spans.append(Span(beside[-1], "temporary", clock, end))
         moved = clock - start
         spans += (
             Span(s.nbytes, s.kind, s.birth + moved, s.death + moved)
             for s in recording.actions[point]
-            if s.kind != "parameters" or way.stage not in gathered
         )
         clock = end
     return Timeline(tuple(spans), tuple(phases) or ((0, "forward"),))

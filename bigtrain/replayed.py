@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from bigtrain.forecast import Forecast
 from bigtrain.replay import Passes, StagePiece, replay
 from bigtrain.schedules import Action, Underway
-from bigtrain.timeline import Timeline
+from bigtrain.strategy import Plan
+from bigtrain.timeline import Breakdown, Span, Timeline
+from bigtrain.units import MIB
 
 
 def joined(
@@ -16,6 +18,7 @@ def joined(
     forecasts: Mapping[int, Forecast],
     halves: Mapping[int, Forecast],
     underway: Sequence[Underway] = (),
+    bucket: int | None = None,
 ) -> Forecast:
     """Put the stages of a rank together in the order of its schedule.
 
@@ -24,27 +27,140 @@ def joined(
         forecasts: of its stages, each of one micro-batch.
         halves: the same with the backward pass in two parts.
         underway: for each action what is on its way; see `schedules.transfers`.
+        bucket: of `averaging_bucket`.
     """
+    if any(found.resumed is not None for found in forecasts.values()):
+        # fully_shard frees and fills around whole backward passes only: I is all of it.
+        kept = [n for n, action in enumerate(actions) if action.kind != "W"]
+        underway = [underway[n] for n in kept if underway]
+        actions = [_whole(actions[n]) for n in kept]
     pieces = {
-        stage: StagePiece(*_both(found), _both(halves[stage]) if stage in halves else None)
+        stage: StagePiece(
+            *_both(found),
+            _both(halves[stage]) if stage in halves else None,
+            found.resumed and (_passes(found.resumed[0]), _passes(found.resumed[1])),
+            found.last and (_passes(found.last[0]), _passes(found.last[1])),
+        )
         for stage, found in forecasts.items()
     }
+    states, first, gradients = _together(forecasts, pieces)
     every = list(forecasts.values())
-    # Every stage has been told of the same batch.
-    states = every[0].states
-    for other in every[1:]:
-        states = states.plus(replace(other.states, activations=0))
     phases = every[0].step.phases
     steps = tuple(span for found in every for span in found.step.spans)
+    if bucket is not None:
+        # One tick before the step: all gradients are there, and a bucket of them once more.
+        tick = phases[0][0] - 1
+        copied = Span(_fullest(every, bucket), "temporary", tick, tick + 1)
+        steps, phases = (copied, *steps), ((tick, "backward"), *phases)
     return Forecast(
         states=states,
-        first=replay(actions, pieces, [_bytes(some, forecasts) for some in underway]),
+        first=replay(actions, first, _beside(actions, forecasts, underway)),
         step=Timeline(steps, phases),
-        gradients=sum(found.gradients for found in every),
+        gradients=gradients,
     )
 
 
-def _bytes(underway: Underway, forecasts: Mapping[int, Forecast]) -> int:
+def averaging_bucket(plan: Plan) -> int | None:
+    """Bytes of gradients that replicas of a stage average together, as `replicas.Average` does.
+
+    None where there are no replicas, or a wrapper reduces during the backward pass.
+    """
+    replicate = plan.techniques["replicate"]
+    if plan.dp == 1 or plan.joined or getattr(replicate, "stage", 1) > 1:
+        return None
+    return getattr(replicate, "bucket_size", None) or 25 * MIB
+
+
+def _fullest(every: Sequence[Forecast], bucket: int) -> int:
+    """The largest copy: of neighbours that fit in together; what is alone is not copied."""
+    sizes = list({name: size for found in every for name, size in found.tensors}.values())
+    fullest, number, filled = 0, 0, 0
+    for size in [*sizes, bucket + 1]:
+        if number and filled + size > bucket:
+            fullest = max(fullest, filled if number > 1 else 0)
+            number, filled = 0, 0
+        number, filled = number + 1, filled + size
+    return fullest
+
+
+def _together(
+    forecasts: Mapping[int, Forecast], pieces: Mapping[int, StagePiece]
+) -> tuple[Breakdown, dict[int, StagePiece], int]:
+    """The states of a rank's stages, their pieces, and bytes of gradients.
+
+    What several of them use is there once: with the last of them, whose gradient comes first. All
+    have been told of the same batch.
+    """
+    states, gradients = Breakdown(), 0
+    found: dict[int, StagePiece] = {}
+    seen: set[str] = set()
+    for stage in sorted(forecasts, reverse=True):
+        one = forecasts[stage]
+        sizes = dict(one.tensors)
+        again = {name: size for name, size in sizes.items() if name in seen}
+        shared, whole = sum(again.values()), sum(sizes.values())
+        own = replace(
+            one.states,
+            parameters=one.states.parameters - shared,
+            optimizer=one.states.optimizer - one.states.optimizer * shared // max(1, whole),
+            activations=one.states.activations if not seen else 0,
+        )
+        states = states.plus(own)
+        gradients += one.gradients - shared
+        found[stage] = _adding(pieces[stage], list(again.values()))
+        seen |= sizes.keys() or {""}
+    return states, found, gradients
+
+
+def _adding(piece: StagePiece, sizes: Sequence[int]) -> StagePiece:
+    """A stage of which some gradients are added to those that another stage has made."""
+
+    def change(passes: Passes) -> Passes:
+        spans = list(passes.timeline.spans)
+        for size in sizes:
+            kept = [n for n, s in enumerate(spans) if (s.kind, s.nbytes) == ("gradients", size)]
+            if kept:
+                span = spans[kept[0]]
+                spans[kept[0]] = replace(span, kind="temporary", death=span.birth + 1)
+        return replace(passes, timeline=replace(passes.timeline, spans=tuple(spans)))
+
+    if not sizes:
+        return piece
+    split = piece.split and (change(piece.split[0]), piece.split[1])
+    return replace(piece, first=change(piece.first), split=split)
+
+
+def _whole(action: Action) -> Action:
+    return action._replace(kind="B") if action.kind == "I" else action
+
+
+_Doing = dict[tuple[int, int], int]
+"""By stage and micro-batch how far it is: 1 from its forward pass on, 2 from the beginning of its
+backward pass on, 3 when the inputs' gradients are there and the weights' are not."""
+
+
+def _beside(
+    actions: Sequence[Action], forecasts: Mapping[int, Forecast], underway: Sequence[Underway]
+) -> list[int]:
+    """Bytes beside each action that no stage's own recording has, less what two of them have."""
+    doing: _Doing = {}
+    over: set[tuple[int, int]] = set()
+    found = []
+    for moment, (stage, kind, number) in enumerate(actions):
+        done = doing.get((stage, number), 0)
+        doing[stage, number] = 1 if kind == "F" else max(done, 2)
+        way = _sent(underway[moment], forecasts, doing) if underway else 0
+        found.append(way + _handed(forecasts, doing, over))
+        if kind == "I":
+            doing[stage, number] = 3
+        elif kind in ("B", "W"):
+            del doing[stage, number]
+            over.add((stage, number))
+    return found
+
+
+def _sent(underway: Underway, forecasts: Mapping[int, Forecast], doing: _Doing) -> int:
+    """What goes to other ranks or comes from them."""
     total = 0
     for (stage, kind), count in underway.items():
         wires = forecasts[stage].wires
@@ -54,7 +170,37 @@ def _bytes(underway: Underway, forecasts: Mapping[int, Forecast]) -> int:
             "RECV_B": wires.outgoing_gradients,
             "SEND_B": wires.incoming_gradients,
         }
+        if kind == "SEND_B":  # a gradient is kept with its input until W, sent or not
+            count -= min(count, sum(s == stage and at == 3 for (s, _), at in doing.items()))
         total += count * each[kind]
+    return total
+
+
+def _handed(
+    forecasts: Mapping[int, Forecast], doing: _Doing, over: Collection[tuple[int, int]]
+) -> int:
+    """What one stage of the rank hands to the next one, and is given back: the same storages.
+
+    A recording has a stage's inputs from its forward pass to its last action, the gradients of its
+    outputs from the beginning of its backward pass to its last action, and those of its inputs
+    until W.
+    """
+    total = 0
+    for (stage, number), at in doing.items():
+        high = stage + 1
+        if high not in forecasts:
+            continue
+        above = doing.get((high, number), 0)
+        begun, ended = above > 0, (high, number) in over
+        wires = forecasts[stage].wires
+        if not begun and not ended:
+            total += wires.outgoing  # nobody has it yet
+        elif begun:
+            total -= forecasts[high].wires.incoming - wires.outgoing
+        if at == 1 and ended:
+            total += wires.outgoing_gradients
+        elif at >= 2 and begun:
+            total -= wires.outgoing_gradients
     return total
 
 

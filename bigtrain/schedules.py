@@ -202,10 +202,10 @@ def transfers(
     known to have arrived. Where torch's placing would take long it is left out.
     """
     orders = order(schedule, pp, stages_per_rank, micro_batches)
-    if schedule == "1f1b":  # a gradient is still being sent when the next one is computed
-        return tuple(tuple(_one_behind(actions, pp)) for actions in orders)
+    if schedule == "1f1b":
+        return tuple(tuple(_one_ahead(actions)) for actions in orders)
     if schedule == "naive":  # the last stage hears of its gradient's arrival with the next output
-        return tuple(tuple(_one_behind(actions, pp, naive=True)) for actions in orders)
+        return tuple(tuple(_one_behind(actions, pp)) for actions in orders)
     if schedule == "gpipe":  # torch waits for what is sent at the end of each half
         kept = {"F": "SEND_F", "B": "SEND_B"}
         return tuple(tuple({(s, kept[k]): n} for s, k, n in actions) for actions in orders)
@@ -216,10 +216,25 @@ def transfers(
     return tuple(tuple(_underway(rows[rank])) for rank in range(pp))
 
 
-def _one_behind(actions: Sequence[Action], pp: int, *, naive: bool = False) -> Iterator[Underway]:
+def _one_ahead(actions: Sequence[Action]) -> Iterator[Underway]:
+    """In torch's 1F1B a gradient is let go when the next one is there, also while F comes first.
+
+    An output is let go when the next one is there as long as nothing goes back, then at once.
+    """
+    before: str | None = None
+    back = False
+    for stage, kind, _ in actions:
+        if back:
+            yield {(stage, "SEND_B"): 1}
+        else:
+            yield {(stage, "SEND_F"): 1} if kind == before == "F" else {}
+        before, back = kind, back or kind == "B"
+
+
+def _one_behind(actions: Sequence[Action], pp: int) -> Iterator[Underway]:
     done: set[int] = set()
     for stage, kind, _ in actions:
-        counts = kind == "F" or stage == pp - 1 if naive else kind == "B"
+        counts = kind == "F" or stage == pp - 1
         yield {(stage, "SEND_B"): 1} if counts and stage in done else {}
         if kind == "B":
             done.add(stage)

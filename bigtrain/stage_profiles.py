@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -79,20 +79,11 @@ def profile_stage(
         batch = _faked(real, device)
         choices = {n: c for n, c in plan.choices(model).items() if n not in stage.cut_through}
         visits, followed = Visits(stage, tracker), Visits(stage, tracker, choices)
-        assembly = Assembly(
-            context=RunContext.alone(device),
-            plan=plan,
-            loss=loss,
-            meter=meter,
-            model=fake,
-            make_optimizer=numberless(make_optimizer),
-            module=stage,
-            materialize=lambda _names: None,
-        )
-        runner = LoopRunner(assembly)
+        runner = _runner(stage, fake, loss, make_optimizer, plan, meter)
         taking = _Taking(stage, batch, runner, meter, tracker, split=split)
         taking.step()  # the optimizer makes its state in it
         marks, parts = taking.step()
+        final = taking.step(final=True)[0] if stage.recompute == "except_last" else None
         timeline = tracker.timeline()
         states = states_of(fake, runner.optimizer)
     blocks = zip(*(visits.blocks(marks[n], marks[n + 1]) for n in (0, 1)), strict=True)
@@ -109,7 +100,34 @@ def profile_stage(
         wires=replace(_wires(script, index), outgoing=taking.only_sent),
         windows=windows_of(followed, marks),
         recomputed=recomputed_names(choices),
+        tensors=tuple((n, p.nbytes) for n, p in stage.named_parameters() if p.requires_grad),
+        last=_passes(timeline, final) if final else None,
     )
+
+
+def _runner(
+    stage: Stage,
+    fake: nn.Module,
+    loss: Loss,
+    make_optimizer: MakeOptimizer,
+    plan: Plan,
+    meter: FakeMeter,
+) -> LoopRunner:
+    assembly = Assembly(
+        context=RunContext.alone(meter.device),
+        plan=plan,
+        loss=loss,
+        meter=meter,
+        model=fake,
+        make_optimizer=numberless(make_optimizer),
+        module=stage,
+        materialize=lambda _names: None,
+    )
+    return LoopRunner(assembly)
+
+
+def _passes(timeline: Timeline, marks: Sequence[int]) -> tuple[Timeline, Timeline]:
+    return piece_of(timeline, marks[0], marks[1]), piece_of(timeline, marks[1], marks[2])
 
 
 def _fake_stage(
@@ -185,23 +203,23 @@ class _Taking:
         self.only_sent = 0
         """Bytes of what goes out and is not kept for the backward pass."""
 
-    def step(self) -> tuple[list[int], list[int | None]]:
+    def step(self, *, final: bool = False) -> tuple[list[int], list[int | None]]:
         """Two micro-batches and an optimizer step; the ticks between, and where W begins."""
         marks, parts = [self._tracker.clock], []
         for _ in range(2):
-            parts.append(self._through())
+            parts.append(self._through(final=final))
             marks.append(self._tracker.clock)
         self._meter.phase("step")
         self._runner.clip()
         self._runner.apply_step()
         return [*marks, self._tracker.clock], parts
 
-    def _through(self) -> int | None:
+    def _through(self, *, final: bool) -> int | None:
         stage = self._stage
         self._meter.phase("forward")
         wires = [self._arrived(meta) for meta in stage.incoming(self._batch)]
         with self._runner.autocast():
-            output = stage(*wires, micro_batch=self._batch, scale=1.0, final=False)
+            output = stage(*wires, micro_batch=self._batch, scale=1.0, final=final)
         outputs = [output] if isinstance(output, Tensor) else list(output)
         wanted = [out for out in outputs if out.requires_grad]
         shapes = [(out.shape, out.dtype) for out in wanted]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -35,8 +36,14 @@ class Visits:
         self._rest = [p for p in model.parameters() if id(p) not in inside]
         self._notes: list[tuple[int, int, str]] = []
         for number, block in enumerate(self._blocks):
+            for parameter in block.parameters():
+                if parameter.requires_grad:
+                    parameter.register_hook(self._at_gradient(number))  # type: ignore[no-untyped-call]
             block.register_forward_pre_hook(self._before(number), with_kwargs=True)
             block.register_forward_hook(self._after(number))
+
+    def _at_gradient(self, number: int) -> Any:
+        return lambda _: self._note(number, "parameter's gradient")
 
     def _before(self, number: int) -> Any:
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -70,6 +77,7 @@ class Visits:
     def named(self, start: int, stop: int) -> dict[str, Visit]:
         """The same with their names."""
         found = []
+        together = self._together(start, stop)
         for number, block in enumerate(self._blocks):
             ticks: dict[str, list[int]] = {}
             for tick, whose, what in self._notes:
@@ -79,10 +87,20 @@ class Visits:
                 continue
             begins = min(ticks.get("backward begins", [stop]))
             ends = max(ticks.get("backward ends", [stop]))
+            if ends in together:  # its own part of that gradient is there with its last parameter's
+                ends = max(ticks.get("parameter's gradient", [ends]))
             forward = (min(ticks["forward begins"]), max(ticks["forward ends"]))
             visit = _visit(list(block.parameters()), forward, (begins, max(begins, ends)))
             found.append((self._names[number], visit))
         return dict(sorted(found, key=lambda pair: pair[1].forward))
+
+    def _together(self, start: int, stop: int) -> set[int]:
+        """Ticks at which the gradient of an input is there that several blocks have."""
+        last: dict[int, int] = {}
+        for tick, number, what in self._notes:
+            if what == "backward ends" and start <= tick <= stop:
+                last[number] = max(tick, last.get(number, tick))
+        return {tick for tick, times in Counter(last.values()).items() if times > 1}
 
     def rest(self, start: int, stop: int) -> Visit:
         """What is in no block: there from the first moment of a pass to the last."""

@@ -156,6 +156,47 @@ def test_a_split_that_was_not_recorded_holds_no_less():
     assert peak.breakdown == Breakdown(activations=200, temporary=20, gradients=50)
 
 
+def gathering(*spans):
+    timeline = Timeline(spans, ((0, "forward"), (4, "backward")))
+    return Passes(timeline, (4,), 6)
+
+
+def test_what_is_gathered_is_there_once_and_goes_with_the_next_backward_pass():
+    kept = Span(10, "activations", 1, 6)
+    arrives = Span(1000, "parameters", 1, 6), Span(7, "temporary", 1, 2)
+    again = Span(1000, "parameters", 5, 6), Span(900, "temporary", 4, 5)
+    alike = gathering(kept, *arrives)
+    then = gathering(kept, *again)
+    piece = {1: StagePiece(alike, alike, resumed=(then, then))}
+    forward = [Action(1, "F", 0), Action(1, "F", 1)]
+    assert replay(forward[:1], piece).peak().breakdown == Breakdown(
+        parameters=1000, activations=10, temporary=7
+    )
+    # The second one finds it, and what it needs itself is all that it adds.
+    assert replay(forward, piece).peak().breakdown == Breakdown(parameters=1000, activations=20)
+    back = [*forward, Action(1, "B", 0)]
+    assert replay(back, piece).peak().breakdown == Breakdown(parameters=1000, activations=20)
+    # The second one back gathers for itself.
+    other = {**piece, 2: StagePiece(SMALL, SMALL)}
+    step = [Action(1, "F", 0), Action(1, "F", 1), Action(1, "B", 0), Action(2, "F", 0)]
+    timeline = replay(step, other)
+    end = max(span.death for span in timeline.spans)
+    beside = sum(s.nbytes for s in timeline.spans if s.birth <= end - 1 < s.death)
+    assert beside == 100 + 10  # nothing is gathered any more
+    assert replay([*back, Action(1, "B", 1)], piece).peak().bytes == 1020
+
+
+def test_the_last_micro_batch_may_go_otherwise():
+    less = gathering(Span(1, "activations", 1, 6))
+    piece = {1: StagePiece(less, less, last=(SMALL, SMALL))}
+    actions = [Action(1, "F", number) for number in range(3)]
+    assert replay(actions, piece).peak().breakdown == Breakdown(activations=102, temporary=7)
+    back = [*actions, Action(1, "I", 2), Action(1, "W", 2)]  # whole, where others are in parts
+    assert replay(back, piece).peak().breakdown == Breakdown(
+        activations=102, temporary=20, gradients=50
+    )
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "looped_bfs", "interleaved_1f1b", "dualpipev"])
 def test_a_long_step_stays_small(schedule):
     dice = random.Random(0)

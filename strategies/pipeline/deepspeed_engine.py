@@ -18,7 +18,7 @@ from typing import Any
 from bigtrain.errors import ConfigError
 from bigtrain.forecast import Forecast
 from bigtrain.live import Runner
-from bigtrain.replayed import joined
+from bigtrain.replayed import averaging_bucket, joined
 from bigtrain.schedules import Action
 from bigtrain.strategies.pipeline.deepspeed_start import load_deepspeed
 from bigtrain.strategies.pipeline.options import (
@@ -124,7 +124,8 @@ class DeepSpeedPipeline(PipelineEngine):
             (2 * number + 2 * stages - 1 - pp_rank, Action(pp_rank, "B", number))
             for number in range(steps)
         ]
-        return joined([action for _, action in sorted(ticks)], forecasts, halves)
+        actions = [action for _, action in sorted(ticks)]
+        return joined(actions, forecasts, halves, bucket=averaging_bucket(plan))
 
     def apply(self, options: PipelineOptions, assembly: Assembly) -> None:
         """Make this rank's stage, and let DeepSpeed own the step."""

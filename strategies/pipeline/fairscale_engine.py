@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 
 from bigtrain.errors import ConfigError
-from bigtrain.forecast import Forecast, Profile
+from bigtrain.forecast import NOTHING, Forecast, Profile
 from bigtrain.replayed import joined
 from bigtrain.schedules import Action, Kind
 from bigtrain.strategies.pipeline.options import (
@@ -110,7 +110,8 @@ class FairscalePipe(PipelineEngine):
         actions = [Action(0, "F", place) for place in range(number)]
         actions += [Action(0, "B", place) for place in reversed(range(number))]
         after = replace(forecast, first=profile.first, next=profile.next)
-        return replace(forecast, first=joined(actions, {0: after}, {}).first)
+        # All of a step are in it: none comes through when the gradients are there.
+        return replace(forecast, first=joined(actions, {0: after}, {}).first, next=NOTHING)
 
     def replayed(
         self,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from bigtrain.forecast import Forecast
 from bigtrain.live import Runner
-from bigtrain.replayed import joined
+from bigtrain.replayed import averaging_bucket, joined
 from bigtrain.schedules import SPLIT, check_schedule, in_flight, order, stage_ranks, transfers
 from bigtrain.strategies.pipeline.options import (
     PipelineEngine,
@@ -58,7 +58,9 @@ class TorchPipeline(PipelineEngine):
         """The actions of this rank, in the schedule's order."""
         steps = plan.batch.accumulation_steps
         given = (options.schedule, plan.pp, options.per_rank(), steps)
-        return joined(order(*given)[pp_rank], forecasts, halves, transfers(*given)[pp_rank])
+        underway = transfers(*given)[pp_rank]
+        bucket = averaging_bucket(plan)
+        return joined(order(*given)[pp_rank], forecasts, halves, underway, bucket)
 
     def apply(self, options: PipelineOptions, assembly: Assembly) -> None:
         """Make this rank's stages, and let the schedule own the step."""

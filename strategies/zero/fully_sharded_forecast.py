@@ -4,6 +4,8 @@ How fully_shard goes about it (read off the storages of real runs): a unit's par
 one flat buffer and are copied out of it; the buffer stays until the next unit is gathered. In the
 backward pass the next unit is gathered while one is at work. A unit's gradients are copied into
 one buffer, which is reduced to this rank's shard and stays until the next unit's takes its place.
+Between two units the first one's parameters go, then the buffer of the unit before it, and only
+then comes its own; the next unit's parameters come when all that is done.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from bigtrain.forecast import Forecast, Profile
 from bigtrain.strategy import Plan
@@ -46,25 +47,35 @@ def forecast_of(
         # What of the state an offload has left here is left of the shard's, too.
         optimizer=round(state * min(1.0, forecast.states.optimizer / before)),
     )
-    passes = [_Pass(sizes, [pair[which] for pair in profile.blocks], stage) for which in (0, 1)]
+    # Whole gradients are new ones in every micro-batch, and only their shards are added up: each
+    # goes as the first of one process.
+    only, first = _Pass(sizes, units[:-1], stage), (profile.first, profile.rest)
     again = None
     if plan.batch.accumulation_steps > 1:
-        again = passes[1].timeline(profile.next, profile.rest, fresh=False)
+        again = only.timeline(*first, fresh=False)
     # On a GPU shards, gradients and state are then the host's; what is gathered stays.
     if plan.offloaded.parameters == "cpu" and plan.device_type == "cuda":
         return replace(
             forecast,
             states=replace(states, parameters=0, optimizer=0),
-            first=passes[0].timeline(profile.first, profile.rest, fresh=False),
+            first=only.timeline(*first, fresh=False),
             next=again,
             step=replace(forecast.step, spans=()),
             gradients=0,
         )
+    resumed = None
+    if plan.pp > 1:
+        resumed = (
+            only.timeline(*first, fresh=True, resumed=True),
+            only.timeline(*first, fresh=False, resumed=True),
+        )
     return replace(
         forecast,
         states=states,
-        first=passes[0].timeline(profile.first, profile.rest, fresh=not plan.release_gradients),
+        first=only.timeline(*first, fresh=not plan.release_gradients),
         next=again,
+        resumed=resumed,
+        last=None,  # as the others: no less than it needs
         step=scaled(forecast.step, share * sizes.kept / sizes.used),
         gradients=0 if plan.release_gradients else trained,
     )
@@ -105,71 +116,132 @@ class _Sizes:
         return self.shard(unit, trained=True) * self.ranks
 
 
+_FINE = 16
+"""Moments to a tick of the profile's clock: what hooks do one after the other falls on one tick."""
+# In the order of the hooks: a unit's post-hook runs before the pre-hook of the next one.
+_AFTER_RESHARD, _AFTER_LAST, _REDUCING, _COPIED, _SHARD, _EXCHANGE, _EXCHANGED = range(1, 8)
+_NEXT_GATHERS, _NEXT_HAS, _UNIT_THERE, _BUFFER_FREE, _PREFETCH = range(9, 14)
+
+
 @dataclass(frozen=True)
 class _Pass:
-    """One micro-batch: forward and backward over the units."""
+    """One micro-batch: forward and backward over the units, on a clock `_FINE` times as fine."""
 
     sizes: _Sizes
     units: Sequence[Visit]
     """The blocks in the order of the forward pass; the ticks are those of the timeline."""
     stage: int
 
-    def timeline(self, plain: Timeline, rest: Visit, *, fresh: bool) -> Timeline:
+    def timeline(
+        self, plain: Timeline, rest: Visit, *, fresh: bool, resumed: bool = False
+    ) -> Timeline:
         """The pass of one process with what gathering and reducing add.
 
         Args:
             plain: without any sharding.
             rest: what is in no block; whole from the first moment to the last.
             fresh: whether the shards of the gradients come to be in this pass.
+            resumed: whether the forward pass finds what one before it has gathered and kept, and
+                the backward pass finds none of it, as one before it has freed all.
         """
         begin = plain.phases[0][0]
         end = max((span.death for span in plain.spans), default=begin)
         back = next((tick for tick, phase in plain.phases if phase == "backward"), end)
-        spans = self._activations(plain, end)
-        spans.append(Span(self.sizes.whole(rest), "parameters", begin, end))
-        spans += self._gathered(rest, begin, back)
+        spans = self._plain(plain, end)
+        if resumed:
+            spans += self._kept_before(rest, back, end)
+        else:
+            spans.append(_span(self.sizes.whole(rest), "parameters", begin, 0, end, 0))
+            spans += self._gathered_forward([rest, *self.units], begin, back)
+        if self.stage == 2 and not resumed:
+            spans += [
+                _span(
+                    self.sizes.whole(unit), "parameters",
+                    unit.forward[0], _UNIT_THERE, unit.backward[1], _AFTER_RESHARD,
+                )
+                for unit in self.units
+            ]  # fmt: skip
+        if self.stage == 3:
+            spans += self._in_forward()
+            if resumed:
+                spans += self._gathered_forward(self.units, begin, back)
+        if self.stage == 3 or resumed:
+            spans += self._in_backward(back)
         spans += self._reduced(rest, end, fresh=fresh)
-        return Timeline(tuple(spans), plain.phases)
+        phases = tuple((tick * _FINE, phase) for tick, phase in plain.phases)
+        return Timeline(tuple(spans), phases)
 
-    def _activations(self, plain: Timeline, end: int) -> list[Span]:
-        """All but the gradients, and those each until its unit is reduced."""
+    def _plain(self, plain: Timeline, end: int) -> list[Span]:
+        """All that one process has; gradients each until its unit's are in one buffer."""
         spans = []
         for span in plain.spans:
-            if span.kind == "gradients":
-                done = next((u.backward[1] for u in self.units if _within(span.birth, u)), end)
-                span = replace(span, kind="temporary", death=max(span.birth + 1, done + 1))
-            spans.append(span)
+            death = span.death * _FINE
+            kind = span.kind
+            if kind == "gradients":
+                done = next((u.backward[1] for u in self.units if _within(span.birth, u)), end - 1)
+                kind, death = "temporary", max(span.birth, done) * _FINE + _COPIED
+            spans.append(Span(span.nbytes, kind, span.birth * _FINE, death))
         return spans
 
-    def _gathered(self, rest: Visit, begin: int, back: int) -> list[Span]:
-        sizes, spans = self.sizes, []
-        starts = [begin, *(unit.forward[0] for unit in self.units), back]
-        for unit, (at, after) in zip([rest, *self.units], pairwise(starts), strict=True):
-            spans.append(Span(sizes.padded(unit), "temporary", at, max(at, after) + 1))
-        for unit in self.units:
-            until = unit.forward[1] if self.stage == 3 else unit.backward[1]
-            spans.append(Span(sizes.whole(unit), "parameters", unit.forward[0], until))
-        if self.stage == 3:
-            order = sorted(self.units, key=lambda unit: unit.backward[0])
-            ahead = back
-            for unit in order:
-                at, done = unit.backward
-                spans.append(Span(sizes.padded(unit), "temporary", min(ahead, at), at + 1))
-                spans.append(Span(sizes.whole(unit), "parameters", at, done))
-                ahead = at + 1
+    def _gathered_forward(self, units: Sequence[Visit], begin: int, back: int) -> list[Span]:
+        """The flat buffers that units arrive in, each until the next one's is there."""
+        starts = [begin if n == 0 else unit.forward[0] for n, unit in enumerate(units)]
+        ends = [*((tick, _NEXT_HAS) for tick in starts[1:]), (back, 0)]
+        return [
+            _span(self.sizes.padded(unit), "temporary", at, _NEXT_GATHERS, *until)
+            for unit, at, until in zip(units, starts, ends, strict=True)
+        ]
+
+    def _in_forward(self) -> list[Span]:
+        """Units that are freed after their forward pass."""
+        return [
+            _span(
+                self.sizes.whole(unit), "parameters",
+                unit.forward[0], _UNIT_THERE, unit.forward[1], _AFTER_RESHARD,
+            )
+            for unit in self.units
+        ]  # fmt: skip
+
+    def _kept_before(self, rest: Visit, back: int, end: int) -> list[Span]:
+        """What is in no block comes whole at the beginning of the backward pass."""
+        whole, buffer = self.sizes.whole(rest), self.sizes.padded(rest)
+        return [
+            _span(buffer, "temporary", back, _AFTER_RESHARD, back, _BUFFER_FREE),
+            _span(whole, "parameters", back, _AFTER_LAST, end, 0),
+        ]
+
+    def _in_backward(self, back: int) -> list[Span]:
+        """Units that are gathered for their backward pass, while the one before is at work."""
+        spans = []
+        ahead = (back, _AFTER_LAST)
+        for unit in sorted(self.units, key=lambda unit: unit.backward[0]):
+            at, done = unit.backward
+            ahead = min(ahead, (at, _NEXT_GATHERS))
+            buffer, whole = self.sizes.padded(unit), self.sizes.whole(unit)
+            spans.append(_span(buffer, "temporary", *ahead, at, _BUFFER_FREE))
+            spans.append(_span(whole, "parameters", at, _UNIT_THERE, done, _AFTER_RESHARD))
+            ahead = (at, _PREFETCH)
         return spans
 
     def _reduced(self, rest: Visit, end: int, *, fresh: bool) -> list[Span]:
+        """Each unit's gradients in one buffer until the next unit's, and the shard made of it."""
         spans = []
         order = sorted(self.units, key=lambda unit: unit.backward[1])
-        ends = [*(unit.backward[1] for unit in order), end - 1, end]
-        for unit, (at, after) in zip([*order, rest], pairwise(ends), strict=True):
+        ends = [*((unit.backward[1], _AFTER_LAST) for unit in order), (end - 1, _AFTER_LAST)]
+        ends.append((end, 0))
+        for unit, (at, _), until in zip([*order, rest], ends, ends[1:], strict=False):
             whole, shard = self.sizes.reduced(unit), self.sizes.shard(unit, trained=True)
-            spans.append(Span(whole, "temporary", at, max(at + 1, after)))
-            spans.append(Span(whole, "temporary", at + 1, at + 2))
+            spans.append(_span(whole, "temporary", at, _REDUCING, *until))
+            spans.append(_span(whole, "temporary", at, _EXCHANGE, at, _EXCHANGED))
             kind: Kind = "gradients" if fresh else "temporary"
-            spans.append(Span(shard, kind, at + 1, end + 1 if fresh else at + 2))
+            over = (end + 1, 0) if fresh else (at, _EXCHANGED)
+            spans.append(_span(shard, kind, at, _SHARD, *over))
         return spans
+
+
+def _span(nbytes: int, kind: Kind, tick: int, place: int, end: int, end_place: int) -> Span:
+    birth = tick * _FINE + place
+    return Span(nbytes, kind, birth, max(birth + 1, end * _FINE + end_place))
 
 
 def _within(tick: int, unit: Visit) -> bool:

@@ -1,0 +1,265 @@
+"""Runs on real ranks, forked from one process that has everything loaded: no import for each.
+
+The parent computes nothing and has one thread, so that its children may do anything. Of each run
+it forks a leader, which prepares what all ranks need and forks these. They meet by a file in a
+folder of their own; no port is taken. What a run leaves is what its ranks return, or why one of
+them failed. A leader and its ranks are a process group, which ends with the run.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from bigtrain.environment import Placement
+from bigtrain.errors import ConfigError
+
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+"""Freed blocks go back to the system, so that resident memory tells; one thread a rank."""
+LOADED = (
+    *("torch", "torch._dynamo", "torch.distributed.device_mesh", "torch.distributed.fsdp"),
+    *("torch.distributed.pipelining", "torchvision", "bigtrain.engine", "bigtrain.parts"),
+)
+THEIRS = ("fairscale.nn.pipe", "fairscale.optim", "fairscale.nn.data_parallel")
+STRATEGIES = (
+    *("accumulation", "checkpointing", "ddp", "layer_split", "offload", "single", "zero"),
+    *("zero.fully_sharded", "zero.sharded_optimizer", "zero.deepspeed_engine"),
+    *("zero.fairscale_engine", "pipeline", "pipeline.torch_engine", "pipeline.fairscale_engine"),
+    *("pipeline.deepspeed_engine", "pipeline.deepspeed_runner", "pipeline.fairscale_runner"),
+)
+_FORK = multiprocessing.get_context("fork")
+_LAST_WORDS_S = 5.0
+"""How long a rank that ended without a word waits for another one's."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run: a function on some ranks."""
+
+    name: str
+    prepare: Callable[..., Any]
+    """Called as `prepare(*args)` once, and may compute what it likes; its result is pickled."""
+    call: Callable[..., Any]
+    """Called as `call(context, prepared, *args)` on each rank; what it returns is pickled."""
+    args: tuple[Any, ...]
+    ranks: int
+    pp: int
+    limit_s: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run."""
+
+    name: str
+    values: tuple[Any, ...] = ()
+    """What the ranks returned; empty where one failed."""
+    refused: str | None = None
+    """The message of the ConfigError that refused it."""
+    failed: str | None = None
+    """Any other reason, in one line."""
+
+
+def load_everything() -> None:
+    """Start this program anew in the right surroundings, once, and import what ranks may need."""
+    if any(os.environ.get(key) != value for key, value in ENVIRONMENT.items()):
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, **ENVIRONMENT})
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in (*LOADED, *THEIRS):
+            import_module(name)
+        import_module("bigtrain.strategies.pipeline.deepspeed_start").load_deepspeed("cpu")
+        for name in STRATEGIES:
+            import_module(f"bigtrain.strategies.{name}")
+
+
+def run_all(tasks: Iterable[Task], at_once: int) -> Iterator[Outcome]:
+    """Run tasks, several at once; an outcome as soon as there is one.
+
+    Args:
+        tasks: in the order in which they begin.
+        at_once: the most ranks at a time, but for a task that alone has more.
+    """
+    waiting = list(tasks)
+    going: list[_Going] = []
+    try:
+        while waiting or going:
+            busy = sum(one.task.ranks for one in going)
+            if waiting and (not going or busy + waiting[0].ranks <= at_once):
+                going.append(_Going(waiting.pop(0)))
+                continue
+            left = min(one.deadline for one in going) - time.monotonic()
+            wait([one.pipe for one in going], max(0.0, left))
+            for one in list(going):
+                outcome = one.look()
+                if outcome is not None:
+                    going.remove(one)
+                    one.end()
+                    yield outcome
+    finally:
+        for one in going:
+            one.end()
+
+
+class _Going:
+    """A task under way: its leader, as the parent sees it."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.deadline = time.monotonic() + task.limit_s
+        self.pipe, theirs = _FORK.Pipe(duplex=False)
+        self._process = _FORK.Process(target=_lead, args=(task, theirs))
+        self._process.start()
+        theirs.close()
+
+    def look(self) -> Outcome | None:
+        """The outcome, when there is one."""
+        if self.pipe.poll():
+            try:
+                found: Outcome = pickle.loads(self.pipe.recv_bytes())
+            except EOFError:
+                return Outcome(self.task.name, failed="its leader ended without a word")
+            return found
+        if time.monotonic() > self.deadline:
+            return Outcome(self.task.name, failed=f"not done after {self.task.limit_s:.0f} s")
+        return None
+
+    def end(self) -> None:
+        """Let nothing of it go on."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid or 0, signal.SIGKILL)
+        self._process.join()
+        self._process.close()
+        self.pipe.close()
+
+
+def _lead(task: Task, pipe: Connection) -> None:
+    """Prepare, fork the ranks, tell the parent what became of them."""
+    os.setsid()
+    silent = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(silent, stream)
+    # In a process of its own: autograd that has run in a parent runs in no child of it any more.
+    kind, value = _apart(lambda: task.prepare(*task.args))
+    if kind == "done":
+        with tempfile.TemporaryDirectory(prefix="bigtrain-forked-") as folder:
+            outcome = _led(task, value, Path(folder))
+    else:
+        outcome = _outcome(task, kind, value)
+    pipe.send_bytes(pickle.dumps(outcome))
+    os._exit(0)
+
+
+def _apart(run: Callable[[], Any]) -> tuple[str, Any]:
+    mine, theirs = _FORK.Pipe(duplex=False)
+
+    def answer() -> None:
+        theirs.send_bytes(pickle.dumps(_answer(run)))
+        os._exit(0)
+
+    _FORK.Process(target=answer).start()
+    theirs.close()
+    try:
+        found: tuple[str, Any] = pickle.loads(mine.recv_bytes())
+    except EOFError:
+        return "failed", "it ended without a word while it was prepared"
+    return found
+
+
+def _led(task: Task, prepared: Any, folder: Path) -> Outcome:
+    ranks: dict[Connection, int] = {}
+    for rank in range(task.ranks):
+        mine, theirs = _FORK.Pipe(duplex=False)
+        _FORK.Process(target=_rank, args=(task, prepared, rank, folder, theirs)).start()
+        theirs.close()
+        ranks[mine] = rank
+    values: dict[int, Any] = {}
+    silent: list[int] = []
+    while ranks:
+        ready = wait(list(ranks), _LAST_WORDS_S if silent else None)
+        if not ready:
+            break
+        for pipe in ready:
+            rank = ranks.pop(pipe)  # type: ignore[arg-type]
+            try:
+                kind, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+            except EOFError:  # most often the echo of another one that is about to speak
+                silent.append(rank)
+                continue
+            if kind != "done":
+                said = value if kind == "refused" else f"rank {rank}: {value}"
+                return _outcome(task, kind, said)
+            values[rank] = value
+    if silent:
+        return Outcome(task.name, failed=f"rank {silent[0]} ended without a word")
+    return Outcome(task.name, tuple(values[rank] for rank in range(task.ranks)))
+
+
+def _outcome(task: Task, kind: str, said: str) -> Outcome:
+    if kind == "refused":
+        return Outcome(task.name, refused=said)
+    return Outcome(task.name, failed=said)
+
+
+def _rank(task: Task, prepared: Any, rank: int, folder: Path, pipe: Connection) -> None:
+    """One rank: connect, call, answer, and go without the interpreter's slow farewell."""
+    import torch
+
+    from bigtrain.distributed import connect
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    ranks = task.ranks
+    placement = Placement(
+        rank=rank, local_rank=rank, world_size=ranks, local_world_size=ranks, launcher="python"
+    )
+
+    def run() -> Any:
+        meet = folder / "meet"
+        with connect(placement, device="cpu", pp=task.pp, store_path=meet) as context:
+            _give_way()
+            return task.call(context, prepared, *task.args)
+
+    with suppress(SystemExit):  # another rank failed, and says so itself
+        pipe.send_bytes(pickle.dumps(_answer(run)))
+    os._exit(0)
+
+
+def _give_way() -> None:
+    """Let the threads of gloo go before this one: they hold tensors until they come to an end.
+
+    With more ranks than cores they would be kept waiting, and what they hold counted, for as long
+    as others work. To let go of a tensor that is tracked they need the interpreter, too.
+    """
+    sys.setswitchinterval(1e-6)
+    with suppress(OSError, AttributeError):  # where the system has no such thing
+        policy = os.SCHED_BATCH | os.SCHED_RESET_ON_FORK
+        os.sched_setscheduler(0, policy, os.sched_param(0))
+
+
+def _answer(run: Callable[[], Any]) -> tuple[str, Any]:
+    """What a function returns, or how it fails: (done | refused | failed, the value or why)."""
+    try:
+        return "done", run()
+    except ConfigError as error:
+        return "refused", str(error)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is one row
+        lines = str(error).strip().splitlines() or [""]
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(where.filename).name}:{where.lineno}"
+        return "failed", f"{type(error).__name__}: {lines[0]} ({place})"

@@ -1,0 +1,398 @@
+"""Predicted beside tracked memory, on every rank of a few hundred configurations.
+
+    python benchmarks/planner_accuracy.py --output benchmarks/results/planner_accuracy.json
+    python benchmarks/planner_accuracy.py --rows 'gpt-fsdp*' --limit 5
+    python benchmarks/planner_accuracy.py --output FILE --resume        # goes on where it stopped
+
+A row is a model, a strategy, what is kept for the backward pass, a precision and a micro-batch.
+Before anything is built each rank predicts its peak from the job alone (`Engine.predicted`); then
+it trains a few steps on random samples with every tensor tracked (`Meter.measured().peak`). The
+error is predicted / tracked - 1, that of a row the one of its ranks that is furthest from 0 (for
+DeepSpeed and fairscale, which deal states out unevenly, forecasts are those of the fullest rank);
+`process` is the process's resident memory above what it was before the model was built.
+
+Each strategy has a row with each model and each way of keeping, in both precisions and both sizes
+of micro-batch; which of these go together rotates from row to row. A budget lies half-way between
+the predicted peaks of keeping all and of computing all blocks again. What a strategy refuses is a
+row with its message. Ranks are forked from one process (`forked.py`), several rows at once: memory
+does not depend on what else runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import forked
+import torch
+from runs import surroundings
+from torch import Tensor, nn
+
+from bigtrain.build import make_plan
+from bigtrain.config import Job
+from bigtrain.data import MicroBatch
+from bigtrain.distributed import RunContext
+from bigtrain.engine import Engine
+from bigtrain.layout import Layout
+from bigtrain.loading import load_job
+from bigtrain.parts import Parts, open_parts
+from bigtrain.predict import predict
+from bigtrain.tasks import Loss
+
+STEPS = 4
+LIMIT_S = 400.0
+IMAGES = ["data.name=synthetic", "data.args.input_shape=[3,64,64]", "data.args.num_classes=10"]
+MODELS: dict[str, list[str]] = {
+    "gpt": [
+        *("model.name=gpt", "model.args.num_layers=6", "model.args.width=256"),
+        *("model.args.num_heads=4", "model.args.vocab_size=1024"),
+        *("model.args.sequence_length=64", "data.name=synthetic"),
+        *("data.args.kind=language", "data.args.vocabulary=1024"),
+    ],
+    "resnet50": ["model.name=resnet50", *IMAGES],
+    "vit": ["model.name=planner_accuracy:vit", *IMAGES],
+    "deeplabv3": ["model.name=deeplabv3_resnet50", *IMAGES, "data.args.kind=segmentation"],
+    "residual_mlp": [
+        *("model.name=planner_accuracy:ResidualMLP", "data.name=synthetic"),
+        *("data.args.input_shape=[64,96]", "data.args.num_classes=10"),
+    ],
+}
+SMALLEST = {"deeplabv3": 2}
+"""BatchNorm on one pixel needs two samples: the micro-batch in place of 1."""
+ONE = ("single",)
+REPLICAS = (
+    *("ddp", "zero1_torch", "fsdp_zero2", "fsdp", "zero1", "zero2", "zero3"),
+    *("oss", "sharded_ddp"),
+)
+PIPELINES = (
+    *("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"),
+    *("layer_split", "pipeline_deepspeed"),
+)
+DEVICES = ("layer_split_devices", "gpipe_fairscale")
+BOTH = ("1f1b_ddp", "1f1b_zero1", "1f1b_zero2", "1f1b_fsdp")
+ENGINES = {
+    **dict.fromkeys(("zero1", "zero2", "zero3", "pipeline_deepspeed"), "deepspeed"),
+    **dict.fromkeys(("oss", "sharded_ddp", "gpipe_fairscale"), "fairscale"),
+}
+"""All others are torch's."""
+KEEPS = ("all", "full", "every2", "budget")
+WORDS = {
+    "all": [],
+    "full": ["strategy.recompute=full"],
+    "every2": ["strategy.recompute.every=2"],
+    "always": ["strategy.cut.checkpoint=always"],
+    "except_last": ["strategy.cut.checkpoint=except_last"],
+}
+PRECISIONS = ("fp32", "bf16")
+MICRO = (1, 4)
+BARS = {"torch": (0.03, 0.005), "deepspeed": (0.05, 0.05), "fairscale": (0.05, 0.05)}
+"""By engine: the largest error that is wanted, and the largest under-estimate."""
+
+
+class ResidualMLP(nn.Module):
+    """What a user may have written: residual blocks of their own between two projections."""
+
+    def __init__(self, num_classes: int = 10, width: int = 192, depth: int = 8) -> None:
+        super().__init__()
+        self.enter = nn.Linear(96, width)
+        self.body = nn.ModuleList(_Residual(width) for _ in range(depth))
+        self.leave = nn.Linear(width, num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(rows, places, 96) -> (rows, num_classes)."""
+        x = self.enter(inputs)
+        for block in self.body:
+            x = block(x)
+        classes: Tensor = self.leave(x.mean(dim=1))
+        return classes
+
+
+class _Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.relu(self.up(self.norm(x))))
+        return x + y
+
+
+def vit(num_classes: int = 10) -> nn.Module:
+    """Torchvision's vision transformer, as vit_b_16 but smaller."""
+    from torchvision.models import VisionTransformer
+
+    return VisionTransformer(
+        image_size=64,
+        patch_size=8,
+        num_layers=6,
+        num_heads=4,
+        hidden_dim=192,
+        mlp_dim=768,
+        num_classes=num_classes,
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration."""
+
+    model: str
+    strategy: str
+    places: int
+    """Ranks, or devices of one process."""
+    keep: str
+    precision: str
+    micro: int
+    accumulation: int
+
+    @property
+    def name(self) -> str:
+        """As it is selected and stored."""
+        parts = (self.model, f"{self.strategy}.{self.places}", self.keep, self.precision)
+        return "-".join((*parts, f"m{self.micro}x{self.accumulation}"))
+
+    @property
+    def pp(self) -> int:
+        """Ranks on the pp axis."""
+        return 2 if self.strategy in BOTH else self.places if self.strategy in PIPELINES else 1
+
+    @property
+    def processes(self) -> int:
+        """Ranks in all."""
+        return 1 if self.strategy in DEVICES else self.places
+
+    @property
+    def engine(self) -> str:
+        """Whose implementation it is."""
+        return ENGINES.get(self.strategy, "torch")
+
+    def words(self) -> list[str]:
+        """The keys of the job, but for what a block keeps."""
+        size = self.micro * self.accumulation * self.processes // self.pp
+        words = [*MODELS[self.model], f"train.global_batch_size={size}"]
+        words += [f"train.micro_batch_size={self.micro}", f"train.precision={self.precision}"]
+        words += [f"memory.track_steps={STEPS}", f"train.steps={STEPS}", "optim.name=adamw"]
+        if self.pp > 1:
+            words.append(f"mesh.pp={self.pp}")
+        if self.strategy in DEVICES:
+            words.append(f"strategy.cut.devices={self.places}")
+        return words
+
+
+def rows() -> list[Row]:
+    """The selection, the same each time."""
+    places = [(s, 1) for s in ONE] + [(s, 2) for s in REPLICAS]
+    places += [(s, p) for p in (2, 4) for s in (*PIPELINES, *DEVICES)] + [(s, 4) for s in BOTH]
+    found = []
+    models = tuple(MODELS)
+    for number, (strategy, ranks) in enumerate(places):
+        # Five turns have a model each; the last two repeat two of them with another keep. Four
+        # stages have what two have shown, more ranks and no more to say.
+        for turn in range(5 if _stages(strategy, ranks) == 4 else 7):
+            model = models[(turn + (number if turn > 4 else 0)) % len(models)]
+            keep = KEEPS[(turn + number) % len(KEEPS)]
+            precision = PRECISIONS[(turn // 2 + number // 4) % 2]
+            micro = MICRO[(turn + turn // 4 + number // 2) % 2]
+            few = 1 + (turn + number) % 2
+            accumulation = {1: few, 2: 4, 4: 8}[max(1, _stages(strategy, ranks))]
+            micro = SMALLEST.get(model, micro) if micro == 1 else micro
+            found.append(Row(model, strategy, ranks, keep, precision, micro, accumulation))
+    for strategy in ("gpipe", "1f1b", "gpipe_fairscale"):
+        for keep, model in (("always", "gpt"), ("except_last", "gpt"), ("except_last", "resnet50")):
+            if (strategy, keep) != ("1f1b", "except_last") or model == "gpt":
+                found.append(Row(model, strategy, 2, keep, "fp32", 4, 4))
+    return found
+
+
+def _stages(strategy: str, ranks: int) -> int:
+    if strategy in BOTH:
+        return 2
+    return ranks if strategy in (*PIPELINES, "gpipe_fairscale") else 1
+
+
+class _Unchecked(Layout):
+    """Is not compared with the whole model, which takes time and says nothing about memory."""
+
+    def check(self, model: nn.Module, micro_batch: MicroBatch, loss: Loss) -> str:  # noqa: ARG002
+        return "cut: not compared with the whole model"
+
+
+def prepare(row: Row) -> list[str]:
+    """The words that say what a block keeps; a budget is worked out once for all ranks."""
+    if row.keep == "budget":
+        return [f"strategy.recompute.budget={_budget(row)}"]
+    return WORDS[row.keep]
+
+
+def _opened(row: Row, words: Sequence[str]) -> tuple[Job, Parts]:
+    job = load_job("default", row.strategy, [*row.words(), *words])
+    return job, open_parts(job, make_plan(job, row.processes, "cpu"))
+
+
+def _budget(row: Row) -> int:
+    """Half-way between keeping all and computing all blocks again, as predicted."""
+    highest = []
+    for words in ([], WORDS["full"]):
+        _, parts = _opened(row, words)
+        given = (parts.plan, parts.model.model, parts.example(), parts.loss, parts.optimizer)
+        peaks = [predict(*given, parts.layout, rank).peak for rank in range(row.pp)]
+        highest.append(max(peak.bytes if peak else 0 for peak in peaks))
+    return sum(highest) // 2
+
+
+def train(context: RunContext, words: Sequence[str], row: Row) -> dict[str, Any]:
+    """One rank of a row: predict, train, and tell what was predicted and tracked."""
+    job, parts = _opened(row, words)
+    layout = parts.layout and _Unchecked(**vars(parts.layout))
+    with Engine(
+        parts.model,
+        parts.loss,
+        parts.optimizer,
+        job,
+        context,
+        example=parts.example(),
+        plan=parts.plan,
+        layout=layout,
+    ) as engine:
+        for batch in parts.training_steps(context, 0):
+            if engine.step(batch).step == STEPS:
+                break
+        found, predicted = engine.meter.measured(), engine.predicted
+        note = engine.prediction_note
+    tracked = found.peak
+    if predicted is None or tracked is None:
+        raise RuntimeError(f"no prediction: {note}")
+    return {
+        "predicted_bytes": predicted.bytes,
+        "tracked_bytes": tracked.bytes,
+        "process_bytes": found.process_peak_bytes,
+        "predicted_phase": predicted.phase,
+        "tracked_phase": tracked.phase,
+        "error": round(predicted.bytes / tracked.bytes - 1, 5),
+        "predicted_parts": vars(predicted.breakdown),
+        "tracked_parts": vars(tracked.breakdown),
+        "words": list(words),
+    }
+
+
+def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The errors of all ranks, by engine and together; of each row that has any."""
+    result: dict[str, Any] = {}
+    done = [row for row in found.values() if row.get("ranks")]
+    for engine in ("all", *BARS):
+        chosen = [row for row in done if engine in ("all", row["engine"])]
+        errors = [rank["error"] for row in chosen for rank in row["ranks"]]
+        if errors:
+            result[engine] = {
+                "rows": len(chosen),
+                "ranks": len(errors),
+                "mean_absolute_error": round(sum(map(abs, errors)) / len(errors), 5),
+                "largest_error": max(errors, key=abs),
+                "largest_over_estimate": max(0.0, *errors),
+                "largest_under_estimate": min(0.0, *errors),
+                "largest_error_of_a_fullest_rank": max(map(_of_fullest, chosen), key=abs),
+            }
+    result["outside_of_the_bars"] = [
+        row["name"]
+        for row in done
+        if abs(row["error"]) > BARS[row["engine"]][0]
+        or min(rank["error"] for rank in row["ranks"]) < -BARS[row["engine"]][1]
+    ]
+    result["refused"] = sum("refused" in row for row in found.values())
+    result["failed"] = sum("failed" in row for row in found.values())
+    return result
+
+
+def _of_fullest(row: dict[str, Any]) -> float:
+    """The error of the highest prediction beside the highest tracked peak.
+
+    DeepSpeed and fairscale deal states out unevenly, and their forecasts are of the fullest rank.
+    """
+    highest = [
+        max(rank[key] for rank in row["ranks"]) for key in ("predicted_bytes", "tracked_bytes")
+    ]
+    return float(round(highest[0] / highest[1] - 1, 5))
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    """The rows as Markdown, the largest error first; sizes in MiB."""
+    lines = ["| row | engine | predicted | tracked | process | phases | error |"]
+    lines.append("| --- | --- | ---: | ---: | ---: | --- | ---: |")
+    done = [row for row in found.values() if row.get("ranks")]
+    for row in sorted(done, key=lambda row: -abs(row["error"])):
+        rank = max(row["ranks"], key=lambda rank: abs(rank["error"]))
+        keys = ("predicted_bytes", "tracked_bytes", "process_bytes")
+        cells = [row["name"], row["engine"], *(f"{(rank[k] or 0) / 2**20:.2f}" for k in keys)]
+        cells.append(f"{rank['predicted_phase']}/{rank['tracked_phase']}")
+        lines.append("| " + " | ".join([*cells, f"{100 * row['error']:+.2f} %"]) + " |")
+    for row in found.values():
+        for why in ("refused", "failed"):
+            if why in row:
+                lines.append(f"| {row['name']} | {row['engine']} | {why}: {row[why]} |")
+    return "\n".join(lines)
+
+
+def _result(row: Row, outcome: forked.Outcome) -> dict[str, Any]:
+    found = {**vars(row), "name": row.name, "engine": row.engine}
+    if outcome.refused is not None:
+        return {**found, "refused": outcome.refused}
+    if outcome.failed is not None:
+        return {**found, "failed": outcome.failed}
+    ranks = list(outcome.values)
+    error = max((rank["error"] for rank in ranks), key=abs)
+    found["words"] = ranks[0]["words"]
+    kept = [{k: v for k, v in rank.items() if k != "words"} for rank in ranks]
+    return {**found, "error": error, "ranks": kept}
+
+
+def _write(path: Path, found: dict[str, dict[str, Any]], order: Sequence[str]) -> None:
+    ordered = {name: found[name] for name in order if name in found}
+    whole = {**surroundings(), "steps": STEPS, "summary": summary(found), "rows": ordered}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps(whole, indent=1) + "\n")
+    beside.replace(path)  # an interruption leaves the old file or the new one
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", help="patterns of names, with commas: gpt-*,*-zbv.2-*")
+    parser.add_argument("--limit", type=int, help="the first so many rows of those selected")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--resume", action="store_true", help="keep what the output has already")
+    parser.add_argument("--ranks-at-once", type=int, default=4)
+    options = parser.parse_args()
+    forked.load_everything()
+    patterns = options.rows.split(",") if options.rows else ["*"]
+    every = {row.name: row for row in rows()}
+    chosen = [r for r in every.values() if any(fnmatchcase(r.name, p) for p in patterns)]
+    found: dict[str, dict[str, Any]] = {}
+    if options.resume and options.output and options.output.exists():
+        before = json.loads(options.output.read_text())["rows"]
+        found = {name: row for name, row in before.items() if "failed" not in row}
+    tasks = [
+        forked.Task(row.name, prepare, train, (row,), row.processes, row.pp, LIMIT_S)
+        for row in chosen[: options.limit]
+        if row.name not in found
+    ]
+    for outcome in forked.run_all(tasks, options.ranks_at_once):
+        row = found[outcome.name] = _result(every[outcome.name], outcome)
+        said = row.get("refused") or row.get("failed") or f"{100 * row['error']:+.2f} %"
+        print(f"{len(found)}/{len(every)} {outcome.name}: {said}", file=sys.stderr, flush=True)
+        if options.output:
+            _write(options.output, found, list(every))
+    print(table(found))
+    print(json.dumps(summary(found), indent=1))
+
+
+if __name__ == "__main__":
+    main()
