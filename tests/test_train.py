@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -11,8 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from rich.console import Console
 
 from bigtrain.failures import run_guarded
+from bigtrain.memory import Measured
+from bigtrain.report.memory_report import MemoryReport, RankMemory
+from bigtrain.report.tables import memory_notes, memory_table
+from bigtrain.timeline import KINDS, Breakdown, Peak
 from bigtrain.train import main
 
 TRAIN = Path(__file__).parents[1] / "bigtrain" / "train.py"
@@ -106,6 +112,72 @@ def test_the_memory_file_keeps_its_contract_and_the_parts_sum(finished):
         assert rank["predicted_peak_bytes"] == pytest.approx(rank["peak_bytes"], rel=0.01)
         assert rank["phase"] in ("forward", "backward", "step")
         assert rank["process_peak_bytes"] > 0
+
+
+def shown(*ranks):
+    """The table as a pipe has it, by row: the cells beside the row's name."""
+    console = Console(width=100, file=io.StringIO())
+    console.print(memory_table(MemoryReport("ddp", "cpu", ranks)))
+    lines = console.file.getvalue().splitlines()
+    assert max(len(line) for line in lines) <= 100
+    lines = [line for line in lines if line[0] in "│┃"]
+    rows = [[cell.strip() for cell in line.strip("│┃").split(line[0])] for line in lines]
+    return {row[0]: row[1:] for row in rows}
+
+
+def measured(parts, **others):
+    return Measured(Peak("backward", Breakdown(**parts)), 2000, **others)
+
+
+def test_the_table_has_the_error_of_each_part_as_a_share_of_the_peak():
+    parts = {"parameters": 400, "gradients": 300, "activations": 290, "temporary": 10}
+    guess = Peak("backward", Breakdown(400, 303, 0, 250, 0, 20))
+    rank = RankMemory(0, measured(parts), guess)
+    table = shown(rank)
+    assert {name: row[2] for name, row in table.items()} == {
+        "part": "error",
+        "parameters": "exact",
+        "gradients": "+0.3%",
+        "optimizer": "exact",
+        "activations": "-4.0%",
+        "buffers": "exact",
+        "temporary": "+1.0%",  # twice what it was, and hardly anything
+        "peak": "-2.7%",
+        "difference": "",
+        "reached in": "",
+        "process": "",
+    }
+    assert table["peak"] == ["1000 B", "973 B", "-2.7%"]
+    assert table["difference"] == ["", "-27 B", ""]
+    assert sum(rank.error_bytes(kind) for kind in KINDS) == rank.error_bytes() == -27
+    almost = Peak("backward", Breakdown(parameters=99_999, activations=1))
+    table = shown(RankMemory(0, measured({"parameters": 100_000}), almost))
+    assert [table[name][2] for name in ("parameters", "activations")] == ["0.0%", "0.0%"]
+    assert (table["peak"][2], table["difference"][1]) == ("exact", "0 B")
+
+
+def test_the_table_of_two_large_ranks_fits_a_hundred_columns():
+    parts = dict.fromkeys(KINDS, 123_456 * 2**20)
+    ranks = [
+        RankMemory(n, measured(parts, reserved_bytes=7), Peak("evaluate", Breakdown()))
+        for n in (1022, 1023)
+    ]
+    table = shown(*ranks)
+    assert table["parameters"] == ["120.56 GiB", "0 B", "-16.7%"] * 2
+    assert table["peak"] == ["723.38 GiB", "0 B", "-100.0%"] * 2
+    assert table["difference"][1] == "-723.38 GiB"
+
+
+def test_without_a_prediction_there_is_no_error():
+    rank = RankMemory(0, measured({"parameters": 5}), None, "memory.predict is off")
+    table = shown(rank)
+    assert table["peak"] == ["5 B", "-", "-"]
+    assert table["difference"] == ["", "", ""]
+    notes = memory_notes(MemoryReport("ddp", "cpu", (rank,)))
+    assert "no prediction: memory.predict is off" in notes
+    assert not any(note.startswith("error:") for note in notes)
+    untracked = RankMemory(0, Measured(None, 7), Peak("step", Breakdown(parameters=5)))
+    assert shown(untracked)["peak"] == ["-", "5 B", "-"]
 
 
 def test_the_saved_job_and_plan_can_be_fed_back_in(finished, tmp_path):

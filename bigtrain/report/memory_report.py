@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from typing import Any
 
 from bigtrain.memory import Measured
-from bigtrain.timeline import Peak
+from bigtrain.residuals import EngineName, Entry
+from bigtrain.timeline import Kind, Peak
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,19 @@ class RankMemory:
     predicted: Peak | None
     note: str | None = None
     """Why there is no prediction, where there is none."""
+
+    def error_bytes(self, kind: Kind | None = None) -> int | None:
+        """Predicted less measured: of a part, or of the peak, to which the parts' errors sum.
+
+        None where either is missing.
+        """
+        measured, predicted = self.measured.peak, self.predicted
+        if measured is None or predicted is None:
+            return None
+        if kind is None:
+            return predicted.bytes - measured.bytes
+        part: int = getattr(predicted.breakdown, kind) - getattr(measured.breakdown, kind)
+        return part
 
     def as_json(self) -> dict[str, Any]:
         """The rank's entry of memory.json."""
@@ -67,6 +82,28 @@ class MemoryReport:
             return None
         most = max(seen, key=lambda r: r.measured.peak.bytes if r.measured.peak else 0)
         return {"rank": most.rank, **asdict(most.measured.course)} if most.measured.course else None
+
+    def residuals(self, engine: EngineName, precision: str) -> list[Entry]:
+        """What the run says about predictions: an entry for each rank that has both figures."""
+        now = datetime.now(timezone.utc).isoformat(timespec="microseconds")
+        found = []
+        for rank in self.ranks:
+            measured, predicted = rank.measured, rank.predicted
+            if measured.peak is None or predicted is None or predicted.bytes == 0:
+                continue
+            reserved, process = measured.reserved_bytes, measured.process_peak_bytes
+            entry = Entry(
+                when=now,
+                engine=engine,
+                strategy=self.strategy,
+                device=self.device,
+                precision=precision,
+                predicted_bytes=predicted.bytes,
+                tracked_bytes=measured.peak.bytes,
+                process_bytes=process if reserved is None else reserved,
+            )
+            found.append(entry)
+        return found
 
     def as_json(self) -> dict[str, Any]:
         """The content of memory.json."""

@@ -31,6 +31,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.memory import capacity_bytes
 from bigtrain.report.memory_report import MemoryReport
 from bigtrain.report.tables import memory_notes, memory_table
+from bigtrain.residuals import engine_of, record
 from bigtrain.room import folder_numbers, next_folder
 from bigtrain.strategy import Plan
 from bigtrain.timeline import Peak
@@ -119,6 +120,7 @@ class RunLog:
     ) -> None:
         self.folder = folder
         self._job = job
+        self._plan = plan
         self._main = context.is_main
         self._console = console
         self._total = total_steps
@@ -186,7 +188,7 @@ class RunLog:
         self.say(f"validation at step {step}: {figures}")
 
     def memory(self, report: MemoryReport | None) -> None:
-        """The end table, and memory.json."""
+        """The end table, memory.json, and what it says for the predictions of later runs."""
         if not self._main or report is None:
             return
         if not self._stepped:
@@ -201,6 +203,9 @@ class RunLog:
         self._console.print(memory_table(report))
         for line in memory_notes(report):
             self.say(line)
+        engine = engine_of(self._plan)
+        if engine is not None:
+            record(report.residuals(engine, self._plan.precision))
 
     def say(self, text: str) -> None:
         """A line for a person."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from bigtrain.report.memory_report import MemoryReport, RankMemory
-from bigtrain.timeline import KINDS, Peak
+from bigtrain.timeline import KINDS, Kind, Peak
 from bigtrain.units import format_bytes
 
 MOST_RANKS = 2
@@ -13,22 +13,27 @@ MOST_RANKS = 2
 
 
 def memory_table(report: MemoryReport) -> Table:
-    """Peak memory by part: for each rank what was measured, beside what was predicted."""
+    """Peak memory by part: for each rank measured, predicted, and how far these are apart.
+
+    An error is a share of the rank's measured peak, also that of a part: so the parts' errors sum
+    to the peak's, and what hardly counts looks so.
+    """
     shown = _shown(report)
     table = Table(title=f"Peak memory, {report.strategy} on {report.device}", title_justify="left")
     table.add_column("part")
     for rank in shown:
         table.add_column(f"rank {rank.rank}", justify="right")
         table.add_column("predicted", justify="right", style="dim")
+        table.add_column("error", justify="right")
     for kind in KINDS:
-        table.add_row(kind, *(c for r in shown for c in _pair(r, kind)))
+        table.add_row(kind, *(c for r in shown for c in (*_pair(r, kind), _error(r, kind))))
     table.add_section()
-    table.add_row("peak", *(c for r in shown for c in _peaks(r)), style="bold")
-    table.add_row("reached in", *(c for r in shown for c in _phases(r)))
-    table.add_row("error", *(c for r in shown for c in ("", _error(r))))
-    table.add_row("process", *(c for r in shown for c in (_process(r), "")))
+    table.add_row("peak", *(c for r in shown for c in (*_peaks(r), _error(r))), style="bold")
+    table.add_row("difference", *(c for r in shown for c in ("", _difference(r), "")))
+    table.add_row("reached in", *(c for r in shown for c in (*_phases(r), "")))
+    table.add_row("process", *(c for r in shown for c in (_process(r), "", "")))
     if any(r.measured.reserved_bytes is not None for r in shown):
-        table.add_row("reserved", *(c for r in shown for c in (_reserved(r), "")))
+        table.add_row("reserved", *(c for r in shown for c in (_reserved(r), "", "")))
     return table
 
 
@@ -43,6 +48,8 @@ def _shown(report: MemoryReport) -> list[RankMemory]:
 def memory_notes(report: MemoryReport) -> list[str]:
     """What the table's words mean, and what it leaves out."""
     lines = ["process: resident memory above what it was before the model was built"]
+    if any(r.error_bytes() is not None for r in report.ranks):
+        lines.insert(0, "error: predicted less measured, as a share of the rank's measured peak")
     if len(report.ranks) > MOST_RANKS:
         lines.insert(0, f"the highest and the lowest of {len(report.ranks)} ranks")
     notes = {r.note for r in report.ranks if r.note}
@@ -81,8 +88,18 @@ def _reserved(rank: RankMemory) -> str:
     return format_bytes(reserved) if reserved is not None else "-"
 
 
-def _error(rank: RankMemory) -> str:
-    peak = rank.measured.peak
-    if rank.predicted is None or peak is None or peak.bytes == 0:
+def _error(rank: RankMemory, kind: Kind | None = None) -> str:
+    difference, peak = rank.error_bytes(kind), rank.measured.peak
+    if difference is None or peak is None or peak.bytes == 0:
+        return "-"
+    if difference == 0:
+        return "exact"
+    share = round(difference / peak.bytes, 3)
+    return f"{share:+.1%}" if share else "0.0%"  # no -0.0%
+
+
+def _difference(rank: RankMemory) -> str:
+    difference = rank.error_bytes()
+    if difference is None:
         return ""
-    return f"{round(rank.predicted.bytes / peak.bytes - 1, 3) + 0.0:+.1%}"  # no -0.0%
+    return f"{'+' if difference > 0 else ''}{format_bytes(difference)}"
