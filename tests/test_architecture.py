@@ -46,6 +46,10 @@ _SIDES = {
     *("--json", "--steps"),
 }
 COMMANDS = {
+    "plan": {
+        *("-h", "--help", "--config", "--devices", "--memory", "--cap", "--cluster", "--engines"),
+        *("--global-batch-size", "--output", "--picture", "--json"),
+    },
     "compare": _SIDES | {"--cap", "--largest", "--picture"},
     "verify": _SIDES | {"--optimizer"},
     "strategies": {"-h", "--help", "--json"},
@@ -284,6 +288,7 @@ def test_the_command_line_is_frozen(monkeypatch):
 def test_the_options_of_each_command_are_frozen(name, monkeypatch):
     readers = {"compare": arguments.compare_arguments, "verify": arguments.verify_arguments}
     readers |= {"strategies": listing.main, "doctor": doctor.main}
+    readers |= {"plan": arguments.plan_arguments}
     actions = parser_of(lambda: readers[name]([]), monkeypatch)
     assert {o for action in actions for o in action.option_strings} == COMMANDS[name]
 

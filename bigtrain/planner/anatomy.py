@@ -21,10 +21,9 @@ from bigtrain.config import RoleConfig
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.keeping import Choice
-from bigtrain.planner.dissect import Dissected, dissect
-from bigtrain.planner.sections import Pass, Section, Work, enveloped
+from bigtrain.planner.dissect import CannotRunError, Dissected, dissect
+from bigtrain.planner.sections import Far, Pass, Section, Work, enveloped
 from bigtrain.planner.shorten import shortened, untied
-from bigtrain.profiles import reason_of
 from bigtrain.registry import make_technique
 from bigtrain.strategy import Plan
 from bigtrain.tasks import Loss
@@ -119,15 +118,18 @@ class Anatomy:
     def _run(self, plan: Plan, rows: int, choice: Choice, *, waiting: bool, cut: bool) -> Dissected:
         given = (resized(self._example, rows), self._loss(waiting), self._make_optimizer)
         model, _ = self._shortened(cut=cut)
+        is_whole = len(separate_blocks(model)) == len(self._named)
         try:
-            return dissect(model, *given, _choosing(plan, choice), self._device)
-        except ConfigError:
-            raise
-        except Exception as error:  # user code of any kind runs here
-            whole = untied(self._model) if cut else self._model
-            if model is whole or len(self._named) == len(separate_blocks(model)):
-                raise ConfigError(_untraceable(reason_of(error), error)) from error
-        # It does not take being shortened: from now on it is run whole.
+            found = dissect(model, *given, _choosing(plan, choice), self._device)
+        except CannotRunError as error:
+            if is_whole:
+                raise ConfigError(_untraceable(str(error), error.__cause__)) from error
+        else:
+            if is_whole or any(section.name for section in found.sections):
+                return found
+        # It does not take being shortened, or its blocks do not follow one another: from now on
+        # it is run whole.
+        whole = untied(self._model) if cut else self._model
         self._short[cut] = whole, {name: name for name in self._named}
         return self._run(plan, rows, choice, waiting=waiting, cut=cut)
 
@@ -160,7 +162,7 @@ def resized(example: MicroBatch, rows: int) -> MicroBatch:
 
     def grow(leaf: object) -> object:
         if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == example.rows:
-            return leaf[:1].expand(rows, *leaf.shape[1:])
+            return leaf[:1].expand(rows, *leaf.shape[1:]).contiguous()
         return leaf
 
     inputs, targets = tree_map(grow, (example.inputs, example.targets))
@@ -178,7 +180,7 @@ def _choosing(plan: Plan, choice: Choice) -> Plan:
     return replace(plan, techniques=techniques)
 
 
-def _untraceable(reason: str, error: BaseException) -> str:
+def _untraceable(reason: str, error: BaseException | None) -> str:
     return (
         f"plan: the model does not run on fake tensors, so nothing can be said of it: {reason}"
         f"{_where(error)}. Make what it computes depend on shapes and not on values, or measure "
@@ -186,11 +188,11 @@ def _untraceable(reason: str, error: BaseException) -> str:
     )
 
 
-def _where(error: BaseException) -> str:
+def _where(error: BaseException | None) -> str:
     """The line of the user's code that an error came from."""
     import traceback
 
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = traceback.extract_tb(error.__traceback__ if error else None)
     own = [f for f in frames if "/torch/" not in f.filename and "/bigtrain/" not in f.filename]
     return f" (in {own[-1].name}, {own[-1].filename}:{own[-1].lineno})" if own else ""
 
@@ -221,10 +223,14 @@ def between(small: Dissected, large: Dissected, rows: int) -> Dissected | None:
 def _section(one: Section, other: Section, share: float) -> Section | None:
     passes: list[Pass] = []
     for a, b in zip(one.passes, other.passes, strict=True):
-        spans = _spans(a.spans, b.spans, share)
-        if spans is None or (a.forward, a.backward, a.visit) != (b.forward, b.backward, b.visit):
+        spans, far = _spans(a.spans, b.spans, share), _far(a.far, b.far, share)
+        if (
+            spans is None
+            or far is None
+            or (a.forward, a.backward, a.visit) != (b.forward, b.backward, b.visit)
+        ):
             return None
-        passes.append(replace(a, spans=spans))
+        passes.append(replace(a, spans=spans, far=far))
     return replace(
         one,
         passes=(passes[0], passes[1]),
@@ -244,6 +250,17 @@ def _spans(some: Sequence[Span], others: Sequence[Span], share: float) -> tuple[
             return None
         nbytes = a.nbytes if a.nbytes == b.nbytes else _line(a.nbytes, b.nbytes, share)
         found.append(Span(nbytes, a.kind, a.birth, a.death))
+    return tuple(found)
+
+
+def _far(some: Sequence[Far], others: Sequence[Far], share: float) -> tuple[Far, ...] | None:
+    if len(some) != len(others):
+        return None
+    found = []
+    for a, b in zip(some, others, strict=True):
+        if (a.kind, a.birth, a.forward) != (b.kind, b.birth, b.forward):
+            return None
+        found.append(replace(a, nbytes=_line(a.nbytes, b.nbytes, share)))
     return tuple(found)
 
 

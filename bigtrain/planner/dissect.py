@@ -21,10 +21,11 @@ from torch.utils._pytree import tree_leaves
 
 from bigtrain.blocks import separate_blocks
 from bigtrain.data.loader import MicroBatch
+from bigtrain.errors import ConfigError
 from bigtrain.memory import StorageTracker
 from bigtrain.operations import STANDS_FOR, bytes_touched, flops_of
 from bigtrain.planner.sections import Pass, Section, Tensor, Window, Work, spans_in
-from bigtrain.profiles import FakeRun, run_on_fakes
+from bigtrain.profiles import FakeRun, reason_of, run_on_fakes
 from bigtrain.strategy import Plan
 from bigtrain.tasks import Loss
 from bigtrain.timeline import Timeline, Visit
@@ -46,6 +47,10 @@ class Dissected:
     """See `Profile.state_slots`."""
     recomputed: bool
     """Whether the blocks are computed again in the backward pass."""
+
+
+class CannotRunError(Exception):
+    """A model that does not run on fake tensors."""
 
 
 class Notes:
@@ -146,10 +151,16 @@ def dissect(
     """Run a model on fake tensors and take the run apart; see `profiles.make_profile`.
 
     Raises:
-        Exception: of any kind that the model's own code raises where it sees no numbers.
+        CannotRunError: the model's own code raises where it sees no numbers; the cause says what.
+        ConfigError: a technique refuses the model.
     """
     notes = Notes([name for name, _ in separate_blocks(model)])
-    run = run_on_fakes(model, micro_batch, loss, make_optimizer, plan, device, notes.watch)
+    try:
+        run = run_on_fakes(model, micro_batch, loss, make_optimizer, plan, device, notes.watch)
+    except ConfigError:
+        raise
+    except Exception as error:  # user code of any kind runs here
+        raise CannotRunError(reason_of(error)) from error
     return _Apart(run, notes, plan).dissected(micro_batch.rows)
 
 
@@ -254,7 +265,7 @@ class _Apart:
         self, which: int, place: int, windows: list[Window], tensors: list[tuple[Tensor, ...]]
     ) -> Pass:
         window, stop = windows[place], self._run.marks[which + 1]
-        spans = spans_in(self._run.piece(which).spans, window, stop)
+        spans, far = spans_in(self._run.piece(which).spans, windows, place, stop)
         visit = None
         if self._order and 0 < place <= len(self._order):
             moments = self._moments(self._order[place - 1], which)
@@ -267,7 +278,7 @@ class _Apart:
                 (forward[0] - window.a, forward[1] - window.a),
                 (max(backward[0], window.c) + behind, backward[1] + behind),
             )
-        return Pass(window.forward, window.backward, spans, visit)
+        return Pass(window.forward, window.backward, spans, visit, far)
 
     def _works(self, window: Window) -> tuple[Work, Work]:
         return self._work(window.a, window.b), self._work(window.c, window.d)

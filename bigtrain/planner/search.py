@@ -51,7 +51,7 @@ class Search:
     """
 
     def __init__(self, judge: Judge, space: Space) -> None:
-        self._judge, self._space = judge, space
+        self.judge, self.space = judge, space
         self._known: dict[tuple[Candidate, int], Judged | Refused] = {}
         self._refused: list[Refused] = []
 
@@ -71,18 +71,18 @@ class Search:
             for level in LEVELS:
                 found += self._fastest(open_, int(limit * level), 1, answer, quiet=True)
         answer.front = _front(found)
-        answer.judged = len(self._known)
+        answer.judged = len({candidate for candidate, _ in self._known})
         answer.seconds = time.perf_counter() - began
         return answer
 
     def _open(self) -> list[_Open]:
         found = []
         self._refused = []
-        for candidate in self._space.candidates():
+        for candidate in self.space.candidates():
             try:
-                plan = self._judge.plan_of(candidate)
-                least = self._judge.least_seconds(candidate)
-                held = self._judge.least_bytes(candidate, plan)
+                plan = self.judge.plan_of(candidate)
+                least = self.judge.least_seconds(candidate)
+                held = self.judge.least_bytes(candidate, plan)
             except ConfigError as error:
                 self._refused.append(Refused(candidate, str(error)))
                 continue
@@ -114,7 +114,7 @@ class Search:
     def _judged(self, one: _Open, limit: int) -> Judged | Refused:
         key = (one.candidate, limit)
         if key not in self._known:
-            self._known[key] = self._judge.judge(one.candidate, one.plan, limit)
+            self._known[key] = self.judge.judge(one.candidate, one.plan, limit)
         return self._known[key]
 
     def smallest(self) -> Judged | Refused | None:

@@ -83,6 +83,21 @@ class Work:
         return Work(flops, low_flops, nbytes, self.times)
 
 
+@dataclass(frozen=True, slots=True)
+class Far:
+    """A storage that is let go of neither in its own section nor in the next one."""
+
+    nbytes: int
+    kind: Kind
+    birth: int
+    """In the ticks of its own section."""
+    forward: bool
+    """Whether it goes in the forward pass of the last section (what autocast has converted), or
+    in the backward pass of the first (a tied parameter's gradient)."""
+    after: int
+    """Ticks after that pass of that section has begun."""
+
+
 @dataclass(frozen=True)
 class Pass:
     """One micro-batch through a section and back."""
@@ -92,6 +107,7 @@ class Pass:
     spans: tuple[Span, ...]
     visit: Visit | None
     """Of the block, in the section's own ticks; None of what is in no block."""
+    far: tuple[Far, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,43 +127,55 @@ class Section:
     """Of those that a gradient goes back to."""
 
 
-def spans_in(spans: Iterable[Span], window: Window, stop: int) -> tuple[Span, ...]:
+def spans_in(
+    spans: Iterable[Span], windows: Sequence[Window], place: int, stop: int
+) -> tuple[tuple[Span, ...], tuple[Far, ...]]:
     """What of a timeline belongs to a section, in its own ticks.
 
-    What comes from elsewhere belongs to it where it is let go of in one of its windows: its own
-    passes have used it last. What goes elsewhere belongs to it until its window ends.
+    What comes from the section before belongs to it from the beginning of its window on, where it
+    lets go of it. What goes to the section after belongs to it until its window ends.
 
     Args:
         spans: of one micro-batch.
-        window: of the section.
+        windows: of all sections.
+        place: of the section.
         stop: the last tick of the micro-batch; what lives on stays for the optimizer.
     """
-    w, found = window, []
+    w = windows[place]
+    before = windows[place - 1].a if place else w.a
+    behind = windows[place + 1].c if place + 1 < len(windows) else w.b
+    found: list[Span] = []
+    far: list[Far] = []
     for span in spans:
         birth, death = span.birth, span.death
+        made = w.a < birth <= w.b or w.c < birth <= w.d
+        if made and _is_far_behind(death, windows, place, stop):
+            born = birth - w.a if birth <= w.b else w.forward + birth - w.c
+            at = death - windows[0].c
+            far.append(Far(span.nbytes, span.kind, born, forward=False, after=at))
+            continue
         if w.a < birth <= w.b:  # made in the forward pass
-            if death > w.b + 1:
-                if death <= w.c + 1:
-                    death = w.b + 1  # only later sections use it
-                elif death > stop and span.kind == "gradients":
-                    death = stop + 1
-                else:
-                    death = min(death, w.d + 1)
+            if _is_far_ahead(death, windows, place):
+                at = death - windows[-1].a
+                far.append(Far(span.nbytes, span.kind, birth - w.a, forward=True, after=at))
+                continue
+            if w.b + 1 < death <= w.c + 1:
+                death = w.b + 1  # only the next section uses it
+            elif not (death > stop and span.kind == "gradients"):
+                death = min(death, w.d + 1)
         elif w.c < birth <= w.d:  # made in the backward pass
             if death <= stop or span.kind != "gradients":
                 death = min(death, w.d + 1)
-        elif birth <= w.a and w.a + 1 < death <= w.b + 1:
-            birth = w.a + 1
         elif death > stop:  # another section's gradients
             continue
-        elif birth <= w.a and w.c + 1 < death <= w.d + 1:
+        elif before < birth <= w.a and (w.a + 1 < death <= w.b + 1 or w.c + 1 < death <= w.d + 1):
             birth = w.a + 1
-        elif w.b < birth <= w.c and w.c + 1 < death <= w.d + 1:
+        elif behind < birth <= w.c and w.c + 1 < death <= w.d + 1:
             birth = w.c + 1
         else:
             continue
         found.append(_local(span.nbytes, span.kind, birth, death, w, stop))
-    return tuple(found)
+    return tuple(found), tuple(far)
 
 
 def _local(nbytes: int, kind: Kind, birth: int, death: int, w: Window, stop: int) -> Span:
@@ -156,6 +184,17 @@ def _local(nbytes: int, kind: Kind, birth: int, death: int, w: Window, stop: int
         return Span(nbytes, kind, born, FOREVER)
     died = death - w.a if death <= w.b + 1 else w.forward + death - w.c
     return Span(nbytes, kind, born, died)
+
+
+def _is_far_ahead(death: int, windows: Sequence[Window], place: int) -> bool:
+    """Whether it is let go of in the last section's forward pass, and not next door."""
+    last = windows[-1]
+    return place + 2 < len(windows) and last.a + 1 < death <= last.b + 1
+
+
+def _is_far_behind(death: int, windows: Sequence[Window], place: int, stop: int) -> bool:
+    first = windows[0]
+    return place > 1 and first.c + 1 < death <= min(first.d + 1, stop)
 
 
 def placed(
@@ -177,6 +216,7 @@ def placed(
     spans: list[Span] = []
     visits: list[Visit | None] = []
     there, back = 0, stop
+    last, first = turn - passes[-1].forward, stop - passes[0].backward
     for one in passes:
         back -= one.backward
         ahead, behind = there, back - one.forward
@@ -186,9 +226,14 @@ def placed(
                 death = stop + 1
             else:
                 death = span.death + (ahead if span.death <= one.forward + 1 else behind)
-            if death <= birth:  # let go of before it was made: an empty window
-                continue
-            spans.append(Span(span.nbytes, span.kind, birth, death))
+            if death > birth:  # otherwise its window is empty
+                spans.append(Span(span.nbytes, span.kind, birth, death))
+        for away in one.far:
+            birth = away.birth + (ahead if away.birth <= one.forward else behind)
+            begin, end = (last, turn) if away.forward else (first, stop)
+            death = min(begin + away.after, end + 1)
+            if death > birth:
+                spans.append(Span(away.nbytes, away.kind, birth, death))
         visits.append(None if one.visit is None else _moved(one.visit, ahead, behind))
         there += one.forward
     return tuple(spans), visits, turn, stop
@@ -230,14 +275,20 @@ def _enveloped(one: Pass) -> Pass:
     for place in (1, 3):
         for kind in KINDS:  # also where there is nothing: every run has the same
             spans.append(Span(sums.get((place, kind), 0), kind, place, place + 1))
-    return Pass(2, 2, tuple(spans), None)
+    far = []
+    for away in one.far:
+        early = 1 if away.birth <= top else 2
+        born = early if away.birth <= one.forward else 3 if away.birth <= low else 4
+        far.append(replace(away, birth=born))
+    return Pass(2, 2, tuple(spans), None, tuple(far))
 
 
 def _highest(one: Pass, after: int) -> int:
     """The highest moment of the forward window, or of what is after it."""
     until = one.forward if after == 0 else one.forward + one.backward
     changes: dict[int, int] = {}
-    for span in one.spans:
+    away = [Span(f.nbytes, f.kind, f.birth, FOREVER) for f in one.far]
+    for span in (*one.spans, *away):
         birth = max(span.birth, after + 1)
         death = until + 1 if span.death == FOREVER else min(span.death, until + 1)
         if birth < death:

@@ -1,0 +1,262 @@
+"""A model taken apart and put together again takes what it takes as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bigtrain.blocks import separate_blocks
+from bigtrain.build import lay_out, make_plan
+from bigtrain.chunked_loss import ChunkedCrossEntropy
+from bigtrain.data.loader import MicroBatch
+from bigtrain.errors import ConfigError
+from bigtrain.forecast import Profile
+from bigtrain.loading import job_of
+from bigtrain.models import make_model
+from bigtrain.optim import optimizer_factory
+from bigtrain.planner.anatomy import Anatomy, Body, resized
+from bigtrain.planner.compose import compose
+from bigtrain.planner.sections import Pass, Section, Work, enveloped
+from bigtrain.planner.shorten import shortened, untied
+from bigtrain.predict import forecast, rank_of
+from bigtrain.profiles import make_profile
+from bigtrain.tasks import CrossEntropy, Loss
+from bigtrain.timeline import Span
+
+CPU = torch.device("cpu")
+GPT = {"num_layers": 6, "width": 32, "num_heads": 2, "vocab_size": 97, "sequence_length": 16}
+
+
+class Images(nn.Module):
+    """Convolutions with BatchNorm between a stem and a head: blocks of two shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        wide = [self._block(16 if n else 8, 16) for n in range(3)]
+        self.stages = nn.Sequential(*(self._block(8, 8) for _ in range(4)), *wide)
+        self.head = nn.Linear(16, 5)
+
+    @staticmethod
+    def _block(width: int, out: int) -> nn.Sequential:
+        return nn.Sequential(
+            nn.Conv2d(width, out, 3, padding=1), nn.BatchNorm2d(out), nn.ReLU(inplace=True)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stages(self.stem(x)).mean(dim=(2, 3)))
+
+
+class ByNumber(nn.Module):
+    """Calls its blocks by their numbers, so that none can be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 4
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)) for _ in range(4)
+        )
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(self.count):
+            x = x + self.layers[number](x)
+        return self.head(x)
+
+
+class Twice(ByNumber):
+    """Goes through its blocks two times, so that they are no sections."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers, *self.layers):
+            x = x + layer(x)
+        return self.head(x)
+
+
+class Looks(ByNumber):
+    """Looks at a value."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x if float(x.sum()) > 0 else -x)
+
+
+def tokens(rows: int) -> MicroBatch:
+    inputs = torch.zeros(rows, 16, dtype=torch.long)
+    return MicroBatch(inputs, inputs.clone(), 16 * rows, rows)
+
+
+def floats(*shape: int) -> MicroBatch:
+    return MicroBatch(torch.zeros(*shape), torch.zeros(shape[0], dtype=torch.long), *shape[:1] * 2)
+
+
+def gpt() -> nn.Module:
+    return make_model("gpt", GPT)
+
+
+PLAIN = CrossEntropy()
+CHUNKED = ChunkedCrossEntropy(head="head", chunk_size=97 * 4 * 8)
+MODELS: dict[str, Any] = {
+    "gpt": (gpt, tokens(2), PLAIN),
+    "gpt in chunks": (gpt, tokens(2), CHUNKED),
+    "images": (Images, floats(4, 3, 12, 12), PLAIN),
+    "by number": (ByNumber, floats(4, 16), PLAIN),
+    "twice": (Twice, floats(4, 16), PLAIN),
+}
+WORDS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "ddp full": {"strategy.recompute": "full"},
+    "ddp selective bf16": {"strategy.recompute": "selective", "train.precision": "bf16"},
+    "zero2 bf16": {"train.precision": "bf16"},
+    "fsdp full bf16": {"strategy.recompute": "full", "train.precision": "bf16"},
+    "zero3 full": {"strategy.recompute": "full"},
+}
+
+
+def taken_apart(name: str, words: str, rows: int) -> tuple[Profile, Profile, Any]:
+    """The profile as a run has it, the one put together, and the plan."""
+    make, example, loss = MODELS[name]
+    strategy = words.split()[0]
+    keys = {"train.global_batch_size": 8 * rows, "train.micro_batch_size": rows, **WORDS[words]}
+    plan = make_plan(job_of(strategy, keys), 2, "cpu")
+    with torch.device("meta"):
+        model = make()
+    given = (loss, optimizer_factory(job_of(strategy, keys).optim, 0))
+    exact = make_profile(model, resized(example, rows), *given, plan, CPU)
+    assert exact.missing is None
+    choice = WORDS[words].get("strategy.recompute", "keep")
+    body = Anatomy(model, example, lambda _: loss, given[1], CPU).body(plan, rows, choice)
+    return exact, put_together(body, again=choice != "keep"), plan
+
+
+def put_together(body: Body, *, again: bool) -> Profile:
+    names = [section.name for section in body.sections if section.name]
+    return compose(body.base, body.sections, recomputed=names if again else ())
+
+
+@pytest.mark.parametrize("words", WORDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_put_together_is_forecast_as_a_whole_one(name, words):
+    exact, made, plan = taken_apart(name, words, 4)
+    for key in ("parameter_bytes", "gradient_bytes", "buffer_bytes", "optimizer_bytes"):
+        assert getattr(made, key) == getattr(exact, key), key
+    for key in ("batch_bytes", "trained_elements", "state_slots", "state_scalars"):
+        assert getattr(made, key) == getattr(exact, key), key
+    peak, wanted = forecast(made, plan).peak(), forecast(exact, plan).peak()
+    assert peak.phase == wanted.phase
+    assert peak.bytes == pytest.approx(wanted.bytes, rel=5e-4), (peak, wanted)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("name", ["gpt", "gpt in chunks", "by number"])
+def test_other_sizes_are_read_off_two_runs(name, rows):
+    exact, made, plan = taken_apart(name, "ddp", rows)
+    assert made.batch_bytes == exact.batch_bytes
+    peak, wanted = forecast(made, plan).peak(), forecast(exact, plan).peak()
+    assert peak.bytes == pytest.approx(wanted.bytes, rel=2e-3), (peak, wanted)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "at"),
+    [
+        ("1f1b", 2, ["blocks.3"]),
+        ("gpipe", 2, ["blocks.1"]),
+        ("interleaved_1f1b", 2, ["blocks.2", "blocks.3", "blocks.5"]),
+        ("1f1b_zero1", 4, ["blocks.2"]),
+        ("layer_split", 2, ["blocks.5"]),
+    ],
+)
+def test_a_stage_put_together_is_forecast_as_one_that_was_cut(strategy, ranks, at):
+    keys = {"train.global_batch_size": 8 * ranks, "train.micro_batch_size": 1, "mesh.pp": 2}
+    plan = make_plan(job_of(strategy, {**keys, "strategy.cut.at": at}), ranks, "cpu")
+    with torch.device("meta"):
+        model = gpt()
+    given = (tokens(1), PLAIN, optimizer_factory(job_of(strategy, keys).optim, 0))
+    layout = lay_out(plan, model, *given)
+    assert layout is not None
+    body = Anatomy(model, given[0], lambda _: PLAIN, given[2], CPU).body(plan, 1, "keep", cut=True)
+    names = [section.name for section in body.sections]
+    edges = [0, *(names.index(name) for name in at), len(names)]
+    cut = plan.techniques["cut"]
+    parts = {}
+    for stage, (first, stop) in enumerate(zip(edges, edges[1:], strict=False)):
+        after = body.sections[stop] if stop < len(names) else None
+        parts[stage] = forecast(compose(body.base, body.sections[first:stop], after=after), plan)
+    for rank in range(2):
+        exact = rank_of(plan, model, *given, layout, rank).forecast
+        own = {stage: parts[stage] for stage in layout.stages_of(rank)}
+        peak = cut.replayed(own, plan, rank, {}).peak()
+        assert exact is not None
+        assert peak.bytes == pytest.approx(exact.peak().bytes, rel=5e-3), (peak, exact.peak())
+
+
+def test_a_model_is_shortened_where_neighbours_are_alike():
+    with torch.device("meta"):
+        found = shortened(gpt())
+        assert shortened(Images()) is not None
+    assert found is not None
+    short, order = found
+    assert [name for name, _ in separate_blocks(short)] == ["blocks.0", "blocks.1"]
+    assert order == (0, 0, 0, 0, 0, 1)  # the last stands for itself
+
+
+def test_tied_parameters_are_told_apart_for_stages():
+    with torch.device("meta"):
+        model = gpt()
+    names = [name for name, _ in untied(model).named_parameters()]
+    assert len(names) == len(list(model.named_parameters())) + 1
+
+
+def test_a_model_that_looks_at_values_is_refused_with_the_line():
+    with torch.device("meta"):
+        model = Looks()
+    plan = make_plan(job_of("single", {"train.global_batch_size": 2}), 1, "cpu")
+    make_optimizer = optimizer_factory(job_of("single", {}).optim, 0)
+    anatomy = Anatomy(model, floats(2, 16), lambda _: PLAIN, make_optimizer, CPU)
+    with pytest.raises(
+        ConfigError, match=r"does not run on fake tensors.*forward.*bigtrain compare"
+    ):
+        anatomy.body(plan, 2, "keep")
+
+
+def test_an_envelope_has_the_same_highest_moments():
+    spans = (
+        Span(10, "activations", 1, 8),  # held from the forward to the backward pass
+        Span(7, "temporary", 2, 3),
+        Span(9, "temporary", 3, 4),
+        Span(4, "gradients", 6, -1),
+        Span(5, "temporary", 6, 7),
+        Span(6, "temporary", 8, 9),
+    )
+    work = Work(*(torch.zeros(0).numpy() for _ in range(4)))
+    whole = Pass(4, 5, spans, None)
+    found = enveloped(Section("", (whole, whole), work, work, ()))
+    one = found.passes[0]
+    assert (one.forward, one.backward) == (2, 2)
+    alive = [sum(s.nbytes for s in one.spans if _lives(s, tick)) for tick in (1, 3)]
+    assert alive == [19, 19]  # 10 + 9 forward; 10 + 4 + 5 backward
+
+
+def _lives(span: Span, tick: int) -> bool:
+    return span.birth <= tick and (span.death == -1 or tick < span.death)
+
+
+def test_losses_may_differ_where_micro_batches_wait():
+    with torch.device("meta"):
+        model = gpt()
+    asked: list[bool] = []
+
+    def loss(waiting: bool) -> Loss:
+        asked.append(waiting)
+        return PLAIN if waiting else CHUNKED
+
+    plan = make_plan(job_of("single", {"train.global_batch_size": 2}), 1, "cpu")
+    anatomy = Anatomy(model, tokens(2), loss, optimizer_factory(job_of("single", {}).optim, 0), CPU)
+    bodies = [anatomy.body(plan, 2, "keep", waiting=waiting) for waiting in (False, True)]
+    peaks = [forecast(put_together(b, again=False), plan).peak().bytes for b in bodies]
+    assert peaks[0] != peaks[1]
+    assert True in asked
+    assert replace(plan) == plan
