@@ -241,20 +241,25 @@ def _one_behind(actions: Sequence[Action], pp: int) -> Iterator[Underway]:
 
 
 def _underway(row: Sequence[Any]) -> Iterator[Underway]:
+    """What is to be sent is there from when it is made: of a pair of actions, beside the second."""
+    parts = [part for action in row for part in action.sub_actions or (action,)]
+    named = [(p.stage_index, p.computation_type.value, p.microbatch_index) for p in parts]
+    sent = {name for name in named if name[1] in ("SEND_F", "SEND_B")}
     open_: Counter[tuple[int, str]] = Counter()
-    for action in row:
-        for part in action.sub_actions or (action,):
-            stage, kind = part.stage_index, part.computation_type.value
-            if kind in ("RECV_F", "SEND_F", "RECV_B", "SEND_B"):
-                open_[stage, kind] += 1
-            elif kind in ("WAIT_SEND_F", "WAIT_SEND_B"):
-                open_[stage, kind.removeprefix("WAIT_")] -= 1
-            elif kind in get_args(Kind):
-                # Its own wires are the action's from now on.
-                arrived = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}.get(kind)
-                if arrived is not None and open_[stage, arrived]:
-                    open_[stage, arrived] -= 1
-                yield {way: count for way, count in open_.items() if count}
+    for stage, kind, number in named:
+        if kind in ("RECV_F", "RECV_B"):
+            open_[stage, kind] += 1
+        elif kind in ("WAIT_SEND_F", "WAIT_SEND_B"):
+            open_[stage, kind.removeprefix("WAIT_")] -= 1
+        elif kind in get_args(Kind):
+            # Its own wires are the action's from now on.
+            arrived = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}.get(kind)
+            if arrived is not None and open_[stage, arrived]:
+                open_[stage, arrived] -= 1
+            yield {way: count for way, count in open_.items() if count}
+            sends = {"F": "SEND_F", "B": "SEND_B", "I": "SEND_B"}.get(kind, "")
+            if (stage, sends, number) in sent:
+                open_[stage, sends] += 1
 
 
 def _actions(row: Sequence[Any]) -> Iterator[Action]:

@@ -17,8 +17,10 @@ from bigtrain.engine import Engine
 from bigtrain.loading import job_of
 from bigtrain.tasks import CrossEntropy
 
-# Where the schedule computes gradients of weights apart, torch keeps a little less than is said.
-SLACK = {"zero_bubble": 0.04, "zbv": 0.03, "dualpipev": 0.02, "interleaved_1f1b": 0.02}
+SLACK = 0.002
+# A sharded block's input goes on beside the block here, and its gradient is taken to be there when
+# both are added. Of a step this small a few numbers are a part.
+MORE = {"1f1b_fsdp": 0.015, "1f1b_zero2": 0.01, "zbv": 0.005}
 
 
 class Deep(nn.Module):
@@ -40,7 +42,15 @@ class Deep(nn.Module):
         return self.head(x)
 
 
-def peaks(context: RunContext, strategy: str, keys: dict[str, Any]) -> Any:
+class Tied(Deep):
+    """The same with one matrix for the embedding and the head: a V has both on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embedding.weight
+
+
+def peaks(context: RunContext, strategy: str, keys: dict[str, Any], model: Any = Deep) -> Any:
     """Train four steps; the predicted and the measured peak of this rank."""
     words = {"train.micro_batch_size": 8, "memory.track_steps": 4, **keys}
     job = job_of(strategy, {"train.global_batch_size": 64 * context.dp_size, **words})
@@ -48,7 +58,7 @@ def peaks(context: RunContext, strategy: str, keys: dict[str, Any]) -> Any:
     samples = tokens(64, ignored=False)
     inputs, targets = samples.inputs[:8], samples.targets[:8]
     example = MicroBatch(inputs, targets, loss.count(targets), 8)
-    with Engine(Deep, loss, adamw, job, context, example=example) as engine:
+    with Engine(model, loss, adamw, job, context, example=example) as engine:
         for _ in range(4):
             engine.step((samples.inputs.clone(), samples.targets.clone()))
         return engine.predicted, engine.meter.measured().peak, engine.prediction_note
@@ -68,22 +78,47 @@ def peaks(context: RunContext, strategy: str, keys: dict[str, Any]) -> Any:
         ("1f1b", 4, 4),
         ("1f1b_ddp", 4, 2),
         ("1f1b_zero1", 4, 2),
+        ("1f1b_zero2", 4, 2),
+        ("1f1b_fsdp", 4, 2),
+        ("zbv", 4, 4),
     ],
 )
 def test_every_rank_of_every_schedule(strategy: str, ranks: int, pp: int) -> None:
     for predicted, measured, note in run_ranks(peaks, ranks, strategy, {}, pp=pp):
         assert note is None
-        slack = SLACK.get(strategy, 0.005)
+        slack = MORE.get(strategy, SLACK)
         assert predicted.bytes == pytest.approx(measured.bytes, rel=slack), (predicted, measured)
 
 
-def test_recomputed_micro_batches() -> None:
+@pytest.mark.parametrize("strategy", ["zbv", "dualpipev"])
+def test_what_two_stages_of_a_rank_share_counts_once(strategy: str) -> None:
+    for predicted, measured, _ in run_ranks(peaks, 2, strategy, {}, Tied, pp=2):
+        assert predicted.bytes == pytest.approx(measured.bytes, rel=SLACK), (predicted, measured)
+
+
+def test_blocks_computed_again_on_shards() -> None:
+    for predicted, measured, _ in run_ranks(
+        peaks, 4, "1f1b_fsdp", {"strategy.recompute": "full"}, pp=2
+    ):
+        slack = MORE["1f1b_fsdp"]
+        assert predicted.bytes == pytest.approx(measured.bytes, rel=slack), (predicted, measured)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+@pytest.mark.parametrize("strategy", ["gpipe", "1f1b"])
+def test_recomputed_micro_batches(strategy: str, checkpoint: str) -> None:
+    keys = {"strategy.cut.checkpoint": checkpoint}
+    for predicted, measured, _ in run_ranks(peaks, 2, strategy, keys, pp=2):
+        assert predicted.bytes == pytest.approx(measured.bytes, rel=SLACK), (predicted, measured)
+
+
+def test_recomputing_needs_less() -> None:
     keys = {"strategy.cut.checkpoint": "always"}
     plain = run_ranks(peaks, 2, "gpipe", {}, pp=2)
     for (predicted, measured, _), (_, more, _) in zip(
         run_ranks(peaks, 2, "gpipe", keys, pp=2), plain, strict=True
     ):
-        assert predicted.bytes == pytest.approx(measured.bytes, rel=0.05), (predicted, measured)
+        assert predicted.bytes == pytest.approx(measured.bytes, rel=SLACK), (predicted, measured)
         assert measured.bytes < 0.8 * more.bytes
 
 
