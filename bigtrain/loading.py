@@ -42,8 +42,15 @@ class Tree:
             path = path[:-1]
         return None
 
-    def put(self, path: KeyPath, value: Any, origin: str) -> None:
-        """Set one key, making the mappings on the way."""
+    def put(self, path: KeyPath, value: Any, origin: str, *, beside: bool = False) -> None:
+        """Set one key, making the mappings on the way.
+
+        Args:
+            path: of the key.
+            value: of the key.
+            origin: where it is written.
+            beside: whether what it displaces stays: it is said in the same place.
+        """
         node = self.values
         for depth, key in enumerate(path[:-1], start=1):
             child = node.get(key)
@@ -53,7 +60,8 @@ class Tree:
                 child = {}
             node[key] = child
             node = child
-        _forget_arguments(node, path[:-1], {path[-1]: value})
+        if not beside:
+            _forget_arguments(node, path[:-1], {path[-1]: value})
         node[path[-1]] = value
         self.origins[path] = origin
 
@@ -209,7 +217,7 @@ def parse_overrides(words: Sequence[str]) -> Tree:
             value = yaml.safe_load(text) if text else None
         except yaml.YAMLError:
             raise ConfigError(f"{key}={text}: not a value. Put quotes around it.") from None
-        tree.put(tuple(key.split(".")), value, f"command line, {key}")
+        tree.put(tuple(key.split(".")), value, f"command line, {key}", beside=True)
     return tree
 
 
@@ -260,8 +268,10 @@ def changed_job(job: Job, words: Sequence[str]) -> Job:
 
 
 def _overridden(tree: Tree, words: Tree) -> Job:
-    for path, origin in words.origins.items():
-        tree.put(path, _value_at(words.values, path), origin)
+    # First they displace what lower layers say, then all of them are there, in whatever order.
+    for beside in (False, True):
+        for path, origin in words.origins.items():
+            tree.put(path, _value_at(words.values, path), origin, beside=beside)
     return validate(Job, tree)
 
 

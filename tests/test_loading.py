@@ -141,3 +141,13 @@ def test_a_named_strategy_and_its_keys_may_stand_side_by_side(turned):
         roles = job.strategy.roles()
         assert (job.strategy.name, roles["replicate"].options["stage"]) == ("fsdp", 3)
         assert roles["recompute"].options == {"mode": "full"}
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_name_does_not_displace_what_is_said_beside_it(turned):
+    words = ["model.args={num_classes: 7}", "model.name=resnet18"]
+    job = load_job(None, None, words[::-1] if turned else words)
+    assert (job.model.name, job.model.args) == ("resnet18", {"num_classes": 7})
+    lengths = ["train.steps=5", "train.epochs=2"]
+    with pytest.raises(ConfigError, match="steps=5 and epochs=2.0 both say how long"):
+        load_job(None, None, lengths[::-1] if turned else lengths)

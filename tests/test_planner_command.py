@@ -51,7 +51,8 @@ def test_a_machine_gets_one_document(capsys: Any) -> None:
     assert found["devices"] == 2
     times = [plan["predicted"]["step_seconds"] for plan in found["plans"]]
     assert times == sorted(times)
-    assert all(plan["strategy"]["replicate"]["name"] != "single" for plan in found["plans"])
+    alone = [p for p in found["plans"] if p["strategy"]["replicate"]["name"] == "single"]
+    assert all(plan["mesh"]["dp"] == 1 for plan in alone)
 
 
 def test_what_is_given_is_not_chosen(capsys: Any) -> None:

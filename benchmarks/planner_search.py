@@ -1,0 +1,119 @@
+"""How long the planner searches, and what it takes: two large models on many devices.
+
+    python benchmarks/planner_search.py --output benchmarks/results/planner_search.json
+
+Each case is a process of its own, on one thread: a GPT of 175 billion parameters (96 layers of
+12,288) on 1,024 devices, and one of a trillion (128 layers of 25,600) on 4,096, both on nodes of
+8 x H100 with 80 GB, in bf16, sequences of 2,048 tokens. `search` is the search alone, `all` with
+imports and the description of the model, `memory` the process's highest resident memory. Nothing
+is run on a GPU and none is needed. The timings want an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from runs import surroundings
+
+CASES: dict[str, dict[str, Any]] = {
+    "gpt-1.3b on 64": {
+        "devices": 64,
+        "batch": 512,
+        "args": {"num_layers": 24, "width": 2048, "num_heads": 16},
+    },
+    "gpt-175b on 1024": {
+        "devices": 1024,
+        "batch": 1536,
+        "args": {"num_layers": 96, "width": 12288, "num_heads": 96},
+    },
+    "gpt-1t on 4096": {
+        "devices": 4096,
+        "batch": 4096,
+        "args": {"num_layers": 128, "width": 25600, "num_heads": 160},
+    },
+}
+
+
+def main() -> None:
+    """Run the cases, or be one of them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    if options.case is not None:
+        json.dump(measured(options.case), sys.stdout)
+        return
+    found = []
+    for name in CASES:
+        command = [sys.executable, __file__, "--case", name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found.append({"case": name, **json.loads(done.stdout)})
+        print(line(found[-1]), flush=True)
+    if options.output is not None:
+        text = json.dumps({**surroundings(), "rows": found}, indent=1)
+        options.output.write_text(text + "\n", "utf-8")
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for a person."""
+    best = row["best"]
+    return (
+        f"{row['case']}: search {row['search_seconds']:.1f} s, all {row['all_seconds']:.1f} s, "
+        f"{row['memory_bytes'] / 2**30:.2f} GiB; {row['candidates']} plans, {row['judged']} "
+        f"forecast; best {best['label']} pp {best['pp']} x dp {best['dp']}, micro-batch "
+        f"{best['rows']} x {best['micro_batches']}: {best['peak_bytes'] / 2**30:.1f} GiB, "
+        f"{best['step_seconds']:.1f} s, MFU {100 * best['mfu']:.0f} %"
+    )
+
+
+def measured(name: str) -> dict[str, Any]:
+    """Plan one case in this process."""
+    began = time.perf_counter()
+    from bigtrain.cluster import load_cluster
+    from bigtrain.loading import load_job
+    from bigtrain.planner.asked import Question, ask
+    from bigtrain.planner.offer import figures_of
+
+    case = CASES[name]
+    shape = {**case["args"], "vocab_size": 51200, "sequence_length": 2048}
+    words = [
+        "model.name=gpt",
+        f"model.args={json.dumps(shape)}",
+        "data.name=synthetic",
+        "data.args={kind: language, vocabulary: 51200}",
+        "train.precision=bf16",
+        f"train.global_batch_size={case['batch']}",
+    ]
+    cluster = load_cluster("h100-node")
+    size = cluster.device.memory
+    given = (load_job(None, "single", words), cluster, case["devices"])
+    planned = ask(Question(*given, size, cluster.device.usable, case["batch"]))
+    ended = time.perf_counter()
+    best = planned.answer.best[0]
+    return {
+        "search_seconds": planned.answer.seconds,
+        "all_seconds": ended - began,
+        "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "num_parameters": planned.num_parameters,
+        "candidates": planned.answer.candidates,
+        "judged": planned.answer.judged,
+        "best": {
+            "label": best.candidate.label,
+            "pp": best.candidate.pp,
+            "dp": best.candidate.dp,
+            "rows": best.candidate.rows,
+            "micro_batches": best.candidate.micro_batches,
+            **figures_of(planned, best),
+        },
+    }
+
+
+if __name__ == "__main__":
+    main()
