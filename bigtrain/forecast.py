@@ -60,8 +60,8 @@ class Profile:
     """The modules of which something else than all is kept, or may be, in `first` and `next`."""
     recomputed: frozenset[str] = frozenset()
     """Those of them that are computed again in the backward pass."""
-    tensors: tuple[tuple[str, int], ...] = ()
-    """Of a stage: the trained parameters in their order, with the bytes of their gradients."""
+    tensors: tuple[tuple[str, int, str], ...] = ()
+    """Of a stage: the trained parameters in their order, bytes and type of their gradients."""
     last: tuple[Timeline, Timeline] | None = None
     """Of a stage: `first` and `next` of a step's last micro-batch, where it alone is not computed
     again."""
@@ -87,7 +87,7 @@ class Forecast:
     resumed: tuple[Timeline, Timeline] | None = None
     """Of a stage that gathers its parameters: `first` and `next` where the passes of other
     micro-batches come in between; see `replay.StagePiece`."""
-    tensors: tuple[tuple[str, int], ...] = ()
+    tensors: tuple[tuple[str, int, str], ...] = ()
     """See `Profile`."""
     last: tuple[Timeline, Timeline] | None = None
     """See `Profile`."""

@@ -166,7 +166,11 @@ def _profile(
     plan: Plan,
     device: torch.device,
 ) -> Profile:
-    run = run_on_fakes(model, micro_batch, loss, make_optimizer, plan, device)
+    return profile_of(run_on_fakes(model, micro_batch, loss, make_optimizer, plan, device), plan)
+
+
+def profile_of(run: FakeRun, plan: Plan) -> Profile:
+    """What a run on fake tensors says of a whole model."""
     states = states_of(run.model, run.optimizer)
     passes = tuple(pairwise(run.marks[:3]))
     return Profile(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from bigtrain.forecast import Forecast
 from bigtrain.replay import Passes, StagePiece, replay
@@ -72,15 +73,20 @@ def averaging_bucket(plan: Plan) -> int | None:
 
 
 def _fullest(every: Sequence[Forecast], bucket: int) -> int:
-    """The largest copy: of neighbours that fit in together; what is alone is not copied."""
-    sizes = list({name: size for found in every for name, size in found.tensors}.values())
-    fullest, number, filled = 0, 0, 0
-    for size in [*sizes, bucket + 1]:
-        if number and filled + size > bucket:
-            fullest = max(fullest, filled if number > 1 else 0)
+    """The most that `replicas.Average` has in copies at one moment.
+
+    Neighbours of one type that fit in together are copied into one tensor, what is alone is not;
+    and a copy is let go when the next one is there.
+    """
+    named = {name: (size, kind) for found in every for name, size, kind in found.tensors}
+    copies, number, filled, before = [0], 0, 0, ""
+    for size, kind in [*named.values(), (0, "none")]:
+        if number and (kind != before or filled + size > bucket):
+            if number > 1:
+                copies.append(filled)
             number, filled = 0, 0
-        number, filled = number + 1, filled + size
-    return fullest
+        number, filled, before = number + 1, filled + size, kind
+    return max(sum(pair) for pair in pairwise([*copies, 0]))
 
 
 def _together(
@@ -96,7 +102,7 @@ def _together(
     seen: set[str] = set()
     for stage in sorted(forecasts, reverse=True):
         one = forecasts[stage]
-        sizes = dict(one.tensors)
+        sizes = {name: size for name, size, _ in one.tensors}
         again = {name: size for name, size in sizes.items() if name in seen}
         shared, whole = sum(again.values()), sum(sizes.values())
         own = replace(

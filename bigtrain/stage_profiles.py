@@ -100,7 +100,9 @@ def profile_stage(
         wires=replace(_wires(script, index), outgoing=taking.only_sent),
         windows=windows_of(followed, marks),
         recomputed=recomputed_names(choices),
-        tensors=tuple((n, p.nbytes) for n, p in stage.named_parameters() if p.requires_grad),
+        tensors=tuple(
+            (n, p.nbytes, str(p.dtype)) for n, p in stage.named_parameters() if p.requires_grad
+        ),
         last=_passes(timeline, final) if final else None,
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,12 +19,10 @@ from bigtrain.models import make_model
 from bigtrain.optim import optimizer_factory
 from bigtrain.planner.anatomy import Anatomy, Body, resized
 from bigtrain.planner.compose import compose
-from bigtrain.planner.sections import Pass, Section, Work, enveloped
 from bigtrain.planner.shorten import shortened, untied
 from bigtrain.predict import forecast, rank_of
 from bigtrain.profiles import make_profile
 from bigtrain.tasks import CrossEntropy, Loss
-from bigtrain.timeline import Span
 
 CPU = torch.device("cpu")
 GPT = {"num_layers": 6, "width": 32, "num_heads": 2, "vocab_size": 97, "sequence_length": 16}
@@ -199,15 +196,17 @@ def test_a_model_is_shortened_where_neighbours_are_alike():
         assert shortened(Images()) is not None
     assert found is not None
     short, order = found
-    assert [name for name, _ in separate_blocks(short)] == ["blocks.0", "blocks.1"]
-    assert order == (0, 0, 0, 0, 0, 1)  # the last stands for itself
+    assert [name for name, _ in separate_blocks(short)] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert order == (0, 1, 1, 1, 1, 2)  # the last stands for itself
 
 
 def test_tied_parameters_are_told_apart_for_stages():
     with torch.device("meta"):
         model = gpt()
-    names = [name for name, _ in untied(model).named_parameters()]
-    assert len(names) == len(list(model.named_parameters())) + 1
+    copied, aliases = untied(model)
+    assert len(list(copied.named_parameters())) == len(list(model.named_parameters())) + 1
+    assert list(aliases) == ["head.weight"]
+    assert aliases["head.weight"] in dict(model.named_parameters())
 
 
 def test_a_model_that_looks_at_values_is_refused_with_the_line():
@@ -222,28 +221,6 @@ def test_a_model_that_looks_at_values_is_refused_with_the_line():
         anatomy.body(plan, 2, "keep")
 
 
-def test_an_envelope_has_the_same_highest_moments():
-    spans = (
-        Span(10, "activations", 1, 8),  # held from the forward to the backward pass
-        Span(7, "temporary", 2, 3),
-        Span(9, "temporary", 3, 4),
-        Span(4, "gradients", 6, -1),
-        Span(5, "temporary", 6, 7),
-        Span(6, "temporary", 8, 9),
-    )
-    work = Work(*(torch.zeros(0).numpy() for _ in range(4)))
-    whole = Pass(4, 5, spans, None)
-    found = enveloped(Section("", (whole, whole), work, work, ()))
-    one = found.passes[0]
-    assert (one.forward, one.backward) == (2, 2)
-    alive = [sum(s.nbytes for s in one.spans if _lives(s, tick)) for tick in (1, 3)]
-    assert alive == [19, 19]  # 10 + 9 forward; 10 + 4 + 5 backward
-
-
-def _lives(span: Span, tick: int) -> bool:
-    return span.birth <= tick and (span.death == -1 or tick < span.death)
-
-
 def test_losses_may_differ_where_micro_batches_wait():
     with torch.device("meta"):
         model = gpt()
@@ -256,7 +233,6 @@ def test_losses_may_differ_where_micro_batches_wait():
     plan = make_plan(job_of("single", {"train.global_batch_size": 2}), 1, "cpu")
     anatomy = Anatomy(model, tokens(2), loss, optimizer_factory(job_of("single", {}).optim, 0), CPU)
     bodies = [anatomy.body(plan, 2, "keep", waiting=waiting) for waiting in (False, True)]
-    peaks = [forecast(put_together(b, again=False), plan).peak().bytes for b in bodies]
-    assert peaks[0] != peaks[1]
-    assert True in asked
-    assert replace(plan) == plan
+    spans = [len(put_together(body, again=False).first.spans) for body in bodies]
+    assert spans[0] != spans[1]
+    assert set(asked) == {True, False}

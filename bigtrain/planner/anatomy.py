@@ -22,7 +22,7 @@ from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.keeping import Choice
 from bigtrain.planner.dissect import CannotRunError, Dissected, dissect
-from bigtrain.planner.sections import Far, Pass, Section, Work, enveloped
+from bigtrain.planner.sections import Far, Pass, Section, Work
 from bigtrain.planner.shorten import shortened, untied
 from bigtrain.registry import make_technique
 from bigtrain.strategy import Plan
@@ -76,6 +76,7 @@ class Anatomy:
         self._ties = len({id(p) for _, p in names}) < len(names)
         statistics = any(isinstance(module, _NormBase) for module in model.modules())
         self._sizes = WITH_STATISTICS if statistics else SIZES
+        self._aliases: dict[str, str] = {}
         self._named = [name for name, _ in separate_blocks(model)]
 
     def body(
@@ -129,14 +130,20 @@ class Anatomy:
                 return found
         # It does not take being shortened, or its blocks do not follow one another: from now on
         # it is run whole.
-        whole = untied(self._model) if cut else self._model
+        whole = self._untied(cut=cut)
         self._short[cut] = whole, {name: name for name in self._named}
         return self._run(plan, rows, choice, waiting=waiting, cut=cut)
+
+    def _untied(self, *, cut: bool) -> nn.Module:
+        if not cut:
+            return self._model
+        copied, self._aliases = untied(self._model)
+        return copied
 
     def _shortened(self, *, cut: bool) -> tuple[nn.Module, Mapping[str, str]]:
         """The model to be run, and for each block of the whole one that which stands for it."""
         if cut not in self._short:
-            model = untied(self._model) if cut else self._model
+            model = self._untied(cut=cut)
             found = shortened(model)
             if found is None:
                 self._short[cut] = model, {name: name for name in self._named}
@@ -154,7 +161,12 @@ class Anatomy:
         named = [(places[stands_for[n]], n) for n in self._named if stands_for[n] in places]
         named.sort(key=lambda pair: pair[0])
         blocks = [replace(found.sections[place], name=name) for place, name in named if place]
-        return (found.sections[0], *blocks, found.sections[-1])
+        return (self._own(found.sections[0]), *blocks, self._own(found.sections[-1]))
+
+    def _own(self, section: Section) -> Section:
+        """With the model's own names of what was tied."""
+        tensors = (replace(t, name=self._aliases.get(t.name, t.name)) for t in section.tensors)
+        return replace(section, tensors=tuple(tensors))
 
 
 def resized(example: MicroBatch, rows: int) -> MicroBatch:
@@ -200,13 +212,11 @@ def _where(error: BaseException | None) -> str:
 def between(small: Dissected, large: Dissected, rows: int) -> Dissected | None:
     """A run with other rows, read off two; None where they differ in more than sizes."""
     share = (rows - small.rows) / (large.rows - small.rows)
-    if len(small.sections) != len(large.sections):
+    if len(small.sections) != len(large.sections) or small.profile is not None:
         return None
     sections: list[Section] = []
     for one, other in zip(small.sections, large.sections, strict=True):
         found = _section(one, other, share)
-        if found is None and not one.name:  # the loss in chunks, of which large batches have more
-            found = _section(enveloped(one), enveloped(other), share)
         if found is None:
             return None
         sections.append(found)

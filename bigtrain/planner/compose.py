@@ -31,6 +31,8 @@ def compose(
         recomputed: the names of the blocks that are computed again.
         released: whether gradients go as soon as they are used.
     """
+    if base.profile is not None:
+        return base.profile
     tensors = _distinct(sections)
     trained = [t for t in tensors if t.trained]
     elements = sum(t.numbers for t in trained)
@@ -64,6 +66,12 @@ def compose(
         wires=_wires(sections, after),
         windows=windows,
         recomputed=frozenset(recomputed),
+        tensors=tuple(
+            (f"{section.name} {t.name}" if section.name else t.name, t.nbytes)
+            for section in sections
+            for t in section.tensors
+            if t.trained
+        ),
     )
 
 

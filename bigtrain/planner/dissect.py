@@ -22,10 +22,11 @@ from torch.utils._pytree import tree_leaves
 from bigtrain.blocks import separate_blocks
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
+from bigtrain.forecast import Profile
 from bigtrain.memory import StorageTracker
 from bigtrain.operations import STANDS_FOR, bytes_touched, flops_of
 from bigtrain.planner.sections import Pass, Section, Tensor, Window, Work, spans_in
-from bigtrain.profiles import FakeRun, reason_of, run_on_fakes
+from bigtrain.profiles import FakeRun, profile_of, reason_of, run_on_fakes
 from bigtrain.strategy import Plan
 from bigtrain.tasks import Loss
 from bigtrain.timeline import Timeline, Visit
@@ -45,8 +46,8 @@ class Dissected:
     rows: int
     state_slots: float
     """See `Profile.state_slots`."""
-    recomputed: bool
-    """Whether the blocks are computed again in the backward pass."""
+    profile: Profile | None = None
+    """Of the whole model, where it is one section: its blocks do not follow one another."""
 
 
 class CannotRunError(Exception):
@@ -208,7 +209,7 @@ class _Apart:
             run.batch_bytes,
             rows,
             slots,
-            any(choice in ("full", "selective", "full_offload") for choice in run.choices.values()),
+            None if self._order else profile_of(run, self._plan),
         )
 
     def _in_order(self) -> list[int]:

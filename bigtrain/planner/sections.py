@@ -12,12 +12,12 @@ in the backward pass.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bigtrain.timeline import KINDS, Kind, Span, Visit
+from bigtrain.timeline import Kind, Span, Visit
 
 FOREVER = -1
 """The death of what stays until the optimizer has used it."""
@@ -243,60 +243,3 @@ def _moved(visit: Visit, ahead: int, behind: int) -> Visit:
     forward = visit.forward[0] + ahead, visit.forward[1] + ahead
     backward = visit.backward[0] + behind, visit.backward[1] + behind
     return Visit(visit.shapes, visit.trained, forward, backward)
-
-
-def enveloped(section: Section) -> Section:
-    """The same with only the highest moment of each of its windows.
-
-    What is held from a window to another stays as it is; what comes and goes within one is there
-    at the window's highest moment alone. So two runs become alike that differ in how often a loop
-    goes round.
-    """
-    first, later = (_enveloped(one) for one in section.passes)
-    return replace(section, passes=(first, later))
-
-
-def _enveloped(one: Pass) -> Pass:
-    top, low = _highest(one, 0), _highest(one, one.forward)
-    spans: list[Span] = []
-    sums: dict[tuple[int, Kind], int] = {}
-    for span in one.spans:
-        birth, death = span.birth, span.death
-        stays = death == FOREVER
-        if birth <= one.forward and (stays or death > one.forward + 1):
-            born = 1 if birth <= top else 2
-            died = FOREVER if stays else 4 if death > low else 3
-            spans.append(Span(span.nbytes, span.kind, born, died))
-        elif stays:
-            spans.append(Span(span.nbytes, span.kind, 3 if birth <= low else 4, FOREVER))
-        elif birth <= top < death or birth <= low < death:
-            place = 1 if birth <= one.forward else 3
-            sums[place, span.kind] = sums.get((place, span.kind), 0) + span.nbytes
-    for place in (1, 3):
-        for kind in KINDS:  # also where there is nothing: every run has the same
-            spans.append(Span(sums.get((place, kind), 0), kind, place, place + 1))
-    far = []
-    for away in one.far:
-        early = 1 if away.birth <= top else 2
-        born = early if away.birth <= one.forward else 3 if away.birth <= low else 4
-        far.append(replace(away, birth=born))
-    return Pass(2, 2, tuple(spans), None, tuple(far))
-
-
-def _highest(one: Pass, after: int) -> int:
-    """The highest moment of the forward window, or of what is after it."""
-    until = one.forward if after == 0 else one.forward + one.backward
-    changes: dict[int, int] = {}
-    away = [Span(f.nbytes, f.kind, f.birth, FOREVER) for f in one.far]
-    for span in (*one.spans, *away):
-        birth = max(span.birth, after + 1)
-        death = until + 1 if span.death == FOREVER else min(span.death, until + 1)
-        if birth < death:
-            changes[birth] = changes.get(birth, 0) + span.nbytes
-            changes[death] = changes.get(death, 0) - span.nbytes
-    highest, at, now = -1, after + 1, 0
-    for tick in sorted(changes):
-        now += changes[tick]
-        if now > highest:
-            highest, at = now, tick
-    return at

@@ -11,7 +11,7 @@ from torch import nn
 from bigtrain.blocks import separate_blocks
 
 
-def shortened(model: nn.Module, most: int = 2) -> tuple[nn.Module, tuple[int, ...]] | None:
+def shortened(model: nn.Module, most: int = 3) -> tuple[nn.Module, tuple[int, ...]] | None:
     """A copy with fewer of the blocks that are alike, and for each original block that of the copy.
 
     Args:
@@ -79,18 +79,24 @@ def signature(block: nn.Module) -> str:
     return f"{type(block).__module__}.{type(block).__qualname__}{block!r}{shapes}"
 
 
-def untied(model: nn.Module) -> nn.Module:
+def untied(model: nn.Module) -> tuple[nn.Module, dict[str, str]]:
     """A copy in which nothing is tied: as stages have it, each with a parameter of its own.
 
     Args:
         model: on the meta device.
+
+    Returns:
+        The copy, and for each new parameter the name of the one that it was tied to.
     """
     copied = copy.deepcopy(model)
-    seen: set[int] = set()
+    seen: dict[int, str] = {}
+    aliases: dict[str, str] = {}
     for name, parameter in list(copied.named_parameters(remove_duplicate=False)):
         if id(parameter) in seen:
             module, _, key = name.rpartition(".")
             own = nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
             setattr(copied.get_submodule(module), key, own)
-        seen.add(id(parameter))
-    return copied
+            aliases[name] = seen[id(parameter)]
+        else:
+            seen[id(parameter)] = name
+    return copied, aliases
