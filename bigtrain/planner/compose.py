@@ -44,6 +44,12 @@ def compose(
         timelines.append(Timeline(spans, phases))
         visits.append([visit for visit in seen if visit is not None])
     names = [section.name for section in sections if section.name]
+    named = [
+        (f"{section.name} {t.name}".strip(), t)
+        for section in sections
+        for t in section.tensors
+        if t.trained
+    ]
     windows = tuple(
         (name, first, again)
         for name, first, again in zip(names, *visits, strict=True)
@@ -66,12 +72,7 @@ def compose(
         wires=_wires(sections, after),
         windows=windows,
         recomputed=frozenset(recomputed),
-        tensors=tuple(
-            (f"{section.name} {t.name}" if section.name else t.name, t.nbytes)
-            for section in sections
-            for t in section.tensors
-            if t.trained
-        ),
+        tensors=tuple((name, t.nbytes, t.kind) for name, t in named),
     )
 
 

@@ -298,7 +298,13 @@ class _Apart:
             sizes = [v.numel() * v.element_size() for v in slots]
             counts = sum(s for s, v in zip(sizes, slots, strict=True) if v.numel() == 1)
             size = parameter.numel() * parameter.element_size()
-            given = (name, tuple(parameter.shape), size, parameter.requires_grad)
+            given = (
+                name,
+                tuple(parameter.shape),
+                size,
+                parameter.requires_grad,
+                str(parameter.dtype),
+            )
             for place in self._places(name, blocks, len(windows)):
                 found[place].append(Tensor(*given, False, sum(sizes), counts))
         for name, buffer in model.named_buffers():

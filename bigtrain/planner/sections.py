@@ -52,6 +52,8 @@ class Tensor:
     shape: tuple[int, ...]
     nbytes: int
     trained: bool = False
+    kind: str = ""
+    """Of its numbers."""
     is_buffer: bool = False
     state_bytes: int = 0
     """Of the optimizer, for this one."""
