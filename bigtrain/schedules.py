@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, get_args
@@ -118,6 +119,7 @@ def check_schedule(schedule: str, pp: int, stages_per_rank: int, micro_batches: 
         )
 
 
+@lru_cache(maxsize=256)
 def order(schedule: str, pp: int, stages_per_rank: int, micro_batches: int) -> Orders:
     """What each rank does in a step.
 
@@ -193,6 +195,7 @@ Underway = Mapping[tuple[int, str], int]
 """Micro-batches whose wires are on their way: (stage, RECV_F | SEND_F | RECV_B | SEND_B)."""
 
 
+@lru_cache(maxsize=256)
 def transfers(
     schedule: str, pp: int, stages_per_rank: int, micro_batches: int
 ) -> tuple[tuple[Underway, ...], ...]:

@@ -36,6 +36,11 @@ WITH_STATISTICS = (2, 4)
 """The same where layers take statistics over a batch: they refuse to train on one row."""
 
 
+TOGETHER = 64
+"""Ticks by which two runs may let go of the same storage at different times: what goes at one
+moment (autocast's copies of weights) goes in the order of addresses."""
+
+
 @dataclass(frozen=True)
 class Body:
     """A model's sections for one micro-batch size, all blocks choosing alike."""
@@ -256,10 +261,10 @@ def _spans(some: Sequence[Span], others: Sequence[Span], share: float) -> tuple[
         return None
     found = []
     for a, b in zip(some, others, strict=True):
-        if (a.kind, a.birth, a.death) != (b.kind, b.birth, b.death):
+        if (a.kind, a.birth) != (b.kind, b.birth) or abs(a.death - b.death) > TOGETHER:
             return None
         nbytes = a.nbytes if a.nbytes == b.nbytes else _line(a.nbytes, b.nbytes, share)
-        found.append(Span(nbytes, a.kind, a.birth, a.death))
+        found.append(Span(nbytes, a.kind, a.birth, max(a.death, b.death)))
     return tuple(found)
 
 
