@@ -141,10 +141,13 @@ class Clock:
             full = [0.0] * plan.pp
             for rank, one in zip(ranks, stages, strict=True):
                 full[rank] += micro_batches * sum(one)
-            split = schedule in SPLIT
-            shares = (1.0, 1.0, 1.0) if split else (1.0, 2.0, 0.0)
             given = (schedule, plan.pp, micro_batches, per_rank)
-            total = max(full) / (1.0 - bubble_share(*given, *shares))
+            shares = (1.0, 1.0, 1.0) if schedule in SPLIT else (1.0, 2.0, 0.0)
+            try:
+                total = max(full) / (1.0 - bubble_share(*given, *shares))
+            except ValueError:  # no closed form for so few micro-batches
+                orders = order(schedule, plan.pp, per_rank, micro_batches)
+                total = bubble(orders, stages).seconds
         return max(busy), max(0.0, total - max(busy))
 
     def _sending(self, plan: Plan, profiles: Sequence[Profile]) -> float:
