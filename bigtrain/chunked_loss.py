@@ -164,6 +164,8 @@ def _giving(new: Given | None) -> Iterator[None]:
         yield
     finally:
         _now.given = before
+        if new is not None:
+            new._result = None  # its graph may hold what holds this: a circle nobody sees
 
 
 def now_given() -> Given | None:

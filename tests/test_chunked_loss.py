@@ -361,3 +361,19 @@ def test_a_head_with_a_forward_of_its_own_on_the_instance_is_refused():
     head.forward = lambda hidden: 2 * F.linear(hidden, head.weight)
     with pytest.raises(ConfigError, match="needs an nn.Linear with its own forward"):
         attach(CHUNKED, model)
+
+
+def test_what_a_recomputed_block_remembers_lets_go_of_the_graph():
+    """A block that is computed again keeps what was given; that may not keep the loss's graph."""
+    from bigtrain.chunked_loss import now_given
+
+    batch = tokens(4)
+    model = TinyLM()
+    attach(CHUNKED, model)
+    with given(CHUNKED, batch.targets):
+        remembered = now_given()
+        loss = CHUNKED(model(batch.inputs), batch.targets)
+    assert remembered is not None
+    assert torch.isfinite(loss)
+    held = [value for value in vars(remembered).values() if isinstance(value, Tensor)]
+    assert all(value.grad_fn is None for value in held)
