@@ -69,7 +69,7 @@ def test_nothing_fits_is_said_with_the_least_that_would(capsys: Any) -> None:
     said = capsys.readouterr().err
     assert "no plan fits" in said
     assert "The least is" in said
-    assert "Use --memory" in said
+    assert "Use --cap" in said
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from bigtrain.loading import load_job
 from bigtrain.parts import open_parts
 from bigtrain.planner.asked import Planned, Question, ask
 from bigtrain.planner.clock import Clock, Pace, StepSeconds
+from bigtrain.planner.command import room
 from bigtrain.planner.judge import Judged
 from bigtrain.planner.offer import document, misses, nothing_fits, plan_text
 from bigtrain.planner.search import BEST
@@ -33,9 +34,9 @@ GPT = [
 NODE = load_cluster("a100-node")
 
 
-def question(devices: int, limit: int, words: list[str] | None = None, **more: Any) -> Question:
+def question(devices: int, memory: int, words: list[str] | None = None, **more: Any) -> Question:
     job = load_job(None, "single", [*GPT, *(words or [])])
-    given = {"memory": limit, "limit": limit, "margins": {"torch": 0.0}, **more}
+    given = {"memory": memory, "limit": memory, "margins": {"torch": 0.0}} | more
     return Question(job, NODE, devices, global_batch_size=8, **given)
 
 
@@ -104,13 +105,26 @@ def test_less_room_costs_time_and_blocks_keep_less(roomy: Planned) -> None:
 
 
 def test_where_nothing_fits_the_least_that_would_do_is_named() -> None:
-    planned = ask(question(2, 1 * MIB))
+    """Also where forecasts are enlarged by a margin; a MiB less than what is named does not do."""
+    margin = {"margins": {"torch": 0.05}}
+    planned = ask(question(2, 1 * MIB, **margin))
     assert planned.answer.best == []
     said = " ".join(nothing_fits(planned))
     assert "no plan fits 1.0 MiB of tensors on a rank of 2 devices" in said
     size = int(said.partition("Use --memory ")[2].partition("MiB")[0])
-    assert ask(question(2, size * MIB)).answer.best
-    assert not ask(question(2, (size - 1) * MIB)).answer.best
+    assert ask(question(2, size * MIB, **margin)).answer.best
+    assert not ask(question(2, (size - 1) * MIB, **margin)).answer.best
+
+
+def test_a_cap_that_would_do_is_named_as_one() -> None:
+    def capped(cap: int) -> Planned:
+        limit = room(NODE, memory=None, cap=str(cap))[1]
+        return ask(question(1, cap, limit=limit, capped=True, margins={"torch": 0.02}))
+
+    said = " ".join(nothing_fits(capped(9 * MIB)))
+    size = int(said.partition("Use --cap ")[2].partition("MiB")[0])
+    assert capped(size * MIB).answer.best
+    assert not capped((size - 1) * MIB).answer.best
 
 
 def test_what_is_in_the_way_has_its_number(roomy: Planned) -> None:

@@ -64,6 +64,19 @@ def peaks(context: RunContext, strategy: str, keys: dict[str, Any], model: Any =
         return engine.predicted, engine.meter.measured().peak, engine.prediction_note
 
 
+def found(slack: float, ranks: int, strategy: str, keys: dict[str, Any], pp: int) -> list[Any]:
+    """(predicted, measured, note) of each rank; again, at most twice, where measured is higher.
+
+    A thread of gloo lets go of a collective's tensors when it gets the processor, which on a busy
+    machine may be after the next ones are there. A forecast that is too low is so in each run.
+    """
+    for _ in range(3):
+        rows = run_ranks(peaks, ranks, strategy, keys, pp=pp)
+        if all(measured.bytes <= (1 + slack) * predicted.bytes for predicted, measured, _ in rows):
+            break
+    return rows
+
+
 @pytest.mark.parametrize(
     ("strategy", "ranks", "pp"),
     [
@@ -84,9 +97,9 @@ def peaks(context: RunContext, strategy: str, keys: dict[str, Any], model: Any =
     ],
 )
 def test_every_rank_of_every_schedule(strategy: str, ranks: int, pp: int) -> None:
-    for predicted, measured, note in run_ranks(peaks, ranks, strategy, {}, pp=pp):
+    slack = MORE.get(strategy, SLACK)
+    for predicted, measured, note in found(slack, ranks, strategy, {}, pp):
         assert note is None
-        slack = MORE.get(strategy, SLACK)
         assert predicted.bytes == pytest.approx(measured.bytes, rel=slack), (predicted, measured)
 
 
@@ -97,10 +110,9 @@ def test_what_two_stages_of_a_rank_share_counts_once(strategy: str) -> None:
 
 
 def test_blocks_computed_again_on_shards() -> None:
-    for predicted, measured, _ in run_ranks(
-        peaks, 4, "1f1b_fsdp", {"strategy.recompute": "full"}, pp=2
-    ):
-        slack = MORE["1f1b_fsdp"]
+    slack = MORE["1f1b_fsdp"]
+    keys = {"strategy.recompute": "full"}
+    for predicted, measured, _ in found(slack, 4, "1f1b_fsdp", keys, pp=2):
         assert predicted.bytes == pytest.approx(measured.bytes, rel=slack), (predicted, measured)
 
 
@@ -108,7 +120,7 @@ def test_blocks_computed_again_on_shards() -> None:
 @pytest.mark.parametrize("strategy", ["gpipe", "1f1b"])
 def test_recomputed_micro_batches(strategy: str, checkpoint: str) -> None:
     keys = {"strategy.cut.checkpoint": checkpoint}
-    for predicted, measured, _ in run_ranks(peaks, 2, strategy, keys, pp=2):
+    for predicted, measured, _ in found(SLACK, 2, strategy, keys, pp=2):
         assert predicted.bytes == pytest.approx(measured.bytes, rel=SLACK), (predicted, measured)
 
 

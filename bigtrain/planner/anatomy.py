@@ -34,8 +34,6 @@ SIZES = (1, 2)
 """Rows of the two runs that others are read off."""
 WITH_STATISTICS = (2, 4)
 """The same where layers take statistics over a batch: they refuse to train on one row."""
-
-
 TOGETHER = 64
 """Ticks by which two runs may let go of the same storage at different times: what goes at one
 moment (autocast's copies of weights) goes in the order of addresses."""
@@ -103,12 +101,13 @@ class Anatomy:
         cut = cut and self._ties
         kind = (plan.bf16_parameters, plan.moves_activations, choice, waiting, cut)
         if (kind, rows) not in self._bodies:
-            self._bodies[kind, rows] = self._body(plan, kind, rows, choice, waiting=waiting)
+            given = {"waiting": waiting, "cut": cut}
+            self._bodies[kind, rows] = self._body(plan, kind, rows, choice, **given)
         return self._bodies[kind, rows]
 
-    def _body(self, plan: Plan, kind: object, rows: int, choice: Choice, *, waiting: bool) -> Body:
-        cut: bool = kind[-1]  # type: ignore[index]
-
+    def _body(
+        self, plan: Plan, kind: object, rows: int, choice: Choice, *, waiting: bool, cut: bool
+    ) -> Body:
         def run(size: int) -> Dissected:
             if (kind, size) not in self._runs:
                 self._runs[kind, size] = self._run(plan, size, choice, waiting=waiting, cut=cut)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,6 +23,7 @@ from bigtrain.planner.clock import Clock
 from bigtrain.planner.judge import Judge
 from bigtrain.planner.search import Answer, Search
 from bigtrain.planner.space import Space
+from bigtrain.remedies import BESIDE, MARGIN
 from bigtrain.tasks import Loss
 from bigtrain.units import format_bytes
 
@@ -44,6 +46,15 @@ class Question:
     rows: int | None = None
     margins: Mapping[str, float] = field(default_factory=lambda: {"torch": 0.0, "deepspeed": 0.0})
     """The engines to choose from, and the share by which each one's forecasts are enlarged."""
+    capped: bool = False
+    """Whether `memory` is a cap that is enforced on a rank, and not a device's memory."""
+
+    def memory_for(self, peak_bytes: int, engine: str) -> int:
+        """Bytes of memory, or of the cap, with which a forecast of an engine would fit."""
+        needed = math.ceil(peak_bytes * (1 + self.margins.get(engine, 0.0))) + 1
+        if self.capped:
+            return math.ceil((needed + BESIDE) / MARGIN) + 1
+        return needed + self.memory - self.limit
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,7 @@ def read_job(options: TrainOptions, placement: Placement) -> tuple[Job, list[str
             dp=None if job.mesh.dp == -1 else job.mesh.dp,
             rows=job.train.micro_batch_size,
             margins=shares,
+            capped=cap is not None,
         )
     )
     if not planned.answer.best:

@@ -91,6 +91,7 @@ def asked(job: Job, cluster: Cluster, options: PlanOptions) -> tuple[Question, s
         dp=None if job.mesh.dp == -1 else job.mesh.dp,
         rows=_given(options.overrides, "train.micro_batch_size"),
         margins=shares,
+        capped=options.cap is not None,
     )
     return question, f"{line}; {why}"
 

@@ -26,7 +26,7 @@ from bigtrain.forecast import Profile
 from bigtrain.memory import StorageTracker
 from bigtrain.operations import STANDS_FOR, bytes_touched, flops_of
 from bigtrain.planner.sections import Pass, Section, Tensor, Window, Work, spans_in
-from bigtrain.profiles import FakeRun, profile_of, reason_of, run_on_fakes
+from bigtrain.profiles import FakeRun, profile_of, reason_of, run_on_fakes, slots_of
 from bigtrain.strategy import Plan
 from bigtrain.tasks import Loss
 from bigtrain.timeline import Timeline, Visit
@@ -59,8 +59,8 @@ class Notes:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
-        self.ticks: list[tuple[int, int, int, str]] = []
-        """(clock, operations so far, block, what)"""
+        self.ticks: list[tuple[int, int, str]] = []
+        """(clock, block, what)"""
         self.work: list[tuple[int, float, float, float, int]] = []
         """(clock, flops, flops in bf16, bytes, how often it is done) of each operation."""
         self.incoming: dict[int, tuple[int, int]] = {}
@@ -83,7 +83,7 @@ class Notes:
 
     def note(self, number: int, what: str) -> None:
         """Note a moment of a block."""
-        self.ticks.append((self.clock(), len(self.work), number, what))
+        self.ticks.append((self.clock(), number, what))
 
     def _before(self, number: int) -> Any:
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -199,9 +199,7 @@ class _Apart:
                 Section(name, (passes[0], passes[1]), forward, backward, tensors[place], *incoming)
             )
         begin, stop = run.marks[2], run.marks[3]
-        numbers = [t for own in tensors for t in own if t.trained]
-        elements = sum(t.numbers for t in numbers)
-        slots = slots_from(run, elements)
+        slots = slots_of(run.model, run.optimizer, run.widths)["state_slots"]
         return Dissected(
             tuple(sections),
             run.piece(2),
@@ -216,7 +214,7 @@ class _Apart:
         """The blocks in the order of the pass; none where they do not follow one another."""
         start, stop = self._run.marks[0], self._run.marks[1]
         begins = {}
-        for tick, _, number, what in self._notes.ticks:
+        for tick, number, what in self._notes.ticks:
             if what == "forward begins" and start <= tick <= stop:
                 if number in begins:  # called twice
                     return []
@@ -233,7 +231,7 @@ class _Apart:
     def _moments(self, number: int, which: int) -> _Moments:
         start, stop = self._run.marks[which], self._run.marks[which + 1]
         ticks: dict[str, list[int]] = {}
-        for tick, _, whose, what in self._notes.ticks:
+        for tick, whose, what in self._notes.ticks:
             if whose == number and start <= tick <= stop:
                 ticks.setdefault(what, []).append(tick)
         forward = min(ticks["forward begins"]), max(ticks.get("forward ends", [stop]))
@@ -332,13 +330,5 @@ class _Apart:
         """Of the very first forward pass: when the blocks begin, when they end, when it ends."""
         turn = next(t for t, phase in self._run.timeline.phases if phase == "backward")
         noted = [n for n in self._notes.ticks if n[0] <= turn]
-        begins = min(t for t, _, _, what in noted if what == "forward begins")
-        return begins, max(t for t, _, _, what in noted if what == "forward ends"), turn
-
-
-def slots_from(run: FakeRun, elements: int) -> float:
-    """See `Profile.state_slots`."""
-    from bigtrain.profiles import slots_of
-
-    found: float = slots_of(run.model, run.optimizer, run.widths)["state_slots"]
-    return found if elements else 0.0
+        begins = min(t for t, _, what in noted if what == "forward begins")
+        return begins, max(t for t, _, what in noted if what == "forward ends"), turn

@@ -24,7 +24,7 @@ from bigtrain.planner.space import Candidate
 from bigtrain.predict import forecast
 from bigtrain.schedules import in_flight, order, stage_ranks
 from bigtrain.strategy import CutStrategy, Plan
-from bigtrain.timeline import Peak
+from bigtrain.timeline import Peak, highest
 
 LADDER: tuple[Choice, ...] = ("keep", "selective", "full")
 """What blocks may keep, from the fastest to the smallest."""
@@ -157,11 +157,13 @@ class Fit:
             limit: bytes that a rank may hold.
 
         Returns:
-            The lowest peak of a rank where none fits.
+            The lowest peak of the first rank that does not fit; with a limit of 0, where none
+            does, the highest of all ranks' lowest.
         """
         stages = [Stage(a, b, _keeping(b - a)) for a, b in pairwise(edges)]
         peaks: dict[int, Peak] = {}
         alike: dict[object, int] = {}
+        least: list[Peak] = []
         for rank in range(self._candidate.pp):
             own = self._stages_of(rank)
             first = alike.setdefault(tuple(self._kind(stages[p]) for p in own), rank)
@@ -170,10 +172,13 @@ class Fit:
                     stages[place] = replace(stages[place], choices=stages[other].choices)
                 continue
             found = self._rank(stages, own, rank, limit)
-            if found.bytes > limit:
-                return found
-            peaks[rank] = found
-        return tuple(stages), peaks
+            if found.bytes <= limit:
+                peaks[rank] = found
+                continue
+            least.append(found)
+            if limit > 0:
+                break
+        return highest(least) if least else (tuple(stages), peaks)
 
     def _stages_of(self, rank: int) -> list[int]:
         return [place for place, whose in enumerate(self._ranks) if whose == rank]

@@ -17,7 +17,7 @@ from bigtrain.planner.anatomy import Anatomy, Body
 from bigtrain.planner.clock import Clock, Pace, StepSeconds
 from bigtrain.planner.compose import states
 from bigtrain.planner.fit import LADDER, Fit, Ladder, Stage, shorter
-from bigtrain.planner.space import REPLICATE, Candidate
+from bigtrain.planner.space import Candidate
 from bigtrain.schedules import SPLIT
 from bigtrain.strategy import CutStrategy, Plan
 from bigtrain.timeline import Peak
@@ -128,10 +128,7 @@ class Judge:
             0.0 if plan.release_gradients else 2.0 if low else held.gradients / numbers,
             0.0 if candidate.offload != "device" else state,
         )
-        options = REPLICATE[candidate.replicate]
-        stage = int(options.get("stage", 0))
-        if stage:
-            stage = bounding_stage(str(options["engine"]), stage)
+        stage = bounding_stage(candidate.engine, candidate.zero_stage)
         ranks = candidate.shard_ranks or candidate.dp
         return states_floor(numbers // candidate.pp, widths, stage, ranks)
 
@@ -143,8 +140,7 @@ class Judge:
             plan: of `plan_of`.
             limit: bytes that a rank may hold, what a forecast may be wrong by included.
         """
-        engine = str(REPLICATE[candidate.replicate].get("engine", "torch"))
-        limit = int(limit / (1 + self._margins.get(engine, 0.0)))
+        limit = int(limit / (1 + self._margins.get(candidate.engine, 0.0)))
         try:
             ladder = self._ladder(plan, candidate)
             fit = Fit(plan, candidate, ladder, self._clock, self._composed)
@@ -213,8 +209,7 @@ def _least_bubble(schedule: str, pp: int, micro_batches: int, per_rank: int) -> 
 
 def _own_copies(candidate: Candidate) -> bool:
     """Whether the fp32 values are the parameters themselves, gathered in bf16: fully_shard."""
-    options = REPLICATE[candidate.replicate]
-    return options.get("engine") == "torch" and int(options.get("stage", 0)) > 1
+    return candidate.engine == "torch" and candidate.zero_stage > 1
 
 
 def _written(cuts: Sequence[str], recomputed: Mapping[str, Choice], blocks: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from bigtrain.planner.asked import Planned
 from bigtrain.planner.judge import Judged, Refused
-from bigtrain.units import format_bytes, format_count
+from bigtrain.units import MIB, format_bytes, format_count
 
 _SHORT = {
     "parameters": "par",
@@ -190,7 +190,8 @@ def nothing_fits(planned: Planned) -> list[str]:
         ]
     parts = vars(peak.breakdown)
     kind = max(parts, key=lambda part: parts[part])
-    needed = question.memory + peak.bytes - question.limit
+    needed = question.memory_for(peak.bytes, smallest.candidate.engine)
+    option = "--cap" if question.capped else "--memory"
     share = question.limit / peak.bytes
     about = format_count(planned.num_parameters * share)
     return [
@@ -199,6 +200,6 @@ def nothing_fits(planned: Planned) -> list[str]:
         f"The least is {format_bytes(peak.bytes)}, with {smallest.candidate.label} (pp "
         f"{smallest.candidate.pp} x dp {smallest.candidate.dp}, micro-batch "
         f"{smallest.candidate.rows}), of which {kind} are {format_bytes(parts[kind])}.",
-        f"Use --memory {-(-needed // 2**20)}MiB, more --devices, or a model of about {about} "
+        f"Use {option} {-(-needed // MIB)}MiB, more --devices, or a model of about {about} "
         "parameters of the same kind.",
     ]

@@ -55,21 +55,19 @@ class Search:
         self._known: dict[tuple[Candidate, int], Judged | Refused] = {}
         self._refused: list[Refused] = []
 
-    def run(self, limit: int, *, front: bool = True) -> Answer:
+    def run(self, limit: int) -> Answer:
         """Find the fastest plans that fit.
 
         Args:
             limit: bytes that a rank may hold.
-            front: whether smaller limits are tried, too.
         """
         began = time.perf_counter()
         open_ = self._open()
         answer = Answer(candidates=len(open_), refused=list(self._refused))
         answer.best = self._fastest(open_, limit, BEST, answer)
         found = list(answer.best)
-        if front and found:
-            for level in LEVELS:
-                found += self._fastest(open_, int(limit * level), 1, answer, quiet=True)
+        for level in LEVELS if found else ():
+            found += self._fastest(open_, int(limit * level), 1, answer, quiet=True)
         answer.front = _front(found)
         answer.judged = len({candidate for candidate, _ in self._known})
         answer.seconds = time.perf_counter() - began

@@ -8,28 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from bigtrain.config import Job, StrategyConfig
 from bigtrain.errors import ConfigError
+from bigtrain.loading import read_preset
 from bigtrain.schedules import V_SHAPED
 
-REPLICATE: dict[str, Mapping[str, Any]] = {
-    "single": {"name": "single"},
-    "ddp": {"name": "ddp"},
-    "zero1_torch": {"name": "zero", "stage": 1, "engine": "torch"},
-    "fsdp_zero2": {"name": "zero", "stage": 2, "engine": "torch"},
-    "fsdp": {"name": "zero", "stage": 3, "engine": "torch"},
-    "zero1": {"name": "zero", "stage": 1, "engine": "deepspeed"},
-    "zero2": {"name": "zero", "stage": 2, "engine": "deepspeed"},
-    "zero3": {"name": "zero", "stage": 3, "engine": "deepspeed"},
-}
-"""How replicas share their state, by the names of the presets."""
+REPLICATE = ("ddp", "zero1_torch", "fsdp_zero2", "fsdp", "zero1", "zero2", "zero3")
+"""How replicas share their state: the presets of these names."""
 BESIDE_A_CUT = ("ddp", "zero1_torch", "fsdp_zero2", "fsdp")
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zbv_zero_bubble", "interleaved_zero_bubble")
 """Of the schedules those that differ in what they are good for: time, memory, or both."""
 MOST_ROWS = 64
 """Rows of a micro-batch from which on more do not make a device faster."""
+
+
+@cache
+def options_of(preset: str) -> Mapping[str, Any]:
+    """What a preset says of the replicate role."""
+    found = read_preset("strategies", preset, "plan").values["strategy"]
+    options = found.get("replicate", "single")
+    options = {"name": options} if isinstance(options, str) else options
+    # DeepSpeed is zero's own default, and a preset need not say it.
+    return {"engine": "deepspeed", **options} if options["name"] == "zero" else options
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,16 @@ class Candidate:
     """See `zero`; None for all replicas."""
 
     @property
+    def engine(self) -> str:
+        """Who shares the replicas' state."""
+        return str(options_of(self.replicate).get("engine", "torch"))
+
+    @property
+    def zero_stage(self) -> int:
+        """Of ZeRO; 0 where every replica has everything."""
+        return int(options_of(self.replicate).get("stage", 0))
+
+    @property
     def stages(self) -> int:
         """Stages of the model."""
         return self.pp * self.stages_per_rank
@@ -69,7 +82,7 @@ class Candidate:
 
     def strategy(self, **more: Any) -> StrategyConfig:
         """The section of a job."""
-        replicate = dict(REPLICATE[self.replicate])
+        replicate = dict(options_of(self.replicate))
         if self.shard_ranks is not None:
             replicate["shard_ranks"] = self.shard_ranks
         values: dict[str, Any] = {"name": "planned", "replicate": replicate, **more}
@@ -163,13 +176,9 @@ class Space:
         if dp == 1:
             yield "single", None
             return
-        for name, options in REPLICATE.items():
-            engine = options.get("engine", "torch")
-            if name == "single" or engine not in self.engines:
-                continue
-            if pp > 1 and name not in BESIDE_A_CUT:
-                continue
-            yield name, None
+        for name in REPLICATE if pp == 1 else BESIDE_A_CUT:
+            if options_of(name).get("engine", "torch") in self.engines:
+                yield name, None
         if self.per_node < dp and dp % self.per_node == 0 and pp == 1:
             yield "fsdp", self.per_node  # hybrid: gathered inside of a node
 
