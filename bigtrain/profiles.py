@@ -85,6 +85,8 @@ class FakeRun:
     """The modules of which something else than all is kept, or may be."""
     batch_bytes: int
     widths: Mapping[str, float]
+    earlier: FakeRun | None = None
+    """The first step, where it was taken with two micro-batches of another size."""
 
     def piece(self, number: int) -> Timeline:
         """The first micro-batch, the next, or the step: 0, 1, 2."""
@@ -103,8 +105,19 @@ def run_on_fakes(
     plan: Plan,
     device: torch.device,
     watch: Watch | None = None,
+    before: MicroBatch | None = None,
 ) -> FakeRun:
-    """Run the plain loop on a fake twin of a model; see `make_profile` for the arguments.
+    """Run the plain loop on a fake twin of a model.
+
+    Args:
+        model: as all others but the last two: see `make_profile`.
+        micro_batch: one.
+        loss: as in the run.
+        make_optimizer: as in the run.
+        plan: as in the run.
+        device: whose kernels decide what is saved.
+        watch: what else is noted.
+        before: a micro-batch of another size, for the first step.
 
     Raises:
         Exception: of any kind that the model's own code raises where it sees no numbers.
@@ -119,12 +132,7 @@ def run_on_fakes(
             for name in low_precision_names(fake):
                 parameter = fake.get_parameter(name)
                 parameter.data = parameter.data.to(torch.bfloat16)
-        fake_batch = MicroBatch(
-            inputs=tree_map(lambda t: fake_tensor(t, device), micro_batch.inputs),
-            targets=tree_map(lambda t: fake_tensor(t, device), micro_batch.targets),
-            count=max(1, micro_batch.count),
-            rows=micro_batch.rows,
-        )
+        batches = [_faked(given, device) for given in (before or micro_batch, micro_batch)]
         choices = plan.choices(model)
         shape(fake, choices, plan.mover(device, fake=True))
         visits, followed = Visits(fake, tracker), Visits(fake, tracker, choices)
@@ -140,22 +148,35 @@ def run_on_fakes(
                 materialize=lambda _names: None,
             )
         )
-        marks: list[int] = []
+        marks: list[tuple[int, ...]] = []
         with watch(fake, tracker) if watch is not None else nullcontext():
-            for micro_batches in (1, 2):  # the optimizer makes its state in the first step
-                marks = [tracker.clock]
+            # The optimizer makes its state in the first step.
+            for batch, micro_batches in zip(batches, (1 if before is None else 2, 2), strict=True):
+                ticks = [tracker.clock]
                 for _ in range(micro_batches):
                     runner.begin_step()  # where gradients are released there is no second one
-                    runner.one(fake_batch, 1.0)
-                    marks.append(tracker.clock)
+                    runner.one(batch, 1.0)
+                    ticks.append(tracker.clock)
                 meter.phase("step")
                 runner.clip()
                 runner.apply_step()
-                marks.append(tracker.clock)
+                marks.append((*ticks, tracker.clock))
         timeline = tracker.timeline()
-        batch_bytes = bytes_of(tree_leaves((fake_batch.inputs, fake_batch.targets)))
-    noted = (tuple(marks), visits, followed, batch_bytes, widths)
-    return FakeRun(fake, runner.optimizer, choices, timeline, *noted)
+        sizes = [bytes_of(tree_leaves((batch.inputs, batch.targets))) for batch in batches]
+    given = (fake, runner.optimizer, choices, timeline)
+    noted = (visits, followed)
+    earlier = None
+    if before is not None:
+        earlier = FakeRun(*given, marks[0], *noted, sizes[0], widths)
+    return FakeRun(*given, marks[1], *noted, sizes[1], widths, earlier)
+
+
+def _faked(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
+    def fake(leaf: Any) -> Any:
+        return fake_tensor(leaf, device)
+
+    inputs, targets = tree_map(fake, (micro_batch.inputs, micro_batch.targets))
+    return MicroBatch(inputs, targets, max(1, micro_batch.count), micro_batch.rows)
 
 
 def _profile(

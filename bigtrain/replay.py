@@ -228,9 +228,9 @@ def _made_up(whole: Passes) -> Passes:
         stays = span.kind == "gradients" and span.death > whole.end
         if stays:
             birth = span.birth + again if span.birth >= boundary else span.birth
-            spans.append(replace(span, birth=birth, death=end + 1))
+            spans.append(span._replace(birth=birth, death=end + 1))
         elif span.death > boundary:
-            spans.append(replace(span, death=end))
+            spans.append(span._replace(death=end))
         else:
             spans.append(span)
     timeline = Timeline(tuple(spans), whole.timeline.phases)
@@ -243,20 +243,21 @@ def _cut(passes: Passes) -> _Recording:
     within, waiting = [], []
     gathered = 0
     for start, stop in pairwise(ticks):
-        within.append(
-            tuple(
-                replace(span, birth=max(span.birth, start), death=min(span.death, stop))
-                for span in passes.timeline.spans
-                if max(span.birth, start) < min(span.death, stop)
-            )
-        )
+        is_last = stop == ticks[-1]
+        alive: list[Span] = []
         sums = dict.fromkeys(KINDS, 0)
         for span in passes.timeline.spans:
-            beyond = span.death > stop
-            if stop == ticks[-1]:
-                beyond = span.death >= stop and span.kind == "gradients"
-            if span.birth < stop and beyond:
-                sums[span.kind] += span.nbytes
+            nbytes, kind, birth, death = span
+            if birth >= stop or death <= start:
+                continue
+            if birth >= start and death <= stop:
+                if birth < death:
+                    alive.append(span)
+            else:
+                alive.append(Span(nbytes, kind, max(birth, start), min(death, stop)))
+            if (death >= stop and kind == "gradients") if is_last else death > stop:
+                sums[kind] += nbytes
+        within.append(tuple(alive))
         kept = sums.pop("parameters")
         gathered = kept if start == ticks[0] else gathered
         waiting.append(tuple((kind, nbytes) for kind, nbytes in sums.items() if nbytes))
@@ -287,9 +288,6 @@ def _laid_out(
         if beside[-1]:
             spans.append(Span(beside[-1], "temporary", clock, end))
         moved = clock - start
-        spans += (
-            Span(s.nbytes, s.kind, s.birth + moved, s.death + moved)
-            for s in recording.actions[point]
-        )
+        spans += [Span(n, k, a + moved, z + moved) for n, k, a, z in recording.actions[point]]
         clock = end
     return Timeline(tuple(spans), tuple(phases) or ((0, "forward"),))

@@ -127,7 +127,7 @@ def _adding(piece: StagePiece, sizes: Sequence[int]) -> StagePiece:
             kept = [n for n, s in enumerate(spans) if (s.kind, s.nbytes) == ("gradients", size)]
             if kept:
                 span = spans[kept[0]]
-                spans[kept[0]] = replace(span, kind="temporary", death=span.birth + 1)
+                spans[kept[0]] = span._replace(kind="temporary", death=span.birth + 1)
         return replace(passes, timeline=replace(passes.timeline, spans=tuple(spans)))
 
     if not sizes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Kind = Literal["parameters", "gradients", "optimizer", "activations", "buffers", "temporary"]
 Phase = Literal["build", "forward", "backward", "step", "evaluate"]
@@ -53,9 +53,8 @@ class Peak:
         return self.breakdown.total
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One storage: alive at the clock ticks `birth <= t < death`."""
+class Span(NamedTuple):
+    """One storage: alive at the clock ticks `birth <= t < death`. Forecasts make millions."""
 
     nbytes: int
     kind: Kind
@@ -115,9 +114,9 @@ class Timeline:
 
     def _highest_tick(self) -> int:
         changes: dict[int, int] = {}
-        for span in self.spans:
-            changes[span.birth] = changes.get(span.birth, 0) + span.nbytes
-            changes[span.death] = changes.get(span.death, 0) - span.nbytes
+        for nbytes, _, birth, death in self.spans:
+            changes[birth] = changes.get(birth, 0) + nbytes
+            changes[death] = changes.get(death, 0) - nbytes
         highest, at, current = 0, self.phases[0][0], 0
         for tick in sorted(changes):
             current += changes[tick]
@@ -167,7 +166,7 @@ class Timeline:
 def scaled(timeline: Timeline, factor: float) -> Timeline:
     """The same with every storage smaller or larger; what is a single number stays so."""
     spans = (
-        replace(s, nbytes=round(s.nbytes * factor)) if s.nbytes > 8 else s for s in timeline.spans
+        s._replace(nbytes=round(s.nbytes * factor)) if s.nbytes > 8 else s for s in timeline.spans
     )
     return replace(timeline, spans=tuple(spans))
 

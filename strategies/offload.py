@@ -244,7 +244,7 @@ def _item(plan: Plan) -> int:
 
 def _chunked(step: Timeline, share: float, room: int) -> Timeline:
     """What a step needs beside the states where a share of them is updated at a time."""
-    spans = tuple(replace(span, nbytes=round(span.nbytes * share)) for span in step.spans)
+    spans = tuple(s._replace(nbytes=round(s.nbytes * share)) for s in step.spans)
     start = step.phases[0][0]
     end = max((span.death for span in spans), default=start + 1)
     return Timeline((*spans, Span(room, "temporary", start, end)), step.phases)

@@ -72,7 +72,7 @@ class Anatomy:
     ) -> None:
         self._model, self._example, self._loss = model, example, loss
         self._make_optimizer, self._device = make_optimizer, device
-        self._runs: dict[object, Dissected] = {}
+        self._runs: dict[object, tuple[Dissected, ...]] = {}
         self._bodies: dict[object, Body] = {}
         self._short: dict[bool, tuple[nn.Module, Mapping[str, str]]] = {}
         names = list(model.named_parameters(remove_duplicate=False))
@@ -97,8 +97,9 @@ class Anatomy:
         Raises:
             ConfigError: the model does not run without its numbers, or not with this choice.
         """
-        waiting = waiting and self._loss(True) != self._loss(False)
-        cut = cut and self._ties
+        # What is before and after the blocks is taken from the run in which they keep all.
+        waiting = waiting and choice == "keep" and self._loss(True) != self._loss(False)
+        cut = cut and choice == "keep" and self._ties
         kind = (plan.bf16_parameters, plan.moves_activations, choice, waiting, cut)
         if (kind, rows) not in self._bodies:
             given = {"waiting": waiting, "cut": cut}
@@ -108,20 +109,23 @@ class Anatomy:
     def _body(
         self, plan: Plan, kind: object, rows: int, choice: Choice, *, waiting: bool, cut: bool
     ) -> Body:
-        def run(size: int) -> Dissected:
-            if (kind, size) not in self._runs:
-                self._runs[kind, size] = self._run(plan, size, choice, waiting=waiting, cut=cut)
-            return self._runs[kind, size]
+        def run(sizes: tuple[int, ...]) -> tuple[Dissected, ...]:
+            if (kind, sizes) not in self._runs:
+                self._runs[kind, sizes] = self._run(plan, sizes, choice, waiting=waiting, cut=cut)
+            return self._runs[kind, sizes]
 
         if rows in self._sizes:
-            found = run(rows)
+            found = run(self._sizes)[self._sizes.index(rows)]
         else:
-            small, large = self._sizes
-            found = between(run(small), run(large), rows) or run(rows)
+            small, large = run(self._sizes)
+            found = between(small, large, rows) or run((rows,))[0]
         return Body(found, self._whole(found, cut=cut))
 
-    def _run(self, plan: Plan, rows: int, choice: Choice, *, waiting: bool, cut: bool) -> Dissected:
-        given = (resized(self._example, rows), self._loss(waiting), self._make_optimizer)
+    def _run(
+        self, plan: Plan, sizes: Sequence[int], choice: Choice, *, waiting: bool, cut: bool
+    ) -> tuple[Dissected, ...]:
+        batches = [resized(self._example, rows) for rows in sizes]
+        given = (batches, self._loss(waiting), self._make_optimizer)
         model, _ = self._shortened(cut=cut)
         is_whole = len(separate_blocks(model)) == len(self._named)
         try:
@@ -130,13 +134,13 @@ class Anatomy:
             if is_whole:
                 raise ConfigError(_untraceable(str(error), error.__cause__)) from error
         else:
-            if is_whole or any(section.name for section in found.sections):
+            if is_whole or any(section.name for section in found[0].sections):
                 return found
         # It does not take being shortened, or its blocks do not follow one another: from now on
         # it is run whole.
         whole = self._untied(cut=cut)
         self._short[cut] = whole, {name: name for name in self._named}
-        return self._run(plan, rows, choice, waiting=waiting, cut=cut)
+        return self._run(plan, sizes, choice, waiting=waiting, cut=cut)
 
     def _untied(self, *, cut: bool) -> nn.Module:
         if not cut:

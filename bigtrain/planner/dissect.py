@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -63,7 +63,8 @@ class Notes:
         """(clock, block, what)"""
         self.work: list[tuple[int, float, float, float, int]] = []
         """(clock, flops, flops in bf16, bytes, how often it is done) of each operation."""
-        self.incoming: dict[int, tuple[int, int]] = {}
+        self.incoming: list[tuple[int, int, tuple[int, int]]] = []
+        """(clock, block, bytes that it is called with, those that a gradient goes back to)"""
         self.used: dict[str, set[int]] = {}
         """When each tensor of the model was used in the first micro-batch of all."""
         self._owners: dict[int, str] = {}
@@ -91,7 +92,7 @@ class Notes:
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             sizes = [leaf.numel() * leaf.element_size() for leaf in given]
             wanted = [s for s, leaf in zip(sizes, given, strict=True) if leaf.requires_grad]
-            self.incoming[number] = sum(sizes), sum(wanted)
+            self.incoming.append((self.clock(), number, (sum(sizes), sum(wanted))))
             self._on_gradients(number, given, "backward ends")
 
         return hook
@@ -143,13 +144,24 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def dissect(
     model: nn.Module,
-    micro_batch: MicroBatch,
+    micro_batches: Sequence[MicroBatch],
     loss: Loss,
     make_optimizer: MakeOptimizer,
     plan: Plan,
     device: torch.device,
-) -> Dissected:
+) -> tuple[Dissected, ...]:
     """Run a model on fake tensors and take the run apart; see `profiles.make_profile`.
+
+    Args:
+        model: on the meta device.
+        micro_batches: one, or two of different sizes: both are taken in one run.
+        loss: as in the run.
+        make_optimizer: as in the run.
+        plan: as in the run.
+        device: whose kernels decide what is saved.
+
+    Returns:
+        One for each micro-batch.
 
     Raises:
         CannotRunError: the model's own code raises where it sees no numbers; the cause says what.
@@ -157,12 +169,20 @@ def dissect(
     """
     notes = Notes([name for name, _ in separate_blocks(model)])
     try:
-        run = run_on_fakes(model, micro_batch, loss, make_optimizer, plan, device, notes.watch)
+        *before, last = micro_batches
+        given = (last, loss, make_optimizer, plan, device, notes.watch)
+        run = run_on_fakes(model, *given, before[0] if before else None)
     except ConfigError:
         raise
     except Exception as error:  # user code of any kind runs here
         raise CannotRunError(reason_of(error)) from error
-    return _Apart(run, notes, plan).dissected(micro_batch.rows)
+    found = _Apart(run, notes, plan).dissected(last.rows)
+    if run.earlier is None:
+        return (found,)
+    small = _Apart(run.earlier, notes, plan).dissected(before[0].rows)
+    # In the first step the optimizer has made its state; the second is like all others.
+    profile = small.profile and replace(small.profile, step=found.step)
+    return replace(small, step=found.step, step_work=found.step_work, profile=profile), found
 
 
 @dataclass(frozen=True)
@@ -194,7 +214,7 @@ class _Apart:
             forward, backward = self._works(windows[1][place])
             incoming = (0, 0)
             if 0 < place < len(names) - 1:
-                incoming = self._notes.incoming[self._order[place - 1]]
+                incoming = self._incoming(self._order[place - 1])
             sections.append(
                 Section(name, (passes[0], passes[1]), forward, backward, tensors[place], *incoming)
             )
@@ -209,6 +229,11 @@ class _Apart:
             slots,
             None if self._order else profile_of(run, self._plan),
         )
+
+    def _incoming(self, number: int) -> tuple[int, int]:
+        start, stop = self._run.marks[:2]
+        seen = self._notes.incoming
+        return next(sizes for tick, n, sizes in seen if n == number and start <= tick <= stop)
 
     def _in_order(self) -> list[int]:
         """The blocks in the order of the pass; none where they do not follow one another."""

@@ -222,14 +222,12 @@ def placed(
     for one in passes:
         back -= one.backward
         ahead, behind = there, back - one.forward
-        for span in one.spans:
-            birth = span.birth + (ahead if span.birth <= one.forward else behind)
-            if span.death == FOREVER:
-                death = stop + 1
-            else:
-                death = span.death + (ahead if span.death <= one.forward + 1 else behind)
+        turned = one.forward + 1
+        for nbytes, kind, birth, death in one.spans:
+            birth += ahead if birth < turned else behind
+            death = stop + 1 if death == FOREVER else death + (ahead if death <= turned else behind)
             if death > birth:  # otherwise its window is empty
-                spans.append(Span(span.nbytes, span.kind, birth, death))
+                spans.append(Span(nbytes, kind, birth, death))
         for away in one.far:
             birth = away.birth + (ahead if away.birth <= one.forward else behind)
             begin, end = (last, turn) if away.forward else (first, stop)

@@ -14,7 +14,7 @@ from bigtrain.deepspeed_file import section
 from bigtrain.forecast import Forecast, Profile
 from bigtrain.strategies.zero.deepspeed_config import accumulates_in_fp32, precision_of
 from bigtrain.strategy import Plan
-from bigtrain.timeline import Kind, Span, Timeline
+from bigtrain.timeline import Kind, Span, Timeline, scaled
 
 
 def forecast_of(
@@ -181,11 +181,7 @@ def _optimizer_bytes(profile: Profile, plan: Plan, share: int) -> int:
 
 def _on_shard(step: Timeline, plan: Plan) -> Timeline:
     """The optimizer's own temporaries, on fp32 shards."""
-    factor = 4 / precision_of(plan) / plan.dp
-    spans = tuple(
-        replace(s, nbytes=round(s.nbytes * factor)) if s.nbytes > 8 else s for s in step.spans
-    )
-    return Timeline(spans, step.phases)
+    return scaled(step, 4 / precision_of(plan) / plan.dp)
 
 
 def _throughout(timeline: Timeline, kind: Kind, nbytes: int) -> Timeline:

@@ -30,10 +30,11 @@ from bigtrain.forecast import Forecast, Profile
 from bigtrain.pieces import Replicas
 from bigtrain.replicas import Sync, wrap
 from bigtrain.runner import LoopRunner
-from bigtrain.strategies.zero.fairscale_forecast import Deal, deals, in_flight, scaled
+from bigtrain.strategies.zero.fairscale_forecast import Deal, deals, in_flight
 from bigtrain.strategies.zero.fairscale_traffic import traffic_of
 from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
 from bigtrain.strategy import Assembly, Plan
+from bigtrain.timeline import scaled
 from bigtrain.traffic import Traffic
 from bigtrain.units import MIB, format_bytes
 from bigtrain.update import MakeOptimizer, counts_on_device, is_elementwise, tensors_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from bigtrain.forecast import Profile
 from bigtrain.strategies.zero.options import ZeroOptions
@@ -38,7 +38,7 @@ class Deal:
             while sum(s.nbytes for s in pending) > most:
                 ends[pending.popleft().birth] = at
         spans = tuple(
-            replace(s, kind="temporary", death=ends.get(s.birth, s.death))
+            s._replace(kind="temporary", death=ends.get(s.birth, s.death))
             if s.kind == "gradients" and s.birth not in self.mine
             else s
             for s in timeline.spans
@@ -68,15 +68,7 @@ def deals(profile: Profile, ranks: int, most: int = 8) -> list[Deal]:
 def reduced(timeline: Timeline, ranks: int, most: int) -> Timeline:
     """The first micro-batch where every gradient is reduced to a part of it on each rank."""
     kept = tuple(
-        replace(s, nbytes=s.nbytes // ranks) for s in timeline.spans if s.kind == "gradients"
+        s._replace(nbytes=s.nbytes // ranks) for s in timeline.spans if s.kind == "gradients"
     )
     sent = Deal(1 / ranks, frozenset()).passing(timeline, most)
     return Timeline(sent.spans + kept, timeline.phases)
-
-
-def scaled(timeline: Timeline, share: float) -> Timeline:
-    """The optimizer's step on a share of the parameters; single numbers stay as they are."""
-    spans = tuple(
-        replace(s, nbytes=round(s.nbytes * share)) if s.nbytes > 8 else s for s in timeline.spans
-    )
-    return Timeline(spans, timeline.phases)

@@ -33,9 +33,10 @@ from bigtrain.strategies.zero.fairscale_engine import (
     ShareUpdate,
     refuse_common,
 )
-from bigtrain.strategies.zero.fairscale_forecast import reduced, scaled
+from bigtrain.strategies.zero.fairscale_forecast import reduced
 from bigtrain.strategies.zero.options import ZeroOptions
 from bigtrain.strategy import Assembly, Plan
+from bigtrain.timeline import scaled
 from bigtrain.units import MIB
 from bigtrain.update import MakeOptimizer, counts_on_device, is_elementwise
 

@@ -174,13 +174,13 @@ class _Pass:
     def _plain(self, plain: Timeline, end: int) -> list[Span]:
         """All that one process has; gradients each until its unit's are in one buffer."""
         spans = []
-        for span in plain.spans:
-            death = span.death * _FINE
-            kind = span.kind
+        for nbytes, kind, birth, death in plain.spans:
             if kind == "gradients":
-                done = next((u.backward[1] for u in self.units if _within(span.birth, u)), end - 1)
-                kind, death = "temporary", max(span.birth, done) * _FINE + _COPIED
-            spans.append(Span(span.nbytes, kind, span.birth * _FINE, death))
+                done = next((u.backward[1] for u in self.units if _within(birth, u)), end - 1)
+                last = max(birth, done) * _FINE + _COPIED
+                spans.append(Span(nbytes, "temporary", birth * _FINE, last))
+            else:
+                spans.append(Span(nbytes, kind, birth * _FINE, death * _FINE))
         return spans
 
     def _gathered_forward(self, units: Sequence[Visit], begin: int, back: int) -> list[Span]:
