@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 
 import numpy as np
 
@@ -97,7 +98,13 @@ class Clock:
         return self._known[key][1]
 
     def step(
-        self, plan: Plan, paces: Sequence[Pace], profiles: Sequence[Profile], update: float
+        self,
+        plan: Plan,
+        paces: Sequence[Pace],
+        profiles: Sequence[Profile],
+        update: float,
+        *,
+        played: bool = True,
     ) -> StepSeconds:
         """One step.
 
@@ -106,9 +113,11 @@ class Clock:
             paces: of every stage; of the whole model where it is not cut.
             profiles: of the stages that tell what is sent, as many or fewer.
             update: seconds of the optimizer's step on all the trained numbers of one rank.
+            played: whether a short schedule is played through; otherwise, where it has no closed
+                form, ranks wait no less than this says.
         """
         micro_batches = plan.batch.accumulation_steps
-        compute, idle = self._computing(plan, paces, profiles)
+        compute, idle = self._computing(plan, paces, profiles, played=played)
         slowest = max(paces, key=lambda pace: pace.both)
         exchange = moving = 0.0
         for profile in profiles:
@@ -118,7 +127,7 @@ class Clock:
         return StepSeconds(compute, idle, exchange, moving, update / shards)
 
     def _computing(
-        self, plan: Plan, paces: Sequence[Pace], profiles: Sequence[Profile]
+        self, plan: Plan, paces: Sequence[Pace], profiles: Sequence[Profile], *, played: bool
     ) -> tuple[float, float]:
         """Seconds of the busiest rank, and those in which it waits."""
         micro_batches = plan.batch.accumulation_steps
@@ -133,21 +142,19 @@ class Clock:
         for rank, pace in zip(ranks, paces, strict=True):
             busy[rank] += micro_batches * pace.both
         per_rank = len(paces) // plan.pp
-        if 2 * len(paces) * micro_batches <= PLAYED:
-            total = bubble(order(schedule, plan.pp, per_rank, micro_batches), stages).seconds
-        elif schedule == "naive":
-            total = micro_batches * sum(sum(one) for one in stages)
-        else:
+        is_short = 2 * len(paces) * micro_batches <= PLAYED
+        share = None
+        if not (played and is_short):
+            share = closed_bubble(schedule, plan.pp, micro_batches, per_rank)
+        if share is not None:
             full = [0.0] * plan.pp
             for rank, one in zip(ranks, stages, strict=True):
                 full[rank] += micro_batches * sum(one)
-            given = (schedule, plan.pp, micro_batches, per_rank)
-            shares = (1.0, 1.0, 1.0) if schedule in SPLIT else (1.0, 2.0, 0.0)
-            try:
-                total = max(full) / (1.0 - bubble_share(*given, *shares))
-            except ValueError:  # no closed form for so few micro-batches
-                orders = order(schedule, plan.pp, per_rank, micro_batches)
-                total = bubble(orders, stages).seconds
+            total = max(full) / (1.0 - share)
+        elif played:
+            total = bubble(order(schedule, plan.pp, per_rank, micro_batches), stages).seconds
+        else:  # one micro-batch goes there and back through all stages
+            total = sum(one.forward + one.inputs for one in stages)
         return max(busy), max(0.0, total - max(busy))
 
     def _sending(self, plan: Plan, profiles: Sequence[Profile]) -> float:
@@ -189,6 +196,16 @@ class Clock:
             return one.nbytes * node.devices / rate if rate else 0.0
         given = (one.nbytes, one.ranks, one.stride, self.cluster, one.calls)
         return exchange_seconds(one.kind, *given)
+
+
+@cache
+def closed_bubble(schedule: str, pp: int, micro_batches: int, stages_per_rank: int) -> float | None:
+    """The share of a step in which ranks with equal stages wait; None without a closed form."""
+    shares = (1.0, 1.0, 1.0) if schedule in SPLIT else (1.0, 2.0, 0.0)
+    try:
+        return bubble_share(schedule, pp, micro_batches, stages_per_rank, *shares)
+    except ValueError:  # too few micro-batches
+        return None
 
 
 def _parts(pace: Pace, sending: float) -> tuple[float, float]:

@@ -61,18 +61,24 @@ class Ladder:
         return self._found[choice]
 
     @cached_property
+    def least(self) -> Choice:
+        """The last of those that work with this model, too."""
+        return next(choice for choice in reversed(self._usual) if self._works(choice))
+
+    @cached_property
     def choices(self) -> list[Choice]:
-        """Those that work with this model, too."""
-        found = []
-        for choice in self._usual:
-            try:
-                self[choice]
-            except ConfigError:
-                if choice == "keep":
-                    raise
-                continue  # not every choice works with every model
-            found.append(choice)
-        return found
+        """All of those."""
+        return [choice for choice in self._usual if self._works(choice)]
+
+    def _works(self, choice: Choice) -> bool:
+        """Not every choice works with every model."""
+        try:
+            self[choice]
+        except ConfigError:
+            if choice == "keep":
+                raise
+            return False
+        return True
 
 
 class Fit:
@@ -94,8 +100,10 @@ class Fit:
         clock: Clock,
         composed: dict[object, Profile],
     ) -> None:
-        self._plan, self._candidate, self._ladder = plan, candidate, ladder
+        self.ladder = ladder
+        self._plan, self._candidate = plan, candidate
         self._clock, self._composed = clock, composed
+        self._edges: dict[int | None, list[int]] = {}
         self._all = ladder["keep"].sections
         given = (str(candidate.schedule), candidate.pp, candidate.stages_per_rank)
         self._ranks = stage_ranks(*given)
@@ -112,7 +120,9 @@ class Fit:
         """
         if self._candidate.stages == 1:
             return [0, len(self._all)]
-        least = self._ladder["keep" if limit is None else self._ladder.choices[-1]]
+        if limit in self._edges:
+            return self._edges[limit]
+        least = self.ladder["keep" if limit is None else self.ladder.least]
         found = partition(
             self._pieces(least.sections),
             self._candidate.stages,
@@ -122,7 +132,31 @@ class Fit:
             memory=None if limit is None else [limit] * self._candidate.stages,
             devices=self._ranks,
         )
-        return [0, *found.cuts, len(self._all)]
+        self._edges[limit] = [0, *found.cuts, len(self._all)]
+        return self._edges[limit]
+
+    def keeping(self, edges: Sequence[int]) -> list[Stage]:
+        """The stages between edges, all of whose blocks keep everything."""
+        return [Stage(a, b, _keeping(b - a)) for a, b in pairwise(edges)]
+
+    def even(self) -> Profile:
+        """The profile of a stage with its even share of the blocks, or of the whole model."""
+        count = len(self._all)
+        if self._candidate.stages == 1:
+            return self.profile(Stage(0, count, _keeping(count)))
+        share = max(1, (count - 2) // self._candidate.stages)
+        first = max(1, (count - share) // 2)
+        return self.profile(Stage(first, first + share, _keeping(share)))
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that the stages lie on."""
+        return self._candidate.pp
+
+    @cached_property
+    def trained(self) -> int:
+        """Numbers of the model that are trained."""
+        return sum(t.numbers for section in self._all for t in section.tensors if t.trained)
 
     def _pieces(self, kept: Sequence[Section]) -> Pieces:
         """A piece for what is before the blocks, one for each block, the last with what follows."""
@@ -160,7 +194,7 @@ class Fit:
             The lowest peak of the first rank that does not fit; with a limit of 0, where none
             does, the highest of all ranks' lowest.
         """
-        stages = [Stage(a, b, _keeping(b - a)) for a, b in pairwise(edges)]
+        stages = self.keeping(edges)
         peaks: dict[int, Peak] = {}
         alike: dict[object, int] = {}
         least: list[Peak] = []
@@ -202,9 +236,11 @@ class Fit:
         lowest = tried("keep", "keep", 0)
         if lowest.bytes <= limit:
             return lowest
-        for more, less in pairwise(self._ladder.choices):
-            found = tried(less, more, blocks)
-            lowest = min(lowest, found, key=lambda peak: peak.bytes)
+        smallest = tried(self.ladder.least, self.ladder.least, blocks)
+        if smallest.bytes > limit:
+            return min(lowest, smallest, key=lambda peak: peak.bytes)
+        for more, less in pairwise(self.ladder.choices):
+            found = smallest if less == self.ladder.least else tried(less, more, blocks)
             if found.bytes > limit:
                 continue
             low, high, best = 0, blocks, found
@@ -230,7 +266,7 @@ class Fit:
         """The sections of a stage, each with what it keeps."""
         places = range(stage.first, stage.stop)
         picks = zip(places, stage.choices, strict=True)
-        return [self._ladder[choice].sections[place] for place, choice in picks]
+        return [self.ladder[choice].sections[place] for place, choice in picks]
 
     def _kind(self, stage: Stage) -> object:
         """What stages that are alike have in common."""
@@ -239,8 +275,8 @@ class Fit:
 
     def profile(self, stage: Stage) -> Profile:
         """The profile of a stage, or of a whole model."""
-        base = self._ladder["keep"].base
-        key = (self._kind(stage), id(base))
+        base = self.ladder["keep"].base
+        key = (self._kind(stage), id(base), self._plan.release_gradients)
         if key not in self._composed:
             sections = self.sections(stage)
             picks = zip(sections, stage.choices, strict=True)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from bigtrain.build import make_plan
 from bigtrain.config import Job
 from bigtrain.errors import ConfigError
-from bigtrain.floors import Widths, bounding_stage, bubble_share, states_floor
+from bigtrain.floors import Widths, bounding_stage, states_floor
 from bigtrain.forecast import Profile
 from bigtrain.keeping import Choice
 from bigtrain.planner.anatomy import Anatomy, Body
-from bigtrain.planner.clock import Clock, Pace, StepSeconds
+from bigtrain.planner.clock import Clock, Pace, StepSeconds, closed_bubble
 from bigtrain.planner.compose import states
 from bigtrain.planner.fit import LADDER, Fit, Ladder, Stage, shorter
 from bigtrain.planner.space import Candidate
-from bigtrain.schedules import SPLIT
 from bigtrain.strategy import CutStrategy, Plan
 from bigtrain.timeline import Peak
 from bigtrain.units import format_bytes
@@ -81,6 +79,7 @@ class Judge:
         self._device_type, self._margins = clock.cluster.device.kind, margins
         self._composed: dict[object, Profile] = {}
         self._paces: dict[int, Pace] = {}
+        self._fits: dict[Candidate, Fit] = {}
 
     def plan_of(self, candidate: Candidate) -> Plan:
         """The plan of a candidate, as a run of it would make it.
@@ -102,12 +101,37 @@ class Judge:
         The bit is for stages that are not alike, which wait less than equal ones, and for engines
         that convert fewer parameters than the one process that the work is counted in.
         """
-        whole = self._whole(candidate.rows).both * (1 - UNLIKE)
-        seconds = candidate.micro_batches * whole / candidate.pp
-        if candidate.schedule is None:
-            return seconds
-        given = (candidate.schedule, candidate.pp, candidate.micro_batches)
-        return seconds / (1.0 - _least_bubble(*given, candidate.stages_per_rank))
+        whole = self._whole(candidate.rows)
+        seconds = candidate.micro_batches * whole.both / candidate.pp
+        if candidate.schedule is not None:
+            given = (candidate.schedule, candidate.pp, candidate.micro_batches)
+            share = closed_bubble(*given, candidate.stages_per_rank)
+            through = whole.forward + whole.backward / 2  # to the inputs: all stages in a row
+            seconds = max(seconds, through) if share is None else seconds / (1.0 - share)
+        return seconds * (1 - UNLIKE)
+
+    def even_seconds(self, candidate: Candidate, plan: Plan) -> float:
+        """The same with what is exchanged and updated: all stages have as many blocks.
+
+        Raises:
+            ConfigError: the model cannot be run so.
+        """
+        fit = self._fit(candidate, plan)
+        pace = self._whole(candidate.rows)
+        share = Pace(pace.forward / candidate.stages, pace.backward / candidate.stages)
+        paces = [share] * candidate.stages
+        found = self._clock.step(plan, paces, [fit.even()], self._update(fit, None), played=False)
+        return found.total * (1 - UNLIKE)
+
+    def kept_seconds(self, candidate: Candidate, plan: Plan) -> float:
+        """No plan of this candidate is faster: it is cut for speed, and blocks keep everything.
+
+        Raises:
+            ConfigError: it cannot be cut so.
+        """
+        fit = self._fit(candidate, plan)
+        edges = fit.edges(self._factor(candidate, plan), None)
+        return self._seconds(plan, fit, fit.keeping(edges)).total
 
     def _whole(self, rows: int) -> Pace:
         """A micro-batch through the whole model, everything kept, in one process."""
@@ -142,10 +166,7 @@ class Judge:
         """
         limit = int(limit / (1 + self._margins.get(candidate.engine, 0.0)))
         try:
-            ladder = self._ladder(plan, candidate)
-            fit = Fit(plan, candidate, ladder, self._clock, self._composed)
-            weight = max(1, states(ladder["keep"].sections).parameters)
-            factor = self.least_bytes(candidate, plan) * candidate.pp / weight
+            fit, factor = self._fit(candidate, plan), self._factor(candidate, plan)
             found = fit.fitted(fit.edges(factor, None), limit)
             if isinstance(found, Peak) and candidate.stages > 1 and limit > 0:
                 found = fit.fitted(fit.edges(factor, limit), limit)
@@ -153,7 +174,18 @@ class Judge:
             return Refused(candidate, str(error))
         if isinstance(found, Peak):
             return Refused(candidate, _too_much(found, limit), found)
-        return self._judged(candidate, plan, ladder, fit, *found)
+        return self._judged(candidate, plan, fit, *found)
+
+    def _factor(self, candidate: Candidate, plan: Plan) -> float:
+        """Bytes of states on a rank for each byte of a parameter."""
+        weight = max(1, states(self._fit(candidate, plan).ladder["keep"].sections).parameters)
+        return self.least_bytes(candidate, plan) * candidate.pp / weight
+
+    def _fit(self, candidate: Candidate, plan: Plan) -> Fit:
+        if candidate not in self._fits:
+            ladder = self._ladder(plan, candidate)
+            self._fits[candidate] = Fit(plan, candidate, ladder, self._clock, self._composed)
+        return self._fits[candidate]
 
     def _ladder(self, plan: Plan, candidate: Candidate) -> Ladder:
         """The model's sections for each choice that this plan can run."""
@@ -171,19 +203,11 @@ class Judge:
         self,
         candidate: Candidate,
         plan: Plan,
-        ladder: Ladder,
         fit: Fit,
         stages: tuple[Stage, ...],
         peaks: Mapping[int, Peak],
     ) -> Judged:
         chosen = [fit.sections(stage) for stage in stages]
-        paces = [self._clock.pace(sections) for sections in chosen]
-        telling = sorted({0, len(stages) // 2, len(stages) - 1})
-        profiles = [fit.profile(stages[place]) for place in telling]
-        base = ladder["keep"].base
-        numbers = sum(t.numbers for s in base.sections for t in s.tensors if t.trained)
-        most = max(p.trained_elements for p in profiles) / max(1, numbers)
-        update = self._clock.work(base.step_work.scaled(most))
         recomputed = {
             section.name: choice
             for stage, sections in zip(stages, chosen, strict=True)
@@ -191,20 +215,25 @@ class Judge:
             if choice != "keep"
         }
         cuts = tuple(sections[0].name for sections in chosen[1:])
-        blocks = sum(bool(section.name) for section in ladder["keep"].sections)
+        blocks = sum(bool(section.name) for section in fit.ladder["keep"].sections)
         job = candidate.job(self._job, **_written(cuts, recomputed, blocks))
-        seconds = self._clock.step(plan, paces, profiles, update)
+        seconds = self._seconds(plan, fit, stages)
         return Judged(candidate, plan, job, peaks, seconds, recomputed, cuts)
 
+    def _seconds(self, plan: Plan, fit: Fit, stages: Sequence[Stage]) -> StepSeconds:
+        paces = [self._clock.pace(fit.sections(stage)) for stage in stages]
+        telling = sorted({0, len(stages) // 2, len(stages) - 1})
+        profiles = [fit.profile(stages[place]) for place in telling]
+        update = self._update(fit, max(profile.trained_elements for profile in profiles))
+        return self._clock.step(plan, paces, profiles, update)
 
-@cache
-def _least_bubble(schedule: str, pp: int, micro_batches: int, per_rank: int) -> float:
-    """The share of a step in which ranks with equal stages stand idle; 0 where nobody knows."""
-    shares = (1.0, 1.0, 1.0) if schedule in SPLIT else (1.0, 2.0, 0.0)
-    try:
-        return bubble_share(schedule, pp, micro_batches, per_rank, *shares)
-    except ValueError:
-        return 0.0
+    def _update(self, fit: Fit, most: int | None) -> float:
+        """Seconds of the optimizer's step on so many numbers; None for a rank's even share."""
+        base = fit.ladder["keep"].base
+        run_on = sum(t.numbers for s in base.sections for t in s.tensors if t.trained)
+        if most is None:
+            most = fit.trained // fit.ranks
+        return self._clock.work(base.step_work.scaled(most / max(1, run_on)))
 
 
 def _own_copies(candidate: Candidate) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from dataclasses import dataclass, field
 
@@ -12,6 +13,8 @@ from bigtrain.strategy import Plan
 
 BEST = 10
 """Plans that are told of."""
+LOOKS = 2
+"""At a candidate, before its memory is forecast; see `_Open.looks`."""
 LEVELS = (0.6, 0.35, 0.2)
 """Shares of the limit at which the fastest plan is looked for, too, for the front."""
 
@@ -26,7 +29,7 @@ class Answer:
     front: list[Judged] = field(default_factory=list)
     """Plans than which no other is both smaller and faster, the fastest first."""
     candidates: int = 0
-    """In the space, those that a technique refuses left out."""
+    """In the space."""
     judged: int = 0
     """Of which the memory was forecast; others are slower than the best, or hold too much."""
     floored: int = 0
@@ -34,12 +37,18 @@ class Answer:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Open:
+    """A candidate, and how fast it can be at best: looked at the closer the longer it leads."""
+
     candidate: Candidate
-    plan: Plan
-    least_seconds: float
-    least_bytes: int
+    seconds: float
+    looks: int = 0
+    """0: its work. 1: and what it exchanges, evenly cut. 2: cut as it would be."""
+    plan: Plan | None = None
+    least_bytes: int = 0
+    """Known from the first look on."""
+    refused: bool = False
 
 
 class Search:
@@ -54,54 +63,55 @@ class Search:
         self.judge, self.space = judge, space
         self._known: dict[tuple[Candidate, int], Judged | Refused] = {}
         self._refused: list[Refused] = []
+        self._open = [_Open(one, judge.least_seconds(one)) for one in space.candidates()]
 
     def run(self, limit: int) -> Answer:
         """Find the fastest plans that fit.
 
         Args:
             limit: bytes that a rank may hold.
+
+        Raises:
+            ConfigError: techniques refuse all that there is.
         """
         began = time.perf_counter()
-        open_ = self._open()
-        answer = Answer(candidates=len(open_), refused=list(self._refused))
-        answer.best = self._fastest(open_, limit, BEST, answer)
+        answer = Answer(candidates=len(self._open))
+        answer.best = self._fastest(limit, BEST, answer)
+        if all(one.refused for one in self._open) and self._refused:
+            raise ConfigError(self._refused[0].reason)
         found = list(answer.best)
         for level in LEVELS if found else ():
-            found += self._fastest(open_, int(limit * level), 1, answer, quiet=True)
+            found += self._fastest(int(limit * level), 1)
         answer.front = _front(found)
+        answer.refused += self._refused
         answer.judged = len({candidate for candidate, _ in self._known})
         answer.seconds = time.perf_counter() - began
         return answer
 
-    def _open(self) -> list[_Open]:
-        found = []
-        self._refused = []
-        for candidate in self.space.candidates():
-            try:
-                plan = self.judge.plan_of(candidate)
-                least = self.judge.least_seconds(candidate)
-                held = self.judge.least_bytes(candidate, plan)
-            except ConfigError as error:
-                self._refused.append(Refused(candidate, str(error)))
-                continue
-            found.append(_Open(candidate, plan, least, held))
-        if not found and self._refused:
-            raise ConfigError(self._refused[0].reason)
-        return sorted(found, key=lambda one: one.least_seconds)
-
-    def _fastest(
-        self, open_: list[_Open], limit: int, count: int, answer: Answer, *, quiet: bool = False
-    ) -> list[Judged]:
+    def _fastest(self, limit: int, count: int, answer: Answer | None = None) -> list[Judged]:
         best: list[Judged] = []
-        for one in open_:
-            if len(best) >= count and one.least_seconds >= best[count - 1].seconds.total:
+        queue = [(one.seconds, number) for number, one in enumerate(self._open)]
+        heapq.heapify(queue)
+        while queue:
+            seconds, number = heapq.heappop(queue)
+            one = self._open[number]
+            if len(best) >= count and seconds >= best[count - 1].seconds.total:
                 break
-            if one.least_bytes > limit:
-                answer.floored += not quiet
+            if one.looks == 0:
+                self._look(one)
+            if one.refused:
+                continue
+            if one.plan is None or one.least_bytes > limit:
+                if answer is not None:
+                    answer.floored += 1
+                continue
+            if one.looks < LOOKS:
+                self._look(one)
+                heapq.heappush(queue, (one.seconds, number))
                 continue
             found = self._judged(one, limit)
             if isinstance(found, Refused):
-                if not quiet:
+                if answer is not None:
                     answer.refused.append(found)
                 continue
             best.append(found)
@@ -109,17 +119,35 @@ class Search:
             del best[count:]
         return best
 
+    def _look(self, one: _Open) -> None:
+        """Look at a candidate more closely."""
+        try:
+            if one.plan is None:
+                one.plan = self.judge.plan_of(one.candidate)
+                one.least_bytes = self.judge.least_bytes(one.candidate, one.plan)
+                return
+            look = (self.judge.even_seconds, self.judge.kept_seconds)[one.looks]
+            one.seconds = max(one.seconds, look(one.candidate, one.plan))
+            one.looks += 1
+        except ConfigError as error:
+            one.refused = True
+            self._refused.append(Refused(one.candidate, str(error)))
+
     def _judged(self, one: _Open, limit: int) -> Judged | Refused:
         key = (one.candidate, limit)
         if key not in self._known:
-            self._known[key] = self.judge.judge(one.candidate, one.plan, limit)
+            plan = one.plan or self.judge.plan_of(one.candidate)
+            self._known[key] = self.judge.judge(one.candidate, plan, limit)
         return self._known[key]
 
     def smallest(self) -> Judged | Refused | None:
         """The candidate that holds least, whatever it takes; for where nothing fits."""
-        open_ = sorted(self._open(), key=lambda one: one.least_bytes)
+        for one in self._open:
+            if one.plan is None and not one.refused:
+                self._look(one)
         best: Judged | Refused | None = None
-        for one in open_:
+        allowed = [one for one in self._open if not one.refused]
+        for one in sorted(allowed, key=lambda one: one.least_bytes):
             if best is not None and one.least_bytes >= _bytes(best):
                 break
             found = self._judged(one, 0)
