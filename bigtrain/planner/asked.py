@@ -96,7 +96,8 @@ def ask(question: Question) -> Planned:
     anatomy = Anatomy(
         parts.model.model, example, _losses(parts, example), parts.optimizer, torch.device("cpu")
     )
-    judge = Judge(question.job, anatomy, Clock(question.cluster), question.margins)
+    clock, cut = Clock(question.cluster), question.devices > 1
+    judge = Judge(question.job, anatomy, clock, question.margins, cut=cut)
     first = judge.whole(2)
     space = Space(
         devices=question.devices,

@@ -136,7 +136,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         if func is torch.ops.prim.device.default:
-            return func(*args)
+            return args[0].fake_device
         result = func(*args, **(kwargs or {}))
         self._notes.operation(func, args, kwargs or {}, result)
         return result

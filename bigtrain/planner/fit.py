@@ -7,6 +7,7 @@ those the first has most in flight.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +15,7 @@ from itertools import pairwise
 
 from bigtrain.cutting.balance import Pieces, partition
 from bigtrain.errors import ConfigError
-from bigtrain.forecast import Profile
+from bigtrain.forecast import Forecast, Profile
 from bigtrain.keeping import Choice
 from bigtrain.planner.anatomy import Body
 from bigtrain.planner.clock import Clock
@@ -123,14 +124,15 @@ class Fit:
         if limit in self._edges:
             return self._edges[limit]
         least = self.ladder["keep" if limit is None else self.ladder.least]
+        # A rank's stages have as much each: dealing its memory out to them would take seconds.
+        each = None if limit is None else limit // self._candidate.stages_per_rank
         found = partition(
             self._pieces(least.sections),
             self._candidate.stages,
             bandwidth=self._clock.cluster.inside.rate,
             state_factor=state_factor,
             in_flight=self._held(),
-            memory=None if limit is None else [limit] * self._candidate.stages,
-            devices=self._ranks,
+            memory=None if each is None else [each] * self._candidate.stages,
         )
         self._edges[limit] = [0, *found.cuts, len(self._all)]
         return self._edges[limit]
@@ -222,7 +224,7 @@ class Fit:
         spans = [self._all[stages[place].first : stages[place].stop] for place in own]
         blocks = sum(bool(section.name) for sections in spans for section in sections)
 
-        def tried(less: Choice, more: Choice, count: int) -> Peak:
+        def let(less: Choice, more: Choice, count: int) -> None:
             """The first blocks, as many as are counted, keep less and the others more."""
             left = count
             for place, sections in zip(own, spans, strict=True):
@@ -231,9 +233,12 @@ class Fit:
                     picks.append("keep" if not section.name else more if left <= 0 else less)
                     left -= bool(section.name)
                 stages[place] = replace(stages[place], choices=tuple(picks))
+
+        def tried(less: Choice, more: Choice, count: int) -> Peak:
+            let(less, more, count)
             return self._peak(stages, own, rank)
 
-        lowest = tried("keep", "keep", 0)
+        over = lowest = tried("keep", "keep", 0)
         if lowest.bytes <= limit:
             return lowest
         smallest = tried(self.ladder.least, self.ladder.least, blocks)
@@ -242,16 +247,19 @@ class Fit:
         for more, less in pairwise(self.ladder.choices):
             found = smallest if less == self.ladder.least else tried(less, more, blocks)
             if found.bytes > limit:
+                over = found
                 continue
             low, high, best = 0, blocks, found
             while high - low > 1:  # so few of the first blocks as are enough
-                middle = (low + high) // 2
+                # Each block takes about as much off as another: guess, and guess again.
+                share = (over.bytes - limit) / max(1, over.bytes - best.bytes)
+                middle = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
                 found = tried(less, more, middle)
                 if found.bytes <= limit:
                     high, best = middle, found
                 else:
-                    low = middle
-            tried(less, more, high)
+                    low, over = middle, found
+            let(less, more, high)
             return best
         return lowest
 
@@ -260,6 +268,8 @@ class Fit:
         parts = {place: forecast(self.profile(stages[place]), self._plan) for place in own}
         if not isinstance(cut, CutStrategy):
             return parts[own[0]].peak()
+        if len(own) > 1:  # stages that are alike have one profile, and tensors of their own
+            parts = {place: _own_names(found, place) for place, found in parts.items()}
         return cut.replayed(parts, shorter(self._plan), rank, {}).peak()
 
     def sections(self, stage: Stage) -> list[Section]:
@@ -304,6 +314,15 @@ def shorter(plan: Plan) -> Plan:
 def _keeping(count: int) -> tuple[Choice, ...]:
     keeping: list[Choice] = ["keep"] * count
     return tuple(keeping)
+
+
+def _own_names(found: Forecast, stage: int) -> Forecast:
+    """With the stage in the names of what is in blocks; others may be tied to another stage's."""
+    named = tuple(
+        (f"{stage} {name}" if " " in name else name, nbytes, kind)
+        for name, nbytes, kind in found.tensors
+    )
+    return replace(found, tensors=named)
 
 
 def _saved(section: Section) -> int:

@@ -23,6 +23,9 @@ from bigtrain.units import format_bytes
 
 UNLIKE = 0.1
 """The share of a step that may be saved by what the bound on its time does not see."""
+HOPELESS = 2
+"""Times the limit, from which on cutting a model elsewhere is not tried: a rank's lowest peak is
+far more than moving blocks to others takes off."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +73,21 @@ class Judge:
         anatomy: of its model.
         clock: of the cluster.
         margins: by engine, the share by which forecasts are enlarged before they are compared.
+        cut: whether some candidates are cut into stages.
     """
 
     def __init__(
-        self, job: Job, anatomy: Anatomy, clock: Clock, margins: Mapping[str, float]
+        self,
+        job: Job,
+        anatomy: Anatomy,
+        clock: Clock,
+        margins: Mapping[str, float],
+        *,
+        cut: bool = False,
     ) -> None:
         self._job, self._anatomy, self._clock = job, anatomy, clock
         self._device_type, self._margins = clock.cluster.device.kind, margins
+        self._cut = cut
         self._composed: dict[object, Profile] = {}
         self._paces: dict[int, Pace] = {}
         self._fits: dict[Candidate, Fit] = {}
@@ -93,7 +104,7 @@ class Judge:
     def whole(self, rows: int) -> Body:
         """The model's sections in one process, everything kept."""
         alone = Candidate(1, 1, "single", rows, 1)
-        return self._anatomy.body(self.plan_of(alone), rows, "keep")
+        return self._anatomy.body(self.plan_of(alone), rows, "keep", cut=self._cut)
 
     def least_seconds(self, candidate: Candidate) -> float:
         """No plan of this candidate is faster: its work, evenly dealt, and the bubble, less a bit.
@@ -168,7 +179,8 @@ class Judge:
         try:
             fit, factor = self._fit(candidate, plan), self._factor(candidate, plan)
             found = fit.fitted(fit.edges(factor, None), limit)
-            if isinstance(found, Peak) and candidate.stages > 1 and limit > 0:
+            is_near = isinstance(found, Peak) and found.bytes < HOPELESS * limit
+            if is_near and candidate.stages > 1:
                 found = fit.fitted(fit.edges(factor, limit), limit)
         except ConfigError as error:
             return Refused(candidate, str(error))

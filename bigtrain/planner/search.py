@@ -17,6 +17,8 @@ LOOKS = 2
 """At a candidate, before its memory is forecast; see `_Open.looks`."""
 LEVELS = (0.6, 0.35, 0.2)
 """Shares of the limit at which the fastest plan is looked for, too, for the front."""
+PATIENCE = 16
+"""Plans that do not fit such a share, after which it is given up: the front may end early."""
 
 
 @dataclass
@@ -90,6 +92,7 @@ class Search:
 
     def _fastest(self, limit: int, count: int, answer: Answer | None = None) -> list[Judged]:
         best: list[Judged] = []
+        refusals = 0
         queue = [(one.seconds, number) for number, one in enumerate(self._open)]
         heapq.heapify(queue)
         while queue:
@@ -111,8 +114,11 @@ class Search:
                 continue
             found = self._judged(one, limit)
             if isinstance(found, Refused):
+                refusals += 1
                 if answer is not None:
                     answer.refused.append(found)
+                elif refusals >= PATIENCE:
+                    break
                 continue
             best.append(found)
             best.sort(key=_rank)

@@ -11,8 +11,10 @@ in the backward pass.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,7 +65,7 @@ class Tensor:
     @property
     def numbers(self) -> int:
         """Elements."""
-        return int(np.prod(self.shape)) if self.shape else 1
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,19 @@ class Pass:
     visit: Visit | None
     """Of the block, in the section's own ticks; None of what is in no block."""
     far: tuple[Far, ...] = ()
+
+    @cached_property
+    def flat(self) -> tuple[Span, ...]:
+        """What others see of it: what waits between its passes, and its gradients."""
+        sums: dict[Kind, int] = {}
+        kept = []
+        for span in self.spans:
+            if span.kind == "gradients":
+                kept.append(span)
+            elif span.birth <= self.forward and span.death > self.forward + 1:
+                sums[span.kind] = sums.get(span.kind, 0) + span.nbytes
+        begin, end = self.forward, self.forward + 2
+        return (*(Span(n, kind, begin, end) for kind, n in sums.items()), *kept)
 
 
 @dataclass(frozen=True)
@@ -199,10 +214,18 @@ def _is_far_behind(death: int, windows: Sequence[Window], place: int, stop: int)
     return place > 1 and first.c + 1 < death <= min(first.d + 1, stop)
 
 
+DETAILED = 2
+"""Sections at either end of a row of equal ones that are laid out tick by tick."""
+
+
 def placed(
     sections: Sequence[Section], number: int
 ) -> tuple[tuple[Span, ...], list[Visit | None], int, int]:
     """Sections one after another, there and back.
+
+    In a row of equal sections each has a little more or less waiting beside it than the one before,
+    always the same: the highest moment is in one near the ends. The others are there as those see
+    them, which is much quicker.
 
     Args:
         sections: in the order of the forward pass.
@@ -219,11 +242,13 @@ def placed(
     visits: list[Visit | None] = []
     there, back = 0, stop
     last, first = turn - passes[-1].forward, stop - passes[0].backward
-    for one in passes:
+    for place, one in enumerate(passes):
         back -= one.backward
         ahead, behind = there, back - one.forward
         turned = one.forward + 1
-        for nbytes, kind, birth, death in one.spans:
+        around = passes[max(0, place - DETAILED) : place + DETAILED + 1]
+        is_inside = len(around) > 2 * DETAILED and all(other is one for other in around)
+        for nbytes, kind, birth, death in one.flat if is_inside else one.spans:
             birth += ahead if birth < turned else behind
             death = stop + 1 if death == FOREVER else death + (ahead if death <= turned else behind)
             if death > birth:  # otherwise its window is empty

@@ -11,8 +11,9 @@ then comes its own; the next unit's parameters come when all that is done.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from bigtrain.forecast import Forecast, Profile
 from bigtrain.strategy import Plan
@@ -89,6 +90,7 @@ class _Sizes:
     """Bytes of a number in a shard: of parameters and gradients alike."""
     plan: Plan
     ranks: int
+    _known: dict[tuple[int, bool], tuple[Visit, int]] = field(default_factory=dict)
 
     @property
     def used(self) -> int:
@@ -97,11 +99,15 @@ class _Sizes:
 
     def shard(self, unit: Visit, *, trained: bool = False) -> int:
         """Rows are dealt out evenly, and the last ranks' are padded to the same number."""
-        return self.kept * sum(
-            math.ceil(shape[0] / self.ranks) * math.prod(shape[1:]) if shape else 1
-            for shape, wanted in zip(unit.shapes, unit.trained, strict=True)
-            if wanted or not trained
-        )
+        key = (id(unit), trained)
+        if key not in self._known:  # the unit is kept, so that its id stays its own
+            numbers = sum(
+                math.ceil(shape[0] / self.ranks) * math.prod(shape[1:]) if shape else 1
+                for shape, wanted in zip(unit.shapes, unit.trained, strict=True)
+                if wanted or not trained
+            )
+            self._known[key] = unit, self.kept * numbers
+        return self._known[key][1]
 
     def padded(self, unit: Visit) -> int:
         """Bytes of a gathered unit, padding included."""
@@ -174,9 +180,14 @@ class _Pass:
     def _plain(self, plain: Timeline, end: int) -> list[Span]:
         """All that one process has; gradients each until its unit's are in one buffer."""
         spans = []
+        units = sorted(self.units, key=lambda unit: unit.backward)
+        begins = [unit.backward[0] for unit in units]
         for nbytes, kind, birth, death in plain.spans:
             if kind == "gradients":
-                done = next((u.backward[1] for u in self.units if _within(birth, u)), end - 1)
+                place = bisect_right(begins, birth) - 1
+                done = end - 1
+                if place >= 0 and birth <= units[place].backward[1]:
+                    done = units[place].backward[1]
                 last = max(birth, done) * _FINE + _COPIED
                 spans.append(Span(nbytes, "temporary", birth * _FINE, last))
             else:
@@ -242,7 +253,3 @@ class _Pass:
 def _span(nbytes: int, kind: Kind, tick: int, place: int, end: int, end_place: int) -> Span:
     birth = tick * _FINE + place
     return Span(nbytes, kind, birth, max(birth + 1, end * _FINE + end_place))
-
-
-def _within(tick: int, unit: Visit) -> bool:
-    return unit.backward[0] <= tick <= unit.backward[1]
