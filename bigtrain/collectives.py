@@ -14,6 +14,7 @@ all-gather inside; other exchanges have the stages that they need.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,8 +52,7 @@ def spread(ranks: int, stride: int, devices: int) -> Spread:
         raise ValueError(f"ranks={ranks} stride={stride} devices={devices}: each is 1 or more")
     if stride >= devices:
         return Spread(ranks, 1, 1)
-    places = [rank * stride // devices for rank in range(ranks)]
-    counts = [places.count(node) for node in range(places[-1] + 1)]
+    counts = Counter(rank * stride // devices for rank in range(ranks)).values()
     return Spread(len(counts), max(counts), min(counts))
 
 

@@ -293,6 +293,16 @@ def in_flight(actions: Sequence[Action]) -> dict[int, int]:
     return most
 
 
+@lru_cache(maxsize=1024)
+def held_by_stage(
+    schedule: str, pp: int, stages_per_rank: int, micro_batches: int
+) -> tuple[int, ...]:
+    """For each stage the most micro-batches that it has in flight in a step."""
+    orders = order(schedule, pp, stages_per_rank, micro_batches)
+    held = {stage: n for actions in orders for stage, n in in_flight(actions).items()}
+    return tuple(held[stage] for stage in range(pp * stages_per_rank))
+
+
 def in_flight_together(actions: Sequence[Action]) -> int:
     """The same over all stages of a rank: pairs of a stage and a micro-batch, at one moment."""
     return max(accumulate(_HELD[action.kind] for action in actions), default=0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -80,6 +82,18 @@ class Planned:
         return each * (nodes if figures.node.shared else self.question.devices)
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Python's collector off: millions of spans come and go, and none is in a circle."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def ask(question: Question) -> Planned:
     """Search the plans of a job.
 
@@ -87,6 +101,11 @@ def ask(question: Question) -> Planned:
         ConfigError: a number that cannot be, a model that does not run without its numbers.
     """
     check_question(question)
+    with _uncollected():
+        return _asked(question)
+
+
+def _asked(question: Question) -> Planned:
     alone = changed_job(
         question.job, [*ONE_PROCESS, "strategy=single", "train.global_batch_size=1"]
     )

@@ -23,7 +23,7 @@ from bigtrain.planner.compose import compose
 from bigtrain.planner.sections import FOREVER, Section
 from bigtrain.planner.space import Candidate
 from bigtrain.predict import forecast
-from bigtrain.schedules import in_flight, order, stage_ranks
+from bigtrain.schedules import held_by_stage, stage_ranks
 from bigtrain.strategy import CutStrategy, Plan
 from bigtrain.timeline import Peak, highest
 
@@ -106,8 +106,8 @@ class Fit:
         self._clock, self._composed = clock, composed
         self._edges: dict[int | None, list[int]] = {}
         self._all = ladder["keep"].sections
-        given = (str(candidate.schedule), candidate.pp, candidate.stages_per_rank)
-        self._ranks = stage_ranks(*given)
+        self._given = (str(candidate.schedule), candidate.pp, candidate.stages_per_rank)
+        self._ranks = stage_ranks(*self._given)
 
     def edges(self, state_factor: float, limit: int | None) -> list[int]:
         """The section that each stage begins with, and the end.
@@ -124,6 +124,7 @@ class Fit:
         if limit in self._edges:
             return self._edges[limit]
         least = self.ladder["keep" if limit is None else self.ladder.least]
+        steps = shorter(self._plan).batch.accumulation_steps
         # A rank's stages have as much each: dealing its memory out to them would take seconds.
         each = None if limit is None else limit // self._candidate.stages_per_rank
         found = partition(
@@ -131,7 +132,7 @@ class Fit:
             self._candidate.stages,
             bandwidth=self._clock.cluster.inside.rate,
             state_factor=state_factor,
-            in_flight=self._held(),
+            in_flight=held_by_stage(*self._given, steps),
             memory=None if each is None else [each] * self._candidate.stages,
         )
         self._edges[limit] = [0, *found.cuts, len(self._all)]
@@ -174,14 +175,6 @@ class Fit:
         saved = [(_saved(s), [min(place, last)]) for place, s in enumerate(kept)]
         crossing = [section.incoming for section in self._all[: last + 1]]
         return Pieces(seconds, crossing, [(s, sorted(u)) for s, u in params.values()], saved)
-
-    def _held(self) -> list[int]:
-        """For each stage the most micro-batches in flight."""
-        one = self._candidate
-        steps = shorter(self._plan).batch.accumulation_steps
-        orders = order(str(one.schedule), one.pp, one.stages_per_rank, steps)
-        held = {stage: n for actions in orders for stage, n in in_flight(actions).items()}
-        return [held[stage] for stage in range(one.stages)]
 
     def fitted(
         self, edges: Sequence[int], limit: int

@@ -115,6 +115,8 @@ class Search:
             found = self._judged(one, limit)
             if isinstance(found, Refused):
                 refusals += 1
+                if found.peak is not None:  # nor does it fit any less
+                    one.least_bytes = max(one.least_bytes, limit + 1)
                 if answer is not None:
                     answer.refused.append(found)
                 elif refusals >= PATIENCE:
