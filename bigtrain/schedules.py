@@ -202,7 +202,8 @@ def transfers(
     """For each rank and each of its actions what is on its way beside it, as torch places it.
 
     What is received lies in a buffer from when it is asked for; what is sent is kept until it is
-    known to have arrived. Where torch's placing would take long it is left out.
+    known to have arrived. Where torch's placing would take long it is foretold, and what is
+    received is taken to come in time.
     """
     orders = order(schedule, pp, stages_per_rank, micro_batches)
     if schedule == "1f1b":
@@ -212,8 +213,11 @@ def transfers(
     if schedule == "gpipe":  # torch waits for what is sent at the end of each half
         kept = {"F": "SEND_F", "B": "SEND_B"}
         return tuple(tuple({(s, kept[k]): n} for s, k, n in actions) for actions in orders)
-    if schedule not in TORCH or pp * stages_per_rank * micro_batches > _PLACED:
+    if schedule not in TORCH:
         return tuple(tuple({} for _ in actions) for actions in orders)
+    if pp * stages_per_rank * micro_batches > _PLACED:
+        ranks = stage_ranks(schedule, pp, stages_per_rank)
+        return tuple(tuple(_waited_late(actions, ranks)) for actions in orders)
     table = _table(TORCH[schedule], pp, stages_per_rank, micro_batches, sending=True)
     rows = table.pipeline_order_with_comms
     return tuple(tuple(_underway(rows[rank])) for rank in range(pp))
@@ -232,6 +236,22 @@ def _one_ahead(actions: Sequence[Action]) -> Iterator[Underway]:
         else:
             yield {(stage, "SEND_F"): 1} if kind == before == "F" else {}
         before, back = kind, back or kind == "B"
+
+
+def _waited_late(actions: Sequence[Action], ranks: Sequence[int]) -> Iterator[Underway]:
+    """Outputs are waited for at their micro-batch's backward pass, gradients never, as torch does.
+
+    They keep them until the step is over.
+    """
+    open_: Counter[tuple[int, str]] = Counter()
+    for stage, kind, _ in actions:
+        yield {way: count for way, count in open_.items() if count}
+        back = kind in ("B", "I")
+        if back and open_[stage, "SEND_F"]:
+            open_[stage, "SEND_F"] -= 1
+        to = stage + 1 if kind == "F" else stage - 1 if back else -1
+        if 0 <= to < len(ranks) and ranks[to] != ranks[stage]:
+            open_[stage, "SEND_F" if kind == "F" else "SEND_B"] += 1
 
 
 def _one_behind(actions: Sequence[Action], pp: int) -> Iterator[Underway]:

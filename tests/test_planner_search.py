@@ -59,7 +59,10 @@ def test_nothing_that_fits_is_faster_than_what_is_found(roomy: Planned) -> None:
         if isinstance(judged, Judged):
             found.append(judged.seconds.total)
             assert judged.peak.bytes <= roomy.question.limit
-            assert judge.least_seconds(candidate) <= judged.seconds.total * (1 + 1e-9)
+            most = judged.seconds.total * (1 + 1e-9)
+            assert judge.least_seconds(candidate) <= most
+            assert judge.even_seconds(candidate, plan) <= most
+            assert judge.kept_seconds(candidate, plan) <= most
             assert judge.least_bytes(candidate, plan) <= judged.peak.bytes
     found.sort()
     best = [one.seconds.total for one in roomy.answer.best]
@@ -86,9 +89,55 @@ def test_a_plan_is_forecast_as_the_run_of_its_file(limit: int, tmp_path: Path) -
             peaks.append(found.peak().bytes)
         schedule = one.candidate.schedule or ""
         if "zero_bubble" in schedule:  # halves of a backward pass are not taken apart: no less
-            assert max(peaks) <= one.peak.bytes * 1.005
+            assert max(peaks) <= one.peak.bytes * 1.015
         else:
             assert one.peak.bytes == pytest.approx(max(peaks), rel=0.01), one.candidate
+
+
+DEEP = ["model.args.num_layers=24", "train.global_batch_size=16"]
+
+
+@pytest.mark.parametrize(
+    "candidate",
+    [
+        Candidate(2, 1, "single", 1, 16, "interleaved_1f1b", 2),
+        Candidate(2, 1, "single", 2, 8, "interleaved_1f1b", 4),
+        Candidate(2, 2, "fsdp", 1, 8, "interleaved_1f1b", 2),
+        Candidate(2, 2, "zero1_torch", 1, 8, "1f1b"),
+        Candidate(2, 2, "fsdp_zero2", 2, 4, "gpipe"),
+        Candidate(1, 2, "fsdp", 4, 2),
+        Candidate(1, 2, "ddp", 4, 2),
+        Candidate(1, 2, "zero2", 4, 2),
+    ],
+    ids=lambda one: f"{one.label} {one.pp}x{one.dp}",
+)
+@pytest.mark.parametrize("share", [1.0, 0.9], ids=["roomy", "tight"])
+def test_many_blocks_are_forecast_as_each_of_them(
+    deep: Planned, candidate: Candidate, share: float
+) -> None:
+    """Rows of equal blocks and stages that are alike are not laid out one by one."""
+    judge = deep.search.judge
+    plan = judge.plan_of(candidate)
+    judged = judge.judge(candidate, plan, 2**40)
+    assert isinstance(judged, Judged)
+    if candidate.replicate != "zero1_torch":  # whose step is its highest moment
+        judged = judge.judge(candidate, plan, int(judged.peak.bytes * share))
+    assert isinstance(judged, Judged)
+    parts = open_parts(judged.job, make_plan(judged.job, candidate.pp * candidate.dp, "cpu"))
+    given = (parts.model.model, parts.example(), parts.loss, parts.optimizer, parts.layout)
+    for rank, peak in judged.peaks.items():
+        found = rank_of(parts.plan, *given, rank).forecast
+        assert found is not None
+        assert peak.bytes == pytest.approx(found.peak().bytes, rel=0.002), rank
+
+
+@pytest.fixture(scope="module")
+def deep() -> Planned:
+    job = load_job(None, "single", [*GPT, *DEEP])
+    here = load_cluster("cpu")
+    here = here.model_copy(update={"node": here.node.model_copy(update={"devices": 4})})
+    margins = {"torch": 0.0, "deepspeed": 0.0}
+    return ask(Question(job, here, 4, 2**40, 2**40, 16, margins=margins))
 
 
 def test_less_room_costs_time_and_blocks_keep_less(roomy: Planned) -> None:
@@ -128,7 +177,7 @@ def test_a_cap_that_would_do_is_named_as_one() -> None:
 
 
 def test_what_is_in_the_way_has_its_number(roomy: Planned) -> None:
-    planned = ask(question(4, 3 * MIB))
+    planned = ask(question(4, 2 * MIB))
     lines = list(misses(planned))
     assert any("too much" in line and "of" in line for line in lines)
     found = document(planned, "")

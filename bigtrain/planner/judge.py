@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,11 +180,12 @@ class Judge:
         try:
             fit, factor = self._fit(candidate, plan), self._factor(candidate, plan)
             found = fit.fitted(fit.edges(factor, None), limit)
-            is_near = isinstance(found, Peak) and found.bytes < HOPELESS * limit
-            if is_near and candidate.stages > 1:
-                found = fit.fitted(fit.edges(factor, limit), limit)
         except ConfigError as error:
             return Refused(candidate, str(error))
+        is_near = isinstance(found, Peak) and found.bytes < HOPELESS * limit
+        if is_near and candidate.stages > 1:
+            with suppress(ConfigError):  # no cut fits
+                found = fit.fitted(fit.edges(factor, limit), limit)
         if isinstance(found, Peak):
             return Refused(candidate, _too_much(found, limit), found)
         return self._judged(candidate, plan, fit, *found)

@@ -259,12 +259,13 @@ def placed(
             death = min(begin + away.after, end + 1)
             if death > birth:
                 spans.append(Span(away.nbytes, away.kind, birth, death))
-        visits.append(None if one.visit is None else _moved(one.visit, ahead, behind))
+        visits.append(None if one.visit is None else _moved(one.visit, ahead, behind, turn))
         there += one.forward
     return tuple(spans), visits, turn, stop
 
 
-def _moved(visit: Visit, ahead: int, behind: int) -> Visit:
+def _moved(visit: Visit, ahead: int, behind: int, turn: int) -> Visit:
     forward = visit.forward[0] + ahead, visit.forward[1] + ahead
-    backward = visit.backward[0] + behind, visit.backward[1] + behind
+    # The last of a stage begins with its backward pass, not before.
+    backward = max(visit.backward[0] + behind, turn + 1), visit.backward[1] + behind
     return Visit(visit.shapes, visit.trained, forward, backward)

@@ -1,0 +1,222 @@
+"""Whether the planner chooses well: its plan under five caps beside all others, measured.
+
+    python benchmarks/planner_choice.py --output benchmarks/results/planner_choice.json
+    python benchmarks/planner_choice.py --ranks 2
+
+For 1, 2 and 4 ranks a small GPT is planned under five limits, from just enough for the smallest
+plan to enough for the fastest. Under each limit every candidate of the space that fits by forecast
+is a plan to be measured, not only those that the search has looked at: its step is the median of
+`STEPS` steps of a real run, its peak the highest tracked one of all ranks. `chosen` is the step of
+the planner's plan over that of the best one measured, 1 being the best; both are measured again,
+in alternation, as single runs differ by some per cent. `rank correlation` is Spearman's between the
+predicted and the measured seconds of all plans under a limit. `wrong` counts plans that were said
+to fit and whose tracked peak is above the limit.
+
+Rates are those that `bigtrain doctor` measures on this machine. One run at a time, on an idle
+machine: these are timings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import forked
+import torch
+from planner_accuracy import _Unchecked
+from runs import surroundings
+
+from bigtrain.build import make_plan
+from bigtrain.config import Job
+from bigtrain.distributed import RunContext
+from bigtrain.engine import Engine
+from bigtrain.errors import ConfigError
+from bigtrain.loading import load_job
+from bigtrain.parts import open_parts
+from bigtrain.planner.asked import Planned, Question, ask
+from bigtrain.planner.judge import Judged
+from bigtrain.this_cluster import this_cluster
+
+GPT = {"num_layers": 8, "width": 192, "num_heads": 4, "vocab_size": 1024, "sequence_length": 128}
+BATCH = 16
+WARM, STEPS, AGAIN = 2, 5, 3
+SHARES = (0.02, 0.25, 0.5, 0.75, 1.0)
+"""Of the way from the smallest plan's peak to the fastest one's."""
+LIMIT_S = 240.0
+WORDS = [
+    "model.name=gpt",
+    f"model.args={json.dumps(GPT)}",
+    "data.name=synthetic",
+    "data.args={kind: language, vocabulary: 1024}",
+    f"train.global_batch_size={BATCH}",
+    f"train.steps={WARM + STEPS}",
+    f"memory.track_steps={WARM}",
+]
+
+
+def planned(ranks: int, limit: int) -> Planned:
+    """The planner's answer under a limit."""
+    job = load_job(None, "single", WORDS)
+    cluster = this_cluster(ranks)
+    margins = {"torch": 0.0}
+    return ask(Question(job, cluster, ranks, limit, limit, BATCH, margins=margins))
+
+
+def prepare(ranks: int) -> list[tuple[int, list[dict[str, Any]]]]:
+    """For each limit, in bytes, the plans that fit by forecast, the planner's own first."""
+    roomy = planned(ranks, 2**40)
+    smallest = roomy.search.smallest()
+    low = smallest.peak.bytes if smallest is not None and smallest.peak is not None else 0
+    high = max(low, roomy.answer.best[0].peak.bytes)
+    found = []
+    for share in SHARES:
+        limit = round(low + (high - low) * share) + 2**20
+        answer = planned(ranks, limit)
+        plans = [*answer.answer.best[:1], *_fitting(answer, limit)]
+        found.append((limit, [_told(one) for one in plans]))
+    return found
+
+
+def _fitting(found: Planned, limit: int) -> Iterator[Judged]:
+    judge = found.search.judge
+    for candidate in found.search.space.candidates():
+        try:
+            judged = judge.judge(candidate, judge.plan_of(candidate), limit)
+        except ConfigError:  # a technique refuses it
+            continue
+        if isinstance(judged, Judged):
+            yield judged
+
+
+def _told(judged: Judged) -> dict[str, Any]:
+    one = judged.candidate
+    less = sorted(judged.recomputed.items())
+    return {
+        "plan": f"{one.label} pp {one.pp} x dp {one.dp}, {one.rows} x {one.micro_batches}",
+        "computed_again": len(less),
+        "cuts": judged.cuts,
+        "predicted_bytes": judged.peak.bytes,
+        "predicted_seconds": judged.seconds.total,
+        "key": repr((one, less, judged.cuts)),
+        "job": judged.job,
+    }
+
+
+def given_back(_: RunContext, prepared: Any, *__: Any) -> Any:
+    """What was prepared."""
+    return prepared
+
+
+def nothing(*_: Any) -> None:
+    """Of a run nothing has to be prepared."""
+
+
+def train(context: RunContext, _: None, job: Job) -> tuple[int, list[float]]:
+    """One rank: its tracked peak, and the seconds of the steps after the warm ones."""
+    if context.world_size == 1:
+        torch.set_num_threads(2)
+    parts = open_parts(job, make_plan(job, context.world_size, "cpu"))
+    layout = parts.layout and _Unchecked(**vars(parts.layout))
+    given = (parts.model, parts.loss, parts.optimizer, job, context)
+    seconds = []
+    with Engine(*given, example=parts.example(), plan=parts.plan, layout=layout) as engine:
+        for batch in parts.training_steps(context, 0):
+            began = time.perf_counter()
+            step = engine.step(batch).step
+            seconds.append(time.perf_counter() - began)
+            if step == WARM + STEPS:
+                break
+        peak = engine.meter.measured().peak
+    if peak is None:
+        raise RuntimeError("nothing was tracked")
+    return peak.bytes, seconds[WARM:]
+
+
+def measured(ranks: int, plan: dict[str, Any]) -> dict[str, Any]:
+    """Run a plan: the highest tracked peak of its ranks, the median of its slowest ranks' steps."""
+    pp = plan["job"].mesh.pp
+    task = forked.Task(plan["plan"], nothing, train, (plan["job"],), ranks, pp, LIMIT_S)
+    (outcome,) = forked.run_all([task], ranks)
+    if not outcome.values:
+        return {"failed": outcome.refused or outcome.failed}
+    peaks, times = zip(*outcome.values, strict=True)
+    steps = [max(each) for each in zip(*times, strict=True)]
+    return {"tracked_bytes": max(peaks), "seconds": statistics.median(steps)}
+
+
+def of_ranks(ranks: int) -> Iterator[dict[str, Any]]:
+    """A row for each limit."""
+    task = forked.Task("plans", prepare, given_back, (ranks,), 1, 1, 10 * LIMIT_S)
+    (outcome,) = forked.run_all([task], 1)
+    if not outcome.values:
+        raise RuntimeError(outcome.refused or outcome.failed)
+    known: dict[str, dict[str, Any]] = {}
+    for limit, plans in outcome.values[0]:
+        for plan in plans:
+            if plan["key"] not in known:
+                known[plan["key"]] = measured(ranks, plan)
+        ran = [one for one in plans if "seconds" in known[one["key"]]]
+        chosen, best = plans[0], min(ran, key=lambda one: known[one["key"]]["seconds"])
+        ratio = 1.0
+        if chosen["key"] != best["key"]:
+            pairs = [(measured(ranks, chosen), measured(ranks, best)) for _ in range(AGAIN)]
+            ratio = statistics.median(a["seconds"] / b["seconds"] for a, b in pairs)
+        fields = ("plan", "computed_again", "predicted_bytes", "predicted_seconds")
+        rows = [{k: one[k] for k in fields} | known[one["key"]] for one in plans[1:]]
+        yield {
+            "ranks": ranks,
+            "limit_bytes": limit,
+            "chosen": chosen["plan"],
+            "best": best["plan"],
+            "chosen_over_best": ratio,
+            "rank_correlation": correlation([r for r in rows if "seconds" in r]),
+            "wrong": [r["plan"] for r in rows if r.get("tracked_bytes", 0) > limit],
+            "failed": sum("failed" in r for r in rows),
+            "plans": rows,
+        }
+
+
+def correlation(rows: list[dict[str, Any]]) -> float | None:
+    """Spearman's, of predicted and measured seconds; None of fewer than three plans."""
+    if len(rows) < 3:
+        return None
+    found = [torch.tensor([r[k] for r in rows]) for k in ("predicted_seconds", "seconds")]
+    places = torch.stack([each.argsort().argsort().double() for each in found])
+    return float(torch.corrcoef(places)[0, 1])
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for a person."""
+    rank = row["rank_correlation"]
+    return (
+        f"{row['ranks']} ranks, {row['limit_bytes'] / 2**20:.0f} MiB: {row['chosen']}; best "
+        f"{row['best']}; chosen over best {row['chosen_over_best']:.3f}; rank correlation "
+        f"{'-' if rank is None else f'{rank:.2f}'} of {len(row['plans'])} plans, "
+        f"{len(row['wrong'])} wrong, {row['failed']} failed"
+    )
+
+
+def main() -> None:
+    """Measure and print, and keep the figures."""
+    forked.load_everything()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    found = []
+    for ranks in options.ranks:
+        for row in of_ranks(ranks):
+            found.append(row)
+            print(line(row), flush=True)
+            if options.output is not None:
+                text = json.dumps({**surroundings(), "rows": found}, indent=1)
+                options.output.write_text(text + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
