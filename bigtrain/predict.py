@@ -95,6 +95,8 @@ def rank_of(
             refuse_missing(profile.missing, plan)
             return Rank(None, f"the model does not run on fake tensors ({profile.missing})")
         check_sizes(profile, plan)
+        if layout is not None and "recompute" in plan.techniques:
+            _try_stages(layout, *given)
         found = forecast(profile, plan)
         return Rank(found, None, (profile,), (found,))
     profiles: dict[int, Profile] = {}
@@ -113,6 +115,26 @@ def rank_of(
     parts = {stage: forecast(profile, plan) for stage, profile in profiles.items()}
     step = cut.replayed(parts, plan, pp_rank, halves)
     return Rank(step, None, tuple(profiles.values()), tuple(parts.values()))
+
+
+def _try_stages(
+    layout: Layout,
+    model: nn.Module,
+    example: MicroBatch,
+    loss: Loss,
+    make_optimizer: MakeOptimizer,
+    plan: Plan,
+) -> None:
+    """Run each stage on its own: a block may bear being computed again but as the first of one.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    for stage in range(len(layout.ranks)):
+        try:
+            profile_stage(layout, stage, model, example, loss, make_optimizer, plan)
+        except RuntimeError as error:
+            refuse_missing(reason_of(error), plan)
 
 
 def _by_stages(plan: Plan, layout: Layout | None) -> bool:

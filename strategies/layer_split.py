@@ -29,7 +29,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.forecast import Forecast
 from bigtrain.layout import Layout, numerics
 from bigtrain.pipelines import PipelineRunner
-from bigtrain.replayed import joined
+from bigtrain.replayed import averaging_bucket, joined
 from bigtrain.schedules import order, transfers
 from bigtrain.strategy import Assembly, CutStrategy, Plan
 from bigtrain.tasks import Loss
@@ -69,7 +69,8 @@ class LayerSplit(CutStrategy):
     ) -> Forecast:
         """See `CutStrategy.replayed`: one micro-batch after the other."""
         given = ("naive", plan.pp, 1, plan.batch.accumulation_steps)
-        return joined(order(*given)[pp_rank], forecasts, halves, transfers(*given)[pp_rank])
+        orders, ways = order(*given)[pp_rank], transfers(*given)[pp_rank]
+        return joined(orders, forecasts, halves, ways, averaging_bucket(plan))
 
     def stages(self, plan: Plan) -> int:
         """How many."""

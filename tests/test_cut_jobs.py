@@ -17,7 +17,9 @@ from bigtrain.deferred import DeferredStatistics
 from bigtrain.distributed import RunContext
 from bigtrain.engine import Engine
 from bigtrain.errors import ConfigError
-from bigtrain.loading import job_of
+from bigtrain.loading import job_of, load_job
+from bigtrain.parts import open_parts
+from bigtrain.predict import predict
 from bigtrain.tasks import ClassificationTask, CrossEntropy, LanguageTask
 
 
@@ -161,3 +163,16 @@ def without_example(context: RunContext) -> str:
 def test_a_cut_needs_an_example() -> None:
     for said in run_ranks(without_example, 2, pp=2):
         assert "Give prepare(..., example=(inputs, targets))" in said
+
+
+@pytest.mark.parametrize("strategy", ["layer_split_devices", "gpipe_fairscale"])
+def test_a_block_that_no_stage_can_begin_with_again_is_refused(strategy):
+    """ResNet's blocks change what they are given: alone that is a copy's business, not in a cut."""
+    words = ["model.name=resnet18", "data.name=synthetic", "data.args.input_shape=[3,32,32]"]
+    words += ["data.args.num_classes=10", "train.global_batch_size=4", "train.micro_batch_size=2"]
+    words += ["strategy.cut.devices=4", "strategy.recompute=full"]
+    job = load_job(None, strategy, words)
+    parts = open_parts(job, make_plan(job, 1, "cpu"))
+    given = (parts.model.model, parts.example(), parts.loss, parts.optimizer, parts.layout)
+    with pytest.raises(ConfigError, match=r"changes its input in place.*strategy.recompute.layers"):
+        predict(parts.plan, *given)
