@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -16,6 +17,12 @@ _NOT_OURS = {
     "KMP_INIT_AT_FORK",
     "KMP_DUPLICATE_LIB_OK",
 }
+
+
+def pytest_configure() -> None:
+    """A shell's background jobs ignore Ctrl-C, and so would the programs that tests interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")
