@@ -29,7 +29,7 @@ TORCH = {
     "dualpipev": "ScheduleDualPipeV",
 }
 """With several, and torch's class."""
-_PLACED = 2048
+_PLACED = 512
 """Actions of a kind up to which torch's placing of sends and receives is asked for."""
 V_SHAPED = ("zbv_zero_bubble", "dualpipev")
 """Rank r has the stages r and 2 pp - 1 - r; elsewhere it has r, r + pp, r + 2 pp, ..."""

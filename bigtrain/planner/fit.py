@@ -19,8 +19,8 @@ from bigtrain.forecast import Forecast, Profile
 from bigtrain.keeping import Choice
 from bigtrain.planner.anatomy import Body
 from bigtrain.planner.clock import Clock
-from bigtrain.planner.compose import compose
-from bigtrain.planner.sections import FOREVER, Section
+from bigtrain.planner.compose import compose, states
+from bigtrain.planner.sections import Section
 from bigtrain.planner.space import Candidate
 from bigtrain.predict import forecast
 from bigtrain.schedules import held_by_stage, stage_ranks
@@ -91,6 +91,7 @@ class Fit:
         ladder: the model's sections.
         clock: how long sections take.
         composed: profiles that were put together before, for all candidates.
+        state_factor: bytes of states on a rank for each byte of a parameter, at least.
     """
 
     def __init__(
@@ -100,20 +101,25 @@ class Fit:
         ladder: Ladder,
         clock: Clock,
         composed: dict[object, Profile],
+        state_factor: float,
     ) -> None:
         self.ladder = ladder
         self._plan, self._candidate = plan, candidate
         self._clock, self._composed = clock, composed
         self._edges: dict[int | None, list[int]] = {}
         self._all = ladder["keep"].sections
-        self._given = (str(candidate.schedule), candidate.pp, candidate.stages_per_rank)
-        self._ranks = stage_ranks(*self._given)
+        self._factor = state_factor
+        given = (str(candidate.schedule), candidate.pp, candidate.stages_per_rank)
+        self._ranks = stage_ranks(*given)
+        steps = shorter(plan).batch.accumulation_steps
+        self._in_flight: tuple[int, ...] = (1,)
+        if candidate.stages > 1:
+            self._in_flight = held_by_stage(*given, steps)
 
-    def edges(self, state_factor: float, limit: int | None) -> list[int]:
+    def edges(self, limit: int | None) -> list[int]:
         """The section that each stage begins with, and the end.
 
         Args:
-            state_factor: bytes of states on a rank for each byte of a parameter.
             limit: bytes of a rank, where the cut is to follow them; the blocks keep least then.
 
         Raises:
@@ -124,15 +130,14 @@ class Fit:
         if limit in self._edges:
             return self._edges[limit]
         least = self.ladder["keep" if limit is None else self.ladder.least]
-        steps = shorter(self._plan).batch.accumulation_steps
         # A rank's stages have as much each: dealing its memory out to them would take seconds.
         each = None if limit is None else limit // self._candidate.stages_per_rank
         found = partition(
             self._pieces(least.sections),
             self._candidate.stages,
             bandwidth=self._clock.cluster.inside.rate,
-            state_factor=state_factor,
-            in_flight=held_by_stage(*self._given, steps),
+            state_factor=self._factor,
+            in_flight=self._in_flight,
             memory=None if each is None else [each] * self._candidate.stages,
         )
         self._edges[limit] = [0, *found.cuts, len(self._all)]
@@ -172,7 +177,7 @@ class Fit:
                 key = tensor.name if not section.name else f"{place} {tensor.name}"
                 size, uses = params.get(key, (tensor.nbytes, set()))
                 params[key] = size, uses | {min(place, last)}
-        saved = [(_saved(s), [min(place, last)]) for place, s in enumerate(kept)]
+        saved = [(s.passes[0].saved, [min(place, last)]) for place, s in enumerate(kept)]
         crossing = [section.incoming for section in self._all[: last + 1]]
         return Pieces(seconds, crossing, [(s, sorted(u)) for s, u in params.values()], saved)
 
@@ -231,30 +236,44 @@ class Fit:
             let(less, more, count)
             return self._peak(stages, own, rank)
 
-        over = lowest = tried("keep", "keep", 0)
-        if lowest.bytes <= limit:
-            return lowest
+        let("keep", "keep", 0)
+        over = self._roughly(stages, own)
+        if over <= limit:
+            lowest = self._peak(stages, own, rank)
+            if lowest.bytes <= limit:
+                return lowest
+            over = lowest.bytes
         smallest = tried(self.ladder.least, self.ladder.least, blocks)
         if smallest.bytes > limit:
-            return min(lowest, smallest, key=lambda peak: peak.bytes)
+            return smallest
         for more, less in pairwise(self.ladder.choices):
             found = smallest if less == self.ladder.least else tried(less, more, blocks)
             if found.bytes > limit:
-                over = found
+                over = found.bytes
                 continue
             low, high, best = 0, blocks, found
             while high - low > 1:  # so few of the first blocks as are enough
                 # Each block takes about as much off as another: guess, and guess again.
-                share = (over.bytes - limit) / max(1, over.bytes - best.bytes)
+                share = (over - limit) / max(1, over - best.bytes)
                 middle = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
                 found = tried(less, more, middle)
                 if found.bytes <= limit:
                     high, best = middle, found
                 else:
-                    low, over = middle, found
+                    low, over = middle, found.bytes
             let(less, more, high)
             return best
-        return lowest
+        return smallest
+
+    def _roughly(self, stages: Sequence[Stage], own: Sequence[int]) -> int:
+        """No rank with these stages holds less: its states and what micro-batches keep."""
+        total = 0
+        for place in own:
+            sections = self.sections(stages[place])
+            parameters = states(sections).parameters
+            total += int(self._factor * parameters)
+            total += self._in_flight[place] * sum(s.passes[0].saved for s in sections)
+        return total
 
     def _peak(self, stages: Sequence[Stage], own: Sequence[int], rank: int) -> Peak:
         cut = self._plan.techniques.get("cut")
@@ -319,13 +338,3 @@ def _own_names(found: Forecast, stage: int) -> Forecast:
         for name, nbytes, kind in found.tensors
     )
     return replace(found, tensors=named)
-
-
-def _saved(section: Section) -> int:
-    """Bytes that one micro-batch keeps in a section from its forward to its backward pass."""
-    one = section.passes[0]
-    return sum(
-        span.nbytes
-        for span in one.spans
-        if span.birth <= one.forward and span.death != FOREVER and span.death > one.forward + 1
-    )

@@ -142,8 +142,7 @@ class Judge:
             ConfigError: it cannot be cut so.
         """
         fit = self._fit(candidate, plan)
-        edges = fit.edges(self._factor(candidate, plan), None)
-        return self._seconds(plan, fit, fit.keeping(edges)).total
+        return self._seconds(plan, fit, fit.keeping(fit.edges(None))).total
 
     def _whole(self, rows: int) -> Pace:
         """A micro-batch through the whole model, everything kept, in one process."""
@@ -178,27 +177,25 @@ class Judge:
         """
         limit = int(limit / (1 + self._margins.get(candidate.engine, 0.0)))
         try:
-            fit, factor = self._fit(candidate, plan), self._factor(candidate, plan)
-            found = fit.fitted(fit.edges(factor, None), limit)
+            fit = self._fit(candidate, plan)
+            found = fit.fitted(fit.edges(None), limit)
         except ConfigError as error:
             return Refused(candidate, str(error))
         is_near = isinstance(found, Peak) and found.bytes < HOPELESS * limit
         if is_near and candidate.stages > 1:
             with suppress(ConfigError):  # no cut fits
-                found = fit.fitted(fit.edges(factor, limit), limit)
+                found = fit.fitted(fit.edges(limit), limit)
         if isinstance(found, Peak):
             return Refused(candidate, _too_much(found, limit), found)
         return self._judged(candidate, plan, fit, *found)
 
-    def _factor(self, candidate: Candidate, plan: Plan) -> float:
-        """Bytes of states on a rank for each byte of a parameter."""
-        weight = max(1, states(self._fit(candidate, plan).ladder["keep"].sections).parameters)
-        return self.least_bytes(candidate, plan) * candidate.pp / weight
-
     def _fit(self, candidate: Candidate, plan: Plan) -> Fit:
         if candidate not in self._fits:
             ladder = self._ladder(plan, candidate)
-            self._fits[candidate] = Fit(plan, candidate, ladder, self._clock, self._composed)
+            weight = max(1, states(ladder["keep"].sections).parameters)
+            factor = self.least_bytes(candidate, plan) * candidate.pp / weight
+            given = (plan, candidate, ladder, self._clock, self._composed, factor)
+            self._fits[candidate] = Fit(*given)
         return self._fits[candidate]
 
     def _ladder(self, plan: Plan, candidate: Candidate) -> Ladder:

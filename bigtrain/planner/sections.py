@@ -114,6 +114,17 @@ class Pass:
     far: tuple[Far, ...] = ()
 
     @cached_property
+    def saved(self) -> int:
+        """Bytes that it keeps from its forward to its backward pass."""
+        return sum(
+            span.nbytes
+            for span in self.spans
+            if span.birth <= self.forward
+            and span.death != FOREVER
+            and span.death > self.forward + 1
+        )
+
+    @cached_property
     def flat(self) -> tuple[Span, ...]:
         """What others see of it: what waits between its passes, and its gradients."""
         sums: dict[Kind, int] = {}
