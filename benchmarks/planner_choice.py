@@ -42,9 +42,9 @@ from bigtrain.planner.asked import Planned, Question, ask
 from bigtrain.planner.judge import Judged
 from bigtrain.this_cluster import this_cluster
 
-GPT = {"num_layers": 8, "width": 192, "num_heads": 4, "vocab_size": 1024, "sequence_length": 128}
-BATCH = 16
-WARM, STEPS, AGAIN = 2, 5, 3
+GPT = {"num_layers": 8, "width": 192, "num_heads": 4, "vocab_size": 1024, "sequence_length": 512}
+BATCH = 4
+WARM, STEPS, AGAIN = 2, 3, 3
 SHARES = (0.02, 0.25, 0.5, 0.75, 1.0)
 """Of the way from the smallest plan's peak to the fastest one's."""
 LIMIT_S = 240.0
