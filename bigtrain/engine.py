@@ -89,6 +89,9 @@ class Engine:
         layout: how the model is cut; left out, it is worked out where the plan has a cut.
     """
 
+    foreseen: Peak | None = None
+    """As `predicted`, which is of this rank, of the fullest replica."""
+
     def __init__(
         self,
         model: Callable[[], nn.Module] | nn.Module | Blueprint,
@@ -139,7 +142,7 @@ class Engine:
         self.room = room_bytes(job.memory.cap, context.device, context.local_world_size)
         """What this rank could take before it was built, in bytes."""
         if context.is_main and self._subject is not None and job.memory.on_oom == "stop":
-            self.advice += foresee(self._subject, self.predicted, self.room)
+            self.advice += foresee(self._subject, self.foreseen, self.room)
         self._cap = Cap(job.memory.cap, context.device)
         self._closing.callback(self._cap.lift)
         self.meter = Meter(context.device, job.memory.track_steps)
@@ -338,8 +341,9 @@ class Engine:
             self.prediction_note = "memory.predict is off"
             return
         given = (self.plan, model, example, self.loss, self._make_optimizer, self.layout)
-        found = predict(*given, pp_rank=self.context.pp_rank)
-        self.predicted, self.prediction_note = found.peak, found.note
+        found = predict(*given, pp_rank=self.context.pp_rank, dp_rank=self.context.dp_rank)
+        self.predicted, self.prediction_note = found.own, found.note
+        self.foreseen = found.peak
         self.advice = [*self.advice, *found.advice]
 
     def _lay_out(self, example: MicroBatch | None) -> Layout | None:

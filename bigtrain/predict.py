@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -24,8 +24,11 @@ class Prediction:
     """One rank's peak, or why there is none; and what the techniques advise, a line each."""
 
     peak: Peak | None
+    """Of the fullest replica."""
     note: str | None = None
     advice: list[str] = field(default_factory=list)
+    own: Peak | None = None
+    """Of the replica that was asked about."""
 
 
 def predict(
@@ -36,6 +39,7 @@ def predict(
     make_optimizer: MakeOptimizer,
     layout: Layout | None = None,
     pp_rank: int = 0,
+    dp_rank: int | None = None,
 ) -> Prediction:
     """Predict one rank.
 
@@ -47,6 +51,7 @@ def predict(
         make_optimizer: as in the run.
         layout: of a model that is cut.
         pp_rank: which of them.
+        dp_rank: which replica; None for the fullest, where they are not alike.
 
     Raises:
         ConfigError: a technique cannot work with a model of this size.
@@ -54,8 +59,12 @@ def predict(
     found = rank_of(plan, model, example, loss, make_optimizer, layout, pp_rank)
     if found.forecast is None:
         return Prediction(None, found.note)
-    said = [] if _by_stages(plan, layout) else advice(found.profiles[0], plan)
-    return Prediction(found.forecast.peak(), None, said)
+    peak = found.forecast.peak()
+    if _by_stages(plan, layout):
+        return Prediction(peak, None, [], peak)
+    profile = found.profiles[0]
+    own = forecast(profile, replace(plan, dp_rank=dp_rank)).peak()
+    return Prediction(peak, None, advice(profile, plan), own)
 
 
 @dataclass(frozen=True)

@@ -148,19 +148,10 @@ def run_on_fakes(
                 materialize=lambda _names: None,
             )
         )
-        marks: list[tuple[int, ...]] = []
         with watch(fake, tracker) if watch is not None else nullcontext():
             # The optimizer makes its state in the first step.
-            for batch, micro_batches in zip(batches, (1 if before is None else 2, 2), strict=True):
-                ticks = [tracker.clock]
-                for _ in range(micro_batches):
-                    runner.begin_step()  # where gradients are released there is no second one
-                    runner.one(batch, 1.0)
-                    ticks.append(tracker.clock)
-                meter.phase("step")
-                runner.clip()
-                runner.apply_step()
-                marks.append((*ticks, tracker.clock))
+            small = batches[:1] if before is None else batches[:1] * 2
+            marks = [_step(runner, small, tracker), _step(runner, batches[1:] * 2, tracker)]
         timeline = tracker.timeline()
         sizes = [bytes_of(tree_leaves((batch.inputs, batch.targets))) for batch in batches]
     given = (fake, runner.optimizer, choices, timeline)
@@ -169,6 +160,21 @@ def run_on_fakes(
     if before is not None:
         earlier = FakeRun(*given, marks[0], *noted, sizes[0], widths)
     return FakeRun(*given, marks[1], *noted, sizes[1], widths, earlier)
+
+
+def _step(
+    runner: LoopRunner, batches: Sequence[MicroBatch], tracker: StorageTracker
+) -> tuple[int, ...]:
+    """One step; the ticks of its begin, the ends of its micro-batches, its end."""
+    ticks = [tracker.clock]
+    for batch in batches:
+        runner.begin_step()  # where gradients are released there is no second one
+        runner.one(batch, 1.0)
+        ticks.append(tracker.clock)
+    runner.meter.phase("step")
+    runner.clip()
+    runner.apply_step()
+    return (*ticks, tracker.clock)
 
 
 def _faked(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:

@@ -64,6 +64,8 @@ class Plan:
     sync_batchnorm: bool = False
     master_weights: bool = True
     release_gradients: bool = False
+    dp_rank: int | None = None
+    """The replica that a forecast is asked of; None for the fullest."""
 
     @property
     def bf16_parameters(self) -> bool:

@@ -41,7 +41,7 @@ def opening_lines(parts: Parts, engine: Engine, resumed: Path | None) -> Iterato
     if engine.layout is not None:
         yield from engine.layout.lines()
     yield from parts.notes
-    yield predicted_line(engine.predicted, engine.prediction_note)
+    yield predicted_line(engine.foreseen, engine.prediction_note)
     yield from engine.advice
     if resumed is not None:
         yield f"continues after step {engine.steps_done} from {resumed}"

@@ -1,7 +1,9 @@
 """What one rank holds under DeepSpeed: its shards, its buffers, and what is whole for a moment.
 
-All bytes are those of the fullest rank: the one whose shard of the gradients is begun first, at
-the start of the backward pass, when the activations are all there.
+Under stages 1 and 2 the ranks' shards are equal parts of all parameters in a row, and a rank's
+shard of the gradients comes to be when the backward pass reaches its part: of the last rank at its
+start, when the activations are all there. That is the fullest one; of others a plan asks by
+`dp_rank`.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def _flat(
     )
     shard = 4 * share
     backward = _Backward.of(profile)
-    first = backward.with_shard(shard)
+    first = backward.with_shard(shard, plan)
     held = shard
     if stage == 1 and plan.batch.accumulation_steps > 1:
         # Whole gradients wait for the last micro-batch, which reduces them into the shard.
@@ -134,12 +136,24 @@ class _Backward:
         made = tuple(now for was, now in pairs if was.kind == "gradients")
         return cls(profile.next, made, _again(profile, 1))
 
-    def with_shard(self, nbytes: int) -> Timeline:
-        """With this rank's shard of the gradients, made when the first of them is reduced."""
+    def with_shard(self, nbytes: int, plan: Plan) -> Timeline:
+        """With a rank's shard of the gradients, made when the first of them is reduced."""
         if not self.gradients:
             return _throughout(self.timeline, "gradients", nbytes)
-        begin = min(span.death for span in self.gradients)
+        begin = min(span.death for span in self._part(plan))
         return _from(begin, self.timeline, "gradients", nbytes)
+
+    def _part(self, plan: Plan) -> list[Span]:
+        """The gradients that lie in a rank's part; they come in the reverse of their order."""
+        total = sum(span.nbytes for span in self.gradients)
+        behind = 0 if plan.dp_rank is None else plan.dp - 1 - plan.dp_rank
+        begin, end = (total * place // plan.dp for place in (behind, behind + 1))
+        found, passed = [], 0
+        for span in sorted(self.gradients, key=lambda span: span.birth):
+            if passed < end and passed + span.nbytes > begin:
+                found.append(span)
+            passed += span.nbytes
+        return found
 
     def emptying(self, timeline: Timeline) -> Timeline:
         """With whole gradients there from before, each until it is reduced."""
