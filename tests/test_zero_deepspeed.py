@@ -323,16 +323,18 @@ MEASURED = [
     ("strategy", "world_size"),
     [("zero1", 2), ("zero2", 2), ("zero3", 2), ("zero1", 4), ("zero3", 4), ("zero2_offload", 2)],
 )
-def test_the_peak_of_the_fullest_rank_is_predicted(strategy, world_size):
+def test_the_peak_of_every_rank_is_predicted(strategy, world_size):
     cases = MEASURED[:4] if world_size == 2 else MEASURED[:2]
     ranks = run_ranks(measured, world_size, strategy, cases, timeout_s=120.0)
     for number, _ in enumerate(cases):
-        peaks = sorted(found[number][2].bytes for found in ranks)
-        predicted = ranks[0][number][1]
-        # Under stage 3 all ranks are alike, but for what gloo's threads hold on to for a moment.
-        real = peaks[0] if "3" in strategy else peaks[-1]
-        assert predicted.bytes == pytest.approx(real, rel=0.05), number
-        assert predicted.phase == "backward"
+        peaks = [found[number][2].bytes for found in ranks]
+        for found, peak in zip(ranks, peaks, strict=True):
+            predicted = found[number][1]
+            # Under stage 3 all ranks are alike, but for what gloo's threads hold on to a moment.
+            real = min(peaks) if "3" in strategy else peak
+            slack = 0.05 if real == max(peaks) else 0.07
+            assert predicted.bytes == pytest.approx(real, rel=slack), (number, predicted, peaks)
+            assert predicted.phase == "backward"
 
 
 def test_each_stage_holds_less_and_stage_3_is_built_in_shards():
