@@ -50,6 +50,8 @@ class _Open:
     plan: Plan | None = None
     least_bytes: int = 0
     """Known from the first look on."""
+    too_small: int = 0
+    """The largest limit that it was found not to fit."""
     refused: bool = False
 
 
@@ -100,11 +102,11 @@ class Search:
             one = self._open[number]
             if len(best) >= count and seconds >= best[count - 1].seconds.total:
                 break
-            if one.looks == 0:
+            if one.plan is None and not one.refused:
                 self._look(one)
-            if one.refused:
+            if one.refused or limit <= one.too_small:
                 continue
-            if one.plan is None or one.least_bytes > limit:
+            if one.least_bytes > limit:
                 if answer is not None:
                     answer.floored += 1
                 continue
@@ -115,8 +117,8 @@ class Search:
             found = self._judged(one, limit)
             if isinstance(found, Refused):
                 refusals += 1
-                if found.peak is not None:  # nor does it fit any less
-                    one.least_bytes = max(one.least_bytes, limit + 1)
+                if found.peak is not None:
+                    one.too_small = max(one.too_small, limit)
                 if answer is not None:
                     answer.refused.append(found)
                 elif refusals >= PATIENCE:
