@@ -8,7 +8,7 @@ A row is a model, a strategy, what is kept for the backward pass, a precision an
 Before anything is built each rank predicts its peak from the job alone (`Engine.predicted`); then
 it trains a few steps on random samples with every tensor tracked (`Meter.measured().peak`). The
 error is predicted / tracked - 1, that of a row the one of its ranks that is furthest from 0 (for
-DeepSpeed and fairscale, which deal states out unevenly, forecasts are those of the fullest rank);
+fairscale, which deals states out unevenly, forecasts are those of the fullest rank);
 `process` is the process's resident memory above what it was before the model was built.
 
 Each strategy has a row with each model and each way of keeping, in both precisions and both sizes
@@ -225,7 +225,7 @@ def _stages(strategy: str, ranks: int) -> int:
     return ranks if strategy in (*PIPELINES, "gpipe_fairscale") else 1
 
 
-class _Unchecked(Layout):
+class Unchecked(Layout):
     """Is not compared with the whole model, which takes time and says nothing about memory."""
 
     def check(self, model: nn.Module, micro_batch: MicroBatch, loss: Loss) -> str:  # noqa: ARG002
@@ -258,7 +258,7 @@ def _budget(row: Row) -> int:
 def train(context: RunContext, words: Sequence[str], row: Row) -> dict[str, Any]:
     """One rank of a row: predict, train, and tell what was predicted and tracked."""
     job, parts = _opened(row, words)
-    layout = parts.layout and _Unchecked(**vars(parts.layout))
+    layout = parts.layout and Unchecked(**vars(parts.layout))
     with Engine(
         parts.model,
         parts.loss,
@@ -321,7 +321,7 @@ def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def _of_fullest(row: dict[str, Any]) -> float:
     """The error of the highest prediction beside the highest tracked peak.
 
-    DeepSpeed and fairscale deal states out unevenly, and their forecasts are of the fullest rank.
+    Fairscale deals states out unevenly, and its forecasts are of the fullest rank.
     """
     highest = [
         max(rank[key] for rank in row["ranks"]) for key in ("predicted_bytes", "tracked_bytes")

@@ -28,8 +28,8 @@ from typing import Any
 
 import forked
 import torch
-from planner_accuracy import _Unchecked
-from runs import surroundings
+from planner_accuracy import Unchecked
+from runs import keep
 
 from bigtrain.build import make_plan
 from bigtrain.config import Job
@@ -121,7 +121,7 @@ def train(context: RunContext, _: None, job: Job) -> tuple[int, list[float]]:
     if context.world_size == 1:
         torch.set_num_threads(2)
     parts = open_parts(job, make_plan(job, context.world_size, "cpu"))
-    layout = parts.layout and _Unchecked(**vars(parts.layout))
+    layout = parts.layout and Unchecked(**vars(parts.layout))
     given = (parts.model, parts.loss, parts.optimizer, job, context)
     seconds = []
     with Engine(*given, example=parts.example(), plan=parts.plan, layout=layout) as engine:
@@ -149,6 +149,13 @@ def measured(ranks: int, plan: dict[str, Any]) -> dict[str, Any]:
     return {"tracked_bytes": max(peaks), "seconds": statistics.median(steps)}
 
 
+def beside(ranks: int, chosen: dict[str, Any], best: dict[str, Any]) -> float | None:
+    """The step of one plan over that of another, both run anew in alternation; None: none ran."""
+    pairs = [(measured(ranks, chosen), measured(ranks, best)) for _ in range(AGAIN)]
+    ratios = [a["seconds"] / b["seconds"] for a, b in pairs if "seconds" in a and "seconds" in b]
+    return statistics.median(ratios) if ratios else None
+
+
 def of_ranks(ranks: int) -> Iterator[dict[str, Any]]:
     """A row for each limit."""
     task = forked.Task("plans", prepare, given_back, (ranks,), 1, 1, 10 * LIMIT_S)
@@ -162,10 +169,7 @@ def of_ranks(ranks: int) -> Iterator[dict[str, Any]]:
                 known[plan["key"]] = measured(ranks, plan)
         ran = [one for one in plans if "seconds" in known[one["key"]]]
         chosen, best = plans[0], min(ran, key=lambda one: known[one["key"]]["seconds"])
-        ratio = 1.0
-        if chosen["key"] != best["key"]:
-            pairs = [(measured(ranks, chosen), measured(ranks, best)) for _ in range(AGAIN)]
-            ratio = statistics.median(a["seconds"] / b["seconds"] for a, b in pairs)
+        ratio = 1.0 if chosen["key"] == best["key"] else beside(ranks, chosen, best)
         fields = ("plan", "computed_again", "predicted_bytes", "predicted_seconds")
         rows = [{k: one[k] for k in fields} | known[one["key"]] for one in plans[1:]]
         yield {
@@ -192,11 +196,11 @@ def correlation(rows: list[dict[str, Any]]) -> float | None:
 
 def line(row: dict[str, Any]) -> str:
     """A row for a person."""
-    rank = row["rank_correlation"]
+    ratio, rank = row["chosen_over_best"], row["rank_correlation"]
     return (
         f"{row['ranks']} ranks, {row['limit_bytes'] / 2**20:.0f} MiB: {row['chosen']}; best "
-        f"{row['best']}; chosen over best {row['chosen_over_best']:.3f}; rank correlation "
-        f"{'-' if rank is None else f'{rank:.2f}'} of {len(row['plans'])} plans, "
+        f"{row['best']}; chosen over best {'-' if ratio is None else f'{ratio:.3f}'}; "
+        f"rank correlation {'-' if rank is None else f'{rank:.2f}'} of {len(row['plans'])} plans, "
         f"{len(row['wrong'])} wrong, {row['failed']} failed"
     )
 
@@ -213,9 +217,7 @@ def main() -> None:
         for row in of_ranks(ranks):
             found.append(row)
             print(line(row), flush=True)
-            if options.output is not None:
-                text = json.dumps({**surroundings(), "rows": found}, indent=1)
-                options.output.write_text(text + "\n", "utf-8")
+            keep(options.output, {"rows": found})
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from runs import surroundings
+from runs import keep
 
 CASES: dict[str, dict[str, Any]] = {
     "gpt-1.3b on 64": {
@@ -56,9 +56,7 @@ def main() -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         found.append({"case": name, **json.loads(done.stdout)})
         print(line(found[-1]), flush=True)
-    if options.output is not None:
-        text = json.dumps({**surroundings(), "rows": found}, indent=1)
-        options.output.write_text(text + "\n", "utf-8")
+    keep(options.output, {"rows": found})
 
 
 def line(row: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,3 +25,9 @@ def surroundings(threads: int = 1) -> dict[str, Any]:
     found = found_surroundings()
     found["hardware"] += f"; {threads} thread{'s' * (threads > 1)} a rank"
     return found
+
+
+def keep(path: Path | None, found: dict[str, Any], threads: int = 1) -> None:
+    """Write figures and their surroundings as JSON where a path is given."""
+    if path is not None:
+        path.write_text(json.dumps({**surroundings(threads), **found}, indent=1) + "\n", "utf-8")
