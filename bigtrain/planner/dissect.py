@@ -25,7 +25,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.forecast import Profile
 from bigtrain.memory import StorageTracker
 from bigtrain.operations import STANDS_FOR, bytes_touched, flops_of
-from bigtrain.planner.sections import Pass, Section, Tensor, Window, Work, spans_in
+from bigtrain.planner.sections import Pass, Section, Tensor, Window, Work, spans_in, with_gradients
 from bigtrain.profiles import FakeRun, profile_of, reason_of, run_on_fakes, slots_of
 from bigtrain.strategy import Plan
 from bigtrain.tasks import Loss
@@ -210,14 +210,13 @@ class _Apart:
             names = ["", ""]
         sections = []
         for place, name in enumerate(names):
-            passes = tuple(self._pass(n, place, windows[n], tensors) for n in (0, 1))
+            first, later = (self._pass(n, place, windows[n], tensors) for n in (0, 1))
+            passes = with_gradients(first, later)
             forward, backward = self._works(windows[1][place])
             incoming = (0, 0)
             if 0 < place < len(names) - 1:
                 incoming = self._incoming(self._order[place - 1])
-            sections.append(
-                Section(name, (passes[0], passes[1]), forward, backward, tensors[place], *incoming)
-            )
+            sections.append(Section(name, passes, forward, backward, tensors[place], *incoming))
         begin, stop = run.marks[2], run.marks[3]
         slots = slots_of(run.model, run.optimizer, run.widths)["state_slots"]
         return Dissected(

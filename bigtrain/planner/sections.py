@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -112,6 +112,8 @@ class Pass:
     visit: Visit | None
     """Of the block, in the section's own ticks; None of what is in no block."""
     far: tuple[Far, ...] = ()
+    gradients: tuple[int, ...] = ()
+    """Which spans are gradients, those that are added to others, too."""
 
     @cached_property
     def saved(self) -> int:
@@ -128,14 +130,12 @@ class Pass:
     def flat(self) -> tuple[Span, ...]:
         """What others see of it: what waits between its passes, and its gradients."""
         sums: dict[Kind, int] = {}
-        kept = []
         for span in self.spans:
-            if span.kind == "gradients":
-                kept.append(span)
-            elif span.birth <= self.forward and span.death > self.forward + 1:
+            if span.birth <= self.forward and span.death > self.forward + 1:
                 sums[span.kind] = sums.get(span.kind, 0) + span.nbytes
         begin, end = self.forward, self.forward + 2
-        return (*(Span(n, kind, begin, end) for kind, n in sums.items()), *kept)
+        made = (self.spans[place] for place in self.gradients)
+        return (*(Span(n, kind, begin, end) for kind, n in sums.items()), *made)
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,23 @@ class Section:
     """Bytes of the tensors that a block is called with."""
     incoming_gradients: int = 0
     """Of those that a gradient goes back to."""
+
+
+def with_gradients(first: Pass, later: Pass) -> tuple[Pass, Pass]:
+    """The passes of a section with their gradients told: by the first, in which they stay."""
+    before, after = (
+        sorted((span.birth, place, span.nbytes) for place, span in enumerate(one.spans))
+        for one in (first, later)
+    )
+    made = [place for place, span in enumerate(first.spans) if span.kind == "gradients"]
+    added = {place for place, span in enumerate(later.spans) if span.kind == "gradients"}
+    if [size for *_, size in before] == [size for *_, size in after]:
+        pairs = zip(before, after, strict=True)
+        added |= {place for (_, was, _), (_, place, _) in pairs if was in made}
+    return (
+        replace(first, gradients=tuple(made)),
+        replace(later, gradients=tuple(sorted(added))),
+    )
 
 
 def spans_in(
