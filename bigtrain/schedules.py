@@ -323,6 +323,34 @@ def held_by_stage(
     return tuple(held[stage] for stage in range(pp * stages_per_rank))
 
 
+@lru_cache(maxsize=1024)
+def held_at_fullest(
+    schedule: str, pp: int, stages_per_rank: int, micro_batches: int, *, later: bool
+) -> tuple[int, ...]:
+    """For each stage those that it has in flight when the stages of its rank have most together.
+
+    Args:
+        schedule: see `order`.
+        pp: see `order`.
+        stages_per_rank: see `order`.
+        micro_batches: see `order`.
+        later: only moments at which every stage of the rank has made its gradients.
+    """
+    found: dict[int, int] = {}
+    for actions in order(schedule, pp, stages_per_rank, micro_batches):
+        held = dict.fromkeys((stage for stage, _, _ in actions), 0)
+        waiting = set(held) if later else set()
+        most, then = -1, dict(held)
+        for stage, kind, _ in actions:
+            held[stage] += _HELD[kind]
+            if _HELD[kind] < 0:
+                waiting.discard(stage)
+            if not waiting and sum(held.values()) > most:
+                most, then = sum(held.values()), dict(held)
+        found |= then
+    return tuple(found[stage] for stage in range(pp * stages_per_rank))
+
+
 def in_flight_together(actions: Sequence[Action]) -> int:
     """The same over all stages of a rank: pairs of a stage and a micro-batch, at one moment."""
     return max(accumulate(_HELD[action.kind] for action in actions), default=0)

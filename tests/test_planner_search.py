@@ -108,8 +108,10 @@ DEEP = ["model.args.num_layers=24", "train.global_batch_size=16"]
         Candidate(1, 2, "fsdp", 4, 2),
         Candidate(1, 2, "ddp", 4, 2),
         Candidate(1, 2, "zero2", 4, 2),
+        Candidate(1, 2, "zero2", 8, 1),
+        Candidate(1, 4, "zero3", 4, 1),
     ],
-    ids=lambda one: f"{one.label} {one.pp}x{one.dp}",
+    ids=lambda one: f"{one.label} {one.pp}x{one.dp} {one.rows}",
 )
 @pytest.mark.parametrize("share", [1.0, 0.9], ids=["roomy", "tight"])
 def test_many_blocks_are_forecast_as_each_of_them(
@@ -226,6 +228,24 @@ def test_a_pipeline_waits_as_its_bubble_says() -> None:
     found = clock().step(plan, [Pace(1.0, 2.0)] * 4, [], 0.0)
     assert found.compute == pytest.approx(4 * 3.0)
     assert found.bubble == pytest.approx(3 * 3.0, rel=1e-3)  # (p - 1) (F + B)
+
+
+def test_ranks_that_wait_leave_a_crowded_cpu_to_the_others() -> None:
+    """Four ranks on two cores: each is as fast as a core, and two of them compute at a time."""
+    cpu = load_cluster("cpu")
+    free = {"latency": 1e-30, "bandwidth": 1e30}
+    node = cpu.node.model_copy(update={"devices": 4, "cores": 2})
+    link = cpu.inside.model_copy(update=free)
+    crowded = clock(cpu.model_copy(update={"node": node, "inside": link}))
+    _, plan = plan_of("gpipe", 4, **{"train.micro_batch_size": 2, "mesh.pp": 4})
+    found = crowded.step(plan, [Pace(1.0, 2.0)] * 4, [], 0.0)
+    assert found.total == pytest.approx(4 * 4 * 3.0 / 2)  # the bubble of (4 - 1) 3 is no more
+    _, plan = plan_of("gpipe", 4, **{"train.micro_batch_size": 8, "mesh.pp": 4})
+    alone = crowded.step(plan, [Pace(1.0, 2.0)] * 4, [], 0.0)
+    assert alone.total == pytest.approx(4 * 3.0)  # one micro-batch: one core at a time
+    _, plan = plan_of("ddp", 4, **{"train.micro_batch_size": 2})
+    assert crowded.step(plan, [Pace(1.0, 2.0)], [], 1.0).total == pytest.approx(2 * (3.0 + 1.0))
+    assert clock().crowd == clock(cpu).crowd == 1.0
 
 
 def test_a_step_adds_up() -> None:

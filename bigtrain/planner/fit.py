@@ -23,7 +23,7 @@ from bigtrain.planner.compose import compose, states
 from bigtrain.planner.sections import Section
 from bigtrain.planner.space import Candidate
 from bigtrain.predict import forecast
-from bigtrain.schedules import held_by_stage, stage_ranks
+from bigtrain.schedules import held_at_fullest, held_by_stage, stage_ranks
 from bigtrain.strategy import CutStrategy, Plan
 from bigtrain.timeline import Peak, highest
 
@@ -91,7 +91,8 @@ class Fit:
         ladder: the model's sections.
         clock: how long sections take.
         composed: profiles that were put together before, for all candidates.
-        state_factor: bytes of states on a rank for each byte of a parameter, at least.
+        state_factors: bytes of states on a rank for each byte of a parameter, at least: before
+            there are gradients, and with them.
     """
 
     def __init__(
@@ -101,20 +102,24 @@ class Fit:
         ladder: Ladder,
         clock: Clock,
         composed: dict[object, Profile],
-        state_factor: float,
+        state_factors: tuple[float, float],
     ) -> None:
         self.ladder = ladder
         self._plan, self._candidate = plan, candidate
         self._clock, self._composed = clock, composed
         self._edges: dict[int | None, list[int]] = {}
         self._all = ladder["keep"].sections
-        self._factor = state_factor
+        self._factors = state_factors
         given = (str(candidate.schedule), candidate.pp, candidate.stages_per_rank)
         self._ranks = stage_ranks(*given)
         steps = shorter(plan).batch.accumulation_steps
         self._in_flight: tuple[int, ...] = (1,)
+        # When the rank's stages have most in flight: of all moments, and when there are gradients.
+        self._fullest: tuple[tuple[int, ...], tuple[int, ...]] = (1,), (int(steps > 1),)
         if candidate.stages > 1:
             self._in_flight = held_by_stage(*given, steps)
+            first, later = (held_at_fullest(*given, steps, later=k) for k in (False, True))
+            self._fullest = first, later
 
     def edges(self, limit: int | None) -> list[int]:
         """The section that each stage begins with, and the end.
@@ -136,7 +141,7 @@ class Fit:
             self._pieces(least.sections),
             self._candidate.stages,
             bandwidth=self._clock.cluster.inside.rate,
-            state_factor=self._factor,
+            state_factor=self._factors[1],
             in_flight=self._in_flight,
             memory=None if each is None else [each] * self._candidate.stages,
         )
@@ -153,8 +158,12 @@ class Fit:
         if self._candidate.stages == 1:
             return self.profile(Stage(0, count, _keeping(count)))
         share = max(1, (count - 2) // self._candidate.stages)
-        first = max(1, (count - share) // 2)
-        return self.profile(Stage(first, first + share, _keeping(share)))
+        return self.profile(self._middle(share, _keeping(share)))
+
+    def _middle(self, blocks: int, choices: tuple[Choice, ...]) -> Stage:
+        """A stage of so many blocks, with nothing of what is before or after all of them."""
+        first = max(1, (len(self._all) - blocks) // 2)
+        return Stage(first, first + blocks, choices)
 
     @property
     def ranks(self) -> int:
@@ -267,13 +276,49 @@ class Fit:
 
     def _roughly(self, stages: Sequence[Stage], own: Sequence[int]) -> int:
         """No rank with these stages holds less: its states and what micro-batches keep."""
-        total = 0
-        for place in own:
-            sections = self.sections(stages[place])
-            parameters = states(sections).parameters
-            total += int(self._factor * parameters)
-            total += self._in_flight[place] * sum(s.passes[0].saved for s in sections)
-        return total
+        parts = {place: self.sections(stages[place]) for place in own}
+        parameters = sum(states(sections).parameters for sections in parts.values())
+        saved = {place: sum(s.passes[0].saved for s in part) for place, part in parts.items()}
+        return max(
+            int(factor * parameters) + sum(held[place] * saved[place] for place in own)
+            for factor, held in zip(self._factors, self._fullest, strict=True)
+        )
+
+    def floor(self) -> int:
+        """No cut into these stages holds less on its fullest rank, whatever its blocks keep.
+
+        A block that keeps least costs its states and what every micro-batch in flight has saved of
+        it, w bytes on a rank; one block is computed again meanwhile. N blocks on ranks that hold M
+        bytes beside that: N is at most the sum of M / w, so M is at least N over the sum of 1 / w.
+        """
+        blocks, least = (
+            [section for section in self.ladder[choice].sections if section.name]
+            for choice in ("keep", self.ladder.least)
+        )
+        if not blocks:
+            return 0
+        parameters = min(states([block]).parameters for block in blocks)
+        saved = [section.passes[0].saved for section in least]
+        pairs = zip(blocks, saved, strict=True)
+        again = max(0, min(block.passes[0].saved - size for block, size in pairs))
+        found = 0
+        for factor, held in zip(self._factors, self._fullest, strict=True):
+            own = [self._stages_of(rank) for rank in range(self.ranks)]
+            fewest = [min(held[place] for place in places) for places in own]
+            each = [factor * parameters + count * min(saved) for count in fewest]
+            if min(each) > 0:
+                beside = again if min(fewest) else 0
+                found = max(found, beside + int(len(blocks) / sum(1 / size for size in each)))
+        return max(found, self._fullest_stage(len(blocks)))
+
+    def _fullest_stage(self, blocks: int) -> int:
+        """One stage at least has its share of the blocks: those, and one micro-batch."""
+        if self._candidate.stages == 1:
+            return 0  # its forecast says it, at the same price
+        share = -(-blocks // self._candidate.stages)
+        choices: list[Choice] = [self.ladder.least] * share
+        stage = self._middle(share, tuple(choices))
+        return forecast(self.profile(stage), self._plan).peak().bytes
 
     def _peak(self, stages: Sequence[Stage], own: Sequence[int], rank: int) -> Peak:
         cut = self._plan.techniques.get("cut")

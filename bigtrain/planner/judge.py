@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bigtrain.build import make_plan
@@ -115,12 +115,13 @@ class Judge:
         """
         whole = self._whole(candidate.rows)
         seconds = candidate.micro_batches * whole.both / candidate.pp
+        crowded = self._clock.crowd * seconds
         if candidate.schedule is not None:
             given = (candidate.schedule, candidate.pp, candidate.micro_batches)
             share = closed_bubble(*given, candidate.stages_per_rank)
             through = whole.forward + whole.backward / 2  # to the inputs: all stages in a row
             seconds = max(seconds, through) if share is None else seconds / (1.0 - share)
-        return seconds * (1 - UNLIKE)
+        return max(seconds, crowded) * (1 - UNLIKE)
 
     def even_seconds(self, candidate: Candidate, plan: Plan) -> float:
         """The same with what is exchanged and updated: all stages have as many blocks.
@@ -150,7 +151,15 @@ class Judge:
             self._paces[rows] = self._clock.pace(self.whole(rows).sections)
         return self._paces[rows]
 
-    def least_bytes(self, candidate: Candidate, plan: Plan) -> int:
+    def floor_bytes(self, candidate: Candidate, plan: Plan) -> int:
+        """No plan of this candidate holds less: its states and what micro-batches keep.
+
+        Raises:
+            ConfigError: the model cannot be run so.
+        """
+        return self._fit(candidate, plan).floor()
+
+    def least_bytes(self, candidate: Candidate, plan: Plan, *, gradients: bool = True) -> int:
         """No plan of this candidate holds less on its fullest rank: its share of the states."""
         held = states(self.whole(candidate.rows).sections)
         size = 8 if plan.precision == "fp64" else 4 if plan.master_weights else 2
@@ -163,6 +172,8 @@ class Judge:
             0.0 if plan.release_gradients else 2.0 if low else held.gradients / numbers,
             0.0 if candidate.offload != "device" else state,
         )
+        if not gradients:
+            widths = replace(widths, gradients=0.0)
         stage = bounding_stage(candidate.engine, candidate.zero_stage)
         ranks = candidate.shard_ranks or candidate.dp
         return states_floor(numbers // candidate.pp, widths, stage, ranks)
@@ -193,8 +204,12 @@ class Judge:
         if candidate not in self._fits:
             ladder = self._ladder(plan, candidate)
             weight = max(1, states(ladder["keep"].sections).parameters)
-            factor = self.least_bytes(candidate, plan) * candidate.pp / weight
-            given = (plan, candidate, ladder, self._clock, self._composed, factor)
+            share = candidate.pp / weight
+            factors = (
+                self.least_bytes(candidate, plan, gradients=False) * share,
+                self.least_bytes(candidate, plan) * share,
+            )
+            given = (plan, candidate, ladder, self._clock, self._composed, factors)
             self._fits[candidate] = Fit(*given)
         return self._fits[candidate]
 

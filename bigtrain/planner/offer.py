@@ -108,8 +108,8 @@ def misses(planned: Planned) -> Iterator[str]:
         yield f"does not fit: {label} ({mesh}): {one.reason}"
     if answer.floored:
         yield (
-            f"{answer.floored} plans were left out because their share of parameters, gradients "
-            "and optimizer state alone is more"
+            f"{answer.floored} plans were left out because their parameters, gradients, optimizer "
+            "state and what micro-batches keep are more, however they are cut"
         )
 
 

@@ -35,7 +35,7 @@ class Answer:
     judged: int = 0
     """Of which the memory was forecast; others are slower than the best, or hold too much."""
     floored: int = 0
-    """Whose states alone are above the limit."""
+    """Whose states, and what micro-batches keep at least, are above the limit."""
     seconds: float = 0.0
 
 
@@ -49,7 +49,9 @@ class _Open:
     """0: its work. 1: and what it exchanges, evenly cut. 2: cut as it would be."""
     plan: Plan | None = None
     least_bytes: int = 0
-    """Known from the first look on."""
+    """No plan of it holds less; closer from the first look on."""
+    bounded: bool = False
+    """Whether that is as close as it gets."""
     too_small: int = 0
     """The largest limit that it was found not to fit."""
     refused: bool = False
@@ -136,12 +138,19 @@ class Search:
                 one.plan = self.judge.plan_of(one.candidate)
                 one.least_bytes = self.judge.least_bytes(one.candidate, one.plan)
                 return
+            if not one.bounded:
+                self._bound(one, one.plan)
+                return
             look = (self.judge.even_seconds, self.judge.kept_seconds)[one.looks]
             one.seconds = max(one.seconds, look(one.candidate, one.plan))
             one.looks += 1
         except ConfigError as error:
             one.refused = True
             self._refused.append(Refused(one.candidate, str(error)))
+
+    def _bound(self, one: _Open, plan: Plan) -> None:
+        one.least_bytes = max(one.least_bytes, self.judge.floor_bytes(one.candidate, plan))
+        one.bounded = True
 
     def _judged(self, one: _Open, limit: int) -> Judged | Refused:
         key = (one.candidate, limit)
@@ -156,12 +165,20 @@ class Search:
             if one.plan is None and not one.refused:
                 self._look(one)
         best: Judged | Refused | None = None
-        allowed = [one for one in self._open if not one.refused]
-        for one in sorted(allowed, key=lambda one: one.least_bytes):
-            if best is not None and one.least_bytes >= _bytes(best):
+        queue = [(one.least_bytes, n) for n, one in enumerate(self._open) if not one.refused]
+        heapq.heapify(queue)
+        while queue:
+            least, number = heapq.heappop(queue)
+            one = self._open[number]
+            if best is not None and least >= _bytes(best):
                 break
+            if not one.bounded:
+                self._look(one)
+                if not one.refused:
+                    heapq.heappush(queue, (one.least_bytes, number))
+                continue
             found = self._judged(one, 0)
-            if _bytes(found) < (_bytes(best) if best is not None else 2**63):
+            if best is None or _bytes(found) < _bytes(best):
                 best = found
         return best
 
