@@ -18,6 +18,8 @@ from bigtrain.errors import ConfigError, nearest
 from bigtrain.loading import Tree, preset_names, read_preset
 from bigtrain.units import format_bytes, parse_bytes
 
+Exchange = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "send"]
+
 KIND = "clusters"
 """The folder of the files that come along, below configs/."""
 
@@ -128,6 +130,18 @@ class NodeFigures(Section):
     disk_read: Number | None = None
     shared: bool = False
     """Whether the ranks of a node share one device's computing: true on a CPU."""
+    cores: Count | None = None
+    """Of a node that is shared: how many ranks compute at once at full speed; more of them take
+    turns. Null for as many as there are devices."""
+
+
+class LinkFigures(Section):
+    """What one kind of exchange reaches over a link, in the terms of `collectives.seconds`."""
+
+    latency: Number
+    """Seconds of each step of its ring or chain."""
+    bandwidth: Number
+    """Bytes per second that the busiest rank sends."""
 
 
 class Link(Section):
@@ -140,6 +154,15 @@ class Link(Section):
     efficiency: Share = 0.8
     """The share of it that large messages reach. The default is an assumption; 1 where
     `bandwidth` was measured."""
+    kinds: dict[Exchange, LinkFigures] = Field(default_factory=dict)
+    """Of exchanges that were measured by themselves; the others have the figures above."""
+
+    def of(self, kind: Exchange) -> Link:
+        """The link as one kind of exchange finds it."""
+        found = self.kinds.get(kind)
+        if found is None:
+            return self
+        return Link(latency=found.latency, bandwidth=found.bandwidth, efficiency=1.0)
 
     @property
     def rate(self) -> float:

@@ -16,12 +16,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Literal
 
-from bigtrain.cluster import Cluster, Link
+from bigtrain.cluster import Cluster, Exchange, Link
 from bigtrain.errors import ConfigError
-
-Exchange = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "send"]
 
 
 @dataclass(frozen=True)
@@ -115,6 +112,7 @@ def _on_one(kind: Exchange, link: Link, ranks: int, nbytes: float, calls: int) -
     """A ring or a chain over links of one kind."""
     if ranks == 1:
         return 0.0
+    link = link.of(kind)
     alpha, transfer = calls * link.latency, nbytes / link.rate
     if kind == "send":
         return alpha + transfer

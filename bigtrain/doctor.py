@@ -345,8 +345,6 @@ def _strategy_lines(found: Mapping[str, Any], gpus: int) -> Lines:
 
 def _rate_lines(rates: Mapping[str, Any]) -> Lines:
     flops = ", ".join(f"{name} {_flops(value)}" for name, value in rates["flops"].items())
-    ranks = f"{rates['link_ranks']} ranks"
-    latency = rates["link_latency"]
     lines = [
         ("matrix products", f"{flops} ({rates['device']})" if flops else "unknown"),
         ("memory copy", _speed(rates["copy_bytes"])),
@@ -355,8 +353,12 @@ def _rate_lines(rates: Mapping[str, Any]) -> Lines:
     ]
     if rates["device"] == "cuda":
         lines.append(("host to GPU", _speed(rates["to_device_bytes"])))
-    small = "unknown" if latency is None else f"{latency * 1e6:.0f} microseconds, small"
-    lines.append((f"all-reduce, {ranks}", f"{small}; {_speed(rates['link_bytes'])}, large"))
+    first = {"latency": rates["link_latency"], "bytes": rates["link_bytes"]}
+    for kind, found in {"all_reduce": first, **rates["link_kinds"]}.items():
+        latency = found["latency"]
+        small = "unknown" if latency is None else f"{latency * 1e6:.0f} microseconds, small"
+        ranks = f"{kind.replace('_', '-')}, {rates['link_ranks']} ranks"
+        lines.append((ranks, f"{small}; {_speed(found['bytes'])}, large"))
     lines += [(f"problem: {part}", text) for part, text in rates["problems"].items()]
     if rates["cache"] is None:
         return [*lines, ("not kept", f"in {cache_file()}: measured anew the next time")]

@@ -1,4 +1,4 @@
-"""How fast the ranks of this machine talk: the time of a small and of a large all-reduce.
+"""How fast the ranks of this machine talk: the time of small and of large exchanges.
 
 `bigtrain.rates` runs it in a process of its own, which starts the ranks; each rank is this file
 again:
@@ -6,7 +6,8 @@ again:
     python bigtrain/link_rates.py --start N ANSWER DEVICE
     python bigtrain/link_rates.py ANSWER DEVICE          as a rank
 
-ANSWER is a file that rank 0 writes: {"ranks": 2, "latency": seconds, "bytes": per second}.
+ANSWER is a file that rank 0 writes: {"ranks": 2, "latency": seconds, "bytes": per second} of an
+all-reduce, and "kinds": the same two of each other exchange by its name.
 """
 
 import os
@@ -20,10 +21,13 @@ import json
 import statistics
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
+import torch.distributed as dist
 
+from bigtrain.cluster import Exchange
+from bigtrain.collectives import sent_bytes
 from bigtrain.distributed import RunContext, connect
 from bigtrain.environment import detect
 from bigtrain.failures import run_guarded
@@ -41,30 +45,57 @@ def main(arguments: list[str]) -> int:
     device: Literal["cpu", "cuda"] = "cuda" if kind == "cuda" else "cpu"
     placement = detect(os.environ)
     with connect(placement, device=device, setup_timeout=60, timeout=60) as context:
-        latency = _seconds(context, torch.zeros(1, device=context.device), warm=20, times=100)
-        large = torch.zeros(LARGE // 4, device=context.device)
-        seconds = _seconds(context, large, warm=2, times=7)
+        found = {kind: _rates(context, kind) for kind in get_args(Exchange)}
         if context.is_main:
-            ranks = context.world_size
-            sent = 2 * (ranks - 1) / ranks * LARGE
-            found = {"ranks": ranks, "latency": latency, "bytes": sent / seconds}
-            Path(answer).write_text(json.dumps(found), "utf-8")
+            told = {"ranks": context.world_size, **found.pop("all_reduce"), "kinds": found}
+            Path(answer).write_text(json.dumps(told), "utf-8")
     return 0
 
 
-def _seconds(context: RunContext, tensor: torch.Tensor, *, warm: int, times: int) -> float:
-    """The median time of an all-reduce; collective."""
-    group = context.group()
-    if group is None:
-        raise ValueError("one rank has nobody to talk to")
+def _rates(context: RunContext, kind: Exchange) -> dict[str, float]:
+    """Of one kind of exchange; collective."""
+    latency = _seconds(context, kind, context.world_size, warm=10, times=50)
+    seconds = _seconds(context, kind, LARGE // 4, warm=2, times=7)
+    return {"latency": latency, "bytes": sent_bytes(kind, LARGE, context.world_size) / seconds}
+
+
+def _seconds(context: RunContext, kind: Exchange, numbers: int, *, warm: int, times: int) -> float:
+    """The median time of an exchange of so many numbers; collective."""
+    whole = torch.zeros(numbers, device=context.device)
+    share = torch.zeros(numbers // context.world_size, device=context.device)
     taken = []
     for _ in range(warm + times):
         began = time.perf_counter()
-        torch.distributed.all_reduce(tensor, group=group)
-        if tensor.is_cuda:
-            torch.cuda.synchronize(tensor.device)
+        _exchange(context, kind, whole, share)
+        if whole.is_cuda:
+            torch.cuda.synchronize(whole.device)
         taken.append(time.perf_counter() - began)
-    return statistics.median(taken[warm:])
+    # There and back: what is received cannot be told from what is waited for otherwise.
+    return statistics.median(taken[warm:]) / (2 if kind == "send" else 1)
+
+
+def _exchange(
+    context: RunContext, kind: Exchange, whole: torch.Tensor, share: torch.Tensor
+) -> None:
+    group = context.group()
+    if group is None:
+        raise ValueError("one rank has nobody to talk to")
+    if kind == "all_reduce":
+        dist.all_reduce(whole, group=group)
+    elif kind == "all_gather":
+        dist.all_gather_into_tensor(whole, share, group=group)
+    elif kind == "reduce_scatter":
+        dist.reduce_scatter_tensor(share, whole, group=group)
+    elif kind == "broadcast":
+        dist.broadcast(whole, 0, group=group)
+    elif kind == "reduce":
+        dist.reduce(whole, 0, group=group)
+    elif context.rank < 2:  # between the first two, there and back
+        for sender in (0, 1):
+            if context.rank == sender:
+                dist.send(whole, 1 - sender, group=group)
+            else:
+                dist.recv(whole, sender, group=group)
 
 
 if __name__ == "__main__":

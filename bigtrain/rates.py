@@ -1,7 +1,7 @@
 """How fast this machine is: computing, copying, its disk, the way to a GPU, between two ranks.
 
 Measured in a few seconds, and kept in $XDG_CACHE_HOME/bigtrain/rates.json (left out: ~/.cache) for
-the hardware, the version of torch and the number of threads that they were measured with.
+the hardware, the version of torch and the number of ranks that they were measured with.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Rates:
     """What one process reaches on this machine, and what its ranks reach together.
 
-    On a machine with GPUs, computing and copying are those of the first GPU; otherwise of the CPU,
-    with all threads that torch uses in one process: ranks that share the cores share these rates.
+    On a machine with GPUs, computing and copying are those of the first GPU; otherwise of the CPU
+    with a thread for each core: ranks that share the cores share these rates.
     None stands for what could not be measured; `problems` says why.
     """
 
@@ -63,28 +63,32 @@ class Rates:
     link_bytes: float | None
     """Bytes per second that each rank sends in a large all-reduce; of n ranks each sends
     2 (n-1)/n of its size."""
+    link_kinds: dict[str, dict[str, float]] = field(default_factory=dict)
+    """The other exchanges by kind: `latency`, seconds of a small one, and `bytes` per second that
+    the busiest rank sends in a large one, as `collectives.sent_bytes` counts them."""
     problems: dict[str, str] = field(default_factory=dict)
     """What could not be measured, by part (compute, memory, disk, device, link), and why."""
 
 
-def measured_rates(again: bool = False) -> Rates:
+def measured_rates(again: bool = False, ranks: int | None = None) -> Rates:
     """The rates of this machine: as they were kept, or measured now, which takes some seconds.
 
     Args:
         again: measure, also where rates are kept.
+        ranks: between which the links are measured; left out, see `link_ranks`.
     """
-    kept = None if again else cached_rates()
+    kept = None if again else cached_rates(ranks)
     if kept is not None:
         return kept
-    rates = _measure()
+    rates = _measure(link_ranks(ranks))
     if not rates.problems:  # what was in the way may be gone next time
         _keep(rates)
     return rates
 
 
-def cached_rates() -> Rates | None:
-    """The rates that are kept for this hardware, torch and number of threads; None without any."""
-    entry = _entries().get(_key())
+def cached_rates(ranks: int | None = None) -> Rates | None:
+    """The rates that are kept for this hardware, torch and number of ranks; None without any."""
+    entry = _entries().get(_key(link_ranks(ranks)))
     return None if entry is None else _rates_of(entry.get("rates"))
 
 
@@ -96,8 +100,12 @@ def cache_file() -> Path:
     return Path(folder) / "bigtrain" / "rates.json"
 
 
-def fingerprint() -> dict[str, Any]:
-    """What rates belong to, as JSON values."""
+def fingerprint(ranks: int | None = None) -> dict[str, Any]:
+    """What rates belong to, as JSON values.
+
+    Args:
+        ranks: see `measured_rates`.
+    """
     scratch = None
     with contextlib.suppress(OSError):  # no folder takes files
         scratch = scratch_folder()
@@ -109,8 +117,7 @@ def fingerprint() -> dict[str, Any]:
         "gpus": gpus,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "threads": torch.get_num_threads(),
-        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+        "link_ranks": link_ranks(ranks),
         "scratch": [scratch, file_system(scratch) if scratch else None],
     }
 
@@ -132,13 +139,13 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def link_ranks() -> int:
-    """Between how many ranks the link is measured: the GPUs, or two on the CPU."""
-    return max(2, torch.cuda.device_count())
+def link_ranks(ranks: int | None = None) -> int:
+    """Between how many ranks the link is measured: the GPUs, or on a CPU so many, at least two."""
+    return torch.cuda.device_count() if torch.cuda.device_count() > 1 else max(2, ranks or 2)
 
 
-def _key() -> str:
-    return json.dumps(fingerprint(), sort_keys=True)
+def _key(ranks: int) -> str:
+    return json.dumps(fingerprint(ranks), sort_keys=True)
 
 
 def _entries() -> dict[str, dict[str, Any]]:
@@ -160,12 +167,21 @@ def _rates_of(values: object) -> Rates | None:
     flops = values["flops"]
     if not isinstance(flops, dict) or set(flops) != set(_TYPES):
         return None
+    kinds = values["link_kinds"]
+    if not isinstance(kinds, dict) or not all(_is_link(found) for found in kinds.values()):
+        return None
     optional = {"to_device_bytes"} if values["device"] == "cpu" else set()
-    single = names - {"device", "flops", "problems"}
+    single = names - {"device", "flops", "problems", "link_kinds"}
     numbers = [values[n] for n in single if not (n in optional and values[n] is None)]
     if not all(_is_positive(number) for number in (*numbers, *flops.values())):
         return None
     return Rates(**values)
+
+
+def _is_link(found: object) -> bool:
+    if not isinstance(found, dict) or set(found) != {"latency", "bytes"}:
+        return False
+    return all(map(_is_positive, found.values()))
 
 
 def _is_positive(number: object) -> bool:
@@ -180,7 +196,10 @@ def _keep(rates: Rates) -> None:
     A folder that cannot be written costs the next process some seconds, and nothing else.
     """
     entries = _entries()
-    entries[_key()] = {"rates": asdict(rates), "measured": time.strftime("%Y-%m-%d %H:%M:%S")}
+    entries[_key(rates.link_ranks)] = {
+        "rates": asdict(rates),
+        "measured": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
     path = cache_file()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -191,7 +210,16 @@ def _keep(rates: Rates) -> None:
         os.replace(file.name, path)  # another process reads the old file or the new one
 
 
-def _measure() -> Rates:
+def _measure(ranks: int) -> Rates:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(usable_cores())  # launchers of several ranks allow each one thread
+    try:
+        return _measured(ranks)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measured(ranks: int) -> Rates:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     problems: dict[str, str] = {}
     flops = _part(lambda: _flops(device), "compute", problems) or {}
@@ -202,7 +230,7 @@ def _measure() -> Rates:
         moved = _part(lambda: _to_device_bytes(device), "device", problems)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the ranks want the memory
-    link = _part(lambda: _link(link_ranks()), "link", problems) or {}
+    link = _part(lambda: _link(ranks), "link", problems) or {}
     return Rates(
         device=device.type,
         flops=flops,
@@ -210,9 +238,10 @@ def _measure() -> Rates:
         disk_write_bytes=disk[0],
         disk_read_bytes=disk[1],
         to_device_bytes=moved,
-        link_ranks=link_ranks(),
+        link_ranks=ranks,
         link_latency=link.get("latency"),
         link_bytes=link.get("bytes"),
+        link_kinds=link.get("kinds", {}),
         problems=problems,
     )
 

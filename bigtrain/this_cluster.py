@@ -11,10 +11,12 @@ import torch
 from bigtrain.cluster import Cluster, DeviceFigures, Flops, Link, NodeFigures
 from bigtrain.errors import ConfigError
 from bigtrain.rates import Rates, cpu_name, measured_rates, usable_cores
-from bigtrain.units import GIB, MIB
+from bigtrain.units import GIB, MIB, format_bytes
 
 LAUNCH = {"cuda": 5e-6, "cpu": 5e-6}
 """Seconds of the smallest operation, issued from Python: an assumption."""
+MOST_LINKED = 8
+"""Ranks on one CPU between which links are measured; more of them are taken to talk as these do."""
 RESERVED = {"cuda": 2 * GIB, "cpu": 512 * MIB}
 """Bytes that are no tensors: an assumption. On a CPU the interpreter with torch loaded."""
 
@@ -29,7 +31,7 @@ def this_cluster(ranks: int | None = None) -> Cluster:
     Raises:
         ConfigError: something could not be measured.
     """
-    rates = measured_rates()
+    rates = measured_rates(ranks=None if ranks is None else min(ranks, MOST_LINKED))
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if rates.device == "cuda":
         count = torch.cuda.device_count()
@@ -64,10 +66,15 @@ def from_rates(
     kind: Literal["cuda", "cpu"] = "cuda" if rates.device == "cuda" else "cpu"
     if kind == "cuda" and device_memory is None:
         raise ConfigError("a GPU's device_memory is missing. Give its bytes.")
+    memory = device_memory or host_memory // devices
+    if memory <= RESERVED[kind]:
+        raise ConfigError(
+            f"--devices {devices}: each has {format_bytes(memory)} of this machine's "
+            f"{format_bytes(host_memory)}, and a process takes {format_bytes(RESERVED[kind])} "
+            f"without any tensor. Use --devices {max(1, host_memory // RESERVED[kind] - 1)} or "
+            "fewer, or --cluster and a file."
+        )
     copied = _needed(rates, "memory", rates.copy_bytes)
-    latency = _needed(rates, "link", rates.link_latency)
-    # An all-reduce of one number takes 2 (n-1) messages one after the other.
-    alpha = latency / (2 * (rates.link_ranks - 1))
     flops = {name: _needed(rates, "compute", rates.flops.get(name)) for name in ("fp32", "bf16")}
     return Cluster(
         name="here",
@@ -75,7 +82,7 @@ def from_rates(
         device=DeviceFigures(
             name=device_name or cpu_name(),
             kind=kind,
-            memory=device_memory or host_memory // devices,
+            memory=memory,
             reserved=RESERVED[kind],
             flops=Flops(fp32=flops["fp32"], bf16=flops["bf16"]),
             efficiency=1.0,
@@ -89,11 +96,23 @@ def from_rates(
             disk_write=rates.disk_write_bytes,
             disk_read=rates.disk_read_bytes,
             shared=kind == "cpu",
+            cores=usable_cores() if kind == "cpu" else None,
         ),
-        inside=Link(
-            latency=alpha, bandwidth=_needed(rates, "link", rates.link_bytes), efficiency=1.0
-        ),
+        inside=_link(rates),
     )
+
+
+def _link(rates: Rates) -> Link:
+    """The links by the steps that each kind of exchange has, one after the other."""
+    ring = rates.link_ranks - 1
+    steps = {"all_reduce": 2 * ring, "send": 1}
+    latency = _needed(rates, "link", rates.link_latency) / steps["all_reduce"]
+    kinds = {
+        kind: {"latency": found["latency"] / steps.get(kind, ring), "bandwidth": found["bytes"]}
+        for kind, found in rates.link_kinds.items()
+    }
+    given = {"latency": latency, "bandwidth": _needed(rates, "link", rates.link_bytes)}
+    return Link.model_validate({**given, "efficiency": 1.0, "kinds": kinds})
 
 
 def _needed(rates: Rates, part: str, found: float | None) -> float:

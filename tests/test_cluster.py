@@ -207,9 +207,33 @@ def test_rates_that_could_not_be_measured_are_named(missing, part):
         from_rates(rates, devices=2, host_memory=8 * GIB)
 
 
+def test_more_ranks_than_the_memory_holds_are_refused():
+    with pytest.raises(ConfigError, match=r"--devices 64: .*128\.0 MiB.*Use --devices 15 or"):
+        from_rates(RATES, devices=64, host_memory=8 * GIB)
+    assert from_rates(RATES, devices=15, host_memory=8 * GIB).device.usable > 0
+
+
+def test_kinds_of_exchange_have_the_figures_that_were_measured_of_them():
+    kinds = {
+        "all_gather": {"latency": 3e-4, "bytes": 5e8},
+        "send": {"latency": 5e-5, "bytes": 3e9},
+    }
+    rates = Rates(**{**vars(RATES), "link_ranks": 4, "link_kinds": kinds})
+    link = from_rates(rates, devices=4, host_memory=8 * GIB).inside
+    assert link.of("all_gather").latency == pytest.approx(1e-4)  # each of three steps
+    assert link.of("all_gather").rate == 5e8
+    assert (link.of("send").latency, link.of("send").rate) == (5e-5, 3e9)
+    assert link.of("reduce") == link  # like all that was not measured by itself
+    assert link.latency == pytest.approx(2e-4 / 6)
+
+
 def test_this_machine_is_a_cluster(monkeypatch):
-    monkeypatch.setattr("bigtrain.this_cluster.measured_rates", lambda: RATES)
+    asked = []
+    monkeypatch.setattr("bigtrain.this_cluster.measured_rates", lambda ranks: asked.append(ranks) or RATES)
     cluster = this_cluster(4)
     assert cluster.node.devices == 4
+    assert 1 <= cluster.node.cores
+    this_cluster(16)
+    assert asked == [4, 8]  # more than that are not started to learn how they talk
     assert cluster.device.memory == cluster.node.host_memory // 4
     assert this_cluster().node.devices >= 1

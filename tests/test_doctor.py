@@ -29,6 +29,7 @@ GIVEN = Rates(
     link_ranks=2,
     link_latency=1e-4,
     link_bytes=6e8,
+    link_kinds={"all_gather": {"latency": 2e-4, "bytes": 3e8}},
 )
 
 
@@ -102,6 +103,9 @@ def test_rates_are_measured_where_the_cache_is_damaged(first, cache):
     assert 1e5 < found["disk_read_bytes"] < 1e12
     assert 1e-6 < found["link_latency"] < 1
     assert 1e6 < found["link_bytes"] < 1e13
+    kinds = found["link_kinds"]
+    assert set(kinds) == {"all_gather", "reduce_scatter", "broadcast", "reduce", "send"}
+    assert all(1e-6 < kind["latency"] < 1 and 1e6 < kind["bytes"] < 1e13 for kind in kinds.values())
     assert (found["to_device_bytes"] is not None) == torch.cuda.is_available()
     assert [file.name for file in (cache / "bigtrain").iterdir()] == ["rates.json"]
 
@@ -145,15 +149,24 @@ def test_what_is_kept_is_given_back_without_measuring(home):
     assert measured_rates() == GIVEN
 
 
-def test_other_hardware_or_threads_have_rates_of_their_own(home):
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="links are those of the GPUs")
+def test_other_hardware_or_ranks_have_rates_of_their_own(home, monkeypatch):
     plant(home, asdict(GIVEN))
+    assert cached_rates(3) is None
+    assert cached_rates(1) == cached_rates(2) == GIVEN  # one rank has nobody to talk to
+    monkeypatch.setattr(rates, "cpu_name", lambda: "another")
+    assert cached_rates() is None
+
+
+def test_launchers_that_allow_a_rank_one_thread_change_no_rates(home, monkeypatch):
+    plant(home, asdict(GIVEN))
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        assert cached_rates() is None
+        assert cached_rates() == GIVEN
     finally:
         torch.set_num_threads(threads)
-    assert cached_rates() == GIVEN
 
 
 @pytest.mark.parametrize(
@@ -162,6 +175,9 @@ def test_other_hardware_or_threads_have_rates_of_their_own(home):
         {**asdict(GIVEN), "copy_bytes": -1.0},
         {**asdict(GIVEN), "copy_bytes": "fast"},
         {**asdict(GIVEN), "link_latency": None},
+        {**asdict(GIVEN), "link_kinds": {"send": {"latency": 1e-4}}},
+        {**asdict(GIVEN), "link_kinds": {"send": {"latency": 1e-4, "bytes": "fast"}}},
+        {**asdict(GIVEN), "link_kinds": None},
         {**asdict(GIVEN), "flops": {"fp32": 1e9}},
         {**asdict(GIVEN), "unknown": 1},
         {**asdict(GIVEN), "device": "cuda"},  # without its way to the device

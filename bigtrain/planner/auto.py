@@ -96,7 +96,7 @@ def _cluster(device_type: str, placement: Placement) -> tuple[Cluster, str]:
     """Where this run is, without measuring: ranks that measured would find different rates."""
     ranks = placement.local_world_size
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    rates = cached_rates() if placement.one_node else None
+    rates = cached_rates(ranks) or cached_rates() if placement.one_node else None
     if rates is not None and rates.device == device_type:
         if device_type == "cpu":
             found = from_rates(rates, devices=ranks, host_memory=host)

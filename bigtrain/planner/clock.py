@@ -70,7 +70,10 @@ class Clock:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         device, node = cluster.device, cluster.node
-        share = 1.0 / node.devices if node.shared else 1.0
+        at_once = min(node.devices, node.cores or node.devices) if node.shared else 1
+        self.crowd = node.devices / at_once if node.shared else 1.0
+        """Ranks of a node for each that computes at full speed, at which the times below are."""
+        share = 1.0 / at_once
         self._flops = device.flops.fp32 * device.efficiency * share
         self._low_flops = device.flops.bf16 * device.efficiency * share
         self._nbytes = device.memory_bandwidth * share
@@ -124,7 +127,7 @@ class Clock:
             talked, moved = self._traffic(plan, profile, slowest, micro_batches)
             exchange, moving = max(exchange, talked), max(moving, moved)
         shards = plan.techniques["replicate"].state_ranks(plan)
-        return StepSeconds(compute, idle, exchange, moving, update / shards)
+        return StepSeconds(compute, idle, exchange, moving, self.crowd * update / shards)
 
     def _computing(
         self, plan: Plan, paces: Sequence[Pace], profiles: Sequence[Profile], *, played: bool
@@ -133,7 +136,7 @@ class Clock:
         micro_batches = plan.batch.accumulation_steps
         cut = plan.techniques.get("cut")
         if plan.pp == 1 or not isinstance(cut, CutStrategy):
-            return micro_batches * sum(pace.both for pace in paces), 0.0
+            return self.crowd * micro_batches * sum(pace.both for pace in paces), 0.0
         schedule = str(getattr(cut, "schedule", "naive"))
         sending = self._sending(plan, profiles)
         stages = [StageSeconds(p.forward + sending, *_parts(p, sending)) for p in paces]
@@ -155,6 +158,8 @@ class Clock:
             total = bubble(order(schedule, plan.pp, per_rank, micro_batches), stages).seconds
         else:  # one micro-batch goes there and back through all stages
             total = sum(one.forward + one.inputs for one in stages)
+        # Where ranks take turns on the cores, those that wait leave them to the others.
+        total = max(total, self.crowd * sum(busy) / len(busy))
         return max(busy), max(0.0, total - max(busy))
 
     def _sending(self, plan: Plan, profiles: Sequence[Profile]) -> float:
