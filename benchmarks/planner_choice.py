@@ -3,14 +3,15 @@
     python benchmarks/planner_choice.py --output benchmarks/results/planner_choice.json
     python benchmarks/planner_choice.py --ranks 2
 
-For 1, 2 and 4 ranks a small GPT is planned under five limits, from just enough for the smallest
-plan to enough for the fastest. Under each limit every candidate of the space that fits by forecast
+For 1, 2 and 4 ranks a small GPT is planned under five caps, from just enough for the smallest
+plan to enough for the fastest. Under each cap every candidate of the space that fits by forecast
 is a plan to be measured, not only those that the search has looked at: its step is the median of
-`STEPS` steps of a real run, its peak the highest tracked one of all ranks. `chosen` is the step of
-the planner's plan over that of the best one measured, 1 being the best; both are measured again,
+`STEPS` steps of a real run, in which the cap is enforced (`memory.cap`: the first, so the lowest,
+of those under which it fits), its peak the highest tracked one of all ranks. `chosen` is the step
+of the planner's plan over that of the best one measured, 1 being the best; both are measured again,
 in alternation, as single runs differ by some per cent. `rank correlation` is Spearman's between the
-predicted and the measured seconds of all plans under a limit. `wrong` counts plans that were said
-to fit and whose tracked peak is above the limit.
+predicted and the measured seconds of all plans under a cap. `wrong` counts plans that were said to
+fit and ended out of memory, or whose tracked peak is above what the cap leaves to tensors.
 
 Rates are those that `bigtrain doctor` measures on this machine. One run at a time, on an idle
 machine: these are timings.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -39,8 +41,11 @@ from bigtrain.errors import ConfigError
 from bigtrain.loading import load_job
 from bigtrain.parts import open_parts
 from bigtrain.planner.asked import Planned, Question, ask
+from bigtrain.planner.command import room
 from bigtrain.planner.judge import Judged
+from bigtrain.remedies import BESIDE, MARGIN
 from bigtrain.this_cluster import this_cluster
+from bigtrain.units import MIB
 
 GPT = {"num_layers": 8, "width": 192, "num_heads": 4, "vocab_size": 1024, "sequence_length": 512}
 BATCH = 4
@@ -59,26 +64,31 @@ WORDS = [
 ]
 
 
-def planned(ranks: int, limit: int) -> Planned:
-    """The planner's answer under a limit."""
-    job = load_job(None, "single", WORDS)
-    cluster = this_cluster(ranks)
+def planned(ranks: int, cap: int | None) -> Planned:
+    """The planner's answer under a cap."""
+    words = WORDS if cap is None else [*WORDS, f"memory.cap={cap}"]
+    job, cluster = load_job(None, "single", words), this_cluster(ranks)
+    kept = None if cap is None else str(cap)
+    memory, limit, _ = room(cluster, memory="1TiB" if cap is None else None, cap=kept)
     margins = {"torch": 0.0}
-    return ask(Question(job, cluster, ranks, limit, limit, BATCH, margins=margins))
+    given = (job, cluster, ranks, memory, limit, BATCH)
+    return ask(Question(*given, margins=margins, capped=cap is not None))
 
 
-def prepare(ranks: int) -> list[tuple[int, list[dict[str, Any]]]]:
-    """For each limit, in bytes, the plans that fit by forecast, the planner's own first."""
-    roomy = planned(ranks, 2**40)
+def prepare(ranks: int) -> list[tuple[int, int, list[dict[str, Any]]]]:
+    """For each cap what it leaves to tensors and the plans that fit, the planner's own first."""
+    roomy = planned(ranks, None)
     smallest = roomy.search.smallest()
     low = smallest.peak.bytes if smallest is not None and smallest.peak is not None else 0
     high = max(low, roomy.answer.best[0].peak.bytes)
     found = []
     for share in SHARES:
-        limit = round(low + (high - low) * share) + 2**20
-        answer = planned(ranks, limit)
+        wanted = round(low + (high - low) * share) + MIB
+        cap = math.ceil((wanted + BESIDE) / MARGIN)
+        answer = planned(ranks, cap)
+        limit = answer.question.limit
         plans = [*answer.answer.best[:1], *_fitting(answer, limit)]
-        found.append((limit, [_told(one) for one in plans]))
+        found.append((cap, limit, [_told(one) for one in plans]))
     return found
 
 
@@ -163,7 +173,7 @@ def of_ranks(ranks: int) -> Iterator[dict[str, Any]]:
     if not outcome.values:
         raise RuntimeError(outcome.refused or outcome.failed)
     known: dict[str, dict[str, Any]] = {}
-    for limit, plans in outcome.values[0]:
+    for cap, limit, plans in outcome.values[0]:
         for plan in plans:
             if plan["key"] not in known:
                 known[plan["key"]] = measured(ranks, plan)
@@ -174,15 +184,20 @@ def of_ranks(ranks: int) -> Iterator[dict[str, Any]]:
         rows = [{k: one[k] for k in fields} | known[one["key"]] for one in plans[1:]]
         yield {
             "ranks": ranks,
+            "cap_bytes": cap,
             "limit_bytes": limit,
             "chosen": chosen["plan"],
             "best": best["plan"],
             "chosen_over_best": ratio,
             "rank_correlation": correlation([r for r in rows if "seconds" in r]),
-            "wrong": [r["plan"] for r in rows if r.get("tracked_bytes", 0) > limit],
+            "wrong": [r["plan"] for r in rows if _is_wrong(r, limit)],
             "failed": sum("failed" in r for r in rows),
             "plans": rows,
         }
+
+
+def _is_wrong(row: dict[str, Any], limit: int) -> bool:
+    return row.get("tracked_bytes", 0) > limit or "memory" in row.get("failed", "")
 
 
 def correlation(rows: list[dict[str, Any]]) -> float | None:
@@ -198,7 +213,7 @@ def line(row: dict[str, Any]) -> str:
     """A row for a person."""
     ratio, rank = row["chosen_over_best"], row["rank_correlation"]
     return (
-        f"{row['ranks']} ranks, {row['limit_bytes'] / 2**20:.0f} MiB: {row['chosen']}; best "
+        f"{row['ranks']} ranks, {row['cap_bytes'] / MIB:.0f} MiB: {row['chosen']}; best "
         f"{row['best']}; chosen over best {'-' if ratio is None else f'{ratio:.3f}'}; "
         f"rank correlation {'-' if rank is None else f'{rank:.2f}'} of {len(row['plans'])} plans, "
         f"{len(row['wrong'])} wrong, {row['failed']} failed"
