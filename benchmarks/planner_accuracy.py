@@ -9,7 +9,9 @@ Before anything is built each rank predicts its peak from the job alone (`Engine
 it trains a few steps on random samples with every tensor tracked (`Meter.measured().peak`). The
 error is predicted / tracked - 1, that of a row the one of its ranks that is furthest from 0 (for
 fairscale, which deals states out unevenly, forecasts are those of the fullest rank);
-`process` is the process's resident memory above what it was before the model was built.
+`process` is the process's resident memory above what it was before the model was built,
+`process_base` what it was then: together its highest (VmHWM). The error of the process is that of
+the forecast on top of the base.
 
 Each strategy has a row with each model and each way of keeping, in both precisions and both sizes
 of micro-batch; which of these go together rotates from row to row. A budget lies half-way between
@@ -93,6 +95,8 @@ PRECISIONS = ("fp32", "bf16")
 MICRO = (1, 4)
 BARS = {"torch": (0.03, 0.005), "deepspeed": (0.05, 0.05), "fairscale": (0.05, 0.05)}
 """By engine: the largest error that is wanted, and the largest under-estimate."""
+PROCESS_BAR = 0.1
+"""The largest error of a process that is wanted."""
 
 
 class ResidualMLP(nn.Module):
@@ -281,6 +285,7 @@ def train(context: RunContext, words: Sequence[str], row: Row) -> dict[str, Any]
         "predicted_bytes": predicted.bytes,
         "tracked_bytes": tracked.bytes,
         "process_bytes": found.process_peak_bytes,
+        "process_base_bytes": found.process_base_bytes,
         "predicted_phase": predicted.phase,
         "tracked_phase": tracked.phase,
         "error": round(predicted.bytes / tracked.bytes - 1, 5),
@@ -307,6 +312,7 @@ def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
                 "largest_under_estimate": min(0.0, *errors),
                 "largest_error_of_a_fullest_rank": max(map(_of_fullest, chosen), key=abs),
             }
+    result["process"] = of_processes([rank for row in done for rank in row["ranks"]])
     result["outside_of_the_bars"] = [
         row["name"]
         for row in done
@@ -316,6 +322,26 @@ def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     result["refused"] = sum("refused" in row for row in found.values())
     result["failed"] = sum("failed" in row for row in found.values())
     return result
+
+
+def of_processes(ranks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The errors of the forecast on top of what the process had, beside its highest."""
+    known = [rank for rank in ranks if rank.get("process_base_bytes") and rank["process_bytes"]]
+    errors = [
+        (rank["process_base_bytes"] + rank["predicted_bytes"])
+        / (rank["process_base_bytes"] + rank["process_bytes"])
+        - 1
+        for rank in known
+    ]
+    if not errors:
+        return None
+    return {
+        "ranks": len(errors),
+        "mean_absolute_error": round(sum(map(abs, errors)) / len(errors), 5),
+        "largest_over_estimate": round(max(0.0, *errors), 5),
+        "largest_under_estimate": round(min(0.0, *errors), 5),
+        "above_bar": sum(abs(error) > PROCESS_BAR for error in errors),
+    }
 
 
 def _of_fullest(row: dict[str, Any]) -> float:

@@ -141,6 +141,29 @@ def lay_out(
     return cut.lay_out(model, micro_batch, loss, make_optimizer, plan)
 
 
+def check_mesh(plan: Plan, context: RunContext) -> None:
+    """Refuse ranks that were connected as another mesh than the plan's: they would wait for ever.
+
+    Raises:
+        ConfigError: with both meshes.
+    """
+    planned = {"pp": plan.pp, "dp": plan.dp, "tp": plan.tp}
+    found = {
+        "pp": context.pp_size,
+        "dp": context.dp_size,
+        "tp": context.world_size // (context.pp_size * context.dp_size),
+    }
+    if planned != found:
+        shown, wanted = (
+            ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+            for sizes in (found, planned)
+        )
+        raise ConfigError(
+            f"the ranks are connected as a mesh of {shown}, and the job plans {wanted}. "
+            f"Use connect({wanted}), or give the job mesh.pp={context.pp_size}."
+        )
+
+
 def build(
     plan: Plan,
     blueprint: Blueprint,

@@ -125,6 +125,9 @@ class NodeFigures(Section):
     host_link: Number | None = None
     """Bytes per second between a device and the host's memory, each way, while all devices of the
     node do so; null on a CPU, which is the host."""
+    host_bandwidth: Number = 2.0e11
+    """Bytes per second of the host's memory, those read and those written together, while all
+    ranks update there. The default is an assumption, of the order of what one server has."""
     disk_write: Number | None = None
     """Bytes per second to the node's disks, all ranks together; null where nobody knows."""
     disk_read: Number | None = None

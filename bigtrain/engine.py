@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bigtrain.blueprint import Blueprint, describe
-from bigtrain.build import build, lay_out, make_plan
+from bigtrain.build import build, check_mesh, lay_out, make_plan
 from bigtrain.cap import Cap, is_out_of_memory, room_bytes
 from bigtrain.checkpoint import (
     Checkpoint,
@@ -109,6 +109,7 @@ class Engine:
         self.job = job
         self.context = context
         self.plan = plan or make_plan(job, context.world_size, context.device.type)
+        check_mesh(self.plan, context)
         self.loss: Loss = as_loss(loss)
         self.task = task or CustomTask(self.loss)
         self.blueprint = _blueprint(model)
@@ -117,8 +118,7 @@ class Engine:
         self._skeleton: nn.Module | None = None
         self.advice: list[str] = []
         """Where a technique cannot help: known with the prediction."""
-        self.steps_done = 0
-        self.samples_seen = 0
+        self.steps_done = self.samples_seen = 0
         self._learning_rate = learning_rate
         self._make_optimizer = optimizer
         self._closing = ExitStack()

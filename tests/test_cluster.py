@@ -229,10 +229,11 @@ def test_kinds_of_exchange_have_the_figures_that_were_measured_of_them():
 
 def test_this_machine_is_a_cluster(monkeypatch):
     asked = []
-    monkeypatch.setattr("bigtrain.this_cluster.measured_rates", lambda ranks: asked.append(ranks) or RATES)
+    measured = "bigtrain.this_cluster.measured_rates"
+    monkeypatch.setattr(measured, lambda ranks: asked.append(ranks) or RATES)
     cluster = this_cluster(4)
     assert cluster.node.devices == 4
-    assert 1 <= cluster.node.cores
+    assert cluster.node.cores >= 1
     this_cluster(16)
     assert asked == [4, 8]  # more than that are not started to learn how they talk
     assert cluster.device.memory == cluster.node.host_memory // 4

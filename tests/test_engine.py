@@ -80,6 +80,18 @@ def test_the_door_refuses_like_the_command_does():
         engine.step(BATCH)
 
 
+def joined_otherwise(context):
+    with pytest.raises(ConfigError) as refused:
+        Engine(linear, F.cross_entropy, sgd, job_of("ddp", {}), context)
+    return str(refused.value)
+
+
+def test_ranks_that_are_connected_as_another_mesh_are_refused():
+    for said in run_ranks(joined_otherwise, 2, pp=2):
+        assert "connected as a mesh of pp=2, dp=1, tp=1, and the job plans pp=1, dp=2, tp=1" in said
+        assert "Use connect(pp=1, dp=2, tp=1), or give the job mesh.pp=2." in said
+
+
 def first_weights(context, model):
     with Engine(model, F.cross_entropy, sgd, job_of("ddp", {}), context) as engine:
         return {n: t.clone() for n, t in engine.model.state_dict().items()}, engine.blueprint.reason

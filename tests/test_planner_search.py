@@ -167,6 +167,49 @@ def test_where_nothing_fits_the_least_that_would_do_is_named() -> None:
     assert not ask(question(2, (size - 1) * MIB, **margin)).answer.best
 
 
+@pytest.mark.parametrize("name", ["cpu", "a100-node"])
+def test_where_nothing_fits_the_optimizers_state_goes_elsewhere(name: str) -> None:
+    cluster = load_cluster(name)
+    job = load_job(None, "single", GPT)
+
+    def asked(limit: int) -> Planned:
+        return ask(Question(job, cluster, 1, limit, limit, 8, margins={"torch": 0.0}))
+
+    roomy = asked(2**40)
+    least = roomy.search.smallest()
+    assert least is not None
+    assert least.peak is not None
+    assert all(one.candidate.offload == "device" for one in roomy.answer.best)
+    best = asked(least.peak.bytes - 1).answer.best[0]
+    place = "disk" if name == "cpu" else "cpu"
+    assert best.candidate.label == f"single + optimizer on {place}"
+    assert best.job.strategy.offload.model_dump()["optimizer"] == place
+    assert best.peak.bytes < least.peak.bytes
+    kept = [one for one in roomy.answer.best if one.candidate.rows == best.candidate.rows]
+    assert best.seconds.moving > 0
+    assert best.seconds.total > max(one.seconds.total for one in kept)
+    if name == "cpu":
+        parts = open_parts(best.job, make_plan(best.job, 1, "cpu"))
+        given = (parts.model.model, parts.example(), parts.loss, parts.optimizer, parts.layout)
+        found = rank_of(parts.plan, *given, 0).forecast
+        assert found is not None
+        assert best.peak.bytes == pytest.approx(found.peak().bytes, rel=0.002)
+
+
+def test_state_on_the_host_has_to_fit_there() -> None:
+    small = NODE.node.model_copy(update={"host_memory": MIB // 8})
+    cluster = NODE.model_copy(update={"node": small})
+    job = load_job(None, "single", GPT)
+    least = ask(Question(job, cluster, 1, 2**40, 2**40, 8)).search.smallest()
+    assert least is not None
+    assert least.peak is not None
+    limit = least.peak.bytes - 1
+    planned = ask(Question(job, cluster, 1, limit, limit, 8))
+    assert planned.answer.best == []
+    reasons = [one.reason for one in planned.answer.refused if one.candidate.offload == "cpu"]
+    assert any("optimizer state on the host of a node, which has 128.0 KiB" in r for r in reasons)
+
+
 def test_a_cap_that_would_do_is_named_as_one() -> None:
     def capped(cap: int) -> Planned:
         limit = room(NODE, memory=None, cap=str(cap))[1]

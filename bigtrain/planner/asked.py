@@ -127,6 +127,7 @@ def _asked(question: Question) -> Planned:
         dp=question.dp,
         rows=question.rows,
         engines=tuple(question.margins),
+        elsewhere="cpu" if question.cluster.device.kind == "cuda" else "disk",
     )
     search = Search(judge, space)
     answer = search.run(question.limit)

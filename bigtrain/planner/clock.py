@@ -86,6 +86,11 @@ class Clock:
         longer = np.maximum(arithmetic, work.nbytes / self._nbytes)
         return float(((longer + self._launch) * work.times).sum())
 
+    def host_work(self, work: Work) -> float:
+        """Seconds of the same on the host of a GPU, whose memory its ranks share."""
+        node = self.cluster.node
+        return float((work.nbytes * work.times).sum()) * node.devices / node.host_bandwidth
+
     def pace(self, sections: Sequence[Section]) -> Pace:
         """One micro-batch through some sections and back."""
         return Pace(

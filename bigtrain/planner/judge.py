@@ -18,8 +18,9 @@ from bigtrain.planner.clock import Clock, Pace, StepSeconds, closed_bubble
 from bigtrain.planner.compose import states
 from bigtrain.planner.fit import LADDER, Fit, Ladder, Stage, shorter
 from bigtrain.planner.space import Candidate
+from bigtrain.schedules import SPLIT
 from bigtrain.strategy import CutStrategy, Plan
-from bigtrain.timeline import Peak
+from bigtrain.timeline import Breakdown, Peak
 from bigtrain.units import format_bytes
 
 UNLIKE = 0.1
@@ -133,7 +134,8 @@ class Judge:
         pace = self._whole(candidate.rows)
         share = Pace(pace.forward / candidate.stages, pace.backward / candidate.stages)
         paces = [share] * candidate.stages
-        found = self._clock.step(plan, paces, [fit.even()], self._update(fit, None), played=False)
+        update = self._update(fit, plan, None)
+        found = self._clock.step(plan, paces, [fit.even()], update, played=False)
         return found.total * (1 - UNLIKE)
 
     def kept_seconds(self, candidate: Candidate, plan: Plan) -> float:
@@ -162,8 +164,7 @@ class Judge:
     def least_bytes(self, candidate: Candidate, plan: Plan, *, gradients: bool = True) -> int:
         """No plan of this candidate holds less on its fullest rank: its share of the states."""
         held = states(self.whole(candidate.rows).sections)
-        size = 8 if plan.precision == "fp64" else 4 if plan.master_weights else 2
-        numbers = max(1, held.gradients // size)
+        numbers = self._numbers(held, plan)
         low = plan.bf16_parameters and plan.master_weights
         own = _own_copies(candidate)
         state = held.optimizer / numbers + (4.0 if low and not own else 0.0)
@@ -187,6 +188,9 @@ class Judge:
             limit: bytes that a rank may hold, what a forecast may be wrong by included.
         """
         limit = int(limit / (1 + self._margins.get(candidate.engine, 0.0)))
+        over = self._over_host(candidate, plan)
+        if over is not None:
+            return Refused(candidate, over)
         try:
             fit = self._fit(candidate, plan)
             found = fit.fitted(fit.edges(None), limit)
@@ -199,6 +203,29 @@ class Judge:
         if isinstance(found, Peak):
             return Refused(candidate, _too_much(found, limit), found)
         return self._judged(candidate, plan, fit, *found)
+
+    def _over_host(self, candidate: Candidate, plan: Plan) -> str | None:
+        """What is too much for the host's memory, where the optimizer's state is to be there."""
+        if candidate.offload != "cpu":
+            return None
+        node = self._clock.cluster.node
+        held = states(self.whole(candidate.rows).sections)
+        shards = candidate.pp * plan.techniques["replicate"].state_ranks(plan)
+        # Gradients come to the host beside its fp32 values.
+        each = (held.optimizer + 2 * 4 * self._numbers(held, plan)) // shards
+        whole = each * min(node.devices, candidate.pp * candidate.dp)
+        if whole <= node.host_memory:
+            return None
+        return (
+            f"{format_bytes(whole)} of optimizer state on the host of a node, which has "
+            f"{format_bytes(node.host_memory)}"
+        )
+
+    @staticmethod
+    def _numbers(held: Breakdown, plan: Plan) -> int:
+        """Trained numbers, by their gradients in one process."""
+        size = 8 if plan.precision == "fp64" else 4 if plan.master_weights else 2
+        return max(1, held.gradients // size)
 
     def _fit(self, candidate: Candidate, plan: Plan) -> Fit:
         if candidate not in self._fits:
@@ -223,7 +250,11 @@ class Judge:
             kind = {"waiting": waiting, "cut": plan.pp > 1}
             return self._anatomy.body(plan, candidate.rows, choice, **kind)
 
-        return Ladder([c for c in LADDER if c != "selective" or plan.keeps_products], body)
+        usual = [c for c in LADDER if c != "selective" or plan.keeps_products]
+        # A backward pass in two parts would compute every block again in both of them, and what
+        # it holds then is more than any of its parts has.
+        splits = candidate.schedule in SPLIT
+        return Ladder(["keep"] if splits else usual, body)
 
     def _judged(
         self,
@@ -250,16 +281,19 @@ class Judge:
         paces = [self._clock.pace(fit.sections(stage)) for stage in stages]
         telling = sorted({0, len(stages) // 2, len(stages) - 1})
         profiles = [fit.profile(stages[place]) for place in telling]
-        update = self._update(fit, max(profile.trained_elements for profile in profiles))
+        most = max(profile.trained_elements for profile in profiles)
+        update = self._update(fit, plan, most)
         return self._clock.step(plan, paces, profiles, update)
 
-    def _update(self, fit: Fit, most: int | None) -> float:
+    def _update(self, fit: Fit, plan: Plan, most: int | None) -> float:
         """Seconds of the optimizer's step on so many numbers; None for a rank's even share."""
         base = fit.ladder["keep"].base
         run_on = sum(t.numbers for s in base.sections for t in s.tensors if t.trained)
         if most is None:
             most = fit.trained // fit.ranks
-        return self._clock.work(base.step_work.scaled(most / max(1, run_on)))
+        work = base.step_work.scaled(most / max(1, run_on))
+        on_host = plan.offloaded.optimizer == "cpu" and plan.device_type == "cuda"
+        return self._clock.host_work(work) if on_host else self._clock.work(work)
 
 
 def _own_copies(candidate: Candidate) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from bigtrain.errors import ConfigError
@@ -69,7 +70,7 @@ class Search:
         self.judge, self.space = judge, space
         self._known: dict[tuple[Candidate, int], Judged | Refused] = {}
         self._refused: list[Refused] = []
-        self._open = [_Open(one, judge.least_seconds(one)) for one in space.candidates()]
+        self._open = [*self._opened("device")]
 
     def run(self, limit: int) -> Answer:
         """Find the fastest plans that fit.
@@ -83,6 +84,11 @@ class Search:
         began = time.perf_counter()
         answer = Answer(candidates=len(self._open))
         answer.best = self._fastest(limit, BEST, answer)
+        if not answer.best and self.space.elsewhere is not None:
+            # State that is moved each step costs more time than all else that makes room.
+            self._open += self._opened(self.space.elsewhere)
+            answer.candidates, answer.floored = len(self._open), 0
+            answer.best = self._fastest(limit, BEST, answer)
         if all(one.refused for one in self._open) and self._refused:
             raise ConfigError(self._refused[0].reason)
         found = list(answer.best)
@@ -93,6 +99,10 @@ class Search:
         answer.judged = len({candidate for candidate, _ in self._known})
         answer.seconds = time.perf_counter() - began
         return answer
+
+    def _opened(self, place: str) -> Iterator[_Open]:
+        for one in self.space.candidates(place):
+            yield _Open(one, self.judge.least_seconds(one))
 
     def _fastest(self, limit: int, count: int, answer: Answer | None = None) -> list[Judged]:
         best: list[Judged] = []

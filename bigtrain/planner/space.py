@@ -7,7 +7,7 @@ what fits (see `judge`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -123,7 +123,8 @@ class Space:
     dp: int | None = None
     rows: int | None = None
     engines: tuple[str, ...] = ("torch", "deepspeed")
-    offload: tuple[str, ...] = field(default=("device",))
+    elsewhere: str | None = None
+    """Where the optimizer's state may be instead, where nothing fits with it on the device."""
 
     def meshes(self) -> list[tuple[int, int]]:
         """(pp, dp) for all devices.
@@ -156,16 +157,19 @@ class Space:
             )
         return dividing
 
-    def candidates(self) -> Iterator[Candidate]:
-        """All of them; what a technique refuses is not left out yet."""
+    def candidates(self, place: str = "device") -> Iterator[Candidate]:
+        """All of them; what a technique refuses is not left out yet.
+
+        Args:
+            place: of the optimizer's state.
+        """
         for pp, dp in self.meshes():
             for rows in self._rows(self.global_batch_size // dp):
                 steps = self.global_batch_size // dp // rows
                 for replicate, shards in self._replicate(pp, dp):
                     for schedule, per_rank in self._schedules(pp, steps):
-                        for place in self.offload:
-                            given = (pp, dp, replicate, rows, steps, schedule, per_rank)
-                            yield Candidate(*given, place, shards)
+                        given = (pp, dp, replicate, rows, steps, schedule, per_rank)
+                        yield Candidate(*given, place, shards)
 
     def _rows(self, share: int) -> list[int]:
         if self.rows is not None:
