@@ -106,11 +106,12 @@ def run_on_fakes(
     device: torch.device,
     watch: Watch | None = None,
     before: MicroBatch | None = None,
+    make_runner: Callable[[Assembly], LoopRunner] = LoopRunner,
 ) -> FakeRun:
     """Run the plain loop on a fake twin of a model.
 
     Args:
-        model: as all others but the last two: see `make_profile`.
+        model: as all others but the last three: see `make_profile`.
         micro_batch: one.
         loss: as in the run.
         make_optimizer: as in the run.
@@ -118,6 +119,7 @@ def run_on_fakes(
         device: whose kernels decide what is saved.
         watch: what else is noted.
         before: a micro-batch of another size, for the first step.
+        make_runner: of the loop.
 
     Raises:
         Exception: of any kind that the model's own code raises where it sees no numbers.
@@ -136,7 +138,7 @@ def run_on_fakes(
         choices = plan.choices(model)
         shape(fake, choices, plan.mover(device, fake=True))
         visits, followed = Visits(fake, tracker), Visits(fake, tracker, choices)
-        runner = LoopRunner(
+        runner = make_runner(
             Assembly(
                 context=RunContext.alone(device),
                 plan=plan,

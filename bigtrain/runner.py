@@ -189,9 +189,13 @@ class LoopRunner(StepRunner):
         if check:
             self._agree(float(loss.detach()), 1)
         self.meter.phase("backward")
-        (loss * scale).backward()  # type: ignore[no-untyped-call]
+        self.backward(loss * scale)
         self.own_gradients()
         return loss.detach()
+
+    def backward(self, loss: Tensor) -> None:
+        """Go back from a loss."""
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def _agree(self, loss_sum: float, total: float) -> float:
         sums = self.context.all_gather_numbers(loss_sum, "dp")

@@ -22,6 +22,7 @@ from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.keeping import Choice
 from bigtrain.planner.dissect import CannotRunError, Dissected, dissect
+from bigtrain.planner.halves import Halved, between_halves, halve
 from bigtrain.planner.sections import Far, Pass, Section, Work
 from bigtrain.planner.shorten import shortened, untied
 from bigtrain.registry import make_technique
@@ -74,6 +75,7 @@ class Anatomy:
         self._make_optimizer, self._device = make_optimizer, device
         self._runs: dict[object, tuple[Dissected, ...]] = {}
         self._bodies: dict[object, Body] = {}
+        self._halved: dict[object, tuple[dict[str, Halved], ...] | None] = {}
         self._short: dict[bool, tuple[nn.Module, Mapping[str, str]]] = {}
         names = list(model.named_parameters(remove_duplicate=False))
         self._ties = len({id(p) for _, p in names}) < len(names)
@@ -120,6 +122,47 @@ class Anatomy:
             small, large = run(self._sizes)
             found = between(small, large, rows) or run((rows,))[0]
         return Body(found, self._whole(found, cut=cut))
+
+    def halves(
+        self, plan: Plan, rows: int, *, waiting: bool = False, cut: bool = False
+    ) -> dict[str, Halved] | None:
+        """The blocks by their names, and what is after them under "", going back in two parts.
+
+        Args:
+            plan: as all others: see `body`.
+            rows: of a micro-batch.
+            waiting: see `body`.
+            cut: see `body`.
+
+        Returns:
+            None where the model does not run so.
+        """
+        waiting, cut = waiting and self._loss(True) != self._loss(False), cut and self._ties
+        kind = (plan.bf16_parameters, waiting, cut)
+
+        def run(sizes: tuple[int, ...]) -> tuple[dict[str, Halved], ...] | None:
+            if (kind, sizes) not in self._halved:
+                batches = [resized(self._example, size) for size in sizes]
+                given = (batches, self._loss(waiting), self._make_optimizer)
+                model, _ = self._shortened(cut=cut)
+                found = halve(model, *given, _choosing(plan, "keep"), self._device)
+                self._halved[kind, sizes] = found
+            return self._halved[kind, sizes]
+
+        both = run(self._sizes)
+        if both is None:
+            return None
+        if rows in self._sizes:
+            found: dict[str, Halved] | None = both[self._sizes.index(rows)]
+        else:
+            share = (rows - self._sizes[0]) / (self._sizes[1] - self._sizes[0])
+            found = between_halves(both[0], both[1], lambda a, b: _spans(a, b, share))
+            found = found or (run((rows,)) or (None,))[0]
+        _, stands_for = self._shortened(cut=cut)
+        if found is None:
+            return None
+        blocks = {name: found[s] for name, s in stands_for.items() if s in found}
+        return {**blocks, "": found[""]}
 
     def _run(
         self, plan: Plan, sizes: Sequence[int], choice: Choice, *, waiting: bool, cut: bool

@@ -176,10 +176,10 @@ def dissect(
         raise
     except Exception as error:  # user code of any kind runs here
         raise CannotRunError(reason_of(error)) from error
-    found = _Apart(run, notes, plan).dissected(last.rows)
+    found = Apart(run, notes, plan).dissected(last.rows)
     if run.earlier is None:
         return (found,)
-    small = _Apart(run.earlier, notes, plan).dissected(before[0].rows)
+    small = Apart(run.earlier, notes, plan).dissected(before[0].rows)
     # In the first step the optimizer has made its state; the second is like all others.
     profile = small.profile and replace(small.profile, step=found.step)
     return replace(small, step=found.step, step_work=found.step_work, profile=profile), found
@@ -193,20 +193,21 @@ class _Moments:
     backward: tuple[int, int]
 
 
-class _Apart:
+class Apart:
     """A run and its notes, to be cut into sections."""
 
     def __init__(self, run: FakeRun, notes: Notes, plan: Plan) -> None:
         self._run, self._notes, self._plan = run, notes, plan
-        self._order = self._in_order()
+        self.order = self._in_order()
+        """The blocks in the order of the pass; none where they do not follow one another."""
 
     def dissected(self, rows: int) -> Dissected:
         """The sections of the run."""
         run = self._run
-        windows = [self._windows(number) for number in (0, 1)]
+        windows = [self.windows(number) for number in (0, 1)]
         tensors = self._tensors(windows[0])
-        names = ["", *(self._notes.names[n] for n in self._order), ""]
-        if not self._order:
+        names = ["", *(self._notes.names[n] for n in self.order), ""]
+        if not self.order:
             names = ["", ""]
         sections = []
         for place, name in enumerate(names):
@@ -215,7 +216,7 @@ class _Apart:
             forward, backward = self._works(windows[1][place])
             incoming = (0, 0)
             if 0 < place < len(names) - 1:
-                incoming = self._incoming(self._order[place - 1])
+                incoming = self._incoming(self.order[place - 1])
             sections.append(Section(name, passes, forward, backward, tensors[place], *incoming))
         begin, stop = run.marks[2], run.marks[3]
         slots = slots_of(run.model, run.optimizer, run.widths)["state_slots"]
@@ -226,7 +227,7 @@ class _Apart:
             run.batch_bytes,
             rows,
             slots,
-            None if self._order else profile_of(run, self._plan),
+            None if self.order else profile_of(run, self._plan),
         )
 
     def _incoming(self, number: int) -> tuple[int, int]:
@@ -267,11 +268,11 @@ class _Apart:
         phases = self._run.timeline.phases
         return next((t for t, p in phases if p == "backward" and start < t <= stop), stop)
 
-    def _windows(self, which: int) -> list[Window]:
+    def windows(self, which: int) -> list[Window]:
         """Of what is before the blocks, of each block, of what is after them."""
         start, stop = self._run.marks[which], self._run.marks[which + 1]
         turn = self._turn(which)
-        moments = [self._moments(number, which) for number in self._order]
+        moments = [self._moments(number, which) for number in self.order]
         there = [start, *(m.forward[0] for m in moments)]
         back = [stop, *(m.backward[1] for m in moments)]
         if moments:
@@ -290,8 +291,8 @@ class _Apart:
         window, stop = windows[place], self._run.marks[which + 1]
         spans, far = spans_in(self._run.piece(which).spans, windows, place, stop)
         visit = None
-        if self._order and 0 < place <= len(self._order):
-            moments = self._moments(self._order[place - 1], which)
+        if self.order and 0 < place <= len(self.order):
+            moments = self._moments(self.order[place - 1], which)
             parameters = [t for t in tensors[place] if not t.is_buffer]
             forward, backward = moments.forward, moments.backward
             behind = window.forward - window.c
@@ -312,7 +313,7 @@ class _Apart:
 
     def _tensors(self, windows: list[Window]) -> list[tuple[Tensor, ...]]:
         """Each section's parameters and buffers; outside of blocks by their first use."""
-        blocks = {self._notes.names[n]: place + 1 for place, n in enumerate(self._order)}
+        blocks = {self._notes.names[n]: place + 1 for place, n in enumerate(self.order)}
         found: list[list[Tensor]] = [[] for _ in windows]
         model, state = self._run.model, self._run.optimizer.state
         for name, parameter in model.named_parameters():
@@ -340,7 +341,7 @@ class _Apart:
         for block, place in blocks.items():
             if name.startswith(f"{block}."):
                 return [place]
-        if not self._order:
+        if not self.order:
             return [0]
         begins, ends, turn = self._first_forward
         ticks = [tick for tick in self._notes.used.get(name, ()) if tick <= turn]

@@ -8,7 +8,7 @@ those the first has most in flight.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -20,6 +20,7 @@ from bigtrain.keeping import Choice
 from bigtrain.planner.anatomy import Body
 from bigtrain.planner.clock import Clock
 from bigtrain.planner.compose import compose, states
+from bigtrain.planner.halves import Halved, in_halves
 from bigtrain.planner.sections import Section
 from bigtrain.planner.space import Candidate
 from bigtrain.predict import forecast
@@ -93,6 +94,7 @@ class Fit:
         composed: profiles that were put together before, for all candidates.
         state_factors: bytes of states on a rank for each byte of a parameter, at least: before
             there are gradients, and with them.
+        halves: of the sections, where a schedule takes their backward pass apart.
     """
 
     def __init__(
@@ -103,13 +105,14 @@ class Fit:
         clock: Clock,
         composed: dict[object, Profile],
         state_factors: tuple[float, float],
+        halves: Callable[[], Mapping[str, Halved] | None] | None = None,
     ) -> None:
         self.ladder = ladder
         self._plan, self._candidate = plan, candidate
         self._clock, self._composed = clock, composed
         self._edges: dict[int | None, list[int]] = {}
         self._all = ladder["keep"].sections
-        self._factors = state_factors
+        self._factors, self._halves = state_factors, halves
         given = (str(candidate.schedule), candidate.pp, candidate.stages_per_rank)
         self._ranks = stage_ranks(*given)
         steps = shorter(plan).batch.accumulation_steps
@@ -325,9 +328,27 @@ class Fit:
         parts = {place: forecast(self.profile(stages[place]), self._plan) for place in own}
         if not isinstance(cut, CutStrategy):
             return parts[own[0]].peak()
+        halves = self._in_halves({place: stages[place] for place in own if place})
         if len(own) > 1:  # stages that are alike have one profile, and tensors of their own
-            parts = {place: _own_names(found, place) for place, found in parts.items()}
-        return cut.replayed(parts, shorter(self._plan), rank, {}).peak()
+            parts, halves = (
+                {place: _own_names(one, place) for place, one in found.items()}
+                for found in (parts, halves)
+            )
+        return cut.replayed(parts, shorter(self._plan), rank, halves).peak()
+
+    def _in_halves(self, stages: Mapping[int, Stage]) -> dict[int, Forecast]:
+        """Of the stages that go back in two parts; without it the whole pass stands in for both."""
+        found = self._halves() if self._halves is not None else None
+        if found is None:
+            return {}
+        taken: dict[int, Forecast] = {}
+        for place, stage in stages.items():
+            key = ("halves", self._kind(stage))
+            if key not in self._composed:
+                parts = [found[section.name] for section in self.sections(stage)]
+                self._composed[key] = in_halves(self.profile(stage), parts)
+            taken[place] = forecast(self._composed[key], self._plan)
+        return taken
 
     def sections(self, stage: Stage) -> list[Section]:
         """The sections of a stage, each with what it keeps."""

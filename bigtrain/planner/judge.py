@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ from bigtrain.planner.anatomy import Anatomy, Body
 from bigtrain.planner.clock import Clock, Pace, StepSeconds, closed_bubble
 from bigtrain.planner.compose import states
 from bigtrain.planner.fit import LADDER, Fit, Ladder, Stage, shorter
+from bigtrain.planner.halves import Halved
 from bigtrain.planner.space import Candidate
 from bigtrain.schedules import SPLIT
 from bigtrain.strategy import CutStrategy, Plan
@@ -237,17 +238,24 @@ class Judge:
                 self.least_bytes(candidate, plan) * share,
             )
             given = (plan, candidate, ladder, self._clock, self._composed, factors)
-            self._fits[candidate] = Fit(*given)
+            self._fits[candidate] = Fit(*given, self._halves(plan, candidate))
         return self._fits[candidate]
+
+    def _halves(
+        self, plan: Plan, candidate: Candidate
+    ) -> Callable[[], Mapping[str, Halved] | None] | None:
+        """What is asked for the sections in halves; None where they go back in one part."""
+        # fully_shard frees and fills around whole backward passes only.
+        if candidate.schedule not in SPLIT or candidate.zero_stage > 1:
+            return None
+        kind = {"waiting": _waits(plan), "cut": plan.pp > 1}
+        return lambda: self._anatomy.halves(plan, candidate.rows, **kind)
 
     def _ladder(self, plan: Plan, candidate: Candidate) -> Ladder:
         """The model's sections for each choice that this plan can run."""
-        technique, waiting = plan.techniques.get("cut"), False
-        if isinstance(technique, CutStrategy):
-            waiting = max(technique.held(shorter(plan))[-1:], default=1) > 1
+        kind = {"waiting": _waits(plan), "cut": plan.pp > 1}
 
         def body(choice: Choice) -> Body:
-            kind = {"waiting": waiting, "cut": plan.pp > 1}
             return self._anatomy.body(plan, candidate.rows, choice, **kind)
 
         usual = [c for c in LADDER if c != "selective" or plan.keeps_products]
@@ -294,6 +302,14 @@ class Judge:
         work = base.step_work.scaled(most / max(1, run_on))
         on_host = plan.offloaded.optimizer == "cpu" and plan.device_type == "cuda"
         return self._clock.host_work(work) if on_host else self._clock.work(work)
+
+
+def _waits(plan: Plan) -> bool:
+    """Whether several micro-batches wait at the head of the model."""
+    technique = plan.techniques.get("cut")
+    if not isinstance(technique, CutStrategy):
+        return False
+    return max(technique.held(shorter(plan))[-1:], default=1) > 1
 
 
 def _own_copies(candidate: Candidate) -> bool:
