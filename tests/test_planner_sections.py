@@ -125,7 +125,7 @@ def taken_apart(name: str, words: str, rows: int) -> tuple[Profile, Profile, Any
     exact = make_profile(model, resized(example, rows), *given, plan, CPU)
     assert exact.missing is None
     choice = WORDS[words].get("strategy.recompute", "keep")
-    body = Anatomy(model, example, lambda _: loss, given[1], CPU).body(plan, rows, choice)
+    body = Anatomy(model, example, lambda *_: loss, given[1], CPU).body(plan, rows, choice)
     return exact, put_together(body, again=choice != "keep"), plan
 
 
@@ -174,7 +174,7 @@ def test_a_stage_put_together_is_forecast_as_one_that_was_cut(strategy, ranks, a
     given = (tokens(1), PLAIN, optimizer_factory(job_of(strategy, keys).optim, 0))
     layout = lay_out(plan, model, *given)
     assert layout is not None
-    body = Anatomy(model, given[0], lambda _: PLAIN, given[2], CPU).body(plan, 1, "keep", cut=True)
+    body = Anatomy(model, given[0], lambda *_: PLAIN, given[2], CPU).body(plan, 1, "keep", cut=True)
     names = [section.name for section in body.sections]
     edges = [0, *(names.index(name) for name in at), len(names)]
     cut = plan.techniques["cut"]
@@ -214,7 +214,7 @@ def test_a_model_that_looks_at_values_is_refused_with_the_line():
         model = Looks()
     plan = make_plan(job_of("single", {"train.global_batch_size": 2}), 1, "cpu")
     make_optimizer = optimizer_factory(job_of("single", {}).optim, 0)
-    anatomy = Anatomy(model, floats(2, 16), lambda _: PLAIN, make_optimizer, CPU)
+    anatomy = Anatomy(model, floats(2, 16), lambda *_: PLAIN, make_optimizer, CPU)
     with pytest.raises(
         ConfigError, match=r"does not run on fake tensors.*forward.*bigtrain compare"
     ):
@@ -226,7 +226,8 @@ def test_losses_may_differ_where_micro_batches_wait():
         model = gpt()
     asked: list[bool] = []
 
-    def loss(waiting: bool) -> Loss:
+    def loss(waiting: bool, rows: int) -> Loss:
+        assert rows == 2
         asked.append(waiting)
         return PLAIN if waiting else CHUNKED
 

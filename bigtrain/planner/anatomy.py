@@ -55,7 +55,8 @@ class Anatomy:
     Args:
         model: on the meta device; it is left as it is.
         example: a micro-batch of any size.
-        loss: the loss of a run; told whether several micro-batches wait at the head.
+        loss: the loss of a run; told whether several micro-batches wait at the head, and the rows
+            of each.
         make_optimizer: as in a run.
         device: whose kernels are meant.
 
@@ -67,7 +68,7 @@ class Anatomy:
         self,
         model: nn.Module,
         example: MicroBatch,
-        loss: Callable[[bool], Loss],
+        loss: Callable[[bool, int], Loss],
         make_optimizer: MakeOptimizer,
         device: torch.device,
     ) -> None:
@@ -100,7 +101,7 @@ class Anatomy:
             ConfigError: the model does not run without its numbers, or not with this choice.
         """
         # What is before and after the blocks is taken from the run in which they keep all.
-        waiting = waiting and choice == "keep" and self._loss(True) != self._loss(False)
+        waiting = waiting and choice == "keep" and self._waits(rows)
         cut = cut and choice == "keep" and self._ties
         kind = (plan.bf16_parameters, plan.moves_activations, choice, waiting, cut)
         if (kind, rows) not in self._bodies:
@@ -108,12 +109,18 @@ class Anatomy:
             self._bodies[kind, rows] = self._body(plan, kind, rows, choice, **given)
         return self._bodies[kind, rows]
 
+    def _waits(self, rows: int) -> bool:
+        """Whether micro-batches of so many rows have another loss where several wait."""
+        return self._loss(True, rows) != self._loss(False, rows)
+
     def _body(
         self, plan: Plan, kind: object, rows: int, choice: Choice, *, waiting: bool, cut: bool
     ) -> Body:
+        loss = self._loss(waiting, rows)
+
         def run(sizes: tuple[int, ...]) -> tuple[Dissected, ...]:
             if (kind, sizes) not in self._runs:
-                self._runs[kind, sizes] = self._run(plan, sizes, choice, waiting=waiting, cut=cut)
+                self._runs[kind, sizes] = self._run(plan, sizes, choice, loss, cut=cut)
             return self._runs[kind, sizes]
 
         if rows in self._sizes:
@@ -137,13 +144,14 @@ class Anatomy:
         Returns:
             None where the model does not run so.
         """
-        waiting, cut = waiting and self._loss(True) != self._loss(False), cut and self._ties
+        waiting, cut = waiting and self._waits(rows), cut and self._ties
         kind = (plan.bf16_parameters, waiting, cut)
+        loss = self._loss(waiting, rows)
 
         def run(sizes: tuple[int, ...]) -> tuple[dict[str, Halved], ...] | None:
             if (kind, sizes) not in self._halved:
                 batches = [resized(self._example, size) for size in sizes]
-                given = (batches, self._loss(waiting), self._make_optimizer)
+                given = (batches, loss, self._make_optimizer)
                 model, _ = self._shortened(cut=cut)
                 found = halve(model, *given, _choosing(plan, "keep"), self._device)
                 self._halved[kind, sizes] = found
@@ -165,10 +173,10 @@ class Anatomy:
         return {**blocks, "": found[""]}
 
     def _run(
-        self, plan: Plan, sizes: Sequence[int], choice: Choice, *, waiting: bool, cut: bool
+        self, plan: Plan, sizes: Sequence[int], choice: Choice, loss: Loss, *, cut: bool
     ) -> tuple[Dissected, ...]:
         batches = [resized(self._example, rows) for rows in sizes]
-        given = (batches, self._loss(waiting), self._make_optimizer)
+        given = (batches, loss, self._make_optimizer)
         model, _ = self._shortened(cut=cut)
         is_whole = len(separate_blocks(model)) == len(self._named)
         try:
@@ -183,7 +191,7 @@ class Anatomy:
         # it is run whole.
         whole = self._untied(cut=cut)
         self._short[cut] = whole, {name: name for name in self._named}
-        return self._run(plan, sizes, choice, waiting=waiting, cut=cut)
+        return self._run(plan, sizes, choice, loss, cut=cut)
 
     def _untied(self, *, cut: bool) -> nn.Module:
         if not cut:

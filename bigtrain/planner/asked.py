@@ -149,15 +149,15 @@ def _asked(question: Question) -> Planned:
     )
 
 
-def _losses(parts: Parts, example: MicroBatch) -> Callable[[bool], Loss]:
+def _losses(parts: Parts, example: MicroBatch) -> Callable[[bool, int], Loss]:
     """The loss of a run, which depends on whether several micro-batches wait at the head."""
     job = parts.job
     if job.model.loss is not None:
-        return lambda _: parts.loss
+        return lambda *_: parts.loss
 
     @cache
-    def loss(waiting: bool) -> Loss:  # noqa: FBT001
-        given = (job.model, parts.data.task, parts.model.model, resized(example, 1))
+    def loss(waiting: bool, rows: int) -> Loss:  # noqa: FBT001
+        given = (job.model, parts.data.task, parts.model.model, resized(example, rows))
         return loss_for(*given, waiting=waiting)
 
     return loss

@@ -38,7 +38,7 @@ def compose(
     elements = sum(t.numbers for t in trained)
     timelines, visits, stops = [], [], []
     for number in (0, 1):
-        spans, seen, turn, stop = placed(sections, number)
+        spans, seen, turn, stop = placed(sections, number, is_sent=after is not None)
         stops.append(stop)
         phases: tuple[tuple[int, Phase], ...] = ((0, "forward"), (turn + 1, "backward"))
         timelines.append(Timeline(spans, phases))

@@ -289,7 +289,7 @@ class Apart:
         self, which: int, place: int, windows: list[Window], tensors: list[tuple[Tensor, ...]]
     ) -> Pass:
         window, stop = windows[place], self._run.marks[which + 1]
-        spans, far = spans_in(self._run.piece(which).spans, windows, place, stop)
+        found = spans_in(self._run.piece(which).spans, windows, place, stop)
         visit = None
         if self.order and 0 < place <= len(self.order):
             moments = self._moments(self.order[place - 1], which)
@@ -302,7 +302,7 @@ class Apart:
                 (forward[0] - window.a, forward[1] - window.a),
                 (max(backward[0], window.c) + behind, backward[1] + behind),
             )
-        return Pass(window.forward, window.backward, spans, visit, far)
+        return replace(found, visit=visit)
 
     def _works(self, window: Window) -> tuple[Work, Work]:
         return self._work(window.a, window.b), self._work(window.c, window.d)

@@ -114,6 +114,9 @@ class Pass:
     far: tuple[Far, ...] = ()
     gradients: tuple[int, ...] = ()
     """Which spans are gradients, those that are added to others, too."""
+    wires: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
+    """Which of them are what the section before hands over, and the gradient that the section after
+    hands back: at the ends of a stage they come from other ranks, and stay until the end."""
 
     @cached_property
     def saved(self) -> int:
@@ -125,6 +128,13 @@ class Pass:
             and span.death != FOREVER
             and span.death > self.forward + 1
         )
+
+    def at_an_end(self, side: int) -> Pass:
+        """Where a stage begins with it (0), or ends with it (1)."""
+        found = list(self.spans)
+        for place in self.wires[side]:
+            found[place] = found[place]._replace(death=FOREVER)
+        return replace(self, spans=tuple(found))
 
     @cached_property
     def flat(self) -> tuple[Span, ...]:
@@ -172,9 +182,7 @@ def with_gradients(first: Pass, later: Pass) -> tuple[Pass, Pass]:
     )
 
 
-def spans_in(
-    spans: Iterable[Span], windows: Sequence[Window], place: int, stop: int
-) -> tuple[tuple[Span, ...], tuple[Far, ...]]:
+def spans_in(spans: Iterable[Span], windows: Sequence[Window], place: int, stop: int) -> Pass:
     """What of a timeline belongs to a section, in its own ticks.
 
     What comes from the section before belongs to it from the beginning of its window on, where it
@@ -191,6 +199,7 @@ def spans_in(
     behind = windows[place + 1].c if place + 1 < len(windows) else w.b
     found: list[Span] = []
     far: list[Far] = []
+    wires: tuple[list[int], list[int]] = [], []
     for span in spans:
         birth, death = span.birth, span.death
         made = w.a < birth <= w.b or w.c < birth <= w.d
@@ -215,12 +224,15 @@ def spans_in(
             continue
         elif before < birth <= w.a and (w.a + 1 < death <= w.b + 1 or w.c + 1 < death <= w.d + 1):
             birth = w.a + 1
+            wires[0].append(len(found))
         elif behind < birth <= w.c and w.c + 1 < death <= w.d + 1:
             birth = w.c + 1
+            wires[1].append(len(found))
         else:
             continue
         found.append(_local(span.nbytes, span.kind, birth, death, w, stop))
-    return tuple(found), tuple(far)
+    both = tuple(wires[0]), tuple(wires[1])
+    return Pass(w.forward, w.backward, tuple(found), None, tuple(far), wires=both)
 
 
 def _local(nbytes: int, kind: Kind, birth: int, death: int, w: Window, stop: int) -> Span:
@@ -247,7 +259,7 @@ DETAILED = 2
 
 
 def placed(
-    sections: Sequence[Section], number: int
+    sections: Sequence[Section], number: int, *, is_sent: bool = False
 ) -> tuple[tuple[Span, ...], list[Visit | None], int, int]:
     """Sections one after another, there and back.
 
@@ -258,17 +270,24 @@ def placed(
     Args:
         sections: in the order of the forward pass.
         number: of the pass: 0 for the first micro-batch, 1 for every other.
+        is_sent: whether what comes out goes to another rank.
 
     Returns:
         Spans and visits on one clock that begins with tick 1, the tick after which the backward
         pass begins, and the last tick.
     """
     passes = [section.passes[number] for section in sections]
+    if sections[0].name:
+        passes[0] = passes[0].at_an_end(0)
+    if is_sent:
+        passes[-1] = passes[-1].at_an_end(1)
     turn = sum(one.forward for one in passes)
-    stop = turn + sum(one.backward for one in passes)
+    # Where a block comes first there is a tick after its way back, in which the rest is done.
+    back = turn + sum(one.backward for one in passes)
+    stop = back + (1 if sections[0].name else 0)
     spans: list[Span] = []
     visits: list[Visit | None] = []
-    there, back = 0, stop
+    there = 0
     last, first = turn - passes[-1].forward, stop - passes[0].backward
     for place, one in enumerate(passes):
         back -= one.backward
