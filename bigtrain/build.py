@@ -231,6 +231,7 @@ def build(
             shape(model, choices, mover)
         for technique in in_order(plan):
             technique.apply(assembly)
+        assembly.rejoin()
         # The optimizer comes last, made by the runner: sharding has changed the parameters.
         return (assembly.runner or LoopRunner)(assembly)
 

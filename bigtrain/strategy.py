@@ -210,6 +210,17 @@ class Assembly:
         self.roots = list(stages)
         return stages
 
+    def rejoin(self) -> None:
+        """Let the model have what the stages have, which may be in shards by now.
+
+        Several stages of a rank have modules of their own: without this the model's would keep
+        the whole parameters alive.
+        """
+        for root in self.roots if len(self.roots) > 1 else ():
+            for path, module in root.named_modules():
+                own = self.model.get_submodule(path)._parameters
+                own.update((k, p) for k, p in module._parameters.items() if k in own)
+
 
 class Strategy(BaseModel):
     """One technique. Its fields are its options, typed and checked as any key of a job.

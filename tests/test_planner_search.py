@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from bigtrain.planner.search import BEST
 from bigtrain.planner.sections import Work
 from bigtrain.planner.space import Candidate, Space
 from bigtrain.predict import rank_of
-from bigtrain.units import MIB
+from bigtrain.units import MIB, format_count
 
 GPT = [
     "model.name=gpt",
@@ -194,6 +195,22 @@ def test_where_nothing_fits_the_least_that_would_do_is_named() -> None:
     size = int(said.partition("Use --memory ")[2].partition("MiB")[0])
     assert ask(question(2, size * MIB, **margin)).answer.best
     assert not ask(question(2, (size - 1) * MIB, **margin)).answer.best
+
+
+def test_where_nothing_fits_the_largest_model_that_would_is_named() -> None:
+    deep = ["model.args.num_layers=12"]
+    size = 4 * MIB
+    planned = ask(question(1, size, deep))
+    assert planned.answer.best == []
+    said = " ".join(nothing_fits(planned))
+    found = re.search(r"or a model with (\d+) of its 12 blocks \((\S+ ?\S*) parameters\)", said)
+    assert found is not None, said
+    blocks = int(found[1])
+    assert 1 <= blocks < 12
+    shallow = ask(question(1, size, [f"model.args.num_layers={blocks}"]))
+    assert shallow.answer.best
+    assert format_count(shallow.num_parameters) == found[2]
+    assert not ask(question(1, size, [f"model.args.num_layers={blocks + 1}"])).answer.best
 
 
 @pytest.mark.parametrize("name", ["cpu", "a100-node"])

@@ -8,6 +8,7 @@ micro-batch is known for all other sizes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,6 +85,17 @@ class Anatomy:
         self._sizes = WITH_STATISTICS if statistics else SIZES
         self._aliases: dict[str, str] = {}
         self._named = [name for name, _ in separate_blocks(model)]
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the model."""
+        return len(self._named)
+
+    def shallower(self, blocks: int) -> Anatomy:
+        """The same model with its first blocks alone; runs are shared."""
+        found = copy(self)
+        found._named, found._bodies = self._named[:blocks], {}
+        return found
 
     def body(
         self, plan: Plan, rows: int, choice: Choice, *, waiting: bool = False, cut: bool = False

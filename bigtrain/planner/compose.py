@@ -87,6 +87,11 @@ def states(sections: Sequence[Section]) -> Breakdown:
     )
 
 
+def num_parameters(sections: Sequence[Section]) -> int:
+    """The parameters of some sections, each once."""
+    return sum(t.numbers for t in _distinct(sections) if not t.is_buffer)
+
+
 def _distinct(sections: Sequence[Section]) -> list[Tensor]:
     """Every tensor once: those of blocks as they are, those outside by their names."""
     outside = {t.name: t for s in sections if not s.name for t in s.tensors}

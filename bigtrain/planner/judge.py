@@ -15,7 +15,7 @@ from bigtrain.forecast import Profile
 from bigtrain.keeping import Choice
 from bigtrain.planner.anatomy import Anatomy, Body
 from bigtrain.planner.clock import Clock, Pace, StepSeconds, closed_bubble
-from bigtrain.planner.compose import states
+from bigtrain.planner.compose import num_parameters, states
 from bigtrain.planner.fit import LADDER, Fit, Ladder, Stage, shorter
 from bigtrain.planner.halves import Halved
 from bigtrain.planner.space import Candidate
@@ -94,6 +94,27 @@ class Judge:
         self._composed: dict[object, Profile] = {}
         self._paces: dict[int, Pace] = {}
         self._fits: dict[Candidate, Fit] = {}
+
+    def shallower(self, blocks: int) -> Judge:
+        """For the same model with its first blocks alone."""
+        anatomy = self._anatomy.shallower(blocks)
+        return Judge(self._job, anatomy, self._clock, self._margins, cut=self._cut)
+
+    def most_blocks(self, candidate: Candidate, limit: int) -> tuple[int, int] | None:
+        """How many of the model's blocks fit, and the parameters with them; None: not one does.
+
+        Args:
+            candidate: how they are trained.
+            limit: see `judge`.
+        """
+        low, high, plan = 0, self._anatomy.num_blocks, self.plan_of(candidate)
+        while high - low > 1:
+            middle = (low + high) // 2
+            found = self.shallower(middle).judge(candidate, plan, limit)
+            low, high = (middle, high) if isinstance(found, Judged) else (low, middle)
+        if low == 0:
+            return None
+        return low, num_parameters(self.shallower(low).whole(candidate.rows).sections)
 
     def plan_of(self, candidate: Candidate) -> Plan:
         """The plan of a candidate, as a run of it would make it.

@@ -192,14 +192,18 @@ def nothing_fits(planned: Planned) -> list[str]:
     kind = max(parts, key=lambda part: parts[part])
     needed = question.memory_for(peak.bytes, smallest.candidate.engine)
     option = "--cap" if question.capped else "--memory"
-    share = question.limit / peak.bytes
-    about = format_count(planned.num_parameters * share)
+    most = planned.search.judge.most_blocks(smallest.candidate, question.limit)
+    smaller = ""
+    if most is not None:
+        smaller = (
+            f", or a model with {most[0]} of its {planned.search.space.num_blocks} blocks "
+            f"({format_count(most[1])} parameters), which fits so"
+        )
     return [
         f"plan: no plan fits {format_bytes(question.limit)} of tensors on a rank of "
         f"{question.devices} devices.",
         f"The least is {format_bytes(peak.bytes)}, with {smallest.candidate.label} (pp "
         f"{smallest.candidate.pp} x dp {smallest.candidate.dp}, micro-batch "
         f"{smallest.candidate.rows}), of which {kind} are {format_bytes(parts[kind])}.",
-        f"Use {option} {-(-needed // MIB)}MiB, more --devices, or a model of about {about} "
-        "parameters of the same kind.",
+        f"Use {option} {-(-needed // MIB)}MiB, or more --devices{smaller}.",
     ]
