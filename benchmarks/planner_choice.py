@@ -13,7 +13,8 @@ in alternation, as single runs differ by some per cent. `rank correlation` is Sp
 predicted and the measured seconds of all plans under a cap. `wrong` counts plans that were said to
 fit and ended out of memory, or whose tracked peak is above what the cap leaves to tensors.
 
-Rates are those that `bigtrain doctor` measures on this machine. One run at a time, on an idle
+Rates are those that `bigtrain doctor` measures on this machine. One rank alone has two threads, of
+several each has one. One run at a time, on an idle
 machine: these are timings.
 """
 
