@@ -64,7 +64,7 @@ def test_what_is_given_is_not_chosen(capsys: Any) -> None:
 
 
 def test_nothing_fits_is_said_with_the_least_that_would(capsys: Any) -> None:
-    words = ["--devices", "2", "--cluster", "a100-node", "--cap", "9MiB", *SMALL]
+    words = ["--devices", "2", "--cluster", "a100-node", "--cap", "8.5MiB", *SMALL]
     assert main(words) == 1
     said = capsys.readouterr().err
     assert "no plan fits" in said

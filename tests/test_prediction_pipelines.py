@@ -21,8 +21,8 @@ SLACK = 0.002
 # A sharded block's input goes on beside the block here, and its gradient is taken to be there when
 # both are added. Of a step this small a few numbers are a part.
 MORE = {"1f1b_fsdp": 0.015, "1f1b_zero2": 0.01, "zbv": 0.005}
-# Four ranks on two cores, each with exchanges of several stages under way: see `found`. What this is
-# about would be 15 % of the peak.
+# Four ranks on two cores, each with exchanges of several stages under way: see `found`. What this
+# is about would be 15 % of the peak.
 SHARDED_STAGES = 0.06
 
 

@@ -30,6 +30,8 @@ from bigtrain.timeline import Peak, highest
 
 LADDER: tuple[Choice, ...] = ("keep", "selective", "full")
 """What blocks may keep, from the fastest to the smallest."""
+ALIKE = 0.02
+"""The share by which what blocks save may differ, so that any of them can stand for all."""
 EARLY = 3
 """Times its ranks' number of micro-batches after which a schedule's memory repeats itself."""
 
@@ -312,16 +314,19 @@ class Fit:
             if min(each) > 0:
                 beside = again if min(fewest) else 0
                 found = max(found, beside + int(len(blocks) / sum(1 / size for size in each)))
-        return max(found, self._fullest_stage(len(blocks)))
+        is_alike = max(saved) <= (1 + ALIKE) * min(saved)
+        is_alike = is_alike and all(states([block]).parameters == parameters for block in blocks)
+        return max(found, self._fullest_stage(len(blocks)) if is_alike else 0)
 
     def _fullest_stage(self, blocks: int) -> int:
-        """One stage at least has its share of the blocks: those, and one micro-batch."""
+        """One stage at least has its share of the blocks, which are alike: with one micro-batch."""
         if self._candidate.stages == 1:
             return 0  # its forecast says it, at the same price
         share = -(-blocks // self._candidate.stages)
         choices: list[Choice] = [self.ladder.least] * share
-        stage = self._middle(share, tuple(choices))
-        return forecast(self.profile(stage), self._plan).peak().bytes
+        profile = self.profile(self._middle(share, tuple(choices)))
+        sent = sum(vars(profile.wires).values())  # the first stage is sent nothing
+        return int(forecast(profile, self._plan).peak().bytes / (1 + ALIKE)) - sent
 
     def _peak(self, stages: Sequence[Stage], own: Sequence[int], rank: int) -> Peak:
         cut = self._plan.techniques.get("cut")
