@@ -325,7 +325,7 @@ class Fit:
         share = -(-blocks // self._candidate.stages)
         choices: list[Choice] = [self.ladder.least] * share
         profile = self.profile(self._middle(share, tuple(choices)))
-        sent = sum(vars(profile.wires).values())  # the first stage is sent nothing
+        sent: int = sum(vars(profile.wires).values())  # the first stage is sent nothing
         return int(forecast(profile, self._plan).peak().bytes / (1 + ALIKE)) - sent
 
     def _peak(self, stages: Sequence[Stage], own: Sequence[int], rank: int) -> Peak:
