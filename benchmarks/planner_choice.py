@@ -14,8 +14,7 @@ predicted and the measured seconds of all plans under a cap. `wrong` counts plan
 fit and ended out of memory, or whose tracked peak is above what the cap leaves to tensors.
 
 Rates are those that `bigtrain doctor` measures on this machine. One rank alone has two threads, of
-several each has one. One run at a time, on an idle
-machine: these are timings.
+several each has one. One run at a time, on an idle machine: these are timings.
 """
 
 from __future__ import annotations
