@@ -85,7 +85,7 @@ class Search:
         answer = Answer(candidates=len(self._open))
         answer.best = self._fastest(limit, BEST, answer)
         if not answer.best and self.space.elsewhere is not None:
-            # State that is moved each step is taken to cost more time than all else that makes room.
+            # Moving state in each step is taken to cost more than all else that makes room.
             self._open += self._opened(self.space.elsewhere)
             answer.candidates, answer.floored = len(self._open), 0
             answer.best = self._fastest(limit, BEST, answer)
