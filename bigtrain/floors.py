@@ -177,8 +177,10 @@ def bubble_share(
 
     Idle time of each rank, F, I and W being one stage's seconds: GPipe, 1F1B, interleaved and
     LoopedBFS (p-1)(F+I+W); interleaved zero bubble (p-1)(F+I - min(F, I, W)), which is ZB-H1's
-    (p-1)(F+I-W) where W is the least; ZBV and DualPipeV (p-1)F for F = I = W. With fewer
-    micro-batches than ranks, interleaved and LoopedBFS wait (v-1)(p-m) times longer.
+    (p-1)(F+I-W) where W is the least; ZBV and DualPipeV (p-1)F for F = I = W. Where I is a whole
+    backward pass, no shorter than F, and W nothing: ZBV 2(p-1)I, and DualPipeV min(F, (p-1)(I-F))
+    less, as torch's tables are played. With fewer micro-batches than ranks, interleaved and
+    LoopedBFS wait (v-1)(p-m) times longer.
 
     Args:
         schedule: one of `schedules.SCHEDULES`.
@@ -200,7 +202,9 @@ def bubble_share(
     least = {"interleaved_zero_bubble": p, "zbv_zero_bubble": 2 * p - 1, "dualpipev": 2 * p}
     if p == 1:
         return 0.0
-    uneven = schedule in V_SHAPED and not forward == inputs == weights
+    split = forward == inputs == weights
+    is_whole = weights == 0 and inputs >= forward
+    uneven = schedule in V_SHAPED and not (split or is_whole)
     if uneven or m < least.get(schedule, 1):
         raise ValueError(
             f"{schedule} with {p} ranks and {m} micro-batches of {forward}, {inputs} and {weights} "
@@ -208,6 +212,10 @@ def bubble_share(
         )
     if schedule == "naive":
         idle = m * (p - 1) * whole
+    elif schedule in V_SHAPED and is_whole:
+        idle = 2 * (p - 1) * inputs
+        if schedule == "dualpipev":
+            idle -= min(forward, (p - 1) * (inputs - forward))
     elif schedule in least:
         idle = (p - 1) * (forward + inputs - min(forward, inputs, weights))
     else:

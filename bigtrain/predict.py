@@ -115,7 +115,7 @@ def rank_of(
         for stage in own:
             profiles[stage] = profile_stage(layout, stage, *given)
             check_sizes(profiles[stage], plan)
-            if cut.splits_backward:
+            if plan.splits_backward:
                 halves[stage] = forecast(profile_stage(layout, stage, *given, split=True), plan)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         reason = reason_of(error)

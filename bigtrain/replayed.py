@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from bigtrain.forecast import Forecast
 from bigtrain.replay import Passes, StagePiece, replay
-from bigtrain.schedules import Action, Underway
+from bigtrain.schedules import Action, Underway, unsplit
 from bigtrain.strategy import Plan
 from bigtrain.timeline import Breakdown, Span, Timeline
 from bigtrain.units import MIB
@@ -31,10 +31,10 @@ def joined(
         bucket: of `averaging_bucket`.
     """
     if any(found.resumed is not None for found in forecasts.values()):
-        # fully_shard frees and fills around whole backward passes only: I is all of it.
-        kept = [n for n, action in enumerate(actions) if action.kind != "W"]
-        underway = [underway[n] for n in kept if underway]
-        actions = [_whole(actions[n]) for n in kept]
+        # fully_shard frees and fills around whole backward passes only.
+        pairs = zip(actions, underway, strict=bool(underway))
+        underway = [ways for action, ways in pairs if action.kind != "W"]
+        actions = unsplit(actions)
     pieces = {
         stage: StagePiece(
             *_both(found),
@@ -134,10 +134,6 @@ def _adding(piece: StagePiece, sizes: Sequence[int]) -> StagePiece:
         return piece
     split = piece.split and (change(piece.split[0]), piece.split[1])
     return replace(piece, first=change(piece.first), split=split)
-
-
-def _whole(action: Action) -> Action:
-    return action._replace(kind="B") if action.kind == "I" else action
 
 
 _Doing = dict[tuple[int, int], int]

@@ -313,19 +313,33 @@ def in_flight(actions: Sequence[Action]) -> dict[int, int]:
     return most
 
 
+def unsplit(actions: Sequence[Action]) -> tuple[Action, ...]:
+    """The same where backward passes stay whole: I is all of one, and W is nothing."""
+    return tuple(a._replace(kind="B") if a.kind == "I" else a for a in actions if a.kind != "W")
+
+
 @lru_cache(maxsize=1024)
 def held_by_stage(
-    schedule: str, pp: int, stages_per_rank: int, micro_batches: int
+    schedule: str, pp: int, stages_per_rank: int, micro_batches: int, *, splits: bool
 ) -> tuple[int, ...]:
-    """For each stage the most micro-batches that it has in flight in a step."""
-    orders = order(schedule, pp, stages_per_rank, micro_batches)
-    held = {stage: n for actions in orders for stage, n in in_flight(actions).items()}
+    """For each stage the most micro-batches that it has in flight in a step.
+
+    Args:
+        schedule: see `order`.
+        pp: see `order`.
+        stages_per_rank: see `order`.
+        micro_batches: see `order`.
+        splits: see `Plan.splits_backward`.
+    """
+    held: dict[int, int] = {}
+    for actions in order(schedule, pp, stages_per_rank, micro_batches):
+        held |= in_flight(actions if splits else unsplit(actions))
     return tuple(held[stage] for stage in range(pp * stages_per_rank))
 
 
 @lru_cache(maxsize=1024)
 def held_at_fullest(
-    schedule: str, pp: int, stages_per_rank: int, micro_batches: int, *, later: bool
+    schedule: str, pp: int, stages_per_rank: int, micro_batches: int, *, splits: bool, later: bool
 ) -> tuple[int, ...]:
     """For each stage those that it has in flight when the stages of its rank have most together.
 
@@ -334,6 +348,7 @@ def held_at_fullest(
         pp: see `order`.
         stages_per_rank: see `order`.
         micro_batches: see `order`.
+        splits: see `Plan.splits_backward`.
         later: only moments at which every stage of the rank has made its gradients.
     """
     found: dict[int, int] = {}
@@ -341,7 +356,7 @@ def held_at_fullest(
         held = dict.fromkeys((stage for stage, _, _ in actions), 0)
         waiting = set(held) if later else set()
         most, then = -1, dict(held)
-        for stage, kind, _ in actions:
+        for stage, kind, _ in actions if splits else unsplit(actions):
             held[stage] += _HELD[kind]
             if _HELD[kind] < 0:
                 waiting.discard(stage)

@@ -106,9 +106,14 @@ class Plan:
     @property
     def keeps_products(self) -> bool:
         """Whether results of products can be kept: they stay as made, and one pass wants them."""
+        return not self.splits_backward and not self.techniques["replicate"].replaces_products
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backward passes go in two parts: the schedule asks for it, the replicas allow."""
         cut = self.techniques.get("cut")
-        split = isinstance(cut, CutStrategy) and cut.splits_backward
-        return not split and not self.techniques["replicate"].replaces_products
+        wanted = isinstance(cut, CutStrategy) and cut.splits_backward
+        return wanted and not self.techniques["replicate"].whole_backward
 
     @property
     def moves_activations(self) -> bool:
@@ -274,6 +279,11 @@ class Strategy(BaseModel):
         return False
 
     @property
+    def whole_backward(self) -> bool:
+        """Whether it acts around whole backward passes: schedules that split them do not, then."""
+        return False
+
+    @property
     def own_offload(self) -> bool:
         """Whether it does the offload role's work itself."""
         return False
@@ -400,7 +410,7 @@ class CutStrategy(Strategy):
             forecasts: by stage.
             plan: mesh and batch.
             pp_rank: the rank.
-            halves: the same with the backward pass in two parts, where `splits_backward`.
+            halves: the same with the backward pass in two parts, where `Plan.splits_backward`.
         """
         raise NotImplementedError
 

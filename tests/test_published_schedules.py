@@ -93,7 +93,9 @@ def test_closed_forms_of_the_bubble(schedule):
     draw = random.Random(7)
     tried = refused = 0
     for pp, m, v in grid(schedule):
-        for times in ((1, 1, 1), *(tuple(draw.randint(1, 9) for _ in range(3)) for _ in range(3))):
+        whole = (draw.randint(1, 4), draw.randint(4, 9), 0)
+        drawn = (tuple(draw.randint(1, 9) for _ in range(3)) for _ in range(3))
+        for times in ((1, 1, 1), (1, 2, 0), whole, *drawn):
             try:
                 closed = bubble_share(schedule, pp, m, v, *times)
             except ValueError:

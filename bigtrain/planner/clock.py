@@ -17,7 +17,7 @@ from bigtrain.collectives import seconds as exchange_seconds
 from bigtrain.floors import bubble_share
 from bigtrain.forecast import Profile
 from bigtrain.planner.sections import Section, Work
-from bigtrain.schedules import SPLIT, StageSeconds, bubble, order, stage_ranks
+from bigtrain.schedules import StageSeconds, bubble, order, stage_ranks
 from bigtrain.strategy import CutStrategy, Plan
 from bigtrain.traffic import MOVES, Traffic
 
@@ -144,7 +144,8 @@ class Clock:
             return self.crowd * micro_batches * sum(pace.both for pace in paces), 0.0
         schedule = str(getattr(cut, "schedule", "naive"))
         sending = self._sending(plan, profiles)
-        stages = [StageSeconds(p.forward + sending, *_parts(p, sending)) for p in paces]
+        splits = plan.splits_backward
+        stages = [_seconds(pace, sending, splits=splits) for pace in paces]
         ranks = stage_ranks(schedule, plan.pp, len(paces) // plan.pp)
         busy = [0.0] * plan.pp
         for rank, pace in zip(ranks, paces, strict=True):
@@ -153,7 +154,7 @@ class Clock:
         is_short = 2 * len(paces) * micro_batches <= PLAYED
         share = None
         if not (played and is_short):
-            share = closed_bubble(schedule, plan.pp, micro_batches, per_rank)
+            share = closed_bubble(schedule, plan.pp, micro_batches, per_rank, splits=splits)
         if share is not None:
             full = [0.0] * plan.pp
             for rank, one in zip(ranks, stages, strict=True):
@@ -209,15 +210,26 @@ class Clock:
 
 
 @cache
-def closed_bubble(schedule: str, pp: int, micro_batches: int, stages_per_rank: int) -> float | None:
-    """The share of a step in which ranks with equal stages wait; None without a closed form."""
-    shares = (1.0, 1.0, 1.0) if schedule in SPLIT else (1.0, 2.0, 0.0)
+def closed_bubble(
+    schedule: str, pp: int, micro_batches: int, stages_per_rank: int, *, splits: bool
+) -> float | None:
+    """The share of a step in which ranks with equal stages wait; None without a closed form.
+
+    Args:
+        schedule: one of `schedules.SCHEDULES`.
+        pp: number of ranks.
+        micro_batches: of one step.
+        stages_per_rank: as in `schedules.order`.
+        splits: whether backward passes go in two parts, see `Plan.splits_backward`.
+    """
+    shares = (1.0, 1.0, 1.0) if splits else (1.0, 2.0, 0.0)
     try:
         return bubble_share(schedule, pp, micro_batches, stages_per_rank, *shares)
     except ValueError:  # too few micro-batches
         return None
 
 
-def _parts(pace: Pace, sending: float) -> tuple[float, float]:
-    """The backward pass for the inputs, with sending, and for the weights: halves of it."""
-    return pace.backward / 2 + sending, pace.backward / 2
+def _seconds(pace: Pace, sending: float, *, splits: bool) -> StageSeconds:
+    """With sending. Where backward passes are split, that for the weights is half of them."""
+    weights = pace.backward / 2 if splits else 0.0
+    return StageSeconds(pace.forward + sending, pace.backward - weights + sending, weights)

@@ -122,8 +122,11 @@ class Fit:
         # When the rank's stages have most in flight: of all moments, and when there are gradients.
         self._fullest: tuple[tuple[int, ...], tuple[int, ...]] = (1,), (int(steps > 1),)
         if candidate.stages > 1:
-            self._in_flight = held_by_stage(*given, steps)
-            first, later = (held_at_fullest(*given, steps, later=k) for k in (False, True))
+            splits = plan.splits_backward
+            self._in_flight = held_by_stage(*given, steps, splits=splits)
+            first, later = (
+                held_at_fullest(*given, steps, splits=splits, later=k) for k in (False, True)
+            )
             self._fullest = first, later
 
     def edges(self, limit: int | None) -> list[int]:

@@ -141,7 +141,9 @@ class Judge:
         crowded = self._clock.crowd * seconds
         if candidate.schedule is not None:
             given = (candidate.schedule, candidate.pp, candidate.micro_batches)
-            share = closed_bubble(*given, candidate.stages_per_rank)
+            # Replicas that want whole backward passes wait no less.
+            splits = candidate.schedule in SPLIT
+            share = closed_bubble(*given, candidate.stages_per_rank, splits=splits)
             through = whole.forward + whole.backward / 2  # to the inputs: all stages in a row
             seconds = max(seconds, through) if share is None else seconds / (1.0 - share)
         return max(seconds, crowded) * (1 - UNLIKE)
@@ -266,8 +268,7 @@ class Judge:
         self, plan: Plan, candidate: Candidate
     ) -> Callable[[], Mapping[str, Halved] | None] | None:
         """What is asked for the sections in halves; None where they go back in one part."""
-        # fully_shard frees and fills around whole backward passes only.
-        if candidate.schedule not in SPLIT or candidate.zero_stage > 1:
+        if not plan.splits_backward:
             return None
         kind = {"waiting": _waits(plan), "cut": plan.pp > 1}
         return lambda: self._anatomy.halves(plan, candidate.rows, **kind)
@@ -282,8 +283,7 @@ class Judge:
         usual = [c for c in LADDER if c != "selective" or plan.keeps_products]
         # A backward pass in two parts would compute every block again in both of them, and what
         # it holds then is more than any of its parts has.
-        splits = candidate.schedule in SPLIT
-        return Ladder(["keep"] if splits else usual, body)
+        return Ladder(["keep"] if plan.splits_backward else usual, body)
 
     def _judged(
         self,

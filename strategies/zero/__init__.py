@@ -94,6 +94,11 @@ class Zero(ZeroOptions):
         return self._engine.final_gradients
 
     @property
+    def whole_backward(self) -> bool:
+        """See `Strategy.whole_backward`."""
+        return self._engine.whole_backward
+
+    @property
     def own_offload(self) -> bool:
         """See `Strategy.own_offload`."""
         return self._engine.own_offload

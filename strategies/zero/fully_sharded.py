@@ -47,6 +47,8 @@ class FullySharded(ZeroEngine):
     bf16_parameters = True
     optimizer_gets = "shards"
     final_gradients = True
+    whole_backward = True
+    """It frees and fills parameters around whole passes only."""
     moves_parameters = True
 
     def check(self, options: ZeroOptions, plan: Plan) -> None:

@@ -44,6 +44,7 @@ class ZeroEngine:
     bf16_parameters: bool = False
     optimizer_gets: Given = "copies"
     final_gradients: bool = False
+    whole_backward: bool = False
     own_offload: bool = False
     """Whether it moves state and parameters itself, as `strategy.offload` says."""
     moves_parameters: bool = False
