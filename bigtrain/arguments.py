@@ -176,7 +176,10 @@ def plan_arguments(arguments: list[str]) -> PlanOptions:
     )
     parser.add_argument("--global-batch-size", type=int, metavar="B", help="samples of a step")
     parser.add_argument(
-        "--engines", default="torch,deepspeed", metavar="A,B", help="who may do it (default both)"
+        "--engines",
+        default="torch,deepspeed",
+        metavar="A,B",
+        help="who may do it (default torch,deepspeed; fairscale is the third)",
     )
     parser.add_argument("--output", metavar="FILE", help="the best plan (default plan.yaml)")
     parser.add_argument("--picture", metavar="FILE", help="memory against time as .svg or .png")

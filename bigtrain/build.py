@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -138,7 +139,20 @@ def lay_out(
     cut = plan.techniques.get("cut")
     if not isinstance(cut, CutStrategy):
         return None
-    return cut.lay_out(model, micro_batch, loss, make_optimizer, plan)
+    layout = cut.lay_out(model, micro_batch, loss, make_optimizer, plan)
+    check_shared(layout.shared if layout is not None else [], plan)
+    return layout
+
+
+def check_shared(names: Sequence[str], plan: Plan) -> None:
+    """Let each technique refuse parameters that several stages of one rank use.
+
+    Raises:
+        ConfigError: with a name and the fix.
+    """
+    if names:
+        for technique in in_order(plan):
+            technique.check_shared(names)
 
 
 def check_mesh(plan: Plan, context: RunContext) -> None:

@@ -87,6 +87,8 @@ class Forecast:
     resumed: tuple[Timeline, Timeline] | None = None
     """Of a stage that gathers its parameters: `first` and `next` where the passes of other
     micro-batches come in between; see `replay.StagePiece`."""
+    strayed: tuple[Timeline, Timeline] | None = None
+    """The same where several forward passes came before the backward pass."""
     tensors: tuple[tuple[str, int, str], ...] = ()
     """See `Profile`."""
     last: tuple[Timeline, Timeline] | None = None

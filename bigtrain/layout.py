@@ -35,6 +35,16 @@ class Layout:
         """The stages of one rank, in order."""
         return tuple(stage for stage, rank in enumerate(self.ranks) if rank == pp_rank)
 
+    @property
+    def shared(self) -> list[str]:
+        """First names of the parameters that several stages of one rank use."""
+        found = []
+        for name, stages in self.chosen.cut.ties:
+            places = [self.ranks[stage] for stage in stages]
+            if len(set(places)) < len(places):
+                found.append(name)
+        return found
+
     def check(self, model: nn.Module, micro_batch: MicroBatch, loss: Loss) -> str:
         """Compare the stages with the whole model on a small input, where that is cheap.
 

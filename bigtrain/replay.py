@@ -7,10 +7,10 @@ The memory of an action is then what its own ticks hold, on top of what all othe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from bigtrain.schedules import Action
 from bigtrain.timeline import KINDS, Kind, Phase, Span, Timeline
@@ -62,6 +62,8 @@ class StagePiece:
     """`first` and `next` as they are on a stage that gathers its parameters, where the passes of
     other micro-batches came in between: a forward pass that follows another one finds what that
     has gathered, and a backward pass that follows another one finds nothing."""
+    strayed: tuple[Passes, Passes] | None = None
+    """`first` and `next` where several forward passes came before the backward pass."""
     last: tuple[Passes, Passes] | None = None
     """`first` and `next` of the last micro-batch, where it goes otherwise than all others: whole,
     also in a schedule that splits the backward pass."""
@@ -96,12 +98,16 @@ _Held = tuple[int, ...]
 each stage whether it has its parameters gathered; and the bytes of what is on its way."""
 
 
+_Course = Literal["usual", "resumed", "strayed"]
+"""Which of a stage's recordings it is: see `StagePiece`."""
+
+
 class _Act(NamedTuple):
     """An action of a way; all that have the same recording are one."""
 
     way: _Way
     point: int
-    resumed: bool
+    course: _Course
 
 
 def replay(
@@ -136,18 +142,19 @@ def replay(
     for stage in sorted(gathered):
         slots[stage] = len(slots)
     held = [0] * len(slots)
+    forwards: dict[int, int] = {}  # of each stage since its last backward pass
     fronts: dict[_Act, dict[_Held, int]] = {}
     for moment, (stage, kind, micro_batch) in enumerate(actions):
         way = ways[stage, micro_batch]
         point = {"F": 0, "I": 1, "B": 1, "W": 2}[kind]
         if (way, point - 1) in slots:
             held[slots[way, point - 1]] -= 1
-        found = stage in slots and held[slots[stage]] > 0
+        course = _course(kind, forwards.get(stage, 0))
         if stage in slots and kind != "F":  # what it frees is in its own ticks
             held[slots[stage]] = 0
         extra = beside[moment] if beside else 0
-        act = _Act(way, point, resumed=found if kind == "F" else not found)
-        _add(fronts.setdefault(act, {}), (*held, extra), moment)
+        _add(fronts.setdefault(_Act(way, point, course), {}), (*held, extra), moment)
+        forwards[stage] = forwards.get(stage, 0) + 1 if kind == "F" else 0
         if stage in slots and kind == "F":
             held[slots[stage]] = 1
         if (way, point) in slots:
@@ -156,12 +163,28 @@ def replay(
         (moment, act, counts) for act, front in fronts.items() for counts, moment in front.items()
     )
     waits = {slot: _waiting(recordings, gathered, key) for key, slot in slots.items()}
-    again = {
-        way: _cut(pieces[way.stage].resumed[0 if way.first else 1])  # type: ignore[index]
-        for way in recordings
-        if pieces[way.stage].resumed is not None and not way.split
-    }
-    return _laid_out(chosen, recordings, again, waits)
+    return _laid_out(chosen, recordings, _others(recordings, pieces), waits)
+
+
+def _others(
+    ways: Iterable[_Way], pieces: Mapping[int, StagePiece]
+) -> dict[tuple[_Way, _Course], _Recording]:
+    """The recordings of other courses than the usual one, where they differ."""
+    found: dict[tuple[_Way, _Course], _Recording] = {}
+    for way in ways:
+        piece = pieces[way.stage]
+        pairs: dict[_Course, tuple[Passes, Passes] | None]
+        pairs = {"resumed": piece.resumed, "strayed": piece.strayed}
+        for course, pair in pairs.items():
+            if pair is not None and not way.split:
+                found[way, course] = _cut(pair[0 if way.first else 1])
+    return found
+
+
+def _course(kind: str, forwards: int) -> _Course:
+    if kind == "F":
+        return "resumed" if forwards else "usual"
+    return "usual" if forwards == 1 else "strayed" if forwards else "resumed"
 
 
 def _waiting(
@@ -267,14 +290,14 @@ def _cut(passes: Passes) -> _Recording:
 def _laid_out(
     chosen: Sequence[tuple[int, _Act, _Held]],
     recordings: Mapping[_Way, _Recording],
-    again: Mapping[_Way, _Recording],
+    others: Mapping[tuple[_Way, _Course], _Recording],
     waits: Mapping[int, Sequence[tuple[Kind, int]]],
 ) -> Timeline:
     spans: list[Span] = []
     phases: list[tuple[int, Phase]] = []
     clock = 0
-    for _, (way, point, resumed), beside in chosen:
-        recording = again.get(way, recordings[way]) if resumed else recordings[way]
+    for _, (way, point, course), beside in chosen:
+        recording = others.get((way, course), recordings[way])
         start, stop = recording.ticks[point], recording.ticks[point + 1]
         if start == stop:
             continue

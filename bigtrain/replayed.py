@@ -39,8 +39,7 @@ def joined(
         stage: StagePiece(
             *_both(found),
             _both(halves[stage]) if stage in halves else None,
-            found.resumed and (_passes(found.resumed[0]), _passes(found.resumed[1])),
-            found.last and (_passes(found.last[0]), _passes(found.last[1])),
+            *(pair and (_passes(pair[0]), _passes(pair[1])) for pair in _others(found)),
         )
         for stage, found in forecasts.items()
     }
@@ -59,6 +58,11 @@ def joined(
         step=Timeline(steps, phases),
         gradients=gradients,
     )
+
+
+def _others(found: Forecast) -> tuple[tuple[Timeline, Timeline] | None, ...]:
+    """The courses of a stage besides the usual one, as `StagePiece` has them."""
+    return found.resumed, found.strayed, found.last
 
 
 def averaging_bucket(plan: Plan) -> int | None:

@@ -325,6 +325,9 @@ class Strategy(BaseModel):
             ConfigError: with the key, the numbers and the fix.
         """
 
+    def check_shared(self, names: Sequence[str]) -> None:
+        """Refuse that several stages of a rank use the parameters of these names: ConfigError."""
+
     def check_sizes(self, profile: Profile, plan: Plan) -> None:
         """Refuse what cannot work with a model of this size: the profile is known now.
 

@@ -50,8 +50,9 @@ engine:     adapt door engine parts
 commands:   . __main__ cli compare compare.command compare.largest compare.page compare.pictures
             compare.rows compare.table contenders doctor planner planner.anatomy planner.asked
             planner.auto planner.clock planner.command planner.compose planner.dissect planner.fit
-            planner.halves planner.judge planner.offer planner.picture planner.search
-            planner.sections planner.shorten planner.space processes record surroundings train
+            planner.halves planner.judge planner.ladder planner.offer planner.picture
+            planner.search planner.sections planner.shorten planner.space processes record
+            surroundings train
             verify verify.command verify.differences
 """
 LAYERS = {

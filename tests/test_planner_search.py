@@ -106,7 +106,7 @@ DEEP = ["model.args.num_layers=24", "train.global_batch_size=16"]
         Candidate(2, 1, "single", 2, 8, "interleaved_1f1b", 4),
         Candidate(2, 2, "fsdp", 1, 8, "interleaved_1f1b", 2),
         Candidate(2, 2, "fsdp", 1, 8, "interleaved_zero_bubble", 2),
-        Candidate(2, 2, "fsdp_zero2", 2, 4, "zbv_zero_bubble", 2),
+        Candidate(2, 2, "fsdp_zero2", 2, 4, "interleaved_zero_bubble", 4),
         Candidate(2, 2, "zero1_torch", 1, 8, "1f1b"),
         Candidate(2, 2, "fsdp_zero2", 2, 4, "gpipe"),
         Candidate(1, 2, "fsdp", 4, 2),
@@ -114,6 +114,8 @@ DEEP = ["model.args.num_layers=24", "train.global_batch_size=16"]
         Candidate(1, 2, "zero2", 4, 2),
         Candidate(1, 2, "zero2", 8, 1),
         Candidate(1, 4, "zero3", 4, 1),
+        Candidate(1, 2, "oss", 4, 2),
+        Candidate(1, 2, "sharded_ddp", 4, 1),
     ],
     ids=lambda one: f"{one.label} {one.pp}x{one.dp} {one.rows}",
 )
@@ -144,6 +146,8 @@ def test_many_blocks_are_forecast_as_each_of_them(
         Candidate(2, 1, "single", 4, 4, "interleaved_zero_bubble", 4),
         Candidate(2, 1, "single", 2, 8, "zbv_zero_bubble", 2),
         Candidate(2, 2, "zero1_torch", 1, 8, "zbv_zero_bubble", 2),
+        Candidate(4, 1, "single", 4, 4, "zbv_zero_bubble", 2),
+        Candidate(4, 1, "single", 1, 16, "zbv_zero_bubble", 2),
     ],
     ids=lambda one: f"{one.label} {one.pp}x{one.dp} {one.stages_per_rank}",
 )
@@ -161,8 +165,21 @@ def test_backward_passes_in_two_parts_are_forecast_as_such(
         assert found is not None
         own = found.peak().bytes  # the head's weights may be done earlier than they are taken to be
         assert 0.998 * own <= peak.bytes <= 1.03 * own, rank
+    for rank in set(range(candidate.pp)) - set(judged.peaks):  # was not looked at, and needn't be
+        found = rank_of(parts.plan, *given, rank).forecast
+        assert found is not None
+        assert found.peak().bytes <= 1.002 * judged.peak.bytes, rank
     tight = judge.judge(candidate, judge.plan_of(candidate), int(judged.peak.bytes * 0.9))
     assert isinstance(tight, Refused)  # computed again in both parts a block would hold more
+
+
+def test_a_plan_that_a_run_would_refuse_for_its_cut_is_none(deep: Planned) -> None:
+    """A V has the first and the last stage on one rank, and the tied weights with them."""
+    judge = deep.search.judge
+    candidate = Candidate(2, 2, "fsdp", 1, 8, "zbv_zero_bubble", 2)
+    found = judge.judge(candidate, judge.plan_of(candidate), 2**40)
+    assert isinstance(found, Refused)
+    assert "embedding.token.weight is used by two stages of one rank" in found.reason
 
 
 @pytest.fixture(scope="module")

@@ -186,6 +186,19 @@ def test_what_is_gathered_is_there_once_and_goes_with_the_next_backward_pass():
     assert replay([*back, Action(1, "B", 1)], piece).peak().bytes == 1020
 
 
+def test_a_backward_pass_after_several_forward_passes_goes_astray():
+    usual = gathering(Span(1, "activations", 1, 6))
+    astray = gathering(Span(1, "activations", 1, 6), Span(30, "temporary", 5, 6))
+    piece = {1: StagePiece(usual, usual, strayed=(astray, astray))}
+    there = [Action(1, "F", 0), Action(1, "F", 1)]
+    assert replay([*there[:1], Action(1, "B", 0)], piece).peak().bytes == 1
+    assert replay([*there, Action(1, "B", 0)], piece).peak().bytes == 2 + 30
+    # It forgets them: with one forward pass since then it is as usual again.
+    then = [Action(1, "B", 0), Action(1, "F", 2), Action(1, "B", 1)]
+    timeline = replay([*there, *then], piece)
+    assert sum(span.nbytes == 30 for span in timeline.spans) == 1
+
+
 def test_the_last_micro_batch_may_go_otherwise():
     less = gathering(Span(1, "activations", 1, 6))
     piece = {1: StagePiece(less, less, last=(SMALL, SMALL))}

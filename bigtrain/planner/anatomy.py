@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,21 @@ class Body:
     """What is before the blocks, every block of the model, what is after them."""
 
 
+class _Kind(NamedTuple):
+    """What makes one run on fake tensors differ from another, but for its rows."""
+
+    low: bool
+    """See `Plan.bf16_parameters`."""
+    moves: bool
+    """See `Plan.moves_activations`."""
+    choice: Choice
+    waiting: bool
+    cut: bool
+    """Whether tied parameters are several."""
+    as_sent: bool
+    """Whether blocks get gradients as other ranks send them; see `Dissected.relaid`."""
+
+
 class Anatomy:
     """The sections of one model.
 
@@ -84,6 +99,8 @@ class Anatomy:
         statistics = any(isinstance(module, _NormBase) for module in model.modules())
         self._sizes = WITH_STATISTICS if statistics else SIZES
         self._aliases: dict[str, str] = {}
+        self._relaid = False
+        """Whether a run has shown it: see `Dissected.relaid`."""
         self._named = [name for name, _ in separate_blocks(model)]
 
     @property
@@ -113,34 +130,45 @@ class Anatomy:
             ConfigError: the model does not run without its numbers, or not with this choice.
         """
         # What is before and after the blocks is taken from the run in which they keep all.
-        waiting = waiting and choice == "keep" and self._waits(rows)
-        cut = cut and choice == "keep" and self._ties
-        kind = (plan.bf16_parameters, plan.moves_activations, choice, waiting, cut)
+        outer = choice == "keep"
+        kind = self._kind(plan, rows, choice, waiting=outer and waiting, cut=outer and cut)
+        kind = kind._replace(as_sent=cut and self._relaid)
         if (kind, rows) not in self._bodies:
-            given = {"waiting": waiting, "cut": cut}
-            self._bodies[kind, rows] = self._body(plan, kind, rows, choice, **given)
+            self._bodies[kind, rows] = self._body(plan, kind, rows)
+            if cut and self._relaid and not kind.as_sent:  # it has shown it
+                return self.body(plan, rows, choice, waiting=waiting, cut=cut)
         return self._bodies[kind, rows]
+
+    def _kind(self, plan: Plan, rows: int, choice: Choice, *, waiting: bool, cut: bool) -> _Kind:
+        return _Kind(
+            plan.bf16_parameters,
+            plan.moves_activations,
+            choice,
+            waiting and self._waits(rows),
+            cut and self._ties,
+            cut and self._relaid,
+        )
 
     def _waits(self, rows: int) -> bool:
         """Whether micro-batches of so many rows have another loss where several wait."""
         return self._loss(True, rows) != self._loss(False, rows)
 
-    def _body(
-        self, plan: Plan, kind: object, rows: int, choice: Choice, *, waiting: bool, cut: bool
-    ) -> Body:
-        loss = self._loss(waiting, rows)
+    def _body(self, plan: Plan, kind: _Kind, rows: int) -> Body:
+        loss = self._loss(kind.waiting, rows)
 
         def run(sizes: tuple[int, ...]) -> tuple[Dissected, ...]:
             if (kind, sizes) not in self._runs:
-                self._runs[kind, sizes] = self._run(plan, sizes, choice, loss, cut=cut)
+                self._runs[kind, sizes] = self._run(plan, sizes, kind, loss)
             return self._runs[kind, sizes]
 
         if rows in self._sizes:
             found = run(self._sizes)[self._sizes.index(rows)]
+        elif rows < self._sizes[0]:  # some layers take no single row
+            found = run((rows,))[0]
         else:
             small, large = run(self._sizes)
             found = between(small, large, rows) or run((rows,))[0]
-        return Body(found, self._whole(found, cut=cut))
+        return Body(found, self._whole(found, cut=kind.cut))
 
     def halves(
         self, plan: Plan, rows: int, *, waiting: bool = False, cut: bool = False
@@ -156,16 +184,16 @@ class Anatomy:
         Returns:
             None where the model does not run so.
         """
-        waiting, cut = waiting and self._waits(rows), cut and self._ties
-        kind = (plan.bf16_parameters, waiting, cut)
-        loss = self._loss(waiting, rows)
+        kind = self._kind(plan, rows, "keep", waiting=waiting, cut=cut)
+        loss = self._loss(kind.waiting, rows)
 
         def run(sizes: tuple[int, ...]) -> tuple[dict[str, Halved], ...] | None:
             if (kind, sizes) not in self._halved:
                 batches = [resized(self._example, size) for size in sizes]
                 given = (batches, loss, self._make_optimizer)
-                model, _ = self._shortened(cut=cut)
-                found = halve(model, *given, _choosing(plan, "keep"), self._device)
+                model, _ = self._shortened(cut=kind.cut)
+                keeping = _choosing(plan, "keep")
+                found = halve(model, *given, keeping, self._device, as_sent=kind.as_sent)
                 self._halved[kind, sizes] = found
             return self._halved[kind, sizes]
 
@@ -178,32 +206,41 @@ class Anatomy:
             share = (rows - self._sizes[0]) / (self._sizes[1] - self._sizes[0])
             found = between_halves(both[0], both[1], lambda a, b: _spans(a, b, share))
             found = found or (run((rows,)) or (None,))[0]
-        _, stands_for = self._shortened(cut=cut)
+        _, stands_for = self._shortened(cut=kind.cut)
         if found is None:
             return None
         blocks = {name: found[s] for name, s in stands_for.items() if s in found}
         return {**blocks, "": found[""]}
 
     def _run(
-        self, plan: Plan, sizes: Sequence[int], choice: Choice, loss: Loss, *, cut: bool
+        self, plan: Plan, sizes: Sequence[int], kind: _Kind, loss: Loss
     ) -> tuple[Dissected, ...]:
         batches = [resized(self._example, rows) for rows in sizes]
-        given = (batches, loss, self._make_optimizer)
-        model, _ = self._shortened(cut=cut)
+        given = (batches, loss, self._make_optimizer, _choosing(plan, kind.choice), self._device)
+        model, _ = self._shortened(cut=kind.cut)
         is_whole = len(separate_blocks(model)) == len(self._named)
         try:
-            found = dissect(model, *given, _choosing(plan, choice), self._device)
+            found = dissect(model, *given, as_sent=kind.as_sent)
         except CannotRunError as error:
             if is_whole:
                 raise ConfigError(_untraceable(str(error), error.__cause__)) from error
         else:
             if is_whole or any(section.name for section in found[0].sections):
+                self._relaid = self._relaid or found[-1].relaid
                 return found
         # It does not take being shortened, or its blocks do not follow one another: from now on
-        # it is run whole.
-        whole = self._untied(cut=cut)
-        self._short[cut] = whole, {name: name for name in self._named}
-        return self._run(plan, sizes, choice, loss, cut=cut)
+        # it is run whole, if it runs so.
+        short = self._short[kind.cut]
+        whole = self._untied(cut=kind.cut)
+        self._short[kind.cut] = whole, {name: name for name in self._named}
+        try:
+            found = self._run(plan, sizes, kind, loss)
+        except ConfigError:
+            self._short[kind.cut] = short
+            raise
+        for known in (self._runs, self._bodies, self._halved):  # of the shortened model
+            known.clear()
+        return found
 
     def _untied(self, *, cut: bool) -> nn.Module:
         if not cut:

@@ -24,6 +24,7 @@ from bigtrain.planner.offer import (
     plans_table,
     searched,
 )
+from bigtrain.planner.space import ENGINES
 from bigtrain.remedies import BESIDE, MARGIN
 from bigtrain.residuals import safety
 from bigtrain.units import format_bytes, parse_bytes
@@ -69,11 +70,11 @@ def asked(job: Job, cluster: Cluster, options: PlanOptions) -> tuple[Question, s
         ConfigError: a size that is none.
     """
     engines = tuple(name.strip() for name in options.engines.split(",") if name.strip())
-    unknown = [name for name in engines if name not in ("torch", "deepspeed")]
+    unknown = [name for name in engines if name not in ENGINES]
     if unknown or not engines:
         raise ConfigError(
             f"--engines {options.engines}: {unknown[0] if unknown else 'nothing'} is none that is "
-            "planned with. Use --engines torch,deepspeed"
+            f"planned with. Use --engines {','.join(ENGINES)}"
         )
     memory, limit, line = room(cluster, memory=options.memory, cap=options.cap)
     shares, why = margins(engines)

@@ -7,7 +7,7 @@ follow one another is a single section.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -48,6 +48,9 @@ class Dissected:
     """See `Profile.state_slots`."""
     profile: Profile | None = None
     """Of the whole model, where it is one section: its blocks do not follow one another."""
+    relaid: bool = False
+    """Whether a block's output lies otherwise in memory than the gradient that came back for it:
+    between ranks that gradient is sent as the output lies, and may have to be copied."""
 
 
 class CannotRunError(Exception):
@@ -55,10 +58,18 @@ class CannotRunError(Exception):
 
 
 class Notes:
-    """Notes when blocks begin and end, and what every operation does."""
+    """Notes when blocks begin and end, and what every operation does.
 
-    def __init__(self, names: Sequence[str]) -> None:
+    Args:
+        names: of the blocks.
+        as_sent: gradients that come back to a block lie as its output does.
+    """
+
+    def __init__(self, names: Sequence[str], *, as_sent: bool = False) -> None:
         self.names = tuple(names)
+        self.relaid = False
+        """See `Dissected.relaid`."""
+        self._as_sent = as_sent
         self.ticks: list[tuple[int, int, str]] = []
         """(clock, block, what)"""
         self.work: list[tuple[int, float, float, float, int]] = []
@@ -93,7 +104,9 @@ class Notes:
             sizes = [leaf.numel() * leaf.element_size() for leaf in given]
             wanted = [s for s, leaf in zip(sizes, given, strict=True) if leaf.requires_grad]
             self.incoming.append((self.clock(), number, (sum(sizes), sum(wanted))))
-            self._on_gradients(number, given, "backward ends")
+            for tensor in given:
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: self.note(number, "backward ends"))  # type: ignore[no-untyped-call]
 
         return hook
 
@@ -101,14 +114,23 @@ class Notes:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
             self.note(number, "forward ends")
             given = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-            self._on_gradients(number, given, "backward begins")
+            for tensor in given:
+                if tensor.requires_grad:
+                    tensor.register_hook(self._arrived(number, tensor.stride()))  # type: ignore[no-untyped-call]
 
         return hook
 
-    def _on_gradients(self, number: int, tensors: Iterable[torch.Tensor], what: str) -> None:
-        for tensor in tensors:
-            if tensor.requires_grad:
-                tensor.register_hook(lambda _: self.note(number, what))  # type: ignore[no-untyped-call]
+    def _arrived(self, number: int, strides: tuple[int, ...]) -> Any:
+        def hook(gradient: torch.Tensor) -> torch.Tensor:
+            pairs = zip(gradient.shape, gradient.stride(), strides, strict=True)
+            if any(own != sent for size, own, sent in pairs if size > 1):
+                self.relaid = True
+                if self._as_sent and number < len(self.names) - 1:  # the last one's is not sent
+                    gradient = gradient.new_empty_strided(gradient.shape, strides)
+            self.note(number, "backward begins")
+            return gradient
+
+        return hook
 
     def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note an operation that was done."""
@@ -149,6 +171,8 @@ def dissect(
     make_optimizer: MakeOptimizer,
     plan: Plan,
     device: torch.device,
+    *,
+    as_sent: bool = False,
 ) -> tuple[Dissected, ...]:
     """Run a model on fake tensors and take the run apart; see `profiles.make_profile`.
 
@@ -159,6 +183,7 @@ def dissect(
         make_optimizer: as in the run.
         plan: as in the run.
         device: whose kernels decide what is saved.
+        as_sent: see `Notes`.
 
     Returns:
         One for each micro-batch.
@@ -167,7 +192,7 @@ def dissect(
         CannotRunError: the model's own code raises where it sees no numbers; the cause says what.
         ConfigError: a technique refuses the model.
     """
-    notes = Notes([name for name, _ in separate_blocks(model)])
+    notes = Notes([name for name, _ in separate_blocks(model)], as_sent=as_sent)
     try:
         *before, last = micro_batches
         given = (last, loss, make_optimizer, plan, device, notes.watch)
@@ -228,6 +253,7 @@ class Apart:
             rows,
             slots,
             None if self.order else profile_of(run, self._plan),
+            self._notes.relaid,
         )
 
     def _incoming(self, number: int) -> tuple[int, int]:

@@ -1,26 +1,25 @@
 """How a candidate's stages are cut and what their blocks keep, so that every rank stays inside.
 
 Memory is the forecast of a run: sections are put together to the profile of each stage, the
-techniques turn it, the schedule is replayed. Ranks whose stages are alike are looked at once: of
-those the first has most in flight.
+techniques turn it, the schedule is replayed. Of ranks whose stages are alike those are looked at
+that may hold most.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 
 from bigtrain.cutting.balance import Pieces, partition
-from bigtrain.errors import ConfigError
 from bigtrain.forecast import Forecast, Profile
 from bigtrain.keeping import Choice
-from bigtrain.planner.anatomy import Body
 from bigtrain.planner.clock import Clock
 from bigtrain.planner.compose import compose, states
 from bigtrain.planner.halves import Halved, in_halves
+from bigtrain.planner.ladder import Ladder, Stage
 from bigtrain.planner.sections import Section
 from bigtrain.planner.space import Candidate
 from bigtrain.predict import forecast
@@ -28,61 +27,10 @@ from bigtrain.schedules import held_at_fullest, held_by_stage, stage_ranks
 from bigtrain.strategy import CutStrategy, Plan
 from bigtrain.timeline import Peak, highest
 
-LADDER: tuple[Choice, ...] = ("keep", "selective", "full")
-"""What blocks may keep, from the fastest to the smallest."""
 ALIKE = 0.02
 """The share by which what blocks save may differ, so that any of them can stand for all."""
 EARLY = 3
 """Times its ranks' number of micro-batches after which a schedule's memory repeats itself."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Some of the model's sections, and what each of them keeps."""
-
-    first: int
-    """The first section."""
-    stop: int
-    choices: tuple[Choice, ...]
-    """Of the sections; those that are no block keep everything."""
-
-
-class Ladder:
-    """The sections of a model by what its blocks keep, made when they are asked for.
-
-    Args:
-        usual: what a plan allows, from the fastest to the smallest.
-        body: gives the sections.
-    """
-
-    def __init__(self, usual: Sequence[Choice], body: Callable[[Choice], Body]) -> None:
-        self._usual, self._body = usual, body
-        self._found: dict[Choice, Body] = {}
-
-    def __getitem__(self, choice: Choice) -> Body:
-        if choice not in self._found:
-            self._found[choice] = self._body(choice)
-        return self._found[choice]
-
-    @cached_property
-    def least(self) -> Choice:
-        """The last of those that work with this model, too."""
-        return next(choice for choice in reversed(self._usual) if self._works(choice))
-
-    @cached_property
-    def choices(self) -> list[Choice]:
-        """All of those."""
-        return [choice for choice in self._usual if self._works(choice)]
-
-    def _works(self, choice: Choice) -> bool:
-        """Not every choice works with every model."""
-        try:
-            self[choice]
-        except ConfigError:
-            if choice == "keep":
-                raise
-            return False
-        return True
 
 
 class Fit:
@@ -178,6 +126,14 @@ class Fit:
         """Ranks that the stages lie on."""
         return self._candidate.pp
 
+    @property
+    def shared(self) -> list[str]:
+        """Parameters that several stages of one rank use: before the blocks, and after them."""
+        if self._candidate.stages == 1 or self._ranks[0] != self._ranks[-1]:
+            return []
+        first, last = ({t.name for t in self._all[k].tensors if not t.is_buffer} for k in (0, -1))
+        return sorted(first & last)
+
     @cached_property
     def trained(self) -> int:
         """Numbers of the model that are trained."""
@@ -213,13 +169,11 @@ class Fit:
         """
         stages = self.keeping(edges)
         peaks: dict[int, Peak] = {}
-        alike: dict[object, int] = {}
         least: list[Peak] = []
-        for rank in range(self._candidate.pp):
+        for rank, like in enumerate(self._alike(stages)):
             own = self._stages_of(rank)
-            first = alike.setdefault(tuple(self._kind(stages[p]) for p in own), rank)
-            if first != rank:
-                for place, other in zip(own, self._stages_of(first), strict=True):
+            if like != rank:
+                for place, other in zip(own, self._stages_of(like), strict=True):
                     stages[place] = replace(stages[place], choices=stages[other].choices)
                 continue
             found = self._rank(stages, own, rank, limit)
@@ -230,6 +184,30 @@ class Fit:
             if limit > 0:
                 break
         return highest(least) if least else (tuple(stages), peaks)
+
+    def _alike(self, stages: Sequence[Stage]) -> list[int]:
+        """For each rank itself, where it is to be looked at, or one that holds no less.
+
+        That is one before it with stages of the same kinds, if it has as much in flight of each.
+        In a V one stage of a rank has the more in flight the less the other has: where blocks have
+        no choice, ranks between the first and the last of a kind hold no more than one of the two.
+        """
+        own = [self._stages_of(rank) for rank in range(self.ranks)]
+        kinds = [tuple(self._kind(stages[place]) for place in places) for places in own]
+        last = {kind: rank for rank, kind in enumerate(kinds)}
+        moments = (*self._fullest, self._in_flight)
+        looked: dict[object, list[int]] = {}
+        found = []
+        for rank, kind in enumerate(kinds):
+            others = looked.setdefault(kind, [])
+            most = [[held[place] for place in own[rank]] for held in moments]
+            like = next((o for o in others if _no_less(moments, own[o], most)), None)
+            if like is None and others and self.ladder.is_single and rank != last[kind]:
+                like = others[0]
+            if like is None:
+                others.append(rank)
+            found.append(rank if like is None else like)
+        return found
 
     def _stages_of(self, rank: int) -> list[int]:
         return [place for place, whose in enumerate(self._ranks) if whose == rank]
@@ -398,6 +376,13 @@ def shorter(plan: Plan) -> Plan:
     if steps <= most:
         return plan
     return replace(plan, batch=replace(plan.batch, accumulation_steps=most))
+
+
+def _no_less(
+    moments: Sequence[Sequence[int]], places: Sequence[int], most: Sequence[Sequence[int]]
+) -> bool:
+    pairs = zip(moments, most, strict=True)
+    return all(held[p] >= n for held, ns in pairs for p, n in zip(places, ns, strict=True))
 
 
 def _keeping(count: int) -> tuple[Choice, ...]:

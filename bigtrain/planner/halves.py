@@ -51,12 +51,14 @@ class Halves:
     wires: tuple[int, ...] = ()
     """Which of them come from the section before, or go back to it: a stage that begins here has
     what it was sent, and the gradient of that, until the end."""
+    arriving: tuple[int, ...] = ()
+    """Which of them are gradients of what goes out: a stage that ends here has them until the end,
+    too."""
 
-    @cached_property
-    def leading(self) -> tuple[Span, ...]:
-        """As the first section of a stage has it."""
+    def at_edges(self, *, begins: bool, ends: bool) -> tuple[Span, ...]:
+        """As a section has it with which a stage begins, or ends."""
         found = list(self.spans)
-        for place in self.wires:
+        for place in (*(self.wires if begins else ()), *(self.arriving if ends else ())):
             found[place] = found[place]._replace(death=TO_THE_END)
         return tuple(found)
 
@@ -99,6 +101,8 @@ def halve(
     make_optimizer: MakeOptimizer,
     plan: Plan,
     device: torch.device,
+    *,
+    as_sent: bool = False,
 ) -> tuple[dict[str, Halved], ...] | None:
     """Run a model with its backward pass in two parts; see `dissect.dissect`.
 
@@ -106,7 +110,7 @@ def halve(
         For each micro-batch the blocks by their names, and under "" what is after them; None where
         the model does not run so.
     """
-    notes = Notes([name for name, _ in separate_blocks(model)])
+    notes = Notes([name for name, _ in separate_blocks(model)], as_sent=as_sent)
     parts = _Parts(notes)
     *before, last = micro_batches
     given = (last, loss, make_optimizer, plan, device, parts.watch, before[0] if before else None)
@@ -226,11 +230,12 @@ def _passes(
 def _section(spans: Sequence[Span], windows: Sequence[Window], place: int, stop: int) -> Halves:
     w = windows[place]
     owner = _Owner(windows, place, stop)
-    found = [(owner.owned(span), owner.is_wire(span)) for span in spans]
-    kept = [(span, is_wire) for span, is_wire in found if span is not None]
-    wires = tuple(place for place, (_, is_wire) in enumerate(kept) if is_wire)
+    pairs = [(span, owner.owned(span)) for span in spans]
+    kept = [(span, own) for span, own in pairs if own is not None]
+    wires = tuple(n for n, (span, _) in enumerate(kept) if owner.is_wire(span))
+    arriving = tuple(n for n, (span, _) in enumerate(kept) if owner.is_arriving(span))
     sizes = (w.b - w.a, w.d - w.c, w.f - w.e)
-    return Halves(*sizes, tuple(span for span, _ in kept), wires)
+    return Halves(*sizes, tuple(own for _, own in kept), wires, arriving)
 
 
 class _Owner:
@@ -270,6 +275,11 @@ class _Owner:
         if w.c < span.birth <= w.d:
             return _goes(span, before)
         return before.a < span.birth <= w.a and _goes(span, w)
+
+    def is_arriving(self, span: Span) -> bool:
+        """Whether it is a gradient of what goes out."""
+        after = self._after
+        return after is not None and after.c < span.birth <= after.d
 
     def _made_there(self, span: Span) -> Span:
         w, after, death = self._w, self._after, span.death
@@ -343,7 +353,8 @@ def _placed(passes: Sequence[Halves]) -> Timeline:
         around = passes[max(0, place - DETAILED) : place + DETAILED + 1]
         is_inside = len(around) > 2 * DETAILED and all(other is one for other in around)
         moves = _Moves(one, there, back, again, {FOREVER: stop + 1, TO_THE_END: stop + 1})
-        seen = one.flat if is_inside else one.spans if place else one.leading
+        ends = place == len(passes) - 1
+        seen = one.flat if is_inside else one.at_edges(begins=place == 0, ends=ends)
         for nbytes, kind, birth, death in seen:
             born = moves.at(birth)
             died = turn + 1 if death == TO_THE_TURN else moves.until(death)

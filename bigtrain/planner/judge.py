@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bigtrain.build import make_plan
+from bigtrain.build import check_shared, make_plan
 from bigtrain.config import Job
 from bigtrain.errors import ConfigError
 from bigtrain.floors import Widths, bounding_stage, states_floor
@@ -16,8 +16,9 @@ from bigtrain.keeping import Choice
 from bigtrain.planner.anatomy import Anatomy, Body
 from bigtrain.planner.clock import Clock, Pace, StepSeconds, closed_bubble
 from bigtrain.planner.compose import num_parameters, states
-from bigtrain.planner.fit import LADDER, Fit, Ladder, Stage, shorter
+from bigtrain.planner.fit import Fit, shorter
 from bigtrain.planner.halves import Halved
+from bigtrain.planner.ladder import LADDER, Ladder, Stage
 from bigtrain.planner.space import Candidate
 from bigtrain.schedules import SPLIT
 from bigtrain.strategy import CutStrategy, Plan
@@ -261,7 +262,9 @@ class Judge:
                 self.least_bytes(candidate, plan) * share,
             )
             given = (plan, candidate, ladder, self._clock, self._composed, factors)
-            self._fits[candidate] = Fit(*given, self._halves(plan, candidate))
+            fit = Fit(*given, self._halves(plan, candidate))
+            check_shared(fit.shared, plan)
+            self._fits[candidate] = fit
         return self._fits[candidate]
 
     def _halves(

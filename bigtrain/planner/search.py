@@ -101,8 +101,21 @@ class Search:
         return answer
 
     def _opened(self, place: str) -> Iterator[_Open]:
+        unfit: dict[int, str] = {}
         for one in self.space.candidates(place):
-            yield _Open(one, self.judge.least_seconds(one))
+            found = _Open(one, 0.0)
+            if one.rows not in unfit:
+                try:
+                    found.seconds = self.judge.least_seconds(one)
+                except ConfigError as error:  # layers may want more than one row to train on
+                    unfit[one.rows] = str(error)
+            if one.rows in unfit:
+                self._refuse(found, unfit[one.rows])
+            yield found
+
+    def _refuse(self, one: _Open, reason: str) -> None:
+        one.refused = True
+        self._refused.append(Refused(one.candidate, reason))
 
     def _fastest(self, limit: int, count: int, answer: Answer | None = None) -> list[Judged]:
         best: list[Judged] = []
@@ -155,8 +168,7 @@ class Search:
             one.seconds = max(one.seconds, look(one.candidate, one.plan))
             one.looks += 1
         except ConfigError as error:
-            one.refused = True
-            self._refused.append(Refused(one.candidate, str(error)))
+            self._refuse(one, str(error))
 
     def _bound(self, one: _Open, plan: Plan) -> None:
         one.least_bytes = max(one.least_bytes, self.judge.floor_bytes(one.candidate, plan))

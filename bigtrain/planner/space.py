@@ -16,8 +16,14 @@ from bigtrain.errors import ConfigError
 from bigtrain.loading import read_preset
 from bigtrain.schedules import V_SHAPED
 
-REPLICATE = ("ddp", "zero1_torch", "fsdp_zero2", "fsdp", "zero1", "zero2", "zero3")
+REPLICATE = (
+    *("ddp", "zero1_torch", "fsdp_zero2", "fsdp"),
+    *("zero1", "zero2", "zero3"),
+    *("oss", "sharded_ddp"),
+)
 """How replicas share their state: the presets of these names."""
+ENGINES = ("torch", "deepspeed", "fairscale")
+"""Whose implementations there are."""
 BESIDE_A_CUT = ("ddp", "zero1_torch", "fsdp_zero2", "fsdp")
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zbv_zero_bubble", "interleaved_zero_bubble")
 """Of the schedules those that differ in what they are good for: time, memory, or both."""

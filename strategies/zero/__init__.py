@@ -15,6 +15,7 @@ Source: Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054), sections 3, 5 and 7.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import ClassVar
 
@@ -121,6 +122,10 @@ class Zero(ZeroOptions):
                 "stage is 1. Leave it out, or set strategy.replicate.stage=3."
             )
         self._engine.check(self, plan)
+
+    def check_shared(self, names: Sequence[str]) -> None:
+        """See `Strategy.check_shared`."""
+        self._engine.check_shared(names)
 
     def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:
         """Say where sharding cannot help."""

@@ -18,6 +18,9 @@ from bigtrain.strategies.zero.deepspeed_config import accumulates_in_fp32, preci
 from bigtrain.strategy import Plan
 from bigtrain.timeline import Kind, Span, Timeline, scaled
 
+ADDED = 3
+"""Ticks from when a layer has made a gradient until it is where it belongs."""
+
 
 def forecast_of(
     config: dict[str, Any], forecast: Forecast, profile: Profile, plan: Plan
@@ -130,8 +133,11 @@ class _Backward:
         first = sorted(profile.first.spans, key=lambda span: span.birth)
         later = sorted(profile.next.spans, key=lambda span: span.birth)
         if [s.nbytes for s in first] != [s.nbytes for s in later]:
-            made = tuple(s for s in first if s.kind == "gradients")
-            return cls(profile.first, made, _again(profile, 0))
+            # Some gradient is copied before it is kept. Here none is, and none is added to.
+            passing = [_passing(span) for span in first]
+            made = tuple(s for s in passing if s.kind == "gradients")
+            timeline = Timeline(tuple(passing), profile.first.phases)
+            return cls(timeline, made, _again(profile, 0))
         pairs = zip(first, later, strict=True)
         made = tuple(now for was, now in pairs if was.kind == "gradients")
         return cls(profile.next, made, _again(profile, 1))
@@ -179,6 +185,13 @@ class _Backward:
             begin = min([begin, *(a for a, b in self.again if a <= gradient.birth <= b)])
             spans.append(Span(gradient.nbytes + ahead, "parameters", begin, gradient.birth + 1))
         return Timeline((*self.timeline.spans, *spans), self.timeline.phases)
+
+
+def _passing(span: Span) -> Span:
+    """A gradient that goes as soon as it is there; all else as it is."""
+    if span.kind != "gradients":
+        return span
+    return span._replace(death=min(span.death, span.birth + ADDED))
 
 
 def _again(profile: Profile, which: int) -> tuple[tuple[int, int], ...]:

@@ -61,6 +61,14 @@ class FullySharded(ZeroEngine):
                 f"mesh.dp. Use one of {', '.join(map(str, fitting))}."
             )
 
+    def check_shared(self, names: Sequence[str]) -> None:
+        """Refuse: a parameter can be in the shards of one stage of a rank only."""
+        raise ConfigError(
+            f"strategy.replicate: {names[0]} is used by two stages of one rank, and stage 2 and 3 "
+            "of zero can shard it for one of them only. Set strategy.replicate.stage=1, or another "
+            "strategy.cut.schedule: with one stage on each rank (1f1b) no two are on one."
+        )
+
     def estimate(
         self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
     ) -> Forecast:
@@ -104,7 +112,6 @@ class FullySharded(ZeroEngine):
             if norms:
                 fully_shard(norms, mp_policy=whole, **settings)
 
-        _refuse_shared(assembly)
         for root in assembly.roots:
             # The code of a module that a cut goes through runs in several stages, and its forward
             # pass as such, to which hooks belong, in none.
@@ -187,20 +194,6 @@ class _Flow:
             for shape, wanted in zip(unit.shapes, unit.trained, strict=True)
             if wanted or not trained
         )
-
-
-def _refuse_shared(assembly: Assembly) -> None:
-    """A parameter can be in the shards of one stage of a rank only."""
-    seen: dict[int, nn.Module] = {}
-    for root in assembly.roots:
-        for name, parameter in root.named_parameters():
-            if seen.setdefault(id(parameter), root) is not root:
-                raise ConfigError(
-                    f"strategy.replicate: {name} is used by two stages of one rank, and stage 2 "
-                    "and 3 of zero can shard it for one of them only. Set "
-                    "strategy.replicate.stage=1, or another strategy.cut.schedule: with one stage "
-                    "on each rank (1f1b) no two are on one."
-                )
 
 
 def shard_mesh(context: RunContext, shard_ranks: int | None) -> DeviceMesh:

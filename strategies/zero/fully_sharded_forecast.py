@@ -64,18 +64,21 @@ def forecast_of(
             step=replace(forecast.step, spans=()),
             gradients=0,
         )
-    resumed = None
+    usual = only.timeline(*first, fresh=not plan.release_gradients)
+    resumed = strayed = None
     if plan.pp > 1:
         resumed = (
             only.timeline(*first, fresh=True, resumed=True),
             only.timeline(*first, fresh=False, resumed=True),
         )
+        strayed = only.strayed(usual, profile.rest), only.strayed(again or usual, profile.rest)
     return replace(
         forecast,
         states=states,
-        first=only.timeline(*first, fresh=not plan.release_gradients),
+        first=usual,
         next=again,
         resumed=resumed,
+        strayed=strayed,
         last=None,  # as the others: no less than it needs
         step=scaled(forecast.step, share * sizes.kept / sizes.used),
         gradients=0 if plan.release_gradients else trained,
@@ -176,6 +179,20 @@ class _Pass:
         spans += self._reduced(rest, end, fresh=fresh)
         phases = tuple((tick * _FINE, phase) for tick, phase in plain.phases)
         return Timeline(tuple(spans), phases)
+
+    def strayed(self, usual: Timeline, rest: Visit) -> Timeline:
+        """The same where several forward passes came before.
+
+        Units are gathered ahead in the reverse of all their forward passes. So the last unit of the
+        backward pass has the one gathered that came before it in those: the last of the pass
+        before. A unit that is still whole, as what is in no block, is not gathered once more.
+        """
+        if rest.shapes or len(self.units) < 2:
+            return usual
+        end = max(span.death for span in usual.spans)
+        begin = self.units[0].backward[0] * _FINE + _PREFETCH
+        stray = Span(self.sizes.padded(self.units[-1]), "temporary", begin, end)
+        return Timeline((*usual.spans, stray), usual.phases)
 
     def _plain(self, plain: Timeline, end: int) -> list[Span]:
         """All that one process has; gradients each until its unit's are in one buffer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -52,6 +53,9 @@ class ZeroEngine:
 
     def check(self, options: ZeroOptions, plan: Plan) -> None:
         """Refuse, as `Strategy.check` does."""
+
+    def check_shared(self, names: Sequence[str]) -> None:
+        """Refuse, as `Strategy.check_shared` does."""
 
     def advise(
         self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
