@@ -18,7 +18,7 @@ from bigtrain.planner.judge import Judge, Judged
 from bigtrain.planner.space import Candidate
 from bigtrain.predict import rank_of
 
-CANDIDATES = 3
+CANDIDATES = 2
 """Plans that are looked at of each model."""
 IMAGES = ["data.name=synthetic", "data.args.input_shape=[3,32,32]", "data.args.num_classes=10"]
 
@@ -67,7 +67,7 @@ def plans(judge: Judge, space: list[Candidate], draw: random.Random) -> Iterator
             return
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("model", [gpt, vit, resnet], ids=lambda one: one.__name__)
 def test_a_plan_is_forecast_as_its_run(model, seed: int) -> None:
     draw = random.Random(f"{model.__name__} {seed}")
@@ -90,6 +90,6 @@ def test_a_plan_is_forecast_as_its_run(model, seed: int) -> None:
             found = rank_of(parts.plan, *given, rank).forecast
             assert found is not None
             own = found.peak().bytes
-            assert 0.99 * own <= peak.bytes <= 1.03 * own, (one.candidate, one.recomputed, rank)
+            assert 0.995 * own <= peak.bytes <= 1.03 * own, (one.candidate, one.recomputed, rank)
             compared += 1
     assert compared

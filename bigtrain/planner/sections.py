@@ -303,7 +303,8 @@ def placed(
         for away in one.far:
             birth = away.birth + (ahead if away.birth <= one.forward else behind)
             begin, end = (last, turn) if away.forward else (first, stop)
-            death = min(begin + away.after, end + 1)
+            over = away.forward and is_sent  # the last section is another rank's
+            death = end + 1 if over else min(begin + away.after, end + 1)
             if death > birth:
                 spans.append(Span(away.nbytes, away.kind, birth, death))
         visits.append(None if one.visit is None else _moved(one.visit, ahead, behind, turn))
