@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from runs import run_command, surroundings
+from harness import run_command, surroundings
 
 from bigtrain.build import make_plan
 from bigtrain.loading import load_job

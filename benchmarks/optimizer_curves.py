@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from runs import run_command, surroundings
+from harness import run_command, surroundings
 
 ROOT = Path(__file__).resolve().parents[1]
 LOW = ("train.precision=bf16", "optim.master_weights=false", "optim.state=bf16")

@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from runs import run_command, surroundings
+from harness import run_command, surroundings
 
 from bigtrain.schedules import in_flight, order
 

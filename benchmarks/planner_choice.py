@@ -30,8 +30,8 @@ from typing import Any
 
 import forked
 import torch
+from harness import keep
 from planner_accuracy import Unchecked
-from runs import keep
 
 from bigtrain.build import make_plan
 from bigtrain.config import Job

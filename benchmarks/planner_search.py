@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from runs import keep
+from harness import keep
 
 CASES: dict[str, dict[str, Any]] = {
     "gpt-1.3b on 64": {

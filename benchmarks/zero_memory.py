@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from runs import run_command, surroundings
+from harness import run_command, surroundings
 
 from bigtrain.build import make_plan
 from bigtrain.loading import load_job, preset_names

@@ -191,7 +191,7 @@ class Judge:
         held = states(self.whole(candidate.rows).sections)
         numbers = self._numbers(held, plan)
         low = plan.bf16_parameters and plan.master_weights
-        own = _own_copies(candidate)
+        own = candidate.fully_sharded
         state = held.optimizer / numbers + (4.0 if low and not own else 0.0)
         widths = Widths(
             (4.0 if own else 2.0) if low else held.parameters / numbers,
@@ -334,11 +334,6 @@ def _waits(plan: Plan) -> bool:
     if not isinstance(technique, CutStrategy):
         return False
     return max(technique.held(shorter(plan))[-1:], default=1) > 1
-
-
-def _own_copies(candidate: Candidate) -> bool:
-    """Whether the fp32 values are the parameters themselves, gathered in bf16: fully_shard."""
-    return candidate.engine == "torch" and candidate.zero_stage > 1
 
 
 def _written(cuts: Sequence[str], recomputed: Mapping[str, Choice], blocks: int) -> dict[str, Any]:

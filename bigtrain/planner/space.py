@@ -70,6 +70,12 @@ class Candidate:
         return int(options_of(self.replicate).get("stage", 0))
 
     @property
+    def fully_sharded(self) -> bool:
+        """Whether fully_shard does it: the parameters are the fp32 values, gathered in bf16, and
+        backward passes stay whole."""
+        return self.engine == "torch" and self.zero_stage > 1
+
+    @property
     def stages(self) -> int:
         """Stages of the model."""
         return self.pp * self.stages_per_rank
@@ -175,7 +181,9 @@ class Space:
                 for replicate, shards in self._replicate(pp, dp):
                     for schedule, per_rank in self._schedules(pp, steps):
                         given = (pp, dp, replicate, rows, steps, schedule, per_rank)
-                        yield Candidate(*given, place, shards)
+                        one = Candidate(*given, place, shards)
+                        if schedule != "interleaved_zero_bubble" or not one.fully_sharded:
+                            yield one  # with whole backward passes it is interleaved_1f1b
 
     def _rows(self, share: int) -> list[int]:
         if self.rows is not None:
