@@ -71,8 +71,10 @@ class Candidate:
 
     @property
     def fully_sharded(self) -> bool:
-        """Whether fully_shard does it: the parameters are the fp32 values, gathered in bf16, and
-        backward passes stay whole."""
+        """Whether fully_shard does it.
+
+        The parameters are the fp32 values, gathered in bf16, and backward passes stay whole.
+        """
         return self.engine == "torch" and self.zero_stage > 1
 
     @property
