@@ -443,10 +443,3 @@ def test_the_links_lead_to_the_folders_at_the_top():
         link = ROOT / "bigtrain" / name
         assert link.is_symlink()
         assert os.readlink(link) == f"../{name}"
-
-
-def test_no_benchmark_is_named_as_a_folder_that_git_ignores():
-    """What a run leaves would change how its imports are sorted, and whose it is."""
-    ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text("utf-8").split()}
-    assert "runs" in ignored
-    assert not ignored & {path.stem for path in (ROOT / "benchmarks").glob("*.py")}

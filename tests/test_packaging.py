@@ -188,3 +188,10 @@ def test_the_example_of_the_contributing_page_runs(tmp_path, monkeypatch):
     (one,) = run_ranks(train, 1, TinyLM, tokens(22), "single", keys)
     for record in run_ranks(train, 2, TinyLM, tokens(22), str(tmp_path / "path.yaml"), keys):
         assert largest_difference(one, record) < 1e-10
+
+
+def test_no_benchmark_is_named_as_a_folder_that_git_ignores():
+    """What a run leaves would change how its imports are sorted, and whose it is."""
+    ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text("utf-8").split()}
+    assert "runs" in ignored
+    assert not ignored & {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
