@@ -15,8 +15,9 @@ from bigtrain.build import make_plan
 from bigtrain.data.loader import MicroBatch
 from bigtrain.distributed import RunContext
 from bigtrain.errors import CheckpointError, ConfigError, NonFiniteError
-from bigtrain.loading import job_of
+from bigtrain.loading import job_of, load_job
 from bigtrain.memory import Meter
+from bigtrain.parts import open_parts
 from bigtrain.pipelines import PipelineRunner
 from bigtrain.replicas import Average
 from bigtrain.runner import LoopRunner
@@ -367,12 +368,14 @@ def test_engines_that_take_whole_models_are_refused() -> None:
         make_plan(job_of("oss", keys), 4, "cpu")
 
 
-def tied_on_one_rank(context: RunContext) -> None:
-    if context.rank:  # the first and the last stage are on rank 0
-        return
-    with pytest.raises(ConfigError, match=r"embedding\.weight is used by two stages of one rank"):
-        pipeline(context, "zbv_zero_bubble", "fsdp", 2, None)
-
-
 def test_shards_cannot_be_of_two_stages() -> None:
-    run_ranks(tied_on_one_rank, 2, pp=2, force_group=True)
+    """A V has the first and the last stage on one rank: refused before the ranks connect."""
+    words = ["model.name=gpt", "model.args={num_layers: 4, width: 32, num_heads: 2}"]
+    words += ["data.name=synthetic", "data.args={kind: language}", "train.global_batch_size=8"]
+    words += ["strategy.cut.schedule=zbv_zero_bubble", "mesh.pp=2"]
+    job = load_job(None, "1f1b_fsdp", words)
+    message = r"embedding\.token\.weight is used by two stages of one rank.*replicate\.stage=1"
+    with pytest.raises(ConfigError, match=message):
+        open_parts(job, make_plan(job, 4, "cpu"))
+    untied = load_job(None, "1f1b_fsdp", [*words, "model.args.tie_embeddings=false"])
+    assert open_parts(untied, make_plan(untied, 4, "cpu")).layout is not None
