@@ -131,8 +131,8 @@ class Anatomy:
         """
         # What is before and after the blocks is taken from the run in which they keep all.
         outer = choice == "keep"
-        kind = self._kind(plan, rows, choice, waiting=outer and waiting, cut=outer and cut)
-        kind = kind._replace(as_sent=cut and self._relaid)
+        kind = self._kind(plan, rows, choice, waiting=outer and waiting, cut=cut)
+        kind = kind._replace(cut=outer and kind.cut)
         if (kind, rows) not in self._bodies:
             self._bodies[kind, rows] = self._body(plan, kind, rows)
             if cut and self._relaid and not kind.as_sent:  # it has shown it
