@@ -28,11 +28,11 @@ from typing import Any
 
 from harness import run_command, surroundings
 
-from bigtrain.build import make_plan
-from bigtrain.loading import load_job
-from bigtrain.parts import open_parts
-from bigtrain.pass_prices import saved_bytes
-from bigtrain.predict import rank_of
+from bigtrain.assembly.block_prices import saved_bytes
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.engine.setup import open_parts
+from bigtrain.job.load import load_job
+from bigtrain.prediction.predict import rank_of
 
 TRACKED, THREADS = 2, 2
 RECOMPUTE, DISK = "strategy.recompute", "strategy.offload.activations=disk"

@@ -31,10 +31,10 @@ import transformers
 from torch import Tensor, nn
 
 from bigtrain.cutting.cut import Cut, copy_tree, cut_at
-from bigtrain.cutting.points import legal_points
-from bigtrain.cutting.rehearsal import Numerics, Rehearsal
-from bigtrain.cutting.structure import map_tensors, tensors_of
+from bigtrain.cutting.cut_points import legal_points
+from bigtrain.cutting.traced_model import Numerics, Rehearsal
 from bigtrain.data.loader import MicroBatch
+from bigtrain.tensors.tree import map_tensors, tensors_of
 
 IN_FLOAT32 = {"mixtral", "xglm"}
 """They have operations that are not there in float64."""

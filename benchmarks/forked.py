@@ -24,14 +24,19 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from bigtrain.environment import Placement
 from bigtrain.errors import ConfigError
+from bigtrain.ranks.launcher_env import Placement
 
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
 """Freed blocks go back to the system, so that resident memory tells; one thread a rank."""
 LOADED = (
     *("torch", "torch._dynamo", "torch.distributed.device_mesh", "torch.distributed.fsdp"),
-    *("torch.distributed.pipelining", "torchvision", "bigtrain.engine", "bigtrain.parts"),
+    *(
+        "torch.distributed.pipelining",
+        "torchvision",
+        "bigtrain.engine.engine",
+        "bigtrain.engine.setup",
+    ),
 )
 THEIRS = ("fairscale.nn.pipe", "fairscale.optim", "fairscale.nn.data_parallel")
 STRATEGIES = (
@@ -220,7 +225,7 @@ def _rank(task: Task, prepared: Any, rank: int, folder: Path, pipe: Connection) 
     """One rank: connect, call, answer, and go without the interpreter's slow farewell."""
     import torch
 
-    from bigtrain.distributed import connect
+    from bigtrain.ranks.connect import connect
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

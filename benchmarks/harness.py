@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bigtrain.processes import run_bigtrain
-from bigtrain.surroundings import surroundings as found_surroundings
+from bigtrain.compare.subprocess_runs import run_bigtrain
+from bigtrain.machine.versions import surroundings as found_surroundings
 
 
 def run_command(words: Sequence[str], limit_s: float, threads: int = 1) -> str | None:

@@ -32,11 +32,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bigtrain
 from bigtrain.data.loader import MicroBatch, Step
-from bigtrain.distributed import RunContext
-from bigtrain.loading import job_of
-from bigtrain.memory import StorageTracker
+from bigtrain.job.load import job_of
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.memory.tracker import StorageTracker
 from bigtrain.models import make_model
-from bigtrain.tasks import CrossEntropy
+from bigtrain.ranks.context import RunContext
 
 MODEL = {"num_layers": 4, "width": 256, "num_heads": 4, "vocab_size": 256, "sequence_length": 128}
 ROWS = 8

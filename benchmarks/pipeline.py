@@ -24,7 +24,8 @@ from typing import Any
 
 from harness import run_command, surroundings
 
-from bigtrain.schedules import in_flight, order
+from bigtrain.schedules.in_flight import in_flight
+from bigtrain.schedules.orders import order
 
 JOB = [
     # The loss with whole logits, as when the published figures were taken.

@@ -39,16 +39,16 @@ from accuracy_errors import AGAIN, again, is_late, summary, table
 from harness import surroundings
 from torch import Tensor, nn
 
-from bigtrain.build import make_plan
-from bigtrain.config import Job
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.cutting.layout import Layout
 from bigtrain.data import MicroBatch
-from bigtrain.distributed import RunContext
-from bigtrain.engine import Engine
-from bigtrain.layout import Layout
-from bigtrain.loading import load_job
-from bigtrain.parts import Parts, open_parts
-from bigtrain.predict import predict
-from bigtrain.tasks import Loss
+from bigtrain.engine.engine import Engine
+from bigtrain.engine.setup import Parts, open_parts
+from bigtrain.job.load import load_job
+from bigtrain.job.schema import Job
+from bigtrain.losses.loss import Loss
+from bigtrain.prediction.predict import predict
+from bigtrain.ranks.context import RunContext
 
 STEPS = 4
 LIMIT_S = 1200.0

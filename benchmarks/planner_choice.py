@@ -33,18 +33,17 @@ import torch
 from harness import keep
 from planner_accuracy import Unchecked
 
-from bigtrain.build import make_plan
-from bigtrain.config import Job
-from bigtrain.distributed import RunContext
-from bigtrain.engine import Engine
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.engine.engine import Engine
+from bigtrain.engine.setup import open_parts
 from bigtrain.errors import ConfigError
-from bigtrain.loading import load_job
-from bigtrain.parts import open_parts
-from bigtrain.planner.asked import Planned, Question, ask
-from bigtrain.planner.command import room
-from bigtrain.planner.judge import Judged
-from bigtrain.remedies import BESIDE, MARGIN
-from bigtrain.this_cluster import this_cluster
+from bigtrain.job.load import load_job
+from bigtrain.job.schema import Job
+from bigtrain.machine.local_cluster import this_cluster
+from bigtrain.memory.cap import BESIDE, MARGIN
+from bigtrain.planner.ask import Planned, Question, ask, room
+from bigtrain.planner.evaluate import Judged
+from bigtrain.ranks.context import RunContext
 from bigtrain.units import MIB
 
 GPT = {"num_layers": 8, "width": 192, "num_heads": 4, "vocab_size": 1024, "sequence_length": 512}

@@ -74,10 +74,10 @@ def line(row: dict[str, Any]) -> str:
 def measured(name: str) -> dict[str, Any]:
     """Plan one case in this process."""
     began = time.perf_counter()
-    from bigtrain.cluster import load_cluster
-    from bigtrain.loading import load_job
-    from bigtrain.planner.asked import Question, ask
-    from bigtrain.planner.offer import figures_of
+    from bigtrain.job.load import load_job
+    from bigtrain.machine.cluster import load_cluster
+    from bigtrain.planner.ask import Question, ask
+    from bigtrain.planner.show import figures_of
 
     case = CASES[name]
     shape = {**case["args"], "vocab_size": 51200, "sequence_length": 2048}

@@ -23,7 +23,7 @@ of which N divides, by strategy,
     stage 3         everything; for `hybrid`, N is the ranks of one sharding group
 
 Activations: the highest moment of (activations + temporary + the batch) over the forward and the
-backward pass of one micro-batch in one process, as `bigtrain.profiles.make_profile` has them on
+backward pass of one micro-batch in one process, as `make_profile` has them on
 fake tensors; parameter gradients are not counted there, as they are states. In bf16 that process
 has bf16 parameters, so that no copies of them, as autocast makes, are counted as activations.
 The floor is the sum of both: as if all states were there at that moment, and nothing else ever:
@@ -46,10 +46,11 @@ from typing import Any
 import torch
 from harness import run_command, surroundings
 
-from bigtrain.build import make_plan
-from bigtrain.loading import load_job, preset_names
-from bigtrain.parts import open_parts
-from bigtrain.profiles import make_profile
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.engine.setup import open_parts
+from bigtrain.job.load import load_job
+from bigtrain.job.presets import preset_names
+from bigtrain.prediction.record import make_profile
 
 STAGES = {
     **{"ddp": 0, "zero1_torch": 1, "fsdp_zero2": 2, "fsdp": 3, "hybrid": 3},

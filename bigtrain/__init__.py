@@ -17,150 +17,119 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bigtrain.adapt import adapting
-    from bigtrain.arguments import train_arguments
-    from bigtrain.blueprint import Blueprint, describe
-    from bigtrain.build import device_type_of, make_plan
-    from bigtrain.checkpoint import Checkpoint, find_checkpoint, newest_checkpoint
-    from bigtrain.chunked_loss import ChunkedCrossEntropy
-    from bigtrain.config import Job
-    from bigtrain.data import Data, MicroBatch, StepLoader, prepare_data
-    from bigtrain.distributed import RunContext, connect
-    from bigtrain.door import connect_job, prepare
-    from bigtrain.engine import Engine, StepResult
-    from bigtrain.environment import Placement, detect
-    from bigtrain.errors import (
-        BigtrainError,
-        CheckpointError,
-        ConfigError,
-        NonFiniteError,
-        OutOfMemoryError,
-    )
-    from bigtrain.failures import run_guarded
-    from bigtrain.launch import launcher_hint
-    from bigtrain.loading import changed_job, load_job
-    from bigtrain.parts import Parts, check_job, open_parts
-    from bigtrain.planner.auto import read_job
-    from bigtrain.report.lines import closing_lines, console, dry_run_lines, opening_lines
-    from bigtrain.report.memory_report import MemoryReport
-    from bigtrain.report.run_log import RunLog, run_folder
-    from bigtrain.restart import Restart
-    from bigtrain.strategy import Plan, Strategy
-    from bigtrain.tasks import CrossEntropy, Loss, MeanLoss, Task
+    from bigtrain.assembly.make_plan import device_type_of as device_type_of
+    from bigtrain.assembly.make_plan import make_plan as make_plan
+    from bigtrain.core.strategy import Plan as Plan
+    from bigtrain.core.strategy import Strategy as Strategy
+    from bigtrain.data import Data as Data
+    from bigtrain.data import MicroBatch as MicroBatch
+    from bigtrain.data import StepLoader as StepLoader
+    from bigtrain.data import prepare_data as prepare_data
+    from bigtrain.engine.adapt import adapting as adapting
+    from bigtrain.engine.checkpoint import Checkpoint as Checkpoint
+    from bigtrain.engine.checkpoint import find_checkpoint as find_checkpoint
+    from bigtrain.engine.checkpoint import newest_checkpoint as newest_checkpoint
+    from bigtrain.engine.engine import Engine as Engine
+    from bigtrain.engine.engine import StepResult as StepResult
+    from bigtrain.engine.prepare import connect_job as connect_job
+    from bigtrain.engine.prepare import prepare as prepare
+    from bigtrain.engine.setup import Parts as Parts
+    from bigtrain.engine.setup import check_job as check_job
+    from bigtrain.engine.setup import open_parts as open_parts
+    from bigtrain.errors import BigtrainError as BigtrainError
+    from bigtrain.errors import CheckpointError as CheckpointError
+    from bigtrain.errors import ConfigError as ConfigError
+    from bigtrain.errors import NonFiniteError as NonFiniteError
+    from bigtrain.errors import OutOfMemoryError as OutOfMemoryError
+    from bigtrain.job.arguments import train_arguments as train_arguments
+    from bigtrain.job.load import changed_job as changed_job
+    from bigtrain.job.load import load_job as load_job
+    from bigtrain.job.schema import Job as Job
+    from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy as ChunkedCrossEntropy
+    from bigtrain.losses.loss import CrossEntropy as CrossEntropy
+    from bigtrain.losses.loss import Loss as Loss
+    from bigtrain.losses.loss import MeanLoss as MeanLoss
+    from bigtrain.losses.tasks import Task as Task
+    from bigtrain.models.blueprint import Blueprint as Blueprint
+    from bigtrain.models.blueprint import describe as describe
+    from bigtrain.planner.auto import read_job as read_job
+    from bigtrain.prediction.memory_report import MemoryReport as MemoryReport
+    from bigtrain.ranks.connect import connect as connect
+    from bigtrain.ranks.context import RunContext as RunContext
+    from bigtrain.ranks.exit_status import run_guarded as run_guarded
+    from bigtrain.ranks.launch import launcher_hint as launcher_hint
+    from bigtrain.ranks.launcher_env import Placement as Placement
+    from bigtrain.ranks.launcher_env import detect as detect
+    from bigtrain.ranks.restart import Restart as Restart
+    from bigtrain.report.lines import closing_lines as closing_lines
+    from bigtrain.report.lines import console as console
+    from bigtrain.report.lines import dry_run_lines as dry_run_lines
+    from bigtrain.report.lines import opening_lines as opening_lines
+    from bigtrain.report.run_log import RunLog as RunLog
+    from bigtrain.report.run_log import run_folder as run_folder
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULE_OF = {
     "BigtrainError": "errors",
-    "Blueprint": "blueprint",
-    "Checkpoint": "checkpoint",
+    "Blueprint": "models.blueprint",
+    "Checkpoint": "engine.checkpoint",
     "CheckpointError": "errors",
-    "ChunkedCrossEntropy": "chunked_loss",
+    "ChunkedCrossEntropy": "losses.chunked_cross_entropy",
     "ConfigError": "errors",
-    "CrossEntropy": "tasks",
+    "CrossEntropy": "losses.loss",
     "Data": "data",
-    "Engine": "engine",
-    "Job": "config",
-    "Loss": "tasks",
-    "MeanLoss": "tasks",
-    "MemoryReport": "report.memory_report",
+    "Engine": "engine.engine",
+    "Job": "job.schema",
+    "Loss": "losses.loss",
+    "MeanLoss": "losses.loss",
+    "MemoryReport": "prediction.memory_report",
     "MicroBatch": "data",
     "NonFiniteError": "errors",
     "OutOfMemoryError": "errors",
-    "Parts": "parts",
-    "Placement": "environment",
-    "Plan": "strategy",
-    "Restart": "restart",
-    "RunContext": "distributed",
+    "Parts": "engine.setup",
+    "Placement": "ranks.launcher_env",
+    "Plan": "core.strategy",
+    "Restart": "ranks.restart",
+    "RunContext": "ranks.context",
     "RunLog": "report.run_log",
     "StepLoader": "data",
-    "StepResult": "engine",
-    "Strategy": "strategy",
-    "Task": "tasks",
-    "adapting": "adapt",
-    "changed_job": "loading",
-    "check_job": "parts",
+    "StepResult": "engine.engine",
+    "Strategy": "core.strategy",
+    "Task": "losses.tasks",
+    "adapting": "engine.adapt",
+    "changed_job": "job.load",
+    "check_job": "engine.setup",
     "closing_lines": "report.lines",
-    "connect": "distributed",
-    "connect_job": "door",
+    "connect": "ranks.connect",
+    "connect_job": "engine.prepare",
     "console": "report.lines",
-    "describe": "blueprint",
-    "detect": "environment",
-    "device_type_of": "build",
+    "describe": "models.blueprint",
+    "detect": "ranks.launcher_env",
+    "device_type_of": "assembly.make_plan",
     "dry_run_lines": "report.lines",
-    "find_checkpoint": "checkpoint",
-    "launcher_hint": "launch",
-    "load_job": "loading",
-    "make_plan": "build",
-    "newest_checkpoint": "checkpoint",
-    "open_parts": "parts",
+    "find_checkpoint": "engine.checkpoint",
+    "launcher_hint": "ranks.launch",
+    "load_job": "job.load",
+    "make_plan": "assembly.make_plan",
+    "newest_checkpoint": "engine.checkpoint",
+    "open_parts": "engine.setup",
     "opening_lines": "report.lines",
-    "prepare": "door",
+    "prepare": "engine.prepare",
     "prepare_data": "data",
     "read_job": "planner.auto",
     "run_folder": "report.run_log",
-    "run_guarded": "failures",
-    "train_arguments": "arguments",
+    "run_guarded": "ranks.exit_status",
+    "train_arguments": "job.arguments",
 }
 
-__all__ = [
-    "BigtrainError",
-    "Blueprint",
-    "Checkpoint",
-    "CheckpointError",
-    "ChunkedCrossEntropy",
-    "ConfigError",
-    "CrossEntropy",
-    "Data",
-    "Engine",
-    "Job",
-    "Loss",
-    "MeanLoss",
-    "MemoryReport",
-    "MicroBatch",
-    "NonFiniteError",
-    "OutOfMemoryError",
-    "Parts",
-    "Placement",
-    "Plan",
-    "Restart",
-    "RunContext",
-    "RunLog",
-    "StepLoader",
-    "StepResult",
-    "Strategy",
-    "Task",
-    "adapting",
-    "changed_job",
-    "check_job",
-    "closing_lines",
-    "connect",
-    "connect_job",
-    "console",
-    "describe",
-    "detect",
-    "device_type_of",
-    "dry_run_lines",
-    "find_checkpoint",
-    "launcher_hint",
-    "load_job",
-    "make_plan",
-    "newest_checkpoint",
-    "open_parts",
-    "opening_lines",
-    "prepare",
-    "prepare_data",
-    "read_job",
-    "run_folder",
-    "run_guarded",
-    "train_arguments",
-]
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'bigtrain' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"bigtrain.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"bigtrain.{_MODULE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -20,6 +20,8 @@ COMMANDS = {
     "strategies": "list the strategies, or explain one",
     "doctor": "what this machine has, lacks, and how fast it is",
 }
+SCRIPTS = {"train": "train.py", "record": "verify/record.py"}
+"""What the ranks of a command run, beside this file."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _guarded(command: str, arguments: list[str]) -> int:
     """Run a command of this process, with its failures shown as those of a run are."""
-    from bigtrain.failures import run_guarded
+    from bigtrain.ranks.exit_status import run_guarded
 
     if command == "plan":
         from bigtrain.planner.command import main as run
@@ -51,9 +53,9 @@ def _guarded(command: str, arguments: list[str]) -> int:
     elif command == "verify":
         from bigtrain.verify.command import main as run
     elif command == "doctor":
-        from bigtrain.doctor import main as run
+        from bigtrain.machine.doctor import main as run
     else:
-        from bigtrain.listing import main as run
+        from bigtrain.compare.list_strategies import main as run
     for number in (signal.SIGTERM, signal.SIGHUP):  # runs that were started are ended, too
         signal.signal(number, _stop)
     return run_guarded(lambda: run(arguments))
@@ -65,19 +67,21 @@ def _stop(number: int, _: FrameType | None) -> None:
 
 def _on_ranks(command: str, arguments: list[str]) -> int:
     """Run the script of a command: in this process, or in as many ranks as are asked for."""
-    from bigtrain.arguments import train_arguments
+    from bigtrain.job.arguments import train_arguments
 
     options = train_arguments(arguments, starts_ranks=True, records=command == "record")
     words = _without_num_ranks(arguments)
     if options.num_ranks is None:
-        from bigtrain import record, run_guarded, train
+        from bigtrain import train
+        from bigtrain.ranks.exit_status import run_guarded
+        from bigtrain.verify import record
 
         run = record.main if command == "record" else train.main
         return run_guarded(lambda: run(words))
     from bigtrain.errors import BigtrainError
-    from bigtrain.launch import start_ranks
+    from bigtrain.ranks.launch import start_ranks
 
-    script = Path(__file__).parent / f"{command}.py"
+    script = Path(__file__).parent / SCRIPTS[command]
     try:
         return start_ranks(options.num_ranks, words, script)
     except BigtrainError as error:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from bigtrain.config import Role
-from bigtrain.forecast import Forecast, Profile
-from bigtrain.strategy import Plan, Strategy
+from bigtrain.core.strategy import Plan, Strategy
+from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.job.schema import Role
 
 
 class Accumulation(Strategy):

@@ -23,14 +23,14 @@ import torch
 from pydantic import BeforeValidator, Field
 from torch import nn
 
-from bigtrain.blocks import find_blocks, matching_modules
-from bigtrain.config import Role
-from bigtrain.environment import detect
+from bigtrain.activations.policy import Choice
+from bigtrain.core.strategy import CutStrategy, Plan, RecomputeStrategy
+from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.errors import ConfigError
-from bigtrain.forecast import Forecast, Profile
-from bigtrain.keeping import Choice
-from bigtrain.memory import capacity_bytes
-from bigtrain.strategy import CutStrategy, Plan, RecomputeStrategy
+from bigtrain.job.schema import Role
+from bigtrain.memory.meter import capacity_bytes
+from bigtrain.models.blocks import find_blocks, matching_modules
+from bigtrain.ranks.launcher_env import detect
 from bigtrain.units import parse_bytes
 
 

@@ -18,12 +18,12 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
-from bigtrain.config import Bytes, Role
+from bigtrain.core.replicas import Average, Sync, wrap
+from bigtrain.core.strategy import Assembly, Plan, Strategy
+from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.costs.traffic import Traffic, averaged, tensors_of
 from bigtrain.errors import ConfigError
-from bigtrain.forecast import Forecast, Profile
-from bigtrain.replicas import Average, Sync, wrap
-from bigtrain.strategy import Assembly, Plan, Strategy
-from bigtrain.traffic import Traffic, averaged, tensors_of
+from bigtrain.job.schema import Bytes, Role
 from bigtrain.units import MIB
 
 

@@ -20,20 +20,22 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from bigtrain.chain import Chain
-from bigtrain.config import Bytes, Role
+from bigtrain.core.replicas import averaging_bucket
+from bigtrain.core.strategy import Assembly, CutStrategy, Plan
+from bigtrain.costs.forecast import Forecast
+from bigtrain.costs.rank_replay import joined
 from bigtrain.cutting.choose import RATES, Wanted, choose_cut
-from bigtrain.cutting.rehearsal import Rehearsal
+from bigtrain.cutting.layout import Layout, numerics
+from bigtrain.cutting.traced_model import Rehearsal
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
-from bigtrain.forecast import Forecast
-from bigtrain.layout import Layout, numerics
-from bigtrain.pipelines import PipelineRunner
-from bigtrain.replayed import averaging_bucket, joined
-from bigtrain.schedules import order, transfers
-from bigtrain.strategy import Assembly, CutStrategy, Plan
-from bigtrain.tasks import Loss
-from bigtrain.update import MakeOptimizer, state_factor
+from bigtrain.job.schema import Bytes, Role
+from bigtrain.losses.loss import Loss
+from bigtrain.optim.update import MakeOptimizer, state_factor
+from bigtrain.pipeline.local_chain import Chain
+from bigtrain.pipeline.runner import PipelineRunner
+from bigtrain.schedules.orders import order
+from bigtrain.schedules.transfers import transfers
 
 
 class LayerSplit(CutStrategy):

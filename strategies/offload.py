@@ -21,24 +21,18 @@ from typing import ClassVar
 
 from torch import nn
 
-from bigtrain.blocks import find_blocks
-from bigtrain.config import Role
-from bigtrain.cuts import chunk_elements
+from bigtrain.activations.policy import Choice
+from bigtrain.core.strategy import Assembly, Offloaded, Place, Plan, Strategy
+from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.costs.traffic import Traffic, moved_activations, tensors_of
 from bigtrain.errors import ConfigError
-from bigtrain.forecast import Forecast, Profile
-from bigtrain.home import DiskHome, HostHome, disk_message, memory_message
-from bigtrain.keeping import Choice
-from bigtrain.room import (
-    IN_MEMORY,
-    file_system,
-    folder_fault,
-    free_memory,
-    free_on_disk,
-    scratch_folder,
-)
-from bigtrain.strategy import Assembly, Offloaded, Place, Plan, Strategy
-from bigtrain.timeline import Span, Timeline
-from bigtrain.traffic import Traffic, moved_activations, tensors_of
+from bigtrain.job.schema import Role
+from bigtrain.memory.disk import IN_MEMORY, file_system, folder_fault, free_on_disk, scratch_folder
+from bigtrain.memory.host_memory import free_memory
+from bigtrain.memory.timeline import Span, Timeline
+from bigtrain.models.blocks import find_blocks
+from bigtrain.optim.partition import chunk_elements
+from bigtrain.optim.state_store import DiskHome, HostHome, disk_message, memory_message
 
 
 class Offload(Strategy):

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from bigtrain.config import Role
+from bigtrain.core.strategy import Plan, Strategy
 from bigtrain.errors import ConfigError
-from bigtrain.strategy import Plan, Strategy
+from bigtrain.job.schema import Role
 
 
 class Single(Strategy):

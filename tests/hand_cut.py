@@ -9,7 +9,7 @@ from nets import VOCABULARY
 from torch import Tensor, nn
 
 from bigtrain.data.loader import MicroBatch
-from bigtrain.tasks import Loss
+from bigtrain.losses.loss import Loss
 
 WIDTH = 8
 LAYERS = 8

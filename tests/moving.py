@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigtrain.carriers import Wait
+from bigtrain.activations.offload import Mover
 from bigtrain.models.gpt import GPT, GPTConfig
-from bigtrain.moved import Mover
+from bigtrain.tensors.transfer import Wait
 
 CPU = torch.device("cpu")
 BLOCK = 720896

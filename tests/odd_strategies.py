@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from torch import nn
 
+from bigtrain.core.strategy import Assembly
 from bigtrain.strategies.ddp import DDP
-from bigtrain.strategy import Assembly
 
 
 class Hangs(DDP):

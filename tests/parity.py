@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bigtrain.build import make_plan
+from bigtrain.assembly.make_plan import make_plan
 from bigtrain.data import GlobalOrder, StepLoader
 from bigtrain.data.source import Samples
-from bigtrain.distributed import RunContext
-from bigtrain.engine import Engine
-from bigtrain.loading import job_of
-from bigtrain.tasks import CrossEntropy, Loss
+from bigtrain.engine.engine import Engine
+from bigtrain.job.load import job_of
+from bigtrain.losses.loss import CrossEntropy, Loss
+from bigtrain.ranks.context import RunContext
 
 
 @dataclass

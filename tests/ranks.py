@@ -23,13 +23,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from bigtrain.environment import Placement
+from bigtrain.ranks.launcher_env import Placement
 
 _PRELOAD = [
     "torch",
     "torch._dynamo",  # every optimizer imports it
     "torch.distributed.device_mesh",
-    "bigtrain.engine",
+    "bigtrain.engine.engine",
     "bigtrain.strategies.ddp",
     "ranks",
 ]
@@ -172,7 +172,7 @@ def _rank_main(
 ) -> None:
     import torch
 
-    from bigtrain.distributed import connect
+    from bigtrain.ranks.connect import connect
 
     # The fork server keeps the surroundings in which it was started; a test may have changed them.
     os.environ.clear()

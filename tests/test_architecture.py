@@ -1,8 +1,4 @@
-"""The shape of the project itself: who may import whom, what is frozen, what must not grow.
-
-Everything is read from the sources as text and syntax trees, so an import inside a function and
-one for type checkers count like any other.
-"""
+"""The shape of the project itself: what is frozen, what must not grow."""
 
 from __future__ import annotations
 
@@ -15,20 +11,23 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from layers import LAYERS
 from pydantic import BaseModel
+from rooms import imported, sources, tree, uses
 
 import bigtrain
-from bigtrain import arguments, cli, doctor, listing
-from bigtrain.build import make_plan
-from bigtrain.config import ROLES, Job, Role
-from bigtrain.loading import load_job, preset_names, read_preset
-from bigtrain.registry import TECHNIQUES, make_technique, technique_class
+from bigtrain import cli
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.compare import list_strategies
+from bigtrain.core.registry import TECHNIQUES, make_technique, technique_class
+from bigtrain.job import arguments
+from bigtrain.job.load import load_job
+from bigtrain.job.presets import preset_names, read_preset
+from bigtrain.job.schema import ROLES, Job, Role
+from bigtrain.machine import doctor
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -60,106 +59,6 @@ WITHOUT_PRESET = {"accumulation": "always there: the batch keys of `train` say h
 READ_INDIRECTLY = {f"strategy.{role}": "by name, in StrategyConfig.roles" for role in ROLES}
 
 
-@cache
-def sources() -> dict[str, Path]:
-    """Every module of the package, without its first name: '' is bigtrain itself."""
-    found = {}
-    for folder, prefix in (("bigtrain", ()), ("strategies", ("strategies",))):
-        found |= _modules(ROOT / folder, prefix)
-    return found | _modules(ROOT / "configs", ("configs",))
-
-
-def _modules(folder: Path, prefix: tuple[str, ...]) -> dict[str, Path]:
-    found = {}
-    for path in sorted(folder.rglob("*.py")):
-        inner = path.relative_to(folder).with_suffix("").parts
-        # The links are followed from where they point to; newer Pythons follow them here as well.
-        if not prefix and inner[0] in ("strategies", "configs"):
-            continue
-        names = (*prefix, *inner)
-        found[".".join(names[:-1] if names[-1] == "__init__" else names)] = path
-    return found
-
-
-@cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
-
-
-def imported(node: ast.AST) -> Iterator[str]:
-    """The dotted names that one import statement may load, `from a import b` as 'a.b'."""
-    if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom):
-        assert node.level == 0, f"line {node.lineno}: write `from bigtrain.x import y` in full"
-        yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def uses(module: str) -> set[str]:
-    """The modules of ours that a module names: imports, `bigtrain.NAME`, "bigtrain.x:Class"."""
-    found = set()
-    for node in ast.walk(tree(sources()[module])):
-        names = list(imported(node))
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            names = [f"{node.value.id}.{node.attr}"]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            names = re.findall(r"\A(bigtrain(?:\.\w+)+):\w+\Z", node.value)
-        for name in names:
-            first, _, rest = name.partition(".")
-            if first == "bigtrain" and rest:
-                found.add(home(rest))
-    # The package's own __init__ imports for type checkers only: see the test of the public names.
-    return set() if module == "" else found - {module}
-
-
-def home(name: str) -> str:
-    """The module that has a name: 'config.Job' is config's, 'Job' too, by the lazy table."""
-    while name not in sources():
-        if "." not in name:
-            return bigtrain._HOMES.get(name, "")
-        name = name.rpartition(".")[0]
-    return name
-
-
-def test_every_module_stands_in_exactly_one_layer():
-    placed = [module for modules in LAYERS.values() for module in modules]
-    assert len(placed) == len(set(placed)), "a module stands in two layers of tests/layers.py"
-    for module in sources():
-        assert module in placed, (
-            f"bigtrain.{module} is in no layer. Add it to tests/layers.py, in the lowest layer "
-            "that holds or follows everything it imports, and to docs/architecture.md"
-        )
-    gone = set(placed) - set(sources())
-    assert not gone, f"tests/layers.py names what is not there: {sorted(gone)}. Take it out."
-
-
-def test_imports_go_down():
-    height = {m: number for number, modules in enumerate(LAYERS.values()) for m in modules}
-    layer = {m: name for name, modules in LAYERS.items() for m in modules}
-    wrong = [
-        f"{module} ({layer[module]}) imports {other} ({layer[other]})"
-        for module in sources()
-        for other in uses(module)
-        if height.get(other, 0) > height.get(module, 0)
-    ]
-    assert not wrong, "imports may only go down:\n" + "\n".join(sorted(wrong))
-
-
-def test_no_module_imports_itself_round_a_corner():
-    graph = {module: set(uses(module)) for module in sources()}
-    finished: set[str] = set()
-
-    def visit(module: str, path: tuple[str, ...]) -> None:
-        assert module not in path, "cycle: " + " -> ".join((*path, module))
-        if module not in finished:
-            for other in sorted(graph[module]):
-                visit(other, (*path, module))
-            finished.add(module)
-
-    for module in graph:
-        visit(module, ())
-
-
 def test_strategies_know_no_other_strategy_and_only_the_registry_knows_them():
     text = re.compile(r"\bbigtrain\.(strategies\.\w+)")
     for module, path in sources().items():
@@ -168,7 +67,7 @@ def test_strategies_know_no_other_strategy_and_only_the_registry_knows_them():
         # The modules of one technique are a package and know each other.
         own = ".".join(module.split(".")[:2])
         strangers = {other for other in named if ".".join(other.split(".")[:2]) != own}
-        assert not strangers or module == "registry", f"{module} names {strangers}"
+        assert not strangers or module == "core.registry", f"{module} names {strangers}"
 
 
 def test_foreign_engines_are_imported_by_strategies_alone():
@@ -192,11 +91,12 @@ def loaded(statement: str, *names: str) -> list[str]:
 
 def test_the_engine_loads_nothing_that_only_some_runs_need():
     names = ("torch", "deepspeed", "fairscale", "torchvision", "sklearn", "tensorboard")
-    assert loaded("import bigtrain.engine", *names) == ["torch"]
+    assert loaded("import bigtrain.engine.engine", *names) == ["torch"]
 
 
 @pytest.mark.parametrize(
-    "module", ["config", "loading", "errors", "units", "cli", "environment", "launch"]
+    "module",
+    ["job.schema", "job.load", "errors", "units", "cli", "ranks.launcher_env", "ranks.launch"],
 )
 def test_what_answers_before_torch_is_loaded(module):
     assert loaded(f"import bigtrain.{module}", "torch") == []
@@ -220,7 +120,7 @@ def test_importing_the_package_does_nothing():
 
 def test_the_public_names_are_sorted_and_resolve():
     assert bigtrain.__all__ == sorted(bigtrain.__all__)
-    assert set(bigtrain.__all__) == set(bigtrain._HOMES)
+    assert set(bigtrain.__all__) == set(bigtrain._MODULE_OF)
     checked, at_runtime = {}, []
     for node in tree(sources()[""]).body:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -228,7 +128,7 @@ def test_the_public_names_are_sorted_and_resolve():
                 checked |= {n.rpartition(".")[2]: n.rpartition(".")[0] for n in imported(inner)}
         else:
             at_runtime += [n for n in imported(node) if n.startswith("bigtrain")]
-    assert checked == {name: f"bigtrain.{place}" for name, place in bigtrain._HOMES.items()}
+    assert checked == {name: f"bigtrain.{place}" for name, place in bigtrain._MODULE_OF.items()}
     assert not at_runtime
     for name in bigtrain.__all__:
         assert getattr(bigtrain, name).__name__ == name
@@ -287,7 +187,7 @@ def test_the_command_line_is_frozen(monkeypatch):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_options_of_each_command_are_frozen(name, monkeypatch):
     readers = {"compare": arguments.compare_arguments, "verify": arguments.verify_arguments}
-    readers |= {"strategies": listing.main, "doctor": doctor.main}
+    readers |= {"strategies": list_strategies.main, "doctor": doctor.main}
     readers |= {"plan": arguments.plan_arguments}
     actions = parser_of(lambda: readers[name]([]), monkeypatch)
     assert {o for action in actions for o in action.option_strings} == COMMANDS[name]
@@ -333,7 +233,7 @@ def test_every_technique_is_described_where_it_is_written(role: Role, name: str)
     example = next(line for line in lines if line.startswith("Example:"))
     assert "train" in example, f"{name}: the example is one command to paste"
     file = Path(module.__file__ or "")
-    files = file.parent.glob("*.py") if file.name == "__init__.py" else [file]
+    files = file.parent.rglob("*.py") if file.name == "__init__.py" else [file]
     used = {n.attr for f in files for n in ast.walk(tree(f)) if _reads_options(n)}
     dead = set(technique.model_fields) - used
     assert not dead, f"{name}: nothing reads the options {sorted(dead)}"

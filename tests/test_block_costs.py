@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from bigtrain.block_costs import block_costs
 from bigtrain.cutting.choose import Rates
 from bigtrain.data import MicroBatch
+from bigtrain.prediction.block_costs import block_costs
 
 CPU = torch.device("cpu")
 

@@ -14,14 +14,14 @@ from ranks import run_ranks
 from test_checkpointing import RECOMPUTE, WAYS, run
 from torch import nn
 
-from bigtrain.build import make_plan
+from bigtrain.activations.offload import Mover
+from bigtrain.activations.policy import shape, unshape
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.assembly.recompute_budget import settle
 from bigtrain.data import MicroBatch
 from bigtrain.errors import ConfigError
-from bigtrain.keeping import shape, unshape
-from bigtrain.loading import job_of
-from bigtrain.moved import Mover
-from bigtrain.settle import settle
-from bigtrain.tasks import CrossEntropy
+from bigtrain.job.load import job_of
+from bigtrain.losses.loss import CrossEntropy
 
 
 def plainly(block, x):

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from bigtrain.blueprint import Blueprint, describe, initial_seed
 from bigtrain.errors import ConfigError
+from bigtrain.models.blueprint import Blueprint, describe, initial_seed
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:

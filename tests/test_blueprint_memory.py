@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bigtrain.blueprint import describe
+from bigtrain.models.blueprint import describe
 
 
 class One(nn.Module):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from bigtrain.blueprint import describe
+from bigtrain.models.blueprint import describe
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:

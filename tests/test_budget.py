@@ -9,8 +9,8 @@ from functools import cache
 
 import pytest
 
-from bigtrain import budget
-from bigtrain.budget import Answer, Price, cheapest, lowest, peak_of
+from bigtrain.activations import budget_solver
+from bigtrain.activations.budget_solver import Answer, Price, cheapest, lowest, peak_of
 
 
 def enumerated(menu, room, tail, waiting):
@@ -70,7 +70,7 @@ def test_rounding_beyond_the_largest_front_stays_inside_the_room(monkeypatch):
     ]
     room = int(1.4 * lowest(menu).peak)
     exact = cheapest(menu, room)
-    monkeypatch.setattr(budget, "LARGEST_FRONT", 200)
+    monkeypatch.setattr(budget_solver, "LARGEST_FRONT", 200)
     rounded = cheapest(menu, room)
     assert isinstance(exact, Answer)
     assert isinstance(rounded, Answer)

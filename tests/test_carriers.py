@@ -15,9 +15,9 @@ import torch
 from moving import BLOCK, CPU, mixed, same, save_and_leave, train, wrap
 from torch import nn
 
-from bigtrain.carriers import HostCarrier, Space
+from bigtrain.activations.offload import Mover
 from bigtrain.errors import BigtrainError, ConfigError
-from bigtrain.moved import Mover
+from bigtrain.tensors.transfer import HostCarrier, Space
 
 
 @pytest.fixture

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from bigtrain.checkpoint import (
+from bigtrain.engine.checkpoint import (
     Checkpoint,
-    TensorSource,
     find_checkpoint,
     newest_checkpoint,
     random_state,
@@ -19,6 +18,7 @@ from bigtrain.checkpoint import (
     write_checkpoint,
 )
 from bigtrain.errors import CheckpointError, ConfigError
+from bigtrain.tensors.source import TensorSource
 
 
 def tensors():

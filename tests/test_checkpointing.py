@@ -12,14 +12,14 @@ from parity import adamw, largest_difference, train
 from ranks import run_ranks
 from torch import nn
 
-from bigtrain.build import describe_plan, make_plan
+from bigtrain.assembly.make_plan import describe_plan, make_plan
+from bigtrain.assembly.recompute_budget import settle
 from bigtrain.data import MicroBatch
-from bigtrain.engine import Engine
+from bigtrain.engine.engine import Engine
 from bigtrain.errors import ConfigError
-from bigtrain.loading import job_of
+from bigtrain.job.load import job_of
+from bigtrain.losses.loss import CrossEntropy
 from bigtrain.models.gpt import GPT, GPTConfig
-from bigtrain.settle import settle
-from bigtrain.tasks import CrossEntropy
 from bigtrain.units import format_bytes
 
 RECOMPUTE = "strategy.recompute"

@@ -11,16 +11,17 @@ from parity import Record, largest_difference, sgd, train
 from ranks import run_ranks
 from torch import nn
 
-from bigtrain.chunked_loss import ChunkedCrossEntropy
-from bigtrain.config import ModelConfig
 from bigtrain.data import MicroBatch
-from bigtrain.engine import Engine
+from bigtrain.engine.choose_loss import check_chunks, find_head, loss_for
+from bigtrain.engine.engine import Engine
 from bigtrain.errors import ConfigError
-from bigtrain.heads import check_chunks, find_head, loss_for
-from bigtrain.loading import job_of
+from bigtrain.job.load import job_of
+from bigtrain.job.schema import ModelConfig
+from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.losses.tasks import ClassificationTask, LanguageTask, SegmentationTask
+from bigtrain.memory.timeline import KINDS
 from bigtrain.models import make_model
-from bigtrain.tasks import ClassificationTask, CrossEntropy, LanguageTask, SegmentationTask
-from bigtrain.timeline import KINDS
 
 CHUNKED = ChunkedCrossEntropy(head="head", chunk_size=1024)
 FP64 = {"train.precision": "fp64", "optim.clip_norm": 0.5, "train.micro_batch_size": 2}

@@ -14,21 +14,17 @@ from nets import TinyLM, tokens
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from bigtrain.chunked_loss import (
-    ChunkedCrossEntropy,
-    attach,
-    check_head,
-    given,
-)
-from bigtrain.config import ModelConfig
+from bigtrain.activations.recompute import recomputed
 from bigtrain.data import MicroBatch
+from bigtrain.engine.choose_loss import loss_for
 from bigtrain.errors import ConfigError
-from bigtrain.heads import loss_for
-from bigtrain.linear_loss import chunk_rows, chunked_cross_entropy
-from bigtrain.memory import StorageTracker
+from bigtrain.job.schema import ModelConfig
+from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy, attach, check_head, given
+from bigtrain.losses.linear_cross_entropy import chunk_rows, chunked_cross_entropy
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.losses.tasks import LanguageTask
+from bigtrain.memory.tracker import StorageTracker
 from bigtrain.models import make_model
-from bigtrain.recompute import recomputed
-from bigtrain.tasks import CrossEntropy, LanguageTask
 
 VOCABULARY, WIDTH, ROWS = 17, 8, (2, 7)
 CHUNKED = ChunkedCrossEntropy(head="head", chunk_size=1024)
@@ -365,7 +361,7 @@ def test_a_head_with_a_forward_of_its_own_on_the_instance_is_refused():
 
 def test_what_a_recomputed_block_remembers_lets_go_of_the_graph():
     """A block that is computed again keeps what was given; that may not keep the loss's graph."""
-    from bigtrain.chunked_loss import now_given
+    from bigtrain.losses.chunked_cross_entropy import now_given
 
     batch = tokens(4)
     model = TinyLM()

@@ -7,10 +7,10 @@ import re
 import pytest
 import yaml
 
-from bigtrain.cluster import Cluster, cluster_names, load_cluster
 from bigtrain.errors import ConfigError
-from bigtrain.rates import Rates
-from bigtrain.this_cluster import from_rates, this_cluster
+from bigtrain.machine.cluster import Cluster, cluster_names, load_cluster
+from bigtrain.machine.local_cluster import from_rates, this_cluster
+from bigtrain.machine.rates import Rates
 from bigtrain.units import GIB
 
 RATES = Rates(
@@ -152,8 +152,8 @@ def test_an_empty_file_and_one_that_is_not_yaml_are_refused(tmp_path):
 
 
 def test_a_preset_that_is_wrong_would_be_named_by_its_short_path(monkeypatch):
-    from bigtrain import cluster
-    from bigtrain.loading import Tree
+    from bigtrain.job.presets import Tree
+    from bigtrain.machine import cluster
 
     monkeypatch.setattr(cluster, "read_preset", lambda *_: Tree({"name": "cpu"}, {}))
     with pytest.raises(ConfigError, match="clusters/cpu.yaml: source is missing"):
@@ -229,7 +229,7 @@ def test_kinds_of_exchange_have_the_figures_that_were_measured_of_them():
 
 def test_this_machine_is_a_cluster(monkeypatch):
     asked = []
-    measured = "bigtrain.this_cluster.measured_rates"
+    measured = "bigtrain.machine.local_cluster.measured_rates"
     monkeypatch.setattr(measured, lambda ranks: asked.append(ranks) or RATES)
     cluster = this_cluster(4)
     assert cluster.node.devices == 4

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bigtrain.cluster import Cluster, load_cluster
-from bigtrain.collectives import Spread, seconds, sent_bytes, spread
 from bigtrain.errors import ConfigError
+from bigtrain.machine.cluster import Cluster, load_cluster
+from bigtrain.machine.collective_cost import Spread, seconds, sent_bytes, spread
 
 ALPHA, RATE = 1e-6, 1e11
 FAR_ALPHA, FAR_RATE = 1e-5, 1e10

@@ -16,8 +16,8 @@ from bigtrain.compare.command import main
 from bigtrain.compare.largest import find_largest
 from bigtrain.compare.pictures import front
 from bigtrain.compare.rows import Row
-from bigtrain.failures import run_guarded
-from bigtrain.processes import reason_in
+from bigtrain.compare.subprocess_runs import reason_in
+from bigtrain.ranks.exit_status import run_guarded
 
 ROOT = Path(__file__).parents[1]
 LENET = [

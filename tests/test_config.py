@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bigtrain.config import Batch, Job, StrategyConfig, TrainConfig, resolve_batch
 from bigtrain.errors import ConfigError
+from bigtrain.job.batch import Batch, resolve_batch
+from bigtrain.job.schema import Job, StrategyConfig, TrainConfig
 from bigtrain.units import format_bytes, format_count, parse_bytes
 
 

@@ -10,17 +10,19 @@ from nets import TinyConv, TinyLM, tokens
 from parity import sgd
 from ranks import run_ranks
 
-from bigtrain.build import lay_out, make_plan
+from bigtrain.assembly.build import lay_out
+from bigtrain.assembly.make_plan import make_plan
 from bigtrain.data import MicroBatch
 from bigtrain.data.source import TensorSamples
-from bigtrain.deferred import DeferredStatistics
-from bigtrain.distributed import RunContext
-from bigtrain.engine import Engine
+from bigtrain.engine.engine import Engine
+from bigtrain.engine.setup import open_parts
 from bigtrain.errors import ConfigError
-from bigtrain.loading import job_of, load_job
-from bigtrain.parts import open_parts
-from bigtrain.predict import predict
-from bigtrain.tasks import ClassificationTask, CrossEntropy, LanguageTask
+from bigtrain.job.load import job_of, load_job
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.losses.tasks import ClassificationTask, LanguageTask
+from bigtrain.pipeline.deferred_batch_norm import DeferredStatistics
+from bigtrain.prediction.predict import predict
+from bigtrain.ranks.context import RunContext
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from cutting_nets import CASES, Case
 from torch import Tensor, nn
 
 from bigtrain.cutting.cut import Cut, cut_at
-from bigtrain.cutting.points import Point, legal_points
-from bigtrain.cutting.rehearsal import Numerics, Rehearsal
+from bigtrain.cutting.cut_points import Point, legal_points
 from bigtrain.cutting.stage import Stage
-from bigtrain.cutting.structure import map_tensors, tensors_of
+from bigtrain.cutting.traced_model import Numerics, Rehearsal
 from bigtrain.data.loader import MicroBatch
+from bigtrain.tensors.tree import map_tensors, tensors_of
 
 CPU = torch.device("cpu")
 NEAR = 1e-12

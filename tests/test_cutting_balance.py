@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from bigtrain.cutting.balance import Pieces, partition
+from bigtrain.cutting.partition import Pieces, partition
 from bigtrain.errors import ConfigError
 
 

@@ -25,9 +25,9 @@ from test_cutting import (
 from torch import Tensor, nn
 
 from bigtrain.cutting.cut import cut_at
-from bigtrain.cutting.ghost import Ghost, ghost_like
-from bigtrain.cutting.points import legal_points
-from bigtrain.cutting.rehearsal import Numerics, Rehearsal
+from bigtrain.cutting.cut_points import legal_points
+from bigtrain.cutting.placeholder import Ghost, ghost_like
+from bigtrain.cutting.traced_model import Numerics, Rehearsal
 from bigtrain.errors import ConfigError
 
 

@@ -24,13 +24,13 @@ from torchvision import models
 from torchvision.models.regnet import BlockParams
 
 from bigtrain.cutting.cut import Cut, copy_tree, cut_at
-from bigtrain.cutting.points import legal_points
-from bigtrain.cutting.rehearsal import Numerics, Rehearsal
+from bigtrain.cutting.cut_points import legal_points
 from bigtrain.cutting.stage import Stage
-from bigtrain.cutting.structure import tensors_of
+from bigtrain.cutting.traced_model import Numerics, Rehearsal
 from bigtrain.data.loader import MicroBatch
-from bigtrain.fakes import fake_model, fake_tensor
-from bigtrain.tasks import CrossEntropy
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.tensors.fake import fake_model, fake_tensor
+from bigtrain.tensors.tree import tensors_of
 
 CPU = torch.device("cpu")
 NUMBERS = 30_000_000

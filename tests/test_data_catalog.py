@@ -10,7 +10,7 @@ import torch
 from bigtrain.data import SOURCES, Data, check_data, open_data, prepare_data
 from bigtrain.data.source import TensorSamples
 from bigtrain.errors import ConfigError
-from bigtrain.tasks import ClassificationTask
+from bigtrain.losses.tasks import ClassificationTask
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Subset
 from bigtrain.data import GlobalOrder, StepLoader, validation_batches
 from bigtrain.data.loader import MicroBatch, move
 from bigtrain.errors import ConfigError
-from bigtrain.tasks import CrossEntropy
+from bigtrain.losses.loss import CrossEntropy
 
 # Python 3.12 and later say that forking a process with threads is risky; torch's loader forks.
 forks = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from bigtrain.environment import SINGLE, detect, first_host, launch_key
 from bigtrain.errors import ConfigError
+from bigtrain.ranks.launcher_env import SINGLE, detect, first_host, launch_key
 
 TORCHRUN = {
     "RANK": "3",
@@ -137,7 +137,7 @@ def test_a_launch_has_one_key_and_another_launch_another() -> None:
     key = launch_key({})
     assert key == launch_key({"HOME": "/elsewhere"})
     assert key != launch_key({"SLURM_JOB_ID": "7"})
-    code = "import os; from bigtrain.environment import launch_key; print(launch_key({}))"
+    code = "import os; from bigtrain.ranks.launcher_env import launch_key; print(launch_key({}))"
     keys = [
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         for _ in range(2)

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from bigtrain.environment import process_began
 from bigtrain.errors import ConfigError, LaunchError
-from bigtrain.failures import (
+from bigtrain.ranks.exit_status import (
     exit_status_of,
     is_echo,
     is_orderly,
@@ -26,7 +25,8 @@ from bigtrain.failures import (
     speaks_first,
     write_error_file,
 )
-from bigtrain.watch import Ending, Hub, Watch, lost_line
+from bigtrain.ranks.failure_hub import Ending, Hub, Watch, lost_line
+from bigtrain.ranks.launcher_env import process_began
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_one_rank_says_what_all_have_found(
     mark_first(error)
     monkeypatch.setenv("RANK", "1")
     ended: list[int] = []
-    monkeypatch.setattr("bigtrain.failures.end_process", ended.append)
+    monkeypatch.setattr("bigtrain.ranks.exit_status.end_process", ended.append)
     assert run_guarded(raising(error)) == 2
     assert ended == [2]
     assert capsys.readouterr().err == "bigtrain: agreed\n"
@@ -138,8 +138,8 @@ class Ranks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         self.ended: list[int] = []
-        monkeypatch.setattr("bigtrain.watch.YIELD_S", 0.05)
-        monkeypatch.setattr("bigtrain.watch.end_process", self.ended.append)
+        monkeypatch.setattr("bigtrain.ranks.failure_hub.YIELD_S", 0.05)
+        monkeypatch.setattr("bigtrain.ranks.failure_hub.end_process", self.ended.append)
         hub = Hub(one_node=True)
         self.hub = hub
         self.watches = [Watch("127.0.0.1", hub.port, hub.token, n) for n in range(count)]
@@ -200,7 +200,7 @@ def test_who_leaves_in_good_order_is_not_lost(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_stranger_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(monkeypatch, 2)
-    monkeypatch.setattr("bigtrain.watch._REPLY_S", 1.0)
+    monkeypatch.setattr("bigtrain.ranks.failure_hub._REPLY_S", 1.0)
     stranger = Watch("127.0.0.1", ranks.hub.port, "wrong", 1)
     time.sleep(0.2)
     assert [watch.ending for watch in ranks.watches] == [None, None]

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from ranks import RankFailure, run_ranks
 
-from bigtrain.distributed import RunContext, connect
-from bigtrain.environment import SINGLE
 from bigtrain.errors import ConfigError, LaunchError
+from bigtrain.ranks.connect import connect
+from bigtrain.ranks.context import RunContext
+from bigtrain.ranks.launcher_env import SINGLE
 
 
 def exchange(context: RunContext) -> dict[str, object]:

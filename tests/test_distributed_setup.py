@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from bigtrain.distributed import RunContext, connect, pick_backend, pick_device, resolve_mesh
-from bigtrain.environment import SINGLE, Launcher, Placement
 from bigtrain.errors import ConfigError, LaunchError
-from bigtrain.rendezvous import master_address, meet, name_resolves_here
-from bigtrain.threads import thread_share
+from bigtrain.ranks.connect import connect, pick_backend, pick_device
+from bigtrain.ranks.context import RunContext, resolve_mesh
+from bigtrain.ranks.cpu_threads import thread_share
+from bigtrain.ranks.launcher_env import SINGLE, Launcher, Placement
+from bigtrain.ranks.rendezvous import master_address, meet, name_resolves_here
 
 
 def placed(rank: int, world: int, local: int, launcher: Launcher = "env") -> Placement:

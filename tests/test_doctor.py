@@ -15,9 +15,10 @@ import pytest
 import torch
 from programs import environment
 
-from bigtrain import doctor, rates
-from bigtrain.loading import preset_names
-from bigtrain.rates import Rates, cache_file, cached_rates, fingerprint, measured_rates
+from bigtrain.job.presets import preset_names
+from bigtrain.machine import doctor, rates
+from bigtrain.machine.rate_cache import cache_file, cached_rates, fingerprint, measured_rates
+from bigtrain.machine.rates import Rates
 
 GIVEN = Rates(
     device="cpu",

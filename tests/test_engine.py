@@ -13,12 +13,13 @@ from ranks import run_ranks
 from torch import nn
 
 import bigtrain
-from bigtrain.build import describe_plan, make_plan
+from bigtrain.assembly.make_plan import describe_plan, make_plan
 from bigtrain.data import MicroBatch
-from bigtrain.engine import Engine
+from bigtrain.engine.engine import Engine
 from bigtrain.errors import CheckpointError, ConfigError, NonFiniteError
-from bigtrain.loading import job_of, load_job
-from bigtrain.tasks import CrossEntropy, LanguageTask
+from bigtrain.job.load import job_of, load_job
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.losses.tasks import LanguageTask
 
 BATCH = torch.randn(8, 4), torch.arange(8) % 3
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bigtrain.cap import asked_bytes, is_out_of_memory
 from bigtrain.errors import ConfigError, OutOfMemoryError
-from bigtrain.loading import load_job
-from bigtrain.room import host_line
+from bigtrain.job.load import load_job
+from bigtrain.memory.cap import asked_bytes, is_out_of_memory
+from bigtrain.memory.host_memory import host_line
 
 ROOT = Path(__file__).parents[1]
 # 2 blocks, 128 wide, 128 tokens: about 90 MiB with micro-batches of 32, of which most are
@@ -122,7 +122,7 @@ def test_all_ranks_stop_where_one_has_no_memory(tmp_path):
 
 
 def test_adapting_is_for_the_command_alone():
-    from bigtrain.door import prepare
+    from bigtrain.engine.prepare import prepare
 
     with pytest.raises(ConfigError, match=r"memory\.on_oom=adapt begins the program anew"):
         prepare(

@@ -6,13 +6,13 @@ import pytest
 from nets import TinyLM, tokens
 from ranks import run_ranks
 
-from bigtrain.build import make_plan
+from bigtrain.assembly.make_plan import make_plan
 from bigtrain.data import GlobalOrder, StepLoader
-from bigtrain.engine import Engine
+from bigtrain.engine.engine import Engine
 from bigtrain.errors import ConfigError
-from bigtrain.loading import job_of
-from bigtrain.optim import optimizer_factory
-from bigtrain.tasks import CrossEntropy
+from bigtrain.job.load import job_of
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.optim.factory import optimizer_factory
 
 ADAFACTOR = {"optim.name": "adafactor"}
 LOW = {"train.precision": "bf16", "optim.master_weights": False}

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from bigtrain.cli import main
-from bigtrain.environment import SINGLE, Launcher, Placement
 from bigtrain.errors import ConfigError
-from bigtrain.launch import _status, launcher_hint, start_ranks
-from bigtrain.room import kernel_kills
+from bigtrain.memory.host_memory import kernel_kills
+from bigtrain.ranks.launch import _status, launcher_hint, start_ranks
+from bigtrain.ranks.launcher_env import SINGLE, Launcher, Placement
 
 
 def alone(launcher: Launcher) -> Placement:
@@ -90,6 +90,6 @@ def test_the_ranks_do_not_get_the_number_of_ranks(
         started.append((number, arguments))
         return 0
 
-    monkeypatch.setattr("bigtrain.launch.start_ranks", start)
+    monkeypatch.setattr("bigtrain.ranks.launch.start_ranks", start)
     assert main(["train", "--config", "digits", *words, "OPTIM.LR", "-1"]) == 0
     assert started == [(2, ["--config", "digits", "OPTIM.LR", "-1"])]

@@ -13,7 +13,7 @@ import pytest
 from cluster import find, free_port, slurm
 from programs import HELLO, ROOT, Finished, environment, finish, run, start
 
-from bigtrain.environment import first_host
+from bigtrain.ranks.launcher_env import first_host
 
 pytestmark = [pytest.mark.launcher, pytest.mark.slow]
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from bigtrain.config import OptimConfig
 from bigtrain.errors import ConfigError
-from bigtrain.lean_adamw import PIECE, LeanAdamW, stochastically_rounded
-from bigtrain.low_bit import LowBitAdamW
-from bigtrain.memory import StorageTracker
-from bigtrain.optim import optimizer_factory
+from bigtrain.job.schema import OptimConfig
+from bigtrain.memory.tracker import StorageTracker
+from bigtrain.optim.factory import optimizer_factory
+from bigtrain.optim.lean_adamw import PIECE, LeanAdamW, stochastically_rounded
+from bigtrain.optim.low_bit_adamw import LowBitAdamW
 
 KEYS = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95)}
 

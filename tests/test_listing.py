@@ -10,10 +10,11 @@ import pytest
 import torch
 from programs import run
 
-from bigtrain.build import device_type_of, make_plan
+from bigtrain.assembly.make_plan import device_type_of, make_plan
+from bigtrain.compare.list_strategies import ADDITIONS, RANKS, main, strategy_list
 from bigtrain.errors import ConfigError
-from bigtrain.listing import ADDITIONS, RANKS, main, strategy_list
-from bigtrain.loading import load_job, preset_names
+from bigtrain.job.load import load_job
+from bigtrain.job.presets import preset_names
 
 COMMAND = [sys.executable, "-m", "bigtrain", "strategies"]
 NEEDS_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -166,7 +167,7 @@ def test_an_unknown_name_is_the_users_and_the_nearest_is_named():
 
 def test_explaining_one_loads_no_engine_that_it_does_not_need():
     code = (
-        "import sys; from bigtrain.listing import main; main(['ddp', '--json']); "
+        "import sys; from bigtrain.compare.list_strategies import main; main(['ddp', '--json']); "
         "print([n for n in ('deepspeed', 'fairscale') if n in sys.modules], file=sys.stderr)"
     )
     done = run([sys.executable, "-c", code])

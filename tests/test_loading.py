@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from bigtrain.errors import ConfigError
-from bigtrain.loading import changed_job, job_of, load_job, parse_overrides, preset_names, read_yaml
+from bigtrain.job.load import changed_job, job_of, load_job, parse_overrides
+from bigtrain.job.presets import preset_names, read_yaml
 
 
 def write(tmp_path, text, name="job.yaml"):

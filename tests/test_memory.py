@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from bigtrain.memory import Meter, StorageTracker, capacity_bytes
-from bigtrain.timeline import Breakdown, Peak, Span, Timeline, highest
+from bigtrain.memory.meter import Meter, capacity_bytes
+from bigtrain.memory.timeline import Breakdown, Peak, Span, Timeline, highest
+from bigtrain.memory.tracker import StorageTracker
 
 MB = 1_000_000
 
@@ -135,7 +136,7 @@ def test_the_process_peak_sees_what_came_and_went():
     # In a process of its own: one that has worked for long reuses memory that it has freed.
     program = """
 import torch
-from bigtrain.memory import ProcessPeak
+from bigtrain.memory.meter import ProcessPeak
 process = ProcessPeak()
 block = torch.ones(64 * 2**20, dtype=torch.uint8)
 del block

@@ -16,7 +16,6 @@ import torch
 import torchvision.models
 from torch import nn
 
-from bigtrain.blueprint import Blueprint, describe
 from bigtrain.errors import ConfigError
 from bigtrain.models import (
     GPT,
@@ -28,6 +27,7 @@ from bigtrain.models import (
     model_defaults,
     sequence_length,
 )
+from bigtrain.models.blueprint import Blueprint, describe
 from bigtrain.models.gpt import PRESETS
 
 CLASSIFICATION = torchvision.models.list_models(module=torchvision.models)

@@ -11,9 +11,9 @@ import torch
 import torchvision.models
 from torch import nn
 
-from bigtrain.blueprint import describe
 from bigtrain.errors import ConfigError
 from bigtrain.models import check_model, make_model
+from bigtrain.models.blueprint import describe
 
 CLASSIFICATION = torchvision.models.list_models(module=torchvision.models)
 SEGMENTATION = torchvision.models.list_models(module=torchvision.models.segmentation)

@@ -29,11 +29,11 @@ from moving import (
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from bigtrain.activations.offload import LEAST_BYTES, Mover
+from bigtrain.activations.recompute import recomputed
 from bigtrain.errors import BigtrainError
-from bigtrain.fakes import fake_model
-from bigtrain.memory import StorageTracker
-from bigtrain.moved import LEAST_BYTES, Mover
-from bigtrain.recompute import recomputed
+from bigtrain.memory.tracker import StorageTracker
+from bigtrain.tensors.fake import fake_model
 
 
 @pytest.fixture

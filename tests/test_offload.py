@@ -17,17 +17,17 @@ from ranks import run_ranks
 from test_prediction import peaks, text, wide
 from torch import nn
 
-import bigtrain.pieces
-from bigtrain.build import make_plan
-from bigtrain.distributed import RunContext
-from bigtrain.engine import Engine
+import bigtrain.optim.partitioned
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.costs.forecast import Profile
+from bigtrain.engine.engine import Engine
 from bigtrain.errors import BigtrainError, ConfigError
-from bigtrain.forecast import Profile
-from bigtrain.home import DiskHome
-from bigtrain.loading import job_of
+from bigtrain.job.load import job_of
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.memory.timeline import KINDS
+from bigtrain.optim.state_store import DiskHome
+from bigtrain.ranks.context import RunContext
 from bigtrain.strategies.offload import Offload
-from bigtrain.tasks import CrossEntropy
-from bigtrain.timeline import KINDS
 
 DISK = {"strategy.offload.optimizer": "disk"}
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def train_in_small_chunks(context, *args: Any) -> Record:
     """With chunks so small that parameters are cut, and several share one."""
-    bigtrain.pieces.chunk_elements = lambda *_: 64
+    bigtrain.optim.partitioned.chunk_elements = lambda *_: 64
     return train(context, *args)
 
 
@@ -101,7 +101,7 @@ def test_fp32_copies_of_bf16_parameters_live_on_disk_with_the_same_bits():
 
 def begin_and_continue(context, folder, first, second, keys) -> list[float]:
     """Three steps, saved by one way and continued by the other; the losses of the last three."""
-    bigtrain.pieces.chunk_elements = lambda *_: 64
+    bigtrain.optim.partitioned.chunk_elements = lambda *_: 64
     samples = tokens(8)
     mine = slice(context.rank, None, context.world_size)
     batch = samples.inputs[mine].clone(), samples.targets[mine].clone()
@@ -167,10 +167,10 @@ _MEASURE = """
 import json, sys
 import torch
 from torch import nn
-from bigtrain.distributed import RunContext
-from bigtrain.engine import Engine
-from bigtrain.loading import job_of
-from bigtrain.tasks import CrossEntropy
+from bigtrain.ranks.connect import RunContext
+from bigtrain.engine.engine import Engine
+from bigtrain.job.load import job_of
+from bigtrain.losses.loss import CrossEntropy
 
 torch.set_num_threads(1)
 
@@ -308,9 +308,9 @@ def test_a_model_too_large_for_the_disk_or_the_host_is_refused_with_the_numbers(
 
 def build_on_a_small_disk(context, free: int) -> str:
     """Rank 1 alone sees little room; every rank must say the same."""
-    import bigtrain.home
+    import bigtrain.optim.state_store
 
-    bigtrain.home.free_on_disk = lambda _: free if context.rank == 1 else 10**12
+    bigtrain.optim.state_store.free_on_disk = lambda _: free if context.rank == 1 else 10**12
     keys = {"train.global_batch_size": 8, "memory.predict": False, **DISK}
     try:
         Engine(TinyLM, CrossEntropy(), adamw, job_of("ddp", keys), context)

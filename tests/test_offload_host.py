@@ -13,13 +13,13 @@ from ranks import run_ranks
 from test_offload import begin_and_continue
 from torch import Tensor
 
-import bigtrain.home
-import bigtrain.pieces
-from bigtrain.distributed import RunContext
+import bigtrain.optim.partitioned
+import bigtrain.optim.state_store
+from bigtrain.core.strategy import Assembly
 from bigtrain.errors import ConfigError
-from bigtrain.home import HostHome
+from bigtrain.optim.state_store import HostHome
+from bigtrain.ranks.context import RunContext
 from bigtrain.strategies.offload import Offload
-from bigtrain.strategy import Assembly
 
 HOST = {"strategy.offload.name": f"{__name__}:OnHost", "strategy.offload.optimizer": "cpu"}
 
@@ -57,7 +57,7 @@ class OnHost(Offload):
 
 
 def train_in_small_chunks(context, *args: Any) -> Record:
-    bigtrain.pieces.chunk_elements = lambda *_: 64
+    bigtrain.optim.partitioned.chunk_elements = lambda *_: 64
     return train(context, *args)
 
 
@@ -102,12 +102,12 @@ def test_the_next_chunk_comes_while_this_one_is_updated():
     lane = LateLane()
     home = HostHome(RunContext.alone(), lane)
     parameter = torch.nn.Parameter(torch.zeros(256))
-    before = bigtrain.pieces.chunk_elements
-    bigtrain.pieces.chunk_elements = lambda *_: 64
+    before = bigtrain.optim.partitioned.chunk_elements
+    bigtrain.optim.partitioned.chunk_elements = lambda *_: 64
     try:
-        update = bigtrain.pieces.PiecewiseUpdate({"p": parameter}, adamw, home=home)
+        update = bigtrain.optim.partitioned.PiecewiseUpdate({"p": parameter}, adamw, home=home)
     finally:
-        bigtrain.pieces.chunk_elements = before
+        bigtrain.optim.partitioned.chunk_elements = before
     parameter.grad = torch.ones(256)
     seen = []
     step = update.optimizer.step
@@ -128,7 +128,7 @@ def test_the_next_chunk_comes_while_this_one_is_updated():
 
 
 def build_with_little_memory(context, free: int) -> str:
-    bigtrain.home.free_memory = lambda: free if context.rank == 1 else 10**12
+    bigtrain.optim.state_store.free_memory = lambda: free if context.rank == 1 else 10**12
     make = torch.optim.AdamW
     try:
         HostHome(context).reserve(updated=400, copied=400, make_optimizer=make)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from bigtrain.config import OptimConfig
-from bigtrain.optim import learning_rate, optimizer_factory
+from bigtrain.job.schema import OptimConfig
+from bigtrain.optim.factory import learning_rate, optimizer_factory
 
 
 def rates(total, batch=32, **keys):

@@ -14,9 +14,10 @@ from nets import TinyLM, tokens
 from parity import Record, adamw, largest_difference, train
 from ranks import run_ranks
 
-from bigtrain.build import make_plan
+from bigtrain.assembly.make_plan import make_plan
 from bigtrain.errors import ConfigError
-from bigtrain.loading import job_of, preset_names
+from bigtrain.job.load import job_of
+from bigtrain.job.presets import preset_names
 
 ON_DEVICES = ("layer_split_devices", "gpipe_fairscale")
 """Several devices of one process."""

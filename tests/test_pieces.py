@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-import bigtrain.pieces
-from bigtrain.cuts import chunk_elements, cut_evenly, stretches
-from bigtrain.home import Home
-from bigtrain.pieces import Cut, PiecewiseUpdate, Replicas
-from bigtrain.update import MakeOptimizer, WholeUpdate
+import bigtrain.optim.partitioned
+from bigtrain.optim.partition import chunk_elements, cut_evenly, stretches
+from bigtrain.optim.partitioned import Cut, PiecewiseUpdate, Replicas
+from bigtrain.optim.state_store import Home
+from bigtrain.optim.update import MakeOptimizer, WholeUpdate
 
 SIZES = {"a": 1000, "b": 1, "c": 64, "d": 3000}
 
@@ -98,7 +98,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(bigtrain.pieces, "chunk_elements", lambda *_: 64)
+    monkeypatch.setattr(bigtrain.optim.partitioned, "chunk_elements", lambda *_: 64)
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -13,14 +13,14 @@ from parity import Record, adamw, largest_difference, sgd
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from bigtrain.build import make_plan
+from bigtrain.assembly.make_plan import make_plan
 from bigtrain.data import GlobalOrder, MicroBatch, StepLoader
 from bigtrain.data.source import TensorSamples
-from bigtrain.distributed import RunContext
-from bigtrain.engine import Engine
+from bigtrain.engine.engine import Engine
 from bigtrain.errors import ConfigError
-from bigtrain.loading import job_of
-from bigtrain.tasks import CrossEntropy
+from bigtrain.job.load import job_of
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.ranks.context import RunContext
 
 # Not imported: the ranks import this module, and load the libraries as a run does.
 needs_fairscale = pytest.mark.skipif(find_spec("fairscale") is None, reason="fairscale is missing")

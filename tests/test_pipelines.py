@@ -11,20 +11,20 @@ from nets import VOCABULARY
 from parity import sgd
 from ranks import RankFailure, run_ranks
 
-from bigtrain.build import make_plan
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.core.loop import LoopRunner
+from bigtrain.core.replicas import Average
+from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
-from bigtrain.distributed import RunContext
+from bigtrain.engine.setup import open_parts
 from bigtrain.errors import CheckpointError, ConfigError, NonFiniteError
-from bigtrain.loading import job_of, load_job
-from bigtrain.memory import Meter
-from bigtrain.parts import open_parts
-from bigtrain.pipelines import PipelineRunner
-from bigtrain.replicas import Average
-from bigtrain.runner import LoopRunner
-from bigtrain.schedules import SCHEDULES, V_SHAPED, order, stage_ranks
-from bigtrain.schedules import in_flight as held_at_most
-from bigtrain.strategy import Assembly
-from bigtrain.tasks import CrossEntropy
+from bigtrain.job.load import job_of, load_job
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.memory.meter import Meter
+from bigtrain.pipeline.runner import PipelineRunner
+from bigtrain.ranks.context import RunContext
+from bigtrain.schedules.in_flight import in_flight as held_at_most
+from bigtrain.schedules.orders import SCHEDULES, V_SHAPED, order, stage_ranks
 
 LOSS = CrossEntropy()
 # (rows, length) of the micro-batches of each step, for one replica.

@@ -12,7 +12,7 @@ import yaml
 from programs import run
 
 from bigtrain.errors import ConfigError
-from bigtrain.loading import load_job
+from bigtrain.job.load import load_job
 from bigtrain.planner.command import main
 
 SMALL = [

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from bigtrain.build import make_plan
-from bigtrain.cluster import load_cluster
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.engine.setup import open_parts
 from bigtrain.errors import ConfigError
-from bigtrain.loading import load_job
-from bigtrain.parts import open_parts
-from bigtrain.planner.asked import Question, ask
-from bigtrain.planner.judge import Judge, Judged
+from bigtrain.job.load import load_job
+from bigtrain.machine.cluster import load_cluster
+from bigtrain.planner.ask import Question, ask
+from bigtrain.planner.evaluate import Judge, Judged
 from bigtrain.planner.space import Candidate
-from bigtrain.predict import rank_of
+from bigtrain.prediction.predict import rank_of
 
 CANDIDATES = 2
 """Plans that are looked at of each model."""

@@ -9,20 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from bigtrain.build import make_plan
-from bigtrain.cluster import Cluster, load_cluster
-from bigtrain.config import Job
-from bigtrain.loading import load_job
-from bigtrain.parts import open_parts
-from bigtrain.planner.asked import Planned, Question, ask
-from bigtrain.planner.clock import Clock, Pace, StepSeconds
-from bigtrain.planner.command import room
-from bigtrain.planner.judge import Judged, Refused
-from bigtrain.planner.offer import document, misses, nothing_fits, plan_text
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.engine.setup import open_parts
+from bigtrain.job.load import load_job
+from bigtrain.job.schema import Job
+from bigtrain.machine.cluster import Cluster, load_cluster
+from bigtrain.planner.ask import Planned, Question, ask, room
+from bigtrain.planner.evaluate import Judged, Refused
 from bigtrain.planner.search import BEST
-from bigtrain.planner.sections import Work
+from bigtrain.planner.show import document, misses, nothing_fits, plan_text
 from bigtrain.planner.space import Candidate, Space
-from bigtrain.predict import rank_of
+from bigtrain.planner.step_time import Clock, Pace, StepSeconds
+from bigtrain.prediction.predict import rank_of
+from bigtrain.prediction.sections import Work
 from bigtrain.units import MIB, format_count
 
 GPT = [

@@ -8,21 +8,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bigtrain.blocks import separate_blocks
-from bigtrain.build import lay_out, make_plan
-from bigtrain.chunked_loss import ChunkedCrossEntropy
+from bigtrain.assembly.build import lay_out
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.costs.forecast import Profile
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
-from bigtrain.forecast import Profile
-from bigtrain.loading import job_of
+from bigtrain.job.load import job_of
+from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
+from bigtrain.losses.loss import CrossEntropy, Loss
 from bigtrain.models import make_model
-from bigtrain.optim import optimizer_factory
-from bigtrain.planner.anatomy import Anatomy, Body, resized
-from bigtrain.planner.compose import compose
-from bigtrain.planner.shorten import shortened, untied
-from bigtrain.predict import forecast, rank_of
-from bigtrain.profiles import make_profile
-from bigtrain.tasks import CrossEntropy, Loss
+from bigtrain.models.blocks import separate_blocks
+from bigtrain.optim.factory import optimizer_factory
+from bigtrain.prediction.compose import compose
+from bigtrain.prediction.predict import forecast, rank_of
+from bigtrain.prediction.record import make_profile
+from bigtrain.prediction.section_library import Anatomy, Body, resized
+from bigtrain.prediction.shorten import shortened, untied
 
 CPU = torch.device("cpu")
 GPT = {"num_layers": 6, "width": 32, "num_heads": 2, "vocab_size": 97, "sequence_length": 16}

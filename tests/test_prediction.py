@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from bigtrain.data import MicroBatch
 from bigtrain.data.source import TensorSamples
-from bigtrain.engine import Engine
-from bigtrain.loading import job_of
-from bigtrain.tasks import CrossEntropy
-from bigtrain.timeline import KINDS
+from bigtrain.engine.engine import Engine
+from bigtrain.job.load import job_of
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.memory.timeline import KINDS
 
 
 def peaks(context, model, batch, strategy, keys, optimizer):

@@ -10,12 +10,12 @@ from parity import adamw
 from ranks import run_ranks
 from torch import nn
 
-from bigtrain.build import make_plan
+from bigtrain.assembly.make_plan import make_plan
 from bigtrain.data import MicroBatch
-from bigtrain.distributed import RunContext
-from bigtrain.engine import Engine
-from bigtrain.loading import job_of
-from bigtrain.tasks import CrossEntropy
+from bigtrain.engine.engine import Engine
+from bigtrain.job.load import job_of
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.ranks.context import RunContext
 
 SLACK = 0.002
 # A sharded block's input goes on beside the block here, and its gradient is taken to be there when

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from bigtrain.build import make_plan
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.costs.floors import Transformer
 from bigtrain.data import MicroBatch
-from bigtrain.fakes import fake_model
-from bigtrain.floors import Transformer
-from bigtrain.loading import job_of
+from bigtrain.job.load import job_of
+from bigtrain.losses.loss import CrossEntropy
 from bigtrain.models.gpt import GPT, GPTConfig
-from bigtrain.profiles import make_profile
-from bigtrain.tasks import CrossEntropy
+from bigtrain.prediction.record import make_profile
+from bigtrain.tensors.fake import fake_model
 from bigtrain.units import GIB
 
 A100 = 312e12

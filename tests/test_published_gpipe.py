@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import pytest
 
-from bigtrain.floors import Transformer, Widths, bubble_share, states_floor
+from bigtrain.costs.floors import Transformer, Widths, states_floor
+from bigtrain.schedules.bubble import bubble_share
 from bigtrain.units import GIB
 
 GB = 10**9

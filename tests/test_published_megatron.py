@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import pytest
 
-from bigtrain.blueprint import describe
-from bigtrain.floors import Transformer
+from bigtrain.costs.floors import Transformer
+from bigtrain.models.blueprint import describe
 from bigtrain.models.gpt import GPT, GPTConfig
 
 A100 = 312.0

@@ -1,6 +1,6 @@
 """What is published of schedules, and the closed forms of `floors`, against the schedules here.
 
-`bigtrain.schedules` plays torch's own tables (torch 2.15) through; nothing there knows a formula.
+`schedules.orders` plays torch's own tables (torch 2.15) through; nothing there knows a formula.
 """
 
 from __future__ import annotations
@@ -9,18 +9,11 @@ import random
 
 import pytest
 
+from bigtrain.costs.floors import micro_batches_in_flight
 from bigtrain.errors import ConfigError
-from bigtrain.floors import bubble_share, micro_batches_in_flight
-from bigtrain.schedules import (
-    ONE_STAGE,
-    SCHEDULES,
-    V_SHAPED,
-    StageSeconds,
-    bubble,
-    in_flight,
-    in_flight_together,
-    order,
-)
+from bigtrain.schedules.bubble import StageSeconds, bubble, bubble_share
+from bigtrain.schedules.in_flight import in_flight, in_flight_together
+from bigtrain.schedules.orders import ONE_STAGE, SCHEDULES, V_SHAPED, order
 
 
 def played(schedule, pp, micro_batches, v, forward=1.0, inputs=1.0, weights=1.0):

@@ -15,15 +15,15 @@ import torch
 from nets import BlockLM
 from parity import adamw
 
-from bigtrain.blueprint import describe
-from bigtrain.build import make_plan
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.costs.floors import Widths, bounding_stage, largest_model, numbers_sent, states_floor
 from bigtrain.data import MicroBatch
-from bigtrain.floors import Widths, bounding_stage, largest_model, numbers_sent, states_floor
-from bigtrain.loading import job_of
+from bigtrain.job.load import job_of
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.models.blueprint import describe
 from bigtrain.models.gpt import GPT, GPTConfig
-from bigtrain.predict import forecast
-from bigtrain.profiles import make_profile
-from bigtrain.tasks import CrossEntropy
+from bigtrain.prediction.predict import forecast
+from bigtrain.prediction.record import make_profile
 
 GB = 10**9
 TABLE_1 = {

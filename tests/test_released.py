@@ -9,14 +9,14 @@ from ranks import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bigtrain.build import make_plan
+from bigtrain.assembly.make_plan import make_plan
 from bigtrain.data import GlobalOrder, StepLoader
-from bigtrain.distributed import RunContext
-from bigtrain.engine import Engine
+from bigtrain.engine.engine import Engine
 from bigtrain.errors import BigtrainError, ConfigError, NonFiniteError
-from bigtrain.loading import job_of
-from bigtrain.optim import optimizer_factory
-from bigtrain.tasks import CrossEntropy
+from bigtrain.job.load import job_of
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.optim.factory import optimizer_factory
+from bigtrain.ranks.context import RunContext
 
 RELEASE = {"optim.release_gradients": True}
 

@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import pytest
 
-from bigtrain.replay import Passes, StagePiece, replay
-from bigtrain.schedules import ONE_STAGE, SCHEDULES, Action, order
-from bigtrain.timeline import KINDS, Breakdown, Span, Timeline
+from bigtrain.costs.replay import Passes, StagePiece, replay
+from bigtrain.memory.timeline import KINDS, Breakdown, Span, Timeline
+from bigtrain.schedules.orders import ONE_STAGE, SCHEDULES, Action, order
 
 
 def passes(dice, parts, *, gradients):

@@ -9,10 +9,10 @@ from torch.distributed.pipelining._backward import (
     stage_backward_weight,
 )
 
-from bigtrain.memory import StorageTracker
-from bigtrain.replay import Passes, StagePiece, replay
-from bigtrain.schedules import Action
-from bigtrain.timeline import Timeline
+from bigtrain.costs.replay import Passes, StagePiece, replay
+from bigtrain.memory.timeline import Timeline
+from bigtrain.memory.tracker import StorageTracker
+from bigtrain.schedules.orders import Action
 
 
 class Block(nn.Module):

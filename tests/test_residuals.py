@@ -16,12 +16,13 @@ from types import SimpleNamespace
 import pytest
 from ranks import run_ranks
 
-from bigtrain import residuals
-from bigtrain.build import make_plan
-from bigtrain.loading import job_of
-from bigtrain.memory import Measured
-from bigtrain.report.memory_report import MemoryReport, RankMemory
-from bigtrain.residuals import (
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.job.load import job_of
+from bigtrain.memory.meter import Measured
+from bigtrain.memory.timeline import Breakdown, Peak
+from bigtrain.prediction import residuals
+from bigtrain.prediction.memory_report import MemoryReport, RankMemory
+from bigtrain.prediction.residuals import (
     DEFAULT_MARGIN,
     MOST,
     Entry,
@@ -31,7 +32,6 @@ from bigtrain.residuals import (
     residuals_file,
     safety,
 )
-from bigtrain.timeline import Breakdown, Peak
 
 MODEL = """
 from torch import nn

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from bigtrain.distributed import RunContext
-from bigtrain.engine import Engine
-from bigtrain.lean_adamw import LeanAdamW
-from bigtrain.loading import job_of
-from bigtrain.low_bit import LowBitAdamW
-from bigtrain.tasks import CrossEntropy
+from bigtrain.engine.engine import Engine
+from bigtrain.job.load import job_of
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.optim.lean_adamw import LeanAdamW
+from bigtrain.optim.low_bit_adamw import LowBitAdamW
+from bigtrain.ranks.context import RunContext
 
 
 class Net(nn.Module):

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from bigtrain.room import (
+from bigtrain.memory.disk import (
     Need,
     Shortage,
     file_system,
     find_shortage,
     folder_fault,
-    free_memory,
     free_on_disk,
     scratch_folder,
 )
+from bigtrain.memory.host_memory import free_memory
 
 
 def system(root: Path, files: dict[str, str]) -> Path:

@@ -7,20 +7,18 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from bigtrain.errors import ConfigError
-from bigtrain.schedules import (
+from bigtrain.schedules.bubble import StageSeconds, bubble
+from bigtrain.schedules.in_flight import in_flight, in_flight_together
+from bigtrain.schedules.orders import (
     ONE_STAGE,
     SCHEDULES,
     TORCH,
     V_SHAPED,
     Action,
-    StageSeconds,
-    bubble,
-    in_flight,
-    in_flight_together,
     order,
     stage_ranks,
-    transfers,
 )
+from bigtrain.schedules.transfers import transfers
 
 EQUAL = StageSeconds(1.0, 1.0, 1.0)
 
@@ -135,7 +133,7 @@ def test_in_flight():
 def test_what_is_sent_is_kept_also_where_torch_is_not_asked(schedule, monkeypatch):
     placed = transfers(schedule, 4, 2, 8)
     transfers.cache_clear()
-    monkeypatch.setattr("bigtrain.schedules._PLACED", 0)
+    monkeypatch.setattr("bigtrain.schedules.orders._PLACED", 0)
     guessed = transfers(schedule, 4, 2, 8)
     transfers.cache_clear()
     for mine, real in zip(guessed, placed, strict=True):

@@ -8,15 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from bigtrain.errors import ConfigError
-from bigtrain.tasks import (
-    ClassificationTask,
-    CrossEntropy,
-    CustomTask,
-    LanguageTask,
-    MeanLoss,
-    SegmentationTask,
-    main_output,
-)
+from bigtrain.losses.loss import CrossEntropy, MeanLoss, main_output
+from bigtrain.losses.tasks import ClassificationTask, CustomTask, LanguageTask, SegmentationTask
 
 CASES = {
     "classes": ((6, 5), (6,), CrossEntropy()),

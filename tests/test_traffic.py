@@ -18,20 +18,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bigtrain.build import make_plan
-from bigtrain.data import GlobalOrder, MicroBatch, StepLoader
-from bigtrain.data.source import TensorSamples
-from bigtrain.distributed import RunContext
-from bigtrain.engine import Engine
-from bigtrain.forecast import Profile
-from bigtrain.home import DiskHome
-from bigtrain.loading import job_of
-from bigtrain.moved import LEAST_BYTES
-from bigtrain.predict import rank_of
-from bigtrain.strategy import Plan
-from bigtrain.tasks import CrossEntropy
-from bigtrain.timeline import Visit
-from bigtrain.traffic import (
+from bigtrain.activations.offload import LEAST_BYTES
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.core.strategy import Plan
+from bigtrain.costs.forecast import Profile
+from bigtrain.costs.traffic import (
     LEAST_MOVED,
     Traffic,
     moved_activations,
@@ -39,6 +30,15 @@ from bigtrain.traffic import (
     tensors_of,
     theory_elements,
 )
+from bigtrain.data import GlobalOrder, MicroBatch, StepLoader
+from bigtrain.data.source import TensorSamples
+from bigtrain.engine.engine import Engine
+from bigtrain.job.load import job_of
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.memory.timeline import Visit
+from bigtrain.optim.state_store import DiskHome
+from bigtrain.prediction.predict import rank_of
+from bigtrain.ranks.context import RunContext
 
 OPERATIONS = {
     "allreduce_": "all_reduce",

@@ -14,11 +14,11 @@ import torch
 import yaml
 from rich.console import Console
 
-from bigtrain.failures import run_guarded
-from bigtrain.memory import Measured
-from bigtrain.report.memory_report import MemoryReport, RankMemory
+from bigtrain.memory.meter import Measured
+from bigtrain.memory.timeline import KINDS, Breakdown, Peak
+from bigtrain.prediction.memory_report import MemoryReport, RankMemory
+from bigtrain.ranks.exit_status import run_guarded
 from bigtrain.report.tables import memory_notes, memory_table
-from bigtrain.timeline import KINDS, Breakdown, Peak
 from bigtrain.train import main
 
 TRAIN = Path(__file__).parents[1] / "bigtrain" / "train.py"

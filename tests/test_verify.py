@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from bigtrain.checkpoint import TensorSource, write_tensors
-from bigtrain.failures import run_guarded
-from bigtrain.record import without_chance
+from bigtrain.engine.checkpoint import write_tensors
+from bigtrain.ranks.exit_status import run_guarded
+from bigtrain.tensors.source import TensorSource
 from bigtrain.verify.command import main
 from bigtrain.verify.differences import Tolerance, compare
+from bigtrain.verify.record import without_chance
 
 ROOT = Path(__file__).parents[1]
 NET = [

@@ -18,15 +18,15 @@ from test_prediction import text, wide
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bigtrain.build import make_plan
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.data import MicroBatch
 from bigtrain.data.source import TensorSamples
-from bigtrain.engine import Engine
+from bigtrain.engine.engine import Engine
 from bigtrain.errors import ConfigError, NonFiniteError
-from bigtrain.forecast import Forecast, Profile
-from bigtrain.loading import job_of
-from bigtrain.tasks import CrossEntropy
-from bigtrain.timeline import Span, Timeline
+from bigtrain.job.load import job_of
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.memory.timeline import Span, Timeline
 
 # Not imported: the ranks import this module, and load DeepSpeed as a run does.
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is missing")

@@ -11,10 +11,10 @@ from nets import TinyLM, tokens
 from parity import adamw, largest_difference, train
 from ranks import run_ranks
 
-from bigtrain.build import make_plan
+from bigtrain.assembly.make_plan import make_plan
 from bigtrain.errors import ConfigError
-from bigtrain.loading import load_job
-from bigtrain.strategies.zero.deepspeed_config import settings
+from bigtrain.job.load import load_job
+from bigtrain.strategies.zero.on_deepspeed.config import settings
 from bigtrain.strategies.zero.options import ZeroOptions
 
 AUTO: dict[str, Any] = {

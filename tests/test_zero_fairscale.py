@@ -18,15 +18,15 @@ from test_prediction import images, peaks, text, wide
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bigtrain.build import make_plan
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.data import MicroBatch
 from bigtrain.data.source import TensorSamples
-from bigtrain.engine import Engine
+from bigtrain.engine.engine import Engine
 from bigtrain.errors import ConfigError
-from bigtrain.forecast import Forecast, Profile
-from bigtrain.loading import job_of
-from bigtrain.tasks import CrossEntropy
-from bigtrain.timeline import KINDS, Span, Timeline
+from bigtrain.job.load import job_of
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.memory.timeline import KINDS, Span, Timeline
 
 pytest.importorskip("fairscale")
 
@@ -350,7 +350,7 @@ def without_streams(context, fn, *args):
     from fairscale.internal import reduce_scatter_bucketer
     from fairscale.nn.data_parallel import fully_sharded_data_parallel
 
-    from bigtrain.strategies.zero import fairscale_engine, fairscale_fsdp
+    from bigtrain.strategies.zero.on_fairscale import engine, fsdp
 
     stream = SimpleNamespace(wait_stream=lambda _: None, synchronize=lambda: None)
     cuda = SimpleNamespace(
@@ -365,7 +365,7 @@ def without_streams(context, fn, *args):
         module.enable_nccl_base_collectives = False
     torch.Tensor.record_stream = lambda _self, _stream: None
     warnings.filterwarnings("ignore", message="TypedStorage")
-    fairscale_fsdp.FairscaleFSDP.check = lambda _, o, p: fairscale_engine.refuse_common(o, p)
+    fsdp.FairscaleFSDP.check = lambda _, o, p: engine.refuse_common(o, p)
     return fn(context, *args)
 
 

@@ -13,12 +13,12 @@ from test_prediction import peaks, text
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bigtrain.build import make_plan
+from bigtrain.assembly.make_plan import make_plan
 from bigtrain.data.source import TensorSamples
-from bigtrain.engine import Engine
+from bigtrain.engine.engine import Engine
 from bigtrain.errors import ConfigError
-from bigtrain.loading import job_of
-from bigtrain.tasks import CrossEntropy
+from bigtrain.job.load import job_of
+from bigtrain.losses.loss import CrossEntropy
 
 PRESETS = ("zero1_torch", "fsdp_zero2", "fsdp")
 FP64 = {"train.precision": "fp64", "optim.clip_norm": 0.5}

@@ -10,17 +10,17 @@ from typing import Any
 
 from rich.console import Console
 
-from bigtrain.arguments import SideOptions, compare_arguments
+from bigtrain.compare.contenders import Contender, find_contenders
+from bigtrain.compare.html_page import write_page
 from bigtrain.compare.largest import find_largest, first_value, key_of, words_for
-from bigtrain.compare.page import write_page
 from bigtrain.compare.pictures import write_bars
 from bigtrain.compare.rows import TRACKED, Row, Status
+from bigtrain.compare.subprocess_runs import Ended, run_bigtrain
 from bigtrain.compare.table import comparison_table, notes, progress_line
-from bigtrain.contenders import Contender, find_contenders
 from bigtrain.errors import ConfigError
-from bigtrain.processes import Ended, run_bigtrain
-from bigtrain.room import results_folder
-from bigtrain.surroundings import surroundings
+from bigtrain.job.arguments import SideOptions, compare_arguments
+from bigtrain.machine.versions import surroundings
+from bigtrain.report.folders import results_folder
 
 _ENVIRON = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 """What is freed goes back to the system, so that the process's peak is that of what it holds."""

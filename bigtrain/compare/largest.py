@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from bigtrain.config import Job
+from bigtrain.core.strategy import Plan
 from bigtrain.errors import ConfigError
-from bigtrain.strategy import Plan
+from bigtrain.job.schema import Job
 
 ALIASES = {
     "micro_batch_size": "train.micro_batch_size",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +18,20 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from bigtrain.compare.rows import Row
-from bigtrain.timeline import KINDS, Kind
+from bigtrain.memory.timeline import KINDS
+from bigtrain.report.plot_style import COLOURS, STYLE
 from bigtrain.units import MIB
 
 WIDE, NARROW = 12.0, 3.9
 """Inches (of 96 pixels) of the two widths that a page is read at."""
-# The palette of Okabe and Ito, which people who see few colours can tell apart.
-COLOURS: dict[Kind, str] = {
-    "parameters": "#0072B2",
-    "gradients": "#56B4E9",
-    "optimizer": "#009E73",
-    "activations": "#E69F00",
-    "buffers": "#CC79A7",
-    "temporary": "#A0A0A0",
-}
 _SHADES = {"forward": "#F4F4F4", "backward": "#E9E9E9", "step": "#DDDDDD"}
 _FEW = 12
 """As many lines and points as can bear a name each."""
-_STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text: it can be read, searched and scaled
-    "font.family": "sans-serif",
-    "font.size": 9.0,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
 
 
 def write_bars(path: Path, title: str, rows: Sequence[Row]) -> None:
     """Write the bars as a picture of their own (.svg or .png)."""
-    with rc_context({**_STYLE, "svg.hashsalt": "bars"}):
+    with rc_context({**STYLE, "svg.hashsalt": "bars"}):
         figure = bars(rows, 10.0, title)
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
@@ -55,17 +39,12 @@ def write_bars(path: Path, title: str, rows: Sequence[Row]) -> None:
 def as_svg(figure: Figure, name: str) -> str:
     """A figure as an element for a page, without names that another one on it may bear."""
     text = io.StringIO()
-    with rc_context({**_STYLE, "svg.hashsalt": name}):
+    with rc_context({**STYLE, "svg.hashsalt": name}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     svg = text.getvalue()[text.getvalue().index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", svg)
     return re.sub(r'(<svg [^>]*?)width="([\d.]+)pt" height="[\d.]+pt"', r'\1width="\2pt"', svg)
-
-
-def styled() -> AbstractContextManager[None]:
-    """The context in which figures are made."""
-    return rc_context(_STYLE)
 
 
 def bars(rows: Sequence[Row], width: float, title: str, prefix: str = "") -> Figure:

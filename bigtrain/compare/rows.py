@@ -31,7 +31,7 @@ class Row:
     samples_per_second: float | None = None
     losses: tuple[float, ...] = ()
     timeline: dict[str, Any] | None = None
-    """One step: `seconds`, `parts`, `phases`; see `bigtrain.timeline.Course`."""
+    """One step: `seconds`, `parts`, `phases`; see `bigtrain.memory.timeline.Course`."""
     largest: int | None = None
     """The highest value that the key of `--largest` could take."""
     largest_reason: str | None = None

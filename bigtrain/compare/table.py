@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from bigtrain.compare.rows import Row
-from bigtrain.timeline import KINDS
+from bigtrain.memory.timeline import KINDS
 from bigtrain.units import MIB, format_bytes
 
 

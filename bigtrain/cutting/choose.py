@@ -6,13 +6,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bigtrain.cutting.balance import Partition, Pieces, partition
 from bigtrain.cutting.cut import Cut, cut_at
-from bigtrain.cutting.points import Point, legal_points
-from bigtrain.cutting.rehearsal import Rehearsal
-from bigtrain.cutting.traces import Trace
+from bigtrain.cutting.cut_points import Point, legal_points
+from bigtrain.cutting.partition import Partition, Pieces, partition
+from bigtrain.cutting.traced_model import Rehearsal
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError, nearest
+from bigtrain.tracing.records import Trace
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bigtrain.blocks import find_blocks
-from bigtrain.chunked_loss import attach
-from bigtrain.cutting.calls import watch
-from bigtrain.cutting.ghost import Ghost, ghost_like
-from bigtrain.cutting.points import Spine
-from bigtrain.cutting.rehearsal import Place, Rehearsal
-from bigtrain.cutting.script import stages_using
+from bigtrain.cutting.cut_points import Spine
+from bigtrain.cutting.placeholder import Ghost, ghost_like
 from bigtrain.cutting.stage import Stage
-from bigtrain.cutting.traces import Trace
+from bigtrain.cutting.stage_program import stages_using
+from bigtrain.cutting.traced_model import Place, Rehearsal
 from bigtrain.errors import ConfigError
-from bigtrain.tasks import Loss
+from bigtrain.losses.chunked_cross_entropy import attach
+from bigtrain.losses.loss import Loss
+from bigtrain.models.blocks import find_blocks
+from bigtrain.tracing.call_hooks import watch
+from bigtrain.tracing.records import Trace
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from bigtrain.chunked_loss import given, stands_for_logits
-from bigtrain.cutting.calls import blindly, tensors_given, watching
-from bigtrain.cutting.ghost import Ghost, become, ghost_like, no_more_ghosts, phases
-from bigtrain.cutting.script import Mark, Result, Script
-from bigtrain.cutting.structure import map_tensors, tensors_like, tensors_of
+from bigtrain.activations.recompute import recomputed
+from bigtrain.cutting.placeholder import Ghost, become, ghost_like, no_more_ghosts, phases
+from bigtrain.cutting.stage_program import Mark, Result, Script
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
-from bigtrain.recompute import recomputed
-from bigtrain.tasks import Loss
+from bigtrain.losses.chunked_cross_entropy import given, stands_for_logits
+from bigtrain.losses.loss import Loss
+from bigtrain.tensors.tree import map_tensors, tensors_like, tensors_of
+from bigtrain.tracing.call_hooks import blindly, tensors_given, watching
 
 GetScript = Callable[[MicroBatch, bool], Script]
 """The script for a micro-batch of these shapes, and whether it trains."""

@@ -15,7 +15,7 @@ from pydantic.errors import PydanticUserError
 
 from bigtrain.data.source import Data, Source
 from bigtrain.errors import ConfigError, nearest
-from bigtrain.imports import load_object
+from bigtrain.job.import_path import load_object
 
 SOURCES = {
     "cifar10": "bigtrain.data.images:Cifar10Source",

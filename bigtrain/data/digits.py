@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from bigtrain.data.sampler import permute
 from bigtrain.data.source import Count, Data, TensorSamples
 from bigtrain.errors import ConfigError
-from bigtrain.tasks import ClassificationTask
+from bigtrain.losses.tasks import ClassificationTask
 
 # Of all pixels in [0, 1]; rounded, as they only bring the inputs near mean 0 and deviation 1.
 _MEAN, _DEVIATION = 0.305, 0.376

@@ -17,7 +17,7 @@ from bigtrain.data.images import (
 from bigtrain.data.sampler import permute
 from bigtrain.data.source import Count, Data, PartOf, Samples, Share, existing_folder
 from bigtrain.errors import ConfigError
-from bigtrain.tasks import ClassificationTask
+from bigtrain.losses.tasks import ClassificationTask
 
 _VALIDATION_FOLDERS = ("val", "valid", "validation")
 _SPLIT_SEED = 0

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 
 from bigtrain.data.source import Count, CountOrZero, Data, Samples, existing_folder
 from bigtrain.errors import ConfigError
-from bigtrain.tasks import ClassificationTask
+from bigtrain.losses.tasks import ClassificationTask
 
 IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

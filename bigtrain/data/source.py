@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from bigtrain.errors import ConfigError
-from bigtrain.tasks import Task
+from bigtrain.losses.tasks import Task
 
 Count = Annotated[int, Field(ge=1)]
 """An argument that is at least 1."""

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from bigtrain.data.sampler import derive_seed
 from bigtrain.data.source import Count, CountOrZero, Data, Share
 from bigtrain.errors import ConfigError
-from bigtrain.tasks import ClassificationTask, LanguageTask, SegmentationTask, Task
+from bigtrain.losses.tasks import ClassificationTask, LanguageTask, SegmentationTask, Task
 
 Kind = Literal["classification", "segmentation", "language"]
 

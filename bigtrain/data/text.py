@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 
 from bigtrain.data.source import Count, Data, PartOf, Share
 from bigtrain.errors import ConfigError
-from bigtrain.tasks import LanguageTask
+from bigtrain.losses.tasks import LanguageTask
 from bigtrain.units import MIB, format_bytes
 
 _TEXT = "csv html json jsonl log md rst sql tex toml tsv txt xml yaml yml cfg ini"

@@ -19,7 +19,7 @@ from bigtrain.data.images import (
 )
 from bigtrain.data.source import Count, Data, Samples, existing_folder
 from bigtrain.errors import ConfigError
-from bigtrain.tasks import SegmentationTask
+from bigtrain.losses.tasks import SegmentationTask
 
 NUM_CLASSES = 21
 Year = Literal["2007", "2008", "2009", "2010", "2011", "2012"]

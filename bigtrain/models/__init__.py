@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from bigtrain.errors import ConfigError, nearest
-from bigtrain.imports import load_object
-from bigtrain.models import imported, torchvision_models
+from bigtrain.job.import_path import load_object
+from bigtrain.models import from_path, torchvision_models
 from bigtrain.models.gpt import GPT, PRESETS, GPTConfig
 from bigtrain.models.lenet import LeNet
 
@@ -54,10 +54,10 @@ def make_model(name: str, args: Mapping[str, Any]) -> nn.Module:
     if name in PRESETS:
         return GPT(GPTConfig.from_preset(name, args))
     if name == "lenet":
-        imported.check_arguments(name, LeNet, args)
+        from_path.check_arguments(name, LeNet, args)
         return LeNet(**args)
     if ":" in name:
-        return imported.make(name, args)
+        return from_path.make(name, args)
     _check_built_in(name)
     return torchvision_models.make(name, args)
 
@@ -74,7 +74,7 @@ def check_model(name: str, args: Mapping[str, Any]) -> None:
         with torch.device("meta"):
             make_model(name, args)
     elif ":" in name:
-        imported.check_arguments(name, load_object(name, "model.name"), args)
+        from_path.check_arguments(name, load_object(name, "model.name"), args)
     else:
         _check_built_in(name)
         torchvision_models.check(name, args)
@@ -109,7 +109,7 @@ def sequence_length(name: str, args: Mapping[str, Any]) -> int | None:
 
 
 def task_of(name: str) -> str | None:
-    """The task that a built-in model is for, by the name of `bigtrain.tasks`; None for a user's."""
+    """The task that a built-in model is for, as in `losses.tasks`; None for a user's."""
     if ":" in name:
         return None
     if name in PRESETS:

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from bigtrain.blueprint import describe
 from bigtrain.errors import ConfigError, nearest
+from bigtrain.models.blueprint import describe
 
 # Every argument that makes torchvision fetch weights, in its current and its older spelling.
 _DOWNLOADS = ("weights", "weights_backbone", "pretrained", "pretrained_backbone")

@@ -7,18 +7,17 @@ from collections.abc import Iterator
 
 import torch
 
-from bigtrain.arguments import TrainOptions
-from bigtrain.build import device_type_of
-from bigtrain.cluster import Cluster, cluster_names, load_cluster
-from bigtrain.config import Job
-from bigtrain.environment import Placement
+from bigtrain.assembly.make_plan import device_type_of
 from bigtrain.errors import ConfigError
-from bigtrain.loading import load_job
-from bigtrain.planner.asked import Planned, Question, ask
-from bigtrain.planner.command import margins, room
-from bigtrain.planner.offer import computed_again, misses, nothing_fits
-from bigtrain.rates import cached_rates
-from bigtrain.this_cluster import from_rates
+from bigtrain.job.arguments import TrainOptions
+from bigtrain.job.load import load_job
+from bigtrain.job.schema import Job
+from bigtrain.machine.cluster import Cluster, cluster_names, load_cluster
+from bigtrain.machine.local_cluster import from_rates
+from bigtrain.machine.rate_cache import cached_rates
+from bigtrain.planner.ask import Planned, Question, ask, margins, room
+from bigtrain.planner.show import computed_again, misses, nothing_fits
+from bigtrain.ranks.launcher_env import Placement
 from bigtrain.units import format_bytes
 
 AUTO = "auto"

@@ -5,29 +5,18 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
 
-from bigtrain.arguments import PlanOptions, plan_arguments
-from bigtrain.cluster import Cluster, load_cluster
-from bigtrain.config import Job
 from bigtrain.errors import ConfigError
-from bigtrain.loading import load_job
-from bigtrain.planner.asked import Planned, Question, ask
-from bigtrain.planner.offer import (
-    document,
-    misses,
-    nothing_fits,
-    plan_text,
-    plans_table,
-    searched,
-)
+from bigtrain.job.arguments import PlanOptions, plan_arguments
+from bigtrain.job.load import load_job
+from bigtrain.job.schema import Job
+from bigtrain.machine.cluster import Cluster, load_cluster
+from bigtrain.planner.ask import Planned, Question, ask, margins, room
+from bigtrain.planner.show import document, misses, nothing_fits, plan_text, plans_table, searched
 from bigtrain.planner.space import ENGINES
-from bigtrain.remedies import BESIDE, MARGIN
-from bigtrain.residuals import safety
-from bigtrain.units import format_bytes, parse_bytes
 
 MOST_MISSES = 6
 """Lines on plans that do not fit."""
@@ -55,7 +44,7 @@ def main(arguments: list[str]) -> int:
     path = Path(options.output or "plan.yaml")
     _write(path, plan_text(planned, planned.answer.best[0], shlex.join(words)))
     if options.picture is not None:
-        from bigtrain.planner.picture import write_front
+        from bigtrain.planner.front_picture import write_front
 
         write_front(Path(options.picture), planned)
     if not options.as_json:
@@ -97,30 +86,6 @@ def asked(job: Job, cluster: Cluster, options: PlanOptions) -> tuple[Question, s
     return question, f"{line}; {why}"
 
 
-def room(cluster: Cluster, *, memory: str | None, cap: str | None) -> tuple[int, int, str]:
-    """What a rank has, how much of it tensors may be, and a line on the difference.
-
-    Args:
-        cluster: says what a process takes without tensors.
-        memory: of a device, as it was typed; left out, the cluster's.
-        cap: what a rank may take of it, where that is enforced.
-    """
-    if cap is not None:
-        size = parse_bytes(cap)
-        limit = int(size * MARGIN) - BESIDE
-        return size, limit, f"of the cap {format_bytes(size - limit)} are kept for what is beside"
-    size = parse_bytes(memory) if memory is not None else cluster.device.memory
-    free = size - cluster.device.reserved
-    return size, free, f"{format_bytes(cluster.device.reserved)} are kept for what is no tensor"
-
-
-def margins(engines: Iterable[str]) -> tuple[dict[str, float], str]:
-    """By what share each engine's forecasts are enlarged, and a line on why."""
-    found = {engine: safety(engine) for engine in engines}
-    lines = [f"{engine}: {one.line}" for engine, one in found.items()]
-    return {engine: one.margin for engine, one in found.items()}, "; ".join(lines)
-
-
 def _given(words: list[str], key: str) -> int | None:
     """A number that the command line fixes."""
     for word in words:
@@ -131,7 +96,7 @@ def _given(words: list[str], key: str) -> int | None:
 
 
 def _here(devices: int | None) -> Cluster:
-    from bigtrain.this_cluster import this_cluster
+    from bigtrain.machine.local_cluster import this_cluster
 
     return this_cluster(devices if devices is not None and devices > 0 else None)
 

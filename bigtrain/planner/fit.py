@@ -13,19 +13,20 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 
-from bigtrain.cutting.balance import Pieces, partition
-from bigtrain.forecast import Forecast, Profile
-from bigtrain.keeping import Choice
-from bigtrain.planner.clock import Clock
-from bigtrain.planner.compose import compose, states
-from bigtrain.planner.halves import Halved, in_halves
-from bigtrain.planner.ladder import Ladder, Stage
-from bigtrain.planner.sections import Section
+from bigtrain.activations.policy import Choice
+from bigtrain.core.strategy import CutStrategy, Plan
+from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.cutting.partition import Pieces, partition
+from bigtrain.memory.timeline import Peak, highest
+from bigtrain.planner.recompute_levels import Ladder, Stage
 from bigtrain.planner.space import Candidate
-from bigtrain.predict import forecast
-from bigtrain.schedules import held_at_fullest, held_by_stage, stage_ranks
-from bigtrain.strategy import CutStrategy, Plan
-from bigtrain.timeline import Peak, highest
+from bigtrain.planner.step_time import Clock
+from bigtrain.prediction.compose import compose, states
+from bigtrain.prediction.predict import forecast
+from bigtrain.prediction.sections import Section
+from bigtrain.prediction.split_backward import Halved, in_halves
+from bigtrain.schedules.in_flight import held_at_fullest, held_by_stage
+from bigtrain.schedules.orders import stage_ranks
 
 ALIKE = 0.02
 """The share by which what blocks save may differ, so that any of them can stand for all."""

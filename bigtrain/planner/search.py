@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from bigtrain.core.strategy import Plan
 from bigtrain.errors import ConfigError
-from bigtrain.planner.judge import Judge, Judged, Refused
+from bigtrain.planner.evaluate import Judge, Judged, Refused
 from bigtrain.planner.space import Candidate, Space
-from bigtrain.strategy import Plan
 
 BEST = 10
 """Plans that are told of."""

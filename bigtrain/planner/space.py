@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from bigtrain.config import Job, StrategyConfig
 from bigtrain.errors import ConfigError
-from bigtrain.loading import read_preset
-from bigtrain.schedules import V_SHAPED
+from bigtrain.job.presets import read_preset
+from bigtrain.job.schema import Job, StrategyConfig
+from bigtrain.schedules.orders import V_SHAPED
 
 REPLICATE = (
     *("ddp", "zero1_torch", "fsdp_zero2", "fsdp"),

@@ -9,16 +9,16 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
-from bigtrain.build import describe_plan
-from bigtrain.config import Job
-from bigtrain.engine import Engine
-from bigtrain.exhausted import foresee
-from bigtrain.parts import Parts
-from bigtrain.predict import predict
-from bigtrain.remedies import Subject
+from bigtrain.assembly.make_plan import describe_plan
+from bigtrain.core.strategy import Plan
+from bigtrain.engine.engine import Engine
+from bigtrain.engine.out_of_memory import foresee
+from bigtrain.engine.remedies import Subject
+from bigtrain.engine.setup import Parts
+from bigtrain.job.schema import Job
+from bigtrain.memory.timeline import Peak, highest
+from bigtrain.prediction.predict import predict
 from bigtrain.report.run_log import predicted_line
-from bigtrain.strategy import Plan
-from bigtrain.timeline import Peak, highest
 from bigtrain.units import format_count
 
 

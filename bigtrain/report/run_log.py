@@ -23,18 +23,18 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from bigtrain.build import describe_plan
-from bigtrain.config import Job
-from bigtrain.distributed import RunContext
-from bigtrain.engine import StepResult
+from bigtrain.assembly.make_plan import describe_plan
+from bigtrain.core.strategy import Plan
+from bigtrain.engine.engine import StepResult
 from bigtrain.errors import ConfigError
-from bigtrain.memory import capacity_bytes
-from bigtrain.report.memory_report import MemoryReport
+from bigtrain.job.schema import Job
+from bigtrain.memory.meter import capacity_bytes
+from bigtrain.memory.timeline import Peak
+from bigtrain.prediction.memory_report import MemoryReport
+from bigtrain.prediction.residuals import engine_of, record
+from bigtrain.ranks.context import RunContext
+from bigtrain.report.folders import folder_numbers, next_folder
 from bigtrain.report.tables import memory_notes, memory_table
-from bigtrain.residuals import engine_of, record
-from bigtrain.room import folder_numbers, next_folder
-from bigtrain.strategy import Plan
-from bigtrain.timeline import Peak
 from bigtrain.units import format_bytes
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from bigtrain.report.memory_report import MemoryReport, RankMemory
-from bigtrain.timeline import KINDS, Kind, Peak
+from bigtrain.memory.timeline import KINDS, Kind, Peak
+from bigtrain.prediction.memory_report import MemoryReport, RankMemory
 from bigtrain.units import format_bytes
 
 MOST_RANKS = 2

@@ -12,13 +12,14 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from bigtrain.arguments import SideOptions, verify_arguments
-from bigtrain.config import Precision
-from bigtrain.contenders import ONE_PROCESS, Contender, find_contenders, without_strategy
+from bigtrain.compare.contenders import Contender, find_contenders, without_strategy
+from bigtrain.compare.subprocess_runs import Ended, run_bigtrain
+from bigtrain.core.strategy import Plan
 from bigtrain.errors import BigtrainError, ConfigError
-from bigtrain.processes import Ended, run_bigtrain
-from bigtrain.room import results_folder
-from bigtrain.strategy import Plan
+from bigtrain.job.arguments import SideOptions, verify_arguments
+from bigtrain.job.load import ONE_PROCESS
+from bigtrain.job.schema import Precision
+from bigtrain.report.folders import results_folder
 from bigtrain.verify.differences import Differences, Tolerance, compare
 
 _SGD = (

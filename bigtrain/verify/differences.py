@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from bigtrain.config import Precision
+from bigtrain.job.schema import Precision
 
 FLOOR = 1e-4
 """A gradient that is everywhere below this share of the model's largest is all rounding: what is
@@ -75,7 +75,7 @@ class Differences:
 
 
 def compare(reference: Path, other: Path) -> Differences:
-    """Compare two folders that `bigtrain.record` has written, a tensor at a time."""
+    """Compare two folders that `bigtrain.verify.record` has written, a tensor at a time."""
     one, two = _record(reference), _record(other)
     gradients: dict[str, float] = {}
     missing: set[str] = set()

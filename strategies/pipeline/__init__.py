@@ -20,17 +20,17 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from bigtrain.core.strategy import Assembly, Given, Plan, Strategy
+from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.cutting.choose import RATES, Wanted, choose_cut
-from bigtrain.cutting.rehearsal import Rehearsal
+from bigtrain.cutting.layout import Layout, numerics
+from bigtrain.cutting.traced_model import Rehearsal
 from bigtrain.data.loader import MicroBatch
-from bigtrain.deferred import DeferredStatistics, has_running_statistics
-from bigtrain.forecast import Forecast, Profile
-from bigtrain.imports import load_object
-from bigtrain.layout import Layout, numerics
+from bigtrain.job.import_path import load_object
+from bigtrain.losses.loss import Loss
+from bigtrain.optim.update import MakeOptimizer, state_factor
+from bigtrain.pipeline.deferred_batch_norm import DeferredStatistics, has_running_statistics
 from bigtrain.strategies.pipeline.options import PipelineEngine, PipelineOptions, Recompute
-from bigtrain.strategy import Assembly, Given, Plan, Strategy
-from bigtrain.tasks import Loss
-from bigtrain.update import MakeOptimizer, state_factor
 
 BATCH_NORM = {
     "micro_batch": "BatchNorm: each micro-batch by its own statistics, and the running ones follow",
@@ -38,9 +38,9 @@ BATCH_NORM = {
     "whole batch of a step",
 }
 ENGINES = {
-    "torch": "bigtrain.strategies.pipeline.torch_engine:TorchPipeline",
-    "fairscale": "bigtrain.strategies.pipeline.fairscale_engine:FairscalePipe",
-    "deepspeed": "bigtrain.strategies.pipeline.deepspeed_engine:DeepSpeedPipeline",
+    "torch": "bigtrain.strategies.pipeline.on_torch:TorchPipeline",
+    "fairscale": "bigtrain.strategies.pipeline.on_fairscale:FairscalePipe",
+    "deepspeed": "bigtrain.strategies.pipeline.on_deepspeed:DeepSpeedPipeline",
 }
 """What runs the stages; a module is imported when it is chosen."""
 

@@ -26,15 +26,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from bigtrain.checkpoint import TensorSource
+from bigtrain.core.strategy import Assembly
 from bigtrain.cutting.stage import Stage
 from bigtrain.data.loader import MicroBatch
-from bigtrain.pipeline_state import everywhere
-from bigtrain.pipeline_ties import Tie
-from bigtrain.pipelines import PipelineRunner
+from bigtrain.optim.update import Update, WholeUpdate
+from bigtrain.pipeline.runner import PipelineRunner
+from bigtrain.pipeline.state import everywhere
+from bigtrain.pipeline.tied_parameters import Tie
 from bigtrain.strategies.pipeline.deepspeed_start import make_engine
-from bigtrain.strategy import Assembly
-from bigtrain.update import Update, WholeUpdate
+from bigtrain.tensors.source import TensorSource
 
 
 class _Part(nn.Module):
@@ -78,7 +78,7 @@ class _EngineUpdate(WholeUpdate):
 
 
 class DeepSpeedPipelineRunner(PipelineRunner):
-    """See `bigtrain.strategy.Runner`.
+    """See `bigtrain.core.strategy.Runner`.
 
     Args:
         assembly: `shard` is set where the optimizer's state is sharded over the replicas.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bigtrain.distributed import RunContext
+from bigtrain.ranks.context import RunContext
 
 _MODULES = ("deepspeed", "deepspeed.comm.torch", "deepspeed.pipe", "deepspeed.runtime.pipe.p2p")
 

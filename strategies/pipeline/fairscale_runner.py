@@ -33,13 +33,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bigtrain.chain import Chain
+from bigtrain.activations.recompute import statistics_kept
+from bigtrain.core.loop import LoopRunner
 from bigtrain.cutting.stage import Stage
 from bigtrain.data.loader import MicroBatch
-from bigtrain.recompute import statistics_kept
-from bigtrain.runner import LoopRunner
+from bigtrain.pipeline.local_chain import Chain
+from bigtrain.strategies.pipeline.boundary_format import Carrier
 from bigtrain.strategies.pipeline.options import Recompute
-from bigtrain.strategies.pipeline.wires import Carrier
 
 
 class _Now:

@@ -8,11 +8,11 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 
-from bigtrain.config import Bytes, Role
+from bigtrain.core.strategy import Assembly, CutStrategy, Given, Plan, Strategy
+from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.errors import ConfigError
-from bigtrain.forecast import Forecast, Profile
-from bigtrain.schedules import ONE_STAGE
-from bigtrain.strategy import Assembly, CutStrategy, Given, Plan, Strategy
+from bigtrain.job.schema import Bytes, Role
+from bigtrain.schedules.orders import ONE_STAGE
 
 Recompute = Literal["never", "except_last", "always"]
 

@@ -19,24 +19,24 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import ClassVar
 
+from bigtrain.core.strategy import Assembly, Given, Plan
+from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.costs.traffic import Traffic
 from bigtrain.errors import ConfigError
-from bigtrain.forecast import Forecast, Profile
-from bigtrain.imports import load_object
+from bigtrain.job.import_path import load_object
 from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
-from bigtrain.strategy import Assembly, Given, Plan
-from bigtrain.traffic import Traffic
 
 ENGINES: dict[str, dict[int, str]] = {
-    "deepspeed": dict.fromkeys((1, 2, 3), "bigtrain.strategies.zero.deepspeed_engine:DeepSpeed"),
+    "deepspeed": dict.fromkeys((1, 2, 3), "bigtrain.strategies.zero.on_deepspeed.engine:DeepSpeed"),
     "torch": {
-        1: "bigtrain.strategies.zero.sharded_optimizer:ShardedOptimizer",
-        2: "bigtrain.strategies.zero.fully_sharded:FullySharded",
-        3: "bigtrain.strategies.zero.fully_sharded:FullySharded",
+        1: "bigtrain.strategies.zero.on_torch.stage1:ShardedOptimizer",
+        2: "bigtrain.strategies.zero.on_torch.fully_shard:FullySharded",
+        3: "bigtrain.strategies.zero.on_torch.fully_shard:FullySharded",
     },
     "fairscale": {
-        1: "bigtrain.strategies.zero.fairscale_engine:FairscaleOSS",
-        2: "bigtrain.strategies.zero.fairscale_engine:FairscaleShardedDDP",
-        3: "bigtrain.strategies.zero.fairscale_fsdp:FairscaleFSDP",
+        1: "bigtrain.strategies.zero.on_fairscale.engine:FairscaleOSS",
+        2: "bigtrain.strategies.zero.on_fairscale.engine:FairscaleShardedDDP",
+        3: "bigtrain.strategies.zero.on_fairscale.fsdp:FairscaleFSDP",
     },
 }
 """What does a stage, by engine; a module is imported when it is chosen."""

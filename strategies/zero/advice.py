@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bigtrain.forecast import Forecast, Profile
+from bigtrain.core.strategy import Plan
+from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.strategies.zero.options import ZeroOptions
-from bigtrain.strategy import Plan
 from bigtrain.units import format_bytes
 
 MOSTLY = 0.6

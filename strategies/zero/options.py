@@ -7,10 +7,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from bigtrain.config import Bytes, Role
-from bigtrain.forecast import Forecast, Profile
-from bigtrain.strategy import Assembly, Given, Plan, Strategy
-from bigtrain.traffic import Traffic
+from bigtrain.core.strategy import Assembly, Given, Plan, Strategy
+from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.costs.traffic import Traffic
+from bigtrain.job.schema import Bytes, Role
 
 
 class ZeroOptions(Strategy):

@@ -9,10 +9,10 @@ import os
 import sys
 import time
 
-from bigtrain.distributed import connect
-from bigtrain.environment import detect
 from bigtrain.errors import ConfigError
-from bigtrain.failures import run_guarded
+from bigtrain.ranks.connect import connect
+from bigtrain.ranks.exit_status import run_guarded
+from bigtrain.ranks.launcher_env import detect
 
 connection = connect(detect(os.environ), device="cpu", timeout=60)
 context = connection.__enter__()

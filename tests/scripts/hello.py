@@ -15,10 +15,11 @@ if not __package__:
 
 import torch
 
-from bigtrain.distributed import RunContext, connect
-from bigtrain.environment import detect
 from bigtrain.errors import ConfigError
-from bigtrain.failures import run_guarded
+from bigtrain.ranks.connect import connect
+from bigtrain.ranks.context import RunContext
+from bigtrain.ranks.exit_status import run_guarded
+from bigtrain.ranks.launcher_env import detect
 
 
 class Deliberate(Exception):

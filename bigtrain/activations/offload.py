@@ -1,0 +1,319 @@
+"""Activations that leave: what autograd saves in a block is elsewhere until its backward pass.
+
+When a block begins, what the block before it has saved begins to be copied away, and when it
+ends, that memory is let go of. In the backward pass a block's tensors come back when the first
+of them is wanted, and those of the block before it begin to. So two blocks' tensors are on the
+device at most, at moments that do not depend on how fast the copies are: a run on fake tensors
+makes and frees the same bytes at the same ticks.
+
+Source: Rhu et al. 2016, vDNN (arXiv 1602.08124), section III; Rajbhandari et al. 2021,
+ZeRO-Infinity (arXiv 2104.07857), section 5.1.2.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from bigtrain.activations.saved_tensors import (
+    Leftover,
+    Record,
+    Saved,
+    Stays,
+    Visit,
+    alive,
+    storage_of,
+)
+from bigtrain.errors import BigtrainError
+from bigtrain.memory.disk import scratch_folder
+from bigtrain.tensors.transfer import Carrier, DiskCarrier, HostCarrier, NoCarrier, Wait
+from bigtrain.units import KIB
+
+LEAST_BYTES = 16 * KIB
+"""What is smaller stays: statistics of norms and the like, of which a call to the system each
+would take longer than the copy, and whose sum is a percent of what is saved."""
+
+
+class Mover:
+    """Saved activations of blocks, kept on the host or on disk between forward and backward.
+
+    What was saved last stays until another block begins: mostly the backward pass comes first.
+    Parameters and buffers, small tensors and those of other devices stay. Counts are per rank.
+
+    Args:
+        place: `cpu` for pinned memory of the host; on a CPU nothing moves there.
+        device: whose tensors move.
+        folder: where the file is made; left out, the system's folder for temporary files.
+        fake: for a run on fake tensors: nothing is copied, all else is the same.
+        carrier: copies; left out, what place and device ask for.
+
+    Raises:
+        ConfigError: the folder takes no file.
+    """
+
+    def __init__(
+        self,
+        place: Literal["cpu", "disk"],
+        device: torch.device,
+        folder: str | None = None,
+        *,
+        fake: bool = False,
+        carrier: Carrier | None = None,
+    ) -> None:
+        self._device, self._fake = device, fake
+        if carrier is None and (place == "disk" or device.type == "cuda"):
+            if fake:
+                carrier = NoCarrier()
+            elif place == "disk":
+                carrier = DiskCarrier(folder or scratch_folder())
+            else:
+                carrier = HostCarrier(device)
+        self._carrier = carrier
+        self.bytes_moved = 0
+        """Copied away and back so far."""
+        self.bytes_freed = 0
+        """Of what was copied away so far, the storages that then died on the device."""
+        self.bytes_away = 0
+        """In the file or on the host now."""
+        self.peak_bytes_away = 0
+        """The most that was in the file or on the host at one moment."""
+        self.waited_seconds = 0.0
+        """How long the training thread has waited for copies; on CUDA the device waits instead."""
+        # Autograd calls from a thread for each device.
+        self._lock = threading.RLock()
+        self._known: dict[int, tuple[weakref.ref[Any], weakref.ref[Record]]] = {}
+        self._staying: list[weakref.ref[Visit]] = []
+        self._last: weakref.ref[Visit] | None = None
+        self._turn: weakref.ref[Visit] | None = None
+        self._brought: list[weakref.ref[Record]] = []
+        # Filled wherever the last reference goes, in any thread; emptied at fixed moments.
+        self._leftovers: deque[Leftover] = deque()
+
+    def moved(self, module: nn.Module, compute: Callable[[], Any]) -> Any:
+        """Run a block's forward pass; what autograd saves in it leaves until its backward pass.
+
+        Nothing moves under `torch.no_grad`. Several forward passes may be under way at once.
+
+        Args:
+            module: whose parameters and buffers stay.
+            compute: the forward pass.
+
+        Raises:
+            BigtrainError: the place took less than all; also in the backward pass, where what
+                is wanted back was changed in place after it was saved, or cannot be read.
+        """
+        if self._carrier is None or not torch.is_grad_enabled():
+            return compute()
+        with self._lock:
+            leaving = self._begin_leaving()
+            visit = Visit(self._last)
+        try:
+            with saved_tensors_hooks(self._packing(module, visit), self._unpack):
+                result = compute()
+        except BaseException:
+            self._let_go(leaving)
+            raise
+        fault = self._let_go(leaving)
+        if fault is not None:
+            raise fault
+        with self._lock:
+            if visit.saved:
+                self._last = weakref.ref(visit)
+                self._staying.append(self._last)
+        return result
+
+    def __deepcopy__(self, _memo: object) -> Mover:
+        """A copy of a model shares the place that its blocks' activations go to."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A model that is written down moves nothing when it is read."""
+        return Mover, ("cpu", torch.device("cpu"))
+
+    def begin_pass(self) -> None:
+        """Say that the next block is the first of its forward pass.
+
+        Where it is not said, the block before it may be fetched too early: a matter of memory
+        and time, not of numbers.
+        """
+        self._last = None
+
+    def close(self) -> None:
+        """Let go of files and threads; a backward pass that wants something back fails then."""
+        with self._lock:
+            self._clear_up()
+            if self._carrier is not None:
+                self._carrier.close()
+            self._carrier = None
+
+    def _begin_leaving(self) -> list[tuple[weakref.ref[Record], Tensor, Wait]]:
+        """Begin to copy away what the last blocks have saved."""
+        self._clear_up()
+        leaving = []
+        for visit in alive(self._staying):
+            for record in () if visit.begun else visit.records():
+                if record.data is None or record.spot is not None:
+                    continue
+                record.spot, wait = self._open_carrier().put(record.data)
+                leaving.append((weakref.ref(record), record.data, wait))
+                self.bytes_moved += record.nbytes
+                self.bytes_away += record.nbytes
+                self.peak_bytes_away = max(self.peak_bytes_away, self.bytes_away)
+        self._staying.clear()
+        return leaving
+
+    def _let_go(
+        self, leaving: list[tuple[weakref.ref[Record], Tensor, Wait]]
+    ) -> BigtrainError | None:
+        """Wait for all of them and let go of what has left; the first failure."""
+        fault = None
+        while leaving:
+            whose, _, wait = leaving.pop(0)
+            try:
+                self._await(wait)
+            except BigtrainError as error:
+                fault = fault or error
+                continue
+            record = whose()
+            if record is not None:
+                record.data = None
+        return fault
+
+    def _packing(self, module: nn.Module, visit: Visit) -> Callable[[Tensor], Any]:
+        owned: set[int] = set()
+
+        def is_owned(storage: torch.UntypedStorage) -> bool:
+            if storage._cdata not in owned:  # sharded parameters are gathered in the midst of it
+                tensors = (*module.parameters(), *module.buffers())
+                owned.update(
+                    found._cdata for found in map(storage_of, tensors) if found is not None
+                )
+            return storage._cdata in owned
+
+        def pack(tensor: Tensor) -> Stays | Saved:
+            # No function mode of the user's is to see what is done here.
+            with torch._C.DisableTorchFunction():
+                storage = storage_of(tensor) if self._may_move(tensor) else None
+                if storage is None or storage.nbytes() < LEAST_BYTES or is_owned(storage):
+                    return Stays(tensor)
+                with self._lock:
+                    record = self._record(storage, tensor, visit)
+                return Saved(tensor, record, visit)
+
+        return pack
+
+    def _may_move(self, tensor: Tensor) -> bool:
+        if type(tensor) is not (FakeTensor if self._fake else Tensor):
+            return False  # parameters; subclasses know themselves what they are made of
+        device = tensor.device
+        here = device.type == self._device.type and self._device.index in (None, device.index)
+        plain = tensor.layout == torch.strided and not (tensor.is_conj() or tensor.is_neg())
+        return here and plain and not tensor.is_quantized
+
+    def _record(self, storage: torch.UntypedStorage, tensor: Tensor, visit: Visit) -> Record:
+        """What stands for a storage, the same one for all that is saved of it."""
+        key: int = storage._cdata
+        known = self._known.get(key)
+        record = known[1]() if known is not None else None
+        # Until its block ends, a storage is held as it is. What an earlier block has saved may be
+        # copied already: it is the same only if it was not changed in between.
+        if record is None or not (record.made_in(visit) or record.holds(tensor)):
+            record = Record(tensor, visit, self._leftovers)
+            told, freed = weakref.ref(record), storage.nbytes()
+
+            def died(dead: weakref.ref[Any]) -> None:
+                if self._known.get(key, (None,))[0] is dead:
+                    del self._known[key]
+                gone = told()
+                if gone is not None and gone.spot is not None:
+                    self.bytes_freed += freed
+
+            self._known[key] = (weakref.ref(storage, died), told)
+        visit.save(record)
+        return record
+
+    def _unpack(self, saved: Stays | Saved) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            saved.check()
+            if isinstance(saved, Stays):
+                return saved.tensor
+            with self._lock:
+                self._turn_to(saved.visit)
+                record = saved.record
+                self._bring(record)
+                self._settle(record)
+                return saved.of(record.here)
+
+    def _turn_to(self, visit: Visit) -> None:
+        """A block's backward pass begins: it comes back, the one before it begins to."""
+        if self._turn is not None and self._turn() is visit:
+            return
+        self._turn, self._last = weakref.ref(visit), None
+        visit.begun = True
+        self._clear_up()
+        before = visit.before() if visit.before is not None else None
+        wanted = [*visit.records(), *(before.records() if before is not None else ())]
+        # Of a graph that is kept for another backward pass: it is read again then.
+        for record in alive(self._brought):
+            if record not in wanted:
+                self._settle(record)
+                record.data = None
+        self._brought = [weakref.ref(r) for r in alive(self._brought) if r.data is not None]
+        for record in wanted:
+            self._bring(record)
+
+    def _bring(self, record: Record) -> None:
+        """Begin to bring a storage back, where it is away."""
+        if record.data is not None:
+            return
+        record.data = record.original()
+        if record.data is None:
+            target = torch.empty(record.nbytes, dtype=torch.uint8, device=self._device)
+            record.wait = self._open_carrier().take(record.spot, target)
+            record.data = target
+            self.bytes_moved += record.nbytes
+        self._brought.append(weakref.ref(record))
+
+    def _settle(self, record: Record) -> None:
+        if record.wait is not None:
+            wait, record.wait = record.wait, None
+            try:
+                self._await(wait)
+            except BaseException:
+                record.data = None
+                raise
+
+    def _await(self, wait: Wait) -> None:
+        began = time.perf_counter()
+        try:
+            wait()
+        finally:
+            self.waited_seconds += time.perf_counter() - began
+
+    def _clear_up(self) -> None:
+        """Free the spots of what nobody wants any more, once nothing is copied there or back."""
+        while self._leftovers:
+            spot, nbytes, _data, wait = self._leftovers.popleft()
+            if wait is not None:
+                self._await(wait)
+            if spot is not None:
+                self.bytes_away -= nbytes
+                if self._carrier is not None:
+                    self._carrier.free(spot)
+
+    def _open_carrier(self) -> Carrier:
+        if self._carrier is None:
+            raise BigtrainError(
+                "A backward pass wants saved activations back from a mover that is closed. Run "
+                "the backward pass before `close`."
+            )
+        return self._carrier

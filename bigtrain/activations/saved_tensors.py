@@ -1,0 +1,171 @@
+"""What stands in autograd's graph for the tensors that a block has saved.
+
+`Saved` is one tensor, `Record` a storage below one or more of them, `Visit` one forward pass
+through one block. The graph holds the first, which holds the others: what is dropped with the
+graph frees all of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bigtrain.errors import BigtrainError
+from bigtrain.tensors.transfer import Wait
+
+Leftover = tuple[Any, int, Tensor | None, Wait | None]
+"""Spot, bytes, and a copy back that may be under way, of what nobody wants any more."""
+
+
+class Root:
+    """A tensor that is not a view, known by its counter of changes and without holding it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = weakref.ref(tensor)
+        # A twin without memory: the counter stays common when the data are exchanged.
+        self.twin = tensor.detach()
+        self.twin.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+
+class Record:
+    """A storage of which something was saved: on the device, away, or both."""
+
+    def __init__(self, tensor: Tensor, visit: Visit, leftovers: deque[Leftover]) -> None:
+        self.data: Tensor | None = _whole_storage(tensor)
+        """All of its bytes, where they are on the device."""
+        self.nbytes = self.data.numel()
+        self.spot: Any = None
+        self.wait: Wait | None = None
+        self._key = tensor.untyped_storage()._cdata
+        self._visit = weakref.ref(visit)
+        self._roots: list[tuple[Root, int]] = []
+        self._leftovers = leftovers
+
+    def __del__(self) -> None:
+        """Leave the rest to the training thread: this may run anywhere, at any moment."""
+        if self.spot is not None or self.wait is not None:
+            data = self.data if self.wait is not None else None
+            self._leftovers.append((self.spot, self.nbytes, data, self.wait))
+
+    def made_in(self, visit: Visit) -> bool:
+        """Whether this block was the first to save something of it, in this forward pass."""
+        return self._visit() is visit
+
+    @property
+    def here(self) -> Tensor:
+        """Its bytes, which are on the device."""
+        if self.data is None:
+            raise BigtrainError("A saved activation is not on the device. Please report this.")
+        return self.data
+
+    def note(self, tensor: Tensor) -> Root:
+        """Something of it is saved: remember whose counter tells of changes."""
+        base = _base(tensor)
+        for root, version in self._roots:
+            if root.tensor() is base and version == tensor._version:
+                return root
+        root = Root(base)
+        self._roots.append((root, tensor._version))
+        return root
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether what was saved of this tensor's storage is what is in it now."""
+        base = _base(tensor)
+        return any(r.tensor() is base and v == tensor._version for r, v in self._roots)
+
+    def original(self) -> Tensor | None:
+        """The storage itself, where somebody else has kept it."""
+        for root, version in self._roots:
+            tensor = root.tensor()
+            same = tensor is not None and tensor._version == version
+            if tensor is not None and same and tensor.untyped_storage()._cdata == self._key:
+                return _whole_storage(tensor)
+        return None
+
+
+class Visit:
+    """One forward pass through one block, alive as long as something that it has saved."""
+
+    def __init__(self, before: weakref.ref[Visit] | None) -> None:
+        self.before = before
+        self.begun = False
+        """Whether its backward pass has begun."""
+        self.saved: list[weakref.ref[Record]] = []
+
+    def save(self, record: Record) -> None:
+        """Something of this storage is saved by it."""
+        if not any(ref() is record for ref in self.saved):
+            self.saved.append(weakref.ref(record))
+
+    def records(self) -> list[Record]:
+        """What it has saved and is still wanted, the last first, as a backward pass wants it."""
+        return list(alive(reversed(self.saved)))
+
+
+class Stays:
+    """A saved tensor that is left where it is."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Without its history, which would hold it: a saved output would never be freed.
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        self._version = tensor._version
+
+    def check(self) -> None:
+        """Complain where it was changed since, as autograd does."""
+        _check(self.tensor._version, self._version, self.tensor.shape, self.tensor.dtype)
+
+
+class Saved:
+    """A saved tensor whose storage may be away."""
+
+    def __init__(self, tensor: Tensor, record: Record, visit: Visit) -> None:
+        self.record, self.visit = record, visit
+        self._shape, self._stride = tensor.shape, tensor.stride()
+        self._dtype, self._offset = tensor.dtype, tensor.storage_offset()
+        self._root, self._version = record.note(tensor), tensor._version
+
+    def check(self) -> None:
+        """See `Stays.check`."""
+        _check(self._root.twin._version, self._version, self._shape, self._dtype)
+
+    def of(self, data: Tensor) -> Tensor:
+        """The tensor, from all bytes of its storage."""
+        whole = data[: data.numel() // self._dtype.itemsize * self._dtype.itemsize]
+        return whole.view(self._dtype).as_strided(self._shape, self._stride, self._offset)
+
+
+def _check(version: int, saved: int, shape: torch.Size, dtype: torch.dtype) -> None:
+    if version != saved:
+        raise BigtrainError(
+            f"A tensor {tuple(shape)} of {dtype} that the backward pass needs was changed in place "
+            f"after it was saved: it is at version {version} instead of {saved}. Make a new tensor "
+            "there (`x = x + y` and not `x += y`, `inplace=False`)."
+        )
+
+
+def _base(tensor: Tensor) -> Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
+def _whole_storage(tensor: Tensor) -> Tensor:
+    """All bytes of a tensor's storage, as one that counts changes with it."""
+    numbers = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+    return tensor.detach().as_strided((numbers,), (1,), 0).view(torch.uint8)
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The storage below a tensor, or None where it has none of its own."""
+    try:
+        return tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError):  # sparse, functorch's wrappers
+        return None
+
+
+def alive(references: Iterable[weakref.ref[Any]]) -> Iterator[Any]:
+    """What is still there of what was only referred to."""
+    return (found for found in (reference() for reference in references) if found is not None)

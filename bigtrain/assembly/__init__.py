@@ -1,0 +1,1 @@
+"""From a job to a plan to a runner: the order of composition."""

@@ -1,0 +1,214 @@
+"""What each way to run a block costs, read off the forecasts of one rank.
+
+For each choice a rank is forecast with all its blocks choosing it. What a block saves is then the
+difference between what is alive when it ends and when it begins, and what it needs is the highest
+moment of its forward or backward pass above its beginning. Shards that are gathered, buckets and
+gradients are in the forecasts and so in the prices.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bigtrain.activations.budget_solver import Price, peak_of
+from bigtrain.activations.policy import Choice
+from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.memory.timeline import Timeline, Visit
+from bigtrain.prediction.block_costs import BlockCost
+
+MOVED_PER_SECOND = {"cpu": 2.5e10, "disk": 1e9, "device": math.inf}
+"""Bytes to the host over PCIe 4, and to a common solid-state disk: orders of magnitude."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The blocks of a rank in the order of the forward pass, with their prices."""
+
+    names: tuple[str, ...]
+    menu: tuple[tuple[Price, ...], ...]
+    """For each block one price for each choice."""
+    choices: tuple[Choice, ...]
+    tail: int
+    waiting: int
+    base: int
+    """Bytes when the first block begins, states included."""
+
+    @property
+    def arguments(self) -> tuple[tuple[tuple[Price, ...], ...], int, int]:
+        """What `budget.lowest` takes."""
+        return self.menu, self.tail, self.waiting
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A rank whose blocks all made one choice."""
+
+    step: Forecast
+    """Of the whole step."""
+    stages: tuple[tuple[Profile, Forecast], ...]
+    """Of one micro-batch through each of its stages."""
+
+    @property
+    def highest(self) -> int:
+        """Bytes at the highest moment of the micro-batches; the optimizer's step is left out."""
+        return _without_step(self.step).peak().bytes
+
+
+def chain_of(
+    seen: Mapping[Choice, Seen],
+    costs: Mapping[str, BlockCost],
+    *,
+    waiting: int = 0,
+    place: str = "disk",
+) -> Chain:
+    """Read the prices off the forecasts.
+
+    Args:
+        seen: by choice; `keep` is one of them.
+        costs: of the blocks.
+        waiting: other micro-batches that wait on the rank meanwhile.
+        place: where what is moved goes.
+    """
+    curves = {choice: _Blocks.of(found) for choice, found in seen.items()}
+    names = tuple(curves["keep"].saved)
+    menu = []
+    for name in names:
+        whole = curves["keep"].saved[name]
+        menu.append(
+            tuple(
+                Price(
+                    found.saved[name],
+                    found.highest[name],
+                    _seconds(choice, costs[name], whole - found.saved[name], place),
+                )
+                for choice, found in curves.items()
+            )
+        )
+    tail = max(found.tail for found in curves.values())
+    # Where choices do not quite add up the lowest is taken: what is chosen so is proven, and the
+    # room made smaller until it holds.
+    base = min(
+        found.highest - peak_of(menu, [place] * len(names), tail, waiting)
+        for place, found in enumerate(seen.values())
+    )
+    return Chain(names, tuple(menu), tuple(seen), tail, waiting, base)
+
+
+def saved_bytes(profile: Profile, found: Forecast) -> dict[str, int]:
+    """What each followed block adds to what is alive, from its forward to its backward pass."""
+    _, saved, _, _ = _read(profile, found.first, found.states.total)
+    return saved
+
+
+def _seconds(choice: Choice, cost: BlockCost, moved: int, place: str) -> float:
+    """What a choice adds. Copies run beside the computation; what does not fit is waited for."""
+    away = 2 * max(0.0, moved / MOVED_PER_SECOND[place] - cost.whole)
+    return {
+        "keep": 0.0,
+        "selective": cost.between,
+        "full": cost.whole,
+        "offload": away,
+        "full_offload": cost.whole + away,
+    }[choice]
+
+
+def _without_step(found: Forecast) -> Forecast:
+    return Forecast(
+        states=found.states,
+        first=found.first,
+        step=Timeline((), found.step.phases),
+        gradients=found.gradients,
+        next=found.next,
+    )
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """What the blocks save and need where all choose alike."""
+
+    saved: dict[str, int]
+    highest: dict[str, int]
+    tail: int
+
+    @classmethod
+    def of(cls, seen: Seen) -> _Blocks:
+        saved: dict[str, int] = {}
+        highest: dict[str, int] = {}
+        tail = 0
+        for profile, found in seen.stages:
+            passes = [(found.first, found.states.total)]
+            if found.next is not None:
+                held = found.states.total + (0 if found.states.gradients else found.gradients)
+                passes.append((found.next, held))
+            read = [_read(profile, timeline, held) for timeline, held in passes]
+            base = max(begin for begin, _, _, _ in read)
+            for begin, kept, most, end in read:
+                below = begin - base  # a pass that starts lower ends lower
+                for name, size in kept.items():
+                    saved[name] = max(saved.get(name, size), size)
+                    highest[name] = max(highest.get(name, 0), most[name] + below)
+                tail = max(tail, end + below)
+        return cls(saved, highest, tail)
+
+
+def _read(
+    profile: Profile, timeline: Timeline, held: int
+) -> tuple[int, dict[str, int], dict[str, int], int]:
+    """Bytes at the first block's start; saved and highest by block; the highest after the last."""
+    curve = _Curve(timeline)
+    second = timeline.phases[0][0] != profile.first.phases[0][0]
+    visits = [(name, again if second else first) for name, first, again in profile.windows]
+    if not visits:
+        return held + curve.at(curve.end), {}, {}, 0
+    begins = [visit.forward[0] for _, visit in visits]
+    stops = [*begins[1:], visits[-1][1].forward[1]]
+    backs = _backward(visits, curve.end)
+    saved, highest = {}, {}
+    for (name, _), begin, stop, back in zip(visits, begins, stops, backs, strict=True):
+        there = curve.at(begin)
+        saved[name] = curve.at(stop) - there
+        highest[name] = max(curve.most(begin, stop), curve.most(*back)) - there
+    end = stops[-1]
+    tail = curve.most(end, max(end, backs[-1][0])) - curve.at(end)
+    return held + curve.at(begins[0]), saved, highest, tail
+
+
+def _backward(visits: Sequence[tuple[str, Visit]], end: int) -> list[tuple[int, int]]:
+    """From where each block's backward pass begins to where that of the block before does."""
+    starts = [visit.backward[0] for _, visit in visits]
+    return [
+        (start, max(start, before))
+        for start, before in zip(starts, [end, *starts[:-1]], strict=True)
+    ]
+
+
+class _Curve:
+    """Bytes alive at each tick of a timeline."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        changes: dict[int, int] = {}
+        for span in timeline.spans:
+            changes[span.birth] = changes.get(span.birth, 0) + span.nbytes
+            changes[span.death] = changes.get(span.death, 0) - span.nbytes
+        self._ticks = sorted(changes)
+        self._alive = []
+        alive = 0
+        for tick in self._ticks:
+            alive += changes[tick]
+            self._alive.append(alive)
+        # Deaths after the last tick of a pass only say that something outlives it.
+        self.end = max((span.birth for span in timeline.spans), default=0) + 1
+
+    def at(self, tick: int) -> int:
+        """Bytes at a tick."""
+        place = bisect_right(self._ticks, tick) - 1
+        return self._alive[place] if place >= 0 else 0
+
+    def most(self, start: int, stop: int) -> int:
+        """The most bytes at the ticks from one to another, both included."""
+        first = bisect_right(self._ticks, start)
+        last = bisect_right(self._ticks, stop)
+        return max([self.at(start), *self._alive[first:last]])

@@ -1,0 +1,125 @@
+"""From a job to a plan: mesh, one technique for each role, batch; what cannot be is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bigtrain.assembly.optimizer_check import check_optimizer
+from bigtrain.core.registry import make_technique
+from bigtrain.core.strategy import CutStrategy, Plan
+from bigtrain.errors import ConfigError
+from bigtrain.job.batch import Batch, resolve_batch
+from bigtrain.job.schema import Job, RoleConfig, TrainConfig
+from bigtrain.ranks.context import resolve_mesh
+
+
+def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
+    """Decide what will be run, and refuse what cannot be. Needs no process group.
+
+    Args:
+        job: the configuration.
+        world_size: how many ranks there are.
+        device_type: 'cpu' or 'cuda'.
+
+    Raises:
+        ConfigError: the mesh, the batch or a technique does not fit.
+    """
+    techniques = {
+        role: make_technique(role, config) for role, config in job.strategy.roles().items()
+    }
+    cut = techniques.get("cut")
+    spans = isinstance(cut, CutStrategy) and cut.spans_ranks
+    pp, dp, tp = _mesh(job, world_size, spans=spans)
+    if "replicate" not in techniques:
+        name = "ddp" if spans and dp > 1 else "single"
+        techniques["replicate"] = make_technique("replicate", RoleConfig(name=name))
+    if "accumulate" not in techniques:
+        techniques["accumulate"] = make_technique("accumulate", RoleConfig(name="accumulation"))
+    if not spans and pp * tp > 1:
+        raise ConfigError(
+            f"mesh.pp={pp} and mesh.tp={tp} cut the model over ranks, and strategy.cut names no "
+            "technique that does. Use mesh.pp=1 mesh.tp=1, or --strategy 1f1b."
+        )
+    joins = isinstance(cut, CutStrategy) and cut.joins(techniques["replicate"])
+    given_up = "replicate" if joins else None  # the cut's engine is that one's, too
+    if tp > 1:
+        raise ConfigError(
+            f"mesh.tp={tp}: no technique here slices tensors over ranks. Use mesh.tp=1."
+        )
+    owners = [t.name for role, t in techniques.items() if t.owns_step and role != given_up]
+    if len(owners) > 1:
+        fix = "Keep one of them."
+        if "cut" in techniques and techniques["replicate"].owns_step:
+            fix = "Use strategy.replicate.engine=torch, or no strategy.cut."
+        raise ConfigError(f"{' and '.join(owners)} both own the training step. {fix}")
+    if job.train.sync_batchnorm and device_type != "cuda":
+        raise ConfigError(
+            "train.sync_batchnorm=true needs CUDA (torch's SyncBatchNorm has no CPU kernel). "
+            "Use train.sync_batchnorm=false."
+        )
+    plan = Plan(
+        strategy=job.strategy,
+        techniques=techniques,
+        pp=pp,
+        dp=dp,
+        tp=tp,
+        batch=_batch(job.train, dp, cut.micro_batches(pp) if isinstance(cut, CutStrategy) else 1),
+        precision=job.train.precision,
+        device_type=device_type,
+        clip_norm=job.optim.clip_norm,
+        sync_batchnorm=job.train.sync_batchnorm,
+        master_weights=job.optim.master_weights,
+        release_gradients=job.optim.release_gradients,
+    )
+    check_optimizer(job.optim, plan)
+    for technique in techniques.values():
+        technique.check(plan)
+    return plan
+
+
+def _mesh(job: Job, world_size: int, *, spans: bool) -> tuple[int, int, int]:
+    """The mesh; without `mesh.pp` a cut over ranks takes those that dp and tp leave."""
+    pp, dp, tp = job.mesh.pp, job.mesh.dp, job.mesh.tp
+    if pp is None:
+        pp = max(1, world_size // (max(1, dp) * tp)) if spans else 1
+    return resolve_mesh(pp, dp, tp, world_size)
+
+
+def _batch(train: TrainConfig, dp: int, micro_batches: int) -> Batch:
+    """The batch; where the job says nothing of micro-batches, about as many as are wanted."""
+    total = train.global_batch_size
+    silent = train.micro_batch_size is None and train.accumulation_steps is None
+    if silent and total is not None and total % dp == 0:
+        part = total // dp
+        steps = max(n for n in range(1, max(1, min(micro_batches, part)) + 1) if part % n == 0)
+        train = train.model_copy(update={"accumulation_steps": steps})
+    elif silent and total is None:
+        train = train.model_copy(update={"accumulation_steps": micro_batches})
+    return resolve_batch(train, dp)
+
+
+def describe_plan(plan: Plan) -> dict[str, Any]:
+    """The plan as plain YAML values, which `--plan` reads back."""
+    strategy: dict[str, Any] = {"name": plan.strategy.name}
+    for role, technique in plan.techniques.items():
+        options = technique.model_dump(mode="json", exclude_defaults=True)
+        config = plan.strategy.roles().get(role)
+        strategy[role] = {"name": config.name if config else technique.name, **options}
+    return {
+        "mesh": {"pp": plan.pp, "dp": plan.dp, "tp": plan.tp},
+        "strategy": strategy,
+        "train": {
+            "global_batch_size": plan.batch.global_size,
+            "micro_batch_size": plan.batch.micro_size,
+            "precision": plan.precision,
+        },
+    }
+
+
+def device_type_of(job: Job) -> str:
+    """'cuda' or 'cpu', as the job's `device` says for this machine."""
+    if job.device != "auto":
+        return job.device
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,59 @@
+"""Values for the parameters and buffers of a described model, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+
+from bigtrain.job.schema import Precision
+from bigtrain.models.blueprint import Blueprint
+from bigtrain.models.names import named_tensors, names_of
+from bigtrain.ranks.context import RunContext
+
+
+class Materializer:
+    """Gives parameters and buffers of a blueprint their values, each at most once.
+
+    A model that could not be described on the meta device is whole on every rank anyhow: it is
+    sent from rank 0 at the first call.
+
+    Args:
+        blueprint: the model.
+        context: the device, the seed and the ranks.
+        precision: fp64 makes float64 of every floating-point tensor.
+        low: names of the parameters that become bf16.
+    """
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        context: RunContext,
+        precision: Precision,
+        low: Collection[str] = (),
+    ) -> None:
+        self._blueprint, self._context = blueprint, context
+        self._double = precision == "fp64"
+        self._low = frozenset(low)
+        self._done: set[str] = set()
+
+    def __call__(self, names: Collection[str]) -> None:
+        """Fill in the tensors of these names; those that have their values stay as they are."""
+        blueprint, context = self._blueprint, self._context
+        wanted = names if blueprint.deferred else names_of(blueprint.model)
+        wanted = [name for name in wanted if name not in self._done]
+        if not wanted:
+            return
+        self._done.update(wanted)
+        only = wanted if blueprint.deferred else None
+        blueprint.materialize(context.device, seed=context.seed, only=only)
+        tensors = named_tensors(blueprint.model)
+        for name in wanted:
+            tensor = tensors[name]
+            if self._double and tensor.is_floating_point():
+                tensor.data = tensor.data.double()
+            if not blueprint.deferred and context.world_size > 1:
+                dist.broadcast(tensor.detach(), src=0)
+            if name in self._low:
+                tensor.data = tensor.data.to(torch.bfloat16)

@@ -1,0 +1,130 @@
+"""Whether a job's optimizer fits its strategy: what each needs, held against what it is given."""
+
+from __future__ import annotations
+
+from bigtrain.core.strategy import Given, Plan
+from bigtrain.errors import ConfigError
+from bigtrain.job.schema import LOW_BIT, OptimConfig
+
+_SHAPES: dict[Given, str] = {
+    "parameters": "the parameters themselves",
+    "pieces": "pieces",
+    "shards": "shards",
+    "copies": "flat copies",
+}
+
+
+def check_optimizer(optim: OptimConfig, plan: Plan) -> None:
+    """Refuse an optimizer that a technique of the plan cannot work with.
+
+    Args:
+        optim: the job's.
+        plan: finished, but for the techniques' own checks.
+
+    Raises:
+        ConfigError: with the key, the reason and the nearest choice that works.
+    """
+    cut = plan.techniques.get("cut")
+    given = plan.techniques["replicate"].optimizer_gets
+    if plan.joined or (cut is not None and cut.optimizer_gets == "copies"):
+        given = "copies"
+    who = f"strategy {plan.strategy.name}"
+    if optim.name == "sgd" and optim.implementation == "fused" and given == "shards":
+        raise ConfigError(
+            f"optim.implementation=fused: torch's fused SGD does not know the shards of {who}. Use "
+            "optim.implementation=auto."
+        )
+    if not optim.master_weights:
+        _check_masters(plan, given, who)
+    if optim.release_gradients:
+        _check_release(plan, who)
+    if optim.name == "adafactor" or optim.name in LOW_BIT:
+        _check_whole(optim, plan, given, who)
+    elif optim.state == "bf16" and given == "pieces" and plan.pp > 1:
+        _check_tied(optim, who)
+    elif optim.state == "bf16" and given == "copies":
+        raise ConfigError(
+            f"optim.state=bf16: {who} lets its engine keep the optimizer's state, in fp32. Use "
+            "--strategy fsdp or --strategy zero1_torch, or optim.state=fp32."
+        )
+
+
+def _check_tied(optim: OptimConfig, who: str) -> None:
+    """Stages cut a tied parameter into other pieces, which would be rounded by other numbers."""
+    if optim.stochastic_rounding is not False:
+        raise ConfigError(
+            f"optim.state=bf16 with stochastic rounding: in {who} the stages that share a tied "
+            "parameter cut it into different pieces, and its copies would drift apart. Set "
+            "optim.stochastic_rounding=false, or use --strategy 1f1b_fsdp."
+        )
+
+
+def _check_masters(plan: Plan, given: Given, who: str) -> None:
+    if plan.precision != "bf16":
+        raise ConfigError(
+            f"optim.master_weights=false keeps parameters in bf16, and train.precision is "
+            f"{plan.precision}. Set train.precision=bf16, or optim.master_weights=true."
+        )
+    if given != "parameters":
+        raise ConfigError(
+            f"optim.master_weights=false: {who} makes {_SHAPES[given]} of fp32 parameters, and "
+            "takes no others. Use --strategy single or --strategy ddp, or "
+            "optim.master_weights=true."
+        )
+    if plan.offloaded.optimizer != "device":
+        raise ConfigError(
+            f"optim.master_weights=false keeps no values but the parameters, and "
+            f"strategy.offload.optimizer={plan.offloaded.optimizer} keeps fp32 copies elsewhere. "
+            "Use strategy.offload=null, or optim.master_weights=true."
+        )
+
+
+def _check_release(plan: Plan, who: str) -> None:
+    if "cut" in plan.techniques:
+        raise ConfigError(
+            f"optim.release_gradients=true: {who} runs the micro-batches through stages, whose "
+            "gradients are whole after the last one only. Use --strategy fsdp, or "
+            "optim.release_gradients=false."
+        )
+    if not plan.techniques["replicate"].final_gradients and plan.world_size > 1:
+        raise ConfigError(
+            f"optim.release_gradients=true: {who} keeps all gradients in buckets until they are "
+            "averaged over the ranks. Use --strategy fsdp, or optim.release_gradients=false."
+        )
+    if not plan.techniques["replicate"].final_gradients:
+        raise ConfigError(
+            f"optim.release_gradients=true: {who} keeps the gradients for a step of its own. Use "
+            "--strategy single, or optim.release_gradients=false."
+        )
+    steps = plan.batch.accumulation_steps
+    if steps > 1:
+        raise ConfigError(
+            f"optim.release_gradients=true updates at every micro-batch, and a step has {steps}. "
+            f"Use train.accumulation_steps=1 (train.micro_batch_size="
+            f"{plan.batch.global_size // plan.batch.dp_size}), or optim.release_gradients=false."
+        )
+    if plan.offloaded.optimizer != "device" or plan.offloaded.parameters != "device":
+        raise ConfigError(
+            "optim.release_gradients=true updates in the backward pass, and strategy.offload "
+            "brings state back a chunk at a time after it. Use strategy.offload=null, or "
+            "optim.release_gradients=false."
+        )
+
+
+def _check_whole(optim: OptimConfig, plan: Plan, given: Given, who: str) -> None:
+    """The state belongs to whole parameters: rows and columns, or blocks of numbers."""
+    needs = "whole parameters" if optim.name == "adafactor" else "blocks of a whole parameter"
+    fix = "--strategy ddp, or optim.name=adamw"
+    if optim.name in LOW_BIT:
+        fix = "--strategy ddp, or optim.name=adamw optim.state=bf16"
+    if given != "parameters":
+        raise ConfigError(
+            f"optim.name={optim.name} keeps state for {needs}, and {who} gives the optimizer "
+            f"{_SHAPES[given]} of them. Use {fix}."
+        )
+    if plan.offloaded.optimizer != "device":
+        raise ConfigError(
+            f"optim.name={optim.name} keeps state for {needs}, and "
+            f"strategy.offload.optimizer={plan.offloaded.optimizer} moves it in pieces. It is "
+            "small already: use strategy.offload=null, or optim.name=adamw."
+        )

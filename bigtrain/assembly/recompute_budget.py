@@ -1,0 +1,260 @@
+"""From a budget to what each block keeps: prices, the exact choice, a forecast as proof."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from bigtrain.activations.budget_solver import Answer, cheapest, lowest
+from bigtrain.activations.policy import CHOICES, Choice
+from bigtrain.assembly.block_prices import Chain, Seen, chain_of
+from bigtrain.core.strategy import CutStrategy, Plan, RecomputeStrategy
+from bigtrain.cutting.choose import Rates
+from bigtrain.cutting.layout import Layout
+from bigtrain.data.loader import MicroBatch
+from bigtrain.errors import ConfigError
+from bigtrain.losses.loss import Loss
+from bigtrain.memory.timeline import Peak
+from bigtrain.models.blocks import find_blocks
+from bigtrain.optim.update import MakeOptimizer
+from bigtrain.prediction.block_costs import BlockCost, block_costs
+from bigtrain.prediction.predict import rank_of
+from bigtrain.prediction.record import reason_of
+from bigtrain.units import format_bytes
+
+SPEEDS = {
+    "cpu": Rates(flops=5e10, nbytes=1e9, sent=2e9),
+    "cuda": Rates(flops=3e14, nbytes=2.5e12, sent=5e10),
+}
+"""Of which only the ratio counts. On a CPU what is between products (GELU, norms) passes about a
+50th as many bytes as products do arithmetic. Constants, as all ranks must choose alike."""
+TRIES = 8
+"""Forecasts by which a choice is proven and the room left by the prices is used."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A plan in which every block knows what it keeps, and what there is to say of it."""
+
+    plan: Plan
+    lines: tuple[str, ...] = ()
+
+
+def settle(
+    plan: Plan,
+    model: nn.Module,
+    example: MicroBatch | None,
+    loss: Loss,
+    make_optimizer: MakeOptimizer,
+    layout: Layout | None = None,
+) -> Settled:
+    """Check the names of the modules that keep less, and turn a budget into such names.
+
+    Needs no process group, and is the same on all ranks.
+
+    Args:
+        plan: what will be run.
+        model: whole, on any device; it is left as it is.
+        example: one micro-batch; a budget needs it.
+        loss: as in the run.
+        make_optimizer: as in the run.
+        layout: of a model that is cut.
+
+    Raises:
+        ConfigError: a name is none of the model's; the smallest peak is above the budget.
+    """
+    technique = plan.techniques.get("recompute")
+    limit = technique.limit(plan) if isinstance(technique, RecomputeStrategy) else None
+    if not isinstance(technique, RecomputeStrategy) or limit is None:
+        plan.choices(model)
+        return Settled(plan)
+    if example is None:
+        raise ConfigError(
+            "strategy.recompute.budget is met by a forecast, and for that one micro-batch must be "
+            "seen. Give prepare(..., example=(inputs, targets))."
+        )
+    names = [name for name, _ in find_blocks(model)]
+    if not names:
+        raise ConfigError(
+            "strategy.recompute.budget: this model has no blocks to choose for. "
+            "Name modules: strategy.recompute.layers=[...]."
+        )
+    bf16 = plan.precision == "bf16"
+    device = torch.device(plan.device_type)
+    try:
+        costs = block_costs(model, names, example, SPEEDS[device.type], device, bf16=bf16)
+    except Exception as error:  # user code of any kind runs here
+        raise ConfigError(_no_forecast(reason_of(error))) from error
+    task = _Task(plan, technique, limit, (model, example, loss, make_optimizer), layout, costs)
+    blocks: dict[str, Choice] = dict.fromkeys(names, "keep")
+    lines = []
+    for pp_rank in range(plan.pp):
+        found = task.solve(names, pp_rank)
+        blocks.update(found.blocks)
+        lines.append(task.line(found, pp_rank))
+    return Settled(_choosing(plan, technique, blocks), tuple(lines))
+
+
+def _choosing(plan: Plan, technique: RecomputeStrategy, blocks: Mapping[str, Choice]) -> Plan:
+    return replace(plan, techniques={**plan.techniques, "recompute": technique.choosing(blocks)})
+
+
+@dataclass(frozen=True)
+class _Found:
+    """An answer for one rank, proven by a forecast."""
+
+    blocks: dict[str, Choice]
+    peak: Peak
+    seconds: float
+
+
+def _no_forecast(reason: str) -> str:
+    return (
+        f"strategy.recompute.budget is met by a forecast, and there is none: {reason}. "
+        "Use strategy.recompute.mode=full, or every, or layers."
+    )
+
+
+def _alike(chain: Chain, place: int, peak: Peak) -> _Found:
+    seconds = sum(prices[place].seconds for prices in chain.menu)
+    return _Found(dict.fromkeys(chain.names, chain.choices[place]), peak, seconds)
+
+
+@dataclass(frozen=True)
+class _Task:
+    plan: Plan
+    technique: RecomputeStrategy
+    limit: int
+    given: tuple[nn.Module, MicroBatch, Loss, MakeOptimizer]
+    layout: Layout | None
+    costs: Mapping[str, BlockCost]
+
+    def solve(self, names: Sequence[str], pp_rank: int) -> _Found:
+        """Choose for the blocks of one rank.
+
+        Raises:
+            ConfigError: no choice fits, with the smallest peak there is.
+        """
+        seen = dict(self._uniform(names, pp_rank))
+        keeping = seen["keep"].step.peak()
+        if keeping.bytes <= self.limit:
+            own = [name for profile, _ in seen["keep"].stages for name, _, _ in profile.windows]
+            return _Found(dict.fromkeys(own, "keep"), keeping, 0.0)
+        waiting = self._waiting(pp_rank)
+        place = self.plan.offloaded.activations
+        chain = chain_of(seen, self.costs, waiting=waiting, place=place)
+        known = [_alike(chain, place, one.step.peak()) for place, one in enumerate(seen.values())]
+        known += self._search(chain, pp_rank)
+        fitting = [found for found in known if found.peak.bytes <= self.limit]
+        if not fitting:
+            known.append(self._proven(chain, lowest(*chain.arguments), pp_rank))
+            fitting = known[-1:] if known[-1].peak.bytes <= self.limit else []
+        if not fitting:
+            smallest = min((found.peak for found in known), key=lambda peak: peak.bytes)
+            raise ConfigError(self._too_small(smallest, pp_rank))
+        return min(fitting, key=lambda found: (found.seconds, found.peak.bytes))
+
+    def _uniform(self, names: Sequence[str], pp_rank: int) -> Iterator[tuple[Choice, Seen]]:
+        """The rank where all blocks choose alike, for each choice that works with this model."""
+        for choice in CHOICES:
+            if "offload" in choice and not self.plan.moves_activations:
+                continue
+            if choice == "selective" and not self.plan.keeps_products:
+                continue
+            try:
+                yield choice, self._forecast(dict.fromkeys(names, choice), pp_rank)
+            except ConfigError:
+                if choice == "keep":
+                    raise
+                # Not every choice works with every model.
+
+    def _forecast(self, blocks: Mapping[str, Choice], pp_rank: int) -> Seen:
+        plan = _choosing(self.plan, self.technique, blocks)
+        found = rank_of(plan, *self.given, self.layout, pp_rank)
+        if found.forecast is None:
+            raise ConfigError(_no_forecast(str(found.note)))
+        return Seen(found.forecast, tuple(zip(found.profiles, found.parts, strict=True)))
+
+    def _waiting(self, pp_rank: int) -> int:
+        """Micro-batches that a rank holds beside the one it works on."""
+        cut = self.plan.techniques.get("cut")
+        if self.layout is None or not isinstance(cut, CutStrategy) or not cut.replays(self.plan):
+            return 0
+        own = self.layout.stages_of(pp_rank)
+        held = [most for stage, most in enumerate(cut.held(self.plan)) if stage in own]
+        return max(held, default=1) - 1
+
+    def _search(self, chain: Chain, pp_rank: int) -> list[_Found]:
+        """Answers by falling or rising room, each with its forecast.
+
+        A forecast above the budget makes the room smaller by as much. One below it by more than
+        the prices had left over makes it larger, up to where one was above.
+        """
+        found: dict[tuple[int, ...], _Found] = {}
+        room, refused = self.limit - chain.base, math.inf
+        for _ in range(TRIES):
+            answer = cheapest(chain.menu, room, chain.tail, chain.waiting)
+            if answer is None or answer.picks in found:
+                break
+            found[answer.picks] = self._proven(chain, answer, pp_rank)
+            left = self.limit - found[answer.picks].peak.bytes
+            if left < 0:
+                refused = room
+                room += left
+                continue
+            room += left - (room - answer.peak)
+            if room <= answer.peak or room >= refused:
+                break
+        return list(found.values())
+
+    def _proven(self, chain: Chain, answer: Answer, pp_rank: int) -> _Found:
+        picks = zip(chain.names, answer.picks, strict=True)
+        blocks = {name: chain.choices[pick] for name, pick in picks}
+        return _Found(blocks, self._forecast(blocks, pp_rank).step.peak(), answer.seconds)
+
+    def line(self, found: _Found, pp_rank: int) -> str:
+        """What was chosen, what it costs, and the predicted peak."""
+        where = f"pp rank {pp_rank}: " if self.plan.pp > 1 else ""
+        counts = Counter(found.blocks.values())
+        kinds = ", ".join(f"{counts[c]} {_WORDS[c]}" for c in CHOICES if counts[c])
+        share = found.seconds / (3 * self.costs[""].whole) if self.costs[""].whole else 0.0
+        return (
+            f"{where}budget {format_bytes(self.limit)}: predicted peak "
+            f"{format_bytes(found.peak.bytes)}; {len(found.blocks)} blocks keep: {kinds}; "
+            f"about {100 * share:.0f} % longer"
+        )
+
+    def _too_small(self, peak: Peak, pp_rank: int) -> str:
+        where = f" on pp rank {pp_rank}" if self.plan.pp > 1 else ""
+        parts = vars(peak.breakdown)
+        kind = max(parts, key=lambda part: parts[part])
+        return (
+            f"strategy.recompute.budget={self.limit} ({format_bytes(self.limit)}) is below the "
+            f"smallest peak that this job reaches{where}, {peak.bytes} bytes "
+            f"({format_bytes(peak.bytes)}, in the {peak.phase} phase), of which {kind} are "
+            f"{format_bytes(parts[kind])}. Use strategy.recompute.budget={peak.bytes}, or "
+            f"{_FIXES[kind]}."
+        )
+
+
+_WORDS: dict[Choice, str] = {
+    "keep": "everything",
+    "selective": "inputs and products",
+    "full": "inputs",
+    "offload": "everything, moved away",
+    "full_offload": "inputs, moved away",
+}
+
+_FIXES = {
+    "parameters": "--strategy fsdp on more ranks",
+    "gradients": "--strategy zero2 on more ranks",
+    "optimizer": "--strategy zero1 on more ranks",
+    "activations": "a smaller train.micro_batch_size",
+    "buffers": "a smaller strategy.replicate.bucket_size",
+    "temporary": "a smaller train.micro_batch_size",
+}

@@ -1,0 +1,128 @@
+"""Which strategies are to be set side by side, on how many ranks each, and which cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bigtrain.assembly.make_plan import device_type_of, make_plan
+from bigtrain.core.strategy import CutStrategy, Plan
+from bigtrain.engine.setup import check_job, open_parts
+from bigtrain.errors import ConfigError
+from bigtrain.job.arguments import SideOptions
+from bigtrain.job.load import ONE_PROCESS, load_job
+from bigtrain.job.presets import preset_names, read_preset
+from bigtrain.job.schema import Job
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One strategy on one job."""
+
+    strategy: str
+    """As it was named: a preset, or a file."""
+    label: str
+    """Its name in tables, and of its folder."""
+    num_ranks: int
+    job: Job | None
+    plan: Plan | None
+    """None where it cannot run."""
+    refusal: str | None = None
+    """Why not, in one line."""
+
+
+_FIRST = ("single", "ddp")
+
+
+def named_strategies(text: str) -> list[str]:
+    """The strategies that a person lists: names and files with commas between, or `all`.
+
+    Raises:
+        ConfigError: none is named, or one twice.
+    """
+    if text == "all":  # what the others are held against comes first
+        names = preset_names("strategies")
+        return sorted(names, key=lambda name: (name not in _FIRST, name != "single", name))
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"--strategies: {twice[0]} is named twice. Leave one of the two out.")
+    if not names:
+        raise ConfigError("--strategies names none. Use --strategies ddp,zero2, or all.")
+    return names
+
+
+def ranks_to_start(wanted: int | None, device: str) -> int:
+    """How many ranks: what was asked for, or the GPUs, or two.
+
+    Raises:
+        ConfigError: less than one.
+    """
+    if wanted is None:
+        return torch.cuda.device_count() if device == "cuda" else 2
+    if wanted < 1:
+        raise ConfigError(f"-n {wanted}: at least 1 rank is needed. Use -n 2")
+    return wanted
+
+
+def find_contenders(options: SideOptions, extra: Sequence[str] = ()) -> list[Contender]:
+    """Every strategy with its plan, or with the reason why it has none.
+
+    A strategy of one process runs in one, however many ranks the others have.
+
+    Args:
+        options: of the command line.
+        extra: further keys of the job.
+
+    Raises:
+        ConfigError: the job itself cannot be read, or a name is unknown.
+    """
+    words = [*options.overrides, *extra]
+    base = load_job(options.job, None, words)
+    _check_alone(load_job(options.job, "single", [*without_strategy(words), *ONE_PROCESS]))
+    num_ranks = ranks_to_start(options.num_ranks, device_type_of(base))
+    found: list[Contender] = []
+    for strategy in named_strategies(options.strategies):
+        label = Path(strategy).stem if strategy.endswith((".yaml", ".yml")) else strategy
+        taken = sum(other.label.split("~")[0] == label for other in found)
+        label = f"{label}~{taken + 1}" if taken else label
+        read_preset("strategies", strategy, "--strategies")  # an unknown name ends everything
+        try:
+            job = load_job(options.job, strategy, words)
+        except ConfigError as error:  # this strategy contradicts the job, the others need not
+            found.append(Contender(strategy, label, num_ranks, None, None, str(error)))
+        else:
+            found.append(_planned(strategy, label, job, num_ranks))
+    return found
+
+
+def without_strategy(words: Sequence[str]) -> list[str]:
+    """The words without those that change every row's strategy."""
+    return [word for word in words if not word.startswith("strategy.")]
+
+
+def _check_alone(job: Job) -> None:
+    """Refuse a model and data that no strategy could run: as one process would."""
+    check_job(job)
+    if not job.data.args.get("download"):
+        open_parts(job, make_plan(job, 1, device_type_of(job)))
+
+
+def _planned(strategy: str, label: str, job: Job, num_ranks: int) -> Contender:
+    device = device_type_of(job)
+    try:
+        return Contender(strategy, label, num_ranks, job, make_plan(job, num_ranks, device))
+    except ConfigError as error:
+        refusal = str(error)
+    if num_ranks > 1:
+        with suppress(ConfigError):
+            alone = make_plan(job, 1, device)
+            cut = alone.techniques.get("cut")
+            spans = isinstance(cut, CutStrategy) and cut.spans_ranks
+            if alone.techniques["replicate"].name == "single" and not spans:
+                return Contender(strategy, label, 1, job, alone)
+    return Contender(strategy, label, num_ranks, job, None, refusal)

@@ -1,0 +1,344 @@
+"""`bigtrain strategies`: what each preset is, on how many ranks it runs, what it combines with.
+
+What combines is written down nowhere: each addition is put to `make_plan`, which refuses what
+cannot run, and its reason is what is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bigtrain.assembly.make_plan import device_type_of, make_plan
+from bigtrain.core.registry import technique_class
+from bigtrain.core.strategy import Plan
+from bigtrain.errors import ConfigError
+from bigtrain.job.load import job_of
+from bigtrain.job.presets import preset_names
+from bigtrain.job.schema import Job, Role, RoleConfig
+from bigtrain.ranks.exit_status import one_line
+
+RANKS = (1, 2, 4)
+"""How many ranks are tried."""
+HEADINGS = ("Memory", "Communication", "Constraints", "Example", "Source")
+"""The sections of a technique's docstring."""
+
+
+@dataclass(frozen=True)
+class Addition:
+    """Something that a user may put on top of a preset."""
+
+    name: str
+    shown: str
+    heading: str
+    """Over its column; lines are short, so that the table fits a terminal."""
+    keys: Mapping[str, Any]
+    has: Callable[[Plan], bool]
+    """Whether a plan has it already."""
+    least_ranks: int = 1
+
+    @property
+    def words(self) -> str:
+        """As on the command line."""
+        return " ".join(f"{key}={value}" for key, value in self.keys.items())
+
+
+ADDITIONS = (
+    Addition(
+        *("recompute_full", "recompute full", "recom-\npute\nfull"),
+        {"strategy.recompute.mode": "full"},
+        lambda plan: _option(plan, "recompute", "mode") == "full",
+    ),
+    Addition(
+        *("recompute_selective", "recompute selective", "recom-\npute\nselec-\ntive"),
+        {"strategy.recompute.mode": "selective"},
+        lambda plan: _option(plan, "recompute", "mode") == "selective",
+    ),
+    Addition(
+        *("optimizer_disk", "optimizer state on disk", "optim.\nstate\non\ndisk"),
+        {"strategy.offload.optimizer": "disk"},
+        lambda plan: plan.offloaded.optimizer == "disk",
+    ),
+    Addition(
+        *("activations_disk", "activations on disk", "acts\non\ndisk"),
+        {"strategy.offload.activations": "disk"},
+        lambda plan: plan.offloaded.activations == "disk",
+    ),
+    Addition(
+        *("cut_1f1b", "a cut by 1f1b", "cut\nby\n1f1b"),
+        {"strategy.cut.name": "pipeline", "strategy.cut.schedule": "1f1b", "mesh.pp": 2},
+        lambda plan: "cut" in plan.techniques,
+        least_ranks=2,
+    ),
+    Addition(
+        *("accumulation", "accumulation", "accu-\nmula-\ntion"),
+        {"train.accumulation_steps": 2},
+        lambda plan: plan.batch.accumulation_steps > 1,
+    ),
+    Addition(
+        *("bf16", "bf16", "bf16"),
+        {"train.precision": "bf16"},
+        lambda plan: plan.precision == "bf16",
+    ),
+    Addition(
+        *("fp64", "fp64", "fp64"),
+        {"train.precision": "fp64"},
+        lambda plan: plan.precision == "fp64",
+    ),
+)
+
+
+def _option(plan: Plan, role: Role, key: str) -> Any:
+    return getattr(plan.techniques.get(role), key, None)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What `make_plan` says of a job on several numbers of ranks."""
+
+    plan: Plan | None
+    ranks: int | None
+    """The smallest number that it took; None where it took none."""
+    reason: str | None
+    """Of the first number that it refused, where it took none."""
+
+
+def main(arguments: list[str]) -> int:
+    """List the strategies or explain one; returns the exit status.
+
+    Raises:
+        ConfigError: there is no strategy of that name.
+    """
+    parser = argparse.ArgumentParser(
+        prog="bigtrain strategies",
+        description="List the strategies and what they combine with, or explain one.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the one to explain")
+    parser.add_argument(
+        "--json", dest="as_json", action="store_true", help="one JSON document on standard output"
+    )
+    options = parser.parse_args(arguments)
+    rows = strategy_list(None if options.name is None else [options.name])
+    if options.as_json:
+        sys.stdout.write(json.dumps(rows, indent=2) + "\n")
+    elif options.name is None:
+        _show_table(rows)
+    else:
+        _show_one(rows[0])
+    return 0
+
+
+def strategy_list(names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """One entry for each preset: what it is, needs and combines with, as JSON values.
+
+    Args:
+        names: presets or files; left out, all presets.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    with _quiet():
+        return [_row(name) for name in (preset_names("strategies") if names is None else names)]
+
+
+def refusals() -> Iterator[tuple[str, int | None, str | None]]:
+    """For each preset its name, the smallest number of ranks, and why it cannot run here."""
+    for name in preset_names("strategies"):
+        with _quiet():
+            tried = _try_alone(job_of(name, {}))
+        yield name, tried.ranks, tried.reason
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what engines say when they are imported out of standard output."""
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _row(name: str) -> dict[str, Any]:
+    job = job_of(name, {})
+    roles = job.strategy.roles()
+    tried = _try_alone(job)
+    return {
+        "name": job.strategy.name,
+        "summary": "; ".join(_line(role, config) for role, config in roles.items()),
+        "roles": {role: config.name for role, config in roles.items()},
+        "options": {role: config.options for role, config in roles.items()},
+        "sections": {role: _sections(role, config) for role, config in roles.items()},
+        "device": device_type_of(job),
+        "ranks": tried.ranks,
+        "runs_on": [count for count in RANKS if _try(job, [count]).plan is not None],
+        "unavailable": tried.reason,
+        "combines": {addition.name: _combined(name, addition, tried) for addition in ADDITIONS},
+    }
+
+
+def _line(role: Role, config: RoleConfig) -> str:
+    """A technique's line, and what the preset sets."""
+    options = ", ".join(f"{key}={value}" for key, value in config.options.items())
+    summary = technique_class(role, config.name).summary
+    return f"{summary} ({options})" if options else summary
+
+
+def _sections(role: Role, config: RoleConfig) -> dict[str, str]:
+    """The headed parts of the docstring of a technique's module."""
+    document = sys.modules[technique_class(role, config.name).__module__].__doc__ or ""
+    found: dict[str, str] = {}
+    heading = None
+    for line in document.splitlines():
+        begun = re.match(rf"({'|'.join(HEADINGS)}): (.*)", line)
+        if begun:
+            heading = begun[1]
+            found[heading] = begun[2].strip()
+        elif not line.strip():
+            heading = None
+        elif heading is not None:
+            found[heading] += f" {line.strip()}"
+    return found
+
+
+def _try_alone(job: Job) -> Tried:
+    # Stages on ranks need two: that there is one would hide the reason that counts.
+    cut = job.strategy.roles().get("cut")
+    spans = cut is not None and "devices" not in cut.options
+    return _try(job, [count for count in RANKS if count > 1 or not spans])
+
+
+def _try(job: Job, counts: Iterable[int]) -> Tried:
+    reason = None
+    for count in counts:
+        try:
+            return Tried(make_plan(job, count, device_type_of(job)), count, None)
+        except ConfigError as error:
+            reason = reason or str(error)
+        except Exception as error:  # noqa: BLE001 - a library that is broken here raises anything
+            reason = reason or one_line(error)
+    return Tried(None, None, reason)
+
+
+def _combined(name: str, addition: Addition, alone: Tried) -> dict[str, Any]:
+    """Whether an addition works: null where the preset cannot run here without it."""
+    if alone.plan is None or alone.ranks is None:
+        return {"works": None, "own": False, "ranks": None, "reason": alone.reason}
+    if addition.has(alone.plan):
+        return {"works": True, "own": True, "ranks": alone.ranks, "reason": None}
+    least = max(alone.ranks, addition.least_ranks)
+    try:
+        job = job_of(name, addition.keys)
+    except ConfigError as error:
+        return {"works": False, "own": False, "ranks": None, "reason": str(error)}
+    tried = _try(job, [count for count in RANKS if count >= least])
+    works = tried.plan is not None
+    return {"works": works, "own": False, "ranks": tried.ranks, "reason": tried.reason}
+
+
+def _console() -> Console:
+    width = None if sys.stdout.isatty() else 150
+    return Console(width=width, markup=False, highlight=False)
+
+
+_MARKS = {
+    "own": Text("own", style="dim"),
+    True: Text("yes", style="green"),
+    False: Text("no", style="red"),
+    None: Text("-", style="dim"),
+}
+
+
+def _show_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    console = _console()
+    roomy = console.width >= 110
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("strategy", no_wrap=True, vertical="top")
+    if roomy:
+        table.add_column("what it does", ratio=1)
+    table.add_column("ranks", justify="right")
+    for addition in ADDITIONS:
+        table.add_column(addition.heading)
+    for row in rows:
+        found = row["combines"]
+        marks = [
+            _MARKS["own" if found[a.name]["own"] else found[a.name]["works"]] for a in ADDITIONS
+        ]
+        more = "+" if len(row["runs_on"]) > 1 else ""
+        ranks = f"{row['ranks'] or '-'}{more}"
+        table.add_row(row["name"], *([row["summary"]] if roomy else []), ranks, *marks)
+    console.print(table)
+    console.print()
+    for row in rows:
+        if row["unavailable"] is not None:
+            console.print(f"{row['name']} cannot run here: {row['unavailable']}")
+    tried = ", ".join(map(str, RANKS))
+    device = rows[0]["device"] if rows else "cpu"
+    console.print(
+        "yes: it can be added, or put in place of what is there; no: it is refused, and `bigtrain "
+        "strategies NAME` says why; own: the strategy does it already. "
+        f"Tried on {tried} ranks ({device})."
+    )
+    console.print("To use one: bigtrain train -n 2 --strategy NAME. See also: bigtrain doctor")
+
+
+def _show_one(row: Mapping[str, Any]) -> None:
+    console = _console()
+    console.print(Text(row["name"], style="bold"), row["summary"], sep=": ")
+    if row["unavailable"] is not None:
+        console.print(f"It cannot run here: {row['unavailable']}")
+    else:
+        ranks = f"{row['ranks']} rank{'s' if row['ranks'] > 1 else ''}"
+        more = " or more" if len(row["runs_on"]) > 1 else ""
+        console.print(f"It runs here on {ranks}{more} ({row['device']}).")
+    for role, name in row["roles"].items():
+        console.print()
+        console.print(Text(f"strategy.{role}: {name}", style="bold"))
+        parts = Table.grid(padding=(0, 2, 0, 0))
+        for heading, text in row["sections"][role].items():
+            parts.add_row(f"  {heading}", text)
+        parts.add_row("  Options", _all_options(role, name, row["options"][role]))
+        console.print(parts)
+    if row["unavailable"] is not None:
+        return
+    console.print()
+    answers = Table.grid(padding=(0, 2, 0, 0))
+    answers.add_column(no_wrap=True)
+    for addition in ADDITIONS:
+        answers.add_row(*_answer(addition, row["combines"][addition.name], row["ranks"]))
+    console.print(answers)
+
+
+def _all_options(role: Role, name: str, given: Mapping[str, Any]) -> str:
+    """What may be said about a technique: as the preset has it, or as it is left out."""
+    fields = technique_class(role, name).model_fields
+    words = [
+        f"{key}={_word(given.get(key, field.get_default(call_default_factory=True)))}"
+        for key, field in fields.items()
+    ]
+    return " ".join(words) or "none"
+
+
+def _word(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return str(value).lower().replace("none", "null")
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
+
+
+def _answer(addition: Addition, found: Mapping[str, Any], ranks: int) -> tuple[Text, str]:
+    if found["own"]:
+        return Text(f"has {addition.shown}", style="dim"), ""
+    if not found["works"]:
+        return Text(f"refuses {addition.shown}:", style="red"), found["reason"]
+    more = f" (from {found['ranks']} ranks on)" if found["ranks"] > ranks else ""
+    return Text(f"works with {addition.shown}:", style="green"), addition.words + more

@@ -1,0 +1,1 @@
+"""The contract of strategies, the plain loop, replicas, the table of techniques."""

@@ -1,0 +1,341 @@
+"""The plain loop over the micro-batches of a step: what runs wherever no technique owns the step.
+
+`StepRunner` is what it shares with a pipeline: placing a batch, clipping, the optimizer's step.
+
+Loss: each micro-batch gives the sum over its valid targets; dividing by the number of valid
+targets of the *global* batch makes the gradient that one process with the whole batch gives,
+however unevenly the targets are spread over ranks and micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from bigtrain.core.strategy import Assembly
+from bigtrain.data.loader import MicroBatch
+from bigtrain.errors import BigtrainError, CheckpointError, NonFiniteError
+from bigtrain.losses.chunked_cross_entropy import given
+from bigtrain.optim.in_backward import ReleasedUpdate
+from bigtrain.optim.partitioned import PiecewiseUpdate
+from bigtrain.optim.update import Update, WholeUpdate, source_of
+from bigtrain.tensors.dtensors import is_moved, local, part_of, whole
+from bigtrain.tensors.source import TensorSource
+
+
+class StepRunner:
+    """The end of a step: clip the gradients of this rank's parameters, and update them.
+
+    Args:
+        assembly: everything but the forward pass.
+        named: the trained parameters of this rank by their plain names.
+    """
+
+    def __init__(self, assembly: Assembly, named: Mapping[str, nn.Parameter]) -> None:
+        self.context = assembly.context
+        self.module = assembly.model
+        self.meter = assembly.meter
+        self._precision = assembly.plan.precision
+        self._clip_norm = assembly.plan.clip_norm
+        self._keep_gradients = assembly.keep_gradients
+        self._before_update = assembly.before_update
+        self._stepped = False
+        self._trained = list(named.values())
+        self._released: ReleasedUpdate | None = None
+        if assembly.plan.release_gradients:
+            self._released = ReleasedUpdate(named, assembly.make_optimizer, assembly.meter)
+        self._update: Update = (
+            assembly.update
+            or self._released
+            or (
+                PiecewiseUpdate(named, assembly.make_optimizer, home=assembly.home)
+                if assembly.home is not None
+                else WholeUpdate(named, assembly.make_optimizer)
+            )
+        )
+        self.optimizer = self._update.optimizer
+
+    def begin_step(self) -> None:
+        """Say that a step begins, where the one before was not ended by `update`."""
+        if self._released is not None:
+            self._released.begin_step()
+
+    def update(self) -> float:
+        """See `Runner.update`."""
+        self.meter.phase("step")
+        for finish in self._before_update:
+            finish()
+        norm = float(self.clip())
+        if not math.isfinite(norm):
+            raise NonFiniteError(f"the gradient norm is {norm}", stepped=self._released is not None)
+        self.apply_step()
+        return norm
+
+    def clip(self) -> Tensor:
+        """Scale the gradients down to the clipping norm; return their norm before that."""
+        norm = self.norm()
+        if self._clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self._trained, self._clip_norm, norm)
+        return norm
+
+    def norm(self) -> Tensor:
+        """The norm of the gradients of the whole model. Collective where they are in shards."""
+        if self._released is not None:
+            return whole(torch.linalg.vector_norm(torch.stack(self._released.norms())))
+        return whole(total_norm([p.grad for p in self._trained if p.grad is not None]))
+
+    def apply_step(self) -> None:
+        """Step the optimizer and clear the gradients."""
+        self._update.step()
+        if self.meter.tracking:
+            self.meter.own(self._update.held(), "optimizer")
+        # The first gradients always go: DDP builds its buckets anew at the second step, and what
+        # still pointed into the old ones would keep both alive.
+        keep = self._keep_gradients and self._stepped
+        for parameter in self._trained:
+            if keep and parameter.grad is not None:
+                parameter.grad.zero_()
+            else:
+                parameter.grad = None
+        self._stepped = True
+
+    def own_gradients(self) -> None:
+        """Tell the meter of the gradients that there are."""
+        if self.meter.tracking:
+            self.meter.own((p.grad for p in self._trained), "gradients")
+
+    def place(self, micro_batch: MicroBatch) -> MicroBatch:
+        """The micro-batch on the device, in the precision of the run."""
+        placed = micro_batch.to(self.context.device)
+        if self._precision == "fp64":
+            inputs, targets = tree_map(_to_double, (placed.inputs, placed.targets))
+            return replace(placed, inputs=inputs, targets=targets)
+        return placed
+
+    def own_batch(self, micro_batch: MicroBatch) -> None:
+        """Tell the meter of a batch, as far as it is on the device."""
+        if self.meter.tracking:
+            leaves = tree_leaves((micro_batch.inputs, micro_batch.targets))
+            here = self.context.device.type
+            self.meter.own(
+                (t for t in leaves if isinstance(t, Tensor) and t.device.type == here),
+                "activations",
+            )
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context of a forward pass."""
+        if self._precision != "bf16":
+            return nullcontext()
+        return torch.autocast(self.context.device.type, dtype=torch.bfloat16)
+
+    def close(self) -> None:
+        """See `Runner.close`."""
+        self._update.close()
+
+
+class LoopRunner(StepRunner):
+    """Forward and backward for each micro-batch, then one clipped optimizer step.
+
+    Args:
+        assembly: the wrapped module and everything that goes with it.
+    """
+
+    def __init__(self, assembly: Assembly) -> None:
+        named = {n: p for n, p in assembly.model.named_parameters() if p.requires_grad}
+        assembly.meter.own(assembly.model.parameters(), "parameters")
+        assembly.meter.own(assembly.model.buffers(), "buffers")
+        super().__init__(assembly, named)
+        self.loss = assembly.loss
+        self._wrapped = assembly.module
+        self._sync = assembly.sync
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """See `Runner.forward_backward`."""
+        self.begin_step()
+        total = sum(self.context.all_gather_numbers(sum(m.count for m in micro_batches), "dp"))
+        # Wrappers average gradients over the replicas; a sum is wanted, so undo that here.
+        scale = self.context.dp_size / max(total, 1)
+        for micro_batch in micro_batches:  # on a CPU they are all there from the start
+            self.own_batch(micro_batch)
+        losses = []
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            with self._sync(number == len(micro_batches)):
+                losses.append(self.one(micro_batch, scale, check=self._released is not None))
+        # One read from the device a step, not one for each micro-batch.
+        return self._agree(float(torch.stack(losses).double().sum()), total)
+
+    def one(self, micro_batch: MicroBatch, scale: float, *, check: bool = False) -> Tensor:
+        """Forward and backward of one micro-batch; return its summed loss, detached.
+
+        With `check` a loss that is not finite is refused on all ranks before the backward pass.
+        """
+        self.meter.phase("forward")
+        placed = self.place(micro_batch)
+        self.own_batch(placed)
+        with given(self.loss, placed.targets):
+            with self.autocast():
+                output = self._wrapped(placed.inputs)
+            loss = self.loss(output, placed.targets, micro_batch.count)
+        if micro_batch.count == 0:  # padding, or nothing valid: it only keeps the ranks in step
+            loss = loss * 0.0
+        del output
+        if check:
+            self._agree(float(loss.detach()), 1)
+        self.meter.phase("backward")
+        self.backward(loss * scale)
+        self.own_gradients()
+        return loss.detach()
+
+    def backward(self, loss: Tensor) -> None:
+        """Go back from a loss."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def _agree(self, loss_sum: float, total: float) -> float:
+        sums = self.context.all_gather_numbers(loss_sum, "dp")
+        check_finite(dict(zip(self.context.ranks_of("dp"), sums, strict=True)))
+        return math.fsum(sums) / max(total, 1)
+
+    def gradients(self) -> dict[str, TensorSource]:
+        """See `Runner.gradients`.
+
+        Raises:
+            BigtrainError: the gradients are released as they come.
+        """
+        if self._released is not None:
+            raise BigtrainError(
+                "there are no gradients after the backward pass: each was used and freed in it. "
+                "Set optim.release_gradients=false to see them."
+            )
+        return {
+            name: source_of(parameter.grad)
+            for name, parameter in self.module.named_parameters()
+            if parameter.grad is not None
+        }
+
+    def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """See `Runner.predict`."""
+        placed = self.place(micro_batch)
+        with torch.no_grad(), self.autocast():
+            return self._wrapped(placed.inputs), placed.targets
+
+    def state(self) -> dict[str, TensorSource]:
+        """See `Runner.state`."""
+        values = {n: source_of(t) for n, t in self.module.state_dict().items()}
+        masters = self._update.masters()
+        first = {id(p): n for n, p in self.module.named_parameters()}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            # Tied parameters are saved under each of their names, as in the module's own state.
+            if name in values and first[id(parameter)] in masters:
+                values[name] = masters[first[id(parameter)]]
+        found = {f"model.{name}": source for name, source in values.items()}
+        return found | {f"optimizer.{k}": source for k, source in self._update.state().items()}
+
+    def load_state(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
+        """See `Runner.load_state`."""
+        stored = set(names)
+        self._load_model(read, stored)
+        trained = {n for n, p in self.module.named_parameters() if p.requires_grad}
+        for full in sorted(stored):
+            if not full.startswith("optimizer."):
+                continue
+            name, _, key = full.removeprefix("optimizer.").rpartition(".")
+            if name not in trained:
+                raise CheckpointError(f"the checkpoint has a state for {name!r}, the model has not")
+            self._update.load_state(name, key, read(full))
+
+    def _load_model(self, read: Callable[[str], Tensor], stored: set[str]) -> None:
+        current = self.module.state_dict()
+        load_tensors(current, set(current), read, stored, self._update)
+
+
+def load_tensors(
+    current: Mapping[str, Tensor],
+    expected: set[str],
+    read: Callable[[str], Tensor],
+    stored: Iterable[str],
+    update: Update,
+) -> None:
+    """Take a checkpoint's values over into these tensors, and into the fp32 copies of an update.
+
+    Args:
+        current: this rank's tensors by the model's plain names.
+        expected: the names of the whole model.
+        read: gives `model.NAME` on the CPU.
+        stored: all names of the checkpoint.
+        update: may keep fp32 values of its own.
+
+    Raises:
+        CheckpointError: names or shapes are not those of the model.
+    """
+    kept = {name.removeprefix("model.") for name in stored if name.startswith("model.")}
+    missing, extra = sorted(expected - kept), sorted(kept - expected)
+    if missing or extra:
+        raise CheckpointError(
+            f"the checkpoint does not fit this model: it lacks {some(missing)} and has "
+            f"{some(extra)} too many. Use the model.name and model.args it was saved with."
+        )
+    with torch.no_grad():
+        for name, tensor in current.items():
+            value = read(f"model.{name}")
+            if value.shape != tensor.shape:
+                raise CheckpointError(
+                    f"{name} has shape {tuple(value.shape)} in the checkpoint and "
+                    f"{tuple(tensor.shape)} in the model. Use the model.args it was saved with."
+                )
+            local(tensor).copy_(part_of(value, tensor))
+            update.load_master(name, value)
+
+
+def check_finite(losses: Mapping[int, float]) -> None:
+    """Refuse to go on with the losses of these ranks.
+
+    Raises:
+        NonFiniteError: one is not finite.
+    """
+    for rank, value in losses.items():
+        if not math.isfinite(value):
+            raise NonFiniteError(f"the loss of rank {rank} is {value}")
+
+
+def total_norm(gradients: list[Tensor]) -> Tensor:
+    """The norm of all gradients together, in fp32 where they are in less."""
+    if any(g.dtype in (torch.bfloat16, torch.float16) for g in gradients):
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
+        here = norms[0].device  # stages may be on several devices of a process
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([n.to(here) for n in norms]))
+        return norm
+    if any(is_moved(g) for g in gradients):
+        # Norms are exchanged between the ranks, which must not happen on the host: bring those.
+        total: Tensor = torch.linalg.vector_norm(torch.stack([*map(_norm_on_device, gradients)]))
+        return total
+    return torch.nn.utils.get_total_norm(gradients)
+
+
+def _norm_on_device(gradient: Tensor) -> Tensor:
+    """The norm of a gradient whose shards are on the host, as a number on the device."""
+    mesh, placements = gradient.device_mesh, gradient.placements  # type: ignore[attr-defined]
+    square: Tensor = torch.linalg.vector_norm(local(gradient)).square().to(mesh.device_type)
+    for axis, placement in enumerate(placements):
+        if placement.is_shard():
+            dist.all_reduce(square, group=mesh.get_group(axis))
+    return square.sqrt()
+
+
+def _to_double(leaf: object) -> object:
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        return leaf.double()
+    return leaf
+
+
+def some(names: list[str]) -> str:
+    """The first few of these names."""
+    if not names:
+        return "nothing"
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

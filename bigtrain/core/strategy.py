@@ -1,0 +1,449 @@
+"""The seam every technique is written against: what it refuses, costs and does.
+
+A `Strategy` is stateless: `check` before anything runs, `estimate` on a forecast, `apply` on an
+`Assembly`. What comes out of the last `apply` is a live `Runner`, which does one optimizer step
+over the micro-batches of a global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+
+from bigtrain.activations.policy import Choice, Moving, shape
+from bigtrain.core.runner import Runner
+from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.costs.traffic import Traffic
+from bigtrain.cutting.cut import copy_tree
+from bigtrain.cutting.layout import Layout
+from bigtrain.cutting.stage import Stage
+from bigtrain.data.loader import MicroBatch
+from bigtrain.job.batch import Batch
+from bigtrain.job.schema import Precision, Role, StrategyConfig
+from bigtrain.losses.loss import Loss
+from bigtrain.memory.meter import Meter
+from bigtrain.optim.state_store import Home
+from bigtrain.optim.update import MakeOptimizer, Update
+from bigtrain.ranks.context import RunContext
+
+Place = Literal["device", "cpu", "disk"]
+Given = Literal["parameters", "pieces", "shards", "copies"]
+"""What an optimizer updates: whole parameters, stretches of them, DTensors, or an engine's own
+fp32 copies."""
+
+
+@dataclass(frozen=True)
+class Offloaded:
+    """What lives elsewhere than on the device between its uses."""
+
+    optimizer: Place = "device"
+    parameters: Place = "device"
+    activations: Place = "device"
+    path: str | None = None
+    """The folder of what is on disk."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be run: the mesh, one technique per role, the batch, the precision."""
+
+    strategy: StrategyConfig
+    techniques: dict[Role, Strategy]
+    pp: int
+    dp: int
+    tp: int
+    batch: Batch
+    precision: Precision
+    device_type: str
+    clip_norm: float | None = None
+    sync_batchnorm: bool = False
+    master_weights: bool = True
+    release_gradients: bool = False
+    dp_rank: int | None = None
+    """The replica that a forecast is asked of; None for the fullest."""
+
+    @property
+    def bf16_parameters(self) -> bool:
+        """Whether the layers see their parameters in bf16."""
+        own = self.techniques["replicate"].bf16_parameters and not self.joined
+        return self.precision == "bf16" and (own or not self.master_weights)
+
+    @property
+    def joined(self) -> bool:
+        """Whether one engine does both the cut's and the replicate technique's work."""
+        cut = self.techniques.get("cut")
+        return isinstance(cut, CutStrategy) and cut.joins(self.techniques["replicate"])
+
+    @property
+    def offloaded(self) -> Offloaded:
+        """What lives elsewhere than on the device."""
+        technique = self.techniques.get("offload")
+        return technique.offloaded if technique is not None else Offloaded()
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the mesh has."""
+        return self.pp * self.dp * self.tp
+
+    def choices(self, model: nn.Module) -> dict[str, Choice]:
+        """What each chosen module keeps for the backward pass, by its name in the whole model.
+
+        Raises:
+            ConfigError: a name that a technique was given is none of the model's.
+        """
+        found: dict[str, Choice] = {}
+        for role in ("recompute", "offload"):
+            technique = self.techniques.get(role)
+            for name, choice in (technique.choices(model, self) if technique else {}).items():
+                found.setdefault(name, choice)
+        return found
+
+    @property
+    def keeps_products(self) -> bool:
+        """Whether results of products can be kept: they stay as made, and one pass wants them."""
+        return not self.splits_backward and not self.techniques["replicate"].replaces_products
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backward passes go in two parts: the schedule asks for it, the replicas allow."""
+        cut = self.techniques.get("cut")
+        wanted = isinstance(cut, CutStrategy) and cut.splits_backward
+        return wanted and not self.techniques["replicate"].whole_backward
+
+    @property
+    def moves_activations(self) -> bool:
+        """Whether saved activations leave the device; from host to host there is no way to go."""
+        place = self.offloaded.activations
+        return place == "disk" or (place == "cpu" and self.device_type != "cpu")
+
+    def mover(self, device: torch.device, *, fake: bool = False) -> Moving | None:
+        """What takes activations away, where the plan says so."""
+        away = self.offloaded
+        if away.activations == "device" or not self.moves_activations:
+            return None
+        from bigtrain.activations.offload import Mover
+
+        return Mover(away.activations, device, away.path, fake=fake)
+
+
+class Shard(Protocol):
+    """What shards the states of a stage over its replicas, inside the engine of the cut."""
+
+    def __call__(self, assembly: Assembly, start: Callable[..., Any]) -> Update:
+        """Give the model its values, have the engine made, and return it as an update.
+
+        Args:
+            assembly: finished; `model` has this rank's parameters.
+            start: called once, with the optimizer and further settings; returns the engine.
+        """
+
+
+@dataclass
+class Assembly:
+    """A run being put together; each technique changes what is its own.
+
+    The fields from `module` on are what a technique may replace.
+    """
+
+    context: RunContext
+    plan: Plan
+    loss: Loss
+    meter: Meter
+    model: nn.Module
+    """As the user wrote it: plain parameter names. Materialised, but for a technique that does
+    this itself (`Strategy.materializes`)."""
+    materialize: Callable[[Collection[str]], None]
+    """Give the named parameters and buffers their values on the device (fp64 where planned so)."""
+    make_optimizer: MakeOptimizer
+    module: nn.Module
+    """What the forward pass calls: the model, or its wrapper."""
+    sync: Callable[[bool], AbstractContextManager[object]] = lambda _last: nullcontext()
+    """Entered around each micro-batch; told whether it is the last of the step."""
+    keep_gradients: bool = False
+    """Clear gradients by zeros, because their memory stays allocated anyhow."""
+    home: Home | None = None
+    """Where the optimizer's state lives; None is beside the parameters."""
+    layout: Layout | None = None
+    """How the model is cut; what is not this rank's is no longer in `model`."""
+    before_update: list[Callable[[], None]] = field(default_factory=list)
+    """Called after all micro-batches of a step, before the optimizer."""
+    update: Update | None = None
+    """Set by a technique that puts the optimizer to the parameters itself."""
+    runner: Callable[[Assembly], Runner] | None = None
+    """Set by the one technique that owns the step; otherwise the plain loop does it."""
+    roots: list[nn.Module] = field(default_factory=list)
+    """The modules whose forward passes run here: the model, or this rank's stages of it, whose
+    parameters have the model's plain names."""
+    average: Callable[[Sequence[Tensor]], None] | None = None
+    """Averages gradients over the replicas after all micro-batches; set where no wrapper does."""
+    shard: Shard | None = None
+    """Set by a replicate technique whose engine is the cut's, too: see `Plan.joined`."""
+    choices: Mapping[str, Choice] = field(default_factory=dict)
+    """What modules keep for the backward pass."""
+    mover: Moving | None = None
+    """What takes activations away, where some are."""
+
+    def __post_init__(self) -> None:
+        self.roots = self.roots or [self.model]
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The trained parameters of all roots by their plain names, tied ones once in a root."""
+        found = {}
+        for root in self.roots:
+            found.update({n: p for n, p in root.named_parameters() if p.requires_grad})
+        return found
+
+    def make_stages(self, indices: Sequence[int]) -> list[Stage]:
+        """Make stages of the model, which from now on are its roots.
+
+        Each of several has module objects of its own, on the same parameters.
+        """
+        if self.layout is None:
+            raise ValueError("the model is not cut")
+        cut, device = self.layout.chosen.cut, self.context.device
+        stages = []
+        for index in indices:
+            tree = self.model if len(indices) == 1 else copy_tree(self.model)
+            cut.strip(tree, [index], device)
+            stages.append(cut.stage(tree, index, self.loss, device))
+            shape(stages[-1], self.choices, self.mover)
+        self.roots = list(stages)
+        return stages
+
+    def rejoin(self) -> None:
+        """Let the model have what the stages have, which may be in shards by now.
+
+        Several stages of a rank have modules of their own: without this the model's would keep
+        the whole parameters alive.
+        """
+        for root in self.roots if len(self.roots) > 1 else ():
+            for path, module in root.named_modules():
+                own = self.model.get_submodule(path)._parameters
+                own.update((k, p) for k, p in module._parameters.items() if k in own)
+
+
+class Strategy(BaseModel):
+    """One technique. Its fields are its options, typed and checked as any key of a job.
+
+    Subclasses set `name`, `role` and `summary`, and override what is not neutral.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: ClassVar[str]
+    role: ClassVar[Role]
+    summary: ClassVar[str]
+    """One line for lists: what is sharded, recomputed or moved, at what cost."""
+
+    @property
+    def owns_step(self) -> bool:
+        """Whether it replaces the micro-batch loop; a job has at most one such technique."""
+        return False
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether it wants a process group even for one rank."""
+        return False
+
+    @property
+    def materializes(self) -> bool:
+        """Whether `apply` gives the model its values itself, a piece at a time."""
+        return False
+
+    @property
+    def replaces_products(self) -> bool:
+        """Whether its own code computes linear layers, and changes their products in place."""
+        return False
+
+    @property
+    def bf16_parameters(self) -> bool:
+        """Whether layers see bf16 parameters in bf16 runs, the fp32 values being kept apart.
+
+        Otherwise the parameters are fp32 and autocast converts them at each use.
+        """
+        return False
+
+    @property
+    def optimizer_gets(self) -> Given:
+        """What the optimizer updates: see `Given`."""
+        return "parameters"
+
+    @property
+    def final_gradients(self) -> bool:
+        """Whether the backward pass leaves each gradient as the optimizer wants it."""
+        return False
+
+    @property
+    def whole_backward(self) -> bool:
+        """Whether it acts around whole backward passes: schedules that split them do not, then."""
+        return False
+
+    @property
+    def own_offload(self) -> bool:
+        """Whether it does the offload role's work itself."""
+        return False
+
+    @property
+    def moves_parameters(self) -> bool:
+        """Whether it keeps the parameters where the offload role says."""
+        return False
+
+    def state_ranks(self, plan: Plan) -> int:  # noqa: ARG002
+        """Over how many ranks it shards the optimizer's state."""
+        return 1
+
+    @property
+    def offloaded(self) -> Offloaded:
+        """What this technique moves off the device."""
+        return Offloaded()
+
+    def choices(self, model: nn.Module, plan: Plan) -> Mapping[str, Choice]:  # noqa: ARG002
+        """What modules keep for the backward pass, by name; those left out are another's.
+
+        Args:
+            model: whole, on any device.
+            plan: what will be run.
+
+        Raises:
+            ConfigError: a name that was given is none of the model's.
+        """
+        return {}
+
+    def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:  # noqa: ARG002
+        """One line where this choice cannot help, said before training; None where it can."""
+        return None
+
+    def check(self, plan: Plan) -> None:
+        """Refuse what cannot work, before any process group exists.
+
+        Raises:
+            ConfigError: with the key, the numbers and the fix.
+        """
+
+    def check_shared(self, names: Sequence[str]) -> None:
+        """Refuse that several stages of a rank use the parameters of these names: ConfigError."""
+
+    def check_sizes(self, profile: Profile, plan: Plan) -> None:
+        """Refuse what cannot work with a model of this size: the profile is known now.
+
+        Raises:
+            ConfigError: with the key, the numbers and the fix.
+        """
+
+    def refuse_missing(self, reason: str) -> None:
+        """Refuse a model that could not be profiled because of this technique.
+
+        Args:
+            reason: `Profile.missing`.
+
+        Raises:
+            ConfigError: with the key and the fix.
+        """
+
+    def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:  # noqa: ARG002
+        """Turn the forecast of what came before into the forecast with this technique."""
+        return forecast
+
+    def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:  # noqa: ARG002
+        """What this technique exchanges between ranks and moves out of the device, as it does it.
+
+        Args:
+            profile: of the model, or of one rank's stage of it; with its shapes, not `missing`.
+            plan: what will be run.
+        """
+        return ()
+
+    def apply(self, assembly: Assembly) -> None:
+        """Change the assembly: wrap the module, shard its parameters, set the sync."""
+
+
+class RecomputeStrategy(Strategy):
+    """A technique that lets blocks keep less."""
+
+    def limit(self, plan: Plan) -> int | None:  # noqa: ARG002
+        """The most bytes that a rank may hold, where the choice of each block is to follow that."""
+        return None
+
+    def choosing(self, blocks: Mapping[str, Choice]) -> RecomputeStrategy:
+        """The same technique with a choice for each block, and no limit."""
+        raise NotImplementedError
+
+
+class CutStrategy(Strategy):
+    """A technique that lays a model over ranks or devices in stages."""
+
+    @property
+    def spans_ranks(self) -> bool:
+        """Whether the stages are on the ranks of the pp axis, or all in each process."""
+        return True
+
+    def replays(self, plan: Plan) -> bool:  # noqa: ARG002
+        """Whether the memory is predicted stage by stage, by `replayed`."""
+        return self.spans_ranks
+
+    def joins(self, replicate: Strategy) -> bool:  # noqa: ARG002
+        """Whether this technique's engine does that of the replicate role, too, and the step."""
+        return False
+
+    @property
+    def recompute(self) -> Literal["never", "except_last", "always"]:
+        """Which micro-batches a stage computes again for their backward pass."""
+        return "never"
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs and of weights are computed apart."""
+        return False
+
+    def replayed(
+        self,
+        forecasts: Mapping[int, Forecast],
+        plan: Plan,
+        pp_rank: int,
+        halves: Mapping[int, Forecast],
+    ) -> Forecast:
+        """One rank's forecast from those of its stages, each of one micro-batch.
+
+        Args:
+            forecasts: by stage.
+            plan: mesh and batch.
+            pp_rank: the rank.
+            halves: the same with the backward pass in two parts, where `Plan.splits_backward`.
+        """
+        raise NotImplementedError
+
+    def held(self, plan: Plan) -> tuple[int, ...]:  # noqa: ARG002
+        """For each stage the most micro-batches that it holds activations of; empty for one."""
+        return ()
+
+    def micro_batches(self, pp: int) -> int:  # noqa: ARG002
+        """How many a step should have where the job does not say."""
+        return 1
+
+    def lay_out(
+        self,
+        model: nn.Module,
+        micro_batch: MicroBatch,
+        loss: Loss,
+        make_optimizer: MakeOptimizer,
+        plan: Plan,
+    ) -> Layout:
+        """Choose the stages. Needs no process group, and is the same on all ranks.
+
+        Args:
+            model: on the meta device or any other; it is left as it is.
+            micro_batch: one of the run's size.
+            loss: as in the run.
+            make_optimizer: as in the run; says how much state goes with a parameter.
+            plan: mesh, batch, precision.
+
+        Raises:
+            ConfigError: the model cannot be cut so.
+        """
+        raise NotImplementedError

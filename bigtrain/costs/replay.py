@@ -1,0 +1,316 @@
+"""One rank's step through a pipeline, from one micro-batch of each of its stages.
+
+A stage's micro-batch is recorded once, forward and backward one after the other. In the
+schedule's order other work comes between the two: what is alive where the forward pass ends waits.
+The memory of an action is then what its own ticks hold, on top of what all others have waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from bigtrain.memory.timeline import KINDS, Kind, Phase, Span, Timeline
+from bigtrain.schedules.orders import Action
+
+
+@dataclass(frozen=True)
+class Passes:
+    """One micro-batch through a stage and back, recorded in one go.
+
+    Raises:
+        ValueError: the ticks are not in order.
+    """
+
+    timeline: Timeline
+    starts: tuple[int, ...]
+    """The tick at which the backward pass begins: what is born before it and dies after it is in
+    flight. Two ticks where the backward pass is split: of its inputs' part, and its weights'."""
+    end: int
+    """The last tick; gradients that die later stay until the optimizer has used them."""
+
+    def __post_init__(self) -> None:
+        ticks = (self.begin, *self.starts, self.end + 1)
+        if len(self.starts) not in (1, 2) or any(a > b for a, b in pairwise(ticks)):
+            raise ValueError(f"the passes of a micro-batch lie between the ticks {ticks}")
+
+    @property
+    def begin(self) -> int:
+        """The first tick at which anything is alive, or the backward pass begins."""
+        return min((*self.starts[:1], *(span.birth for span in self.timeline.spans)))
+
+
+@dataclass(frozen=True)
+class StagePiece:
+    """A stage as the replay needs it."""
+
+    first: Passes
+    """The micro-batch whose backward pass makes the gradients."""
+    next: Passes
+    """Every other one: it adds to them."""
+    split: tuple[Passes, Passes] | None = None
+    """Both again, recorded with the backward pass in two parts, for schedules that split it.
+
+    Without this the parts are made up, and hold no less than the real ones. For stage 0 that is
+    exact: torch leaves its I out, and its W is the whole backward pass. Elsewhere I and W have the
+    ticks of the whole backward pass each; parameters' gradients come in W; all else that is alive
+    or made in I stays until the end of W, as torch keeps the graph and may keep any gradient in it.
+    """
+    resumed: tuple[Passes, Passes] | None = None
+    """`first` and `next` as they are on a stage that gathers its parameters, where the passes of
+    other micro-batches came in between: a forward pass that follows another one finds what that
+    has gathered, and a backward pass that follows another one finds nothing."""
+    strayed: tuple[Passes, Passes] | None = None
+    """`first` and `next` where several forward passes came before the backward pass."""
+    last: tuple[Passes, Passes] | None = None
+    """`first` and `next` of the last micro-batch, where it goes otherwise than all others: whole,
+    also in a schedule that splits the backward pass."""
+
+
+@dataclass(frozen=True, order=True)
+class _Way:
+    """How one micro-batch goes through a stage: all that go alike are one."""
+
+    stage: int
+    first: bool
+    split: bool
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """A `Passes` cut where its actions end."""
+
+    ticks: tuple[int, ...]
+    """The first tick of each action, and the one after the last."""
+    actions: tuple[tuple[Span, ...], ...]
+    """What is alive during each action, within its ticks."""
+    waiting: tuple[tuple[tuple[Kind, int], ...], ...]
+    """Bytes by kind from the end of each action to the next, or to the end of the step."""
+    gathered: int
+    """Bytes of kind `parameters` from the end of the forward pass on: once for the stage."""
+
+
+_Held = tuple[int, ...]
+"""For each way and each action of it, how many micro-batches have done that and not the next; for
+each stage whether it has its parameters gathered; and the bytes of what is on its way."""
+
+
+_Course = Literal["usual", "resumed", "strayed"]
+"""Which of a stage's recordings it is: see `StagePiece`."""
+
+
+class _Act(NamedTuple):
+    """An action of a way; all that have the same recording are one."""
+
+    way: _Way
+    point: int
+    course: _Course
+
+
+def replay(
+    actions: Sequence[Action], pieces: Mapping[int, StagePiece], beside: Sequence[int] = ()
+) -> Timeline:
+    """The moments of a rank's step among which the highest is, whatever is alive beside them.
+
+    An action of a stage is the same each time but for what waits beside it, so it is laid out
+    only where no less waits (of any stage, at any point) than at another time. Such moments follow
+    each other on one clock, in the order of the step, each complete; what waits beside an action
+    is one span for each kind, stage and point. So `peak()` is exactly that of the whole step laid
+    out, also after kinds have been dropped; a sum over time it is not. Spans of kind `parameters`
+    that outlive a forward pass are what a sharded stage has gathered: they are there once, from a
+    forward pass to the next backward pass of the stage, which frees them.
+
+    Args:
+        actions: what the rank does, as `schedules.order` has it.
+        pieces: the rank's stages.
+        beside: for each action the bytes of what is on its way meanwhile.
+
+    Returns:
+        The timeline, from tick 0; empty phases are left out.
+    """
+    ways = _ways(actions, pieces)
+    recordings = {way: _recording(way, pieces[way.stage]) for way in set(ways.values())}
+    slots: dict[tuple[_Way, int] | int, int] = {}
+    for way in sorted(recordings):
+        for point, waiting in enumerate(recordings[way].waiting):
+            if waiting:  # what holds nothing need not be told apart
+                slots[way, point] = len(slots)
+    gathered = {way.stage: found.gathered for way, found in recordings.items() if found.gathered}
+    for stage in sorted(gathered):
+        slots[stage] = len(slots)
+    held = [0] * len(slots)
+    forwards: dict[int, int] = {}  # of each stage since its last backward pass
+    fronts: dict[_Act, dict[_Held, int]] = {}
+    for moment, (stage, kind, micro_batch) in enumerate(actions):
+        way = ways[stage, micro_batch]
+        point = {"F": 0, "I": 1, "B": 1, "W": 2}[kind]
+        if (way, point - 1) in slots:
+            held[slots[way, point - 1]] -= 1
+        course = _course(kind, forwards.get(stage, 0))
+        if stage in slots and kind != "F":  # what it frees is in its own ticks
+            held[slots[stage]] = 0
+        extra = beside[moment] if beside else 0
+        _add(fronts.setdefault(_Act(way, point, course), {}), (*held, extra), moment)
+        forwards[stage] = forwards.get(stage, 0) + 1 if kind == "F" else 0
+        if stage in slots and kind == "F":
+            held[slots[stage]] = 1
+        if (way, point) in slots:
+            held[slots[way, point]] += 1
+    chosen = sorted(
+        (moment, act, counts) for act, front in fronts.items() for counts, moment in front.items()
+    )
+    waits = {slot: _waiting(recordings, gathered, key) for key, slot in slots.items()}
+    return _laid_out(chosen, recordings, _others(recordings, pieces), waits)
+
+
+def _others(
+    ways: Iterable[_Way], pieces: Mapping[int, StagePiece]
+) -> dict[tuple[_Way, _Course], _Recording]:
+    """The recordings of other courses than the usual one, where they differ."""
+    found: dict[tuple[_Way, _Course], _Recording] = {}
+    for way in ways:
+        piece = pieces[way.stage]
+        pairs: dict[_Course, tuple[Passes, Passes] | None]
+        pairs = {"resumed": piece.resumed, "strayed": piece.strayed}
+        for course, pair in pairs.items():
+            if pair is not None and not way.split:
+                found[way, course] = _cut(pair[0 if way.first else 1])
+    return found
+
+
+def _course(kind: str, forwards: int) -> _Course:
+    if kind == "F":
+        return "resumed" if forwards else "usual"
+    return "usual" if forwards == 1 else "strayed" if forwards else "resumed"
+
+
+def _waiting(
+    recordings: Mapping[_Way, _Recording], gathered: Mapping[int, int], key: tuple[_Way, int] | int
+) -> Sequence[tuple[Kind, int]]:
+    if isinstance(key, int):
+        return (("parameters", gathered[key]),)
+    return recordings[key[0]].waiting[key[1]]
+
+
+def _ways(
+    actions: Sequence[Action], pieces: Mapping[int, StagePiece]
+) -> dict[tuple[int, int], _Way]:
+    """How each (stage, micro-batch) goes; the first whose B or W comes makes the gradients."""
+    split = {(stage, number) for stage, kind, number in actions if kind in ("I", "W")}
+    firsts: dict[int, int] = {}
+    for stage, kind, number in actions:
+        if kind in ("B", "W"):
+            firsts.setdefault(stage, number)
+    final = max((number for _, _, number in actions), default=0)
+    return {
+        (stage, number): _Way(
+            stage,
+            firsts.get(stage) == number,
+            (stage, number) in split,
+            number == final and pieces[stage].last is not None,
+        )
+        for stage, _, number in actions
+    }
+
+
+def _add(front: dict[_Held, int], beside: _Held, moment: int) -> None:
+    """Keep what is nowhere less than another, of equal ones the earliest."""
+    if any(all(a >= b for a, b in zip(other, beside, strict=True)) for other in front):
+        return
+    for other in list(front):
+        if all(a <= b for a, b in zip(other, beside, strict=True)):
+            del front[other]
+    front[beside] = moment
+
+
+def _recording(way: _Way, piece: StagePiece) -> _Recording:
+    if way.last and piece.last is not None:
+        kept = piece.last[0 if way.first else 1]
+        return _cut(_torch_first_stage(kept) if way.split else kept)
+    if not way.split:
+        return _cut(piece.first if way.first else piece.next)
+    if piece.split is not None:
+        return _cut(piece.split[0 if way.first else 1])
+    whole = piece.first if way.first else piece.next
+    return _cut(_torch_first_stage(whole) if way.stage == 0 else _made_up(whole))
+
+
+def _torch_first_stage(whole: Passes) -> Passes:
+    return replace(whole, starts=(whole.starts[0], whole.starts[0]))
+
+
+def _made_up(whole: Passes) -> Passes:
+    """The backward pass twice: see `StagePiece.split`."""
+    boundary, again = whole.starts[0], whole.end + 1 - whole.starts[0]
+    end = whole.end + again + 1  # a tick more, at which all but the gradients is gone
+    spans = []
+    for span in whole.timeline.spans:
+        stays = span.kind == "gradients" and span.death > whole.end
+        if stays:
+            birth = span.birth + again if span.birth >= boundary else span.birth
+            spans.append(span._replace(birth=birth, death=end + 1))
+        elif span.death > boundary:
+            spans.append(span._replace(death=end))
+        else:
+            spans.append(span)
+    timeline = Timeline(tuple(spans), whole.timeline.phases)
+    return Passes(timeline, (boundary, boundary + again), end)
+
+
+def _cut(passes: Passes) -> _Recording:
+    """Sort the spans by the actions that they are alive in."""
+    ticks = (passes.begin, *passes.starts, passes.end + 1)
+    within, waiting = [], []
+    gathered = 0
+    for start, stop in pairwise(ticks):
+        is_last = stop == ticks[-1]
+        alive: list[Span] = []
+        sums = dict.fromkeys(KINDS, 0)
+        for span in passes.timeline.spans:
+            nbytes, kind, birth, death = span
+            if birth >= stop or death <= start:
+                continue
+            if birth >= start and death <= stop:
+                if birth < death:
+                    alive.append(span)
+            else:
+                alive.append(Span(nbytes, kind, max(birth, start), min(death, stop)))
+            if (death >= stop and kind == "gradients") if is_last else death > stop:
+                sums[kind] += nbytes
+        within.append(tuple(alive))
+        kept = sums.pop("parameters")
+        gathered = kept if start == ticks[0] else gathered
+        waiting.append(tuple((kind, nbytes) for kind, nbytes in sums.items() if nbytes))
+    return _Recording(ticks, tuple(within), tuple(waiting), gathered)
+
+
+def _laid_out(
+    chosen: Sequence[tuple[int, _Act, _Held]],
+    recordings: Mapping[_Way, _Recording],
+    others: Mapping[tuple[_Way, _Course], _Recording],
+    waits: Mapping[int, Sequence[tuple[Kind, int]]],
+) -> Timeline:
+    spans: list[Span] = []
+    phases: list[tuple[int, Phase]] = []
+    clock = 0
+    for _, (way, point, course), beside in chosen:
+        recording = others.get((way, course), recordings[way])
+        start, stop = recording.ticks[point], recording.ticks[point + 1]
+        if start == stop:
+            continue
+        end = clock + stop - start
+        phase: Phase = "backward" if point else "forward"
+        if not phases or phases[-1][1] != phase:
+            phases.append((clock, phase))
+        for slot, waiting in waits.items():
+            if beside[slot]:
+                spans += (Span(n * beside[slot], kind, clock, end) for kind, n in waiting)
+        if beside[-1]:
+            spans.append(Span(beside[-1], "temporary", clock, end))
+        moved = clock - start
+        spans += [Span(n, k, a + moved, z + moved) for n, k, a, z in recording.actions[point]]
+        clock = end
+    return Timeline(tuple(spans), tuple(phases) or ((0, "forward"),))

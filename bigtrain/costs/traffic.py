@@ -1,0 +1,181 @@
+"""What a rank sends, and what it moves out of its device's memory and back, over one step.
+
+Each technique states its own (`Strategy.traffic`), as it does it: how often, in which precision, in
+how many messages. How long that takes, `bigtrain.machine.collective_cost` says of a cluster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from bigtrain.costs.forecast import Profile
+from bigtrain.memory.timeline import Visit
+from bigtrain.units import KIB
+
+Kind = Literal[
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "reduce",
+    "to_host",
+    "from_host",
+    "to_disk",
+    "from_disk",
+]
+MOVES: tuple[Kind, ...] = ("to_host", "from_host", "to_disk", "from_disk")
+"""Those that go between a device, its host and the host's disk; the others go between ranks."""
+Behind = Literal["forward", "backward", "step", "nothing"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One kind of message, or of move, of one rank."""
+
+    kind: Kind
+    nbytes: int
+    """Of all calls together: of an exchange the whole tensors, as they are before a
+    reduce-scatter and after an all-gather; of a move this rank's bytes."""
+    calls: int
+    """Messages; each has the latency of the link once more."""
+    every: Literal["micro_batch", "step"]
+    beside: Behind
+    """The computation that it may hide behind: the forward or backward pass of one micro-batch (the
+    last one of a step, where `every` is a step), the optimizer's step, or none."""
+    ranks: int = 1
+    """Of the group that exchanges."""
+    stride: int = 1
+    """From one rank of the group to the next; axes are (dp, pp, tp), the last the fastest."""
+
+    def step_bytes(self, micro_batches: int) -> int:
+        """Bytes over a step of so many micro-batches."""
+        return self.nbytes * (micro_batches if self.every == "micro_batch" else 1)
+
+    def step_calls(self, micro_batches: int) -> int:
+        """Messages over a step of so many micro-batches."""
+        return self.calls * (micro_batches if self.every == "micro_batch" else 1)
+
+
+def units_of(profile: Profile) -> list[Visit]:
+    """What is gathered or reduced as one: the blocks, then what is in none; with parameters."""
+    units = [first for first, _ in profile.blocks]
+    if profile.rest is not None:
+        units.append(profile.rest)
+    return [unit for unit in units if unit.shapes]
+
+
+def tensors_of(profile: Profile, *, trained: bool = True) -> list[tuple[int, ...]]:
+    """The shapes of the parameters, tied ones once; one long tensor where nobody knows them."""
+    units = units_of(profile)
+    if not units:
+        return [(profile.trained_elements,)]
+    return [
+        shape
+        for unit in units
+        for shape, wanted in zip(unit.shapes, unit.trained, strict=True)
+        if wanted or not trained
+    ]
+
+
+def packed(sizes: Iterable[int], most: int, *, past: bool = False) -> int:
+    """In how many messages tensors go, neighbours together.
+
+    Args:
+        sizes: of the tensors, in the order in which they come.
+        most: what goes together; a larger one goes by itself.
+        past: whether the tensor that reaches `most` goes with those before it, as in torch's
+            buckets.
+    """
+    messages, filled = 0, 0
+    for size in sizes:
+        full = filled >= most if past else filled + size > most
+        if full or messages == 0:
+            messages, filled = messages + 1, 0
+        filled += size
+    return messages
+
+
+def averaged(
+    profile: Profile,
+    ranks: int,
+    stride: int,
+    *,
+    bucket: int,
+    overlaps: bool,
+    buffers: bool = True,
+) -> tuple[Traffic, ...]:
+    """Gradients averaged once a step, in buckets, in their own precision.
+
+    By torch's DistributedDataParallel in the backward pass of the last micro-batch (the first two
+    steps of a run average after each: `replicas.Sync`), or by `replicas.Average` when all of them
+    are through. Buffers follow the first replica's once a step either way: torch leaves that out
+    where the micro-batch before did not average.
+
+    Args:
+        profile: of what is on the rank.
+        ranks: replicas.
+        stride: from one replica to the next.
+        bucket: bytes that are averaged together.
+        overlaps: whether it is done in the backward pass.
+        buffers: whether buffers follow.
+    """
+    total = max(1, sum(math.prod(shape) for shape in tensors_of(profile)))
+    size = profile.gradient_bytes / total
+    sizes = [round(math.prod(shape) * size) for shape in reversed(tensors_of(profile))]
+    calls = max(1, packed(sizes, bucket, past=overlaps))
+    behind: Behind = "backward" if overlaps else "nothing"
+    found = [Traffic("all_reduce", profile.gradient_bytes, calls, "step", behind, ranks, stride)]
+    if buffers and profile.buffer_bytes:
+        found.append(followed(profile, ranks, stride, "step"))
+    return tuple(found)
+
+
+def followed(
+    profile: Profile, ranks: int, stride: int, every: Literal["micro_batch", "step"]
+) -> Traffic:
+    """Buffers that follow the first replica's, in one message: a profile does not count them."""
+    return Traffic("broadcast", profile.buffer_bytes, 1, every, "nothing", ranks, stride)
+
+
+LEAST_MOVED = 16 * KIB
+"""As `moved.LEAST_BYTES`: what blocks save is moved from this size on."""
+
+
+def moved_activations(profile: Profile) -> tuple[int, int]:
+    """What the blocks of one micro-batch save and have moved away: (bytes, tensors).
+
+    Read off a profile whose run on fake tensors has moved them: what was there when a block began
+    and is gone before the backward pass has left the device, as what a block saves is let go of
+    while the next one runs. What the last block saves stays. A tensor that lives across the
+    beginning of a block and that nobody saves is counted, too: blocks save what they are given.
+    """
+    begins = sorted(first.forward[0] for _, first, _ in profile.windows)[1:]
+    gone = [
+        span.nbytes
+        for span in profile.first.spans
+        if span.kind == "temporary"
+        and span.nbytes >= LEAST_MOVED
+        and any(span.birth < begin < span.death for begin in begins)
+    ]
+    return sum(gone), len(gone)
+
+
+def theory_elements(found: Sequence[Traffic], micro_batches: int, size: int) -> float:
+    """The volume of a step as the ZeRO paper counts it: an all-reduce twice, others once.
+
+    Args:
+        found: what a rank exchanges; moves are left out.
+        micro_batches: of a step.
+        size: bytes of a number.
+
+    Returns:
+        Numbers that a rank sends on a large group (Rajbhandari et al. 2020, section 7).
+    """
+    return sum(
+        t.step_bytes(micro_batches) * (2 if t.kind == "all_reduce" else 1) / size
+        for t in found
+        if t.kind not in MOVES
+    )

@@ -1,0 +1,263 @@
+"""Where a traced model may be cut, and what would cross each cut.
+
+A cut stands before a call of a module, at any depth. It is legal where everything that is
+computed before it and used after it can be named on both sides: what a call returned, or what
+a function of torch gave to the code of a module that the cut goes through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from bigtrain.tracing.records import FOREVER, Stretch, Trace, Value
+
+
+@dataclass(frozen=True)
+class Point:
+    """One legal cut."""
+
+    call: int
+    """It stands before this call of the trace."""
+    name: str
+    number: int
+    tick: int
+    depth: int
+    """Calls that it goes through: 1 for a child of the model."""
+    crossing: tuple[int, ...]
+    """Values of the trace."""
+    nbytes: int
+
+
+class Spine:
+    """The calls that cuts go through, of all cuts together: what every stage runs itself.
+
+    Args:
+        trace: of the model.
+        calls: the calls before which cuts stand.
+    """
+
+    def __init__(self, trace: Trace, calls: Iterable[int]) -> None:
+        self.names = {""}
+        for call in calls:
+            for index in ancestors(trace, call):
+                self.names.add(trace.calls[index].name)
+        self._trace = trace
+
+    def has(self, call: int) -> bool:
+        """Whether a call is gone through."""
+        return call < 0 or self._trace.calls[call].name in self.names
+
+    def sees(self, value: int, shown: dict[int, list[int]], given: dict[int, list[int]]) -> bool:
+        """Whether a value reaches the code of the spine: a function's or a whole call's result."""
+        if any(self.has(frame) for frame in shown.get(value, ())):
+            return True
+        calls = self._trace.calls
+        return any(
+            not self.has(call) and self.has(calls[call].parent) for call in given.get(value, ())
+        )
+
+
+def ancestors(trace: Trace, call: int) -> list[int]:
+    """The calls around a call, innermost first, the model's own last."""
+    found = []
+    call = trace.calls[call].parent
+    while call >= 0:
+        found.append(call)
+        call = trace.calls[call].parent
+    return found
+
+
+def visible(trace: Trace) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """For each value the frames whose code got it from a function; the calls that returned it."""
+    shown: dict[int, list[int]] = {}
+    given: dict[int, list[int]] = {}
+    for frame, _, values in trace.events:
+        for value in values:
+            shown.setdefault(value, []).append(frame)
+    for index, call in enumerate(trace.calls):
+        for value in call.outputs:
+            given.setdefault(value, []).append(index)
+    return shown, given
+
+
+class Knowledge:
+    """Which values every stage has at a tick without being sent them."""
+
+    def __init__(self, trace: Trace, spine: Spine, tick: int) -> None:
+        self._trace, self._spine, self._tick = trace, spine, tick
+        self._found: dict[int, bool] = {}
+
+    def has(self, value: int) -> bool:
+        """Whether a value is computed by the spine's code from the inputs and constants alone."""
+        if value not in self._found:
+            self._found[value] = True  # what it is changed by is often itself
+            self._found[value] = self._computed(value)
+        return self._found[value]
+
+    def _computed(self, value: int) -> bool:
+        found = self._trace.values[value]
+        if not found.root and not (found.known and self._spine.has(found.frame)):
+            return False
+        if found.root not in ("", "input", "constant"):
+            return False
+        return all(self.has(source) for source in found.sources) and all(
+            self._spine.has(write.frame)
+            and not write.random
+            and all(self.has(source) for source in write.sources)
+            for write in self._trace.writes.get(storage_of(found), ())
+            if write.tick <= self._tick
+        )
+
+
+def storage_of(value: Value) -> int:
+    """What tells its storage from others."""
+    return int(value.tensor.untyped_storage()._cdata)
+
+
+def crossing(trace: Trace, spine: Spine, live: Iterable[int], tick: int) -> list[int]:
+    """Of the values that are alive at a cut, those that must be sent over it."""
+    knowledge = Knowledge(trace, spine, tick)
+    return sorted(
+        value
+        for value in live
+        if trace.values[value].root in ("", "input") and not knowledge.has(value)
+    )
+
+
+def crossing_values(trace: Trace, call: int, calls: Iterable[int]) -> list[int]:
+    """What crosses the cut before one call, where cuts stand before all of `calls`."""
+    tick = trace.calls[call].begin
+    return crossing(trace, Spine(trace, calls), alive(trace, tick), tick)
+
+
+def alive(trace: Trace, tick: int) -> list[int]:
+    """The values that exist at a tick and are used after it."""
+    return [
+        index
+        for index, value in enumerate(trace.values)
+        if value.born <= tick and value.uses and max(value.uses) > tick
+    ]
+
+
+def legal_points(trace: Trace) -> tuple[list[Point], dict[str, str]]:
+    """All legal cuts in the order of execution; and for each call before which none may stand, why.
+
+    Of several at the same place (before a block, and before the block's first layer) the
+    outermost is kept.
+    """
+    rules = Rules(trace)
+    work = sorted(cost.tick for cost in trace.costs)
+    points: list[Point] = []
+    refused: dict[str, str] = {}
+    done, before = 0, -1
+    alive = _Alive(trace)
+    for index, call in enumerate(trace.calls[1:], start=1):
+        while done < len(work) and work[done] < call.begin:
+            done += 1
+        if done == 0 or done == before:  # nothing is computed between this cut and the last
+            continue
+        spine = Spine(trace, [index])
+        values = crossing(trace, spine, alive.at(call.begin), call.begin)
+        reason = rules.against(index, spine, values)
+        if reason:
+            refused.setdefault(call.name, reason)
+            continue
+        before = done
+        depth = len(ancestors(trace, index))
+        nbytes = sum(_nbytes(trace, value) for value in values)
+        points.append(
+            Point(index, call.name, call.number, call.begin, depth, tuple(values), nbytes)
+        )
+    return points, refused
+
+
+class Rules:
+    """What speaks against a cut."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self.shown, self.given = visible(trace)
+        self._last = {storage: writes[-1].tick for storage, writes in trace.writes.items()}
+        self._whole = [*trace.whole, *_changed_roots(trace)]
+
+    def against(self, call: int, spine: Spine, values: Iterable[int]) -> str:
+        """Why no cut may stand before a call with these values crossing, or ''."""
+        tick = self._trace.calls[call].begin
+        around = ancestors(self._trace, call)
+        for index in around:
+            if index in self._trace.sealed:
+                return self._trace.sealed[index]
+        for index in (call, *around):
+            if index in self._trace.enclosed:
+                return self._trace.enclosed[index]
+        for value in values:
+            why = self._unsendable(value, spine, tick)
+            if why:
+                return why
+        for moment, frame in self._trace.backward:
+            if moment <= tick and spine.has(frame):
+                return "code that every stage runs asks for a gradient before it"
+        for stretch in self._whole:
+            if stretch.first <= tick < stretch.last:
+                return stretch.why
+        return ""
+
+    def _unsendable(self, value: int, spine: Spine, tick: int) -> str:
+        found = self._trace.values[value]
+        tensor = found.tensor
+        kind = f"{tuple(tensor.shape)} of {tensor.dtype}"
+        if found.root == "input":
+            return f"the input {kind} is changed in place before it, and used after it"
+        if not spine.sees(value, self.shown, self.given):
+            return f"a tensor {kind} is passed on past it otherwise than by arguments and results"
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            return f"a tensor of {tensor.layout} would have to be sent"
+        if self._last.get(storage_of(found), -1) > tick:
+            return "a tensor from before it is changed in place after it"
+        return ""
+
+
+def _nbytes(trace: Trace, value: int) -> int:
+    tensor = trace.values[value].tensor
+    return tensor.numel() * tensor.element_size()
+
+
+def _changed_roots(trace: Trace) -> list[Stretch]:
+    """For parameters, buffers and constants that the forward changes: from first to last use."""
+    names: dict[int, str] = {}
+    uses: dict[int, list[int]] = {}
+    for value in trace.values:
+        storage = storage_of(value)
+        if storage in trace.writes:
+            uses.setdefault(storage, []).extend(use for use in value.uses if use < FOREVER)
+            if value.root in ("parameter", "buffer", "constant"):
+                names[storage] = f"the {value.root} {value.name!r}" if value.name else "a tensor"
+    return [
+        Stretch(min(uses[s]), max(uses[s]), f"{name} is used before and after it, and changed")
+        for s, name in names.items()
+        if uses[s]
+    ]
+
+
+class _Alive:
+    """The computed values that exist at a tick and are used after it; asked in order of ticks."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._births = sorted(
+            (value.born, index)
+            for index, value in enumerate(trace.values)
+            if value.root in ("", "input") and value.uses
+        )
+        self._last = {i: max(v.uses) for i, v in enumerate(trace.values) if v.uses}
+        self._next = 0
+        self._live: set[int] = set()
+
+    def at(self, tick: int) -> list[int]:
+        while self._next < len(self._births) and self._births[self._next][0] <= tick:
+            self._live.add(self._births[self._next][1])
+            self._next += 1
+        self._live = {value for value in self._live if self._last[value] > tick}
+        return list(self._live)

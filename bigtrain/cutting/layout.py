@@ -1,0 +1,99 @@
+"""A cut model laid over ranks: which stage is whose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from bigtrain.cutting.choose import Chosen
+from bigtrain.cutting.self_check import compare_cut
+from bigtrain.cutting.traced_model import Numerics
+from bigtrain.data.loader import MicroBatch
+from bigtrain.errors import ConfigError
+from bigtrain.losses.loss import Loss
+from bigtrain.models.bf16_parameters import low_precision_names
+from bigtrain.units import MIB, format_bytes, format_count
+
+LARGEST_CHECKED = 256 * MIB
+"""Parameter bytes up to which a cut model is run beside the whole one before the first step."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Stages and their ranks on the pp axis; the same on all ranks."""
+
+    chosen: Chosen
+    ranks: tuple[int, ...]
+    """For each stage its pp rank, or device."""
+    on: str = "pp rank"
+    note: str = ""
+    """A line on what is different in stages."""
+
+    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
+        """The stages of one rank, in order."""
+        return tuple(stage for stage, rank in enumerate(self.ranks) if rank == pp_rank)
+
+    @property
+    def shared(self) -> list[str]:
+        """First names of the parameters that several stages of one rank use."""
+        found = []
+        for name, stages in self.chosen.cut.ties:
+            places = [self.ranks[stage] for stage in stages]
+            if len(set(places)) < len(places):
+                found.append(name)
+        return found
+
+    def check(self, model: nn.Module, micro_batch: MicroBatch, loss: Loss) -> str:
+        """Compare the stages with the whole model on a small input, where that is cheap.
+
+        Returns:
+            A line that says what was done.
+
+        Raises:
+            ConfigError: they compute different things.
+        """
+        size = sum(self.chosen.parameter_bytes)
+        if size > LARGEST_CHECKED:
+            return (
+                f"cut: not compared with the whole model, whose parameters are "
+                f"{format_bytes(size)}, more than {format_bytes(LARGEST_CHECKED)}"
+            )
+        try:
+            worst = compare_cut(self.chosen.cut, model, micro_batch, loss)
+        except ConfigError:
+            raise
+        except Exception as error:  # noqa: BLE001 - user code with invented weights runs here
+            kind = type(error).__name__
+            first = (str(error).splitlines() or [""])[0]
+            return f"cut: not compared with the whole model ({kind}: {first})"
+        return f"cut: the stages give the whole model's loss and gradients, within {worst:.1g}"
+
+    def lines(self) -> Iterator[str]:
+        """One line for each stage: where it begins, its size, its share of the work."""
+        chosen = self.chosen
+        names = ["the input", *(name for name, _ in chosen.cut.places)]
+        work = sum(chosen.partition.seconds) or 1.0
+        twin = dict(chosen.cut.rehearsal.twin.named_parameters())
+        for stage, name in enumerate(names):
+            numbers = sum(twin[own].numel() for own in chosen.cut.names_of([stage]) if own in twin)
+            share = chosen.partition.seconds[stage] / work
+            sent = ""
+            if stage < len(chosen.crossing_bytes):
+                sent = f", sends {format_bytes(chosen.crossing_bytes[stage])} a micro-batch"
+            yield (
+                f"stage {stage} on {self.on} {self.ranks[stage]}: from {name}, "
+                f"{format_count(numbers)} parameters, {100 * share:.0f} % of the work{sent}"
+            )
+        if self.note:
+            yield self.note
+
+
+def numerics(precision: str, *, bf16_parameters: bool) -> Numerics:
+    """What decides the types in a run of this precision."""
+    return Numerics(
+        double=precision == "fp64",
+        autocast=precision == "bf16",
+        low=low_precision_names if bf16_parameters else None,
+    )

@@ -1,0 +1,125 @@
+"""A cut model against the whole one, in one process: the same output and the same gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bigtrain.cutting.cut import Cut, copy_tree
+from bigtrain.cutting.traced_model import Numerics, Rehearsal
+from bigtrain.data.loader import MicroBatch
+from bigtrain.errors import ConfigError
+from bigtrain.losses.loss import Loss
+from bigtrain.tensors.fake import fake_model
+from bigtrain.tensors.tree import map_tensors, tensors_of
+
+TOLERANCE = 1e-4
+"""Relative: in float32 kernels may add up in another order from one call to the next."""
+
+
+def compare_cut(
+    cut: Cut, model: nn.Module, micro_batch: MicroBatch, loss: Loss, rows: int = 2
+) -> float:
+    """Run the whole model and its stages one after the other on the CPU, with invented weights.
+
+    Args:
+        cut: of the model.
+        model: any copy of it, on the meta device too; it is left as it is.
+        micro_batch: its first rows are used.
+        loss: as in the run.
+        rows: how many.
+
+    Returns:
+        The largest difference of the loss and of any gradient, relative to the largest gradient.
+
+    Raises:
+        ConfigError: the stages compute something else; the message names the parameter.
+    """
+    cpu = torch.device("cpu")
+    plain = replace(cut, rehearsal=Rehearsal(model, loss, cpu, Numerics()))
+    whole = fake_model(model, cpu, double=False).train()
+    _invent(whole)
+    parts = fake_model(model, cpu, double=False).train()
+    with torch.no_grad():
+        for mine, theirs in zip(_tensors(parts), _tensors(whole), strict=True):
+            mine.copy_(theirs)
+    batch = _first_rows(micro_batch, rows, loss)
+    state = torch.random.get_rng_state()
+    expected = loss(whole(batch.inputs), batch.targets, batch.count)
+    expected.backward()  # type: ignore[no-untyped-call]
+    torch.random.set_rng_state(state)
+    found = _chain(plain, parts, batch, loss)
+    found.backward()  # type: ignore[no-untyped-call]
+    torch.random.set_rng_state(state)
+    return _difference(expected, found, whole, parts)
+
+
+def _chain(cut: Cut, model: nn.Module, batch: MicroBatch, loss: Loss) -> Tensor:
+    wires: Any = ()
+    for index in range(cut.stages):
+        tree = copy_tree(model)
+        cut.strip(tree, [index], torch.device("cpu"))
+        stage = cut.stage(tree, index, loss, torch.device("cpu")).train()
+        wires = stage(*wires, micro_batch=batch, scale=1.0)
+    result: Tensor = wires
+    return result
+
+
+def _difference(expected: Tensor, found: Tensor, whole: nn.Module, parts: nn.Module) -> float:
+    scale = max(
+        (float(p.grad.abs().max()) for p in whole.parameters() if p.grad is not None), default=1.0
+    )
+    worst, at = abs(float(expected.detach()) - float(found.detach())), "the loss"
+    worst /= max(1.0, abs(float(expected.detach())))
+    for (name, one), other in zip(whole.named_parameters(), parts.parameters(), strict=True):
+        if (one.grad is None) != (other.grad is None):
+            raise ConfigError(_complaint(name, "it has a gradient in only one of the two"))
+        if one.grad is not None and other.grad is not None and one.grad.numel():
+            gap = float((one.grad - other.grad).abs().max()) / max(scale, 1e-30)
+            if not gap <= worst:
+                worst, at = gap, name
+    if not worst <= TOLERANCE:
+        raise ConfigError(_complaint(at, f"they differ by {worst:.2g}, relative"))
+    return worst
+
+
+def _complaint(name: str, what: str) -> str:
+    return (
+        f"strategy.cut: the stages do not compute what the whole model does: {name}: {what}. "
+        "Something passes between modules otherwise than as tensors. Name other places in "
+        "strategy.cut.at, or use a strategy without a cut."
+    )
+
+
+@torch.no_grad()
+def _invent(model: nn.Module) -> None:
+    """Values that keep any model's numbers in range; which they are does not matter."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if not parameter.is_floating_point():
+            parameter.zero_()
+        elif parameter.dim() > 1:
+            width = max(1, parameter[0].numel())
+            parameter.normal_(0.0, width**-0.5, generator=generator)
+        else:
+            parameter.uniform_(0.5, 1.5, generator=generator)
+    for buffer in model.buffers():
+        buffer.fill_(1) if buffer.is_floating_point() else buffer.zero_()
+
+
+def _tensors(model: nn.Module) -> Sequence[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _first_rows(micro_batch: MicroBatch, rows: int, loss: Loss) -> MicroBatch:
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor[:rows].cpu() if tensor.dim() else tensor.cpu()
+
+    inputs = map_tensors(micro_batch.inputs, cut)
+    targets = map_tensors(micro_batch.targets, cut)
+    leaves = tensors_of(inputs)
+    return MicroBatch(inputs, targets, loss.count(targets), len(leaves[0]) if leaves else rows)

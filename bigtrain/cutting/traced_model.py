@@ -1,0 +1,226 @@
+"""Forward passes rehearsed on fake tensors: one trace, and one script, for each shape of batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from bigtrain.cutting.cut_points import crossing_values
+from bigtrain.cutting.stage_program import Script, script_of
+from bigtrain.data.loader import MicroBatch
+from bigtrain.errors import ConfigError
+from bigtrain.losses.loss import Loss
+from bigtrain.tensors.fake import fake_tensor
+from bigtrain.tensors.tree import map_tensors, tensors_of
+from bigtrain.tracing.module_state import check_closures, constants
+from bigtrain.tracing.records import Trace
+from bigtrain.tracing.tracer import trace
+
+Place = tuple[str, int]
+"""A call of a module: its name, and the how manieth of its calls it is."""
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """What decides the types of what is computed."""
+
+    double: bool = False
+    """Parameters and inputs are float64."""
+    autocast: bool = False
+    """The forward pass runs under autocast to bf16."""
+    low: Callable[[nn.Module], Sequence[str]] | None = None
+    """The names of the parameters that the layers see in bf16."""
+
+
+TRACES = 4
+"""Traces that are kept: a cut is chosen and written down from the same two."""
+
+
+class Rehearsal:
+    """Traces a model on fake tensors, in the shapes that are asked for.
+
+    Args:
+        model: any copy of it, on the meta device too; a twin is made.
+        loss: says which tensors a gradient comes back to.
+        device: whose kernels are traced.
+        numerics: what decides the types.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss: Loss, device: torch.device, numerics: Numerics
+    ) -> None:
+        self._loss, self._device, self._numerics = loss, device, numerics
+        check_closures(model)
+        self.shared = shared_storages(model)
+        self.hooked = [name for name, p in model.named_parameters() if p._backward_hooks]
+        self._batch: MicroBatch | None = None
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with self._mode:
+            self.twin = _twin(model, device, double=numerics.double)
+            for name in numerics.low(self.twin) if numerics.low is not None else ():
+                parameter = self.twin.get_parameter(name)
+                parameter.data = parameter.data.to(torch.bfloat16)
+        self._scripts: dict[object, Script] = {}
+        self._traces: dict[object, tuple[Trace, MicroBatch]] = {}
+
+    def trace(self, micro_batch: MicroBatch, *, training: bool) -> tuple[Trace, MicroBatch]:
+        """Run the twin once; the trace, and the fake batch.
+
+        Raises:
+            ConfigError: it cannot run so.
+        """
+        self._batch = micro_batch
+        key = (*_shapes(micro_batch), training)
+        if key not in self._traces:
+            while len(self._traces) >= TRACES:
+                self._traces.pop(next(iter(self._traces)))
+            self._traces[key] = self._trace(micro_batch, training)
+        return self._traces[key]
+
+    def _trace(self, micro_batch: MicroBatch, training: bool) -> tuple[Trace, MicroBatch]:  # noqa: FBT001
+        self.twin.train(training)
+        with self._mode:
+            batch = MicroBatch(
+                map_tensors(micro_batch.inputs, self._fake),
+                map_tensors(micro_batch.targets, self._fake),
+                max(1, micro_batch.count),
+                micro_batch.rows,
+            )
+        # The model may take the containers of its inputs apart: it gets its own.
+        inputs = map_tensors(batch.inputs, lambda tensor: tensor)
+        with torch.set_grad_enabled(training):
+            found = trace(self.twin, lambda m: m(inputs), self._mode, batch.inputs, self.around)
+        return found, batch
+
+    def script(self, micro_batch: MicroBatch, *, training: bool, places: Sequence[Place]) -> Script:
+        """What the stages do with batches of this shape; made once for each shape.
+
+        Raises:
+            ConfigError: the calls before which the cuts stand are not made with this shape.
+        """
+        key = (*_shapes(micro_batch), training, tuple(places))
+        if key not in self._scripts:
+            found, batch = self.trace(micro_batch, training=training)
+            calls = [_call_at(found, place, micro_batch) for place in places]
+            with torch.enable_grad():  # also where it is asked for under `no_grad`
+                trained = (
+                    self._trained(found, batch, calls) if training else (frozenset(),) * len(calls)
+                )
+            self._scripts[key] = script_of(found, calls, trained)
+        return self._scripts[key]
+
+    def uses(self, places: Sequence[Place]) -> dict[str, tuple[int, ...]]:
+        """The stages that use each tensor in evaluation, with the shapes last seen.
+
+        Raises:
+            ConfigError: no cut can be there in evaluation.
+        """
+        if self._batch is None:
+            return {}
+        return self.script(self._batch, training=False, places=places).used
+
+    def around(self) -> AbstractContextManager[Any]:
+        """The context of a forward pass."""
+        if not self._numerics.autocast:
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=torch.bfloat16)
+
+    def _trained(
+        self, found: Trace, batch: MicroBatch, calls: Sequence[int]
+    ) -> tuple[frozenset[int], ...]:
+        """For each cut, of the values that cross it, those that get a gradient from behind it."""
+        loss = None
+        if batch.targets is not None:  # without a loss all stages are in one graph: autograd knows
+            with self._mode:
+                loss = self._loss(found.output, batch.targets, batch.count)
+        every = []
+        for call in calls:
+            edges = {
+                torch.autograd.graph.get_gradient_edge(found.values[value].tensor): value
+                for value in crossing_values(found, call, calls)
+                if found.values[value].tensor.requires_grad
+            }
+            every.append(frozenset(edges.values() if loss is None else _reached(loss, edges)))
+        return tuple(every)
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        double = self._numerics.double and tensor.is_floating_point()
+        fake: Tensor = fake_tensor(tensor, self._device, double=double)
+        return fake
+
+
+def _twin(model: nn.Module, device: torch.device, *, double: bool) -> nn.Module:
+    """A fake copy, as `fake_model` makes it; plain attributes that are tensors are fakes, too."""
+    memo: dict[int, object] = {}
+    for parameter in model.parameters():
+        fake = fake_tensor(parameter, device, double=double)
+        memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = fake_tensor(buffer, device, double=double)
+    for tensor in constants(model):
+        memo[id(tensor)] = fake_tensor(tensor, device if tensor.is_meta else tensor.device)
+    return copy.deepcopy(model, memo)
+
+
+def shared_storages(model: nn.Module) -> list[tuple[str, str]]:
+    """Pairs of parameters and buffers that are different objects on the same memory."""
+    found: dict[int, list[tuple[int, int, str]]] = {}
+    pairs = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout != torch.strided or not tensor.numel():
+            continue
+        size = tensor.element_size()
+        spread = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        start = int(tensor.storage_offset()) * size
+        stop = start + (int(spread) + 1) * size
+        others = found.setdefault(tensor.untyped_storage()._cdata, [])
+        pairs += [(other, name) for a, b, other in others if a < stop and start < b]
+        others.append((start, stop, name))
+    return pairs
+
+
+def _call_at(found: Trace, place: Place, micro_batch: MicroBatch) -> int:
+    for index, call in enumerate(found.calls):
+        if (call.name, call.number) == place:
+            return index
+    shapes = ", ".join(str(tuple(t.shape)) for t in tensors_of(micro_batch.inputs))
+    raise ConfigError(
+        f"strategy.cut: with inputs of {shapes} the model does not call {place[0]!r}, before "
+        "which a cut stands. Name places in strategy.cut.at that every batch goes through."
+    )
+
+
+def _reached(loss: Tensor, edges: Mapping[Any, int]) -> set[int]:
+    """The values to whose edges the graph of the loss leads, not by way of one another."""
+    wanted = {(edge.node, edge.output_nr): value for edge, value in edges.items()}
+    found: set[int] = set()
+    ahead: list[Any] = [loss.grad_fn] if loss.grad_fn is not None else []
+    seen = set(ahead)
+    while ahead:
+        for node, number in ahead.pop().next_functions:
+            if (node, number) in wanted:
+                found.add(wanted[node, number])
+            elif node is not None and node not in seen:
+                seen.add(node)
+                ahead.append(node)
+    return found
+
+
+def _shapes(micro_batch: MicroBatch) -> tuple[object, object]:
+    return _signature(micro_batch.inputs), _signature(micro_batch.targets)
+
+
+def _signature(structure: Any) -> object:
+    shapes: list[object] = []
+
+    def note(tensor: Tensor) -> None:
+        shapes.append((tuple(tensor.shape), tensor.stride(), tensor.dtype))
+
+    return repr((map_tensors(structure, note), shapes))

@@ -1,0 +1,1 @@
+"""One step for each global batch, and what surrounds it."""

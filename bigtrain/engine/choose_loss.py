@@ -1,0 +1,129 @@
+"""The loss of a job: chunked where that is asked for or safe, and the head that it needs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from bigtrain.data.loader import MicroBatch
+from bigtrain.errors import ConfigError
+from bigtrain.job.schema import ModelConfig
+from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy, check_head
+from bigtrain.losses.linear_cross_entropy import CHUNK_SIZE
+from bigtrain.losses.loss import CrossEntropy, Loss, main_output
+from bigtrain.losses.tasks import Task
+from bigtrain.models import task_of
+from bigtrain.tensors.fake import fake_model, fake_tensor
+
+OWN_HEAD = "head"
+"""The head of bigtrain's own language models."""
+
+
+def check_chunks(config: ModelConfig) -> None:
+    """Refuse keys of the chunked loss that contradict others; needs no data and no model.
+
+    Raises:
+        ConfigError: with the key and the fix.
+    """
+    if config.chunked_loss and config.loss is not None:
+        raise ConfigError(
+            f"model.chunked_loss=true is the task's own cross entropy in chunks, and model.loss="
+            f"{config.loss} is another loss. Leave one of the two out."
+        )
+    keys = {"head": config.head, "chunk_size": config.chunk_size}
+    own = task_of(config.name) == "language" and config.loss is None
+    chunked = own if config.chunked_loss is None else config.chunked_loss
+    for key in (name for name, value in keys.items() if value is not None and not chunked):
+        state = "false" if config.chunked_loss is not None else "off for this model and loss"
+        raise ConfigError(
+            f"model.{key}={keys[key]} is for a chunked loss, and model.chunked_loss is {state}. "
+            f"Set model.chunked_loss=true, or leave model.{key} out."
+        )
+
+
+def loss_for(
+    config: ModelConfig,
+    task: Task,
+    model: nn.Module,
+    example: MicroBatch,
+    *,
+    waiting: bool = False,
+) -> Loss:
+    """The task's loss, in chunks where the job says so.
+
+    Left to itself, only a language model of bigtrain's own has a chunked loss.
+
+    Args:
+        config: its `loss` is None.
+        task: what is learned.
+        model: on any device, the meta device too; it is not changed.
+        example: one micro-batch, for a run on fake tensors that finds the head.
+        waiting: whether several micro-batches wait at the head for their backward passes (GPipe).
+            Each then holds a gradient of the head's weight, and without chunks its logits.
+
+    Raises:
+        ConfigError: a chunked loss is asked for, and this task or model has none.
+    """
+    plain, own = task.loss(), task_of(config.name) == "language"
+    wanted = own if config.chunked_loss is None else config.chunked_loss
+    if not wanted:
+        return plain
+    if type(plain) is not CrossEntropy or plain.class_dim != -1:
+        if config.chunked_loss is None:
+            return plain
+        raise ConfigError(
+            f"model.chunked_loss=true needs a task whose loss is a cross entropy over the last dim "
+            f"of the logits, and the loss of a {task.name} task is another. "
+            "Set model.chunked_loss=false."
+        )
+    name = config.head or (OWN_HEAD if own else None) or find_head(model, example)
+    check_head(name, model)
+    head = model.get_submodule(name)
+    if config.chunked_loss is None and waiting and isinstance(head, nn.Linear):
+        targets = sum(t.numel() for t in tree_leaves(example.targets) if isinstance(t, Tensor))
+        if head.in_features > targets:  # the gradient is larger than the logits
+            return plain
+    size = CHUNK_SIZE if config.chunk_size is None else config.chunk_size
+    return ChunkedCrossEntropy(**asdict(plain), head=name, chunk_size=size)
+
+
+def find_head(model: nn.Module, example: MicroBatch) -> str:
+    """The name of the linear layer whose output the model returns as its logits, as it is.
+
+    Args:
+        model: on any device, the meta device too; a copy is run once on fake tensors.
+        example: one micro-batch; only its shapes matter.
+
+    Raises:
+        ConfigError: there is none, or the model cannot run so.
+    """
+    made: list[tuple[str, Tensor]] = []
+    cpu = torch.device("cpu")
+    try:
+        with FakeTensorMode(), torch.no_grad():
+            fake = fake_model(model, cpu, double=False).train()
+            for name, module in fake.named_modules():
+                if isinstance(module, nn.Linear):
+                    module.register_forward_hook(
+                        lambda _module, _inputs, output, name=name: made.append((name, output))
+                    )
+            output = fake(tree_map(lambda leaf: fake_tensor(leaf, cpu), example.inputs))
+        logits = main_output(output)
+    except Exception as error:  # noqa: BLE001 - user code of any kind runs here
+        first = (str(error).splitlines() or [""])[0]
+        why = f"the model does not run on fake tensors ({type(error).__name__}: {first})"
+    else:
+        found = [name for name, tensor in made if tensor is logits]
+        if found:
+            return found[-1]
+        why = f"the model returns the output of none of its {len(made)} calls of linear layers"
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    some = f" (the last ones are {', '.join(names[-3:])})" if names else ""
+    raise ConfigError(
+        f"model.chunked_loss=true: no head was found: {why}. Set model.head to the linear layer "
+        f"whose output the model returns as its logits{some}, or set model.chunked_loss=false."
+    )

@@ -1,0 +1,431 @@
+"""The engine: a model under a strategy, one `step` for each global batch.
+
+It is all of bigtrain that a training loop needs, the project's own `train.py` included.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from traceback import clear_frames
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from bigtrain.activations.policy import unshape
+from bigtrain.assembly.build import build, check_mesh, lay_out
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.assembly.recompute_budget import settle
+from bigtrain.core.strategy import Plan
+from bigtrain.cutting.layout import Layout
+from bigtrain.data import MicroBatch, Step
+from bigtrain.engine.checkpoint import (
+    Checkpoint,
+    lend_tensors,
+    random_state,
+    set_random_state,
+    write_checkpoint,
+)
+from bigtrain.engine.out_of_memory import Situation, explain, foresee
+from bigtrain.engine.remedies import Subject
+from bigtrain.engine.seeds import deterministic, seed_everything
+from bigtrain.errors import CheckpointError, ConfigError, NonFiniteError
+from bigtrain.job.schema import Job
+from bigtrain.losses.loss import Loss, as_loss
+from bigtrain.losses.tasks import CustomTask, Task
+from bigtrain.memory.cap import Cap, is_out_of_memory, room_bytes
+from bigtrain.memory.meter import Meter
+from bigtrain.memory.timeline import Peak
+from bigtrain.models.blueprint import Blueprint, describe
+from bigtrain.optim.update import MakeOptimizer
+from bigtrain.prediction.memory_report import MemoryReport, RankMemory
+from bigtrain.prediction.predict import predict
+from bigtrain.ranks.context import RunContext
+from bigtrain.tensors.fake import skeleton
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did; the same on every rank but for the times and the peak."""
+
+    step: int
+    """Steps done, this one included."""
+    loss: float
+    """Mean over the valid targets of the global batch."""
+    grad_norm: float
+    """Global norm of the gradient before clipping."""
+    lr: float
+    samples: int
+    """Rows of the global batch."""
+    samples_per_second: float
+    tokens_per_second: float | None
+    """Targets a second where a sample has many (text); None otherwise."""
+    step_seconds: float
+    peak_memory_bytes: int | None
+    """This rank's peak so far."""
+
+
+class Engine:
+    """A model, its loss and its optimizer under a strategy.
+
+    Args:
+        model: a function that makes the module (it is described on the meta device and
+            materialised where it is needed), a Blueprint, or a module already built (rank 0's
+            weights then go to all ranks).
+        loss: a mean loss of (output, targets) such as `F.cross_entropy`, or a `bigtrain.Loss`.
+        optimizer: called with the parameters that this rank updates; returns the optimizer.
+        job: strategy, batch, precision, clipping, tracking.
+        context: what this process is; see `bigtrain.connect`.
+        task: measures validation; left out, the loss alone is.
+        example: one micro-batch, from which the memory is predicted before anything is built;
+            left out, it is predicted at the first step.
+        learning_rate: the rate of each step, counted from 0; left out, the optimizer's own.
+        plan: what will be run, settled; left out, it is made from the job.
+        layout: how the model is cut; left out, it is worked out where the plan has a cut.
+    """
+
+    foreseen: Peak | None = None
+    """As `predicted`, which is of this rank, of the fullest replica."""
+
+    def __init__(
+        self,
+        model: Callable[[], nn.Module] | nn.Module | Blueprint,
+        loss: Loss | Callable[[Any, Any], Tensor],
+        optimizer: MakeOptimizer,
+        job: Job,
+        context: RunContext,
+        *,
+        task: Task | None = None,
+        example: MicroBatch | None = None,
+        learning_rate: Callable[[int], float] | None = None,
+        plan: Plan | None = None,
+        layout: Layout | None = None,
+    ) -> None:
+        self.job = job
+        self.context = context
+        self.plan = plan or make_plan(job, context.world_size, context.device.type)
+        check_mesh(self.plan, context)
+        self.loss: Loss = as_loss(loss)
+        self.task = task or CustomTask(self.loss)
+        self.blueprint = _blueprint(model)
+        self.predicted: Peak | None = None
+        self.prediction_note: str | None = None
+        self._skeleton: nn.Module | None = None
+        self.advice: list[str] = []
+        """Where a technique cannot help: known with the prediction."""
+        self.steps_done = self.samples_seen = 0
+        self._learning_rate = learning_rate
+        self._make_optimizer = optimizer
+        self._closing = ExitStack()
+        self.layout = layout or self._lay_out(example)
+        if plan is None:
+            seen = (self.blueprint.model, example, self.loss, optimizer)
+            settled = settle(self.plan, *seen, self.layout)
+            self.plan, self.advice = settled.plan, list(settled.lines)
+        if self.layout is not None and example is not None and context.is_main:
+            self.advice.append(self.layout.check(self.blueprint.model, example, self.loss))
+        self._example = example
+        with suppress(Exception):  # a module that cannot be copied cannot be predicted either
+            self._skeleton = skeleton(self.blueprint.model)
+        if example is not None:
+            self._predict(self.blueprint.model, example)
+        seed_everything(context.seed, context.rank)
+        if job.train.deterministic:
+            self._closing.enter_context(deterministic(context.device))
+        # Every optimizer imports this; brought in now, it does not count as the run's memory.
+        importlib.import_module("torch._dynamo")
+        self.room = room_bytes(job.memory.cap, context.device, context.local_world_size)
+        """What this rank could take before it was built, in bytes."""
+        if context.is_main and self._subject is not None and job.memory.on_oom == "stop":
+            self.advice += foresee(self._subject, self.foreseen, self.room)
+        self._cap = Cap(job.memory.cap, context.device)
+        self._closing.callback(self._cap.lift)
+        self.meter = Meter(context.device, job.memory.track_steps)
+        try:
+            mover = self.plan.mover(context.device)
+            if mover is not None:
+                self._closing.callback(mover.close)
+            self._closing.callback(unshape, self.blueprint.model)
+            given = (self.plan, self.blueprint, self.loss, optimizer, context, self.meter)
+            with self._explaining():
+                self.runner = build(*given, self.layout, mover)
+        except BaseException:
+            self._closing.close()
+            raise
+
+    @property
+    def model(self) -> nn.Module:
+        """The module as the user wrote it, with this rank's weights in it."""
+        return self.runner.module
+
+    def step(self, batch: Step | tuple[Any, Any]) -> StepResult:
+        """Train on one global batch.
+
+        Args:
+            batch: from a `StepLoader`; or this rank's own (inputs, targets), rows first, which
+                is cut into the job's `train.accumulation_steps` micro-batches.
+
+        Raises:
+            ConfigError: more rows than the job's micro-batches hold.
+            NonFiniteError: a loss or gradient is not finite; the optimizer was not stepped.
+        """
+        began = time.perf_counter()
+        micro_batches, samples = self._micro_batches(batch)
+        if self.predicted is None and self.prediction_note is None:
+            self._example = micro_batches[0]
+            self._predict(self._skeleton or self.runner.module, self._example)
+            began = time.perf_counter()
+        lr = self._set_learning_rate()
+        self.runner.module.train()
+        try:
+            with self._explaining(), self.meter.step():
+                loss = self.runner.forward_backward(micro_batches)
+                grad_norm = self.runner.update()
+        except NonFiniteError as error:
+            raise NonFiniteError(_explained(error, self.steps_done + 1)) from None
+        self.steps_done += 1
+        self.samples_seen += samples
+        seconds = time.perf_counter() - began
+        tokens = _tokens_per_sample(micro_batches[0])
+        return StepResult(
+            step=self.steps_done,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            samples=samples,
+            samples_per_second=samples / seconds,
+            tokens_per_second=samples * tokens / seconds if tokens > 1 else None,
+            step_seconds=seconds,
+            peak_memory_bytes=self.meter.peak_bytes(),
+        )
+
+    def evaluate(self, batches: Iterable[MicroBatch]) -> dict[str, float]:
+        """Measure the task over batches: each replica's own, as many as the others have."""
+        self.runner.module.eval()
+        self.meter.current = "evaluate"
+        sums: dict[str, Tensor] = {}
+        for micro_batch in batches:
+            with self._explaining():
+                found = self.runner.predict(micro_batch)
+                if found is None or micro_batch.padding:  # a pipeline has its output on one rank
+                    continue
+                for key, value in self.task.measure(*found).items():
+                    sums[key] = sums[key] + value if key in sums else value
+        everyone = self.context.gather_objects({k: v.cpu() for k, v in sums.items()})
+        everyone = self.context.broadcast_object(everyone)
+        total: dict[str, Tensor] = {}
+        for part in everyone or []:
+            for key, value in part.items():
+                total[key] = total[key] + value if key in total else value
+        return self.task.summarize(total) if total else {}
+
+    def memory(self) -> MemoryReport | None:
+        """The memory of all ranks, measured and predicted; on rank 0, None elsewhere."""
+        mine = RankMemory(
+            self.context.rank, self.meter.measured(), self.predicted, self.prediction_note
+        )
+        ranks = self.context.gather_objects(mine)
+        if ranks is None:
+            return None
+        return MemoryReport(self.plan.strategy.name, self.context.device.type, tuple(ranks))
+
+    def save(self, folder: Path) -> Path | None:
+        """Write a checkpoint below `folder`; the path on rank 0, None elsewhere."""
+        with self._explaining("while a checkpoint was written"):
+            return self._save(folder)
+
+    def _save(self, folder: Path) -> Path | None:
+        states = self.context.gather_objects(random_state())
+        tensors = self.runner.state()
+        path = None
+        if states is not None:
+            meta = {
+                "samples_seen": self.samples_seen,
+                "world_size": self.context.world_size,
+                "seed": self.context.seed,
+                "random": states,
+            }
+            path = write_checkpoint(
+                folder, self.steps_done, tensors, meta, self.job.checkpoint.keep
+            )
+        else:
+            lend_tensors(tensors)
+        self.context.barrier()
+        return path
+
+    def load(self, path: Path) -> None:
+        """Continue from a checkpoint: weights, optimizer, position, random states.
+
+        Raises:
+            CheckpointError: it is damaged, or it is another model's.
+        """
+        checkpoint = Checkpoint(path, verify=self.context.local_rank == 0)
+        if any(name.startswith("optimizer.") for name in checkpoint.names):
+            _check_optimizer(checkpoint, self.runner.optimizer)
+        with self._explaining("while a checkpoint was read"):
+            self.runner.load_state(checkpoint.read, checkpoint.names)
+        self.steps_done = int(checkpoint.meta["step"])
+        self.samples_seen = int(checkpoint.meta["samples_seen"])
+        states = checkpoint.meta["random"]
+        if len(states) == self.context.world_size:
+            set_random_state(states[self.context.rank])
+        else:  # other ranks than then: fresh streams, a function of where the run stands
+            seed_everything(self.context.seed + self.steps_done, self.context.rank)
+
+    def close(self) -> None:
+        """Let go of hooks, files and, where the engine made it, the process group."""
+        self.runner.close()
+        self._closing.close()
+
+    def own(self, resource: AbstractContextManager[Any]) -> None:
+        """Leave this context manager when the engine is closed."""
+        self._closing.push(resource)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.runner.close()
+        self._closing.__exit__(kind, error, traceback)
+
+    @contextmanager
+    def _explaining(self, where: str | None = None) -> Iterator[None]:
+        """Say what the memory was made of, and what would fit, where it runs out inside."""
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._cap.lift()
+            situation = self._situation(where)
+            clear_frames(error.__traceback__)  # they hold what was allocated last
+            raise explain(error, situation) from None
+
+    @property
+    def _subject(self) -> Subject | None:
+        """What is run, for forecasts of it with other words."""
+        if self._skeleton is None or self._example is None:
+            return None
+        given = (self._skeleton, self._example, self.loss, self._make_optimizer)
+        return Subject(self.job, self.plan, *given)
+
+    def _situation(self, where: str | None) -> Situation:
+        measured = self.meter.measured().peak
+        in_step = self.meter.current in ("forward", "backward", "step")
+        return Situation(
+            rank=self.context.rank,
+            step=self.steps_done + in_step,
+            phase=self.meter.current,
+            micro_size=self.plan.batch.micro_size,
+            held=measured or self.predicted,
+            measured=measured is not None,
+            room=self.room,
+            capped=self.job.memory.cap is not None,
+            where=where,
+            adapts=self.job.memory.on_oom == "adapt",
+            subject=self._subject,
+        )
+
+    def _predict(self, model: nn.Module, example: MicroBatch) -> None:
+        if not self.job.memory.predict:
+            self.prediction_note = "memory.predict is off"
+            return
+        given = (self.plan, model, example, self.loss, self._make_optimizer, self.layout)
+        found = predict(*given, pp_rank=self.context.pp_rank, dp_rank=self.context.dp_rank)
+        self.predicted, self.prediction_note = found.own, found.note
+        self.foreseen = found.peak
+        self.advice = [*self.advice, *found.advice]
+
+    def _lay_out(self, example: MicroBatch | None) -> Layout | None:
+        """Cut the model, where the plan says so."""
+        if "cut" not in self.plan.techniques:
+            return None
+        if example is None:
+            raise ConfigError(
+                f"strategy {self.plan.strategy.name} cuts the model, and for that it must see one "
+                "micro-batch. Give prepare(..., example=(inputs, targets))."
+            )
+        return lay_out(self.plan, self.blueprint.model, example, self.loss, self._make_optimizer)
+
+    def _set_learning_rate(self) -> float:
+        groups = self.runner.optimizer.param_groups
+        if self._learning_rate is not None:
+            for group in groups:
+                group["lr"] = self._learning_rate(self.steps_done)
+        return float(groups[0]["lr"])
+
+    def _micro_batches(self, batch: Step | tuple[Any, Any]) -> tuple[list[MicroBatch], int]:
+        if isinstance(batch, Step):
+            return batch.micro_batches, batch.samples
+        inputs, targets = batch
+        leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        if not leaves:
+            raise ConfigError("step: the inputs hold no tensor. Give (inputs, targets).")
+        rows, steps = len(leaves[0]), self.plan.batch.accumulation_steps
+        size = self.job.train.micro_batch_size or -(-rows // steps)
+        if rows > size * steps:  # gradients and the predicted peak were arranged for so many
+            raise ConfigError(
+                f"step: {rows} rows are more than train.micro_batch_size * accumulation_steps = "
+                f"{size} * {steps} = {size * steps}. "
+                f"Use train.accumulation_steps={-(-rows // size)}."
+            )
+        pieces = []
+        for start in range(0, rows, size):
+            part = slice(start, min(rows, start + size))
+            some, wanted = _rows((inputs, targets), part)
+            count = self.loss.count(wanted)
+            pieces.append(MicroBatch(some, wanted, count, part.stop - part.start))
+        return pieces, round(sum(self.context.all_gather_numbers(rows, "dp")))
+
+
+def _explained(error: NonFiniteError, step: int) -> str:
+    if error.stepped:
+        return (
+            f"step {step}: {error}; with optim.release_gradients=true the parameters were updated "
+            "already. Resume from the last checkpoint with optim.release_gradients=false."
+        )
+    return (
+        f"step {step}: {error}; the optimizer was not stepped. "
+        "Lower optim.lr, set optim.clip_norm, or look at the data of this step."
+    )
+
+
+def _blueprint(model: Callable[[], nn.Module] | nn.Module | Blueprint) -> Blueprint:
+    if isinstance(model, Blueprint):
+        return model
+    return Blueprint.of(model) if isinstance(model, nn.Module) else describe(model)
+
+
+def _rows(batch: Any, part: slice) -> Any:
+    return tree_map(lambda leaf: leaf[part] if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def _tokens_per_sample(micro_batch: MicroBatch) -> int:
+    targets = micro_batch.targets
+    if isinstance(targets, Tensor) and targets.dim() == 2 and not targets.is_floating_point():
+        return targets.shape[1]
+    return 1
+
+
+def _check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
+    saved = {name.rpartition(".")[2] for name in checkpoint.names if name.startswith("optimizer.")}
+    known = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "SGD": {"momentum_buffer"}}
+    known["Adafactor"] = {"step", "row_var", "col_var", "variance"}
+    expected = getattr(optimizer, "state_keys", known.get(type(optimizer).__name__))
+    if expected is not None and not saved <= expected:
+        raise CheckpointError(
+            f"the checkpoint's optimizer keeps {', '.join(sorted(saved))}, this one keeps "
+            f"{', '.join(sorted(expected))}. Use the optim.name it was saved with."
+        )

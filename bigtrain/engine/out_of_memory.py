@@ -1,0 +1,141 @@
+"""Memory ran out: what is said of it, in the words of the job that ran.
+
+The message names the rank, the phase, what was asked for, what the memory was made of, and the
+changes after which it is predicted to fit. Working these out is given a few seconds, in which the
+other ranks wait; then all ranks are told, and end.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from bigtrain.engine.remedies import Search, Subject
+from bigtrain.errors import OutOfMemoryError
+from bigtrain.memory.cap import asked_bytes
+from bigtrain.memory.timeline import KINDS, Peak, Phase
+from bigtrain.units import format_bytes
+
+PATIENCE_S = 15.0
+"""Seconds for the remedies: all ranks are to have ended within 30."""
+_WHERE = {
+    "build": "while the model was built",
+    "forward": "in the forward pass",
+    "backward": "in the backward pass",
+    "step": "in the optimizer's step",
+    "evaluate": "in validation",
+}
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Where a rank stood when it got no more memory."""
+
+    rank: int
+    step: int
+    """Counted from 1; 0 before the first."""
+    phase: Phase
+    micro_size: int
+    """Rows of a micro-batch."""
+    held: Peak | None
+    """What was measured until then, or had been predicted."""
+    measured: bool
+    room: int | None
+    """Bytes that this rank could take, where known."""
+    capped: bool
+    """Whether the job's `memory.cap` is that limit."""
+    where: str | None
+    """What was being done, where it is none of a step's phases."""
+    adapts: bool
+    """Whether the run is to go on with less at a time."""
+    subject: Subject | None
+    """None where the model cannot be forecast."""
+
+
+def explain(error: BaseException, situation: Situation) -> OutOfMemoryError:
+    """The error that a user sees instead of the allocator's."""
+    half = _half(situation)
+    lines = [_what(error, situation), *_held(situation)]
+    if not (situation.adapts and half is not None):
+        lines += _fits(_in_time(situation.subject, situation.room), situation.room)
+    return OutOfMemoryError("\n".join(lines), micro_batch_size=half)
+
+
+def foresee(subject: Subject, predicted: Peak | None, room: int | None) -> list[str]:
+    """What to say before a run that is predicted not to fit; nothing where it is to fit.
+
+    Args:
+        subject: what will be run.
+        predicted: its peak.
+        room: bytes that a rank may take.
+    """
+    if predicted is None or room is None or predicted.bytes <= room:
+        return []
+    search = Search()
+    search.run(subject, room, PATIENCE_S)
+    first = (
+        f"the predicted peak of {format_bytes(predicted.bytes)} is more than the "
+        f"{format_bytes(room)} that a rank can take"
+    )
+    return [first, *_fits(search, room)]
+
+
+def _half(situation: Situation) -> int | None:
+    if situation.phase == "build" or situation.where is not None:
+        return None
+    size = situation.micro_size
+    return size // 2 if size % 2 == 0 else None
+
+
+def _what(error: BaseException, situation: Situation) -> str:
+    asked = asked_bytes(error)
+    more = f"{format_bytes(asked)} more were asked for" if asked else "more was asked for"
+    limit = "the memory of its device"
+    if situation.room:
+        limit = f"the {format_bytes(situation.room)} that it could take"
+    if situation.capped:
+        limit = f"memory.cap={format_bytes(situation.room or 0).replace(' ', '')}"
+    where = situation.where or _WHERE[situation.phase]
+    step = f" of step {situation.step}" if situation.step else ""
+    return f"rank {situation.rank} ran out of memory {where}{step}: {more} than {limit} leaves."
+
+
+def _held(situation: Situation) -> list[str]:
+    peak = situation.held
+    if peak is None or not peak.bytes:
+        return []
+    parts = sorted(
+        ((getattr(peak.breakdown, kind), kind) for kind in KINDS), key=lambda part: -part[0]
+    )
+    shown = ", ".join(f"{kind} {format_bytes(size)}" for size, kind in parts if size)
+    held = "it held" if situation.measured else "by prediction it needs"
+    most, kind = parts[0]
+    return [f"{held} {format_bytes(peak.bytes)}: {shown}. {kind} dominate: {most / peak.bytes:.0%}"]
+
+
+def _fits(search: Search, room: int | None) -> list[str]:
+    found = list(search.found)
+    if found:
+        return ["what would fit, by prediction:", *(f"  {remedy}" for remedy in found)]
+    if room is None or not search.forecasts or not search.complete:
+        return ["set a smaller train.micro_batch_size, or strategy.recompute=full"]
+    return [
+        f"no change that was tried is predicted to fit {format_bytes(room)}. Use a smaller model, "
+        "more ranks with --strategy fsdp, or a device with more memory"
+    ]
+
+
+def _in_time(subject: Subject | None, room: int | None) -> Search:
+    """The search, as far as it comes in time; it may go on, and is not waited for."""
+    search = Search()
+    if subject is None or room is None:
+        return search
+    seeker = threading.Thread(
+        target=search.run,
+        args=(subject, room, PATIENCE_S * 0.6),
+        name="bigtrain-remedies",
+        daemon=True,
+    )
+    seeker.start()
+    seeker.join(PATIENCE_S)
+    return search

@@ -1,0 +1,125 @@
+"""The library door: an engine around a module, a loss and an optimizer of one's own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from bigtrain.assembly.make_plan import device_type_of, make_plan
+from bigtrain.core.strategy import Plan
+from bigtrain.data import MicroBatch
+from bigtrain.engine.engine import Engine
+from bigtrain.errors import ConfigError
+from bigtrain.job.load import job_of
+from bigtrain.job.schema import Job
+from bigtrain.losses.loss import Loss, as_loss
+from bigtrain.losses.tasks import Task
+from bigtrain.models.blueprint import Blueprint
+from bigtrain.optim.update import MakeOptimizer
+from bigtrain.ranks.connect import connect
+from bigtrain.ranks.context import RunContext
+from bigtrain.ranks.launcher_env import Placement, detect
+
+
+def connect_job(job: Job, plan: Plan, placement: Placement) -> AbstractContextManager[RunContext]:
+    """Join the other ranks as a job's `mesh`, `device` and seed say, for a `with` block.
+
+    Raises:
+        ConfigError: before any process group exists; see `bigtrain.ranks.connect.connect`.
+    """
+    return connect(
+        placement,
+        device=job.device,
+        backend=job.mesh.backend,
+        pp=plan.pp,
+        dp=plan.dp,
+        tp=plan.tp,
+        setup_timeout=job.mesh.setup_timeout,
+        timeout=job.mesh.timeout,
+        seed=job.train.seed,
+        force_group=any(t.needs_group for t in plan.techniques.values()),
+    )
+
+
+def prepare(
+    model: Callable[[], nn.Module] | nn.Module | Blueprint,
+    loss: Loss | Callable[[Any, Any], Tensor],
+    optimizer: MakeOptimizer,
+    *,
+    strategy: str = "ddp",
+    task: Task | None = None,
+    example: tuple[Any, Any] | None = None,
+    **keys: Any,
+) -> Engine:
+    """Put a model under a strategy, on the ranks that a launcher started.
+
+    Args:
+        model: the class or function that makes the module (it is built where it is needed), or
+            a module already built.
+        loss: a mean loss of (output, targets) such as `F.cross_entropy`.
+        optimizer: makes the optimizer from parameters: a class, or a functools.partial of one.
+        strategy: a preset's name, or the path of a YAML file.
+        task: measures validation; left out, the loss alone is.
+        example: (inputs, targets) of one micro-batch. A strategy that cuts the model needs it;
+            with it the memory is predicted before anything is built.
+        keys: any key of a job, with two underscores for the dot: `train__micro_batch_size=8`,
+            `train__precision="bf16"`, `optim__clip_norm=1.0`, `device="cpu"`.
+
+    Returns:
+        The engine: `step(batch)` trains on this rank's (inputs, targets) of a global batch.
+
+    Raises:
+        ConfigError: before any process group exists.
+    """
+    _check_keys(keys)
+    job = job_of(strategy, {key.replace("__", "."): value for key, value in keys.items()})
+    if job.memory.on_oom == "adapt":
+        raise ConfigError(
+            "memory.on_oom=adapt begins the program anew, which only `bigtrain train` can make "
+            "good. Leave it out; bigtrain.OutOfMemoryError says what would fit."
+        )
+    placement = detect(os.environ)
+    plan = make_plan(job, placement.world_size, device_type_of(job))
+    connection = connect_job(job, plan, placement)
+    context = connection.__enter__()
+    try:
+        first = None if example is None else _micro_batch(example, as_loss(loss))
+        engine = Engine(model, loss, optimizer, job, context, task=task, example=first)
+    except BaseException as error:
+        connection.__exit__(type(error), error, error.__traceback__)
+        raise
+    engine.own(connection)
+    return engine
+
+
+_OF_THE_STEP = ("clip_norm", "release_gradients", "master_weights")
+"""Keys under `optim` that say what a step does with a given optimizer."""
+
+
+def _check_keys(keys: Mapping[str, Any]) -> None:
+    """Refuse what the arguments say already, and a key could only contradict.
+
+    Raises:
+        ConfigError: with the argument to use.
+    """
+    arguments = {"model": "model", "data": "your own loop", "optim": "optimizer"}
+    for key in keys:
+        section, _, name = key.partition("__")
+        if section in arguments and name and name not in _OF_THE_STEP:
+            raise ConfigError(
+                f"prepare(..., {key}=...) would be ignored: what it says is said by "
+                f"{arguments[section]} here. Leave it out, as in prepare(model, loss, "
+                "functools.partial(torch.optim.AdamW, lr=1e-3)); a chunked loss is "
+                "bigtrain.ChunkedCrossEntropy(head=...)."
+            )
+
+
+def _micro_batch(example: tuple[Any, Any], loss: Loss) -> MicroBatch:
+    inputs, targets = example
+    rows = next((len(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)), 0)
+    return MicroBatch(inputs, targets, loss.count(targets), rows)

@@ -1,0 +1,170 @@
+"""What would fit where something does not: changes of a job, each with the peak that is predicted.
+
+The forecast of each change is the one that a run of it would print, so nothing here is a rule of
+thumb but the order in which changes are tried: what costs the least time comes first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from bigtrain.assembly.build import lay_out
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.assembly.recompute_budget import settle
+from bigtrain.core.strategy import Plan
+from bigtrain.data.loader import MicroBatch
+from bigtrain.job.load import changed_job
+from bigtrain.job.schema import Job
+from bigtrain.losses.loss import Loss
+from bigtrain.memory.cap import BESIDE, MARGIN
+from bigtrain.memory.timeline import Peak, highest
+from bigtrain.optim.update import MakeOptimizer
+from bigtrain.prediction.predict import rank_of
+from bigtrain.units import MIB, format_bytes
+
+ENOUGH = 3
+"""As many remedies as are named."""
+_SHARDED = ("zero1_torch", "fsdp_zero2", "fsdp")
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change of a job, as words to type."""
+
+    words: tuple[str, ...]
+    peak_bytes: int
+    """The predicted peak with it, on the rank with the highest."""
+
+    def __str__(self) -> str:
+        """The words and what is predicted with them."""
+        return f"{' '.join(self.words)}  (predicted peak {format_bytes(self.peak_bytes)})"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What did not fit: a job, and what it is run with."""
+
+    job: Job
+    plan: Plan
+    model: nn.Module
+    """As the user wrote it, on any device."""
+    example: MicroBatch
+    loss: Loss
+    make_optimizer: MakeOptimizer
+
+    def peak(self, words: Sequence[str]) -> Peak | None:
+        """The predicted peak with some changes; None where they cannot be run or forecast."""
+        try:
+            job = changed_job(self.job, words)
+            plan = make_plan(job, self.plan.world_size, self.plan.device_type)
+            example = self._rows(plan.batch.micro_size)
+            given = (self.model, example, self.loss, self.make_optimizer)
+            layout = lay_out(plan, *given)
+            plan = settle(plan, *given, layout).plan
+            found = [rank_of(plan, *given, layout, rank).forecast for rank in range(plan.pp)]
+        except Exception:  # user code of any kind is tried here; what fails is no way out
+            return None
+        peaks = [forecast.peak() for forecast in found if forecast is not None]
+        return highest(peaks) if len(peaks) == plan.pp else None
+
+    def _rows(self, rows: int) -> MicroBatch:
+        """The first rows of the example, where it has more."""
+        whole = self.example
+        if rows >= whole.rows:
+            return whole
+        inputs, targets = tree_map(
+            lambda leaf: leaf[:rows] if isinstance(leaf, Tensor) and leaf.dim() else leaf,
+            (whole.inputs, whole.targets),
+        )
+        return MicroBatch(inputs, targets, self.loss.count(targets), rows)
+
+
+@dataclass
+class Search:
+    """The search for changes that fit, which may be looked at while it goes on."""
+
+    found: list[Remedy] = field(default_factory=list)
+    forecasts: int = 0
+    """How many changes could be forecast at all."""
+    complete: bool = False
+    """Whether every kind of change was tried, or enough were found."""
+
+    def run(self, subject: Subject, room: int, deadline_s: float) -> None:
+        """Look for up to three changes after which the predicted peak fits.
+
+        Args:
+            subject: what does not fit.
+            room: bytes that a rank may take.
+            deadline_s: seconds after which no further change is tried.
+        """
+        end = time.monotonic() + deadline_s
+        most = int(room * MARGIN) - BESIDE
+        for ways in _ways(subject, most):
+            for words in ways():
+                if time.monotonic() > end:
+                    return
+                peak = subject.peak(words)
+                self.forecasts += peak is not None
+                if peak is not None and peak.bytes <= most:
+                    self.found.append(Remedy(tuple(words), peak.bytes))
+                    break
+            if len(self.found) == ENOUGH:
+                break
+        self.complete = True
+
+
+def smaller_batch(job: Job, plan: Plan, micro_size: int) -> list[str]:
+    """The words for smaller micro-batches of the same global batch.
+
+    Args:
+        job: as the user wrote it: which of the three batch keys there are decides the words.
+        plan: of the job.
+        micro_size: rows of a micro-batch.
+    """
+    steps = -(-plan.batch.global_size // (micro_size * plan.dp))
+    words = []
+    if job.train.micro_batch_size is not None or job.train.accumulation_steps is None:
+        words.append(f"train.micro_batch_size={micro_size}")
+    if job.train.accumulation_steps is not None:
+        words.append(f"train.accumulation_steps={steps}")
+    if job.train.global_batch_size is None and job.train.accumulation_steps is None:
+        words.append(f"train.global_batch_size={plan.batch.global_size}")
+    return words
+
+
+def halves(job: Job, plan: Plan) -> Iterator[list[str]]:
+    """Half the micro-batch, a quarter, and so on, as long as the global batch stays the same."""
+    size = plan.batch.micro_size
+    while size % 2 == 0:
+        size //= 2
+        yield smaller_batch(job, plan, size)
+
+
+def _ways(subject: Subject, most: int) -> Iterator[Callable[[], Iterator[list[str]]]]:
+    """Kinds of change, the cheapest first; of each kind the first that fits is taken."""
+    job, plan = subject.job, subject.plan
+    yield lambda: halves(job, plan)
+    again = "recompute" not in plan.techniques
+    budget = f"strategy.recompute={max(1, most // MIB)}MiB"
+    if again:
+        yield lambda: iter([[budget], ["strategy.recompute=full"]])
+    whole = plan.dp > 1 and "cut" not in plan.techniques
+    whole = whole and plan.techniques["replicate"].name == "ddp"
+    if whole:
+        yield lambda: ([f"strategy={name}"] for name in _SHARDED)
+    if "offload" not in plan.techniques:
+        yield lambda: iter(
+            [["strategy.offload.optimizer=disk"], ["strategy.offload.activations=disk"]]
+        )
+    smallest = list(halves(job, plan))[-1:]
+    last = smallest[0] if smallest else []
+    both = [*last, "strategy.recompute=full"] if again else last
+    if both:
+        yield lambda: iter([both, [*both, "strategy.offload.optimizer=disk"]])
+    if whole:
+        yield lambda: iter([["strategy=fsdp", *both]])

@@ -1,0 +1,206 @@
+"""From the sections of a job to live objects: data, described model, loss, optimizer, length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bigtrain.assembly.build import lay_out
+from bigtrain.assembly.recompute_budget import settle
+from bigtrain.core.strategy import CutStrategy, Plan
+from bigtrain.cutting.layout import Layout
+from bigtrain.data import (
+    Data,
+    GlobalOrder,
+    MicroBatch,
+    StepLoader,
+    check_data,
+    open_data,
+    validation_batches,
+)
+from bigtrain.engine.checkpoint import find_checkpoint
+from bigtrain.engine.choose_loss import check_chunks, loss_for
+from bigtrain.errors import ConfigError
+from bigtrain.job.import_path import load_object
+from bigtrain.job.schema import Job
+from bigtrain.losses.loss import Loss, as_loss
+from bigtrain.models import check_model, make_model, model_defaults, sequence_length, task_of
+from bigtrain.models.blueprint import Blueprint, describe
+from bigtrain.optim.factory import learning_rate, optimizer_factory
+from bigtrain.optim.update import MakeOptimizer
+from bigtrain.ranks.context import RunContext
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an engine is made from, and the batches to feed it."""
+
+    job: Job
+    plan: Plan
+    data: Data
+    model: Blueprint
+    model_args: dict[str, Any]
+    """The model's arguments, with what the data decided filled in."""
+    loss: Loss
+    optimizer: MakeOptimizer
+    order: GlobalOrder
+    total_steps: int
+    parameters: int
+    """Numbers in the whole model, before anything is sharded."""
+
+    layout: Layout | None = None
+    """How the model is cut, where the plan has a cut."""
+    notes: tuple[str, ...] = ()
+    """What there is to say of the choices made for it."""
+
+    def learning_rate(self, step: int) -> float:
+        """The rate of a step, counted from 0."""
+        return learning_rate(self.job.optim, step, self.total_steps, self.plan.batch.global_size)
+
+    def training_steps(self, context: RunContext, samples_seen: int) -> StepLoader:
+        """The steps of this rank, from a position in the global order on."""
+        return StepLoader(
+            self.data.train,
+            self.order,
+            count=self.loss.count,
+            dp_rank=context.dp_rank,
+            dp_size=context.dp_size,
+            micro_batch_size=self.plan.batch.micro_size,
+            samples_seen=samples_seen,
+            workers=self.job.data.workers,
+            pin_memory=context.device.type == "cuda",
+            collate=self.data.collate,
+        )
+
+    def validation_batches(self, context: RunContext) -> Iterable[MicroBatch]:
+        """The share of this rank in the held-out samples; nothing where there are none."""
+        if self.data.validation is None:
+            return []
+        return validation_batches(
+            self.data.validation,
+            count=self.loss.count,
+            dp_rank=context.dp_rank,
+            dp_size=context.dp_size,
+            micro_batch_size=self.plan.batch.micro_size,
+            pin_memory=context.device.type == "cuda",
+            collate=self.data.collate,
+        )
+
+    def example(self) -> MicroBatch:
+        """One full micro-batch: the first samples of the data set."""
+        rows = min(self.plan.batch.micro_size, len(self.data.train))
+        order = GlobalOrder(len(self.data.train), rows, shuffle=False)
+        loader = StepLoader(
+            self.data.train,
+            order,
+            count=self.loss.count,
+            micro_batch_size=rows,
+            collate=self.data.collate,
+        )
+        return next(iter(loader)).micro_batches[0]
+
+
+def check_job(job: Job) -> None:
+    """Refuse a model, a data source or a path that cannot work, before anything is read.
+
+    Raises:
+        ConfigError: with the key and the fix.
+    """
+    check_model(job.model.name, job.model.args)
+    check_chunks(job.model)
+    check_data(job.data.name, job.data.path, job.data.args)
+    if job.checkpoint.resume not in (None, "auto"):
+        find_checkpoint(str(job.checkpoint.resume))
+
+
+def open_parts(job: Job, plan: Plan) -> Parts:
+    """Open the data and describe the model; no weight is made and no process group needed.
+
+    Raises:
+        ConfigError: no samples, fewer samples than ranks, a model that does not fit the data.
+    """
+    length = sequence_length(job.model.name, job.model.args)
+    data = open_data(
+        job.data.name,
+        job.data.path,
+        job.data.args,
+        seed=job.train.seed,
+        sequence_length=length,
+    )
+    _check_task(job, data)
+    samples = len(data.train)
+    if samples < plan.dp:
+        raise ConfigError(
+            f"data: {samples} training samples are fewer than the {plan.dp} ranks that share "
+            f"them. Start at most {samples} ranks."
+        )
+    if samples < plan.batch.global_size:
+        raise ConfigError(
+            f"train.global_batch_size={plan.batch.global_size} is more than the {samples} samples "
+            f"there are. Use train.global_batch_size={samples // plan.dp * plan.dp} or less."
+        )
+    defaults = model_defaults(
+        job.model.name,
+        num_classes=data.task.num_classes,
+        sequence_length=_length_of(data) if data.task.name == "language" else None,
+    )
+    args = {**defaults, **job.model.args}
+    order = GlobalOrder(samples, plan.batch.global_size, seed=job.train.seed)
+    model = describe(lambda: make_model(job.model.name, args))
+    parts = Parts(
+        job=job,
+        plan=plan,
+        data=data,
+        model=model,
+        model_args=args,
+        loss=_loss(job.model.loss, data),
+        optimizer=optimizer_factory(job.optim, job.train.seed),
+        order=order,
+        total_steps=_total_steps(job, order),
+        parameters=sum(p.numel() for p in model.model.parameters()),
+    )
+    if job.model.loss is None:
+        cut = plan.techniques.get("cut")
+        waiting = isinstance(cut, CutStrategy) and max(cut.held(plan)[-1:], default=1) > 1
+        task, example = data.task, parts.example()
+        loss = loss_for(job.model, task, model.model, example, waiting=waiting)
+        parts = replace(parts, loss=loss)
+    # What cannot be cut, or does not fit a budget, is refused here, before the ranks connect.
+    given = (parts.model.model, parts.example(), parts.loss, parts.optimizer)
+    layout = lay_out(plan, *given)
+    settled = settle(plan, *given, layout)
+    return replace(parts, plan=settled.plan, layout=layout, notes=settled.lines)
+
+
+def _check_task(job: Job, data: Data) -> None:
+    wanted = task_of(job.model.name)
+    if wanted is None or data.task.name in (wanted, "custom"):
+        return
+    fitting = {
+        "language": "model.name=gpt",
+        "classification": "model.name=lenet or model.name=resnet18",
+        "segmentation": "model.name=deeplabv3_resnet50",
+    }
+    raise ConfigError(
+        f"model.name={job.model.name} is for {wanted}, and data.name={job.data.name} is "
+        f"{data.task.name}. Use {fitting[data.task.name]}, or a data.name for {wanted}."
+    )
+
+
+def _length_of(data: Data) -> int | None:
+    inputs, _ = data.train[0]
+    return int(inputs.shape[0]) if hasattr(inputs, "shape") and inputs.ndim == 1 else None
+
+
+def _total_steps(job: Job, order: GlobalOrder) -> int:
+    if job.train.steps is not None:
+        return job.train.steps
+    return math.ceil((job.train.epochs or 1) * order.steps_per_epoch)
+
+
+def _loss(name: str | None, data: Data) -> Loss:
+    if name is None:
+        return data.task.loss()
+    return as_loss(load_object(name, "model.loss"))

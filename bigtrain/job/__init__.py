@@ -1,0 +1,1 @@
+"""One run as types: keys, defaults, YAML, words. No torch."""

@@ -1,0 +1,266 @@
+"""The arguments of `train.py` and `bigtrain train`: few and frozen; the rest are keys of a job."""
+
+from __future__ import annotations
+
+import argparse
+
+TRAIN_HELP = """\
+One job is one YAML file; configs/jobs/default.yaml is used when none is named. Any key can be
+set on the command line: optim.lr=3e-4, or OPTIM.LR 3e-4."""
+
+
+class TrainOptions(argparse.Namespace):
+    """What `train.py` and `bigtrain train` were given."""
+
+    config: str | None
+    strategy: str | None
+    plan: str | None
+    dry_run: bool
+    num_ranks: int | None
+    record: str
+    overrides: list[str]
+
+
+def train_arguments(
+    arguments: list[str], *, starts_ranks: bool = False, records: bool = False
+) -> TrainOptions:
+    """Read the arguments of train.py; what launchers add is accepted and ignored.
+
+    Args:
+        arguments: without the program's name.
+        starts_ranks: also accept `-n`, which only `bigtrain train` has.
+        records: demand `--record`, the folder that `bigtrain.verify.record` writes to.
+
+    Raises:
+        SystemExit: 2 for an unknown option, 0 after --help.
+    """
+    parser = argparse.ArgumentParser(
+        prog="bigtrain train" if starts_ranks else "train.py",
+        usage="%(prog)s [options] [KEY=VALUE | KEY VALUE ...]",
+        description="Train a model under a strategy, and show what memory it took.",
+        epilog=TRAIN_HELP,
+        allow_abbrev=False,
+    )
+    add_train_options(parser, starts_ranks=starts_ranks)
+    if records:
+        parser.add_argument("--record", required=True)
+    options, rest = parser.parse_known_args(arguments, namespace=TrainOptions())
+    for word in rest:
+        if word.startswith("--"):
+            parser.error(f"there is no option {word}; keys of the job are given as KEY=VALUE")
+    if options.resume is not None:
+        rest += [f"checkpoint.resume={options.resume}"]
+    if options.cap is not None:
+        rest += [f"memory.cap={options.cap}"]
+    options.overrides = rest
+    return options
+
+
+def add_train_options(parser: argparse.ArgumentParser, *, starts_ranks: bool) -> None:
+    """Add the frozen list of options; everything else is a key of the job."""
+    if starts_ranks:
+        parser.add_argument(
+            "-n", "--num-ranks", type=int, metavar="N", help="start N ranks on this machine"
+        )
+    parser.add_argument("--config", metavar="JOB", help="a YAML file, or a name in configs/jobs")
+    parser.add_argument(
+        "--strategy", metavar="NAME", help="a name in configs/strategies, a YAML file, or auto"
+    )
+    parser.add_argument("--plan", metavar="FILE", help="a plan.yaml to follow")
+    parser.add_argument(
+        "--resume", metavar="auto|PATH", help="continue from the newest checkpoint, or from PATH"
+    )
+    parser.add_argument(
+        "--cap", metavar="SIZE", help="the most memory that a rank may take, such as 2GiB"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the job and the predicted peak, run nothing"
+    )
+    ignored = parser.add_argument_group("accepted from launchers and ignored")
+    ignored.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    ignored.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
+    ignored.add_argument("--deepspeed_config", help=argparse.SUPPRESS)
+
+
+class SideOptions(argparse.Namespace):
+    """What `bigtrain compare` and `bigtrain verify` were given."""
+
+    job: str | None
+    strategies: str
+    num_ranks: int | None
+    time_limit: float
+    steps: int
+    output: str | None
+    as_json: bool
+    overrides: list[str]
+    cap: str | None = None
+    largest: str | None = None
+    picture: str | None = None
+    optimizer: str = "sgd"
+
+
+def compare_arguments(arguments: list[str]) -> SideOptions:
+    """Read the arguments of `bigtrain compare`.
+
+    Raises:
+        SystemExit: 2 for an unknown option, 0 after --help.
+    """
+    parser = _side_parser(
+        "compare", "Run strategies side by side on one job: memory, time, losses."
+    )
+    parser.add_argument("--steps", type=int, default=8, help="steps of each run (default 8)")
+    parser.add_argument("--cap", metavar="SIZE", help="the most memory that a rank may take")
+    parser.add_argument(
+        "--largest",
+        metavar="KEY",
+        help="find how far each strategy can raise a key (micro_batch_size, n_layer, ...)",
+    )
+    parser.add_argument("--picture", metavar="FILE", help="also write the bars as .svg or .png")
+    return _side_options(parser, arguments)
+
+
+def verify_arguments(arguments: list[str]) -> SideOptions:
+    """Read the arguments of `bigtrain verify`.
+
+    Raises:
+        SystemExit: 2 for an unknown option, 0 after --help.
+    """
+    parser = _side_parser(
+        "verify", "Compare strategies with one process on the same global batches."
+    )
+    parser.add_argument("--steps", type=int, default=3, help="steps that are compared (default 3)")
+    parser.add_argument(
+        "--optimizer",
+        choices=("sgd", "job"),
+        default="sgd",
+        help="SGD lets every number be compared (default); the job's own lets losses be",
+    )
+    return _side_options(parser, arguments)
+
+
+class PlanOptions(argparse.Namespace):
+    """What `bigtrain plan` was given."""
+
+    job: str | None
+    devices: int | None
+    memory: str | None
+    cap: str | None
+    cluster: str | None
+    global_batch_size: int | None
+    engines: str
+    output: str | None
+    picture: str | None
+    as_json: bool
+    overrides: list[str]
+
+
+def plan_arguments(arguments: list[str]) -> PlanOptions:
+    """Read the arguments of `bigtrain plan`.
+
+    Raises:
+        SystemExit: 2 for an unknown option, 0 after --help.
+    """
+    parser = argparse.ArgumentParser(
+        prog="bigtrain plan",
+        usage="%(prog)s [JOB] [options] [KEY=VALUE | KEY VALUE ...]",
+        description="Find the fastest plan that fits: nothing is run, and no device is needed.",
+        epilog="JOB is a YAML file, or a name in configs/jobs; left out, the default job.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="JOB", help="the same as JOB")
+    parser.add_argument("--devices", type=int, metavar="N", help="ranks (default: one node)")
+    parser.add_argument("--memory", metavar="SIZE", help="of a device (default: the cluster's)")
+    parser.add_argument("--cap", metavar="SIZE", help="what a rank may take, as train's --cap")
+    parser.add_argument(
+        "--cluster", metavar="FILE", help="a name in configs/clusters, or a file (default: here)"
+    )
+    parser.add_argument("--global-batch-size", type=int, metavar="B", help="samples of a step")
+    parser.add_argument(
+        "--engines",
+        default="torch,deepspeed",
+        metavar="A,B",
+        help="who may do it (default torch,deepspeed; fairscale is the third)",
+    )
+    parser.add_argument("--output", metavar="FILE", help="the best plan (default plan.yaml)")
+    parser.add_argument("--picture", metavar="FILE", help="memory against time as .svg or .png")
+    parser.add_argument(
+        "--json", dest="as_json", action="store_true", help="one JSON document on standard output"
+    )
+    options, rest = parser.parse_known_args(arguments, namespace=PlanOptions())
+    if options.memory is not None and options.cap is not None:
+        parser.error("--memory and --cap both say what a rank may take; give one of them")
+    options.job, options.overrides = _job_and_words(parser, options.config, rest)
+    return options
+
+
+def _side_parser(command: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"bigtrain {command}",
+        usage="%(prog)s [JOB] [options] [KEY=VALUE | KEY VALUE ...]",
+        description=description,
+        epilog="JOB is a YAML file, or a name in configs/jobs; left out, the default job.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="JOB", help="the same as JOB")
+    parser.add_argument(
+        "--strategies", default="all", metavar="A,B", help="names and files, or all (default)"
+    )
+    parser.add_argument(
+        "-n", "--num-ranks", type=int, metavar="N", help="ranks of each run (default: GPUs, or 2)"
+    )
+    parser.add_argument(
+        "--time-limit", type=float, default=600.0, metavar="S", help="seconds a run (default 600)"
+    )
+    parser.add_argument("--output", metavar="DIR", help=f"folder (default runs/{command}-NUMBER)")
+    parser.add_argument(
+        "--json", dest="as_json", action="store_true", help="one JSON document on standard output"
+    )
+    return parser
+
+
+def _side_options(parser: argparse.ArgumentParser, arguments: list[str]) -> SideOptions:
+    options, rest = parser.parse_known_args(arguments, namespace=SideOptions())
+    for name, least in (("steps", 1), ("time_limit", 1)):
+        if getattr(options, name) < least:
+            option = f"--{name.replace('_', '-')}"
+            parser.error(f"{option} {getattr(options, name):g}: at least {least} is needed")
+    options.job, options.overrides = _job_and_words(parser, options.config, rest)
+    return options
+
+
+def _job_and_words(
+    parser: argparse.ArgumentParser, config: str | None, rest: list[str]
+) -> tuple[str | None, list[str]]:
+    """The job, named with or without --config, and the overrides as KEY=VALUE."""
+    for word in rest:
+        if word.startswith("-") and not word[1:2].isdigit():
+            parser.error(f"there is no option {word}; keys of the job are given as KEY=VALUE")
+    job, words = config, list(rest)
+    # A key has a dot or an equals sign in it, or comes in capitals; a job's name has neither.
+    if words and "=" not in words[0] and (_is_file(words[0]) or "." not in words[0]):
+        if job is not None:
+            parser.error(f"--config {job} and {words[0]}: one job at a time")
+        job = words.pop(0)
+    return job, _joined(parser, words)
+
+
+def _joined(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
+    """Every override as KEY=VALUE; a whole strategy is named elsewhere."""
+    rest, found = list(words), []
+    while rest:
+        word = rest.pop(0)
+        if "=" not in word:
+            if not rest:
+                parser.error(f"{word} has no value. Write {word.lower()}=VALUE")
+            word = f"{word.lower() if word.isupper() else word}={rest.pop(0)}"
+        if word.startswith("strategy="):
+            fix = f"Write --strategies {word[9:]}"
+            if parser.prog.endswith(" plan"):
+                fix = "bigtrain plan chooses it; leave it out"
+            parser.error(f"{word} would be every row's strategy. {fix}")
+        found.append(word)
+    return found
+
+
+def _is_file(word: str) -> bool:
+    return word.endswith((".yaml", ".yml")) or "/" in word

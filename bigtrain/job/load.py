@@ -1,0 +1,177 @@
+"""From YAML files and the command line to a `Job`, with every complaint naming file and line.
+
+The order of precedence, lowest first: the defaults of `config`, the job file, the strategy
+(or plan) file, the command line. Each value remembers where it came from.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from bigtrain.errors import ConfigError
+from bigtrain.job.presets import KeyPath, Tree, read_preset
+from bigtrain.job.schema import Job
+
+
+def parse_overrides(words: Sequence[str]) -> Tree:
+    """Read `optim.lr=3e-4` and `OPTIM.LR 3e-4`, in any mixture.
+
+    Raises:
+        ConfigError: a key without a value, or a value that is not YAML.
+    """
+    tree = Tree()
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        key, equals, text = word.partition("=")
+        if not equals:
+            if not rest:
+                raise ConfigError(f"{word!r} has no value. Write {word.lower()}=VALUE.")
+            text = rest.pop(0)
+        key = key.lower() if key.isupper() else key
+        if key == "strategy" and text and not text.lstrip().startswith("{"):
+            tree.preset = text
+            continue
+        if not key or key.startswith("-"):
+            raise ConfigError(
+                f"{word!r} is not an option. See --help; keys are like train.steps=5."
+            )
+        try:
+            value = yaml.safe_load(text) if text else None
+        except yaml.YAMLError:
+            raise ConfigError(f"{key}={text}: not a value. Put quotes around it.") from None
+        tree.put(tuple(key.split(".")), value, f"command line, {key}", beside=True)
+    return tree
+
+
+def load_job(
+    config: str | None = None,
+    strategy: str | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    plan: str | None = None,
+) -> Job:
+    """Read a job: a file or preset, with a strategy, a plan and overrides laid over it.
+
+    Args:
+        config: a path, or the name of a preset under configs/jobs; None is `default`.
+        strategy: a preset under configs/strategies, or a path.
+        overrides: words as on the command line.
+        plan: a plan file.
+
+    Raises:
+        ConfigError: with the file, the line and the nearest valid key.
+    """
+    tree = read_preset("jobs", config or "default", "--config")
+    words = parse_overrides(overrides)
+    if ("strategy", "deepspeed") in words.origins and not (strategy or plan or words.preset):
+        tree.values["strategy"] = {"name": "deepspeed"}  # the file says which, not the job
+    for asked, name in (("--strategy", strategy), ("--plan", plan), ("strategy", words.preset)):
+        if name is not None:
+            tree.merge(read_preset("strategies", str(name), asked))
+    inner = tree.values.get("strategy")
+    if isinstance(inner, str):
+        preset = read_preset("strategies", inner, "strategy")
+        tree.values.pop("strategy")
+        tree.merge(preset)
+    return _overridden(tree, words)
+
+
+def changed_job(job: Job, words: Sequence[str]) -> Job:
+    """A job with some keys changed, by words as on the command line; a strategy comes whole.
+
+    Raises:
+        ConfigError: with the key and the fix.
+    """
+    tree = Tree(job.model_dump(mode="json", exclude_defaults=True))
+    changes = parse_overrides(words)
+    if changes.preset is not None:
+        tree.merge(read_preset("strategies", changes.preset, "strategy"))
+    return _overridden(tree, changes)
+
+
+def _overridden(tree: Tree, words: Tree) -> Job:
+    # First they displace what lower layers say, then all of them are there, in whatever order.
+    for beside in (False, True):
+        for path, origin in words.origins.items():
+            tree.put(path, _value_at(words.values, path), origin, beside=beside)
+    return validate(Job, tree)
+
+
+def job_of(strategy: str, keys: Mapping[str, Any]) -> Job:
+    """A job from a strategy and dotted keys alone, without a job file."""
+    tree = read_preset("strategies", strategy, "strategy")
+    for key, value in keys.items():
+        tree.put(tuple(key.split(".")), value, f"{key}={value!r}")
+    return validate(Job, tree)
+
+
+def _value_at(values: Any, path: KeyPath) -> Any:
+    for key in path:
+        values = values[key]
+    return values
+
+
+def validate(kind: type[Job], tree: Tree) -> Job:
+    """Make the typed job, or say the first thing that is wrong with it."""
+    try:
+        return kind.model_validate(tree.values)
+    except ValidationError as error:
+        raise ConfigError(explain(error, kind, tree)) from None
+
+
+def explain(error: ValidationError, kind: type[BaseModel], tree: Tree | None = None) -> str:
+    """One line for the first of pydantic's complaints: place, key, reason, fix."""
+    first = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):  # a check across sections, which names its keys itself
+        return str(cause)
+    path = tuple(str(part) for part in first["loc"])
+    place = tree.origin(path) if tree else None
+    prefix = f"{place}: " if place and not place.startswith("command line") else ""
+    name = ".".join(path)
+    if first["type"] == "extra_forbidden":
+        known = _fields_at(kind, path[:-1])
+        return f"{prefix}unknown key {name}{_suggest(path, known, kind)}"
+    if first["type"] == "missing":
+        return f"{prefix}{name} is missing. Add {name}=..."
+    message = str(first["msg"]).removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    got = first["input"]
+    shown = "" if isinstance(got, dict) or first["type"] == "value_error" else f" (got {got!r})"
+    return f"{prefix}{name}: {message}{shown}."
+
+
+def _suggest(path: KeyPath, known: list[str], kind: type[BaseModel]) -> str:
+    close = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
+    if close:
+        return f", did you mean {'.'.join((*path[:-1], close[0]))}?"
+    everywhere = {
+        f"{section}.{key}" for section in kind.model_fields for key in _fields_at(kind, (section,))
+    }
+    for full in sorted(everywhere):  # the right key in the wrong section
+        if full.endswith(f".{path[-1]}"):
+            return f", did you mean {full}?"
+    return f". Known here: {', '.join(known)}."
+
+
+def _fields_at(kind: type[BaseModel], path: KeyPath) -> list[str]:
+    for key in path:
+        info = kind.model_fields.get(key)
+        inner = info.annotation if info else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return []
+        kind = inner
+    return list(kind.model_fields)
+
+
+ONE_PROCESS = (
+    *("mesh.pp=null", "mesh.dp=-1", "mesh.tp=1", "train.accumulation_steps=null"),
+    "train.micro_batch_size=null",
+)
+"""The words that leave of a job what one process can do: its global batch at once."""

@@ -1,0 +1,182 @@
+"""YAML files with their lines: presets that come with bigtrain, and files of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bigtrain.errors import ConfigError, nearest
+
+KeyPath = tuple[str, ...]
+PLAN_KEYS = ("mesh", "strategy", "train", "optim", "memory", "device")
+"""What a strategy or plan file may say about a job."""
+
+
+@dataclass
+class Tree:
+    """Nested values, and for each key path the place that it was written in."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[KeyPath, str] = field(default_factory=dict)
+    preset: str | None = None
+    """The strategy that `strategy=NAME` names; `strategy.KEY=...` may stand beside it."""
+
+    def origin(self, path: KeyPath) -> str | None:
+        """Where the nearest enclosing key was written."""
+        while path:
+            if path in self.origins:
+                return self.origins[path]
+            path = path[:-1]
+        return None
+
+    def put(self, path: KeyPath, value: Any, origin: str, *, beside: bool = False) -> None:
+        """Set one key, making the mappings on the way.
+
+        Args:
+            path: of the key.
+            value: of the key.
+            origin: where it is written.
+            beside: whether what it displaces stays: it is said in the same place.
+        """
+        node = self.values
+        for depth, key in enumerate(path[:-1], start=1):
+            child = node.get(key)
+            if isinstance(child, str) and depth > 1:  # `replicate: ddp` is short for its name
+                child = {"name": child}
+            if not isinstance(child, dict):
+                child = {}
+            node[key] = child
+            node = child
+        if not beside:
+            _forget_arguments(node, path[:-1], {path[-1]: value})
+        node[path[-1]] = value
+        self.origins[path] = origin
+
+    def merge(self, other: Tree) -> None:
+        """Lay another tree over this one; a strategy replaces the whole strategy."""
+        if "strategy" in other.values:
+            self.values.pop("strategy", None)
+        _merge(self.values, other.values, ())
+        self.origins.update(other.origins)
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any], path: KeyPath) -> None:
+    _forget_arguments(base, path, over)
+    for key, value in over.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            _merge(base[key], value, (*path, key))
+        else:
+            base[key] = value
+
+
+def _forget_arguments(base: dict[str, Any], path: KeyPath, over: dict[str, Any]) -> None:
+    """Drop what a higher layer displaces: another model's arguments, the other length."""
+    if path == ("train",):
+        for said, displaced in (("steps", "epochs"), ("epochs", "steps")):
+            if over.get(said) is not None and displaced not in over:
+                base.pop(displaced, None)
+    if path in (("model",), ("data",)) and over.get("name", base.get("name")) != base.get("name"):
+        base.pop("args", None)
+        base.pop("path", None)
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that refuses a key written twice."""
+
+
+def read_yaml(path: Path, shown: str | None = None) -> Tree:
+    """Read one YAML mapping with the line of every key.
+
+    Raises:
+        ConfigError: no such file, not YAML, not a mapping, or a key twice.
+    """
+    shown = shown or str(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {shown}: {error}") from None
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+        values = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{shown}:{mark.line + 1}" if mark else shown
+        raise ConfigError(
+            f"{where}: not valid YAML: {getattr(error, 'problem', error)}. "
+            "Look at the indentation and the quotes there."
+        ) from None
+    if values is None:
+        return Tree()
+    if not isinstance(values, dict):
+        raise ConfigError(f"{shown}: a job is a mapping like 'train: {{steps: 100}}'.")
+    return Tree(values, dict(_lines(root, (), shown)))
+
+
+def _lines(node: yaml.Node | None, path: KeyPath, shown: str) -> Iterator[tuple[KeyPath, str]]:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: set[str] = set()
+    for key_node, value_node in node.value:
+        key = str(key_node.value)
+        where = f"{shown}:{key_node.start_mark.line + 1}"
+        if key in seen:
+            raise ConfigError(f"{where}: the key {key!r} is written twice. Keep one of them.")
+        seen.add(key)
+        yield (*path, key), where
+        yield from _lines(value_node, (*path, key), shown)
+
+
+def preset_names(kind: str) -> list[str]:
+    """The names of the YAML presets of a kind: 'jobs' or 'strategies'."""
+    folder = resources.files("bigtrain.configs").joinpath(kind)
+    return sorted(f.name[:-5] for f in folder.iterdir() if f.name.endswith(".yaml"))
+
+
+def read_preset(kind: str, name: str, asked: str) -> Tree:
+    """Read a preset by name, or a YAML file by path.
+
+    Args:
+        kind: 'jobs' or 'strategies'.
+        name: a preset's name or a path that ends in .yaml, .yml or holds a separator.
+        asked: the argument or key that named it, for the message.
+
+    Raises:
+        ConfigError: neither; the message has the nearest name and the known ones.
+    """
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") or "/" in name:
+        if not path.is_file():
+            raise ConfigError(f"{asked}: there is no file {name!r} (looked from {Path.cwd()}).")
+        tree = read_yaml(path)
+        stem = path.stem
+    else:
+        names = preset_names(kind)
+        if name not in names:
+            known = ", ".join(names)
+            raise ConfigError(f"{asked}: unknown {name!r}{nearest(name, names)} Known: {known}.")
+        source = resources.files("bigtrain.configs").joinpath(kind, f"{name}.yaml")
+        with resources.as_file(source) as file:
+            tree = read_yaml(file, shown=f"{kind}/{name}.yaml")
+        stem = name
+    if kind == "strategies":
+        _name_strategy(tree, stem)
+    return tree
+
+
+def _name_strategy(tree: Tree, name: str) -> None:
+    predicted = tree.values.pop("predicted", None)  # a plan file tells what it expects
+    del predicted
+    for key in tree.values:
+        if key not in PLAN_KEYS:
+            raise ConfigError(
+                f"{tree.origin((key,))}: a strategy file has no key {key!r}"
+                f"{nearest(key, PLAN_KEYS)} It may say {', '.join(PLAN_KEYS)}."
+            )
+    strategy = tree.values.setdefault("strategy", {})
+    if isinstance(strategy, dict):
+        strategy.setdefault("name", name)

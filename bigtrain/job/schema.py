@@ -1,0 +1,340 @@
+"""One job as types: every key of a YAML file, its default, its unit, and the batch arithmetic.
+
+Defaults stand here and nowhere else; YAML files hold differences. Nothing here imports torch,
+so a wrong key is answered in milliseconds.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from bigtrain.errors import ConfigError
+from bigtrain.job.deepspeed_json import compare_optimizer
+from bigtrain.units import parse_bytes
+
+Precision = Literal["fp32", "bf16", "fp64"]
+Role = Literal["cut", "replicate", "recompute", "offload", "accumulate"]
+ROLES: tuple[Role, ...] = ("cut", "replicate", "recompute", "offload", "accumulate")
+ONLY_TECHNIQUE = {
+    "recompute": "checkpointing",
+    "offload": "offload",
+    "accumulate": "accumulation",
+}
+"""What a role means where its `name` is left out: these have one technique each."""
+Bytes = Annotated[int, BeforeValidator(lambda value: parse_bytes(value))]
+"""A size: written '25MiB' or as a number, kept as an integer of bytes."""
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """The base of every section: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(Section):
+    """Which model is trained."""
+
+    name: str = "gpt"
+    """A built-in name (gpt-10m, lenet, resnet50, ...) or `package.module:Class`."""
+    args: dict[str, Any] = {}
+    """Arguments of its constructor; what the data decides (number of classes) may be left out."""
+    loss: str | None = None
+    """`package.module:function`, a mean loss of (output, target); left out, the task's own."""
+    chunked_loss: bool | None = None
+    """Cross entropy in chunks, without the whole logits; left out, for the built-in gpt models."""
+    chunk_size: Bytes | None = Field(None, gt=0)
+    """Bytes of the logits in one chunk; left out, 32 MiB."""
+    head: str | None = None
+    """The linear layer that makes the logits, by its name; left out, it is found."""
+
+
+class DataConfig(Section):
+    """What it is trained on."""
+
+    name: str = "text"
+    """A built-in source (text, digits, cifar10, ...) or `package.module:function`."""
+    path: str | None = None
+    """The file or folder of the source; for text, left out, the Python library's own source."""
+    args: dict[str, Any] = {}
+    """Arguments of the source."""
+    workers: int = Field(0, ge=0)
+    """Processes per rank that read samples ahead; 0 reads in the training process."""
+
+
+class OptimConfig(Section):
+    """How the parameters are updated."""
+
+    name: Literal["adamw", "sgd", "adafactor", "adamw_8bit", "adamw_4bit"] = "adamw"
+    """adafactor keeps a row and a column of its second moment; the last two keep 8 or 4 bits for
+    each moment, in torchao's formats."""
+    lr: float = Field(1e-3, ge=0)
+    """The highest learning rate, for a global batch of `base_batch_size` where that is given."""
+    base_batch_size: int | None = Field(None, ge=1)
+    """Linear scaling: the rate is multiplied by global_batch_size / base_batch_size."""
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    momentum: float = Field(0.0, ge=0, lt=1)
+    warmup_steps: int = Field(0, ge=0)
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """The rate after warm-up: held, or let down to `final_lr_share` by the end of the last step."""
+    final_lr_share: float = Field(0.0, ge=0, le=1)
+    clip_norm: float | None = Field(None, gt=0)
+    """Gradients are scaled down to this global norm where they exceed it."""
+    implementation: Literal["auto", "fused", "foreach", "loop"] = "auto"
+    """torch's kernels for the step; auto is fused, which needs no temporary copies."""
+    state: Literal["fp32", "bf16"] = "fp32"
+    """The dtype of adamw's moments; bf16 halves them."""
+    master_weights: bool = True
+    """False: with train.precision=bf16 the parameters themselves are bf16, without fp32 copies."""
+    stochastic_rounding: bool | None = None
+    """What is kept in bf16 is rounded up or down by chance; left out, true where there is any."""
+    release_gradients: bool = False
+    """Each parameter is updated in the backward pass, as soon as its gradient is there."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> OptimConfig:
+        fault = optimizer_fault(self)
+        if fault is not None:
+            raise ValueError(fault)
+        return self
+
+    @property
+    def lean(self) -> bool:
+        """Whether the update is bigtrain's own, a piece at a time, and not one of torch's."""
+        own = self.state == "bf16" or not self.master_weights
+        return self.name in LOW_BIT or (self.name == "adamw" and own)
+
+
+LOW_BIT = {"adamw_8bit": 8, "adamw_4bit": 4}
+
+
+def optimizer_fault(optim: OptimConfig) -> str | None:
+    """What is wrong with these keys together, with the fix; None where nothing is."""
+    name, rounded = optim.name, optim.state == "bf16" or not optim.master_weights
+    if optim.state == "bf16" and name != "adamw":
+        return f"state=bf16 is for name=adamw, and name is {name}. Leave optim.state out"
+    if not optim.master_weights and name in ("sgd", "adafactor"):
+        return (
+            f"master_weights=false is for adamw, adamw_8bit and adamw_4bit, and name is {name}, "
+            "which would lose every change below 1/256 of a weight. Use optim.name=adamw, or "
+            "optim.master_weights=true"
+        )
+    if optim.stochastic_rounding and not rounded:
+        return (
+            "stochastic_rounding=true rounds what is kept in bf16, and nothing is. Set "
+            "optim.state=bf16 or optim.master_weights=false, or leave it out"
+        )
+    if optim.implementation == "fused" and name == "adafactor":
+        return "implementation=fused: torch has no such adafactor. Use optim.implementation=auto"
+    if optim.lean and optim.implementation != "auto":
+        return (
+            f"implementation={optim.implementation} chooses among torch's kernels, and name={name} "
+            "with these keys has one of its own. Use optim.implementation=auto"
+        )
+    if optim.release_gradients and optim.clip_norm is not None:
+        return (
+            f"release_gradients=true updates each parameter before the norm of all gradients is "
+            f"known, and clip_norm={optim.clip_norm} needs it. Use optim.clip_norm=null, or "
+            "optim.release_gradients=false"
+        )
+    return None
+
+
+class TrainConfig(Section):
+    """How long, in what batches, in what precision."""
+
+    steps: int | None = Field(None, ge=1)
+    epochs: float | None = Field(None, gt=0)
+    """Passes over the training data; give steps or epochs (neither means one epoch)."""
+    global_batch_size: int | None = Field(None, ge=1)
+    """Samples per optimizer step over all ranks; any two of these three give the third."""
+    micro_batch_size: int | None = Field(None, ge=1)
+    """Samples per rank that go through the model at once."""
+    accumulation_steps: int | None = Field(None, ge=1)
+    """Micro-batches per rank and optimizer step."""
+    seed: int = Field(0, ge=0)
+    precision: Precision = "fp32"
+    """bf16 is autocast with fp32 parameters; fp64 is for proofs."""
+    eval_every: int = Field(0, ge=0)
+    """Steps between validations, besides the one at the end; 0 for that one alone."""
+    sync_batchnorm: bool = False
+    """BatchNorm statistics over all ranks (CUDA only)."""
+    deterministic: bool = False
+    """Only deterministic kernels (torch.use_deterministic_algorithms)."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainConfig:
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(
+                f"steps={self.steps} and epochs={self.epochs} both say how long to train; "
+                "give one (train.epochs=null drops the other)"
+            )
+        return self
+
+
+class MeshConfig(Section):
+    """The ranks as axes, and how they talk."""
+
+    pp: int | None = Field(None, ge=1)
+    """Stages of a cut model; left out, all ranks that dp and tp leave where a technique cuts."""
+    dp: int = Field(-1, ge=-1)
+    """-1 is what remains of the world."""
+    tp: int = Field(1, ge=1)
+    backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
+    setup_timeout: float = Field(300.0, gt=0)
+    """Seconds the ranks wait for each other at the start."""
+    timeout: float = Field(100.0, gt=0)
+    """Seconds a collective may take afterwards."""
+
+    @field_validator("dp")
+    @classmethod
+    def _not_zero(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("dp=0 has no ranks; use -1 for what remains")
+        return value
+
+
+class RoleConfig(BaseModel):
+    """One technique: its name, and its own options, which its module checks."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The technique's options, as written."""
+        return dict(self.model_extra or {})
+
+
+class StrategyConfig(Section):
+    """At most one technique for each role."""
+
+    name: str = "single"
+    """What the reports call it: the preset's name."""
+    deepspeed: str | None = None
+    """A DeepSpeed configuration file (JSON): `zero` on DeepSpeed, as the file says."""
+    cut: RoleConfig | None = None
+    replicate: RoleConfig | None = None
+    recompute: RoleConfig | None = None
+    offload: RoleConfig | None = None
+    accumulate: RoleConfig | None = None
+
+    @field_validator(*ROLES, mode="before")
+    @classmethod
+    def _short_form(cls, value: object, info: ValidationInfo) -> object:
+        if isinstance(value, str) and info.field_name == "recompute" and ":" not in value:
+            return _recompute(value)
+        if isinstance(value, str):
+            return {"name": value}
+        name = ONLY_TECHNIQUE.get(str(info.field_name))
+        if isinstance(value, dict) and name is not None:
+            return {"name": name, **value}
+        return value
+
+    def roles(self) -> dict[Role, RoleConfig]:
+        """The roles that are filled, in the order of composition."""
+        filled: dict[Role, RoleConfig] = {}
+        for role in ROLES:
+            config: RoleConfig | None = getattr(self, role)
+            if role == "replicate" and self.deepspeed is not None:
+                config = zero_from_file(config, self.deepspeed)
+            if config is not None:
+                filled[role] = config
+        return filled
+
+
+def _recompute(word: str) -> dict[str, Any]:
+    """`full`, `selective`, or a budget as `6GiB` or `80%`."""
+    if word == "checkpointing":
+        return {"name": word}
+    key = "budget" if word[:1].isdigit() else "mode"
+    return {"name": "checkpointing", key: word}
+
+
+def zero_from_file(replicate: RoleConfig | None, path: str) -> RoleConfig:
+    """`zero` on DeepSpeed with its file; a preset may stand beside it that says no other.
+
+    Raises:
+        ConfigError: the preset names another technique, engine or file.
+    """
+    options = replicate.options if replicate is not None else {}
+    named = {"name": replicate.name if replicate is not None else "zero", **options}
+    for key, value in (("name", "zero"), ("engine", "deepspeed"), ("config", path)):
+        if named.get(key, value) != value:
+            raise ConfigError(
+                f"strategy.replicate.{key}={named[key]}, but strategy.deepspeed={path} means "
+                f"{key}={value}. Leave one of the two out."
+            )
+    return RoleConfig(name="zero", **{**options, "engine": "deepspeed", "config": path})
+
+
+class MemoryConfig(Section):
+    """How memory is measured and predicted."""
+
+    track_steps: int = Field(3, ge=0)
+    """Steps from the start during which every tensor is tracked; 0 tracks none."""
+    predict: bool = True
+    """Predict the peak from a pass over fake tensors, and print it beside the measured one."""
+    cap: Bytes | None = Field(None, gt=0)
+    """The most that a rank may take: of the GPU, or on a CPU above what it held before the model
+    was built."""
+    on_oom: Literal["stop", "adapt"] = "stop"
+    """When memory runs out: stop with an explanation, or go on from the last checkpoint with half
+    the micro-batch and the same global batch."""
+
+
+class CheckpointConfig(Section):
+    """When the state is saved and where it is taken from."""
+
+    every: int = Field(0, ge=0)
+    """Steps between checkpoints; 0 saves at the end only."""
+    at_end: bool = True
+    keep: int = Field(3, ge=1)
+    """How many of the newest are kept."""
+    resume: str | None = None
+    """`auto`: the run's newest, if there is one; or the path of a checkpoint."""
+
+
+class LogConfig(Section):
+    """What is written while it runs."""
+
+    dir: str = "runs"
+    name: str | None = None
+    """The run's folder below `dir`; left out, model-strategy-number."""
+    every: int = Field(10, ge=1)
+    """Steps between log lines where the output is not a terminal."""
+    tensorboard: bool = False
+
+
+class Job(Section):
+    """The typed configuration of one run."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    strategy: StrategyConfig = StrategyConfig()
+    mesh: MeshConfig = MeshConfig()
+    memory: MemoryConfig = MemoryConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    @model_validator(mode="after")
+    def _deepspeed_agrees(self) -> Job:
+        if self.strategy.deepspeed is not None:
+            self.strategy.roles()  # refuses a technique that the file contradicts
+            compare_optimizer(self.strategy.deepspeed, dict(self.optim))
+        return self

@@ -1,0 +1,1 @@
+"""A loss is a sum with a count."""

@@ -1,0 +1,235 @@
+"""Linear layer and cross entropy in one, a chunk of rows at a time: no logits as a whole.
+
+The logits of a language model are often the largest tensor of a step: rows times vocabulary, and
+then once more for their gradient. Here a chunk of rows at a time goes through the projection, the
+softmax and the gradients of all three, in one buffer that the next chunk takes over. Nothing is
+computed twice: the gradients are made in the forward pass, and the backward pass scales them.
+
+Source: Hsu et al. 2024, Liger Kernel (arXiv 2410.10989), section 3.2, FusedLinearCrossEntropy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from bigtrain.errors import ConfigError
+from bigtrain.tensors.op_cost import rounds
+from bigtrain.units import MIB
+
+CHUNK_SIZE = 32 * MIB
+"""Bytes of a chunk's logits where nothing else is asked for."""
+
+_LOW = (torch.bfloat16, torch.float16)
+
+
+def chunk_rows(chunk_size: int, vocabulary: int, dtype: torch.dtype) -> int:
+    """Rows whose logits are that many bytes, at least one."""
+    return max(1, chunk_size // (vocabulary * dtype.itemsize))
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    chunk_size: int = CHUNK_SIZE,
+) -> Tensor:
+    """`F.cross_entropy(F.linear(hidden, weight, bias), target, reduction="sum")`, in chunks.
+
+    Under autocast the products are in its type, and the softmax and the sums over chunks in
+    float32, as they are for parameters in bf16.
+
+    Args:
+        hidden: (..., width).
+        weight: (vocabulary, width).
+        bias: (vocabulary,), or None.
+        target: (...), int64; each in [0, vocabulary), or `ignore_index`.
+        ignore_index: targets of this value count nothing.
+        label_smoothing: in [0, 1], as in `F.cross_entropy`.
+        chunk_size: bytes of a chunk's logits in the type of the softmax.
+
+    Returns:
+        The sum in nats: a scalar, float32 or, where `weight` is, float64. It can be gone back
+        from once.
+    """
+    wanted = torch.is_grad_enabled()
+    device = hidden.device.type
+    autocast = torch.is_autocast_enabled(device) and weight.dtype != torch.float64
+    low = torch.get_autocast_dtype(device) if autocast else weight.dtype
+    with torch.no_grad(), torch.autocast(device, enabled=False):
+        work = _Work(
+            hidden.detach(),
+            weight.detach(),
+            bias if bias is None else bias.detach(),
+            low,
+            wanted=tuple(
+                wanted and tensor is not None and tensor.requires_grad
+                for tensor in (hidden, weight, bias)
+            ),
+            chunk_size=chunk_size,
+        )
+        total = work.run(target.reshape(-1), ignore_index, label_smoothing)
+    # Two nodes, so that a pipeline can go back to the inputs first and to the weights later. The
+    # second comes first in the backward pass, while the head's parameters are there.
+    loss, parts = total, ((hidden,), (weight, bias))
+    for tensors, gradients in zip(parts, (work.of_hidden, work.of_weights), strict=True):
+        pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if g is not None]
+        if pairs:
+            kept = tuple(gradient for _, gradient in pairs)
+            value = total if loss is total else torch.zeros_like(total)
+            known: Tensor = _Known.apply(value, kept, *[t for t, _ in pairs])
+            loss = known if loss is total else loss + known
+    return loss
+
+
+class _Known(torch.autograd.Function):
+    """A value whose gradients are there already."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], *tensors: Tensor) -> Tensor:
+        del tensors
+        ctx.save_for_backward(*gradients)
+        ctx.used = False
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.used:
+            raise ConfigError(
+                "model.chunked_loss: a second backward pass through one loss; its gradients were "
+                "given away in the first. Compute the loss again, or set model.chunked_loss=false."
+            )
+        ctx.used = True
+        # In place: they were made for this pass, and nobody else has them.
+        return None, None, *(gradient.mul_(scale) for gradient in ctx.saved_tensors)
+
+
+class _Work:
+    """One pass over all chunks; the gradients of the summed loss are made on the way.
+
+    Args:
+        hidden: (..., width).
+        weight: (vocabulary, width).
+        bias: (vocabulary,).
+        low: the type of the products.
+        wanted: whether there shall be gradients of these three.
+        chunk_size: bytes.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        low: torch.dtype,
+        *,
+        wanted: Sequence[bool],
+        chunk_size: int,
+    ) -> None:
+        self._hidden = hidden.reshape(-1, hidden.shape[-1])
+        self._weight, self._bias = weight.to(low), bias
+        self._shape = hidden.shape
+        self._types = (weight.dtype, low if bias is None else bias.dtype)
+        self._low, self._chunk_size = low, chunk_size
+        self._full = torch.float32 if low in _LOW else low
+        self._any = any(wanted)
+        # Sums over chunks of bf16 products are in float32: there may be very many chunks.
+        zeros = partial(torch.zeros, dtype=self._full, device=hidden.device)
+        self._to_hidden = torch.empty_like(self._hidden) if wanted[0] else None
+        self._to_weight = zeros(weight.shape) if wanted[1] else None
+        self._to_bias = zeros(weight.shape[:1]) if wanted[2] else None
+        self.of_hidden: tuple[Tensor | None] = (None,)
+        self.of_weights: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    def run(self, target: Tensor, ignore_index: int, smoothing: float) -> Tensor:
+        """The summed loss of these targets, (rows,)."""
+        number, vocabulary = len(self._hidden), len(self._weight)
+        rows = max(1, min(number, chunk_rows(self._chunk_size, vocabulary, self._full)))
+        room = self._hidden.new_empty((rows, vocabulary), dtype=self._full)
+        products = room if self._low == self._full else room.new_empty(room.shape, dtype=self._low)
+        losses = room.new_empty(number)
+        for start in rounds(self._hidden, number, rows):
+            part = slice(start, min(number, start + rows))
+            logits, product = room[: part.stop - start], products[: part.stop - start]
+            hidden = self._hidden[part].to(self._low)
+            self._project(hidden, product, logits)
+            valid = target[part] != ignore_index
+            losses[part] = self._soften(logits, target[part], valid, smoothing)
+            if self._any:
+                self._back(part, hidden, logits, product)
+        self._finish()
+        return losses.sum()
+
+    def _project(self, hidden: Tensor, product: Tensor, logits: Tensor) -> None:
+        """Logits of a chunk into its room."""
+        if self._bias is None:
+            torch.mm(hidden, self._weight.t(), out=product)
+        else:
+            torch.addmm(self._bias.to(self._low), hidden, self._weight.t(), out=product)
+        if product is not logits and product.dtype != logits.dtype:
+            logits.copy_(product)
+
+    def _soften(self, logits: Tensor, target: Tensor, valid: Tensor, smoothing: float) -> Tensor:
+        """The losses of a chunk's rows, (rows,); the logits become the gradient of their sum."""
+        vocabulary = logits.shape[1]
+        places = torch.where(valid, target, 0)[:, None]
+        logits.sub_(logits.amax(1, keepdim=True))
+        loss = logits.gather(1, places).mul_(smoothing - 1.0)
+        if smoothing:
+            loss.sub_(logits.sum(1, keepdim=True), alpha=smoothing / vocabulary)
+        sums = logits.exp_().sum(1, keepdim=True)
+        loss.add_(sums.log())
+        if self._any:
+            logits.mul_(valid[:, None] / sums)
+            counts = valid[:, None].to(logits.dtype)
+            if smoothing:
+                logits.sub_(counts, alpha=smoothing / vocabulary)
+            logits.scatter_add_(1, places, counts.mul_(smoothing - 1.0))
+        return torch.where(valid, loss[:, 0], 0.0)
+
+    def _back(self, part: slice, hidden: Tensor, gradient: Tensor, low: Tensor) -> None:
+        """Add a chunk's share to the gradients.
+
+        Args:
+            part: its rows.
+            hidden: (rows, width), in the type of the products.
+            gradient: of its logits, (rows, vocabulary).
+            low: room for the same in the type of the products.
+        """
+        if self._to_bias is not None:
+            self._to_bias.add_(gradient.sum(0))
+        if low.dtype != gradient.dtype:
+            low.copy_(gradient)
+        if self._to_hidden is not None:
+            if self._to_hidden.dtype == self._low:
+                torch.mm(low, self._weight, out=self._to_hidden[part])
+            else:
+                self._to_hidden[part] = torch.mm(low, self._weight)
+        if self._to_weight is None:
+            return
+        if self._low == self._full:
+            self._to_weight.addmm_(low.t(), hidden)
+            return
+        # A product in bf16 is added to a sum in float32, a stretch of the vocabulary at a time.
+        step = chunk_rows(self._chunk_size, hidden.shape[1], self._low)
+        for start in rounds(self._to_weight, len(self._to_weight), step):
+            stretch = slice(start, start + step)
+            self._to_weight[stretch].add_(low[:, stretch].t() @ hidden)
+
+    def _finish(self) -> None:
+        if self._to_hidden is not None:
+            self.of_hidden = (self._to_hidden.view(self._shape),)
+        found = zip((self._to_weight, self._to_bias), self._types, strict=True)
+        weight, bias = (None if tensor is None else tensor.to(dtype) for tensor, dtype in found)
+        self.of_weights = (weight, bias)
+        self._to_hidden = self._to_weight = self._to_bias = None

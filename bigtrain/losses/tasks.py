@@ -1,0 +1,176 @@
+"""What a data set asks of a model, and how the answer is measured."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bigtrain.losses.loss import (
+    CrossEntropy,
+    Loss,
+    at_least_float32,
+    logits_and_targets,
+    main_output,
+)
+
+
+class Task(ABC):
+    """A kind of learning problem: its loss, and what its validation reports.
+
+    The sums of `measure` may be added over micro-batches and ranks; `summarize` reads the total.
+    """
+
+    name: str
+    num_classes: int | None
+
+    @abstractmethod
+    def loss(self) -> Loss:
+        """The loss to train with."""
+
+    @abstractmethod
+    def measure(self, output: Any, target: Any) -> dict[str, Tensor]:
+        """Sums over the valid targets of one micro-batch, float64, on the output's device."""
+
+    @abstractmethod
+    def summarize(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """The figures of a whole validation; nan where there was no valid target."""
+
+
+def _ratio(part: Tensor, whole: Tensor) -> float:
+    return float(part) / float(whole) if float(whole) else math.nan
+
+
+def _measure_loss(logits: Tensor, target: Tensor, ignore_index: int) -> dict[str, Tensor]:
+    """Summed cross entropy in nats and count; added up in float64, as there may be millions."""
+    each = F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
+    valid = target != ignore_index
+    return {"loss": each.sum(dtype=torch.float64), "count": valid.sum(dtype=torch.float64)}
+
+
+@dataclass(frozen=True)
+class LanguageTask(Task):
+    """Next-token prediction: logits (batch, seq, vocabulary), targets (batch, seq)."""
+
+    num_classes: int
+    byte_level: bool = False
+    """A token is a byte, so that the loss is also told in bits per byte."""
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    name: str = field(default="language", init=False)
+
+    def loss(self) -> CrossEntropy:
+        """Cross entropy over the last dim."""
+        return CrossEntropy(self.ignore_index, -1, self.label_smoothing)
+
+    def measure(self, output: Any, target: Tensor) -> dict[str, Tensor]:
+        """Sums: `loss` in nats (without smoothing) and `count`."""
+        return _measure_loss(*logits_and_targets(main_output(output), target), self.ignore_index)
+
+    def summarize(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Figures: `loss` in nats per target; `bits_per_byte` for a vocabulary of bytes."""
+        loss = _ratio(sums["loss"], sums["count"])
+        bits = {"bits_per_byte": loss / math.log(2)} if self.byte_level else {}
+        return {"loss": loss, **bits}
+
+
+@dataclass(frozen=True)
+class ClassificationTask(Task):
+    """One class for each row: logits (batch, classes), targets (batch,)."""
+
+    num_classes: int
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    name: str = field(default="classification", init=False)
+
+    def loss(self) -> CrossEntropy:
+        """Cross entropy over the classes, auxiliary heads included."""
+        return CrossEntropy(self.ignore_index, -1, self.label_smoothing)
+
+    def measure(self, output: Any, target: Tensor) -> dict[str, Tensor]:
+        """Sums: `loss` in nats (without smoothing), `count`, `top1` and, from 5 classes, `top5`."""
+        logits, flat = logits_and_targets(main_output(output), target)
+        hits = logits.topk(min(5, logits.shape[-1])).indices == flat[:, None]
+        sums = _measure_loss(logits, flat, self.ignore_index)
+        sums["top1"] = hits[:, 0].sum(dtype=torch.float64)
+        if self.num_classes >= 5:
+            sums["top5"] = hits.sum(dtype=torch.float64)
+        return sums
+
+    def summarize(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Figures: `loss` in nats; `top1` and `top5` as shares between 0 and 1."""
+        names = [name for name in ("loss", "top1", "top5") if name in sums]
+        return {name: _ratio(sums[name], sums["count"]) for name in names}
+
+
+@dataclass(frozen=True)
+class SegmentationTask(Task):
+    """One class for each pixel: logits (batch, classes, height, width), targets without classes."""
+
+    num_classes: int
+    ignore_index: int = 255
+    label_smoothing: float = 0.0
+    name: str = field(default="segmentation", init=False)
+
+    def loss(self) -> CrossEntropy:
+        """Cross entropy over dim 1, auxiliary head included."""
+        return CrossEntropy(self.ignore_index, 1, self.label_smoothing)
+
+    def measure(self, output: Any, target: Tensor) -> dict[str, Tensor]:
+        """Sums: `loss` in nats, `count`, and `confusion` (true class, predicted class)."""
+        logits = at_least_float32(main_output(output))
+        sums = _measure_loss(logits, target, self.ignore_index)
+        # A model may know more classes than the data have.
+        valid, size = target != self.ignore_index, max(self.num_classes, logits.shape[1])
+        cells = target[valid] * size + logits.argmax(1)[valid]
+        counts = torch.bincount(cells, minlength=size * size)
+        sums["confusion"] = counts.reshape(size, size).to(torch.float64)
+        return sums
+
+    def summarize(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Figures: `loss` in nats per pixel, `pixel_accuracy`, `mean_iou`.
+
+        A class that is neither there nor predicted is left out of the mean.
+        """
+        confusion = sums["confusion"]
+        hits = confusion.diagonal()
+        union = confusion.sum(0) + confusion.sum(1) - hits
+        present = union > 0
+        iou = float((hits[present] / union[present]).mean()) if bool(present.any()) else math.nan
+        return {
+            "loss": _ratio(sums["loss"], sums["count"]),
+            "pixel_accuracy": _ratio(hits.sum(), confusion.sum()),
+            "mean_iou": iou,
+        }
+
+
+@dataclass(frozen=True)
+class CustomTask(Task):
+    """A user's own loss, and nothing known about the outputs.
+
+    Example:
+        CustomTask(MeanLoss(torch.nn.functional.mse_loss))
+    """
+
+    criterion: Loss
+    num_classes: int | None = None
+    name: str = field(default="custom", init=False)
+
+    def loss(self) -> Loss:
+        """The user's loss."""
+        return self.criterion
+
+    def measure(self, output: Any, target: Any) -> dict[str, Tensor]:
+        """Sums: `loss` and `count`."""
+        loss = self.criterion(output, target).detach().to(torch.float64)
+        return {"loss": loss, "count": loss.new_tensor(self.criterion.count(target))}
+
+    def summarize(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Figures: `loss`, the mean over the valid targets."""
+        return {"loss": _ratio(sums["loss"], sums["count"])}

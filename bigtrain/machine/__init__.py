@@ -1,0 +1,1 @@
+"""Figures of devices and links, from a file or measured."""

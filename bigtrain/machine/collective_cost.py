@@ -1,0 +1,138 @@
+"""How long an exchange between ranks takes, by latency and bandwidth of the links.
+
+The model of Thakur et al. 2005 (Optimization of Collective Communication Operations in MPICH): a
+message of S bytes takes alpha + S/b, b being the bytes per second that a device sends while it
+receives as many. In a ring of n ranks an all-gather or a reduce-scatter of S bytes altogether
+takes n-1 such steps with S/n bytes in each; an all-reduce is one after the other. Patarasu and
+Yuan 2009 (Bandwidth optimal all-reduce algorithms for clusters of workstations) show that no
+all-reduce sends fewer bytes than the 2 (n-1)/n S of each rank.
+
+A group over several nodes goes through them in three stages, so that each device of a node sends
+its own part over its own link: a reduce-scatter inside the nodes, an all-reduce between them, an
+all-gather inside; other exchanges have the stages that they need.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from bigtrain.errors import ConfigError
+from bigtrain.machine.cluster import Cluster, Exchange, Link
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a group of ranks lies on the nodes."""
+
+    nodes: int
+    """How many nodes have ranks of the group."""
+    most: int
+    """Ranks on the node with most of them."""
+    least: int
+    """Ranks on the node with fewest: so many send between the nodes at once."""
+
+
+def spread(ranks: int, stride: int, devices: int) -> Spread:
+    """How the first of the groups lies on nodes: its ranks are 0, stride, 2 stride, ...
+
+    The axes of a mesh are (dp, pp, tp), the last the fastest, and ranks are dealt to nodes in
+    order: a tp group has stride 1, a pp group tp, a dp group pp * tp. The other groups of an axis
+    lie alike where `ranks * stride` divides the devices of a node or is a multiple of them.
+
+    Args:
+        ranks: of the group.
+        stride: from one rank of it to the next.
+        devices: of a node.
+    """
+    if min(ranks, stride, devices) < 1:
+        raise ValueError(f"ranks={ranks} stride={stride} devices={devices}: each is 1 or more")
+    if stride >= devices:
+        return Spread(ranks, 1, 1)
+    counts = Counter(rank * stride // devices for rank in range(ranks)).values()
+    return Spread(len(counts), max(counts), min(counts))
+
+
+def seconds(
+    kind: Exchange, nbytes: float, ranks: int, stride: int, cluster: Cluster, calls: int = 1
+) -> float:
+    """Seconds that an exchange takes when nothing else goes on; 0 in a group of one.
+
+    With S bytes and n ranks on one node, alpha the latency and b the rate of the link:
+
+    * all_gather, reduce_scatter: (n-1) alpha + (n-1)/n S/b
+    * all_reduce: 2 (n-1) alpha + 2 (n-1)/n S/b
+    * broadcast, reduce: (n-1) alpha + S/b, from rank to rank in a chain, in small pieces
+    * send: alpha + S/b, over the slowest link between neighbours of the group
+
+    On several nodes, k ranks on each and m nodes, the stages of the module's docstring: between
+    the nodes there are rings of m, of which each carries S/k, and inside rings of k with all of S.
+
+    Args:
+        kind: what is done.
+        nbytes: S of all calls together: the whole tensor, as it is before a reduce-scatter and
+            after an all-gather.
+        ranks: of the group.
+        stride: from one rank of the group to the next; see `spread`.
+        cluster: devices of a node, and the links.
+        calls: messages; each has the latency once more.
+
+    Raises:
+        ConfigError: the group spans nodes, and the cluster has no link between them.
+    """
+    if nbytes < 0 or calls < 0:
+        raise ValueError(f"nbytes={nbytes} calls={calls}: neither is below 0")
+    found = spread(ranks, stride, cluster.node.devices)
+    if ranks == 1 or calls == 0:
+        return 0.0
+    if found.nodes == 1:
+        return _on_one(kind, cluster.inside, ranks, nbytes, calls)
+    if cluster.between is None:
+        raise ConfigError(
+            f"cluster {cluster.name} is one node of {cluster.node.devices} devices, and {ranks} "
+            f"ranks with a distance of {stride} need {found.nodes} nodes. Give it a link: "
+            "between: {latency: 1e-5, bandwidth: 50e9}, or plan fewer ranks."
+        )
+    return _over_nodes(kind, cluster.inside, cluster.between, found, nbytes, calls)
+
+
+def _over_nodes(
+    kind: Exchange, inside: Link, between: Link, found: Spread, nbytes: float, calls: int
+) -> float:
+    """Stage by stage; the fullest node's ring is the slowest, and the emptiest has fewest links."""
+    if kind == "send":
+        return _on_one("send", between, 2, nbytes, calls)
+    across = _on_one(kind, between, found.nodes, nbytes / found.least, calls)
+    half = _on_one("all_gather", inside, found.most, nbytes, calls)
+    # To scatter, or to gather, takes as long; one of the two is needed, or both.
+    return across + (half if kind in ("all_gather", "reduce_scatter") else 2 * half)
+
+
+def _on_one(kind: Exchange, link: Link, ranks: int, nbytes: float, calls: int) -> float:
+    """A ring or a chain over links of one kind."""
+    if ranks == 1:
+        return 0.0
+    link = link.of(kind)
+    alpha, transfer = calls * link.latency, nbytes / link.rate
+    if kind == "send":
+        return alpha + transfer
+    if kind in ("broadcast", "reduce"):
+        return (ranks - 1) * alpha + transfer
+    half = (ranks - 1) * alpha + (ranks - 1) / ranks * transfer
+    return 2 * half if kind == "all_reduce" else half
+
+
+def sent_bytes(kind: Exchange, nbytes: float, ranks: int) -> float:
+    """Bytes that the busiest rank of a ring sends; the volume that theories of ZeRO count.
+
+    Args:
+        kind: what is done.
+        nbytes: of the whole tensor; see `seconds`.
+        ranks: of the group.
+    """
+    if ranks == 1:
+        return 0.0
+    if kind in ("broadcast", "reduce", "send"):
+        return nbytes
+    share = nbytes * (ranks - 1) / ranks
+    return 2 * share if kind == "all_reduce" else share

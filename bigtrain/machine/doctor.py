@@ -1,0 +1,387 @@
+"""`bigtrain doctor`: what this machine has, what it lacks and how to get it, and how fast it is.
+
+Each part is looked at by itself: what goes wrong in one is a line in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bigtrain.machine.rate_cache import cache_file, cached_rates, measured_rates
+from bigtrain.machine.rates import cpu_name, usable_cores
+from bigtrain.memory.disk import IN_MEMORY, file_system, free_on_disk, scratch_folder
+from bigtrain.memory.host_memory import free_memory
+from bigtrain.memory.meter import capacity_bytes
+from bigtrain.units import format_bytes
+
+PROBE_S = 120.0
+"""Seconds that DeepSpeed, or all strategies together, may take to answer."""
+_LIBRARIES = {
+    "torch": "pip install torch",
+    "torchvision": "pip install torchvision",
+    "deepspeed": "pip install deepspeed",
+    "fairscale": "pip install fairscale",
+    "torchao": "pip install torchao",
+}
+_LAUNCHERS = ("torchrun", "deepspeed", "srun", "mpiexec")
+_COMPILERS = {
+    "g++": "apt-get install g++ (or your system's package)",
+    "ninja": "pip install ninja",
+}
+
+# Runs in a process of its own, whose noise and crashes cost nothing. The first line puts the folder
+# of this package where the current one would be, in which anything may lie. Each answer is a
+# line of JSON; whatever else is printed goes to standard error.
+_PROBE = """\
+import sys; sys.path[0:1] = [{folder!r}]
+import json, os
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+def answer(*values):
+    print(json.dumps(values), file=answers, flush=True)
+"""
+_OPERATORS = """
+from torch.utils.cpp_extension import get_default_build_root
+from deepspeed.git_version_info import installed_ops
+from deepspeed.ops.op_builder.all_ops import ALL_OPS
+from pathlib import Path
+root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+for name, builder in sorted(ALL_OPS.items()):
+    if name == "deepspeed_not_implemented":
+        continue
+    try:
+        fits = bool(builder.is_compatible())
+    except Exception:
+        fits = False
+    made = any(root.glob(f"{name}/{name}.so")) or any(root.glob(f"*/{name}/{name}.so"))
+    answer(name, fits, bool(installed_ops.get(name)) or made)
+"""
+_STRATEGIES = """
+from bigtrain.compare.list_strategies import refusals
+for name, ranks, reason in refusals():
+    answer(name, ranks, reason)
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Look at the machine and say what was found; returns the exit status.
+
+    0; 1 where the ranks cannot talk at all (no gloo), or no strategy can run.
+    """
+    parser = argparse.ArgumentParser(
+        prog="bigtrain doctor",
+        description="Show what this machine has, what it lacks, and how fast it is.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--json", dest="as_json", action="store_true", help="one JSON document on standard output"
+    )
+    measuring = parser.add_mutually_exclusive_group()
+    measuring.add_argument("--no-rates", action="store_true", help="leave the rates out")
+    measuring.add_argument(
+        "--again", action="store_true", help="measure the rates, also where they are kept"
+    )
+    options = parser.parse_args(arguments)
+    found = examine()
+    if not options.no_rates:
+        found["rates"] = _rates(again=options.again)
+    if options.as_json:
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    else:
+        _show(found)
+    return 0 if found["backends"]["gloo"] and found["strategies"]["run"] else 1
+
+
+def examine() -> dict[str, Any]:
+    """Everything but the rates, as JSON values."""
+    with ThreadPoolExecutor() as pool:  # both wait for processes, most of the time
+        operators = pool.submit(_operators)
+        strategies = pool.submit(_strategies)
+        return {
+            "versions": _versions(),
+            "devices": _devices(),
+            "backends": _backends(),
+            "launchers": {name: shutil.which(name) for name in _LAUNCHERS},
+            "compilers": {name: shutil.which(name) for name in _COMPILERS},
+            "deepspeed_operators": operators.result(),
+            "strategies": strategies.result(),
+            "rates": None,
+        }
+
+
+def _versions() -> dict[str, dict[str, str | None]]:
+    found: dict[str, dict[str, str | None]] = {
+        "python": {"version": platform.python_version(), "fix": None}
+    }
+    for name, fix in _LIBRARIES.items():
+        version = _version(name)
+        found[name] = {"version": version, "fix": None if version else fix}
+    found["torch"]["cuda"] = torch.version.cuda
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> dict[str, Any]:
+    return {
+        "cpu": {"name": cpu_name(), "cores": os.cpu_count(), "usable_cores": usable_cores()},
+        "threads": torch.get_num_threads(),
+        "gpus": [_gpu(number) for number in range(torch.cuda.device_count())],
+        "memory": {
+            "total_bytes": capacity_bytes(torch.device("cpu")),
+            "free_bytes": free_memory(),
+        },
+        "scratch": _scratch(),
+    }
+
+
+def _gpu(number: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": None, "total_bytes": None, "free_bytes": None, "problem": None}
+    try:
+        found["name"] = torch.cuda.get_device_name(number)
+        found["total_bytes"] = capacity_bytes(torch.device("cuda", number))
+        found["free_bytes"] = torch.cuda.mem_get_info(number)[0]
+    except RuntimeError as error:  # another process may have the GPU for itself
+        found["problem"] = str(error).splitlines()[0]
+    return found
+
+
+def _scratch() -> dict[str, Any]:
+    found: dict[str, Any] = {"folder": None, "file_system": None, "free_bytes": None}
+    try:
+        found["folder"] = folder = scratch_folder()
+        found["free_bytes"] = free_on_disk(folder)
+    except OSError as error:
+        return {**found, "problem": f"{error}: set TMPDIR=FOLDER to one that takes files"}
+    found["file_system"] = kind = file_system(folder)
+    found["problem"] = None
+    if kind in IN_MEMORY:
+        found["problem"] = f"{kind} keeps files in memory: set TMPDIR=FOLDER to one on a disk"
+    return found
+
+
+def _backends() -> dict[str, bool]:
+    if not torch.distributed.is_available():
+        return dict.fromkeys(("gloo", "nccl", "mpi"), False)
+    return {
+        "gloo": torch.distributed.is_gloo_available(),
+        "nccl": torch.distributed.is_nccl_available(),
+        "mpi": torch.distributed.is_mpi_available(),
+    }
+
+
+def _operators() -> dict[str, Any]:
+    """DeepSpeed's operators in C++: which could be compiled here, and which are already."""
+    if _version("deepspeed") is None:
+        return {"operators": {}, "problem": f"deepspeed is missing: {_LIBRARIES['deepspeed']}"}
+    lines, problem = _ask(_OPERATORS)
+    found = {name: {"compatible": fits, "built": made} for name, fits, made in lines}
+    return {"operators": found, "problem": problem}
+
+
+def _strategies() -> dict[str, Any]:
+    """Which presets can run here, from how many ranks on, and what the others lack."""
+    lines, problem = _ask(_STRATEGIES)
+    return {
+        "run": {name: ranks for name, ranks, _ in lines if ranks is not None},
+        "refused": {name: reason for name, ranks, reason in lines if ranks is None},
+        "problem": problem,
+    }
+
+
+def _ask(code: str) -> tuple[list[list[Any]], str | None]:
+    """Run a probe: its answers, and what went wrong after the last of them."""
+    preamble = _PROBE.format(folder=str(Path(__file__).resolve().parents[2]))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", preamble + code],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=PROBE_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        return _answers(error.stdout or b""), f"no further answer after {PROBE_S:.0f} s"
+    if done.returncode == 0:
+        return _answers(done.stdout), None
+    said = done.stderr.decode("utf-8", "replace").strip().splitlines()
+    cause = f"ended by signal {-done.returncode}" if done.returncode < 0 else "failed"
+    return _answers(done.stdout), f"{cause}: {said[-1] if said else 'it said nothing'}"
+
+
+def _answers(text: bytes) -> list[list[Any]]:
+    whole = text[: text.rfind(b"\n") + 1]  # the last line may have been cut off
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def _rates(*, again: bool) -> dict[str, Any]:
+    """The rates as JSON values, with where they are kept."""
+    known = None if again else cached_rates()
+    if known is None:
+        sys.stderr.write("measuring rates: some ten seconds, best on an idle machine\n")
+    rates = known or measured_rates(again=again)
+    kept = cached_rates() == rates
+    return {
+        **asdict(rates),
+        "from_cache": known is not None,
+        "cache": str(cache_file()) if kept else None,
+    }
+
+
+def _show(found: Mapping[str, Any]) -> None:
+    console = Console(
+        width=None if sys.stdout.isatty() else 150, markup=False, highlight=False, emoji=False
+    )
+    parts = {
+        "versions": _version_lines(found["versions"]),
+        "machine": _device_lines(found["devices"]),
+        "process groups": _backend_lines(found["backends"], len(found["devices"]["gpus"])),
+        "launchers": [(n, path or "not found") for n, path in found["launchers"].items()],
+        "compilers": [
+            (name, path or f"not found: {_COMPILERS[name]}")
+            for name, path in found["compilers"].items()
+        ],
+        "DeepSpeed's operators (bigtrain runs without them)": _operator_lines(
+            found["deepspeed_operators"]
+        ),
+        "strategies": _strategy_lines(found["strategies"], len(found["devices"]["gpus"])),
+    }
+    if found["rates"] is not None:
+        parts["rates"] = _rate_lines(found["rates"])
+    for title, lines in parts.items():
+        console.print(title, style="bold")
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True)
+        for name, text in lines:
+            table.add_row(f"  {name}", text)
+        console.print(table)
+
+
+Lines = list[tuple[str, str]]
+
+
+def _version_lines(versions: Mapping[str, Any]) -> Lines:
+    lines = [
+        (name, entry["version"] or f"missing: {entry['fix']}") for name, entry in versions.items()
+    ]
+    cuda = versions["torch"]["cuda"]
+    built = f"built for CUDA {cuda}" if cuda else "built for the CPU alone"
+    return [(n, f"{text} ({built})" if n == "torch" else text) for n, text in lines]
+
+
+def _device_lines(devices: Mapping[str, Any]) -> Lines:
+    cpu, memory, scratch = devices["cpu"], devices["memory"], devices["scratch"]
+    threads = f"torch uses {_count(devices['threads'], 'thread')}"
+    cores = f"{cpu['usable_cores']} of {_count(cpu['cores'] or 0, 'core')} usable"
+    lines = [("CPU", f"{cpu['name']}, {cores}, {threads}")]
+    for number, gpu in enumerate(devices["gpus"]):
+        sizes = f"{_size(gpu['total_bytes'])}, {_size(gpu['free_bytes'])} free"
+        lines.append((f"GPU {number}", gpu["problem"] or f"{gpu['name']}, {sizes}"))
+    if not devices["gpus"]:
+        lines.append(("GPU", "torch sees none"))
+    room = f"{_size(memory['free_bytes'])} free for this process"
+    lines.append(("host memory", f"{_size(memory['total_bytes'])}, {room}"))
+    where = f"{scratch['folder'] or 'none'} ({scratch['file_system'] or 'unknown file system'})"
+    text = f"{where}, {_size(scratch['free_bytes'])} free"
+    problem = f"; {scratch['problem']}" if scratch["problem"] else ""
+    return [*lines, ("scratch", text + problem)]
+
+
+def _backend_lines(backends: Mapping[str, bool], gpus: int) -> Lines:
+    words = {True: "in this build of torch", False: "not in this build of torch"}
+    idle = {"nccl": ", of no use without a GPU"} if backends["nccl"] and not gpus else {}
+    return [(name, words[there] + idle.get(name, "")) for name, there in backends.items()]
+
+
+def _operator_lines(found: Mapping[str, Any]) -> Lines:
+    operators = found["operators"]
+    built = [name for name, entry in operators.items() if entry["built"]]
+    fits = [n for n, entry in operators.items() if entry["compatible"] and not entry["built"]]
+    lacking = [n for n, e in operators.items() if not e["compatible"] and not e["built"]]
+    lines = []
+    if operators:
+        lines = [
+            ("built", _listed(built)),
+            ("can be built", _listed(fits)),
+            ("cannot be built", _listed(lacking)),
+        ]
+    return lines + _problem(found["problem"])
+
+
+def _strategy_lines(found: Mapping[str, Any], gpus: int) -> Lines:
+    run, refused = found["run"], found["refused"]
+    lines = [("can run", f"{len(run)} of {len(run) + len(refused)} (see: bigtrain strategies)")]
+    lines += [(name, reason) for name, reason in refused.items()]
+    wide = [name for name, ranks in run.items() if gpus and ranks > gpus]
+    if wide:
+        text = f"not on {_count(gpus, 'GPU')}, but with device=cpu: {_listed(wide)}"
+        lines.append(("more ranks", text))
+    return lines + _problem(found["problem"])
+
+
+def _rate_lines(rates: Mapping[str, Any]) -> Lines:
+    flops = ", ".join(f"{name} {_flops(value)}" for name, value in rates["flops"].items())
+    lines = [
+        ("matrix products", f"{flops} ({rates['device']})" if flops else "unknown"),
+        ("memory copy", _speed(rates["copy_bytes"])),
+        ("disk write", _speed(rates["disk_write_bytes"])),
+        ("disk read", _speed(rates["disk_read_bytes"])),
+    ]
+    if rates["device"] == "cuda":
+        lines.append(("host to GPU", _speed(rates["to_device_bytes"])))
+    first = {"latency": rates["link_latency"], "bytes": rates["link_bytes"]}
+    for kind, found in {"all_reduce": first, **rates["link_kinds"]}.items():
+        latency = found["latency"]
+        small = "unknown" if latency is None else f"{latency * 1e6:.0f} microseconds, small"
+        ranks = f"{kind.replace('_', '-')}, {rates['link_ranks']} ranks"
+        lines.append((ranks, f"{small}; {_speed(found['bytes'])}, large"))
+    lines += [(f"problem: {part}", text) for part, text in rates["problems"].items()]
+    if rates["cache"] is None:
+        return [*lines, ("not kept", f"in {cache_file()}: measured anew the next time")]
+    since = "measured before" if rates["from_cache"] else "measured now"
+    return [*lines, ("kept in", f"{rates['cache']} ({since}; --again measures anew)")]
+
+
+def _problem(text: str | None) -> Lines:
+    return [("problem", text)] if text else []
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _size(size: int | None) -> str:
+    return "unknown" if size is None else format_bytes(size)
+
+
+def _speed(rate: float | None) -> str:
+    return "unknown" if rate is None else f"{format_bytes(rate)}/s"
+
+
+def _flops(rate: float) -> str:
+    factor, unit = (1e12, "TFLOP/s") if rate >= 1e12 else (1e9, "GFLOP/s")
+    return f"{rate / factor:.1f} {unit}"

@@ -1,0 +1,103 @@
+"""How fast the ranks of this machine talk: the time of small and of large exchanges.
+
+`bigtrain.machine.rates` runs it in a process of its own, which starts the ranks; each rank is
+this file again:
+
+    python bigtrain/machine/link_rates.py --start N ANSWER DEVICE
+    python bigtrain/machine/link_rates.py ANSWER DEVICE          as a rank
+
+ANSWER is a file that rank 0 writes: {"ranks": 2, "latency": seconds, "bytes": per second} of an
+all-reduce, and "kinds": the same two of each other exchange by its name.
+"""
+
+import os
+import sys
+
+# As in train.py: a file run by its path has its own folder on sys.path, not the package's.
+if not __package__ and sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(__file__):
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from bigtrain.machine.cluster import Exchange
+from bigtrain.machine.collective_cost import sent_bytes
+from bigtrain.ranks.connect import connect
+from bigtrain.ranks.context import RunContext
+from bigtrain.ranks.exit_status import run_guarded
+from bigtrain.ranks.launch import start_ranks
+from bigtrain.ranks.launcher_env import detect
+
+LARGE = 2**25
+"""Bytes of the large message: as a bucket of gradients."""
+
+
+def main(arguments: list[str]) -> int:
+    """Start the ranks, or be one of them; returns the exit status."""
+    if arguments[0] == "--start":
+        return start_ranks(int(arguments[1]), arguments[2:], Path(__file__))
+    answer, kind = arguments
+    device: Literal["cpu", "cuda"] = "cuda" if kind == "cuda" else "cpu"
+    placement = detect(os.environ)
+    with connect(placement, device=device, setup_timeout=60, timeout=60) as context:
+        found = {kind: _rates(context, kind) for kind in get_args(Exchange)}
+        if context.is_main:
+            told = {"ranks": context.world_size, **found.pop("all_reduce"), "kinds": found}
+            Path(answer).write_text(json.dumps(told), "utf-8")
+    return 0
+
+
+def _rates(context: RunContext, kind: Exchange) -> dict[str, float]:
+    """Of one kind of exchange; collective."""
+    latency = _seconds(context, kind, context.world_size, warm=10, times=50)
+    seconds = _seconds(context, kind, LARGE // 4, warm=2, times=7)
+    return {"latency": latency, "bytes": sent_bytes(kind, LARGE, context.world_size) / seconds}
+
+
+def _seconds(context: RunContext, kind: Exchange, numbers: int, *, warm: int, times: int) -> float:
+    """The median time of an exchange of so many numbers; collective."""
+    whole = torch.zeros(numbers, device=context.device)
+    share = torch.zeros(numbers // context.world_size, device=context.device)
+    taken = []
+    for _ in range(warm + times):
+        began = time.perf_counter()
+        _exchange(context, kind, whole, share)
+        if whole.is_cuda:
+            torch.cuda.synchronize(whole.device)
+        taken.append(time.perf_counter() - began)
+    # There and back: what is received cannot be told from what is waited for otherwise.
+    return statistics.median(taken[warm:]) / (2 if kind == "send" else 1)
+
+
+def _exchange(
+    context: RunContext, kind: Exchange, whole: torch.Tensor, share: torch.Tensor
+) -> None:
+    group = context.group()
+    if group is None:
+        raise ValueError("one rank has nobody to talk to")
+    if kind == "all_reduce":
+        dist.all_reduce(whole, group=group)
+    elif kind == "all_gather":
+        dist.all_gather_into_tensor(whole, share, group=group)
+    elif kind == "reduce_scatter":
+        dist.reduce_scatter_tensor(share, whole, group=group)
+    elif kind == "broadcast":
+        dist.broadcast(whole, 0, group=group)
+    elif kind == "reduce":
+        dist.reduce(whole, 0, group=group)
+    elif context.rank < 2:  # between the first two, there and back
+        for sender in (0, 1):
+            if context.rank == sender:
+                dist.send(whole, 1 - sender, group=group)
+            else:
+                dist.recv(whole, sender, group=group)
+
+
+if __name__ == "__main__":
+    sys.exit(run_guarded(lambda: main(sys.argv[1:])))

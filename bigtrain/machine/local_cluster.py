@@ -1,0 +1,126 @@
+"""The machine at hand as a cluster of one node, from the rates that were measured on it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import Literal
+
+import torch
+
+from bigtrain.errors import ConfigError
+from bigtrain.machine.cluster import Cluster, DeviceFigures, Flops, Link, NodeFigures
+from bigtrain.machine.rate_cache import measured_rates
+from bigtrain.machine.rates import Rates, cpu_name, usable_cores
+from bigtrain.units import GIB, MIB, format_bytes
+
+LAUNCH = {"cuda": 5e-6, "cpu": 5e-6}
+"""Seconds of the smallest operation, issued from Python: an assumption."""
+MOST_LINKED = 8
+"""Ranks on one CPU between which links are measured; more of them are taken to talk as these do."""
+RESERVED = {"cuda": 2 * GIB, "cpu": 512 * MIB}
+"""Bytes that are no tensors: an assumption. On a CPU the interpreter with torch loaded."""
+
+
+def this_cluster(ranks: int | None = None) -> Cluster:
+    """The machine at hand. Measures its rates where none are kept, which takes some seconds.
+
+    Args:
+        ranks: of a CPU that shares its cores, how many ranks there will be; left out, one for each
+            core. On a machine with GPUs there is one for each GPU.
+
+    Raises:
+        ConfigError: something could not be measured.
+    """
+    rates = measured_rates(ranks=None if ranks is None else min(ranks, MOST_LINKED))
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if rates.device == "cuda":
+        count = torch.cuda.device_count()
+        about = torch.cuda.get_device_properties(0)
+        memory, name = int(about.total_memory), str(about.name)
+        return from_rates(
+            rates, devices=count, device_memory=memory, host_memory=host, device_name=name
+        )
+    return from_rates(rates, devices=ranks or usable_cores(), host_memory=host)
+
+
+def from_rates(
+    rates: Rates,
+    *,
+    devices: int,
+    host_memory: int,
+    device_memory: int | None = None,
+    device_name: str | None = None,
+) -> Cluster:
+    """A cluster of one node with the rates that were measured on it; nothing is measured here.
+
+    Args:
+        rates: of this machine.
+        devices: GPUs of the node, or ranks that share its CPU.
+        host_memory: bytes of the host.
+        device_memory: bytes of a GPU; on a CPU a rank has an equal share of the host's.
+        device_name: left out, the processor's.
+
+    Raises:
+        ConfigError: something that is needed could not be measured.
+    """
+    kind: Literal["cuda", "cpu"] = "cuda" if rates.device == "cuda" else "cpu"
+    if kind == "cuda" and device_memory is None:
+        raise ConfigError("a GPU's device_memory is missing. Give its bytes.")
+    memory = device_memory or host_memory // devices
+    if memory <= RESERVED[kind]:
+        raise ConfigError(
+            f"--devices {devices}: each has {format_bytes(memory)} of this machine's "
+            f"{format_bytes(host_memory)}, and a process takes {format_bytes(RESERVED[kind])} "
+            f"without any tensor. Use --devices {max(1, host_memory // RESERVED[kind] - 1)} or "
+            "fewer, or --cluster and a file."
+        )
+    copied = _needed(rates, "memory", rates.copy_bytes)
+    flops = {name: _needed(rates, "compute", rates.flops.get(name)) for name in ("fp32", "bf16")}
+    return Cluster(
+        name="here",
+        source=f"measured on {platform.node() or 'this machine'} by bigtrain doctor",
+        device=DeviceFigures(
+            name=device_name or cpu_name(),
+            kind=kind,
+            memory=memory,
+            reserved=RESERVED[kind],
+            flops=Flops(fp32=flops["fp32"], bf16=flops["bf16"]),
+            efficiency=1.0,
+            memory_bandwidth=2 * copied,  # each byte is read and written
+            launch=LAUNCH[kind],
+        ),
+        node=NodeFigures(
+            devices=devices,
+            host_memory=host_memory,
+            host_link=_needed(rates, "device", rates.to_device_bytes) if kind == "cuda" else None,
+            disk_write=rates.disk_write_bytes,
+            disk_read=rates.disk_read_bytes,
+            shared=kind == "cpu",
+            cores=usable_cores() if kind == "cpu" else None,
+        ),
+        inside=_link(rates),
+    )
+
+
+def _link(rates: Rates) -> Link:
+    """The links by the steps that each kind of exchange has, one after the other."""
+    ring = rates.link_ranks - 1
+    steps = {"all_reduce": 2 * ring, "send": 1}
+    latency = _needed(rates, "link", rates.link_latency) / steps["all_reduce"]
+    kinds = {
+        kind: {"latency": found["latency"] / steps.get(kind, ring), "bandwidth": found["bytes"]}
+        for kind, found in rates.link_kinds.items()
+    }
+    given = {"latency": latency, "bandwidth": _needed(rates, "link", rates.link_bytes)}
+    return Link.model_validate({**given, "efficiency": 1.0, "kinds": kinds})
+
+
+def _needed(rates: Rates, part: str, found: float | None) -> float:
+    if found is None:
+        why = rates.problems.get(part, "nothing was said")
+        raise ConfigError(
+            f"the rates of this machine have no {part}: {why}. Run `bigtrain doctor --again`, or "
+            "plan with --cluster and a file."
+        )
+    return found

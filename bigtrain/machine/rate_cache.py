@@ -1,0 +1,143 @@
+"""Rates that were measured on this node, kept for the next run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import tempfile
+import time
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bigtrain.machine.rates import (
+    PRODUCT_TYPES,
+    Rates,
+    cpu_name,
+    link_ranks,
+    measure_rates,
+    usable_cores,
+)
+from bigtrain.memory.disk import file_system, scratch_folder
+
+
+def measured_rates(again: bool = False, ranks: int | None = None) -> Rates:
+    """The rates of this machine: as they were kept, or measured now, which takes some seconds.
+
+    Args:
+        again: measure, also where rates are kept.
+        ranks: between which the links are measured; left out, see `link_ranks`.
+    """
+    kept = None if again else cached_rates(ranks)
+    if kept is not None:
+        return kept
+    rates = measure_rates(link_ranks(ranks))
+    if not rates.problems:  # what was in the way may be gone next time
+        _keep(rates)
+    return rates
+
+
+def cached_rates(ranks: int | None = None) -> Rates | None:
+    """The rates that are kept for this hardware, torch and number of ranks; None without any."""
+    entry = _entries().get(_key(link_ranks(ranks)))
+    return None if entry is None else _rates_of(entry.get("rates"))
+
+
+def cache_file() -> Path:
+    """Where rates are kept."""
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(folder):  # the standard says: then it does not count
+        folder = os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(folder) / "bigtrain" / "rates.json"
+
+
+def fingerprint(ranks: int | None = None) -> dict[str, Any]:
+    """What rates belong to, as JSON values.
+
+    Args:
+        ranks: see `measured_rates`.
+    """
+    scratch = None
+    with contextlib.suppress(OSError):  # no folder takes files
+        scratch = scratch_folder()
+    gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    return {
+        "cpu": cpu_name(),
+        "cores": usable_cores(),
+        "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "gpus": gpus,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "link_ranks": link_ranks(ranks),
+        "scratch": [scratch, file_system(scratch) if scratch else None],
+    }
+
+
+def _key(ranks: int) -> str:
+    return json.dumps(fingerprint(ranks), sort_keys=True)
+
+
+def _entries() -> dict[str, dict[str, Any]]:
+    """What is in the cache; a file that is damaged has nothing in it."""
+    try:
+        found = json.loads(cache_file().read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {key: entry for key, entry in found.items() if isinstance(entry, dict)}
+
+
+def _rates_of(values: object) -> Rates | None:
+    """Rates from JSON values; None where these are not rates."""
+    names = {f.name for f in fields(Rates)}
+    if not isinstance(values, dict) or set(values) != names or values["problems"] != {}:
+        return None
+    flops = values["flops"]
+    if not isinstance(flops, dict) or set(flops) != set(PRODUCT_TYPES):
+        return None
+    kinds = values["link_kinds"]
+    if not isinstance(kinds, dict) or not all(_is_link(found) for found in kinds.values()):
+        return None
+    optional = {"to_device_bytes"} if values["device"] == "cpu" else set()
+    single = names - {"device", "flops", "problems", "link_kinds"}
+    numbers = [values[n] for n in single if not (n in optional and values[n] is None)]
+    if not all(_is_positive(number) for number in (*numbers, *flops.values())):
+        return None
+    return Rates(**values)
+
+
+def _is_link(found: object) -> bool:
+    if not isinstance(found, dict) or set(found) != {"latency", "bytes"}:
+        return False
+    return all(map(_is_positive, found.values()))
+
+
+def _is_positive(number: object) -> bool:
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        return False
+    return math.isfinite(number) and number > 0
+
+
+def _keep(rates: Rates) -> None:
+    """Write the rates beside those of other machines that share the folder.
+
+    A folder that cannot be written costs the next process some seconds, and nothing else.
+    """
+    entries = _entries()
+    entries[_key(rates.link_ranks)] = {
+        "rates": asdict(rates),
+        "measured": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+    path = cache_file()
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, prefix="rates-", encoding="utf-8", delete=False
+        ) as file:
+            json.dump(entries, file, indent=1)
+        os.replace(file.name, path)  # another process reads the old file or the new one

@@ -1,0 +1,1 @@
+"""What memory is called, how it is measured, what is free."""

@@ -1,0 +1,95 @@
+"""How much memory of the host is free, for this process and its control group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from bigtrain.units import format_bytes
+
+
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Bytes of host memory that this process may still take; None where the system does not tell.
+
+    The least of what the kernel calls available and what the limits of the process's control
+    groups (versions 1 and 2, containers and job schedulers set them) leave.
+
+    Args:
+        root: above `proc` and `sys`.
+    """
+    found = [_available(root), *_cgroup_rooms(root)]
+    known = [room for room in found if room is not None]
+    return min(known) if known else None
+
+
+def host_line(root: Path = Path("/")) -> str:
+    """The host's memory in a few words: how much there is, and how much is free now."""
+    whole = next((n for n in map(_total, _lines(root / "proc/meminfo")) if n), None)
+    free = free_memory(root)
+    if whole is None or free is None:
+        return "host memory unknown"
+    return f"host memory {format_bytes(whole)}, {format_bytes(free)} free now"
+
+
+def _total(line: str) -> int | None:
+    return int(line.split()[1]) * 1024 if line.startswith("MemTotal:") else None
+
+
+def kernel_kills(root: Path = Path("/")) -> int:
+    """How many processes the kernel has ended for want of memory since the system started."""
+    for line in _lines(root / "proc/vmstat"):
+        if line.startswith("oom_kill "):
+            return int(line.split()[1])
+    return 0
+
+
+def _available(root: Path) -> int | None:
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup_rooms(root: Path) -> Iterable[int | None]:
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = root / "sys/fs/cgroup/memory"
+            names = (
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+        else:
+            continue
+        # A group's parents limit it, too; in a container its own path may be mounted as the base.
+        group = base / path.lstrip("/")
+        while group != base:
+            yield _group_room(group, *names)
+            group = group.parent
+        yield _group_room(base, *names)
+
+
+def _group_room(group: Path, limit: str, usage: str, reclaimable: str) -> int | None:
+    most, used = _number(group / limit), _number(group / usage)
+    if most is None or used is None:
+        return None
+    cached = 0
+    for line in _lines(group / "memory.stat"):
+        if line.startswith(f"{reclaimable} "):  # page cache that is dropped when memory is wanted
+            cached = int(line.split()[1])
+    return max(0, most - max(0, used - cached))
+
+
+def _number(file: Path) -> int | None:
+    lines = _lines(file)
+    return int(lines[0]) if lines and lines[0].isdigit() else None
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []

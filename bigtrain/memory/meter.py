@@ -1,0 +1,171 @@
+"""Measuring memory: every tensor storage over a window of steps, and the process's own peak.
+
+The tracker sees each storage when an operation makes it and when its last reference goes, on
+real and on fake tensors alike; what it cannot see (scratch space inside a kernel, the
+allocator's rounding) is what the process peak and the CUDA allocator are read for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bigtrain.memory.timeline import Breakdown, Course, Kind, Peak, Phase
+from bigtrain.memory.tracker import StorageTracker
+
+
+class ProcessPeak:
+    """The process's highest resident memory above what it had at the start (Linux; VmHWM)."""
+
+    def __init__(self) -> None:
+        # Forget the peak of the imports; where that is not allowed, it stays in.
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+        self.base_bytes = status_bytes("VmRSS")
+
+    def bytes(self) -> int | None:
+        """Peak above the base in bytes, or None where the system does not tell."""
+        peak = status_bytes("VmHWM")
+        if peak is None or self.base_bytes is None:
+            return None
+        return max(0, peak - self.base_bytes)
+
+
+def status_bytes(field: str) -> int | None:
+    """A size from this process's /proc/self/status, in bytes; None where there is none."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank measured over the run so far. All bytes."""
+
+    peak: Peak | None
+    """None where tracking was off and the device counts nothing itself."""
+    process_peak_bytes: int | None
+    reserved_bytes: int | None = None
+    """CUDA only: the most that the caching allocator took from the device."""
+    capacity_bytes: int | None = None
+    alloc_retries: int | None = None
+    process_base_bytes: int | None = None
+    """Resident memory before the model was built, above which the process's peak is counted."""
+    course: Course | None = None
+    """The last tracked step, from its beginning to its end."""
+
+
+class Meter:
+    """One rank's memory over a run: tracked for the first steps, then only the cheap counters.
+
+    Args:
+        device: where the tensors live.
+        track_steps: steps during which every storage is tracked; 0 tracks nothing.
+    """
+
+    def __init__(self, device: torch.device, track_steps: int = 3) -> None:
+        self.device = device
+        self.process = ProcessPeak()
+        self._steps_left = track_steps
+        self._tracker: StorageTracker | None = None
+        if track_steps > 0:
+            self._tracker = StorageTracker(device_type=device.type)
+        self._tracked: Peak | None = None
+        self._course: Course | None = None
+        self.current: Phase = "build"
+        """The phase that the run is in."""
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    @property
+    def tracking(self) -> bool:
+        """Whether storages are being tracked now."""
+        return self._tracker is not None
+
+    def phase(self, phase: Phase) -> None:
+        """Say what is being done from now on; outside the window it is only remembered."""
+        self.current = phase
+        if self._tracker is not None:
+            self._tracker.enter_phase(phase)
+
+    def own(self, tensors: Iterable[Tensor | None], kind: Kind) -> None:
+        """Say what kind these tensors are; nothing happens outside the window."""
+        if self._tracker is not None:
+            self._tracker.own(tensors, kind)
+
+    def window(self) -> AbstractContextManager[object]:
+        """Track what happens inside, while the window is open."""
+        return self._tracker if self._tracker is not None else nullcontext()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One optimizer step; the last of the window closes it."""
+        began = self._tracker.clock if self._tracker is not None else 0
+        with self.window():
+            yield
+        if self._tracker is not None:
+            self._steps_left -= 1
+            if self._steps_left <= 0:
+                recorded = self._tracker.timeline()
+                self._tracked = recorded.peak()
+                self._course = recorded.course(began, self._tracker.times)
+                self._tracker.close()
+                self._tracker = None
+
+    def peak_bytes(self) -> int | None:
+        """The peak so far in bytes: the allocator's on CUDA, the tracked one on CPU."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self.device))
+        if self._tracker is not None:
+            return self._tracker.peak_bytes
+        return self._tracked.bytes if self._tracked else None
+
+    def measured(self) -> Measured:
+        """Everything measured so far."""
+        peak = self._tracker.timeline().peak() if self._tracker is not None else self._tracked
+        process, base = self.process.bytes(), self.process.base_bytes
+        if self.device.type != "cuda":
+            return Measured(peak, process, process_base_bytes=base, course=self._course)
+        stats = torch.cuda.memory_stats(self.device)
+        allocated = int(stats.get("allocated_bytes.all.peak", 0))
+        return Measured(
+            peak=_fill(peak or Peak("forward", Breakdown()), allocated),
+            process_peak_bytes=process,
+            reserved_bytes=int(stats.get("reserved_bytes.all.peak", 0)),
+            capacity_bytes=int(torch.cuda.get_device_properties(self.device).total_memory),
+            alloc_retries=int(stats.get("num_alloc_retries", 0)),
+            process_base_bytes=base,
+            course=self._course,
+        )
+
+
+def _fill(peak: Peak, allocated: int) -> Peak:
+    """Let the parts sum to what the allocator counted: kernels' scratch space is temporary."""
+    parts = peak.breakdown
+    temporary = parts.temporary + allocated - parts.total
+    if temporary >= 0:
+        return replace(peak, breakdown=replace(parts, temporary=temporary))
+    activations = max(0, parts.activations + temporary)
+    return replace(peak, breakdown=replace(parts, temporary=0, activations=activations))
+
+
+def capacity_bytes(device: torch.device) -> int | None:
+    """What the device has: a GPU's memory, or the host's for the CPU. None where unknown."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
+    return pages * size

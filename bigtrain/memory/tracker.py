@@ -1,0 +1,214 @@
+"""Which tensor storage is alive when: a dispatch mode that sees every operation."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass_type,
+)
+from torch.utils._pytree import tree_leaves
+
+from bigtrain.memory.timeline import Kind, Phase, Span, Timeline
+
+
+@dataclass(slots=True)
+class _Record:
+    nbytes: int
+    birth: int
+    death: int | None = None
+    kind: Kind | None = None
+
+
+class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the life of every storage that operations make while the mode is entered.
+
+    Storages are counted once, whatever views they have. The mode may be entered and left many
+    times; storages that die in between are noticed.
+
+    Args:
+        fake: count fake tensors, and only those.
+        device_type: count what is on such devices only; None counts everything.
+    """
+
+    def __init__(self, *, fake: bool = False, device_type: str | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fake = fake
+        self._device_type = device_type
+        self._watching = ExitStack()
+        self.clock = 0
+        self.times = array("d", [time.perf_counter()])
+        """When each tick of the clock was, in seconds."""
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        """The highest `live_bytes` so far, per rank."""
+        self._records: list[_Record] = []
+        self._live: dict[int, tuple[_Record, weakref.ref[Any]]] = {}
+        self._phases: list[tuple[int, Phase]] = [(0, "build")]
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operation and note the storages of what it returns."""
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            # A DTensor and its like have no memory of their own: let them take the operation
+            # apart, and see the plain tensors that it is then done with.
+            return NotImplemented
+        if func is torch.ops.prim.device.default:  # asked more often than all else together
+            return args[0].fake_device if self._fake else func(*args)
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            # DTensor works out shapes on fake tensors in the midst of a real run.
+            if isinstance(leaf, Tensor) and isinstance(leaf, FakeTensor) == self._fake:
+                self._note(leaf)
+        return result
+
+    def __enter__(self) -> StorageTracker:
+        self._watching.enter_context(_resizes_told(self._resized))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._watching.close()
+
+    def lives(self, storage: int) -> bool:
+        """Whether a storage, by its `_cdata`, is alive."""
+        return storage in self._live
+
+    def enter_phase(self, phase: Phase) -> None:
+        """Say what is being done from now on."""
+        if self._phases[-1][1] != phase:
+            self._tick()
+            self._phases.append((self.clock, phase))
+
+    def own(self, tensors: Iterable[Tensor | None], kind: Kind) -> None:
+        """Say what kind the storages of these tensors are, known to the tracker or not."""
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                for part in _parts(tensor):
+                    self._note(part).kind = kind
+
+    def _note(self, tensor: Tensor) -> _Record:
+        if self._device_type not in (None, tensor.device.type) or tensor.is_meta:
+            return _Record(0, self.clock)  # the host's part of a run on a GPU; a mere shape
+        try:
+            storage = tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError):  # sparse, quantised, functorch wrappers
+            return _Record(0, self.clock)
+        key: int = storage._cdata
+        known = self._live.get(key)
+        if known is not None:
+            record = known[0]
+            if record.nbytes == storage.nbytes():
+                return record
+            self._bury(key)  # resized by an operation: another life begins
+        return self._enter(storage, None)
+
+    def _enter(self, storage: torch.UntypedStorage, kind: Kind | None) -> _Record:
+        key: int = storage._cdata
+        nbytes = storage.nbytes()
+        self._tick()
+        record = _Record(nbytes, self.clock, kind=kind)
+        self._records.append(record)
+        self._live[key] = (record, weakref.ref(storage, lambda _: self._bury(key)))
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return record
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """Sharded parameters come and go so: their storage stays, its size becomes zero."""
+        known = self._live.get(storage._cdata)
+        if known is not None:
+            self._bury(storage._cdata)
+            self._enter(storage, known[0].kind)
+
+    def _bury(self, key: int) -> None:
+        entry = self._live.pop(key, None)
+        if entry is not None:
+            self._tick()
+            entry[0].death = self.clock
+            self.live_bytes -= entry[0].nbytes
+
+    def _tick(self) -> None:
+        self.clock += 1
+        self.times.append(time.perf_counter())
+
+    def timeline(self) -> Timeline:
+        """Everything recorded so far, each storage with its kind.
+
+        What nobody owns is an activation where it outlives the forward pass that made it, a
+        buffer where it outlives the whole step (communication buckets, caches), and
+        temporary otherwise.
+        """
+        end = self.clock + 1
+        forward_ends, step_ends = self._boundaries()
+        spans = []
+        for record in self._records:
+            death = record.death if record.death is not None else end
+            kind = record.kind or _infer(record.birth, death, forward_ends, step_ends, end)
+            spans.append(Span(record.nbytes, kind, record.birth, death))
+        return Timeline(tuple(spans), tuple(self._phases))
+
+    def _boundaries(self) -> tuple[list[tuple[int, int]], list[int]]:
+        forwards, step_ends = [], []
+        ends = [start for start, _ in self._phases[1:]] + [self.clock + 1]
+        for (start, phase), stop in zip(self._phases, ends, strict=True):
+            if phase == "forward":
+                forwards.append((start, stop))
+            if phase in ("step", "build"):
+                step_ends.append(stop)
+        return forwards, step_ends
+
+    def close(self) -> None:
+        """Stop noticing deaths; what is recorded stays."""
+        self._live.clear()
+
+
+@contextmanager
+def _resizes_told(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call `tell` after each resize of a storage from Python, which no dispatch mode sees."""
+    plain = torch.UntypedStorage.resize_
+
+    def resize(storage: Any, size: int) -> Any:
+        result = plain(storage, size)
+        tell(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
+
+
+def _infer(
+    birth: int, death: int, forwards: list[tuple[int, int]], step_ends: list[int], end: int
+) -> Kind:
+    closes = next((stop for stop in step_ends if stop > birth), None)
+    if closes is not None and (death > closes or death >= end):
+        return "buffers"
+    for start, stop in forwards:
+        if start <= birth < stop:
+            return "activations" if death >= stop else "temporary"
+    return "temporary"
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that hold a tensor's data on this rank (a DTensor's local shard)."""
+    local = getattr(tensor, "_local_tensor", None)
+    return [local] if isinstance(local, Tensor) else [tensor]

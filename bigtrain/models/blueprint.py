@@ -1,0 +1,375 @@
+"""Models described first and materialised later, tensor by tensor.
+
+A description costs no memory: the constructor runs on the meta device while what it does to
+each tensor is recorded. Materialising replays, on the CPU, just the operations that one tensor
+depends on, with the random generator seeded by the run's seed and the tensor's name. So the
+initial weights are the same whatever the order, the rank, the world size or the device, and a
+rank that holds a part of the model pays for that part only; the price is that the numbers are
+not those of torch.manual_seed(seed) followed by the constructor.
+
+A random draw that several tensors depend on (halves of one `randn`, the norm of a weight, a
+deep copy of a layer) belongs to the first of them in the order of the model, so that they
+agree with each other as they do in a model that was built at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import random
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from bigtrain.errors import ConfigError, nearest
+from bigtrain.models.init_recorder import Recorder
+from bigtrain.models.init_replay import CannotDefer, Recording, TensorSpec, view
+
+
+def initial_seed(seed: int, name: str) -> int:
+    """The seed of one tensor's random numbers: stable over processes, versions and machines.
+
+    Args:
+        seed: the run's seed.
+        name: the tensor's first name in the model.
+
+    Returns:
+        An integer in [0, 2**63).
+    """
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """How a named tensor comes to be: its place in its storage, and what fills that."""
+
+    spec: TensorSpec
+    closure: list[int]
+
+
+@dataclass
+class Blueprint:
+    """A model whose tensors are filled in when, where and as far as they are wanted."""
+
+    model: nn.Module
+    """The modules; deferred, their tensors are on meta until they are materialised."""
+    reason: str = ""
+    """Why the model is not deferred, in one line; empty where it is."""
+    _make: Callable[[], nn.Module] | None = None
+    _recording: Recording | None = None
+    _origins: dict[str, _Origin] = field(default_factory=dict)
+    _owners: dict[int, str] = field(default_factory=dict)
+    """For each random operation, the name that its seed is made from."""
+    _first_names: dict[str, str] = field(default_factory=dict)
+    """Every name of every tensor -> its first one, also when that part of the model is gone."""
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Blueprint:
+        """Wrap a module that already has its values; materialising only moves them.
+
+        Raises:
+            ConfigError: it has tensors without values.
+        """
+        _refuse_lazy(module)
+        for name, tensor in _named_tensors(module).items():
+            if tensor.is_meta:
+                raise ConfigError(
+                    f"model: {name!r} is on the meta device and has no values. Give the function "
+                    "that makes the model instead: describe(lambda: MyModel(...))."
+                )
+        return cls(module, reason="given already built")
+
+    @property
+    def deferred(self) -> bool:
+        """Whether the values can be made tensor by tensor."""
+        return self._recording is not None
+
+    def materialize(
+        self, device: torch.device | str, *, seed: int, only: Collection[str] | None = None
+    ) -> nn.Module:
+        """Give parameters and buffers their initial values, in place.
+
+        The tensor objects stay the same (but in modules that watch theirs, as nn.RNN does), so
+        ties, and references that others already hold, stay valid. Of a deferred model, about
+        one tensor more than the result is in memory at any time; one that is not deferred is
+        built whole, twice for a while.
+
+        Args:
+            device: where the tensors go; the values are made on the CPU.
+            seed: the run's seed; without effect on a model given already built.
+            only: names as in named_parameters and named_buffers (any name of a tied tensor);
+                None is all of them. The others stay as they are.
+
+        Returns:
+            `model`.
+
+        Raises:
+            ConfigError: a name in `only` is not in the model, or two constructions differ.
+        """
+        tensors = self._chosen(only)
+        with _kept_random_state():
+            if self._recording is not None:
+                self._replay(self._recording, tensors, torch.device(device), seed)
+                return self.model
+            if self._make is not None:
+                torch.default_generator.manual_seed(seed)
+                _seed_others(seed)
+                _copy_values(self._make(), self.model)
+        for tensor in tensors.values():
+            tensor.data = tensor.data.to(device)
+        return self.model
+
+    def _chosen(self, only: Collection[str] | None) -> dict[str, torch.Tensor]:
+        """The wanted tensors by their first name, in the order of the model."""
+        tensors = _named_tensors(self.model)
+        if only is None:
+            return tensors
+        aliases = _aliases(self.model)
+        for name in only:
+            if name not in aliases:
+                hint = nearest(name, aliases) or "."
+                raise ConfigError(
+                    f"only: the model has no parameter or buffer {name!r}{hint} "
+                    "Use names as in model.named_parameters()."
+                )
+        wanted = {id(aliases[name]) for name in only}
+        return {name: tensor for name, tensor in tensors.items() if id(tensor) in wanted}
+
+    def _replay(
+        self,
+        recording: Recording,
+        tensors: dict[str, torch.Tensor],
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        uses: dict[int, int] = {}
+        for origin in self._origins.values():
+            uses[origin.spec.storage] = uses.get(origin.spec.storage, 0) + 1
+        shared: dict[int, torch.UntypedStorage] = {}
+        for name, tensor in tensors.items():
+            origin = self._origins[self._first_names.get(name, name)]
+            spec, closure = origin.spec, origin.closure
+            storage = shared.get(spec.storage)
+            if storage is None:
+                storage = recording.replay(
+                    spec.storage, closure, lambda op: initial_seed(seed, self._owners[op])
+                )
+                if uses[spec.storage] == 1:
+                    storage, spec = _trimmed(storage, spec)
+                storage = _moved(storage, device)
+            if uses[spec.storage] > 1:  # tensors that overlap keep overlapping
+                shared[spec.storage] = storage
+            _fill(self.model, tensor, view(storage, spec))
+            del storage
+
+
+def describe(make: Callable[[], nn.Module]) -> Blueprint:
+    """Run a model's constructor without memory, remembering how to fill in the values.
+
+    A constructor that cannot run so (it reads random values, draws on the CPU, uses an
+    operation without a meta kernel, ...) is run on the CPU instead; `reason` says why.
+
+    Args:
+        make: builds the model; called once, or once on meta and once on the CPU.
+
+    Raises:
+        ConfigError: the result is not a module, or has parameters without a shape.
+    """
+    try:
+        return _describe_on_meta(make)
+    except CannotDefer as finding:
+        reason = str(finding)
+    except Exception as error:
+        # Whatever it is: the construction on the CPU tells whether the model is at fault.
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    with _kept_random_state():
+        torch.default_generator.manual_seed(0)
+        _seed_others(0)
+        return Blueprint(_checked(make()), reason=reason, _make=make)
+
+
+def _describe_on_meta(make: Callable[[], nn.Module]) -> Blueprint:
+    with _kept_random_state() as state:
+        with Recorder() as recorder:
+            model = make()
+        recorder.check()
+        if state.changed():
+            raise CannotDefer("it draws or seeds random numbers on the CPU")
+    recording = recorder.recording
+    _checked(model)
+    for module in model.modules():
+        if any(base.__module__.startswith("transformers.") for base in type(module).__mro__):
+            raise CannotDefer("transformers leaves its initialisation out on meta")
+    tensors = _named_tensors(model)
+    for name, tensor in tensors.items():
+        if tensor.device.type != "meta":
+            raise CannotDefer(f"it puts {name!r} on {tensor.device} itself")
+    for name in _loose_tensors(model):
+        raise CannotDefer(f"it keeps a tensor at {name!r} that is no parameter or buffer")
+    blueprint = Blueprint(model, _make=make, _recording=recording)
+    first = {id(tensor): name for name, tensor in tensors.items()}
+    blueprint._first_names = {name: first[id(t)] for name, t in _aliases(model).items()}
+    for name, tensor in tensors.items():
+        spec = recording.spec(tensor)
+        closure = recording.closure(spec.storage)
+        blueprint._origins[name] = _Origin(spec, closure)
+        draws = 0
+        for index in closure:
+            if recording.operations[index].random and index not in blueprint._owners:
+                blueprint._owners[index] = f"{name}#{draws}" if draws else name
+                draws += 1
+    return blueprint
+
+
+def _checked(model: Any) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model: the constructor returned {type(model).__name__}, not a torch.nn.Module. "
+            "Let it return the model."
+        )
+    _refuse_lazy(model)
+    return model
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and is_lazy(tensor):
+                kind = type(module).__name__
+                raise ConfigError(
+                    f"model: {'.'.join(filter(None, (path, name)))!r} has no shape before the "
+                    f"first batch. Replace {kind} by {kind.removeprefix('Lazy')} with its sizes."
+                )
+
+
+def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, then buffers, each under its first name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _aliases(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _loose_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors that modules keep in plain attributes, or in lists or mappings there."""
+    registered = {id(tensor) for tensor in _named_tensors(model).values()}
+    found: dict[str, torch.Tensor] = {}
+
+    def look(path: str, value: object) -> None:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in registered:
+                found[path] = value
+        elif isinstance(value, (list, tuple)):
+            for position, item in enumerate(value):
+                look(f"{path}[{position}]", item)
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                look(f"{path}[{key!r}]", item)
+
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                look(f"{path}.{name}" if path else name, value)
+    return found
+
+
+def _copy_values(source: nn.Module, target: nn.Module) -> None:
+    """Copy every tensor of one construction into another, which keeps its objects."""
+    new = {**_named_tensors(source), **_loose_tensors(source)}
+    old = {**_named_tensors(target), **_loose_tensors(target)}
+    for name in new.keys() | old.keys():
+        if name not in new or name not in old or new[name].shape != old[name].shape:
+            raise ConfigError(
+                f"model: two constructions differ at {name!r}. Make the model's shape depend on "
+                "its arguments only."
+            )
+    for name, tensor in old.items():
+        tensor.data.copy_(new[name].data)
+
+
+def _trimmed(
+    storage: torch.UntypedStorage, spec: TensorSpec
+) -> tuple[torch.UntypedStorage, TensorSpec]:
+    """Drop the memory around a view, so that a slice does not hold the whole."""
+    span = 1 + sum((n - 1) * step for n, step in zip(spec.size, spec.stride, strict=True))
+    if 0 in spec.size or span * spec.dtype.itemsize == storage.nbytes():
+        return storage, spec
+    flat = TensorSpec(spec.storage, spec.dtype, (span,), (1,), spec.offset)
+    trimmed = view(storage, flat).clone().untyped_storage()
+    return trimmed, TensorSpec(spec.storage, spec.dtype, spec.size, spec.stride, 0)
+
+
+def _moved(storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
+    flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+    moved: torch.UntypedStorage = flat.to(device).untyped_storage()
+    return moved
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Make a tensor object of the model hold these values, whatever device it was on."""
+    kind = type(tensor)
+    fresh = values
+    if kind is not torch.Tensor:
+        fresh = torch.Tensor._make_subclass(kind, values, tensor.requires_grad)
+    fresh.requires_grad_(tensor.requires_grad)
+    fresh.__dict__.update(tensor.__dict__)
+    try:
+        # The device of a tensor cannot be assigned; what the object refers to can be exchanged.
+        torch.utils.swap_tensors(tensor, fresh)  # type: ignore[no-untyped-call]
+    except RuntimeError:  # something watches the object, as nn.RNN does: put another in its place
+        for module in model.modules():
+            for name, held in (*module._parameters.items(), *module._buffers.items()):
+                if held is tensor:
+                    setattr(module, name, fresh)
+
+
+class _RandomState:
+    """The states of the random generators that a constructor may use on the CPU."""
+
+    def __init__(self) -> None:
+        self.torch = torch.default_generator.get_state()
+        self.python = random.getstate()
+        numpy = sys.modules.get("numpy")
+        self.numpy: Any = None if numpy is None else numpy.random.get_state()
+
+    def changed(self) -> bool:
+        """Whether any of them has moved since."""
+        now = _RandomState()
+        return (
+            not torch.equal(self.torch, now.torch)
+            or self.python != now.python
+            or (self.numpy is not None and pickle.dumps(self.numpy) != pickle.dumps(now.numpy))
+        )
+
+    def restore(self) -> None:
+        torch.default_generator.set_state(self.torch)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+
+
+def _seed_others(seed: int) -> None:
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+@contextmanager
+def _kept_random_state() -> Iterator[_RandomState]:
+    state = _RandomState()
+    try:
+        yield state
+    finally:
+        state.restore()

@@ -1,0 +1,1 @@
+"""Optimizers, put to whole, sharded, stored or released parameters."""

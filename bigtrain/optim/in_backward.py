@@ -1,0 +1,104 @@
+"""The optimizer's step inside the backward pass: a gradient lives until its parameter has it.
+
+When the backward pass has finished a parameter's gradient, that parameter is updated and the
+gradient freed, so that the gradients of the whole model are never there together. The numbers are
+those of a step after the backward pass: a parameter is not read again once its gradient is whole.
+
+Sources: Lv et al. 2023, Full Parameter Fine-tuning with Limited Resources (LOMO, arXiv
+2306.09782), section 3.2; Pudipeddi et al. 2020, L2L (arXiv 2002.05645), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bigtrain.errors import ConfigError
+from bigtrain.memory.meter import Meter
+from bigtrain.optim.update import MakeOptimizer, WholeUpdate
+
+
+class ReleasedUpdate(WholeUpdate):
+    """The optimizer on the parameters themselves, one at a time, as their gradients come.
+
+    Args:
+        parameters: those that are trained, by their plain names; plain tensors or DTensors whose
+            gradients arrive reduced.
+        make_optimizer: called once, on all of them.
+        meter: told whose memory a gradient is.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], make_optimizer: MakeOptimizer, meter: Meter
+    ) -> None:
+        super().__init__(parameters, make_optimizer)
+        self._meter = meter
+        self._norms: dict[nn.Parameter, Tensor] = {}
+        self._names = {parameter: name for name, parameter in parameters.items()}
+        groups = enumerate(self.optimizer.param_groups)
+        # By place: whoever loads a state into the optimizer makes its groups anew.
+        self._place = {p: place for place, group in groups for p in group["params"]}
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._release)  # type: ignore[no-untyped-call]
+            for parameter in parameters.values()
+        ]
+
+    def _release(self, parameter: Tensor) -> None:
+        """Update one parameter, with the settings that its group has now."""
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        if parameter in self._norms:
+            raise ConfigError(
+                f"optim.release_gradients=true: {self._names[parameter]} got a second gradient in "  # type: ignore[index]
+                "one step, after it was updated by the first: of another micro-batch, or of a "
+                "reentrant torch.utils.checkpoint. Use one micro-batch and use_reentrant=False, or "
+                "optim.release_gradients=false."
+            )
+        self._meter.own([gradient], "gradients")
+        dtype = torch.float32 if gradient.dtype in (torch.bfloat16, torch.float16) else None
+        self._norms[parameter] = torch.linalg.vector_norm(gradient, dtype=dtype)  # type: ignore[index]
+        place = self._place.get(parameter)
+        if place is not None:
+            self._step_one(parameter, self.optimizer.param_groups[place])
+        parameter.grad = None
+        if place is not None and self._meter.tracking:
+            slots = self.optimizer.state[parameter].values()
+            self._meter.own((v for v in slots if isinstance(v, Tensor)), "optimizer")
+
+    def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        groups, shown = self.optimizer.param_groups, {**group, "params": [parameter]}
+        # The optimizer itself, shown one parameter: its state and its settings stay in one place.
+        self.optimizer.param_groups = [shown]
+        try:
+            self.optimizer.step()
+        finally:
+            self.optimizer.param_groups = groups
+        for key in shown:
+            if key != "params" and shown[key] is not group.get(key):
+                raise ConfigError(
+                    f"optim.release_gradients=true: {type(self.optimizer).__name__} counts "
+                    f"{key!r} for all parameters of a group together, and here they are updated "
+                    "one at a time. Set optim.release_gradients=false."
+                )
+
+    def begin_step(self) -> None:
+        """Say that the gradients that come now are another step's."""
+        self._norms.clear()
+
+    def norms(self) -> list[Tensor]:
+        """The norms of the gradients since the last call, in the parameters' order."""
+        found = [self._norms[p] for p in self._parameters.values() if p in self._norms]
+        self._norms.clear()
+        return found
+
+    def step(self) -> None:
+        """See `Update.step`. It is done already."""
+
+    def close(self) -> None:
+        """See `Update.close`."""
+        for hook in self._hooks:
+            hook.remove()

@@ -1,0 +1,148 @@
+"""How an optimizer is put to the parameters, and how its whole state is read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from bigtrain.tensors.dtensors import like_parts, local, part_of, whole
+from bigtrain.tensors.source import TensorSource
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+"""Sharding and cutting change the parameters first, so the optimizer is made from what is left."""
+
+
+class Update(Protocol):
+    """The optimizer of one rank, and the way from and to its whole state."""
+
+    optimizer: torch.optim.Optimizer
+    """Whose learning rates are set."""
+
+    def step(self) -> None:
+        """Update the parameters by their gradients."""
+
+    def held(self) -> Iterable[Tensor]:
+        """The tensors of the state that this rank holds in memory, fp32 copies included."""
+
+    def state(self) -> dict[str, TensorSource]:
+        """The state as `NAME.KEY`. Collective."""
+
+    def masters(self) -> dict[str, TensorSource]:
+        """The fp32 values of the parameters that are computed with in less."""
+
+    def load_state(self, name: str, key: str, value: Tensor) -> None:
+        """Take over one tensor of the state, whole and on the CPU."""
+
+    def load_master(self, name: str, value: Tensor) -> None:
+        """Take over a parameter's fp32 value, whole and on the CPU, where a copy is kept."""
+
+    def close(self) -> None:
+        """Let go of files and threads."""
+
+
+class WholeUpdate:
+    """The optimizer on the parameters themselves, sharded (as DTensors) or not."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], make_optimizer: MakeOptimizer
+    ) -> None:
+        self._parameters = parameters
+        self.optimizer = make_optimizer(list(parameters.values()))
+
+    def step(self) -> None:
+        """See `Update.step`."""
+        self.optimizer.step()
+
+    def held(self) -> Iterable[Tensor]:
+        """See `Update.held`."""
+        return tensors_of(self.optimizer)
+
+    def state(self) -> dict[str, TensorSource]:
+        """See `Update.state`."""
+        found = {}
+        for name, parameter in self._parameters.items():
+            for key, value in sorted(self.optimizer.state.get(parameter, {}).items()):
+                if isinstance(value, Tensor):
+                    found[f"{name}.{key}"] = source_of(value)
+        return found
+
+    def masters(self) -> dict[str, TensorSource]:
+        """See `Update.masters`."""
+        return {}
+
+    def load_state(self, name: str, key: str, value: Tensor) -> None:
+        """See `Update.load_state`."""
+        parameter = self._parameters[name]
+        if is_elementwise(key, value, parameter.shape):
+            # In the parameter's own order in memory, which kernels go through side by side, and in
+            # its type, but for optimizers that bring their state to the type they want.
+            held = local(parameter).detach()
+            lean = hasattr(self.optimizer, "state_keys") or not value.is_floating_point()
+            piece = torch.empty_like(held, dtype=value.dtype if lean else held.dtype)
+            piece.copy_(part_of(value, parameter))
+            self.optimizer.state[parameter][key] = like_parts(piece, parameter)
+            return
+        # A step count is on the host, but for the kernels that read it on the device.
+        device = local(parameter).device if counts_on_device(self.optimizer) else value.device
+        self.optimizer.state[parameter][key] = value.to(device)
+
+    def load_master(self, name: str, value: Tensor) -> None:
+        """See `Update.load_master`."""
+
+    def close(self) -> None:
+        """See `Update.close`."""
+
+
+_ONCE = ("step", "mu_product", "eta", "mu")
+"""What torch's optimizers keep once for a parameter, as a number."""
+
+
+def is_elementwise(key: str, value: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a slot of the state has a number for each element of a parameter of this shape.
+
+    The shapes alone do not tell for a parameter that is one number without dimensions.
+    """
+    return tuple(value.shape) == tuple(shape) and (len(shape) > 0 or key not in _ONCE)
+
+
+def state_factor(make_optimizer: MakeOptimizer) -> float:
+    """Bytes held for each byte of a parameter: itself, its gradient, the optimizer's state."""
+    return 2.0 + sum(state_widths(make_optimizer, side=64).values()) / 4
+
+
+def state_slots(make_optimizer: MakeOptimizer) -> float:
+    """Bytes of state for each byte of an fp32 parameter, found out by one step on a few numbers."""
+    return sum(state_widths(make_optimizer).values()) / 4
+
+
+def state_widths(make_optimizer: MakeOptimizer, side: int = 32) -> dict[str, float]:
+    """Bytes of each slot of the state for each number of an fp32 matrix; step counts left out."""
+    parameter = nn.Parameter(torch.zeros(side, side))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = make_optimizer([parameter])
+    optimizer.step()
+    slots = optimizer.state.get(parameter, {}).items()
+    return {
+        key: value.numel() * value.element_size() / parameter.numel()
+        for key, value in slots
+        if isinstance(value, Tensor) and value.numel() > 1
+    }
+
+
+def source_of(tensor: Tensor) -> TensorSource:
+    """A tensor of which this rank holds all or, as a DTensor, a part."""
+    return TensorSource(tensor.dtype, tuple(tensor.shape), lambda: whole(tensor.detach()))
+
+
+def tensors_of(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+    """The tensors of an optimizer's state."""
+    for slots in optimizer.state.values():
+        yield from (value for value in slots.values() if isinstance(value, Tensor))
+
+
+def counts_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether step counts live on the device: the kernels that read them there."""
+    return bool(optimizer.defaults.get("fused") or optimizer.defaults.get("capturable"))

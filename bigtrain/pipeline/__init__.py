@@ -1,0 +1,1 @@
+"""Stages at work."""

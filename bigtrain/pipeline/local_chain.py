@@ -1,0 +1,80 @@
+"""All stages of a cut model in one process, one after the other, each on a device of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bigtrain.cutting.stage import Stage
+from bigtrain.data.loader import MicroBatch
+from bigtrain.errors import ConfigError
+from bigtrain.tensors.tree import map_tensors, tensors_of
+
+
+class Chain(nn.Module):
+    """Calls the stages in order and carries what crosses the cuts from device to device.
+
+    It has the parameters and modules of `model` under their own names.
+
+    Args:
+        stages: of the whole model; their parameters are moved to their devices.
+        devices: one for each.
+        model: whose tensors these are.
+
+    Raises:
+        ConfigError: a parameter is used on two devices.
+    """
+
+    def __init__(
+        self, stages: Sequence[Stage], devices: Sequence[torch.device], model: nn.Module
+    ) -> None:
+        super().__init__()
+        self._parameters = model._parameters
+        self._buffers = model._buffers
+        self._modules = model._modules
+        self._stages, self._devices = tuple(stages), tuple(devices)
+        self._model = (model,)  # no child: its names are this one's already
+        homes: dict[int, tuple[str, torch.device]] = {}
+        for stage, device in zip(stages, devices, strict=True):
+            for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
+                before, home = homes.setdefault(id(tensor), (name, device))
+                if home != device:
+                    raise ConfigError(
+                        f"strategy.cut: {before!r} is used on {home} and, as {name!r}, on "
+                        f"{device}. Untie it in the model, or cut over ranks: leave "
+                        "strategy.cut.devices out."
+                    )
+                tensor.data = tensor.data.to(device)
+            stage.to_device(device)
+
+    def train(self, mode: bool = True) -> Chain:  # noqa: FBT001, FBT002 - as nn.Module has it
+        """See `nn.Module.train`."""
+        super().train(mode)
+        for stage in self._stages:
+            stage.train(mode)
+        return self
+
+    def follow_mode(self) -> None:
+        """Be in the model's mode: whoever has the model sets it there."""
+        for stage in self._stages:
+            if stage.training is not self._model[0].training:
+                self.train(self._model[0].training)
+                break
+
+    def forward(self, inputs: Any) -> Any:
+        """The model's output, on the device of the inputs."""
+        self.follow_mode()
+        leaves = tensors_of(inputs)
+        home = leaves[0].device if leaves else self._devices[0]
+        wires: Any = ()
+        for stage, device in zip(self._stages, self._devices, strict=True):
+
+            def move(tensor: Tensor, to: torch.device = device) -> Tensor:
+                return tensor.to(to, non_blocking=True)
+
+            batch = MicroBatch(map_tensors(inputs, move), None, 1, len(leaves[0]) if leaves else 0)
+            wires = stage(*map_tensors(wires, move), micro_batch=batch)
+        return map_tensors(wires, lambda tensor: tensor.to(home))

@@ -1,0 +1,142 @@
+"""One micro-batch at a time through all stages: naive model parallelism, and what is left over.
+
+Each rank does its part of one order that all ranks share, so nobody waits for what comes later.
+Sends are left open until the next one: the ranks of a pipeline overlap where the order lets them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from bigtrain.ranks.context import RunContext
+
+
+class Relay:
+    """Sends wires between the stages of a pipeline.
+
+    Args:
+        context: this rank, and the pp group.
+        ranks: for each stage its pp rank.
+    """
+
+    def __init__(self, context: RunContext, ranks: Sequence[int]) -> None:
+        self._device, self._group = context.device, context.pp_group
+        members = context.ranks_of("pp")
+        self._peers = [members[rank] for rank in ranks]
+        self._here = context.rank
+        self._open: list[tuple[dist.Work | None, Tensor]] = []
+        self._handed: dict[tuple[int, int], list[Tensor]] = {}
+
+    def give(self, tensors: Sequence[Tensor], source: int, target: int) -> None:
+        """Send tensors from a stage of this rank to a neighbour, which may be here, too."""
+        if self._peers[target] == self._here:
+            self._handed[source, target] = [tensor.detach() for tensor in tensors]
+            return
+        self.settle()
+        for tensor in tensors:
+            sent = tensor.detach().contiguous()
+            work = dist.isend(sent, dst=self._peers[target], group=self._group)
+            self._open.append((work, sent))
+
+    def take(self, metas: Sequence[Tensor], source: int, target: int) -> list[Tensor]:
+        """Receive tensors of these shapes and types from a neighbour."""
+        if self._peers[source] == self._here:
+            return self._handed.pop((source, target))
+        taken = [torch.empty(meta.shape, dtype=meta.dtype, device=self._device) for meta in metas]
+        peer = self._peers[source]
+        for work in [dist.irecv(tensor, src=peer, group=self._group) for tensor in taken]:
+            if work is not None:
+                work.wait()
+        return taken
+
+    def settle(self) -> None:
+        """Wait until everything that was sent has arrived."""
+        for work, _ in self._open:
+            if work is not None:
+                work.wait()
+        self._open.clear()
+
+
+def through(
+    relay: Relay,
+    stages: Mapping[int, Any],
+    shapes: Mapping[int, tuple[Sequence[Tensor], Sequence[Tensor]]],
+    compute: Callable[[Any, Sequence[Tensor]], Any],
+    *,
+    keep: Callable[[int, Sequence[Tensor], Sequence[GradientEdge | None]], None] | None = None,
+) -> Any:
+    """One micro-batch forward through this rank's stages.
+
+    Args:
+        relay: to the neighbours.
+        stages: this rank's, by number.
+        shapes: for each of these stages the wires that come in and go out, on the meta device.
+        compute: (stage, wires) -> wires, or what the last stage gives.
+        keep: told (number, wires in, the graph's edges out) of each stage.
+
+    Returns:
+        What the last stage gives, None on the other ranks.
+    """
+    result = None
+    for index in sorted(stages):
+        stage = stages[index]
+        wires = relay.take(shapes[index][0], index - 1, index) if index else []
+        for wire, meta in zip(wires, shapes[index][0], strict=True):
+            wire.requires_grad_(meta.requires_grad and torch.is_grad_enabled())
+        output = compute(stage, wires)
+        last = index == stage.count - 1
+        outputs = (output,) if last or isinstance(output, Tensor) else tuple(output)
+        if keep is not None:
+            # What is sent on is let go; its edge is enough to come back.
+            roots = [get_gradient_edge(out) if out.requires_grad else None for out in outputs]
+            keep(index, wires, roots)
+        if last:
+            result = output
+        else:
+            relay.give(outputs, index, index + 1)
+    return result
+
+
+def back(
+    relay: Relay,
+    count: int,
+    kept: dict[int, tuple[Sequence[Tensor], Sequence[GradientEdge | None]]],
+    shapes: Mapping[int, tuple[Sequence[Tensor], Sequence[Tensor]]],
+    backward: Callable[[], Callable[[], None]],
+) -> None:
+    """The backward pass of the micro-batch that went `through`.
+
+    Args:
+        relay: to the neighbours.
+        count: stages in all.
+        kept: for each stage of this rank the wires in and the edges out; emptied.
+        shapes: as there.
+        backward: entered before a stage's backward pass, what it returns is called after it.
+    """
+    for index in sorted(kept, reverse=True):
+        wires, roots = kept.pop(index)
+        incoming, outgoing = shapes[index]
+        given: list[Tensor | None] = [None]
+        if index < count - 1:
+            wanted = [meta for meta in outgoing if meta.requires_grad]
+            arrived = iter(relay.take(wanted, index + 1, index))
+            given = [next(arrived) if meta.requires_grad else None for meta in outgoing]
+            # Who sends a gradient has what it is the gradient of.
+            if wanted:
+                relay.settle()
+        pairs = [(edge, g) for edge, g in zip(roots, given, strict=True) if edge is not None]
+        finish = backward()
+        if pairs:
+            torch.autograd.backward([edge for edge, _ in pairs], [g for _, g in pairs])
+        finish()
+        del roots, pairs, given
+        if index:
+            needed = [w for w, meta in zip(wires, incoming, strict=True) if meta.requires_grad]
+            found = [torch.zeros_like(w) if w.grad is None else w.grad for w in needed]
+            relay.give(found, index, index - 1)

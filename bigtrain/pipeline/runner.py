@@ -1,0 +1,385 @@
+"""Training a model that is cut into stages, on the schedules of torch.distributed.pipelining.
+
+All ranks of one pipeline load the same micro-batches, so all of them know every shape: nothing is
+sent but the tensors that cross a cut, and their gradients. A step's micro-batches of one shape
+run in the schedule's order; those left over (a smaller last one) run through one at a time.
+
+Memory in flight follows the schedule: torch 2.15 lets go of a micro-batch's inputs, outputs and
+graph with its backward pass if it is told not to collect outputs, and the losses that it keeps to
+the end of a step are detached numbers by then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.distributed.pipelining import schedules as torch_schedules
+from torch.utils._pytree import tree_leaves
+
+from bigtrain.core.loop import StepRunner, check_finite, load_tensors, total_norm
+from bigtrain.core.strategy import Assembly
+from bigtrain.data.loader import MicroBatch
+from bigtrain.errors import CheckpointError, ConfigError
+from bigtrain.optim.update import source_of
+from bigtrain.pipeline.one_at_a_time import Relay, back, through
+from bigtrain.pipeline.state import all_names, everywhere
+from bigtrain.pipeline.tied_parameters import Tie, Ties
+from bigtrain.pipeline.torch_stage import Call, Failure, LiveStage, StageModule, is_sharded
+from bigtrain.schedules.orders import TORCH, check_schedule, stage_ranks
+from bigtrain.tensors.dtensors import whole
+from bigtrain.tensors.source import TensorSource
+
+_KEPT = 64
+"""Schedules that are kept for shapes seen before; sequences of every length would be many."""
+_CLASSES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", **TORCH}
+
+Shapes = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""The wires that come into a stage and go out of it, on the meta device."""
+Signature = tuple[Any, ...]
+
+
+class PipelineRunner(StepRunner):
+    """The stages of one rank, and their optimizer.
+
+    Args:
+        assembly: sharded or not; `average` is called where no wrapper averages.
+        stages: this rank's, as `schedules.stage_ranks` lays them.
+        schedule: one of `schedules.SCHEDULES`.
+        ties: parameters that several stages use.
+    """
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        stages: Sequence[StageModule],
+        schedule: str,
+        *,
+        ties: Sequence[Tie] = (),
+    ) -> None:
+        context, meter = assembly.context, assembly.meter
+        self._stages = {stage.index: stage for stage in sorted(stages, key=lambda s: s.index)}
+        self._homes: dict[str, int] = {}
+        parameters: dict[str, nn.Parameter] = {}
+        for index, stage in self._stages.items():
+            meter.own(stage.parameters(), "parameters")
+            meter.own(stage.buffers(), "buffers")
+            for name, parameter in stage.named_parameters():
+                if name not in parameters:
+                    parameters[name] = parameter
+                    self._homes[name] = index
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        if not trained:  # torch's optimizers want something
+            made = assembly.make_optimizer
+            assembly = replace(assembly, make_optimizer=lambda _none: made([_nothing()]))
+        super().__init__(assembly, trained)
+        self._named = trained
+        self._schedule = schedule
+        self._count = stages[0].count
+        self._per_rank = self._count // context.pp_size
+        ranks = stage_ranks(schedule, context.pp_size, self._per_rank)
+        self._ties = Ties(ties, ranks, parameters, context)
+        self._relay = Relay(context, ranks)
+        self._average = assembly.average
+        self._sharded = any(is_sharded(stage) for stage in stages)
+        self._built: OrderedDict[tuple[Signature, int], Any] = OrderedDict()
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """See `Runner.forward_backward`."""
+        context = self.context
+        self._relay.settle()
+        self._set_mode(training=self.module.training)
+        # All ranks of a pipeline have the same targets: they count once.
+        total = sum(context.all_gather_numbers(sum(m.count for m in micro_batches), "dp"))
+        # Replicas average their gradients; a sum is wanted, so undo that here.
+        scale = context.dp_size / max(total, 1)
+        for micro_batch in micro_batches:
+            self.own_batch(micro_batch)
+        losses: list[Tensor] = []
+        left = len(micro_batches)
+        for group in self._groups(micro_batches):
+            left -= len(group)
+            losses += self._run(group, scale, final=left == 0)
+        mine = float(torch.stack(losses).double().sum()) if losses else 0.0
+        everyone = context.all_gather_numbers(mine)
+        check_finite(dict(enumerate(everyone)))
+        self._ties.add_up()
+        self._average_gradients()
+        self.own_gradients()
+        # Each pipeline's last stage has `scale` times its sum, the other ranks have nothing.
+        return math.fsum(everyone) / (context.world_size // context.pp_size)
+
+    def _set_mode(self, *, training: bool) -> None:
+        for stage in self._stages.values():
+            if stage.training is not training:
+                stage.train(training)
+
+    def _groups(self, micro_batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
+        """Neighbours of one shape together."""
+        signatures = [_signature(m) for m in micro_batches]
+        breaks = [a != b for a, b in zip(signatures, signatures[1:], strict=False)]
+        if self._sharded and breaks:
+            # Replicas exchange in every pass, so all of them must take these in one order.
+            told = torch.tensor(breaks, dtype=torch.int32, device=self.context.device)
+            breaks = self.context.all_reduce_sum(told, "dp").bool().tolist()
+        groups = [[micro_batches[0]]]
+        for micro_batch, ends in zip(micro_batches[1:], breaks, strict=True):
+            if ends:
+                groups.append([])
+            groups[-1].append(micro_batch)
+        return groups
+
+    def _run(self, group: Sequence[MicroBatch], scale: float, *, final: bool) -> list[Tensor]:
+        """Forward and backward of micro-batches of one shape; the losses on the last stage's rank.
+
+        As many as the schedule takes go in its order, the rest one at a time.
+        """
+        signature = (self.module.training, *_signature(group[0]))
+        losses: list[Tensor] = []
+        done = 0
+        while done < len(group):
+            number = self._largest(len(group) - done)
+            part = group[done : done + max(1, number)]
+            done += len(part)
+            ends = final and done == len(group)
+            if number:
+                losses += self._scheduled(signature, part, scale, final=ends)
+            else:
+                losses += self._relayed(signature, part[0], scale, final=ends)
+        return losses
+
+    def _largest(self, available: int) -> int:
+        """How many of these micro-batches the schedule takes at once; 0 for none."""
+        if self._schedule == "naive":
+            return 0
+        for number in range(available, 0, -1):
+            try:
+                check_schedule(self._schedule, self.context.pp_size, self._per_rank, number)
+            except ConfigError:
+                continue
+            return number
+        return 0
+
+    def _scheduled(
+        self, signature: Signature, part: Sequence[MicroBatch], scale: float, *, final: bool
+    ) -> list[Tensor]:
+        schedule = self._kept((signature, len(part)), lambda: self._build(part))
+        last = len(part) - 1
+        kwargs = [
+            {"micro_batch": m, "scale": scale, "final": final and number == last}
+            for number, m in enumerate(part)
+        ]
+        losses: list[Tensor] = []
+        try:
+            schedule.step(
+                arg_mbs=[()] * len(part),
+                kwarg_mbs=kwargs,
+                target_mbs=[None] * len(part),
+                losses=losses,
+                return_outputs=False,
+            )
+        except Failure as failure:
+            raise failure.error from None
+        return [loss.detach() for loss in losses]
+
+    def _kept(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What was made for this key, or what is made now; the least used one goes."""
+        if key not in self._built:
+            self._built[key] = make()
+            if len(self._built) > _KEPT:
+                self._built.popitem(last=False)
+        self._built.move_to_end(key)
+        return self._built[key]
+
+    def _build(self, part: Sequence[MicroBatch]) -> Any:
+        """Make torch's schedule for micro-batches of this shape. Collective at its first step."""
+        context = self.context
+        shapes = self._agreed(self.place(part[0]))
+        stages = [
+            LiveStage(
+                Call(stage, self._compute),
+                incoming,
+                # The last stage's output goes nowhere.
+                outgoing or ((torch.empty((), device="meta"),) if index == self._count - 1 else ()),
+                context.device,
+                context.pp_group,
+                self._begin_backward,
+            )
+            for (index, stage), (incoming, outgoing) in zip(
+                self._stages.items(), shapes.values(), strict=True
+            )
+        ]
+        make = getattr(torch_schedules, _CLASSES[self._schedule])
+        given = stages if self._schedule in TORCH else stages[0]
+        return make(given, len(part), loss_fn=lambda output, _target: output, scale_grads=False)
+
+    def _agreed(self, placed: MicroBatch) -> dict[int, Shapes]:
+        """The shapes, where all ranks of the pipeline go through the model alike. Collective.
+
+        Raises:
+            ConfigError: their models or versions differ.
+        """
+        found = self._shapes(placed)
+        tell = getattr(next(iter(self._stages.values())), "fingerprint", None)
+        if tell is not None:
+            with self.autocast():
+                mine = int(tell(placed)[:12], 16)  # no more bits than a float64 holds
+            if len(set(self.context.all_gather_numbers(mine, "pp"))) > 1:
+                raise ConfigError(
+                    "strategy.cut: the ranks of the pipeline do not go through the model alike. "
+                    "Let them all run the same code, model.args and versions."
+                )
+        return found
+
+    def _shapes(self, placed: MicroBatch) -> dict[int, Shapes]:
+        with self.autocast():
+            return {
+                index: (
+                    tuple(stage.incoming(placed)) if index else (),
+                    tuple(stage.outgoing(placed)) if index < self._count - 1 else (),
+                )
+                for index, stage in self._stages.items()
+            }
+
+    def _relayed(
+        self, signature: Signature, micro_batch: MicroBatch, scale: float, *, final: bool
+    ) -> list[Tensor]:
+        shapes = self._kept((signature, 0), lambda: self._agreed(self.place(micro_batch)))
+        kept: dict[int, tuple[Sequence[Tensor], Sequence[GradientEdge | None]]] = {}
+        loss = through(
+            self._relay,
+            self._stages,
+            shapes,
+            lambda stage, wires: self._compute(stage, wires, micro_batch, scale, final),
+            keep=lambda index, wires, edges: kept.update({index: (wires, edges)}),
+        )
+        back(self._relay, self._count, kept, shapes, self._begin_backward)
+        return [] if loss is None else [loss.detach()]
+
+    def _compute(
+        self,
+        stage: StageModule,
+        wires: Sequence[Tensor],
+        micro_batch: MicroBatch,
+        scale: float,
+        final: bool,  # noqa: FBT001 - handed on
+    ) -> Any:
+        self.meter.phase("forward")
+        placed = self.place(micro_batch)
+        self.own_batch(placed)
+        with self.autocast():
+            return stage(*wires, micro_batch=placed, scale=scale, final=final)
+
+    def _begin_backward(self) -> Callable[[], None]:
+        self.meter.phase("backward")
+        return self.own_gradients
+
+    def _average_gradients(self) -> None:
+        """Let all replicas have the average, also of what only some of them have a gradient of."""
+        if self._average is None:
+            return
+        there = [p.grad is not None for p in self._trained]
+        told = torch.tensor(there, dtype=torch.int32, device=self.context.device)
+        anywhere = self.context.all_reduce_sum(told, "dp").bool().tolist()
+        gradients = []
+        for parameter, wanted in zip(self._trained, anywhere, strict=True):
+            if wanted:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients.append(parameter.grad)
+        self._average(gradients)
+
+    def norm(self) -> Tensor:
+        """The norm over all stages; a tied parameter counts once. Collective."""
+        elsewhere = self._ties.elsewhere
+        counted = [
+            p.grad
+            for name, p in self._named.items()
+            if p.grad is not None and name not in elsewhere
+        ]
+        own = whole(total_norm(counted)).to(self.context.device)
+        square = self.context.all_reduce_sum(own.double().square(), "pp")
+        dtype = torch.float64 if self._precision == "fp64" else torch.float32
+        return square.sqrt().to(dtype)
+
+    def gradients(self) -> dict[str, TensorSource]:
+        """See `Runner.gradients`."""
+        mine = {
+            name: (self._homes[name], source_of(parameter.grad))
+            for name, parameter in self._named.items()
+            if parameter.grad is not None
+        }
+        return everywhere(self.context, mine)
+
+    def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor] | None:
+        """See `Runner.predict`."""
+        self._set_mode(training=False)
+        placed = self.place(micro_batch)
+        with torch.no_grad(), self.autocast():
+            output = through(
+                self._relay,
+                self._stages,
+                self._shapes(placed),
+                lambda stage, wires: stage(*wires, micro_batch=placed),
+            )
+        return (output, placed.targets) if self._count - 1 in self._stages else None
+
+    def state(self) -> dict[str, TensorSource]:
+        """See `Runner.state`."""
+        masters, elsewhere = self._update.masters(), self._ties.elsewhere
+        mine: dict[str, tuple[int, TensorSource]] = {}
+        for index, stage in self._stages.items():
+            # First of all: this puts gathered parameters back into shards, other objects.
+            values = {name: source_of(tensor) for name, tensor in stage.state_dict().items()}
+            first = {id(p): n for n, p in stage.named_parameters()}
+            for name, parameter in stage.named_parameters(remove_duplicate=False):
+                if name in values and first[id(parameter)] in masters:
+                    values[name] = masters[first[id(parameter)]]
+            for name, source in values.items():
+                mine.setdefault(f"model.{name}", (index, source))
+        # After all of the model, as in one process.
+        for key, source in self._update.state().items():
+            name = key.rpartition(".")[0]
+            if name not in elsewhere:
+                mine[f"optimizer.{key}"] = (self._count + self._homes[name], source)
+        return everywhere(self.context, mine)
+
+    def load_state(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
+        """See `Runner.load_state`."""
+        stored = set(names)
+        current = {n: t for stage in self._stages.values() for n, t in stage.state_dict().items()}
+        load_tensors(current, all_names(self.context, current), read, stored, self._update)
+        trained = all_names(self.context, self._named)
+        for full in sorted(stored):
+            if not full.startswith("optimizer."):
+                continue
+            name, _, key = full.removeprefix("optimizer.").rpartition(".")
+            if name not in trained:
+                raise CheckpointError(f"the checkpoint has a state for {name!r}, the model has not")
+            if name in self._named:
+                self._update.load_state(name, key, read(full))
+
+    def close(self) -> None:
+        """See `Runner.close`."""
+        self._relay.settle()
+        super().close()
+
+
+def _nothing() -> nn.Parameter:
+    """What an optimizer without parameters is made of: it has learning rates all the same."""
+    return nn.Parameter(torch.zeros(0))
+
+
+def _signature(micro_batch: MicroBatch) -> Signature:
+    """What decides the shapes inside the model: those of a batch, and what in it is no tensor."""
+    leaves = tree_leaves((micro_batch.inputs, micro_batch.targets))
+    return tuple(
+        (leaf.dtype, tuple(leaf.shape)) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf))
+        for leaf in leaves
+    )

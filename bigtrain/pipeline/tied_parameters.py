@@ -1,0 +1,84 @@
+"""Parameters that several stages of a pipeline use: each has a copy, and all stay equal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bigtrain.ranks.context import RunContext
+from bigtrain.tensors.dtensors import like_parts, local
+
+Tie = tuple[str, tuple[int, ...]]
+"""A parameter's first name in the whole model, and the stages that use it."""
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """A tied parameter, as one of its ranks sees it."""
+
+    name: str
+    parameter: nn.Parameter
+    owners: tuple[int, ...]
+    """The pp ranks that have a copy, in order."""
+
+
+class Ties:
+    """The sums over the copies of tied parameters' gradients.
+
+    Args:
+        ties: all ties of the model.
+        ranks: for each stage its pp rank.
+        parameters: this rank's, by their first names.
+        context: this rank, and the pp group.
+    """
+
+    def __init__(
+        self,
+        ties: Sequence[Tie],
+        ranks: Sequence[int],
+        parameters: Mapping[str, nn.Parameter],
+        context: RunContext,
+    ) -> None:
+        self._context = context
+        self._shared = []
+        for name, stages in ties:
+            owners = tuple(sorted({ranks[stage] for stage in stages}))
+            if len(owners) > 1 and context.pp_rank in owners and parameters[name].requires_grad:
+                self._shared.append(_Shared(name, parameters[name], owners))
+
+    @property
+    def elsewhere(self) -> set[str]:
+        """Names that another rank answers for: in the norm, and in a checkpoint."""
+        return {s.name for s in self._shared if s.owners[0] != self._context.pp_rank}
+
+    def add_up(self) -> None:
+        """Make each copy's gradient the sum over all copies, in the same order on each rank.
+
+        Each rank sends its own to the others: for two, as they mostly are, as little as can be.
+        """
+        for shared in self._shared:
+            if shared.parameter.grad is None:
+                shared.parameter.grad = torch.zeros_like(shared.parameter)
+            mine = local(shared.parameter.grad).detach()
+            total = self._sum(mine.contiguous(), shared.owners)
+            shared.parameter.grad = like_parts(total.view_as(mine), shared.parameter.grad)
+
+    def _sum(self, mine: Tensor, owners: Sequence[int]) -> Tensor:
+        context = self._context
+        members = context.ranks_of("pp")
+        others = {owner: torch.empty_like(mine) for owner in owners if owner != context.pp_rank}
+        ops = []
+        for owner, buffer in others.items():
+            ops.append(dist.P2POp(dist.isend, mine, members[owner], context.pp_group))
+            ops.append(dist.P2POp(dist.irecv, buffer, members[owner], context.pp_group))
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        parts = [others.get(owner, mine) for owner in owners]
+        total = parts[0] + parts[1]
+        for part in parts[2:]:
+            total += part
+        return total

@@ -1,0 +1,219 @@
+"""From a job and a cluster to an answer: what is to be planned, opened and searched."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.data.loader import MicroBatch
+from bigtrain.engine.choose_loss import loss_for
+from bigtrain.engine.setup import Parts, check_job, open_parts
+from bigtrain.errors import ConfigError
+from bigtrain.job.load import ONE_PROCESS, changed_job
+from bigtrain.job.schema import Job
+from bigtrain.losses.loss import Loss
+from bigtrain.machine.cluster import Cluster
+from bigtrain.memory.cap import BESIDE, MARGIN
+from bigtrain.planner.evaluate import Judge
+from bigtrain.planner.search import Answer, Search
+from bigtrain.planner.space import Space
+from bigtrain.planner.step_time import Clock
+from bigtrain.prediction.residuals import safety
+from bigtrain.prediction.section_library import Anatomy, resized
+from bigtrain.units import format_bytes, parse_bytes
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked."""
+
+    job: Job
+    cluster: Cluster
+    devices: int
+    memory: int
+    """Bytes of a device, or what a rank may take of it."""
+    limit: int
+    """Bytes that the tensors of a rank may be: the memory less what is no tensor."""
+    global_batch_size: int
+    pp: int | None = None
+    """Where the mesh, the micro-batch are given and not to be chosen."""
+    dp: int | None = None
+    rows: int | None = None
+    margins: Mapping[str, float] = field(default_factory=lambda: {"torch": 0.0, "deepspeed": 0.0})
+    """The engines to choose from, and the share by which each one's forecasts are enlarged."""
+    capped: bool = False
+    """Whether `memory` is a cap that is enforced on a rank, and not a device's memory."""
+
+    def memory_for(self, peak_bytes: int, engine: str) -> int:
+        """Bytes of memory, or of the cap, with which a forecast of an engine would fit."""
+        needed = math.ceil(peak_bytes * (1 + self.margins.get(engine, 0.0))) + 1
+        if self.capped:
+            return math.ceil((needed + BESIDE) / MARGIN) + 1
+        return needed + self.memory - self.limit
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A question, and what the search has found."""
+
+    question: Question
+    parts: Parts
+    answer: Answer
+    search: Search
+    num_parameters: int
+    step_flops: float
+    """Arithmetic of the model for one global batch, forward and backward, nothing twice."""
+    tokens: int
+    """Targets of one global batch; the samples where the model is not one of language."""
+
+    @property
+    def peak_flops(self) -> float:
+        """Of all devices together, in the job's precision."""
+        figures = self.question.cluster
+        nodes = self.question.devices / figures.node.devices
+        each = figures.device.flops.of(self.question.job.train.precision)
+        return each * (nodes if figures.node.shared else self.question.devices)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Python's collector off: millions of spans come and go, and none is in a circle."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def ask(question: Question) -> Planned:
+    """Search the plans of a job.
+
+    Raises:
+        ConfigError: a number that cannot be, a model that does not run without its numbers.
+    """
+    check_question(question)
+    with _uncollected():
+        return _asked(question)
+
+
+def _asked(question: Question) -> Planned:
+    alone = changed_job(
+        question.job, [*ONE_PROCESS, "strategy=single", "train.global_batch_size=1"]
+    )
+    check_job(alone)
+    parts = open_parts(alone, make_plan(alone, 1, "cpu"))
+    example = parts.example()
+    anatomy = Anatomy(
+        parts.model.model, example, _losses(parts, example), parts.optimizer, torch.device("cpu")
+    )
+    clock, cut = Clock(question.cluster), question.devices > 1
+    judge = Judge(question.job, anatomy, clock, question.margins, cut=cut)
+    first = judge.whole(2)
+    space = Space(
+        devices=question.devices,
+        per_node=question.cluster.node.devices,
+        global_batch_size=question.global_batch_size,
+        num_blocks=len(first.sections) - 2,
+        pp=question.pp,
+        dp=question.dp,
+        rows=question.rows,
+        engines=tuple(question.margins),
+        elsewhere="cpu" if question.cluster.device.kind == "cuda" else "disk",
+    )
+    search = Search(judge, space)
+    answer = search.run(question.limit)
+    flops = sum(
+        float(((w.flops + w.low_flops) * w.times).sum())
+        for s in first.sections
+        for w in (s.forward, s.backward)
+    )
+    samples = question.global_batch_size
+    targets = example.count // max(1, example.rows) if parts.data.task.name == "language" else 1
+    return Planned(
+        question,
+        parts,
+        answer,
+        search,
+        parts.parameters,
+        flops / 2 * samples,
+        int(targets * samples),
+    )
+
+
+def _losses(parts: Parts, example: MicroBatch) -> Callable[[bool, int], Loss]:
+    """The loss of a run, which depends on whether several micro-batches wait at the head."""
+    job = parts.job
+    if job.model.loss is not None:
+        return lambda *_: parts.loss
+
+    @cache
+    def loss(waiting: bool, rows: int) -> Loss:  # noqa: FBT001
+        given = (job.model, parts.data.task, parts.model.model, resized(example, rows))
+        return loss_for(*given, waiting=waiting)
+
+    return loss
+
+
+def check_question(question: Question) -> None:
+    """Refuse numbers that cannot be.
+
+    Raises:
+        ConfigError: with the number and the fix.
+    """
+    cluster = question.cluster
+    if question.devices < 1:
+        raise ConfigError(
+            f"plan: --devices {question.devices}: at least 1 is needed. Use --devices "
+            f"{cluster.node.devices}, one node of {cluster.name}."
+        )
+    if question.global_batch_size < 1:
+        raise ConfigError(
+            f"plan: --global-batch-size {question.global_batch_size}: at least 1 sample is "
+            "needed. Use --global-batch-size 64."
+        )
+    if question.devices > cluster.node.devices and cluster.between is None:
+        raise ConfigError(
+            f"plan: --devices {question.devices}, and cluster {cluster.name} is one node of "
+            f"{cluster.node.devices} without links between nodes. Use --devices "
+            f"{cluster.node.devices}, or another --cluster."
+        )
+    if question.limit <= 0:
+        raise ConfigError(
+            f"plan: --memory {question.memory} ({format_bytes(question.memory)}) is below what a "
+            f"process of {cluster.name} takes without any tensor, "
+            f"{format_bytes(cluster.device.reserved)}. Use --memory "
+            f"{format_bytes(2 * cluster.device.reserved).replace(' ', '')} or more."
+        )
+
+
+def room(cluster: Cluster, *, memory: str | None, cap: str | None) -> tuple[int, int, str]:
+    """What a rank has, how much of it tensors may be, and a line on the difference.
+
+    Args:
+        cluster: says what a process takes without tensors.
+        memory: of a device, as it was typed; left out, the cluster's.
+        cap: what a rank may take of it, where that is enforced.
+    """
+    if cap is not None:
+        size = parse_bytes(cap)
+        limit = int(size * MARGIN) - BESIDE
+        return size, limit, f"of the cap {format_bytes(size - limit)} are kept for what is beside"
+    size = parse_bytes(memory) if memory is not None else cluster.device.memory
+    free = size - cluster.device.reserved
+    return size, free, f"{format_bytes(cluster.device.reserved)} are kept for what is no tensor"
+
+
+def margins(engines: Iterable[str]) -> tuple[dict[str, float], str]:
+    """By what share each engine's forecasts are enlarged, and a line on why."""
+    found = {engine: safety(engine) for engine in engines}
+    lines = [f"{engine}: {one.line}" for engine, one in found.items()]
+    return {engine: one.margin for engine, one in found.items()}, "; ".join(lines)

@@ -1,0 +1,209 @@
+"""What an answer looks like: a table, the reasons of those that do not fit, a document, a plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+from rich.table import Table
+
+from bigtrain.planner.ask import Planned
+from bigtrain.planner.evaluate import Judged, Refused
+from bigtrain.units import MIB, format_bytes, format_count
+
+_SHORT = {
+    "parameters": "par",
+    "gradients": "grad",
+    "optimizer": "opt",
+    "activations": "act",
+    "buffers": "buf",
+    "temporary": "temp",
+}
+
+
+def plans_table(planned: Planned) -> Table:
+    """The fastest plans that fit, the fastest first."""
+    question = planned.question
+    table = Table(
+        title=f"{question.job.model.name}, {format_count(planned.num_parameters)} parameters, on "
+        f"{question.devices} x {question.cluster.device.name}: up to "
+        f"{format_bytes(question.limit)} of tensors a rank",
+        title_justify="left",
+    )
+    table.add_column("")
+    table.add_column("plan")
+    for name in ("pp x dp", "micro-batch", "computed again", "peak", "parts", "step"):
+        table.add_column(name, justify="right" if name != "parts" else "left")
+    table.add_column(_unit(planned), justify="right")
+    table.add_column("MFU", justify="right")
+    for place, one in enumerate(planned.answer.best, start=1):
+        figures = figures_of(planned, one)
+        table.add_row(
+            str(place),
+            one.candidate.label,
+            f"{one.candidate.pp} x {one.candidate.dp}",
+            f"{one.candidate.rows} x {one.candidate.micro_batches}",
+            computed_again(one),
+            format_bytes(one.peak.bytes),
+            _parts(one),
+            _seconds(one.seconds.total),
+            format_count(figures["targets_per_second"]),
+            f"{100 * figures['mfu']:.0f} %",
+        )
+    return table
+
+
+def _unit(planned: Planned) -> str:
+    return "tokens/s" if planned.parts.data.task.name == "language" else "samples/s"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+
+
+def _parts(one: Judged) -> str:
+    """The largest parts of the peak on the worst rank."""
+    parts = vars(one.peak.breakdown)
+    largest = sorted(parts, key=lambda kind: -parts[kind])[:3]
+    where = f" (pp rank {one.worst})" if one.candidate.pp > 1 else ""
+    return " ".join(f"{_SHORT[k]} {format_bytes(parts[k])}" for k in largest if parts[k]) + where
+
+
+def computed_again(one: Judged) -> str:
+    """How many blocks keep less than everything."""
+    counts = Counter(one.recomputed.values())
+    return ", ".join(f"{count} {choice}" for choice, count in sorted(counts.items())) or "none"
+
+
+def figures_of(planned: Planned, one: Judged) -> dict[str, Any]:
+    """What is expected of a plan: bytes per rank, seconds, shares."""
+    seconds = one.seconds.total
+    return {
+        "peak_bytes": one.peak.bytes,
+        "phase": one.peak.phase,
+        "pp_rank": one.worst,
+        "breakdown": dict(vars(one.peak.breakdown)),
+        "step_seconds": seconds,
+        "seconds": {key: round(value, 9) for key, value in vars(one.seconds).items()},
+        "targets_per_second": planned.tokens / seconds,
+        "mfu": planned.step_flops / seconds / planned.peak_flops,
+    }
+
+
+def misses(planned: Planned) -> Iterator[str]:
+    """What is in the way of the others, a line for each kind, the nearest miss first."""
+    answer = planned.answer
+    nearest: dict[str, Refused] = {}
+    for one in answer.refused:
+        if one.peak is None:
+            continue
+        label = one.candidate.label
+        before = nearest.get(label)
+        if before is None or (before.peak and one.peak.bytes < before.peak.bytes):
+            nearest[label] = one
+    for label, one in sorted(nearest.items(), key=lambda pair: _peak(pair[1])):
+        mesh = f"pp {one.candidate.pp} x dp {one.candidate.dp}, micro-batch {one.candidate.rows}"
+        yield f"does not fit: {label} ({mesh}): {one.reason}"
+    if answer.floored:
+        yield (
+            f"{answer.floored} plans were left out because their parameters, gradients, optimizer "
+            "state and what micro-batches keep are more, however they are cut"
+        )
+
+
+def _peak(refused: Refused) -> int:
+    return refused.peak.bytes if refused.peak is not None else 0
+
+
+def searched(planned: Planned) -> str:
+    """One line on how much was looked at."""
+    answer = planned.answer
+    return (
+        f"{answer.candidates} plans in {answer.seconds:.1f} s; the memory of {answer.judged} was "
+        "forecast, the others cannot be faster or hold too much"
+    )
+
+
+def document(planned: Planned, margin: str) -> dict[str, Any]:
+    """All of it, for machines. Bytes are integers, seconds floats."""
+    question, answer = planned.question, planned.answer
+    return {
+        "model": question.job.model.model_dump(mode="json"),
+        "num_parameters": planned.num_parameters,
+        "cluster": question.cluster.model_dump(mode="json"),
+        "devices": question.devices,
+        "memory_bytes": question.memory,
+        "limit_bytes": question.limit,
+        "margin": margin,
+        "global_batch_size": question.global_batch_size,
+        "candidates": answer.candidates,
+        "judged": answer.judged,
+        "search_seconds": answer.seconds,
+        "plans": [_row(planned, one) for one in answer.best],
+        "front": [_row(planned, one) for one in answer.front],
+        "not_fitting": list(misses(planned)),
+    }
+
+
+def _row(planned: Planned, one: Judged) -> dict[str, Any]:
+    return {"label": one.candidate.label, **plan_values(planned, one)}
+
+
+def plan_values(planned: Planned, one: Judged) -> dict[str, Any]:
+    """A plan as values for YAML, which `--plan` reads back."""
+    strategy = one.job.strategy.model_dump(mode="json", exclude_defaults=True)
+    strategy["name"] = "planned"
+    return {
+        "mesh": {"pp": one.candidate.pp, "dp": one.candidate.dp, "tp": 1},
+        "strategy": strategy,
+        "train": {
+            "global_batch_size": one.plan.batch.global_size,
+            "micro_batch_size": one.candidate.rows,
+            "accumulation_steps": None,
+            "precision": one.plan.precision,
+        },
+        "predicted": figures_of(planned, one),
+    }
+
+
+def plan_text(planned: Planned, one: Judged, command: str) -> str:
+    """A plan file that a person can read and change."""
+    head = (
+        f"# {command}\n# {one.candidate.label}: predicted peak {format_bytes(one.peak.bytes)} on "
+        f"a rank, {_seconds(one.seconds.total)} a step on {planned.question.cluster.name}.\n"
+        "# What stands under `predicted` is for the reader; the rest is followed.\n"
+    )
+    values = plan_values(planned, one)
+    return head + yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
+
+
+def nothing_fits(planned: Planned) -> list[str]:
+    """What to say where no plan fits: the least that would do, what takes it, and what to do."""
+    question = planned.question
+    smallest = planned.search.smallest()
+    peak = None if smallest is None else smallest.peak
+    if smallest is None or peak is None:
+        return [
+            f"plan: nothing fits {format_bytes(question.limit)}, and nothing could be forecast."
+        ]
+    parts = vars(peak.breakdown)
+    kind = max(parts, key=lambda part: parts[part])
+    needed = question.memory_for(peak.bytes, smallest.candidate.engine)
+    option = "--cap" if question.capped else "--memory"
+    most = planned.search.judge.most_blocks(smallest.candidate, question.limit)
+    smaller = ""
+    if most is not None:
+        smaller = (
+            f", or a model with {most[0]} of its {planned.search.space.num_blocks} blocks "
+            f"({format_count(most[1])} parameters), which fits so"
+        )
+    return [
+        f"plan: no plan fits {format_bytes(question.limit)} of tensors on a rank of "
+        f"{question.devices} devices.",
+        f"The least is {format_bytes(peak.bytes)}, with {smallest.candidate.label} (pp "
+        f"{smallest.candidate.pp} x dp {smallest.candidate.dp}, micro-batch "
+        f"{smallest.candidate.rows}), of which {kind} are {format_bytes(parts[kind])}.",
+        f"Use {option} {-(-needed // MIB)}MiB, or more --devices{smaller}.",
+    ]

@@ -1,0 +1,235 @@
+"""How long a step takes: computing, waiting for other stages, talking, moving, updating.
+
+An operation takes as long as its arithmetic or its reading and writing, whichever is longer, and at
+least what it costs to issue it (Williams et al. 2009, Roofline); rates are those of the cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+
+import numpy as np
+
+from bigtrain.core.strategy import CutStrategy, Plan
+from bigtrain.costs.forecast import Profile
+from bigtrain.costs.traffic import MOVES, Traffic
+from bigtrain.machine.cluster import Cluster
+from bigtrain.machine.collective_cost import seconds as exchange_seconds
+from bigtrain.prediction.sections import Section, Work
+from bigtrain.schedules.bubble import StageSeconds, bubble, bubble_share
+from bigtrain.schedules.orders import order, stage_ranks
+
+PLAYED = 4096
+"""Actions of a step up to which its schedule is played through; above, a step is as long as the
+closed form of equal stages says of the slowest."""
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """The seconds of one step, by what is waited for."""
+
+    compute: float
+    """Of the busiest rank: forward and backward, what is computed again included."""
+    bubble: float = 0.0
+    """Of the same rank, idle: waiting for the stages before and behind, and for what they send."""
+    exchange: float = 0.0
+    """Talking to replicas, as far as it does not hide behind computing."""
+    moving: float = 0.0
+    """To and from the host or the disk, as far as it does not hide."""
+    update: float = 0.0
+    """Clipping and the optimizer."""
+
+    @property
+    def total(self) -> float:
+        """The whole step."""
+        return sum(float(getattr(self, f.name)) for f in fields(self))
+
+
+@dataclass(frozen=True)
+class Pace:
+    """One micro-batch on one stage, in seconds."""
+
+    forward: float
+    backward: float
+
+    @property
+    def both(self) -> float:
+        """There and back."""
+        return self.forward + self.backward
+
+
+class Clock:
+    """Times on one cluster.
+
+    Args:
+        cluster: rates of devices and links.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        device, node = cluster.device, cluster.node
+        at_once = min(node.devices, node.cores or node.devices) if node.shared else 1
+        self.crowd = node.devices / at_once if node.shared else 1.0
+        """Ranks of a node for each that computes at full speed, at which the times below are."""
+        share = 1.0 / at_once
+        self._flops = device.flops.fp32 * device.efficiency * share
+        self._low_flops = device.flops.bf16 * device.efficiency * share
+        self._nbytes = device.memory_bandwidth * share
+        self._launch = device.launch
+        self._known: dict[tuple[int, bool], tuple[Section, float]] = {}
+
+    def work(self, work: Work) -> float:
+        """Seconds of the operations of a pass, one after the other."""
+        arithmetic = work.flops / self._flops + work.low_flops / self._low_flops
+        longer = np.maximum(arithmetic, work.nbytes / self._nbytes)
+        return float(((longer + self._launch) * work.times).sum())
+
+    def host_work(self, work: Work) -> float:
+        """Seconds of the same on the host of a GPU, whose memory its ranks share."""
+        node = self.cluster.node
+        return float((work.nbytes * work.times).sum()) * node.devices / node.host_bandwidth
+
+    def pace(self, sections: Sequence[Section]) -> Pace:
+        """One micro-batch through some sections and back."""
+        return Pace(
+            sum(self._pass(s, back=False) for s in sections),
+            sum(self._pass(s, back=True) for s in sections),
+        )
+
+    def _pass(self, section: Section, *, back: bool) -> float:
+        work = section.backward if back else section.forward
+        key = (id(work), back)
+        if key not in self._known:  # the section is kept, so that its work's id stays its own
+            self._known[key] = (section, self.work(work))
+        return self._known[key][1]
+
+    def step(
+        self,
+        plan: Plan,
+        paces: Sequence[Pace],
+        profiles: Sequence[Profile],
+        update: float,
+        *,
+        played: bool = True,
+    ) -> StepSeconds:
+        """One step.
+
+        Args:
+            plan: mesh, schedule, batch, techniques.
+            paces: of every stage; of the whole model where it is not cut.
+            profiles: of the stages that tell what is sent, as many or fewer.
+            update: seconds of the optimizer's step on all the trained numbers of one rank.
+            played: whether a short schedule is played through; otherwise, where it has no closed
+                form, ranks wait no less than this says.
+        """
+        micro_batches = plan.batch.accumulation_steps
+        compute, idle = self._computing(plan, paces, profiles, played=played)
+        slowest = max(paces, key=lambda pace: pace.both)
+        exchange = moving = 0.0
+        for profile in profiles:
+            talked, moved = self._traffic(plan, profile, slowest, micro_batches)
+            exchange, moving = max(exchange, talked), max(moving, moved)
+        shards = plan.techniques["replicate"].state_ranks(plan)
+        return StepSeconds(compute, idle, exchange, moving, self.crowd * update / shards)
+
+    def _computing(
+        self, plan: Plan, paces: Sequence[Pace], profiles: Sequence[Profile], *, played: bool
+    ) -> tuple[float, float]:
+        """Seconds of the busiest rank, and those in which it waits."""
+        micro_batches = plan.batch.accumulation_steps
+        cut = plan.techniques.get("cut")
+        if plan.pp == 1 or not isinstance(cut, CutStrategy):
+            return self.crowd * micro_batches * sum(pace.both for pace in paces), 0.0
+        schedule = str(getattr(cut, "schedule", "naive"))
+        sending = self._sending(plan, profiles)
+        splits = plan.splits_backward
+        stages = [_seconds(pace, sending, splits=splits) for pace in paces]
+        ranks = stage_ranks(schedule, plan.pp, len(paces) // plan.pp)
+        busy = [0.0] * plan.pp
+        for rank, pace in zip(ranks, paces, strict=True):
+            busy[rank] += micro_batches * pace.both
+        per_rank = len(paces) // plan.pp
+        is_short = 2 * len(paces) * micro_batches <= PLAYED
+        share = None
+        if not (played and is_short):
+            share = closed_bubble(schedule, plan.pp, micro_batches, per_rank, splits=splits)
+        if share is not None:
+            full = [0.0] * plan.pp
+            for rank, one in zip(ranks, stages, strict=True):
+                full[rank] += micro_batches * sum(one)
+            total = max(full) / (1.0 - share)
+        elif played:
+            total = bubble(order(schedule, plan.pp, per_rank, micro_batches), stages).seconds
+        else:  # one micro-batch goes there and back through all stages
+            total = sum(one.forward + one.inputs for one in stages)
+        # Where ranks take turns on the cores, those that wait leave them to the others.
+        total = max(total, self.crowd * sum(busy) / len(busy))
+        return max(busy), max(0.0, total - max(busy))
+
+    def _sending(self, plan: Plan, profiles: Sequence[Profile]) -> float:
+        """Seconds for what crosses a cut; on a GPU it hides but for where a rank waits for it."""
+        nbytes = max((p.wires.incoming for p in profiles), default=0)
+        return exchange_seconds("send", nbytes, 2, plan.tp, self.cluster)
+
+    def _traffic(
+        self, plan: Plan, profile: Profile, pace: Pace, micro_batches: int
+    ) -> tuple[float, float]:
+        """Seconds that are not hidden: of exchanges between replicas, and of moves."""
+        beside: dict[str, list[tuple[Traffic, float]]] = {}
+        for technique in plan.techniques.values():
+            for one in technique.traffic(profile, plan):
+                beside.setdefault(f"{one.every} {one.beside}", []).append((one, self._one(one)))
+        talked = moved = 0.0
+        for key, taken in beside.items():
+            times = micro_batches if key.startswith("micro_batch") else 1
+            whole = sum(each for _, each in taken)
+            shown = max(0.0, whole - self._hides(key, pace))
+            moves = sum(each for one, each in taken if one.kind in MOVES)
+            share = moves / whole if whole else 0.0
+            talked += times * shown * (1 - share)
+            moved += times * shown * share
+        return talked, moved
+
+    def _hides(self, key: str, pace: Pace) -> float:
+        """Seconds of computing behind which something may hide; on a CPU both want the cores."""
+        if self.cluster.node.shared:
+            return 0.0
+        return {"forward": pace.forward, "backward": pace.backward}.get(key.split()[1], 0.0)
+
+    def _one(self, one: Traffic) -> float:
+        node = self.cluster.node
+        if one.kind == "to_host" or one.kind == "from_host":
+            return one.nbytes / node.host_link if node.host_link else 0.0
+        if one.kind == "to_disk" or one.kind == "from_disk":
+            rate = node.disk_write if one.kind == "to_disk" else node.disk_read
+            return one.nbytes * node.devices / rate if rate else 0.0
+        given = (one.nbytes, one.ranks, one.stride, self.cluster, one.calls)
+        return exchange_seconds(one.kind, *given)
+
+
+@cache
+def closed_bubble(
+    schedule: str, pp: int, micro_batches: int, stages_per_rank: int, *, splits: bool
+) -> float | None:
+    """The share of a step in which ranks with equal stages wait; None without a closed form.
+
+    Args:
+        schedule: one of `schedules.SCHEDULES`.
+        pp: number of ranks.
+        micro_batches: of one step.
+        stages_per_rank: as in `schedules.order`.
+        splits: whether backward passes go in two parts, see `Plan.splits_backward`.
+    """
+    shares = (1.0, 1.0, 1.0) if splits else (1.0, 2.0, 0.0)
+    try:
+        return bubble_share(schedule, pp, micro_batches, stages_per_rank, *shares)
+    except ValueError:  # too few micro-batches
+        return None
+
+
+def _seconds(pace: Pace, sending: float, *, splits: bool) -> StageSeconds:
+    """With sending. Where backward passes are split, that for the weights is half of them."""
+    weights = pace.backward / 2 if splits else 0.0
+    return StageSeconds(pace.forward + sending, pace.backward - weights + sending, weights)

@@ -1,0 +1,1 @@
+"""Runs on fake tensors: a rank's peak before anything is built."""

@@ -1,0 +1,130 @@
+"""Sections put together to a profile: of a whole model, or of one stage of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from bigtrain.costs.forecast import Profile, Wires
+from bigtrain.memory.timeline import Breakdown, Phase, Timeline, Visit, scaled
+from bigtrain.prediction.record_sections import Dissected
+from bigtrain.prediction.sections import Section, Tensor, placed
+
+_ALIKE = 4
+"""A step whose highest moment is at most so many of the largest parameters goes one by one."""
+
+
+def compose(
+    base: Dissected,
+    sections: Sequence[Section],
+    *,
+    after: Section | None = None,
+    recomputed: Sequence[str] = (),
+    released: bool = False,
+) -> Profile:
+    """The profile of some sections in a row, as `profiles.make_profile` would make it.
+
+    Args:
+        base: the run that says what the optimizer's step takes.
+        sections: in the order of the forward pass; their names tell blocks from one another.
+        after: the section that follows on another rank; None where these end the model.
+        recomputed: the names of the blocks that are computed again.
+        released: whether gradients go as soon as they are used.
+    """
+    if base.profile is not None:
+        return base.profile
+    tensors = _distinct(sections)
+    trained = [t for t in tensors if t.trained]
+    elements = sum(t.numbers for t in trained)
+    timelines, visits, stops = [], [], []
+    for number in (0, 1):
+        spans, seen, turn, stop = placed(sections, number, is_sent=after is not None)
+        stops.append(stop)
+        phases: tuple[tuple[int, Phase], ...] = ((0, "forward"), (turn + 1, "backward"))
+        timelines.append(Timeline(spans, phases))
+        visits.append([visit for visit in seen if visit is not None])
+    names = [section.name for section in sections if section.name]
+    named = [
+        (f"{section.name} {t.name}".strip(), t)
+        for section in sections
+        for t in section.tensors
+        if t.trained
+    ]
+    windows = tuple(
+        (name, first, again)
+        for name, first, again in zip(names, *visits, strict=True)
+        if name in recomputed
+    )
+    return Profile(
+        parameter_bytes=sum(t.nbytes for t in tensors if not t.is_buffer),
+        gradient_bytes=0 if released else sum(t.nbytes for t in trained),
+        buffer_bytes=sum(t.nbytes for t in tensors if t.is_buffer),
+        optimizer_bytes=sum(t.state_bytes for t in tensors),
+        batch_bytes=base.batch_bytes,
+        trained_elements=elements,
+        state_slots=base.state_slots,
+        state_scalars=sum(t.state_scalars for t in tensors),
+        first=timelines[0],
+        next=timelines[1],
+        step=_step(base, trained),
+        blocks=tuple(zip(*visits, strict=True)),
+        rest=_rest(sections, tensors, stops[0]),
+        wires=_wires(sections, after),
+        windows=windows,
+        recomputed=frozenset(recomputed),
+        tensors=tuple((name, t.nbytes, t.kind) for name, t in named),
+    )
+
+
+def states(sections: Sequence[Section]) -> Breakdown:
+    """The states of some sections, bytes of one process that has them whole."""
+    tensors = _distinct(sections)
+    return Breakdown(
+        parameters=sum(t.nbytes for t in tensors if not t.is_buffer),
+        gradients=sum(t.nbytes for t in tensors if t.trained),
+        buffers=sum(t.nbytes for t in tensors if t.is_buffer),
+        optimizer=sum(t.state_bytes for t in tensors),
+    )
+
+
+def num_parameters(sections: Sequence[Section]) -> int:
+    """The parameters of some sections, each once."""
+    return sum(t.numbers for t in _distinct(sections) if not t.is_buffer)
+
+
+def _distinct(sections: Sequence[Section]) -> list[Tensor]:
+    """Every tensor once: those of blocks as they are, those outside by their names."""
+    outside = {t.name: t for s in sections if not s.name for t in s.tensors}
+    return [*outside.values(), *(t for s in sections if s.name for t in s.tensors)]
+
+
+def _rest(sections: Sequence[Section], tensors: Sequence[Tensor], stop: int) -> Visit:
+    outside = {t.name for s in sections if not s.name for t in s.tensors}
+    own = [t for t in tensors if t.name in outside and not t.is_buffer]
+    own = list({t.name: t for t in own}.values())
+    return Visit(tuple(t.shape for t in own), tuple(t.trained for t in own), (0, stop), (0, stop))
+
+
+def _step(base: Dissected, trained: Sequence[Tensor]) -> Timeline:
+    """The optimizer's step on other parameters than those that it was run on.
+
+    Where it works on all of them at once what it needs grows with them; where it goes through them
+    one by one it does not.
+    """
+    run_on = _distinct(base.sections)
+    largest = max((t.nbytes for t in run_on if t.trained), default=0)
+    numbers = sum(t.numbers for t in run_on if t.trained)
+    if base.step.peak().bytes <= _ALIKE * largest or not numbers:
+        return base.step
+    return scaled(base.step, sum(t.numbers for t in trained) / numbers)
+
+
+def _wires(sections: Sequence[Section], after: Section | None) -> Wires:
+    first = sections[0]
+    outgoing = (0, 0) if after is None else (after.incoming, after.incoming_gradients)
+    return Wires(first.incoming, first.incoming_gradients, *outgoing)
+
+
+def renamed(section: Section, name: str) -> Section:
+    """The same for another block."""
+    return replace(section, name=name)

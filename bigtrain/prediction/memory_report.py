@@ -1,0 +1,117 @@
+"""The memory of every rank, measured and predicted in one type."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from bigtrain.memory.meter import Measured
+from bigtrain.memory.timeline import Kind, Peak
+from bigtrain.prediction.residuals import EngineName, Entry
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One rank: what was measured, and what had been predicted. All bytes."""
+
+    rank: int
+    measured: Measured
+    predicted: Peak | None
+    note: str | None = None
+    """Why there is no prediction, where there is none."""
+
+    def error_bytes(self, kind: Kind | None = None) -> int | None:
+        """Predicted less measured: of a part, or of the peak, to which the parts' errors sum.
+
+        None where either is missing.
+        """
+        measured, predicted = self.measured.peak, self.predicted
+        if measured is None or predicted is None:
+            return None
+        if kind is None:
+            return predicted.bytes - measured.bytes
+        part: int = getattr(predicted.breakdown, kind) - getattr(measured.breakdown, kind)
+        return part
+
+    def as_json(self) -> dict[str, Any]:
+        """The rank's entry of memory.json."""
+        peak = self.measured.peak
+        entry: dict[str, Any] = {
+            "rank": self.rank,
+            "peak_bytes": peak.bytes if peak else None,
+            "predicted_peak_bytes": self.predicted.bytes if self.predicted else None,
+            "process_peak_bytes": self.measured.process_peak_bytes,
+            "process_base_bytes": self.measured.process_base_bytes,
+            "phase": peak.phase if peak else None,
+            "breakdown": asdict(peak.breakdown) if peak else None,
+            "predicted_phase": self.predicted.phase if self.predicted else None,
+            "predicted_breakdown": asdict(self.predicted.breakdown) if self.predicted else None,
+        }
+        if self.measured.reserved_bytes is not None:
+            entry["reserved_bytes"] = self.measured.reserved_bytes
+            entry["capacity_bytes"] = self.measured.capacity_bytes
+            entry["alloc_retries"] = self.measured.alloc_retries
+        return entry
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """All ranks of one run."""
+
+    strategy: str
+    device: str
+    ranks: tuple[RankMemory, ...]
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The largest measured peak over the ranks, in bytes."""
+        peaks = [r.measured.peak.bytes for r in self.ranks if r.measured.peak is not None]
+        return max(peaks, default=None)
+
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """The largest predicted peak over the ranks, in bytes."""
+        peaks = [r.predicted.bytes for r in self.ranks if r.predicted is not None]
+        return max(peaks, default=None)
+
+    def course(self) -> dict[str, Any] | None:
+        """The content of timeline.json: one step of the rank with the highest peak."""
+        seen = [r for r in self.ranks if r.measured.peak and r.measured.course]
+        if not seen:
+            return None
+        most = max(seen, key=lambda r: r.measured.peak.bytes if r.measured.peak else 0)
+        return {"rank": most.rank, **asdict(most.measured.course)} if most.measured.course else None
+
+    def residuals(self, engine: EngineName, precision: str) -> list[Entry]:
+        """What the run says about predictions: an entry for each rank that has both figures."""
+        now = datetime.now(timezone.utc).isoformat(timespec="microseconds")
+        found = []
+        for rank in self.ranks:
+            measured, predicted = rank.measured, rank.predicted
+            if measured.peak is None or predicted is None or predicted.bytes == 0:
+                continue
+            reserved, process = measured.reserved_bytes, measured.process_peak_bytes
+            entry = Entry(
+                when=now,
+                engine=engine,
+                strategy=self.strategy,
+                device=self.device,
+                precision=precision,
+                predicted_bytes=predicted.bytes,
+                tracked_bytes=measured.peak.bytes,
+                process_bytes=process if reserved is None else reserved,
+            )
+            found.append(entry)
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """The content of memory.json."""
+        return {
+            "strategy": self.strategy,
+            "world_size": len(self.ranks),
+            "device": self.device,
+            "peak_bytes": self.peak_bytes,
+            "predicted_peak_bytes": self.predicted_peak_bytes,
+            "ranks": [rank.as_json() for rank in self.ranks],
+        }

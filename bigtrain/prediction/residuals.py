@@ -1,0 +1,270 @@
+"""How far measured peaks were above what had been predicted, and the margin that follows.
+
+At the end of a run its main rank adds one entry for each rank to
+$XDG_CACHE_HOME/bigtrain/residuals.json (left out: ~/.cache), beside the rates, under the device
+that it ran on. The next answers on that device take their safety margin from there.
+
+Runs that end at once wait for each other at residuals.lock. Where the file system knows no locks,
+the last writer wins; the file is replaced as a whole, so that it is never half of one. What cannot
+be read or written is left alone, and no run fails or says a word for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+
+from bigtrain.core.strategy import Plan
+from bigtrain.machine.rate_cache import cache_file
+from bigtrain.machine.rates import cpu_name
+
+EngineName = Literal["torch", "deepspeed", "fairscale"]
+_Number = TypeVar("_Number", int, float)
+
+QUANTILE = 0.99
+"""The margin was enough for this share of the ranks seen."""
+LEAST = 20
+"""Ranks of an engine from which on the margin is read off; of fewer the default applies. Up to
+100 ranks the quantile is the highest one seen."""
+MOST = 500
+"""Entries that are kept for a device: the newest."""
+DEFAULT_MARGIN: dict[EngineName, float] = {"torch": 0.005, "deepspeed": 0.05, "fairscale": 0.05}
+"""Share of the predicted peak, by engine: the bars that the benchmarks hold."""
+LOCK_S = 5.0
+"""Seconds after which a run that cannot have the lock leaves its entries out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One rank of one run that came to its end."""
+
+    when: str
+    """The end of the run, ISO 8601 in UTC with microseconds; the same for all its ranks."""
+    engine: EngineName
+    strategy: str
+    device: str
+    """'cuda' or 'cpu'."""
+    precision: str
+    predicted_bytes: int
+    """The rank's predicted peak; above 0."""
+    tracked_bytes: int
+    """The rank's measured peak: tensors tracked on a CPU, what the allocator counted on CUDA."""
+    process_bytes: int | None
+    """CUDA: what the caching allocator took from the device. CPU: resident memory above what the
+    process held before the model was built; None where the system does not tell."""
+
+    @property
+    def residual(self) -> float:
+        """The share of the prediction by which the measured peak is above it; 0 where below."""
+        return max(0.0, self.tracked_bytes / self.predicted_bytes - 1)
+
+    @property
+    def beside_bytes(self) -> int | None:
+        """Bytes of the process that are no tensors."""
+        if self.process_bytes is None:
+            return None
+        return max(0, self.process_bytes - self.tracked_bytes)
+
+
+@dataclass(frozen=True)
+class Safety:
+    """What to add to a prediction before it is held against a limit."""
+
+    margin: float
+    """Share by which a predicted peak is to be enlarged: 0.01 is 1 %."""
+    beside_bytes: int
+    """To be added per rank: the same quantile of the bytes that are no tensors, in the meaning of
+    `Entry.process_bytes`; 0 where no run of the engine has told."""
+    quantile: float
+    """Of the ranks seen, this share needed no more than either."""
+    runs: int
+    """Runs of the engine on the device that are kept."""
+    ranks: int
+    """Ranks of these runs."""
+    line: str
+    """The margin and where it is from, in one sentence."""
+
+
+def record(entries: Iterable[Entry]) -> None:
+    """Add the ranks of a run; to be called by its main rank alone.
+
+    The device is that of the caller. A cache that cannot be written is left as it is.
+    """
+    added = list(entries)
+    if not added:
+        return
+    path = residuals_file()
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(path.with_suffix(".lock")):
+            kept = _read(path)
+            for entry in added:
+                kept.setdefault(key_of(entry.device), []).append(asdict(entry))
+            _write(path, {key: ranks[-MOST:] for key, ranks in kept.items()})
+
+
+def safety(engine: str, *, device_key: str | None = None) -> Safety:
+    """The margin for an engine on a device, from the runs that were seen there.
+
+    Args:
+        engine: 'torch', 'deepspeed' or 'fairscale'; see `engine_of`.
+        device_key: of `key_of`; left out, this machine's GPUs, or its CPU where it has none.
+    """
+    if device_key is None:
+        device_key = key_of("cuda" if torch.cuda.is_available() else "cpu")
+    seen = [entry for entry in _seen(device_key) if entry.engine == engine]
+    beside = [entry.beside_bytes for entry in seen if entry.beside_bytes is not None]
+    if len(seen) < LEAST:
+        # What is not known is trusted as little as the engine that is trusted least.
+        defaults = cast("dict[str, float]", DEFAULT_MARGIN)
+        margin = defaults.get(engine, max(defaults.values()))
+        line = (
+            f"margin {_percent(margin)}: the default of {engine}, as fewer than {LEAST} ranks "
+            f"({len(seen)}) have run on this device"
+        )
+    else:
+        margin = _quantile([entry.residual for entry in seen])
+        line = (
+            f"margin {_percent(margin)}: {QUANTILE * 100:.0f} % of {len(seen)} ranks on this "
+            "device needed no more"
+        )
+    return Safety(
+        margin=margin,
+        beside_bytes=_quantile(beside) if beside else 0,
+        quantile=QUANTILE,
+        runs=len({entry.when for entry in seen}),
+        ranks=len(seen),
+        line=line,
+    )
+
+
+def engine_of(plan: Plan) -> EngineName | None:
+    """Whose implementation a plan runs on; None where a technique is not bigtrain's own.
+
+    What such a technique predicts is its author's, and says nothing about the others.
+    """
+    techniques = plan.techniques.values()
+    if not all(type(t).__module__.startswith("bigtrain.strategies.") for t in techniques):
+        return None
+    named = {getattr(technique, "engine", "torch") for technique in techniques}
+    foreign: tuple[EngineName, ...] = ("deepspeed", "fairscale")
+    return next((name for name in foreign if name in named), "torch")
+
+
+def key_of(device: str) -> str:
+    """What residuals of 'cuda' or 'cpu' on this machine are kept under: hardware and torch.
+
+    Neither the number of GPUs nor that of threads counts: a rank's tensors are the same.
+    """
+    names = [cpu_name()]
+    if device == "cuda":
+        count = torch.cuda.device_count()
+        names = sorted({torch.cuda.get_device_name(number) for number in range(count)})
+    return json.dumps({"device": device, "names": names, "torch": str(torch.__version__)})
+
+
+def residuals_file() -> Path:
+    """Where residuals are kept."""
+    return cache_file().with_name("residuals.json")
+
+
+def _quantile(values: Sequence[_Number]) -> _Number:
+    """The lowest value that was seen, of which at least the stated share is at or below."""
+    return sorted(values)[math.ceil(QUANTILE * (len(values) - 1))]
+
+
+def _percent(share: float) -> str:
+    """Rounded up: what is said to be enough is enough."""
+    return f"{math.ceil(share * 1000 - 1e-9) / 10:.1f} %"
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Hold the lock, which goes with the file descriptor, whatever becomes of the process.
+
+    Raises:
+        OSError: it cannot be made, or others have had it for too long.
+    """
+    with path.open("a") as file:
+        ends = time.monotonic() + LOCK_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EACCES, errno.EINTR):
+                    break  # no locks on this file system
+                if time.monotonic() > ends:
+                    raise
+            time.sleep(0.02)
+        yield
+
+
+def _read(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """The entries by device; a file that is damaged has none.
+
+    Raises:
+        OSError: there is a file and it cannot be read, so it must not be replaced.
+    """
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {
+        key: [entry for entry in ranks if isinstance(entry, dict)]
+        for key, ranks in found.items()
+        if isinstance(ranks, list)
+    }
+
+
+def _write(path: Path, kept: dict[str, list[dict[str, Any]]]) -> None:
+    text = json.dumps(kept, indent=1)
+    with tempfile.NamedTemporaryFile(
+        "w", dir=path.parent, prefix="residuals-", encoding="utf-8", delete=False
+    ) as draft:
+        try:
+            draft.write(text)
+            draft.flush()  # a full disk is told here, before the old file is replaced
+            os.replace(draft.name, path)
+        except OSError:
+            os.unlink(draft.name)
+            raise
+
+
+def _seen(key: str) -> list[Entry]:
+    try:
+        ranks = _read(residuals_file()).get(key, [])
+    except OSError:
+        return []
+    found = [_entry_of(values) for values in ranks]
+    return [entry for entry in found if entry is not None]
+
+
+def _entry_of(values: dict[str, Any]) -> Entry | None:
+    """An entry from JSON values; None where these are none."""
+    if set(values) != {f.name for f in fields(Entry)}:
+        return None
+    words = ("when", "engine", "strategy", "device", "precision")
+    sizes = [values["predicted_bytes"], values["tracked_bytes"]]
+    if values["process_bytes"] is not None:
+        sizes.append(values["process_bytes"])
+    if not all(isinstance(values[word], str) for word in words):
+        return None
+    # A bool is an int, too, and no size.
+    if not all(type(size) is int and size >= 0 for size in sizes) or sizes[0] == 0:
+        return None
+    return Entry(**values)

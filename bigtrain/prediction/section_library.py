@@ -1,0 +1,402 @@
+"""A model as the search sees it: its blocks, for any micro-batch size and whatever they keep.
+
+Runs on fake tensors are made when they are first asked for, of a model in which blocks that are
+alike stand three times at most, and kept. What two of them show to grow with the rows of a
+micro-batch is known for all other sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_map
+
+from bigtrain.activations.policy import Choice
+from bigtrain.core.registry import make_technique
+from bigtrain.core.strategy import Plan
+from bigtrain.data.loader import MicroBatch
+from bigtrain.errors import ConfigError
+from bigtrain.job.schema import RoleConfig
+from bigtrain.losses.loss import Loss
+from bigtrain.memory.timeline import Span, Timeline
+from bigtrain.models.blocks import separate_blocks
+from bigtrain.optim.update import MakeOptimizer
+from bigtrain.prediction.record_sections import CannotRunError, Dissected, dissect
+from bigtrain.prediction.sections import Far, Pass, Section, Work
+from bigtrain.prediction.shorten import shortened, untied
+from bigtrain.prediction.split_backward import Halved, between_halves, halve
+
+SIZES = (1, 2)
+"""Rows of the two runs that others are read off."""
+WITH_STATISTICS = (2, 4)
+"""The same where layers take statistics over a batch: they refuse to train on one row."""
+TOGETHER = 64
+"""Ticks by which two runs may let go of the same storage at different times: what goes at one
+moment (autocast's copies of weights) goes in the order of addresses."""
+
+
+@dataclass(frozen=True)
+class Body:
+    """A model's sections for one micro-batch size, all blocks choosing alike."""
+
+    base: Dissected
+    sections: tuple[Section, ...]
+    """What is before the blocks, every block of the model, what is after them."""
+
+
+class _Kind(NamedTuple):
+    """What makes one run on fake tensors differ from another, but for its rows."""
+
+    low: bool
+    """See `Plan.bf16_parameters`."""
+    moves: bool
+    """See `Plan.moves_activations`."""
+    choice: Choice
+    waiting: bool
+    cut: bool
+    """Whether tied parameters are several."""
+    as_sent: bool
+    """Whether blocks get gradients as other ranks send them; see `Dissected.relaid`."""
+
+
+class Anatomy:
+    """The sections of one model.
+
+    Args:
+        model: on the meta device; it is left as it is.
+        example: a micro-batch of any size.
+        loss: the loss of a run; told whether several micro-batches wait at the head, and the rows
+            of each.
+        make_optimizer: as in a run.
+        device: whose kernels are meant.
+
+    Raises:
+        ConfigError: the model does not run without its numbers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: MicroBatch,
+        loss: Callable[[bool, int], Loss],
+        make_optimizer: MakeOptimizer,
+        device: torch.device,
+    ) -> None:
+        self._model, self._example, self._loss = model, example, loss
+        self._make_optimizer, self._device = make_optimizer, device
+        self._runs: dict[object, tuple[Dissected, ...]] = {}
+        self._bodies: dict[object, Body] = {}
+        self._halved: dict[object, tuple[dict[str, Halved], ...] | None] = {}
+        self._short: dict[bool, tuple[nn.Module, Mapping[str, str]]] = {}
+        names = list(model.named_parameters(remove_duplicate=False))
+        self._ties = len({id(p) for _, p in names}) < len(names)
+        statistics = any(isinstance(module, _NormBase) for module in model.modules())
+        self._sizes = WITH_STATISTICS if statistics else SIZES
+        self._aliases: dict[str, str] = {}
+        self._relaid = False
+        """Whether a run has shown it: see `Dissected.relaid`."""
+        self._named = [name for name, _ in separate_blocks(model)]
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the model."""
+        return len(self._named)
+
+    def shallower(self, blocks: int) -> Anatomy:
+        """The same model with its first blocks alone; runs are shared."""
+        found = copy(self)
+        found._named, found._bodies = self._named[:blocks], {}
+        return found
+
+    def body(
+        self, plan: Plan, rows: int, choice: Choice, *, waiting: bool = False, cut: bool = False
+    ) -> Body:
+        """The sections in a run of this plan.
+
+        Args:
+            plan: for the precision and all that is not the choice.
+            rows: of a micro-batch.
+            choice: of every block.
+            waiting: whether several micro-batches wait at the head.
+            cut: whether the sections are laid over ranks, each with parameters of its own.
+
+        Raises:
+            ConfigError: the model does not run without its numbers, or not with this choice.
+        """
+        # What is before and after the blocks is taken from the run in which they keep all.
+        outer = choice == "keep"
+        kind = self._kind(plan, rows, choice, waiting=outer and waiting, cut=cut)
+        kind = kind._replace(cut=outer and kind.cut)
+        if (kind, rows) not in self._bodies:
+            self._bodies[kind, rows] = self._body(plan, kind, rows)
+            if cut and self._relaid and not kind.as_sent:  # it has shown it
+                return self.body(plan, rows, choice, waiting=waiting, cut=cut)
+        return self._bodies[kind, rows]
+
+    def _kind(self, plan: Plan, rows: int, choice: Choice, *, waiting: bool, cut: bool) -> _Kind:
+        return _Kind(
+            plan.bf16_parameters,
+            plan.moves_activations,
+            choice,
+            waiting and self._waits(rows),
+            cut and self._ties,
+            cut and self._relaid,
+        )
+
+    def _waits(self, rows: int) -> bool:
+        """Whether micro-batches of so many rows have another loss where several wait."""
+        return self._loss(True, rows) != self._loss(False, rows)
+
+    def _body(self, plan: Plan, kind: _Kind, rows: int) -> Body:
+        loss = self._loss(kind.waiting, rows)
+
+        def run(sizes: tuple[int, ...]) -> tuple[Dissected, ...]:
+            if (kind, sizes) not in self._runs:
+                self._runs[kind, sizes] = self._run(plan, sizes, kind, loss)
+            return self._runs[kind, sizes]
+
+        if rows in self._sizes:
+            found = run(self._sizes)[self._sizes.index(rows)]
+        elif rows < self._sizes[0]:  # some layers take no single row
+            found = run((rows,))[0]
+        else:
+            small, large = run(self._sizes)
+            found = between(small, large, rows) or run((rows,))[0]
+        return Body(found, self._whole(found, cut=kind.cut))
+
+    def halves(
+        self, plan: Plan, rows: int, *, waiting: bool = False, cut: bool = False
+    ) -> dict[str, Halved] | None:
+        """The blocks by their names, and what is after them under "", going back in two parts.
+
+        Args:
+            plan: as all others: see `body`.
+            rows: of a micro-batch.
+            waiting: see `body`.
+            cut: see `body`.
+
+        Returns:
+            None where the model does not run so.
+        """
+        kind = self._kind(plan, rows, "keep", waiting=waiting, cut=cut)
+        loss = self._loss(kind.waiting, rows)
+
+        def run(sizes: tuple[int, ...]) -> tuple[dict[str, Halved], ...] | None:
+            if (kind, sizes) not in self._halved:
+                batches = [resized(self._example, size) for size in sizes]
+                given = (batches, loss, self._make_optimizer)
+                model, _ = self._shortened(cut=kind.cut)
+                keeping = _choosing(plan, "keep")
+                found = halve(model, *given, keeping, self._device, as_sent=kind.as_sent)
+                self._halved[kind, sizes] = found
+            return self._halved[kind, sizes]
+
+        both = run(self._sizes)
+        if both is None:
+            return None
+        if rows in self._sizes:
+            found: dict[str, Halved] | None = both[self._sizes.index(rows)]
+        else:
+            share = (rows - self._sizes[0]) / (self._sizes[1] - self._sizes[0])
+            found = between_halves(both[0], both[1], lambda a, b: _spans(a, b, share))
+            found = found or (run((rows,)) or (None,))[0]
+        _, stands_for = self._shortened(cut=kind.cut)
+        if found is None:
+            return None
+        blocks = {name: found[s] for name, s in stands_for.items() if s in found}
+        return {**blocks, "": found[""]}
+
+    def _run(
+        self, plan: Plan, sizes: Sequence[int], kind: _Kind, loss: Loss
+    ) -> tuple[Dissected, ...]:
+        batches = [resized(self._example, rows) for rows in sizes]
+        given = (batches, loss, self._make_optimizer, _choosing(plan, kind.choice), self._device)
+        model, _ = self._shortened(cut=kind.cut)
+        is_whole = len(separate_blocks(model)) == len(self._named)
+        try:
+            found = dissect(model, *given, as_sent=kind.as_sent)
+        except CannotRunError as error:
+            if is_whole:
+                raise ConfigError(_untraceable(str(error), error.__cause__)) from error
+        else:
+            if is_whole or any(section.name for section in found[0].sections):
+                self._relaid = self._relaid or found[-1].relaid
+                return found
+        # It does not take being shortened, or its blocks do not follow one another: from now on
+        # it is run whole, if it runs so.
+        short = self._short[kind.cut]
+        whole = self._untied(cut=kind.cut)
+        self._short[kind.cut] = whole, {name: name for name in self._named}
+        try:
+            found = self._run(plan, sizes, kind, loss)
+        except ConfigError:
+            self._short[kind.cut] = short
+            raise
+        for known in (self._runs, self._bodies, self._halved):  # of the shortened model
+            known.clear()
+        return found
+
+    def _untied(self, *, cut: bool) -> nn.Module:
+        if not cut:
+            return self._model
+        copied, self._aliases = untied(self._model)
+        return copied
+
+    def _shortened(self, *, cut: bool) -> tuple[nn.Module, Mapping[str, str]]:
+        """The model to be run, and for each block of the whole one that which stands for it."""
+        if cut not in self._short:
+            model = self._untied(cut=cut)
+            found = shortened(model)
+            if found is None:
+                self._short[cut] = model, {name: name for name in self._named}
+            else:
+                short, order = found
+                left = [name for name, _ in separate_blocks(short)]
+                pairs = zip(self._named, order, strict=True)
+                self._short[cut] = short, {name: left[place] for name, place in pairs}
+        return self._short[cut]
+
+    def _whole(self, found: Dissected, *, cut: bool) -> tuple[Section, ...]:
+        """Every block of the model, in the order of the pass."""
+        _, stands_for = self._shortened(cut=cut)
+        places = {section.name: place for place, section in enumerate(found.sections)}
+        named = [(places[stands_for[n]], n) for n in self._named if stands_for[n] in places]
+        named.sort(key=lambda pair: pair[0])
+        blocks = [replace(found.sections[place], name=name) for place, name in named if place]
+        return (self._own(found.sections[0]), *blocks, self._own(found.sections[-1]))
+
+    def _own(self, section: Section) -> Section:
+        """With the model's own names of what was tied."""
+        tensors = (replace(t, name=self._aliases.get(t.name, t.name)) for t in section.tensors)
+        return replace(section, tensors=tuple(tensors))
+
+
+def resized(example: MicroBatch, rows: int) -> MicroBatch:
+    """A micro-batch of so many rows, all of them the first of the example."""
+
+    def grow(leaf: object) -> object:
+        if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == example.rows:
+            return leaf[:1].expand(rows, *leaf.shape[1:]).contiguous()
+        return leaf
+
+    inputs, targets = tree_map(grow, (example.inputs, example.targets))
+    count = max(1, example.count * rows // max(1, example.rows))
+    return MicroBatch(inputs, targets, count, rows)
+
+
+def _choosing(plan: Plan, choice: Choice) -> Plan:
+    """The plan with this choice for every block, whatever it had."""
+    techniques = dict(plan.techniques)
+    techniques.pop("recompute", None)
+    if choice in ("full", "selective"):
+        config = RoleConfig(name="checkpointing", mode=choice)
+        techniques["recompute"] = make_technique("recompute", config)
+    return replace(plan, techniques=techniques)
+
+
+def _untraceable(reason: str, error: BaseException | None) -> str:
+    return (
+        f"plan: the model does not run on fake tensors, so nothing can be said of it: {reason}"
+        f"{_where(error)}. Make what it computes depend on shapes and not on values, or measure "
+        "it: bigtrain compare."
+    )
+
+
+def _where(error: BaseException | None) -> str:
+    """The line of the user's code that an error came from."""
+    import traceback
+
+    frames = traceback.extract_tb(error.__traceback__ if error else None)
+    own = [f for f in frames if "/torch/" not in f.filename and "/bigtrain/" not in f.filename]
+    return f" (in {own[-1].name}, {own[-1].filename}:{own[-1].lineno})" if own else ""
+
+
+def between(small: Dissected, large: Dissected, rows: int) -> Dissected | None:
+    """A run with other rows, read off two; None where they differ in more than sizes."""
+    share = (rows - small.rows) / (large.rows - small.rows)
+    if len(small.sections) != len(large.sections) or small.profile is not None:
+        return None
+    sections: list[Section] = []
+    for one, other in zip(small.sections, large.sections, strict=True):
+        found = _section(one, other, share)
+        if found is None:
+            return None
+        sections.append(found)
+    spans = _spans(small.step.spans, large.step.spans, share)
+    return replace(
+        small,
+        sections=tuple(sections),
+        step=small.step if spans is None else Timeline(spans, small.step.phases),
+        batch_bytes=_line(small.batch_bytes, large.batch_bytes, share),
+        rows=rows,
+    )
+
+
+def _section(one: Section, other: Section, share: float) -> Section | None:
+    passes: list[Pass] = []
+    for a, b in zip(one.passes, other.passes, strict=True):
+        spans, far = _spans(a.spans, b.spans, share), _far(a.far, b.far, share)
+        if (
+            spans is None
+            or far is None
+            or (a.forward, a.backward, a.visit) != (b.forward, b.backward, b.visit)
+        ):
+            return None
+        passes.append(replace(a, spans=spans, far=far))
+    return replace(
+        one,
+        passes=(passes[0], passes[1]),
+        forward=_work(one.forward, other.forward, share),
+        backward=_work(one.backward, other.backward, share),
+        incoming=_line(one.incoming, other.incoming, share),
+        incoming_gradients=_line(one.incoming_gradients, other.incoming_gradients, share),
+    )
+
+
+def _spans(some: Sequence[Span], others: Sequence[Span], share: float) -> tuple[Span, ...] | None:
+    if len(some) != len(others):
+        return None
+    found = []
+    for a, b in zip(some, others, strict=True):
+        if (a.kind, a.birth) != (b.kind, b.birth) or abs(a.death - b.death) > TOGETHER:
+            return None
+        nbytes = a.nbytes if a.nbytes == b.nbytes else _line(a.nbytes, b.nbytes, share)
+        found.append(Span(nbytes, a.kind, a.birth, max(a.death, b.death)))
+    return tuple(found)
+
+
+def _far(some: Sequence[Far], others: Sequence[Far], share: float) -> tuple[Far, ...] | None:
+    if len(some) != len(others):
+        return None
+    found = []
+    for a, b in zip(some, others, strict=True):
+        if (a.kind, a.birth, a.forward) != (b.kind, b.birth, b.forward):
+            return None
+        found.append(replace(a, nbytes=_line(a.nbytes, b.nbytes, share)))
+    return tuple(found)
+
+
+def _line(small: float, large: float, share: float) -> int:
+    return max(0, round(small + (large - small) * share))
+
+
+def _work(one: Work, other: Work, share: float) -> Work:
+    sizes = ("flops", "low_flops", "nbytes", "times")
+    if len(one.times) != len(other.times):  # those of the larger run, so that sums are right
+        found = [_share_of(getattr(one, k), getattr(other, k), share) for k in sizes[:3]]
+        return Work(found[0], found[1], found[2], other.times)
+    rows = [(getattr(one, key), getattr(other, key)) for key in sizes]
+    found = [(a + (b - a) * share).clip(min=0.0) for a, b in rows]
+    return Work(found[0], found[1], found[2], found[3])
+
+
+def _share_of(small: Any, large: Any, share: float) -> Any:
+    whole = float(large.sum())
+    wanted = max(0.0, float(small.sum()) + (whole - float(small.sum())) * share)
+    return large * (wanted / whole if whole else 0.0)

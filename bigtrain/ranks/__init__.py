@@ -1,0 +1,1 @@
+"""Who this process is, how ranks meet, how one failure ends all."""

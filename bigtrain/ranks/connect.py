@@ -1,0 +1,227 @@
+"""What this process is among the others: `connect` makes a `RunContext`, everything else gets it.
+
+The context is passed, never global. One process without a launcher has no process group at all,
+and every method still works, so nothing above needs a second path for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from bigtrain.errors import ConfigError, LaunchError
+from bigtrain.ranks.context import AXES, RunContext, resolve_mesh, set_timeouts
+from bigtrain.ranks.cpu_threads import share_cores
+from bigtrain.ranks.exit_status import is_echo
+from bigtrain.ranks.failure_guard import guard
+from bigtrain.ranks.launcher_env import SINGLE, Placement
+from bigtrain.ranks.rendezvous import Meeting, meet, name_resolves_here
+
+# Set where every rank has its own view of the GPUs: it then sees one, and that is number 0.
+_OWN_GPU_VARIABLES = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
+
+
+@contextlib.contextmanager
+def connect(
+    placement: Placement = SINGLE,
+    *,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto",
+    pp: int = 1,
+    dp: int = -1,
+    tp: int = 1,
+    setup_timeout: float = 300.0,
+    timeout: float = 100.0,
+    seed: int = 0,
+    force_group: bool = False,
+    store_path: Path | None = None,
+) -> Iterator[RunContext]:
+    """Join the other ranks for the length of a `with` block.
+
+    A rank that fails inside the block ends all ranks: its exception goes on its way, every other
+    rank ends without a traceback, with the same exit status. Leaving by `SystemExit` with 0 or 75
+    is a way to finish, not a failure.
+
+    Args:
+        placement: where this process stands; see `bigtrain.ranks.launcher_env.detect`.
+        device: "auto" is CUDA where there is any.
+        backend: "auto" is nccl on CUDA and gloo on the CPU.
+        pp: ranks on the pipeline axis.
+        dp: ranks on the data axis; -1 for what remains.
+        tp: ranks on the tensor axis.
+        setup_timeout: seconds the ranks wait for each other at the start.
+        timeout: seconds a collective may take afterwards.
+        seed: the seed of the run, passed on in the context.
+        force_group: make a process group for one process, too.
+        store_path: a file for the ranks of one node to meet in, instead of the launcher's address.
+
+    Raises:
+        ConfigError: sizes, device or backend do not fit; before any process group exists.
+        LaunchError: the ranks did not find each other.
+    """
+    sizes = resolve_mesh(pp, dp, tp, placement.world_size)
+    if min(setup_timeout, timeout) <= 0:
+        raise ConfigError(
+            f"mesh.setup_timeout={setup_timeout} and mesh.timeout={timeout} are seconds and must "
+            "be above 0. Use mesh.setup_timeout=300 mesh.timeout=100"
+        )
+    if dist.is_initialized():
+        raise LaunchError("a process group exists already. Leave the first `connect` block first.")
+    where = pick_device(device, placement, os.environ)
+    chosen = pick_backend(backend, where)
+    numbers = {name: getattr(placement, name) for name in _SHARED_FIELDS}
+    if placement.world_size == 1 and not force_group:
+        yield RunContext(**numbers, device=where, mesh=None, seed=seed)
+        return
+    meeting = meet(placement, os.environ, timeout_s=setup_timeout, path=store_path)
+    with _only_group(), guard(placement, meeting), share_cores(placement, meeting):
+        mesh = _open_mesh(placement, meeting, where, chosen, sizes, setup_timeout, timeout)
+        yield RunContext(**numbers, device=where, mesh=mesh, seed=seed)
+
+
+_SHARED_FIELDS = ("rank", "local_rank", "world_size", "local_world_size", "launcher")
+
+
+def pick_device(
+    wanted: Literal["auto", "cpu", "cuda"], placement: Placement, environ: Mapping[str, str]
+) -> torch.device:
+    """Return the device of this rank.
+
+    Raises:
+        ConfigError: there is no GPU, or fewer than ranks on this node.
+    """
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device={wanted!r} is not known. Use device=auto, cpu or cuda")
+    available = torch.cuda.is_available()
+    if wanted == "cpu" or (wanted == "auto" and not available):
+        return torch.device("cpu")
+    if not available:
+        raise ConfigError("device=cuda, and torch sees no GPU here. Use device=cpu or device=auto")
+    count, ranks = torch.cuda.device_count(), placement.local_world_size
+    if count == 1 and any(name in environ for name in _OWN_GPU_VARIABLES):
+        return torch.device("cuda", 0)
+    if count < ranks:
+        raise ConfigError(
+            f"device={wanted} needs one GPU for each rank: {ranks} ranks on this node, {count} "
+            f"GPU{'s' if count > 1 else ''}. Start {count} rank{'s' if count > 1 else ''} a node, "
+            "or use device=cpu"
+        )
+    return torch.device("cuda", placement.local_rank)
+
+
+def pick_backend(
+    wanted: Literal["auto", "gloo", "nccl", "mpi"], device: torch.device
+) -> Literal["gloo", "nccl", "mpi"]:
+    """Return the backend of the process group.
+
+    Raises:
+        ConfigError: this torch has not got it, or it does not serve the device.
+    """
+    if wanted not in ("auto", "gloo", "nccl", "mpi"):
+        raise ConfigError(f"mesh.backend={wanted!r} is not known. Use mesh.backend=auto")
+    if wanted == "auto":
+        return "nccl" if device.type == "cuda" else "gloo"
+    if wanted == "nccl" and device.type != "cuda":
+        raise ConfigError(
+            f"mesh.backend=nccl needs CUDA tensors, and the device is {device.type}. "
+            "Use mesh.backend=gloo or mesh.backend=auto"
+        )
+    present = {
+        "gloo": dist.is_gloo_available,
+        "nccl": dist.is_nccl_available,
+        "mpi": dist.is_mpi_available,
+    }
+    if not present[wanted]():
+        fallback = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+        raise ConfigError(
+            f"mesh.backend={wanted} is not in this build of torch {torch.__version__}. "
+            f"mpiexec can start the ranks all the same: use mesh.backend={fallback}"
+        )
+    return wanted
+
+
+def _open_mesh(
+    placement: Placement,
+    meeting: Meeting,
+    device: torch.device,
+    backend: Literal["gloo", "nccl", "mpi"],
+    sizes: tuple[int, int, int],
+    setup_timeout: float,
+    timeout: float,
+) -> DeviceMesh:
+    """Make the process group and the mesh, wait for everyone, then shorten the timeouts."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    # MPI knows its ranks and brings its own means of meeting.
+    joining: dict[str, Any] = {"timeout": timedelta(seconds=setup_timeout)}
+    if backend != "mpi":
+        joining |= {
+            "store": meeting.store,
+            "rank": placement.rank,
+            "world_size": placement.world_size,
+        }
+    if backend == "nccl":
+        joining["device_id"] = device
+    try:
+        with _local_gloo(placement):
+            dist.init_process_group(backend, **joining)
+            shape = tuple(dict(zip(("pp", "dp", "tp"), sizes, strict=True))[a] for a in AXES)
+            mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+        dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+    except (RuntimeError, OSError) as error:
+        if not is_echo(error):
+            raise
+        raise LaunchError(
+            f"rank {placement.rank} of {placement.world_size} could not connect to the others "
+            f"within {setup_timeout:.0f} s: {str(error).splitlines()[0]} "
+            "Check that all ranks started, or raise mesh.setup_timeout"
+        ) from error
+    if backend != "mpi":
+        set_timeouts([dist.group.WORLD, *mesh.get_all_groups()], timeout)
+    return mesh
+
+
+@contextlib.contextmanager
+def _only_group() -> Iterator[None]:
+    """Destroy the process group at the end, also one that was only half made."""
+    try:
+        yield
+    except BaseException:
+        if sys.is_finalizing():
+            raise
+        # After a failure NCCL may wait for kernels that never end; gloo has nothing to wait for.
+        if dist.is_initialized() and dist.get_backend() == "gloo":
+            _destroy()
+        raise
+    _destroy()
+
+
+def _destroy() -> None:
+    if dist.is_initialized():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _local_gloo(placement: Placement) -> Iterator[None]:
+    """Let gloo use the loopback where this host's own name leads nowhere (containers, laptops)."""
+    name = "GLOO_SOCKET_IFNAME"
+    if name in os.environ or not placement.one_node or name_resolves_here():
+        yield
+        return
+    os.environ[name] = "lo" if sys.platform == "linux" else "lo0"
+    try:
+        yield
+    finally:
+        del os.environ[name]

@@ -1,0 +1,224 @@
+"""What this process is: rank, device, mesh, seed, and the few exchanges that all ranks do."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from bigtrain.errors import ConfigError
+from bigtrain.ranks.launcher_env import Launcher
+
+Axis = Literal["pp", "dp", "tp"]
+# From the slowest to the fastest: the ranks of one pipeline, which talk most, stand side by side.
+AXES: tuple[Axis, ...] = ("dp", "pp", "tp")
+# How long the ranks wait where one of them may be downloading or writing to a slow disk.
+_PATIENCE_S = 6 * 3600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunContext:
+    """Who this process is: numbers, device, mesh, seed; and the few exchanges that all ranks do.
+
+    Every method is collective: all ranks call it, in the same order.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+    mesh: DeviceMesh | None
+    """The ranks as axes dp, pp, tp; None for one process without a process group."""
+    seed: int
+    launcher: Launcher
+
+    @classmethod
+    def alone(cls, device: torch.device | str = "cpu", seed: int = 0) -> RunContext:
+        """Return the context of one process without a group, where no run is to be joined."""
+        return cls(
+            rank=0,
+            local_rank=0,
+            world_size=1,
+            local_world_size=1,
+            device=torch.device(device),
+            mesh=None,
+            seed=seed,
+            launcher="python",
+        )
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes and prints for all: rank 0."""
+        return self.rank == 0
+
+    @property
+    def dp_rank(self) -> int:
+        """Place of this rank on the dp axis, from 0."""
+        return self._place("dp")
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks on the dp axis."""
+        return self._size("dp")
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup | None:
+        """Group of the ranks that hold the same parameters; None without a process group."""
+        return self.group("dp")
+
+    @property
+    def pp_rank(self) -> int:
+        """Place of this rank in its pipeline, from 0."""
+        return self._place("pp")
+
+    @property
+    def pp_size(self) -> int:
+        """Ranks of one pipeline."""
+        return self._size("pp")
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup | None:
+        """Group of the ranks that hold the parts of one model; None without a process group."""
+        return self.group("pp")
+
+    def _place(self, axis: Axis) -> int:
+        return 0 if self.mesh is None else int(self.mesh.get_local_rank(axis))
+
+    def _size(self, axis: Axis) -> int:
+        return 1 if self.mesh is None else int(self.mesh.size(AXES.index(axis)))
+
+    def group(self, axis: Axis | None = None) -> dist.ProcessGroup | None:
+        """Return the group of one axis, or of all ranks; None without a process group."""
+        if self.mesh is None:
+            return None
+        return dist.group.WORLD if axis is None else self.mesh.get_group(axis)
+
+    def ranks_of(self, axis: Axis) -> list[int]:
+        """The ranks with which this one shares the axis, itself included, in order."""
+        group = self.group(axis)
+        return [self.rank] if group is None else dist.get_process_group_ranks(group)
+
+    def barrier(self) -> None:
+        """Wait for all ranks, for as long as one of them downloads or writes a checkpoint.
+
+        `mesh.timeout` does not count here. A rank that fails or is lost ends the wait all the
+        same: it ends all ranks.
+        """
+        if self.mesh is not None:
+            devices = [self.device.index] if self.device.type == "cuda" else None
+            with long_timeout(self.device):
+                dist.barrier(device_ids=devices)
+
+    def all_reduce_sum(self, tensor: torch.Tensor, axis: Axis | None = None) -> torch.Tensor:
+        """Return the sum over one axis, or over all ranks; the argument is left as it is.
+
+        Args:
+            tensor: on this rank's device, of the same shape on every rank.
+            axis: the mesh axis to sum over; all ranks when left out.
+        """
+        total = tensor.detach().clone()
+        if self.mesh is not None:
+            dist.all_reduce(total, group=self.group(axis))
+        return total
+
+    def gather_objects(self, value: Any) -> list[Any] | None:
+        """Return every rank's object in the order of ranks on rank 0, None elsewhere."""
+        if self.mesh is None:
+            return [value]
+        gathered = [None] * self.world_size if self.is_main else None
+        dist.gather_object(value, gathered)
+        return gathered
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Return rank 0's object on every rank; what the others give is not looked at."""
+        if self.mesh is None:
+            return value
+        box = [value if self.is_main else None]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def all_gather_numbers(self, number: float, axis: Axis | None = None) -> list[float]:
+        """Return every rank's number in the order of ranks, on every rank.
+
+        Args:
+            number: this rank's; exact as a float64.
+            axis: the mesh axis to gather over; all ranks when left out.
+        """
+        if self.mesh is None:
+            return [float(number)]
+        size = self.world_size if axis is None else self._size(axis)
+        mine = torch.tensor([number], dtype=torch.float64, device=self.device)
+        everyone = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(everyone, mine, group=self.group(axis))
+        return [float(value) for value in torch.cat(everyone).tolist()]
+
+
+def resolve_mesh(pp: int, dp: int, tp: int, world_size: int) -> tuple[int, int, int]:
+    """Return the mesh with `dp=-1` filled in, as (pp, dp, tp).
+
+    Args:
+        pp: ranks on the pipeline axis.
+        dp: ranks on the data axis; -1 for what remains.
+        tp: ranks on the tensor axis.
+        world_size: ranks of the run.
+
+    Raises:
+        ConfigError: a size is not positive, or the sizes do not multiply to the world.
+    """
+    for name, size in (("pp", pp), ("tp", tp), ("dp", dp)):
+        if size < 1 and not (name == "dp" and size == -1):
+            rest = " (or -1: what remains)" if name == "dp" else ""
+            raise ConfigError(
+                f"mesh.{name}={size} must be at least 1{rest}. Use mesh.{name}=1, or leave it out."
+            )
+    fixed = pp * tp
+    if dp == -1 and world_size % fixed == 0:
+        return pp, world_size // fixed, tp
+    if pp * dp * tp == world_size:
+        return pp, dp, tp
+    if dp == -1:
+        equation = f"mesh.pp={pp} * mesh.tp={tp} = {fixed} does not divide the {world_size} ranks"
+        needed = math.ceil(world_size / fixed) * fixed
+        fix = f"Start {needed} ranks, or choose pp and tp that divide {world_size}."
+    else:
+        product = pp * dp * tp
+        equation = (
+            f"mesh.pp={pp} * mesh.dp={dp} * mesh.tp={tp} = {product}, and there are "
+            f"{world_size} rank{'s' if world_size > 1 else ''}"
+        )
+        fix = f"Start {product} ranks"
+        if world_size % fixed == 0:
+            fix += f", or use mesh.dp={world_size // fixed} or mesh.dp=-1"
+        fix += "."
+    raise ConfigError(f"{equation}. {fix}")
+
+
+@contextlib.contextmanager
+def long_timeout(device: torch.device) -> Iterator[None]:
+    """Let the collectives of all ranks wait for hours, for the length of a `with` block."""
+    world = dist.distributed_c10d._get_default_group()
+    options = getattr(world._get_backend(device), "options", None)
+    before = getattr(options, "_timeout", None)
+    if before is None:  # MPI has no timeouts
+        yield
+        return
+    set_timeouts([world], max(_PATIENCE_S, before.total_seconds()))
+    try:
+        yield
+    finally:
+        set_timeouts([world], before.total_seconds())
+
+
+def set_timeouts(groups: list[dist.ProcessGroup | None], timeout: float) -> None:
+    """Set how long a collective may take; the public name came with torch 2.15."""
+    change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    for group in groups:
+        change(timedelta(seconds=timeout), group)

@@ -1,0 +1,172 @@
+"""How a failure is shown and what the process returns: once, by one rank, with the right status."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from bigtrain.errors import BigtrainError
+from bigtrain.ranks.failure_hub import end_process
+from bigtrain.ranks.launcher_env import in_slurm_step, launch_key, process_began
+from bigtrain.ranks.restart import RestartRequest, begin_anew
+
+REQUEUE_STATUS = 75
+"""Exit status of a run that saved and stopped because it was told to; it may be started again."""
+
+_MULTI_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+# How gloo, NCCL and the store speak of a peer that is gone or late; they share no exception type.
+_ECHOES = (
+    "closed by peer",
+    "reset by peer",
+    "broken pipe",
+    "timed out",
+    "timeout",
+    "gloo",
+    "nccl",
+    "socket",
+)
+
+
+def exit_status_of(error: BaseException) -> int:
+    """Return the exit status of a process that ends with this error.
+
+    2 for the user's input, 130 and 143 for Ctrl-C and SIGTERM, what SystemExit says, else 1.
+    """
+    if isinstance(error, BigtrainError):
+        return error.exit_status
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        return 1
+    return 1
+
+
+def is_orderly(error: BaseException) -> bool:
+    """Whether this is a way to finish, which must not end the other ranks."""
+    return isinstance(error, SystemExit) and exit_status_of(error) in (0, REQUEUE_STATUS)
+
+
+def is_stop(error: BaseException) -> bool:
+    """Whether somebody outside stopped the process; then nothing is to be explained."""
+    stopped = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+    return isinstance(error, KeyboardInterrupt | SystemExit) and exit_status_of(error) in stopped
+
+
+def is_echo(error: BaseException) -> bool:
+    """Whether an error may be the echo of another rank's end: a collective that broke or timed out.
+
+    Only a hint: it decides how long to wait for news of the other ranks, not who is at fault.
+    """
+    if not isinstance(error, RuntimeError | ConnectionError | TimeoutError):
+        return False
+    text = str(error).lower()
+    return any(word in text for word in _ECHOES)
+
+
+def one_line(error: BaseException) -> str:
+    """Return type and first line of an error, at most 300 characters."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+def mark_first(error: BaseException) -> None:
+    """Note on the error that all ranks have agreed to hear this one; `run_guarded` then says it."""
+    error.bigtrain_first = True  # type: ignore[attr-defined]
+
+
+def write_error_file(error: BaseException) -> None:
+    """Leave the traceback where torchrun's agent looks for it; nothing under other launchers."""
+    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        with contextlib.suppress(OSError):
+            get_error_handler().record_exception(error)
+
+
+def run_guarded(main: Callable[[], int | None]) -> int:
+    """Call `main` and return the exit status, with every failure shown the way it deserves.
+
+    A `BigtrainError` becomes "bigtrain: ..." without a traceback, said once for all ranks of a
+    node; Ctrl-C and SIGTERM are quiet; anything else keeps its traceback.
+
+    In the rank that failed first among several, this does not return: the process ends as soon as
+    the failure is shown. Native threads of the broken run can abort the interpreter's own farewell
+    (seen about once in a hundred ends), and the exit status would then be 134.
+
+    Example:
+        sys.exit(run_guarded(main))
+    """
+    try:
+        return main() or 0
+    except RestartRequest as error:
+        begin_anew(error.restart.text())
+        return error.exit_status
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            sys.stderr.write(error.code + "\n")
+        return exit_status_of(error)
+    except KeyboardInterrupt as error:
+        return exit_status_of(error)
+    except BaseException as error:
+        return _show(error)
+
+
+def _show(error: BaseException) -> int:
+    """Say what failed, where this rank is the one to say it; return the exit status."""
+    # A block of `connect` that the main function has left open: its other ranks must hear of it.
+    speaks = getattr(sys.excepthook, "speaks", None)
+    if speaks is not None and not hasattr(error, "bigtrain_first"):
+        if not speaks(error):
+            return exit_status_of(error)
+        mark_first(error)
+    if isinstance(error, BigtrainError):
+        if getattr(error, "bigtrain_first", False) or speaks_first(os.environ):
+            sys.stderr.write(f"bigtrain: {error}\n")
+    else:
+        # The frame of run_guarded says nothing to the user.
+        shown = error.__traceback__.tb_next if error.__traceback__ else None
+        traceback.print_exception(type(error), error, shown)
+    if getattr(error, "bigtrain_first", False):
+        end_process(exit_status_of(error))
+    return exit_status_of(error)
+
+
+def speaks_first(environ: Mapping[str, str]) -> bool:
+    """Whether this rank is the first of its launch on this node to ask.
+
+    Before the ranks are connected all of them find the same fault in the user's input; a file
+    made by the first one keeps the others quiet, under every launcher.
+    """
+    if environ.get("WORLD_SIZE") == "1" or not (
+        any(name in environ for name in _MULTI_RANK_VARIABLES) or in_slurm_step(environ)
+    ):
+        return True
+    folder = Path(tempfile.gettempdir())
+    with contextlib.suppress(OSError):
+        for old in folder.glob("bigtrain-*.said"):
+            if old.stat().st_uid == os.getuid() and old.stat().st_mtime < time.time() - 3600:
+                old.unlink(missing_ok=True)
+    said = folder / f"bigtrain-{launch_key(environ)}.said"
+    try:
+        # Ranks started by hand have one shell as their parent, launch after launch. What was said
+        # before this process began was said of an earlier one.
+        if said.stat().st_mtime < process_began() - 1:
+            said.unlink()
+    except OSError:
+        pass
+    try:
+        said.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,214 @@
+"""One rank's failure ends all ranks, and only that rank's traceback is seen."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
+from typing import Any
+
+from bigtrain.errors import OutOfMemoryError
+from bigtrain.ranks.exit_status import (
+    exit_status_of,
+    is_echo,
+    is_orderly,
+    is_stop,
+    mark_first,
+    one_line,
+    write_error_file,
+)
+from bigtrain.ranks.failure_hub import Ending, Hub, Watch, end_process
+from bigtrain.ranks.launcher_env import Placement
+from bigtrain.ranks.rendezvous import Meeting
+from bigtrain.ranks.restart import RestartRequest
+
+# A peer's death is known within milliseconds of the collective that broke by it.
+_ECHO_PATIENCE_S = 3.0
+# Python runs a signal's handler in the main thread; one that has not run by then is blocked.
+_SIGNAL_PATIENCE_S = 3.0
+# The failing rank prints, cleans up and goes; what then still holds it up is cut off.
+_FINISH_S = 20.0
+
+
+@contextlib.contextmanager
+def guard(placement: Placement, meeting: Meeting) -> Iterator[None]:
+    """Watch over the ranks for the length of a `with` block.
+
+    In the rank that fails first the exception goes on. Every other rank ends quietly with the
+    same exit status, wherever its main thread is.
+    """
+    if placement.world_size == 1:
+        yield
+        return
+    watch = _join_watch(placement, meeting)
+    try:
+        with _signals(watch), _last_words(watch):
+            yield
+    except GeneratorExit:
+        # Nobody left the block. At the interpreter's end `_last_words` has spoken already, and no
+        # thread can be started any more.
+        if not sys.is_finalizing():
+            _close(watch)
+        raise
+    except RestartRequest as error:
+        _ask_for_restart(watch, error)
+        raise
+    except BaseException as error:
+        if is_orderly(error):
+            _close(watch)
+            raise
+        ending = _report(watch, error)
+        if is_stop(error):
+            raise
+        if ending is not None and watch is not None:
+            watch.leave()
+            raise SystemExit(ending.status) from None
+        write_error_file(error)
+        mark_first(error)
+        _end_later(exit_status_of(error))
+        raise
+    _close(watch)
+
+
+def _join_watch(placement: Placement, meeting: Meeting) -> Watch | None:
+    """Connect to the hub; None where a firewall is between, then only the collectives tell."""
+    if placement.rank == 0:
+        hub = Hub(one_node=placement.one_node)
+        meeting.store.set("hub", f"{hub.port} {hub.token}")
+    port, token = meeting.store.get("hub").decode().split()
+    host = "127.0.0.1" if placement.one_node or placement.rank == 0 else meeting.host
+    try:
+        return Watch(host, int(port), token, placement.rank)
+    except OSError:
+        return None
+
+
+def _report(watch: Watch | None, error: BaseException) -> Ending | None:
+    """Tell the others; return why the run had ended before, None where this rank is the first."""
+    if watch is None:
+        return None
+    patience = _ECHO_PATIENCE_S if is_echo(error) else 0.0
+    return watch.report(one_line(error), exit_status_of(error), patience_s=patience)
+
+
+def _ask_for_restart(watch: Watch | None, error: RestartRequest) -> None:
+    """Have all ranks begin anew; not where the run has ended already, or nobody can be told."""
+    if watch is None:
+        text = f"{error}, but the other ranks cannot be told: no connection to rank 0's host"
+        failure = OutOfMemoryError(text)
+        write_error_file(failure)
+        mark_first(failure)
+        raise failure from None
+    ending = watch.report(error.restart.text(), error.exit_status)
+    if ending is not None and ending.status != error.exit_status:
+        watch.leave()
+        raise SystemExit(ending.status) from None
+
+
+def _close(watch: Watch | None) -> None:
+    if watch is not None:
+        watch.close()
+
+
+@contextlib.contextmanager
+def _last_words(watch: Watch | None) -> Iterator[None]:
+    """Speak for a block that nobody leaves: a library's user may hold it open to the very end."""
+    if watch is None:
+        yield
+        return
+    former = sys.excepthook
+
+    def speaks(error: BaseException) -> bool:
+        if _report(watch, error) is None:
+            write_error_file(error)
+            return True
+        watch.leave()
+        return False
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if speaks(error):
+            former(kind, error, trace)
+
+    show.speaks = speaks  # type: ignore[attr-defined]  # `run_guarded` lets nothing come to a hook
+    sys.excepthook = show
+    atexit.register(watch.close)
+    try:
+        yield
+    finally:
+        atexit.unregister(watch.close)
+        if sys.excepthook is show:
+            sys.excepthook = former
+
+
+def _end_later(status: int) -> None:
+    def finish() -> None:
+        time.sleep(_FINISH_S)
+        os._exit(status)
+
+    threading.Thread(target=finish, name="bigtrain-finish", daemon=True).start()
+
+
+@contextlib.contextmanager
+def _signals(watch: Watch | None) -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM end a rank that is blocked, and end it as a stop, not as a loss.
+
+    A handler in Python waits until the main thread runs Python again, in a collective that is
+    never. The interpreter writes the number of a signal to a socket at once, though, and a thread
+    reads it there. Handlers that somebody else installed are left alone, before and after.
+    """
+    if watch is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handled = threading.Event()
+    replaced = _install(handled)
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    former = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+    def attend() -> None:
+        while number := reader.recv(1):
+            ours = replaced.get(number[0])
+            if ours is None or signal.getsignal(number[0]) is not ours:
+                continue
+            watch.report("", 128 + number[0])
+            if not handled.wait(_SIGNAL_PATIENCE_S):
+                end_process(128 + number[0])
+
+    threading.Thread(target=attend, name="bigtrain-signals", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(former)
+        writer.close()
+        for number, ours in replaced.items():
+            if signal.getsignal(number) is ours:
+                usual = number == signal.SIGINT
+                signal.signal(number, signal.default_int_handler if usual else signal.SIG_DFL)
+
+
+def _install(handled: threading.Event) -> dict[int, Callable[[int, FrameType | None], Any]]:
+    """Install a handler for each signal that has its usual one."""
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        handled.set()
+        signal.default_int_handler(number, frame)
+
+    def on_terminate(number: int, _frame: FrameType | None) -> None:
+        handled.set()
+        raise SystemExit(128 + number)
+
+    replaced: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, on_interrupt)
+        replaced[signal.SIGINT] = on_interrupt
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, on_terminate)
+        replaced[signal.SIGTERM] = on_terminate
+    return replaced

@@ -1,0 +1,314 @@
+"""Every rank learns within moments that another one failed, was killed, or was stopped.
+
+A collective tells it late or never: a rank that computes, sleeps or waits for a file notices
+nothing, and some launchers (srun by default) leave the others running. So every rank keeps one
+connection to a small hub beside rank 0. A rank that fails says so; where a rank is killed the
+kernel closes its connection for it. Nothing is polled and no heartbeat can be late, so a rank
+that is merely busy is never taken for a dead one.
+
+The hub also decides who speaks: the first to report keeps its own traceback, all others end
+without one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import secrets
+import selectors
+import socket
+import sys
+import threading
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bigtrain.memory.host_memory import host_line
+from bigtrain.ranks.restart import RESTART_STATUS, begin_anew
+
+# A rank that must end leaves the failing one this long to print and to exit first: launchers
+# name the first rank that exits as the culprit, and look about once a second.
+YIELD_S = 3.0
+# What a main thread that is already on its way out gets before the process is ended for it.
+LEAVE_S = 10.0
+_REPLY_S = 5.0
+_CONNECT_S = 15.0
+# Bytes that a stranger may send without the end of a line.
+_LONGEST_HELLO = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why the run ends: what the first rank reported, or that one was lost."""
+
+    rank: int
+    text: str
+    """One line; empty where nothing is to be said."""
+    status: int
+    """Exit status for all other ranks."""
+    speaker: int = -1
+    """The rank that prints the line; -1 where the failing rank speaks for itself."""
+
+
+def lost_line(rank: int, lost: int) -> str:
+    """Return what a survivor says when a rank ended without a word."""
+    return (
+        f"bigtrain: rank {rank} lost rank {lost}: it ended without a message "
+        "(killed by the system? exit status -9 or 137 means that host memory ran out; "
+        f"{host_line()})"
+    )
+
+
+class Hub:
+    """The hub beside rank 0: one daemon thread, one connection for each rank."""
+
+    def __init__(self, *, one_node: bool) -> None:
+        """Listen on a free port.
+
+        Args:
+            one_node: listen on the loopback only.
+        """
+        if one_node:
+            self._server = socket.create_server(("127.0.0.1", 0))
+        elif socket.has_dualstack_ipv6():
+            self._server = socket.create_server(
+                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True
+            )
+        else:
+            self._server = socket.create_server(("", 0))
+        self.port: int = self._server.getsockname()[1]
+        # A stranger on the network who finds the port can say nothing without it.
+        self.token = secrets.token_hex(16)
+        self._ending: Ending | None = None
+        self._ranks: dict[socket.socket, int] = {}
+        self._buffers: dict[socket.socket, bytes] = {}
+        self._left: set[int] = set()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ)
+        threading.Thread(target=self._serve, name="bigtrain-hub", daemon=True).start()
+
+    def _serve(self) -> None:
+        # Once rank 0 has left, the thread ends with the last connection.
+        while 0 not in self._left or self._buffers:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._server:
+                    with contextlib.suppress(OSError):  # whoever knocked has gone already
+                        connection, _ = self._server.accept()
+                        self._buffers[connection] = b""
+                        self._selector.register(connection, selectors.EVENT_READ)
+                elif isinstance(key.fileobj, socket.socket):
+                    self._receive(key.fileobj)
+        self._selector.close()
+        self._server.close()
+
+    def _receive(self, connection: socket.socket) -> None:
+        try:
+            data = connection.recv(65536)
+        except OSError:
+            data = b""
+        if not data:
+            self._closed(connection)
+            return
+        *lines, rest = (self._buffers[connection] + data).split(b"\n")
+        self._buffers[connection] = rest
+        if connection not in self._ranks and len(rest) > _LONGEST_HELLO:
+            self._drop(connection)
+            return
+        for line in lines:
+            if connection in self._buffers:
+                self._answer(connection, line)
+
+    def _answer(self, connection: socket.socket, line: bytes) -> None:
+        message = _message(line)
+        kind = message.get("kind")
+        if connection not in self._ranks:
+            rank = message.get("rank")
+            known = kind == "hello" and message.get("token") == self.token
+            if not (known and isinstance(rank, int)):
+                self._drop(connection)
+                return
+            self._ranks[connection] = rank
+            _send(connection, kind="ok")
+            if self._ending:
+                _send(connection, kind="end", **asdict(self._ending))
+        elif kind == "bye":
+            self._left.add(self._ranks[connection])
+            if self._ranks[connection] == 0:
+                # The hub ends with rank 0's process; that must not look like a loss.
+                for other in self._ranks:
+                    _send(other, kind="unwatched")
+            _send(connection, kind="ok")
+        elif kind == "end":
+            rank = self._ranks[connection]
+            if self._ending is None:
+                self._end(Ending(rank, message["text"], int(message["status"])), connection)
+            # A rank may say it twice, from its signal thread and from its main thread.
+            first = self._ending is not None and self._ending.rank == rank
+            _send(connection, kind="verdict", first=first)
+
+    def _closed(self, connection: socket.socket) -> None:
+        rank = self._ranks.get(connection)
+        self._drop(connection)
+        if rank is None or rank in self._left or self._ending:
+            return
+        speaker = min((r for r in self._ranks.values() if r not in self._left), default=-1)
+        self._end(Ending(rank, lost_line(speaker, rank), 1, speaker), None)
+
+    def _end(self, ending: Ending, reporter: socket.socket | None) -> None:
+        self._ending = ending
+        for connection in self._ranks:
+            if connection is not reporter:
+                _send(connection, kind="end", **asdict(ending))
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        self._buffers.pop(connection, None)
+        self._ranks.pop(connection, None)
+        connection.close()
+
+
+class Watch:
+    """One rank's connection to the hub, and the thread that ends this process when it must."""
+
+    def __init__(self, host: str, port: int, token: str, rank: int) -> None:
+        """Connect and start the thread.
+
+        Args:
+            host: where the hub listens.
+            port: the hub's port.
+            token: the hub's secret.
+            rank: the rank of this process.
+
+        Raises:
+            OSError: the hub cannot be reached.
+        """
+        self.rank = rank
+        self.ending: Ending | None = None
+        self._ended = threading.Event()
+        self._leaving = threading.Event()
+        self._closing = threading.Event()
+        self._unwatched = False
+        self._replies: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._socket = socket.create_connection((host, port), timeout=_CONNECT_S)
+        self._socket.settimeout(None)
+        _send(self._socket, kind="hello", token=token, rank=rank)
+        self._thread = threading.Thread(target=self._listen, name="bigtrain-watch", daemon=True)
+        self._thread.start()
+        self._reply()
+
+    def report(self, text: str, status: int, *, patience_s: float = 0.0) -> Ending | None:
+        """Say that this rank ends the run.
+
+        Args:
+            text: one line, for the others.
+            status: the exit status the others end with.
+            patience_s: seconds to wait first for news of another rank. A broken collective is
+                most often the echo of a rank that died, and its news are a moment behind.
+
+        Returns:
+            None where this rank was the first and speaks; otherwise why the run had already ended.
+        """
+        if patience_s and self._ended.wait(patience_s):
+            return self.ending
+        _send(self._socket, kind="end", text=text, status=status)
+        if self._reply().get("first", True):
+            return None
+        self._ended.wait(_REPLY_S)
+        return self.ending
+
+    def leave(self) -> None:
+        """Give the failing rank its time, then return so that this process ends by itself."""
+        self._leaving.set()
+        threading.Event().wait(YIELD_S)
+
+    def close(self) -> None:
+        """Take leave in good order: from here on the end of this process is no news."""
+        self._closing.set()
+        _send(self._socket, kind="bye")
+        self._reply()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if self._thread is not threading.current_thread():
+            self._thread.join(_REPLY_S)
+        self._socket.close()
+
+    def _reply(self) -> dict[str, Any]:
+        try:
+            return self._replies.get(timeout=_REPLY_S)
+        except queue.Empty:
+            return {}
+
+    def _listen(self) -> None:
+        buffer = b""
+        while True:
+            try:
+                data = self._socket.recv(65536)
+            except OSError:
+                data = b""
+            if not data:
+                break
+            *lines, buffer = (buffer + data).split(b"\n")
+            for line in lines:
+                message = json.loads(line)
+                kind = message.pop("kind")
+                if kind == "unwatched":
+                    self._unwatched = True
+                elif kind == "end":
+                    self._end(Ending(**message))
+                else:
+                    self._replies.put(message)
+        self._replies.put({})
+        if not (self._unwatched or self._closing.is_set() or self.ending):
+            self._end(Ending(0, lost_line(self.rank, 0), 1, self.rank))
+
+    def _end(self, ending: Ending) -> None:
+        """Take note, speak where it is this rank's turn, and see that the process ends."""
+        self.ending = ending
+        if ending.status == RESTART_STATUS:
+            begin_anew(ending.text, relays=self.rank == 0)
+        if ending.speaker == self.rank and not self._closing.is_set():
+            sys.stderr.write(ending.text + "\n")
+        self._ended.set()
+        threading.Thread(
+            target=self._enforce, args=(ending,), name="bigtrain-end", daemon=True
+        ).start()
+
+    def _enforce(self, ending: Ending) -> None:
+        # The main thread may sit in a collective, a system call or a long kernel, where no
+        # exception reaches it: after its time the process ends from here.
+        threading.Event().wait(YIELD_S)
+        if self._leaving.is_set():
+            threading.Event().wait(LEAVE_S)
+        if not self._closing.is_set():
+            end_process(ending.status)
+
+
+def end_process(status: int) -> None:
+    """End this process from any thread, with what it has printed, whatever the main thread does."""
+    # The blocked main thread may hold the lock of a stream: flushing gets a second, no more.
+    flush = threading.Thread(target=_flush, daemon=True)
+    flush.start()
+    flush.join(1.0)
+    os._exit(status)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+def _message(line: bytes) -> dict[str, Any]:
+    """What a line says; nothing where it is not an object of JSON, as from a stranger."""
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return message if isinstance(message, dict) else {}
+
+
+def _send(connection: socket.socket, **message: Any) -> None:
+    # A peer that is gone is noticed where its connection is read.
+    with contextlib.suppress(OSError):
+        connection.sendall(json.dumps(message).encode() + b"\n")

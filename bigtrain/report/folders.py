@@ -1,0 +1,47 @@
+"""The folders that runs leave, numbered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bigtrain.errors import ConfigError
+
+
+def results_folder(wanted: str | None, name: str) -> Path:
+    """Make a folder for results: the one that is wanted, or the next free `runs/NAME-NUMBER`.
+
+    Raises:
+        ConfigError: it cannot be made, or holds something.
+    """
+    try:
+        if wanted is None:
+            base = Path("runs")
+            base.mkdir(exist_ok=True)
+            return next_folder(base, f"{name}-")
+        folder = Path(wanted)
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise ConfigError(f"--output {wanted} is not empty. Name another folder.")
+        return folder
+    except OSError as error:
+        raise ConfigError(
+            f"{wanted or 'runs'} cannot be written: {error}. Set --output FOLDER."
+        ) from None
+
+
+def folder_numbers(base: Path, prefix: str) -> list[int]:
+    """The numbers of the folders PREFIX-NUMBER that there are."""
+    ends = (path.name.removeprefix(prefix) for path in base.glob(f"{prefix}*"))
+    return [int(end) for end in ends if end.isdigit()]
+
+
+def next_folder(base: Path, prefix: str) -> Path:
+    """Make the folder with the next free number."""
+    number = max(folder_numbers(base, prefix), default=0) + 1
+    while True:  # another run may take the number between the look and the making
+        try:
+            (base / f"{prefix}{number}").mkdir()
+        except FileExistsError:
+            number += 1
+            continue
+        return base / f"{prefix}{number}"

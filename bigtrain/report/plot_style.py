@@ -1,0 +1,32 @@
+"""The look of all pictures."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from matplotlib import rc_context
+
+from bigtrain.memory.timeline import Kind
+
+# The palette of Okabe and Ito, which people who see few colours can tell apart.
+COLOURS: dict[Kind, str] = {
+    "parameters": "#0072B2",
+    "gradients": "#56B4E9",
+    "optimizer": "#009E73",
+    "activations": "#E69F00",
+    "buffers": "#CC79A7",
+    "temporary": "#A0A0A0",
+}
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text: it can be read, searched and scaled
+    "font.family": "sans-serif",
+    "font.size": 9.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+
+def styled() -> AbstractContextManager[None]:
+    """The context in which figures are made."""
+    return rc_context(STYLE)

@@ -1,0 +1,1 @@
+"""Who does what in which order in a pipeline. Pure."""

@@ -1,0 +1,158 @@
+"""How long a schedule takes and how much of that is idle: played, and in closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from bigtrain.schedules.orders import V_SHAPED, Action, Orders, check_schedule
+
+
+class StageSeconds(NamedTuple):
+    """One micro-batch on one stage; a whole backward takes `inputs + weights`.
+
+    torch's stage 0 has no inputs to send gradients of: its I does nothing and its W everything.
+    """
+
+    forward: float
+    inputs: float
+    weights: float
+
+
+class Bubble(NamedTuple):
+    """One step of the pipeline, with nothing but the computation."""
+
+    seconds: float
+    """From the first action to the end of the last."""
+    busy: tuple[float, ...]
+    """Seconds of each rank's actions."""
+
+    @property
+    def share(self) -> float:
+        """Idle time over all time, all ranks together."""
+        return 1.0 - sum(self.busy) / (len(self.busy) * self.seconds)
+
+
+def bubble(orders: Orders, seconds: Sequence[StageSeconds]) -> Bubble:
+    """Play a step through: each action as early as its rank and what it needs allow.
+
+    F needs the F of the stage before; B and I need the F of their own stage and the B or I of the
+    stage behind; W needs its I. Sending takes no time.
+
+    Args:
+        orders: of all ranks.
+        seconds: of each stage.
+
+    Raises:
+        ValueError: the ranks wait for each other for ever.
+    """
+    done: dict[Action, float] = {}
+    clocks = [0.0] * len(orders)
+    places = [0] * len(orders)
+    last = len(seconds) - 1
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(orders):
+            while places[rank] < len(actions):
+                action = actions[places[rank]]
+                ready = _ready(action, done, last)
+                if ready is None:
+                    break
+                clocks[rank] = max(clocks[rank], ready) + _duration(action, seconds)
+                done[action] = clocks[rank]
+                places[rank] += 1
+                moved = True
+    stuck = [
+        actions[place] for actions, place in zip(orders, places, strict=True) if actions[place:]
+    ]
+    if stuck:
+        raise ValueError(f"the schedule never comes to {stuck[0]}")
+    busy = tuple(sum(_duration(action, seconds) for action in actions) for actions in orders)
+    return Bubble(max(clocks), busy)
+
+
+def _ready(action: Action, done: dict[Action, float], last: int) -> float | None:
+    """When all that an action needs is there; None for not yet."""
+    stage, kind, number = action
+    needed: list[float | None] = []
+    if kind == "F" and stage > 0:
+        needed.append(done.get(Action(stage - 1, "F", number)))
+    if kind in ("B", "I"):
+        needed.append(done.get(Action(stage, "F", number)))
+        if stage < last:
+            whole = done.get(Action(stage + 1, "B", number))
+            needed.append(done.get(Action(stage + 1, "I", number)) if whole is None else whole)
+    if kind == "W":
+        needed.append(done.get(Action(stage, "I", number)))
+    times = [time for time in needed if time is not None]
+    return max(times, default=0.0) if len(times) == len(needed) else None
+
+
+def _duration(action: Action, seconds: Sequence[StageSeconds]) -> float:
+    cost = seconds[action.stage]
+    return {
+        "F": cost.forward,
+        "B": cost.inputs + cost.weights,
+        "I": cost.inputs,
+        "W": cost.weights,
+    }[action.kind]
+
+
+def bubble_share(
+    schedule: str,
+    pp: int,
+    micro_batches: int,
+    stages_per_rank: int = 1,
+    forward: float = 1.0,
+    inputs: float = 1.0,
+    weights: float = 1.0,
+) -> float:
+    """Idle time over all time of a step, `schedules.Bubble.share`, where all stages are alike.
+
+    Idle time of each rank, F, I and W being one stage's seconds: GPipe, 1F1B, interleaved and
+    LoopedBFS (p-1)(F+I+W); interleaved zero bubble (p-1)(F+I - min(F, I, W)), which is ZB-H1's
+    (p-1)(F+I-W) where W is the least; ZBV and DualPipeV (p-1)F for F = I = W. Where I is a whole
+    backward pass, no shorter than F, and W nothing: ZBV 2(p-1)I, and DualPipeV min(F, (p-1)(I-F))
+    less, as torch's tables are played. With fewer micro-batches than ranks, interleaved and
+    LoopedBFS wait (v-1)(p-m) times longer.
+
+    Args:
+        schedule: one of `schedules.SCHEDULES`.
+        pp: number of ranks.
+        micro_batches: of one step.
+        stages_per_rank: as in `schedules.order`.
+        forward: seconds of one micro-batch on one stage.
+        inputs: of its backward pass to the stage's inputs.
+        weights: of its backward pass to the weights.
+
+    Raises:
+        ConfigError: see `schedules.check_schedule`.
+        ValueError: a split schedule with so few micro-batches, or a V with so unequal seconds, that
+            only playing it through (`schedules.bubble`) tells.
+    """
+    p, m, v = pp, micro_batches, stages_per_rank
+    check_schedule(schedule, p, v, m)
+    whole = forward + inputs + weights
+    least = {"interleaved_zero_bubble": p, "zbv_zero_bubble": 2 * p - 1, "dualpipev": 2 * p}
+    if p == 1:
+        return 0.0
+    split = forward == inputs == weights
+    is_whole = weights == 0 and inputs >= forward
+    uneven = schedule in V_SHAPED and not (split or is_whole)
+    if uneven or m < least.get(schedule, 1):
+        raise ValueError(
+            f"{schedule} with {p} ranks and {m} micro-batches of {forward}, {inputs} and {weights} "
+            "seconds has no closed form; play it through with schedules.bubble"
+        )
+    if schedule == "naive":
+        idle = m * (p - 1) * whole
+    elif schedule in V_SHAPED and is_whole:
+        idle = 2 * (p - 1) * inputs
+        if schedule == "dualpipev":
+            idle -= min(forward, (p - 1) * (inputs - forward))
+    elif schedule in least:
+        idle = (p - 1) * (forward + inputs - min(forward, inputs, weights))
+    else:
+        idle = (p - 1 + (v - 1) * max(0, p - m)) * whole
+    return idle / (idle + m * v * whole)

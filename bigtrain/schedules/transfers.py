@@ -1,0 +1,111 @@
+"""What is on its way to or from a rank during each of its actions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, get_args
+
+from bigtrain.schedules.orders import (
+    PLACED_EXACTLY,
+    TORCH,
+    Action,
+    Kind,
+    order,
+    pipeline_table,
+    stage_ranks,
+)
+
+Underway = Mapping[tuple[int, str], int]
+"""Micro-batches whose wires are on their way: (stage, RECV_F | SEND_F | RECV_B | SEND_B)."""
+
+
+@lru_cache(maxsize=256)
+def transfers(
+    schedule: str, pp: int, stages_per_rank: int, micro_batches: int
+) -> tuple[tuple[Underway, ...], ...]:
+    """For each rank and each of its actions what is on its way beside it, as torch places it.
+
+    What is received lies in a buffer from when it is asked for; what is sent is kept until it is
+    known to have arrived. Where torch's placing would take long it is foretold, and what is
+    received is taken to come in time.
+    """
+    orders = order(schedule, pp, stages_per_rank, micro_batches)
+    if schedule == "1f1b":
+        return tuple(tuple(_one_ahead(actions)) for actions in orders)
+    if schedule == "naive":  # the last stage hears of its gradient's arrival with the next output
+        return tuple(tuple(_one_behind(actions, pp)) for actions in orders)
+    if schedule == "gpipe":  # torch waits for what is sent at the end of each half
+        kept = {"F": "SEND_F", "B": "SEND_B"}
+        return tuple(tuple({(s, kept[k]): n} for s, k, n in actions) for actions in orders)
+    if schedule not in TORCH:
+        return tuple(tuple({} for _ in actions) for actions in orders)
+    if pp * stages_per_rank * micro_batches > PLACED_EXACTLY:
+        ranks = stage_ranks(schedule, pp, stages_per_rank)
+        return tuple(tuple(_waited_late(actions, ranks)) for actions in orders)
+    table = pipeline_table(TORCH[schedule], pp, stages_per_rank, micro_batches, sending=True)
+    rows = table.pipeline_order_with_comms
+    return tuple(tuple(_underway(rows[rank])) for rank in range(pp))
+
+
+def _one_ahead(actions: Sequence[Action]) -> Iterator[Underway]:
+    """In torch's 1F1B a gradient is let go when the next one is there, also while F comes first.
+
+    An output is let go when the next one is there as long as nothing goes back, then at once.
+    """
+    before: str | None = None
+    back = False
+    for stage, kind, _ in actions:
+        if back:
+            yield {(stage, "SEND_B"): 1}
+        else:
+            yield {(stage, "SEND_F"): 1} if kind == before == "F" else {}
+        before, back = kind, back or kind == "B"
+
+
+def _waited_late(actions: Sequence[Action], ranks: Sequence[int]) -> Iterator[Underway]:
+    """Outputs are waited for at their micro-batch's backward pass, gradients never, as torch does.
+
+    They keep them until the step is over.
+    """
+    open_: Counter[tuple[int, str]] = Counter()
+    for stage, kind, _ in actions:
+        yield {way: count for way, count in open_.items() if count}
+        back = kind in ("B", "I")
+        if back and open_[stage, "SEND_F"]:
+            open_[stage, "SEND_F"] -= 1
+        to = stage + 1 if kind == "F" else stage - 1 if back else -1
+        if 0 <= to < len(ranks) and ranks[to] != ranks[stage]:
+            open_[stage, "SEND_F" if kind == "F" else "SEND_B"] += 1
+
+
+def _one_behind(actions: Sequence[Action], pp: int) -> Iterator[Underway]:
+    done: set[int] = set()
+    for stage, kind, _ in actions:
+        counts = kind == "F" or stage == pp - 1
+        yield {(stage, "SEND_B"): 1} if counts and stage in done else {}
+        if kind == "B":
+            done.add(stage)
+
+
+def _underway(row: Sequence[Any]) -> Iterator[Underway]:
+    """What is to be sent is there from when it is made: of a pair of actions, beside the second."""
+    parts = [part for action in row for part in action.sub_actions or (action,)]
+    named = [(p.stage_index, p.computation_type.value, p.microbatch_index) for p in parts]
+    sent = {name for name in named if name[1] in ("SEND_F", "SEND_B")}
+    open_: Counter[tuple[int, str]] = Counter()
+    for stage, kind, number in named:
+        if kind in ("RECV_F", "RECV_B"):
+            open_[stage, kind] += 1
+        elif kind in ("WAIT_SEND_F", "WAIT_SEND_B"):
+            open_[stage, kind.removeprefix("WAIT_")] -= 1
+        elif kind in get_args(Kind):
+            # Its own wires are the action's from now on.
+            arrived = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}.get(kind)
+            if arrived is not None and open_[stage, arrived]:
+                open_[stage, arrived] -= 1
+            yield {way: count for way, count in open_.items() if count}
+            sends = {"F": "SEND_F", "B": "SEND_B", "I": "SEND_B"}.get(kind, "")
+            if (stage, sends, number) in sent:
+                open_[stage, sends] += 1

@@ -1,0 +1,1 @@
+"""What is done with tensors whatever they are for."""

@@ -1,0 +1,423 @@
+"""Runs a model on fake tensors and writes down what it does.
+
+Nothing is known of the model but that it is a module: the user's own code runs, and modules,
+functions and operations are watched at three heights.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bigtrain.errors import ConfigError
+from bigtrain.tensors.op_cost import bytes_touched, changed_by, flops_of
+from bigtrain.tensors.tree import map_tensors, tensors_of
+from bigtrain.tracing.call_hooks import blindly, tensors_given, unwatch, watch, watching
+from bigtrain.tracing.module_state import Attribute, Snapshot, constants, draws_nothing, watched
+from bigtrain.tracing.records import FOREVER, Call, Cost, Stretch, Trace, Value, Write
+
+
+def trace(
+    model: nn.Module,
+    run: Callable[[nn.Module], Any],
+    mode: FakeTensorMode,
+    inputs: Any,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Trace:
+    """Run a model of fake tensors once.
+
+    Args:
+        model: of fake tensors of `mode`; it is left as it is.
+        run: calls the model with `inputs`.
+        mode: the fake mode.
+        inputs: fake tensors in any structure.
+        around: entered around the forward pass, as autocast is.
+
+    Raises:
+        ConfigError: the model cannot run without values; the message names the submodule.
+    """
+    before = Snapshot(model)
+    recorder = _Recorder(model, inputs)
+    try:
+        with draws_nothing():
+            output = _record(recorder, model, run, mode, around)
+        changed = before.changed()
+        if changed:
+            before.restore()
+            _watch_state(recorder, model, (run, mode, inputs, around), changed)
+    finally:
+        before.restore()
+    for index in recorder.ids_of(output):
+        recorder.values[index].uses.append(FOREVER)
+    return recorder.found(output)
+
+
+def _record(
+    recorder: _Recorder,
+    model: nn.Module,
+    run: Callable[[nn.Module], Any],
+    mode: FakeTensorMode,
+    around: Callable[[], AbstractContextManager[Any]],
+) -> Any:
+    modules = list(model.named_modules())
+    watch(modules)
+    try:
+        noting = (recorder.operations, around(), recorder.saving(), recorder.functions)
+        with mode, noting[0], noting[1], noting[2], noting[3], watching(recorder), blindly():
+            return run(model)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(recorder.complaint(error)) from error
+    finally:
+        unwatch(module for _, module in modules)
+
+
+def _watch_state(
+    recorder: _Recorder,
+    model: nn.Module,
+    ways: tuple[Any, Any, Any, Any],
+    changed: set[Attribute],
+) -> None:
+    """Run twice more, the second time with what the first has left, and see who reads it.
+
+    Each attribute that changes must be of one stage. A module whose code goes another way the
+    second time cannot be cut through: the first script would not fit.
+    """
+    run, mode, inputs, around = ways
+    touches: dict[Attribute, list[tuple[int, int]]] = {}
+    every = []
+    for _ in range(2):
+        again = _Recorder(model, inputs)
+
+        def touched(attribute: Attribute, to: _Recorder = again) -> None:
+            touches.setdefault(attribute, []).append((to.clock, to.frame))
+
+        with watched(model, changed, touched), draws_nothing():
+            _record(again, model, run, mode, around)
+        every.append(again)
+    first, second = (again.signatures() for again in every)
+    for index, call in enumerate(recorder.calls):
+        if first.get((call.name, call.number)) != second.get((call.name, call.number)):
+            recorder.sealed[index] = f"{call.name!r} does other things from call to call"
+    for (name, key), found in touches.items():
+        ticks = [tick for tick, _ in found]
+        why = f"what changes in {f'{name}.{key}' if name else key!r} is needed before and after it"
+        if first != second:  # ticks differ: take the calls around, as they were the first time
+            ticks = [edge for _, frame in found for edge in _edges(recorder, frame, every)]
+        recorder.whole.append(Stretch(min(ticks), max(ticks), why))
+
+
+def _edges(recorder: _Recorder, frame: int, every: list[_Recorder]) -> tuple[int, int]:
+    """Begin and end of the call in which code was, in the first run."""
+    for again in every:
+        if 0 <= frame < len(again.calls):
+            place = (again.calls[frame].name, again.calls[frame].number)
+            for call in recorder.calls:
+                if (call.name, call.number) == place:
+                    return call.begin, call.end
+    return 0, FOREVER
+
+
+class _Recorder:
+    """Watches calls, functions and operations; see `Trace`."""
+
+    def __init__(self, model: nn.Module, inputs: Any) -> None:
+        self.calls: list[Call] = []
+        self.values: list[Value] = []
+        self.events: list[tuple[int, int, tuple[int, ...]]] = []
+        self.costs: list[Cost] = []
+        self.saved: dict[int, tuple[int, list[int]]] = {}
+        self.writes: dict[int, list[Write]] = {}
+        self.whole: list[Stretch] = []
+        self.sealed: dict[int, str] = {}
+        self.enclosed: dict[int, str] = {}
+        self.random: set[int] = set()
+        self.backward: list[tuple[int, int]] = []
+        self.operations = _Operations(self)
+        self.functions = _Functions(self)
+        self.clock = 0
+        self._index: dict[int, int] = {}
+        self._numbers: dict[str, int] = {}
+        self._stack: list[int] = []
+        self._reach: list[set[int]] = [set()]
+        """For each frame of the stack the values that its code has got."""
+        self._own: set[int] = set()
+        self._storages: dict[int, int] = {}
+        self._failed = ""
+        self._modules = dict(model.named_modules())
+        for tensor in tensors_of(inputs):
+            self._reach[0].add(self.add(tensor, "input", known=True))
+        for name, parameter in model.named_parameters():
+            self.add(parameter, "parameter", name)
+        for name, buffer in model.named_buffers():
+            self.add(buffer, "buffer", name)
+        for tensor in constants(model):
+            self.add(tensor, "constant", known=True)
+
+    def add(self, tensor: Tensor, root: str = "", name: str = "", *, known: bool = False) -> int:
+        """Note a tensor object; the index of its value."""
+        index = self._index.get(id(tensor))
+        if index is None:
+            if not root and not isinstance(tensor, FakeTensor):
+                root, known = "constant", True
+            index = self._index[id(tensor)] = len(self.values)
+            self.values.append(Value(tensor, root, name, self.clock, self.frame, known=known))
+            if root:
+                storage = tensor.untyped_storage()._cdata
+                self._own.add(storage)
+                self._storages[index] = storage
+        return index
+
+    def found(self, output: Any) -> Trace:
+        """All that was seen."""
+        for index, storage in self._storages.items():
+            value = self.values[index]
+            if value.uses and value.tensor.untyped_storage()._cdata != storage:
+                why = f"{value.name!r} gets other data in the forward pass"
+                self.whole.append(Stretch(min(value.uses), max(value.uses), why))
+        return Trace(
+            self.calls,
+            self.values,
+            self.events,
+            self.costs,
+            self.saved,
+            output,
+            self.writes,
+            self.whole,
+            self.sealed,
+            self.enclosed,
+            self.random,
+            self.backward,
+        )
+
+    def signatures(self) -> dict[tuple[str, int], list[object]]:
+        """For each call what its own code does, and the plain values that calls return to it."""
+        found: dict[tuple[str, int], list[object]] = {}
+        for frame, index, values in self.events:
+            call = self.calls[frame] if frame >= 0 else None
+            made = found.setdefault((call.name, call.number) if call else ("", -1), [])
+            if index >= 0:
+                inner = self.calls[index]
+                made.append((inner.name, inner.number, repr(map_tensors(inner.result, _shape))))
+            else:
+                made.append([tuple(self.values[value].tensor.shape) for value in values])
+        return found
+
+    @property
+    def frame(self) -> int:
+        return self._stack[-1] if self._stack else -1
+
+    def ids_of(self, structure: Any) -> list[int]:
+        return [self.add(tensor) for tensor in tensors_of(structure)]
+
+    def call(
+        self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """See `Watcher.call`."""
+        self.clock += 1
+        number = self._numbers[name] = self._numbers.get(name, -1) + 1
+        call = Call(name, number, self.frame, self.clock, given=self.ids_of((args, kwargs)))
+        self._reached(call.given)
+        self.events.append((self.frame, len(self.calls), ()))
+        why = closed(self._modules[name])
+        if why:
+            self.sealed[len(self.calls)] = why
+        why = enclosed() if self._stack else ""
+        if why:
+            self.enclosed[len(self.calls)] = why
+        self._stack.append(len(self.calls))
+        self._reach.append(set(call.given))
+        self.calls.append(call)
+        held = contents((args, kwargs))
+        try:
+            result = run(*args, **kwargs)
+        except Exception:
+            self._failed = self._failed or name
+            raise
+        except BaseException:
+            self._stack.pop()
+            self._reach.pop()
+            raise
+        self.clock += 1
+        call.end = self.clock
+        call.result, call.outputs = result, self.ids_of(result)
+        if contents((args, kwargs)) != held:
+            self.whole.append(Stretch(self.clock, FOREVER, _GIVEN))
+        self._reached(call.outputs)
+        self._stack.pop()
+        self._reach.pop()
+        self._reach[-1].update(call.outputs)
+        return result
+
+    def function(self, func: Any, args: Any, result: Any) -> None:
+        """A function of torch has returned to the code of the current frame."""
+        leaves = tensors_given(result)
+        if leaves:
+            found = tuple(self.add(leaf) for leaf in leaves)
+            self.events.append((self.frame, -1, found))
+            self._reach[-1].update(found)
+        if func in _OF_GRAPHS:
+            given = [self.add(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+            born = [self.values[value].born for value in given]
+            self.clock += 1
+            self.whole.append(Stretch(min(born, default=0), self.clock, _IN_FORWARD))
+            if func not in _HOOKS:
+                self.backward.append((self.clock, self.frame))
+
+    def _reached(self, values: Iterable[int]) -> None:
+        """Note which of these values the current frame's code has otherwise than by its calls."""
+        frame, reach = self.frame, self._reach[-1]
+        for value in values:
+            found = self.values[value]
+            if value in reach or found.frame == frame or found.root not in ("", "input"):
+                continue
+            self.whole.append(Stretch(found.born, self.clock, _STRAY))
+
+    def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """One operation has been done."""
+        self.clock += 1
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        sources = tuple(self.add(tensor) for tensor in given)
+        for source in sources:
+            self.values[source].uses.append(self.clock)
+        self._reached(sources)
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        if random:
+            self.random.add(self.frame)
+        for tensor in changed_by(func, args, kwargs):
+            value = self.values[self.add(tensor)]
+            value.changed = self.clock
+            storage = tensor.untyped_storage()._cdata
+            write = Write(self.clock, self.frame, sources, random)
+            self.writes.setdefault(storage, []).append(write)
+        known = not random and all(self.values[source].known for source in sources)
+        for tensor in made:
+            if id(tensor) not in self._index:
+                index = self.add(tensor, known=known)
+                self.values[index].sources = sources
+        flops = flops_of(func, args, kwargs, result)
+        self.costs.append(Cost(self.clock, flops, bytes_touched(given, made)))
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Notes what autograd keeps, as long as it is entered."""
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._own:
+                nbytes, ticks = self.saved.setdefault(storage._cdata, (storage.nbytes(), []))
+                ticks.append(self.clock)
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+
+    def complaint(self, error: Exception) -> str:
+        """What cannot be cut, where and why."""
+        lines = str(error).strip().splitlines() or [""]
+        kind = type(error).__name__
+        if kind in ("DataDependentOutputException", "DynamicOutputShapeException"):
+            why = f"the value of a tensor decides what it does ({lines[0]})"
+        else:
+            why = f"{kind}: {lines[0]}"
+        where = f"{self._failed!r}" if self._failed else "its forward"
+        return (
+            f"strategy.cut: the model does not run on tensors without values; {where} fails: "
+            f"{why}. Take what depends on values out of the forward pass, or use a strategy "
+            "without a cut."
+        )
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._recorder.operation(func, args, kwargs, result)
+        return result
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._recorder.function(func, (args, kwargs), result)
+        return result
+
+
+_STRAY = "a tensor from before it is read after it by another module, from an attribute or a list"
+_GIVEN = "a module before it changes a list or mapping that it is given"
+_IN_FORWARD = "a gradient is asked for or changed in the forward pass"
+_HOOKS = (Tensor.register_hook, Tensor.retain_grad)
+_OF_GRAPHS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward, *_HOOKS)
+"""Functions that look at the graph behind their arguments: it must be in one stage."""
+
+
+def contents(structure: Any) -> list[object]:
+    """What lists, mappings and objects hold, by identity; plain numbers by their value."""
+    found: list[object] = []
+
+    def note(value: Any) -> None:
+        if value is None or isinstance(value, (bool, int, float, str)):
+            found.append(value)
+            return
+        found.append(id(value))
+        if isinstance(value, (list, tuple, set)):
+            for item in value:
+                note(item)
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                found.append(str(key))
+                note(item)
+        elif not isinstance(value, (Tensor, nn.Module, type)) and not callable(value):
+            for key, item in getattr(value, "__dict__", {}).items():
+                found.extend((key, id(item)))
+
+    note(structure)
+    return found[1:]
+
+
+def closed(module: nn.Module) -> str:
+    """Why no cut may go through a module's calls, or ''."""
+    if module._backward_hooks or module._backward_pre_hooks:
+        return "a backward hook is on a module around it"
+    return ""
+
+
+def enclosed() -> str:
+    """Why the frame that makes a call cannot be left and entered there, or ''."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not _Recorder.call.__code__:
+        code = frame.f_code
+        if code.co_filename == _CHECKPOINT:
+            return "it is inside of a part that is recomputed (torch.utils.checkpoint)"
+        if code.co_argcount and code.co_name == "forward":
+            first = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(first, torch.autograd.function.FunctionCtx):
+                return "it is inside of a torch.autograd.Function"
+        frame = frame.f_back
+    return ""
+
+
+_CHECKPOINT = torch.utils.checkpoint.__file__

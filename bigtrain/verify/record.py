@@ -1,0 +1,148 @@
+"""Record what a run computes: losses, gradient norms, every gradient, the weights at the end.
+
+Started by `bigtrain verify`, once for the reference and once for each strategy:
+
+    bigtrain record -n N --record FOLDER [--strategy NAME] [KEY=VALUE ...]
+
+    FOLDER/record.json                losses and norms, batch, ranks
+           gradients-K.safetensors    of step K, whole, under plain names, before clipping
+           weights-before.safetensors, weights-after.safetensors
+"""
+
+import os
+import sys
+
+# As in train.py: a file run by its path has its own folder on sys.path, not the package's.
+if not __package__ and sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(__file__):
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import bigtrain
+from bigtrain.data.loader import Step
+from bigtrain.engine.checkpoint import write_tensors
+from bigtrain.tensors.source import TensorSource
+
+
+def main(arguments: list[str]) -> int:
+    """Train the job's first steps and write down what was computed; returns the exit status."""
+    options = bigtrain.train_arguments(arguments, records=True)
+    job = bigtrain.load_job(options.config, options.strategy, options.overrides)
+    placement = bigtrain.detect(os.environ)
+    plan = bigtrain.make_plan(job, placement.world_size, bigtrain.device_type_of(job))
+    bigtrain.check_job(job)
+    parts = bigtrain.open_parts(job, plan)
+    without_chance(parts.model.model)
+    folder = Path(options.record)
+    with bigtrain.connect_job(job, plan, placement) as context:
+        record(job, parts, context, folder, job.train.steps or 1)
+    return 0
+
+
+def record(
+    job: bigtrain.Job,
+    parts: bigtrain.Parts,
+    context: bigtrain.RunContext,
+    folder: Path,
+    steps: int,
+) -> None:
+    """Do the steps; rank 0 writes."""
+    # Buffers are left out: BatchNorm's running figures are those of what each rank saw.
+    names = {name for name, _ in parts.model.model.named_parameters(remove_duplicate=False)}
+    norms = has_batchnorm(parts.model.model)
+    with bigtrain.Engine(
+        parts.model,
+        parts.loss,
+        parts.optimizer,
+        job,
+        context,
+        example=parts.example(),
+        learning_rate=parts.learning_rate,
+        plan=parts.plan,
+        layout=parts.layout,
+    ) as engine:
+        found: dict[str, Any] = {"losses": [], "norms": [], "chance": None, "no_gradients": None}
+        update = engine.runner.update
+
+        def keep() -> float:
+            try:
+                gradients = engine.runner.gradients()
+            except bigtrain.BigtrainError as error:  # they are used and freed as they come
+                found["no_gradients"] = str(error)
+            else:
+                step = engine.steps_done + 1
+                keep_tensors(folder / f"gradients-{step}.safetensors", gradients, context)
+            return update()
+
+        engine.runner.update = keep  # type: ignore[method-assign]
+        keep_weights(folder / "weights-before.safetensors", engine, names)
+        for batch in parts.training_steps(context, 0):
+            alone = context.world_size == 1 and not job.optim.release_gradients
+            if engine.steps_done == 0 and alone:
+                found["chance"] = chance(engine, batch)
+            result = engine.step(batch)
+            found["losses"].append(result.loss)
+            found["norms"].append(result.grad_norm)
+            if engine.steps_done == steps:
+                break
+        keep_weights(folder / "weights-after.safetensors", engine, names)
+    if context.is_main:
+        found["has_batchnorm"] = norms
+        (folder / "record.json").write_text(json.dumps(found) + "\n", "utf-8")
+
+
+def keep_weights(path: Path, engine: bigtrain.Engine, names: Collection[str]) -> None:
+    """Write the parameters as they are now; collective."""
+    prefix = "model."
+    state = engine.runner.state().items()
+    named = {name.removeprefix(prefix): value for name, value in state if name.startswith(prefix)}
+    weights = {name: value for name, value in named.items() if name in names}
+    keep_tensors(path, weights, engine.context)
+
+
+def keep_tensors(
+    path: Path, tensors: Mapping[str, TensorSource], context: bigtrain.RunContext
+) -> None:
+    """Write tensors that may lie in pieces on the ranks; collective."""
+    if context.is_main:
+        write_tensors(path, tensors)
+    else:
+        for source in tensors.values():
+            source.read()
+
+
+def chance(engine: bigtrain.Engine, batch: Step) -> tuple[float, float] | None:
+    """The losses of two passes over one batch, where they differ: the model draws lots."""
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        found.append(engine.runner.forward_backward(batch.micro_batches))
+        for parameter in engine.runner.module.parameters():
+            parameter.grad = None
+    same = abs(found[0] - found[1]) <= 1e-6 * abs(found[0])
+    return None if same else (found[0], found[1])
+
+
+def without_chance(model: nn.Module) -> None:
+    """Turn dropout off, in place: what ranks draw is theirs, and no two numbers are alike."""
+    for module in model.modules():
+        kind = type(module).__name__.lower()
+        for name, value in vars(module).items():
+            drops = "drop" in name.lower() or (name == "p" and ("drop" in kind or "depth" in kind))
+            if drops and isinstance(value, float) and 0 < value < 1:
+                setattr(module, name, 0.0)
+
+
+def has_batchnorm(model: nn.Module) -> bool:
+    """Whether what a sample gives depends on the others of its micro-batch."""
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+
+
+if __name__ == "__main__":
+    sys.exit(bigtrain.run_guarded(lambda: main(sys.argv[1:])))

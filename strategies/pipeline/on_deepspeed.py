@@ -1,0 +1,162 @@
+"""One stage on each rank under DeepSpeed's pipeline engine (PipelineModule), in its order, 1F1B.
+
+Memory: as `1f1b` on torch; with ZeRO's stage 1 the optimizer's state is sharded over the replicas.
+Communication: the tensors that cross a cut; the replicas' gradients once a step, after all of its
+micro-batches.
+Constraints: one stage on a rank; fp64 without ZeRO alone. ZeRO's stages 2 and 3 shard gradients
+while micro-batches are under way, and DeepSpeed refuses them in a pipeline: its passes add up whole
+gradients, which its schedule reduces at the end.
+
+Source: DeepSpeed, runtime/pipe; Narayanan et al. 2019, PipeDream (arXiv 1806.03377).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bigtrain.core.replicas import averaging_bucket
+from bigtrain.core.runner import Runner
+from bigtrain.core.strategy import Assembly, Plan, Strategy
+from bigtrain.costs.forecast import Forecast
+from bigtrain.costs.rank_replay import joined
+from bigtrain.errors import ConfigError
+from bigtrain.schedules.orders import Action
+from bigtrain.strategies.pipeline.deepspeed_start import load_deepspeed
+from bigtrain.strategies.pipeline.options import (
+    PipelineEngine,
+    PipelineOptions,
+    refuse_no_ranks,
+    refuse_wrong_places,
+)
+
+
+class DeepSpeedPipeline(PipelineEngine):
+    """DeepSpeed's engine around this rank's stage; it owns the step."""
+
+    optimizer_gets = "copies"
+
+    def joins(self, replicate: Strategy) -> bool:
+        """ZeRO on DeepSpeed is done by the same engine."""
+        return replicate.name == "zero" and getattr(replicate, "engine", None) == "deepspeed"
+
+    def check(self, options: PipelineOptions, plan: Plan) -> None:
+        """Refuse what DeepSpeed's pipelines cannot do."""
+        if "schedule" in options.model_fields_set and options.schedule != "1f1b":
+            raise ConfigError(
+                f"strategy.cut.schedule={options.schedule}: DeepSpeed's pipelines have 1f1b alone. "
+                "Set strategy.cut.schedule=1f1b, or strategy.cut.engine=torch."
+            )
+        if options.stages_per_rank not in (None, 1):
+            raise ConfigError(
+                f"strategy.cut.stages_per_rank={options.stages_per_rank}: DeepSpeed's pipelines "
+                "have one stage on each rank. Leave it out, or set strategy.cut.engine=torch."
+            )
+        refuse_no_ranks(options, plan)
+        refuse_wrong_places(options, plan.pp, f"mesh.pp={plan.pp}")
+        self._check_replicas(plan)
+        away = plan.offloaded
+        if (away.optimizer, away.parameters) != ("device", "device"):
+            raise ConfigError(
+                "strategy.cut.engine=deepspeed keeps all its states on the device, and "
+                f"strategy.offload wants optimizer={away.optimizer} parameters={away.parameters}. "
+                "Leave strategy.offload out, or set strategy.cut.engine=torch."
+            )
+        try:
+            load_deepspeed(plan.device_type)
+        except Exception as error:  # noqa: BLE001 - an extension that does not fit raises anything
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ConfigError(
+                f"strategy.cut.engine=deepspeed needs deepspeed, which does not load ({reason}). "
+                "Run `pip install deepspeed`, or set strategy.cut.engine=torch."
+            ) from None
+
+    def _check_replicas(self, plan: Plan) -> None:
+        replicate = plan.techniques["replicate"]
+        if replicate.name in ("single", "ddp"):
+            return
+        if not plan.joined:
+            raise ConfigError(
+                f"strategy.cut.engine=deepspeed steps the optimizer itself, and "
+                f"strategy.replicate={replicate.name} shards it in another way. Set "
+                "strategy.replicate.name=zero strategy.replicate.stage=1 "
+                "strategy.replicate.engine=deepspeed, or strategy.cut.engine=torch."
+            )
+        stage, config = getattr(replicate, "stage", 1), getattr(replicate, "config", None)
+        if config is not None:
+            raise ConfigError(
+                f"strategy.replicate.config={config}: a DeepSpeed file says what a whole model "
+                "needs, and strategy.cut cuts it. Leave it out, or strategy.cut."
+            )
+        if stage > 1:
+            raise ConfigError(
+                f"strategy.replicate.stage={stage}: in DeepSpeed's pipelines whole gradients are "
+                "added up over the micro-batches, so that stages 2 and 3 would shard nothing, and "
+                "it refuses them. Set strategy.cut.engine=torch strategy.replicate.engine=torch, "
+                "or strategy.replicate.stage=1."
+            )
+        if plan.precision == "fp64":
+            raise ConfigError(
+                "train.precision=fp64: ZeRO on DeepSpeed updates in fp32. Set "
+                "strategy.cut.engine=torch strategy.replicate.engine=torch, or "
+                "train.precision=fp32."
+            )
+
+    def in_flight(self, options: PipelineOptions, plan: Plan) -> tuple[int, ...]:  # noqa: ARG002
+        """As many as there are stages from here on."""
+        steps = plan.batch.accumulation_steps
+        return tuple(min(steps, plan.pp - rank) for rank in range(plan.pp))
+
+    def replayed(
+        self,
+        options: PipelineOptions,  # noqa: ARG002
+        forecasts: Mapping[int, Forecast],
+        plan: Plan,
+        pp_rank: int,
+        halves: Mapping[int, Forecast],
+    ) -> Forecast:
+        """DeepSpeed's TrainSchedule: rank s of p has F at the ticks 2i + s, B at 2i + 2p - 1 - s.
+
+        That is 1F1B's order, also with fewer micro-batches than stages.
+        """
+        steps, stages = plan.batch.accumulation_steps, plan.pp
+        ticks = [(2 * number + pp_rank, Action(pp_rank, "F", number)) for number in range(steps)]
+        ticks += [
+            (2 * number + 2 * stages - 1 - pp_rank, Action(pp_rank, "B", number))
+            for number in range(steps)
+        ]
+        actions = [action for _, action in sorted(ticks)]
+        return joined(actions, forecasts, halves, bucket=averaging_bucket(plan))
+
+    def apply(self, options: PipelineOptions, assembly: Assembly) -> None:
+        """Make this rank's stage, and let DeepSpeed own the step."""
+        layout = assembly.layout
+        if layout is None:
+            return
+        (stage,) = assembly.make_stages(layout.stages_of(assembly.context.pp_rank))
+        stage.recompute = options.checkpoint
+        ties = layout.chosen.cut.ties
+        config = _settings(assembly.plan)
+
+        def runner(finished: Assembly) -> Runner:
+            from bigtrain.strategies.pipeline.deepspeed_runner import DeepSpeedPipelineRunner
+
+            return DeepSpeedPipelineRunner(finished, stage, config, ties=ties)
+
+        assembly.runner = runner
+
+
+def _settings(plan: Plan) -> dict[str, Any]:
+    """Clipping is ours, over all stages; bf16 is autocast."""
+    batch = plan.batch
+    return {
+        "train_batch_size": batch.micro_size * batch.accumulation_steps * plan.dp,
+        "train_micro_batch_size_per_gpu": batch.micro_size,
+        "gradient_accumulation_steps": batch.accumulation_steps,
+        "gradient_clipping": 0.0,  # left out, it would clip at 1
+        "steps_per_print": None,
+        "bf16": {"enabled": False},
+        "fp16": {"enabled": False},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 0},
+    }

@@ -1,0 +1,179 @@
+"""GPipe on fairscale's Pipe: the stages on several devices of one process.
+
+Memory: all states of the model, each stage's on its device; the activations of all micro-batches
+of a step, or, with `checkpoint`, what crosses the cuts and one stage's activations at a time.
+Communication: copies between the devices of the process; over replicas, DDP's.
+Constraints: the schedule gpipe; replicas by `single` or, on the CPU, `ddp`.
+
+Source: fairscale 0.4.13, nn/pipe; Kim et al. 2020, torchgpipe (arXiv 2004.09910).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from bigtrain.core.strategy import Assembly, Plan
+from bigtrain.costs.forecast import NOTHING, Forecast, Profile
+from bigtrain.costs.rank_replay import joined
+from bigtrain.errors import ConfigError
+from bigtrain.memory.timeline import Timeline
+from bigtrain.schedules.orders import Action, Kind
+from bigtrain.strategies.pipeline.options import (
+    PipelineEngine,
+    PipelineOptions,
+    cpu_or_local,
+    refuse_wrong_places,
+)
+
+
+class FairscalePipe(PipelineEngine):
+    """Pipe around the stages; it owns the step."""
+
+    spans_ranks = False
+
+    def check(self, options: PipelineOptions, plan: Plan) -> None:
+        """Refuse what Pipe cannot do."""
+        if "schedule" in options.model_fields_set and options.schedule != "gpipe":
+            raise ConfigError(
+                f"strategy.cut.schedule={options.schedule}: fairscale's Pipe has gpipe alone. "
+                "Set strategy.cut.schedule=gpipe, or strategy.cut.engine=torch."
+            )
+        if options.devices is None:
+            raise ConfigError(
+                "strategy.cut.engine=fairscale lays the stages on several devices of one process, "
+                "and strategy.cut.devices does not say on how many. Set strategy.cut.devices=2, "
+                "or, for stages on ranks, strategy.cut.engine=torch."
+            )
+        if options.stages_per_rank is not None:
+            raise ConfigError(
+                f"strategy.cut.stages_per_rank={options.stages_per_rank} is for stages on ranks, "
+                "and engine=fairscale has one on each device. Leave it out."
+            )
+        refuse_wrong_places(options, options.devices, f"strategy.cut.devices={options.devices}")
+        found = torch.cuda.device_count() if plan.device_type == "cuda" else options.devices
+        if found < options.devices:
+            raise ConfigError(
+                f"strategy.cut.devices={options.devices}, and there are {found} GPUs. "
+                f"Use strategy.cut.devices={found}."
+            )
+        self._check_replicas(plan)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                import fairscale.nn.pipe  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(
+                f"strategy.cut.engine=fairscale needs fairscale, which does not load ({error}). "
+                "Run `pip install fairscale`, or set strategy.cut.engine=torch."
+            ) from None
+
+    def _check_replicas(self, plan: Plan) -> None:
+        replicate = plan.techniques["replicate"].name
+        if plan.dp > 1 and plan.device_type == "cuda":
+            raise ConfigError(
+                "strategy.cut.engine=fairscale has the parameters of a process on several GPUs, "
+                f"and mesh.dp={plan.dp} replicas are averaged from one. Use mesh.dp=1, or "
+                "strategy.cut.engine=torch."
+            )
+        if plan.dp > 1 and replicate not in ("single", "ddp"):
+            raise ConfigError(
+                f"strategy.replicate={replicate} shards the states of a model on one device, and "
+                "strategy.cut.engine=fairscale has it on several. Set strategy.replicate=ddp, or "
+                "strategy.cut.engine=torch."
+            )
+
+    def ranks(self, options: PipelineOptions, plan: Plan) -> tuple[int, ...]:  # noqa: ARG002
+        """One stage on each device."""
+        return tuple(range(options.devices or 1))
+
+    def in_flight(self, options: PipelineOptions, plan: Plan) -> tuple[int, ...]:
+        """All of a step."""
+        return (plan.batch.accumulation_steps,) * (options.devices or 1)
+
+    def replays(self, options: PipelineOptions, plan: Plan) -> bool:
+        """See `CutStrategy.replays`: what a stage hands to the next is in the process once."""
+        return options.checkpoint != "never" or plan.dp > 1
+
+    def estimate(
+        self,
+        options: PipelineOptions,  # noqa: ARG002
+        forecast: Forecast,
+        profile: Profile,
+        plan: Plan,
+    ) -> Forecast:
+        """The whole model's micro-batches: all forward, then all of them back."""
+        number = plan.batch.accumulation_steps
+        actions = [Action(0, "F", place) for place in range(number)]
+        actions += [Action(0, "B", place) for place in reversed(range(number))]
+        after = replace(forecast, first=profile.first, next=profile.next)
+        # All of a step are in it: none comes through when the gradients are there.
+        return replace(forecast, first=joined(actions, {0: after}, {}).first, next=NOTHING)
+
+    def replayed(
+        self,
+        options: PipelineOptions,
+        forecasts: Mapping[int, Forecast],
+        plan: Plan,
+        pp_rank: int,  # noqa: ARG002
+        halves: Mapping[int, Forecast],
+    ) -> Forecast:
+        """Pipe's clock: in each cycle all stages that have something to do; then all of it back.
+
+        What is computed again is so for all stages of a cycle, before any of them goes back.
+        """
+        number, stages = plan.batch.accumulation_steps, options.devices or 1
+        cycles = [
+            [(stage, cycle - stage) for stage in range(stages) if 0 <= cycle - stage < number]
+            for cycle in range(number + stages - 1)
+        ]
+        actions = [Action(stage, "F", place) for cycle in cycles for stage, place in cycle]
+        again = options.checkpoint != "never"
+        kinds: tuple[Kind, ...] = ("I", "W") if again else ("B",)
+        for cycle in reversed(cycles):
+            for kind in kinds:
+                actions += [Action(stage, kind, place) for stage, place in reversed(cycle)]
+        if again:
+            halves = {stage: _in_parts(found) for stage, found in forecasts.items()}
+        return joined(actions, forecasts, halves)
+
+    def apply(self, options: PipelineOptions, assembly: Assembly) -> None:
+        """Put Pipe around the stages, before a replicate technique wraps the whole."""
+        if assembly.layout is None or options.devices is None:
+            return
+        from bigtrain.strategies.pipeline.fairscale_runner import FairscaleRunner, PipedChain
+
+        stages = assembly.make_stages(range(options.devices))
+        devices = cpu_or_local(assembly, options.devices)
+        chunks = assembly.plan.batch.accumulation_steps
+        bf16 = assembly.plan.precision == "bf16"
+        assembly.module = PipedChain(
+            stages, devices, assembly.model, chunks, options.checkpoint, autocast=bf16
+        )
+        assembly.runner = FairscaleRunner
+
+
+def _in_parts(found: Forecast) -> Forecast:
+    """The same with the backward pass cut at its highest moment: there all is computed again."""
+    passes = [found.first, found.next or found.first]
+    first, following = (replace(t, phases=(*t.phases, (_highest(t), "backward"))) for t in passes)
+    return replace(found, first=first, next=following)
+
+
+def _highest(timeline: Timeline) -> int:
+    """The tick of the backward pass at which most is alive."""
+    begin = timeline.phases[-1][0]
+    changes: dict[int, int] = {}
+    for span in timeline.spans:
+        changes[span.birth] = changes.get(span.birth, 0) + span.nbytes
+        changes[span.death] = changes.get(span.death, 0) - span.nbytes
+    alive = most = 0
+    highest = begin
+    for tick in sorted(changes):
+        alive += changes[tick]
+        if tick >= begin and alive > most:
+            highest, most = tick, alive
+    return highest

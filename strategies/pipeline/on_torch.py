@@ -1,0 +1,83 @@
+"""The stages on the ranks of the pp axis, under the schedules of torch.distributed.pipelining.
+
+One stage on a rank, or several with the interleaved and the V-shaped schedules. It takes replicas
+of every kind: DDP's averaging, ZeRO on torch's own parts at every stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from bigtrain.core.replicas import averaging_bucket
+from bigtrain.core.runner import Runner
+from bigtrain.core.strategy import Assembly, Plan
+from bigtrain.costs.forecast import Forecast
+from bigtrain.costs.rank_replay import joined
+from bigtrain.schedules.in_flight import in_flight
+from bigtrain.schedules.orders import SPLIT, check_schedule, order, stage_ranks
+from bigtrain.schedules.transfers import transfers
+from bigtrain.strategies.pipeline.options import (
+    PipelineEngine,
+    PipelineOptions,
+    refuse_no_ranks,
+    refuse_wrong_places,
+)
+
+
+class TorchPipeline(PipelineEngine):
+    """PipelineRunner on torch's schedules."""
+
+    def splits_backward(self, options: PipelineOptions) -> bool:
+        """See `CutStrategy.splits_backward`."""
+        return options.schedule in SPLIT
+
+    def check(self, options: PipelineOptions, plan: Plan) -> None:
+        """Refuse a mesh without a pp axis, and micro-batches that the schedule cannot use."""
+        refuse_no_ranks(options, plan)
+        per_rank = options.per_rank()
+        check_schedule(options.schedule, plan.pp, per_rank, plan.batch.accumulation_steps)
+        where = f"mesh.pp={plan.pp} with {per_rank} stages a rank"
+        refuse_wrong_places(options, plan.pp * per_rank, where)
+
+    def ranks(self, options: PipelineOptions, plan: Plan) -> tuple[int, ...]:
+        """See `PipelineEngine.ranks`."""
+        return stage_ranks(options.schedule, plan.pp, options.per_rank())
+
+    def in_flight(self, options: PipelineOptions, plan: Plan) -> tuple[int, ...]:
+        """See `PipelineEngine.in_flight`."""
+        steps = plan.batch.accumulation_steps
+        orders = order(options.schedule, plan.pp, options.per_rank(), steps)
+        held = {stage: n for actions in orders for stage, n in in_flight(actions).items()}
+        return tuple(held[stage] for stage in range(len(held)))
+
+    def replayed(
+        self,
+        options: PipelineOptions,
+        forecasts: Mapping[int, Forecast],
+        plan: Plan,
+        pp_rank: int,
+        halves: Mapping[int, Forecast],
+    ) -> Forecast:
+        """The actions of this rank, in the schedule's order."""
+        steps = plan.batch.accumulation_steps
+        given = (options.schedule, plan.pp, options.per_rank(), steps)
+        underway = transfers(*given)[pp_rank]
+        bucket = averaging_bucket(plan)
+        return joined(order(*given)[pp_rank], forecasts, halves, underway, bucket)
+
+    def apply(self, options: PipelineOptions, assembly: Assembly) -> None:
+        """Make this rank's stages, and let the schedule own the step."""
+        layout = assembly.layout
+        if layout is None:
+            return
+        stages = assembly.make_stages(layout.stages_of(assembly.context.pp_rank))
+        for stage in stages:
+            stage.recompute = options.checkpoint
+        ties = layout.chosen.cut.ties
+
+        def runner(finished: Assembly) -> Runner:
+            from bigtrain.pipeline.runner import PipelineRunner
+
+            return PipelineRunner(finished, stages, options.schedule, ties=ties)
+
+        assembly.runner = runner

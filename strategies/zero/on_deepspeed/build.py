@@ -1,0 +1,390 @@
+"""Putting a model under DeepSpeed without ever holding more of it than training will.
+
+DeepSpeed takes a model that is whole, makes a flat copy of it and copies of that. Here the
+parameters of stages 1 and 2 are filled straight into the flat buffer, and those of stage 3 are
+cut as soon as their module has its values. In fp32 the copy that DeepSpeed would update beside
+the parameters is dropped: the parameters themselves are updated. In bf16 that copy gets the
+initial values as they were before they were rounded.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _NormBase
+
+from bigtrain.core.strategy import Assembly
+from bigtrain.errors import ConfigError
+from bigtrain.job.deepspeed_json import section
+from bigtrain.models.names import names_of
+from bigtrain.optim.partitioned import ELEMENTWISE
+from bigtrain.ranks.context import RunContext
+
+_MODULES = (
+    "deepspeed",
+    "deepspeed.comm.torch",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.zero.partition_parameters",
+)
+
+
+def load_deepspeed(device_type: str) -> Any:
+    """Import DeepSpeed, silently, for one kind of device.
+
+    Raises:
+        ImportError: it is not installed, or does not load here.
+    """
+    logging.getLogger("DeepSpeed").addFilter(_only_errors)
+    # Left to itself it takes a GPU that it finds, whatever device the job is on.
+    before = dict(os.environ)
+    with _environment(DS_ACCELERATOR=device_type), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loaded = [import_module(name) for name in _MODULES][0]
+    for key in os.environ.keys() - before:  # it leaves some behind
+        del os.environ[key]
+    return loaded
+
+
+@contextmanager
+def blaming_file(path: str | None) -> Iterator[None]:
+    """Let what DeepSpeed dislikes of a user's file be the file's fault, in one line.
+
+    Raises:
+        ConfigError: for what DeepSpeed raises where a file is given.
+    """
+    try:
+        yield
+    except Exception as error:
+        known = isinstance(error, AssertionError | TypeError | ValueError)
+        if path is None or not (known or type(error).__name__ == "DeepSpeedConfigError"):
+            raise
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"{path}: DeepSpeed does not take it: {said[:300]}") from error
+
+
+def check_file(path: str, config: dict[str, Any]) -> None:
+    """Have DeepSpeed read what it will be given, before the ranks meet.
+
+    Args:
+        path: of the user's file.
+        config: with its "auto" values filled in.
+
+    Raises:
+        ConfigError: DeepSpeed refuses it.
+    """
+    reader: Any = import_module("deepspeed.runtime.config").DeepSpeedConfig
+    # One process reads it: the batch of all ranks would not be that of its micro-batches.
+    alone = {key: value for key, value in config.items() if key != "train_batch_size"}
+    with blaming_file(path), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reader(alone)
+
+
+def _only_errors(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Set what is not set, for a while."""
+    missing = {key: value for key, value in values.items() if key not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for key in missing:
+            os.environ.pop(key, None)
+
+
+@dataclass
+class Built:
+    """A DeepSpeed engine, and what was put aside for it."""
+
+    engine: Any
+    exact: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
+    """fp32 values by the id of a parameter, and where they begin in it: what this rank updates
+    of it, or more."""
+    closing: ExitStack = field(default_factory=ExitStack)
+    """What DeepSpeed changes outside of its engine, put back at the end."""
+    tracking: Callable[[], bool] = lambda: False
+    """Whether memory is being tracked now."""
+
+
+def build(assembly: Assembly, config: dict[str, Any], stage: int, path: str | None) -> Built:
+    """Fill the model in, shard it, and put DeepSpeed's engine around it.
+
+    Args:
+        assembly: the model has no values yet.
+        config: for DeepSpeed.
+        stage: of it.
+        path: of the user's file, where the config is from one.
+    """
+    context = assembly.context
+    deepspeed = load_deepspeed(context.device.type)
+    meter = assembly.meter
+    built = Built(None, tracking=lambda: meter.tracking)
+    with ExitStack() as failing, warnings.catch_warnings():
+        failing.enter_context(built.closing)
+        # Only some launchers set it, and DeepSpeed reads it all the time.
+        built.closing.enter_context(_environment(LOCAL_RANK=str(context.local_rank)))
+        _copy_without_hooks(assembly.model, context.device, built.closing)
+        warnings.simplefilter("ignore")
+        _connect(deepspeed, context)
+        low = assembly.plan.bf16_parameters
+        optimizer, names = optimizer_and_names(assembly)
+        if stage == 3:
+            _fill_in_shards(deepspeed, assembly, config, built, low=low)
+        else:
+            _fill_flat(assembly, names, built, low=low, whole=_is_dealt_out(config))
+        assembly.materialize(names_of(assembly.model))
+        for group, members in zip(optimizer.param_groups, names, strict=True):
+            group["params"] = [assembly.model.get_parameter(name) for name in members]
+        with _flattening_in_place(deepspeed), _sending_nothing(deepspeed), blaming_file(path):
+            built.engine, *_ = deepspeed.initialize(
+                model=assembly.model,
+                optimizer=optimizer,
+                config=config,
+                dist_init_required=False,
+            )
+        failing.pop_all()
+    return built
+
+
+def _connect(deepspeed: Any, context: RunContext) -> None:
+    """Let DeepSpeed use the process group that is there, and build no kernel for it.
+
+    Its shared-memory collectives are a C++ operator that takes a minute to compile.
+    """
+    if not dist.is_initialized():
+        raise ConfigError(
+            "DeepSpeed needs a process group, for one rank, too. Use bigtrain.prepare, or "
+            "bigtrain.connect(..., force_group=True)."
+        )
+    # What it keeps of a group outlives the group, and a second engine may have another one.
+    import_module("deepspeed.comm.comm").__dict__["cdb"] = None
+    import_module("deepspeed.utils.groups").__dict__["_WORLD_GROUP"] = None
+    backend: Any = import_module("deepspeed.comm.torch")
+    plain = backend.build_shm_op
+    backend.build_shm_op = lambda: None
+    try:
+        name = "nccl" if context.device.type == "cuda" else "gloo"
+        deepspeed.init_distributed(name, auto_mpi_discovery=False, verbose=False)
+    finally:
+        backend.build_shm_op = plain
+
+
+def _copy_without_hooks(model: nn.Module, device: torch.device, closing: ExitStack) -> None:
+    """Let a prediction that is made later see the model as it was, whole and without hooks.
+
+    A copy would call DeepSpeed's hooks, which act on the model that is being trained.
+    """
+    twins: dict[int, object] = {}
+    for parameter in model.parameters():
+        meta = torch.empty_like(parameter, device="meta")
+        twins[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        twins[id(buffer)] = torch.empty_like(buffer, device="meta")
+    plain = copy.deepcopy(model, twins)
+
+    def twin(tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+    def copied(_memo: dict[int, object]) -> nn.Module:
+        if not isinstance(torch.empty(0), FakeTensor):
+            raise TypeError(
+                "a model under DeepSpeed cannot be copied: its parameters are in shards and in "
+                "flat buffers. Save a checkpoint, and load it into another model."
+            )
+        memo: dict[int, object] = {id(b): twin(b) for b in plain.buffers()}
+        for parameter in plain.parameters():
+            fresh = nn.Parameter(twin(parameter), requires_grad=parameter.requires_grad)
+            memo[id(parameter)] = fresh
+        return copy.deepcopy(plain, memo)
+
+    model.__deepcopy__ = copied  # type: ignore[assignment]
+    closing.callback(delattr, model, "__deepcopy__")
+
+
+def optimizer_and_names(
+    assembly: Assembly,
+) -> tuple[torch.optim.Optimizer, list[list[str]]]:
+    """The optimizer before it has its parameters, and the names of each of its groups.
+
+    It is made from stand-ins of the right shapes and one number large: nothing of the model is
+    there yet, and what is left of a parameter in shards has lost its shape.
+
+    Raises:
+        ConfigError: nothing is to be trained, parameters are not fp32, or the optimizer needs
+            whole tensors.
+    """
+    named = {n: p for n, p in assembly.model.named_parameters() if p.requires_grad}
+    kinds = sorted({str(p.dtype) for p in named.values()})
+    if kinds != ["torch.float32"]:
+        raise ConfigError(
+            f"DeepSpeed needs trained parameters in float32, and the model has "
+            f"{', '.join(kinds) or 'nothing to train'}. Use --strategy zero1_torch."
+        )
+    statistics = [m for m in assembly.model.modules() if isinstance(m, _NormBase) and m.affine]
+    if assembly.plan.bf16_parameters and statistics:
+        raise ConfigError(
+            f"train.precision=bf16: DeepSpeed makes bf16 of all parameters, and the kernels of "
+            f"{type(statistics[0]).__name__} take none beside fp32 statistics. "
+            "Use --strategy zero1_torch or fsdp, or train.precision=fp32."
+        )
+    number = torch.zeros((), device=assembly.context.device)
+    stand_ins = {n: nn.Parameter(number.expand(p.shape)) for n, p in named.items()}
+    optimizer = assembly.make_optimizer(list(stand_ins.values()))
+    kind = type(optimizer).__name__
+    if kind not in ELEMENTWISE:
+        raise ConfigError(
+            f"DeepSpeed gives the optimizer flat stretches of parameters, and {kind} may need "
+            "whole ones. Use --strategy zero1_torch."
+        )
+    name_of = {id(p): n for n, p in stand_ins.items()}
+    optimizer.param_groups[:] = [g for g in optimizer.param_groups if g["params"]]
+    optimizer.state.clear()
+    return optimizer, [[name_of[id(p)] for p in g["params"]] for g in optimizer.param_groups]
+
+
+def _is_dealt_out(config: dict[str, Any]) -> bool:
+    """Whether DeepSpeed puts the parameters into another order than they come in."""
+    return bool(section(config, "zero_optimization").get("round_robin_gradients", False))
+
+
+def _fill_flat(
+    assembly: Assembly, groups: list[list[str]], built: Built, *, low: bool, whole: bool
+) -> None:
+    """Stages 1 and 2: each group's parameters one after the other in one buffer.
+
+    With `whole`, the fp32 values of whole parameters are put aside: any rank may update them.
+    """
+    context = assembly.context
+    ranks, rank = context.dp_size, context.dp_rank
+    dtype = torch.bfloat16 if low else torch.float32
+    for names in groups:
+        parameters = [assembly.model.get_parameter(name) for name in names]
+        unit = 2 * ranks  # DeepSpeed's alignment
+        size = -(-sum(p.numel() for p in parameters) // unit) * unit
+        flat = torch.zeros(size, dtype=dtype, device=context.device)
+        mine = range(rank * (size // ranks), (rank + 1) * (size // ranks))
+        offset = 0
+        for name, parameter in zip(names, parameters, strict=True):
+            assembly.materialize([name])
+            values = parameter.detach()
+            stop = offset + values.numel()
+            first, last = max(offset, mine.start), min(stop, mine.stop)
+            if low and whole:
+                built.exact[id(parameter)] = (0, values.reshape(-1).clone())
+            elif low and first < last:
+                kept = values.reshape(-1)[first - offset : last - offset].clone()
+                built.exact[id(parameter)] = (first - offset, kept)
+            place = flat[offset:stop].view(values.shape)
+            place.copy_(values)
+            parameter.data = place
+            offset = stop
+            del values
+
+
+def _fill_in_shards(
+    deepspeed: Any, assembly: Assembly, config: dict[str, Any], built: Built, *, low: bool
+) -> None:
+    """Stage 3: module by module, so that no rank ever has more than one module whole."""
+    parts: Any = import_module("deepspeed.runtime.zero.partition_parameters")
+    group = deepspeed.comm.get_world_group()
+    init = deepspeed.zero.Init(config_dict_or_path=config, data_parallel_group=group)
+    keeper = parts.InsertPostInitMethodToModuleSubClasses
+    init._enable_mem_efficient_linear()
+    linear = keeper.linear_bk
+    built.closing.callback(setattr, torch.nn.functional, "linear", linear)
+    ranks, rank = assembly.context.dp_size, assembly.context.dp_rank
+    names = set(names_of(assembly.model))
+    for path, module in assembly.model.named_modules():
+        own = {f"{path}.{name}".lstrip(".") for name in (*module._parameters, *module._buffers)}
+        assembly.materialize([name for name in own if name in names])
+        for parameter in module._parameters.values():
+            if parameter is None or parts.is_zero_param(parameter):
+                continue
+            if low and parameter.is_floating_point():
+                if parameter.requires_grad:
+                    size = -(-parameter.numel() // ranks)
+                    start = rank * size
+                    kept = parameter.detach().reshape(-1)[start : start + size].clone()
+                    built.exact[id(parameter)] = (start, kept)
+                parameter.data = parameter.data.to(torch.bfloat16)
+            # Every rank has made the same values, so that nothing need be sent.
+            init._convert_to_deepspeed_param(parameter)
+            parameter.partition()
+
+
+@contextmanager
+def _flattening_in_place(deepspeed: Any) -> Iterator[None]:
+    """Let DeepSpeed flatten without a copy what already lies end to end."""
+    place: Any = import_module(deepspeed.__name__ + ".runtime.zero.stage_1_and_2")
+    flatten, align = place._flatten_dense_tensors, place.align_dense_tensors
+
+    def joined(tensors: Sequence[Tensor]) -> Tensor:
+        whole = end_to_end(tensors)
+        return flatten(tensors) if whole is None else whole
+
+    def aligned(tensors: Sequence[Tensor], unit: int) -> Sequence[Tensor]:
+        whole = end_to_end(tensors)
+        missing = 0 if whole is None else -whole.numel() % unit
+        if whole is None or not missing:
+            return align(tensors, unit)  # type: ignore[no-any-return]
+        stop = whole.storage_offset() + whole.numel()
+        room = whole.untyped_storage().nbytes() // whole.element_size() - stop
+        if room < missing:
+            return align(tensors, unit)  # type: ignore[no-any-return]
+        return [*tensors, whole.as_strided((missing,), (1,), stop)]
+
+    place._flatten_dense_tensors, place.align_dense_tensors = joined, aligned
+    try:
+        yield
+    finally:
+        place._flatten_dense_tensors, place.align_dense_tensors = flatten, align
+
+
+@contextmanager
+def _sending_nothing(deepspeed: Any) -> Iterator[None]:
+    """Leave out the broadcast of the weights: every rank has made the same.
+
+    It would fail for a parameter that is one number without dimensions.
+    """
+    kind: Any = deepspeed.DeepSpeedEngine
+    send = kind._broadcast_model
+    kind._broadcast_model = lambda _engine: None
+    try:
+        yield
+    finally:
+        kind._broadcast_model = send
+
+
+def end_to_end(tensors: Sequence[Tensor]) -> Tensor | None:
+    """One flat view of tensors that follow each other in memory; None where they do not."""
+    first = tensors[0].detach()
+    offset, storage = first.storage_offset(), first.untyped_storage()._cdata
+    start = offset
+    for tensor in tensors:
+        if (
+            tensor.dtype != first.dtype
+            or not tensor.is_contiguous()
+            or tensor.untyped_storage()._cdata != storage
+            or tensor.storage_offset() != offset
+        ):
+            return None
+        offset += tensor.numel()
+    return first.as_strided((offset - start,), (1,), start)

@@ -1,0 +1,228 @@
+"""DeepSpeed's configuration: our lean one, or a user's file with its "auto" values filled in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bigtrain.core.strategy import Plan
+from bigtrain.errors import ConfigError
+from bigtrain.job.deepspeed_json import read_file, same, section
+from bigtrain.strategies.zero.options import ZeroOptions
+
+AUTO = "auto"
+
+
+def stage_of(options: ZeroOptions) -> int:
+    """The stage that is run: the file's, where there is one.
+
+    Raises:
+        ConfigError: the file is unreadable, or says another stage than the options do.
+    """
+    if options.config is None:
+        return options.stage
+    stage = section(read_file(options.config), "zero_optimization").get("stage", 0)
+    if stage == AUTO:
+        return options.stage
+    if not isinstance(stage, int) or stage not in range(4):
+        raise ConfigError(
+            f"{options.config}: zero_optimization.stage={stage!r} is no stage. Write 0, 1, 2 or 3."
+        )
+    if "stage" in options.model_fields_set and options.stage != stage:
+        raise ConfigError(
+            f"strategy.replicate.stage={options.stage}, but zero_optimization.stage={stage} in "
+            f"{options.config}. Use --strategy zero{stage} with it, or leave the strategy out."
+        )
+    return stage
+
+
+def precision_of(plan: Plan) -> int:
+    """Bytes of a number in the parameters that layers see."""
+    return 2 if plan.bf16_parameters else 4
+
+
+def settings(options: ZeroOptions, plan: Plan, elements: int) -> dict[str, Any]:
+    """The dictionary that DeepSpeed is given.
+
+    Args:
+        options: the technique's keys; where they name a file, it is taken as it is.
+        plan: batch, precision, clipping, offload.
+        elements: numbers in the trained parameters, from which buffers get their sizes.
+
+    Raises:
+        ConfigError: the file contradicts the job.
+    """
+    batch, bf16 = plan.batch, plan.precision == "bf16"
+    stage = stage_of(options)
+    ours: dict[str, Any] = {
+        "train_batch_size": batch.global_size,
+        "train_micro_batch_size_per_gpu": batch.micro_size,
+        "gradient_accumulation_steps": batch.accumulation_steps,
+        "gradient_clipping": plan.clip_norm or 0.0,
+        "bf16": {"enabled": bf16, "check_grad_overflow": False},
+        "fp16": {"enabled": False},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": _zero(options, plan, stage, elements),
+    }
+    if bf16 and accumulates_in_fp32(plan, stage):
+        ours["data_types"] = {"grad_accum_dtype": "fp32"}
+    if options.config is None:
+        return ours
+    given = read_file(options.config)
+    _refuse_contradictions(options.config, given, ours, plan)
+    filled: dict[str, Any] = _fill(given, ours)
+    filled.pop("optimizer", None)  # compared with optim.* when the job was read
+    filled.pop("scheduler", None)
+    for key, value in ours.items():
+        if key not in ("zero_optimization", "data_types"):
+            filled.setdefault(key, value)
+    return filled
+
+
+def accumulates_in_fp32(plan: Plan, stage: int) -> bool:
+    """Whether DeepSpeed is told to add gradients up in fp32 where they are computed in bf16.
+
+    Stage 2 keeps its shard of them in fp32, as the step wants it; stage 3 where it adds several
+    micro-batches up. Stage 1 would keep whole fp32 gradients.
+    """
+    return stage == 2 or (stage == 3 and plan.batch.accumulation_steps > 1)
+
+
+def _zero(options: ZeroOptions, plan: Plan, stage: int, elements: int) -> dict[str, Any]:
+    """Buffers as small as the model allows on a CPU; large enough to overlap on CUDA."""
+    cuda = plan.device_type == "cuda"
+    bucket = bucket_elements(options, plan, elements)
+    chosen: dict[str, Any] = {
+        "stage": stage,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+        "contiguous_gradients": True,
+        # Stage 1 reduces in the backward pass only where it overlaps; else at its end, when all
+        # gradients are there whole.
+        "overlap_comm": cuda or stage == 1,
+        # One reduction to each owner: half the traffic, and no copy of a gradient that two ranks
+        # share.
+        "use_multi_rank_bucket_allreduce": False,
+    }
+    if stage == 3:
+        del chosen["use_multi_rank_bucket_allreduce"]
+        share = elements // max(1, plan.dp)
+        chosen |= {
+            "sub_group_size": max(1, share // 16) if plan.bf16_parameters else max(1, share),
+            "stage3_prefetch_bucket_size": bucket if cuda else 0,
+            "stage3_max_live_parameters": 2 * bucket if cuda else 0,
+            "stage3_max_reuse_distance": 0,
+            # Biases and norms stay whole: 0.1 % of a model, most of its tensors.
+            "stage3_param_persistence_threshold": elements // 5000,
+            "stage3_model_persistence_threshold": max(1, elements // 100),
+            # Gathered one by one, a parameter is not held twice.
+            "stage3_allgather_sequential": not cuda,
+        }
+    away = plan.offloaded
+    if away.optimizer != "device":
+        chosen["offload_optimizer"] = _offload(away.optimizer, away.path, plan)
+    if away.parameters != "device":
+        chosen["offload_param"] = _offload(away.parameters, away.path, plan)
+    return chosen
+
+
+def _offload(place: str, path: str | None, plan: Plan) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "device": "nvme" if place == "disk" else "cpu",
+        "pin_memory": plan.device_type == "cuda",
+    }
+    if place == "disk":
+        found["nvme_path"] = path
+    return found
+
+
+def bucket_elements(options: ZeroOptions, plan: Plan, elements: int) -> int:
+    """How many numbers are reduced at once; even, as DeepSpeed wants it."""
+    if options.bucket_size is not None:
+        return max(2, options.bucket_size // precision_of(plan) // 2 * 2)
+    if plan.device_type == "cuda":
+        return min(50_000_000, max(500_000, elements // 16 // 2 * 2))
+    # A larger gradient than this is reduced where it lies, without a copy.
+    return min(1_000_000, max(256, elements // 512 // 2 * 2))
+
+
+def _fill(given: Any, ours: Any) -> Any:
+    """The file, with our value wherever it says "auto"; without one the key is left out."""
+    if not isinstance(given, dict):
+        return given
+    known = ours if isinstance(ours, dict) else {}
+    return {
+        key: known[key] if value == AUTO else _fill(value, known.get(key))
+        for key, value in given.items()
+        if value != AUTO or key in known
+    }
+
+
+def _refuse_contradictions(
+    path: str, given: dict[str, Any], ours: dict[str, Any], plan: Plan
+) -> None:
+    batch = plan.batch
+    pairs: list[tuple[str, object, str, object]] = [
+        (
+            "train_batch_size",
+            given.get("train_batch_size", AUTO),
+            "train.global_batch_size",
+            batch.global_size,
+        ),
+        (
+            "train_micro_batch_size_per_gpu",
+            given.get("train_micro_batch_size_per_gpu", AUTO),
+            "train.micro_batch_size",
+            batch.micro_size,
+        ),
+        (
+            "gradient_accumulation_steps",
+            given.get("gradient_accumulation_steps", AUTO),
+            "train.accumulation_steps",
+            batch.accumulation_steps,
+        ),
+    ]
+    for key, value, ours_key, ours_value in pairs:
+        if value not in (AUTO, ours_value):
+            raise _contradiction(path, key, value, ours_key, ours_value, f"{ours_key}={value}")
+    clip = given.get("gradient_clipping", AUTO)
+    if clip != AUTO and not same(clip, ours["gradient_clipping"]):
+        wanted = clip or "null"
+        raise _contradiction(
+            path, "gradient_clipping", clip, "optim.clip_norm", plan.clip_norm,
+            f"optim.clip_norm={wanted}",
+        )  # fmt: skip
+    if section(given, "fp16").get("enabled") is True:
+        raise ConfigError(
+            f"{path}: fp16.enabled=true, and train.precision={plan.precision}: there is no fp16 "
+            "here. Write bf16 instead of fp16 in the file, and use train.precision=bf16."
+        )
+    bf16 = section(given, "bf16").get("enabled", AUTO)
+    if bf16 not in (AUTO, ours["bf16"]["enabled"]):
+        wanted = "bf16" if bf16 else "fp32"
+        raise _contradiction(
+            path, "bf16.enabled", bf16, "train.precision", plan.precision,
+            f"train.precision={wanted}",
+        )  # fmt: skip
+    for name, place in (
+        ("offload_optimizer", plan.offloaded.optimizer),
+        ("offload_param", plan.offloaded.parameters),
+    ):
+        device = section(section(given, "zero_optimization"), name).get("device", AUTO)
+        known = {"none": "device", "cpu": "cpu", "nvme": "disk"}.get(str(device), device)
+        if place != "device" and known not in (AUTO, place):
+            key = "optimizer" if name == "offload_optimizer" else "parameters"
+            raise _contradiction(
+                path, f"zero_optimization.{name}.device", device, f"strategy.offload.{key}",
+                place, f"strategy.offload.{key}={known}",
+            )  # fmt: skip
+
+
+def _contradiction(
+    path: str, key: str, value: object, ours_key: str, ours_value: object, fix: str
+) -> ConfigError:
+    shown = str(value).lower() if isinstance(value, bool) else value
+    return ConfigError(
+        f"{path}: {key}={shown}, but {ours_key}={'null' if ours_value is None else ours_value}. "
+        f'Use {fix}, or write "auto" in the file.'
+    )

@@ -1,0 +1,139 @@
+"""Stages 1 to 3 on DeepSpeed, from its own configuration file where one is given.
+
+DeepSpeed's engine does the backward passes and the steps of a client optimizer (any of torch's
+that treats each element by itself), so that none of its C++ operators has to be compiled. What
+it holds beside the least possible was measured and taken out where that changes no number:
+
+* its copy of the fp32 parameters that the optimizer updates, beside the fp32 parameters
+  (4P/N bytes): the parameters themselves are updated;
+* the gradients of a rank's shard in one buffer, and flattened into another for the step (4P/N):
+  they are reduced into the one that the step uses;
+* a gradient that is larger than the bucket, kept whole until the backward pass ends: it goes as
+  soon as it is reduced, and it is reduced at once;
+* norms by way of fp64 copies of whole gradients: worked out in place, in fp32;
+* the flat copy of the model, beside the model, while it is built (4P).
+
+What remains above 4P + 12P/N bytes in fp32 for stages 1 and 2 (a single micro-batch; stage 1
+reduces in the backward pass, too, and holds as little) and 16P/N for stage 3: nothing that
+stays, but a bucket of P/512 numbers (two for stage 1), and under stage 3 the parameters of the
+module that computes. In bf16, stages 1 and 2 keep their gradient shard in fp32, as the step wants
+it: 2P + 16P/N, that is 2P/N above the least. Accumulating, stage 1 keeps whole gradients between
+the micro-batches (4P, in bf16 2P) and stage 3 an fp32 shard of them in bf16 as well (2P/N more).
+
+Where a step brings no gradient of a trained parameter, DeepSpeed's flat shard has zeros there, and
+the optimizer steps on those: weight decay and momentum go on, where other strategies leave such a
+parameter alone. In bf16, frozen parameters are kept in bf16 alone, and are saved as rounded.
+"""
+
+from __future__ import annotations
+
+from bigtrain.core.runner import Runner
+from bigtrain.core.strategy import Assembly, Plan
+from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.costs.traffic import Traffic
+from bigtrain.errors import ConfigError
+from bigtrain.strategies.zero.advice import advise
+from bigtrain.strategies.zero.on_deepspeed.build import build, check_file, load_deepspeed
+from bigtrain.strategies.zero.on_deepspeed.config import bucket_elements, settings, stage_of
+from bigtrain.strategies.zero.on_deepspeed.in_pipeline import share, shared_forecast
+from bigtrain.strategies.zero.on_deepspeed.memory import forecast_of
+from bigtrain.strategies.zero.on_deepspeed.offload import check_offload, offload_advice
+from bigtrain.strategies.zero.on_deepspeed.runner import DeepSpeedRunner
+from bigtrain.strategies.zero.on_deepspeed.traffic import shared_traffic, traffic_of
+from bigtrain.strategies.zero.on_deepspeed.update import DeepSpeedUpdate
+from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
+
+INSTEAD = {0: "ddp", 1: "zero1_torch", 2: "fsdp_zero2", 3: "fsdp"}
+"""The preset on torch's own parts that does the same stage."""
+
+
+class DeepSpeed(ZeroEngine):
+    """DeepSpeed's engine around the model; it owns the step."""
+
+    owns_step = True
+    needs_group = True
+    materializes = True
+    bf16_parameters = True
+    own_offload = True
+
+    def check(self, options: ZeroOptions, plan: Plan) -> None:
+        """Refuse what DeepSpeed cannot do, and a file that contradicts the job."""
+        if plan.joined:  # the cut's engine is this one, and has checked
+            return
+        stage = stage_of(options)
+        instead = INSTEAD[stage]
+        if stage == 0:
+            raise ConfigError(
+                f"{options.config}: zero_optimization.stage=0 shards nothing. Use --strategy ddp, "
+                "or write 1, 2 or 3."
+            )
+        if plan.precision == "fp64":
+            raise ConfigError(
+                "train.precision=fp64: DeepSpeed updates in fp32. Use --strategy "
+                f"{instead} (engine=torch), or train.precision=fp32."
+            )
+        if "cut" in plan.techniques or plan.pp * plan.tp > 1:
+            raise ConfigError(
+                "strategy.replicate.engine=deepspeed takes a whole model, and strategy.cut "
+                f"(mesh.pp={plan.pp} mesh.tp={plan.tp}) gives each rank a part of one. "
+                "Set strategy.replicate.engine=torch, or mesh.pp=1 mesh.tp=1."
+            )
+        if options.shard_ranks is not None:
+            raise ConfigError(
+                f"strategy.replicate.shard_ranks={options.shard_ranks} is for engine=torch, and "
+                "engine is deepspeed. Leave it out, or set strategy.replicate.engine=torch."
+            )
+        config = settings(options, plan, elements=1)
+        check_offload(config, plan, stage, instead)
+        try:
+            load_deepspeed(plan.device_type)
+        except Exception as error:  # noqa: BLE001 - an extension that does not fit raises anything
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ConfigError(
+                f"strategy.replicate.engine=deepspeed needs deepspeed, which does not load "
+                f"({reason}). Run `pip install deepspeed`, or use --strategy {instead}."
+            ) from None
+        if options.config is not None:
+            check_file(options.config, config)
+
+    def advise(
+        self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
+    ) -> str | None:
+        """Say where sharding, or DeepSpeed's offload, cannot help."""
+        after = self.estimate(options, forecast, profile, plan)
+        staged = options.model_copy(update={"stage": stage_of(options)})
+        return advise(staged, forecast, after, profile, plan) or offload_advice(plan)
+
+    def estimate(
+        self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
+    ) -> Forecast:
+        """Shards, DeepSpeed's buffers, and what passes; see `deepspeed_forecast`."""
+        if plan.joined:
+            return shared_forecast(options, forecast, profile, plan)
+        config = settings(options, plan, profile.trained_elements)
+        return forecast_of(config, forecast, profile, plan)
+
+    def traffic(self, options: ZeroOptions, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+        """See `deepspeed_traffic`."""
+        if plan.joined:
+            bucket = bucket_elements(options, plan, profile.trained_elements)
+            return shared_traffic(bucket, profile, plan)
+        config = settings(options, plan, profile.trained_elements)
+        return traffic_of(config, profile, plan)
+
+    def apply(self, options: ZeroOptions, assembly: Assembly) -> None:
+        """Let the runner build the model under DeepSpeed, when everything else has its shape."""
+        if assembly.plan.joined:
+            share(options, assembly)
+            return
+        stage = stage_of(options)
+        trained = sum(p.numel() for p in assembly.model.parameters() if p.requires_grad)
+        config = settings(options, assembly.plan, trained)
+
+        def runner(final: Assembly) -> Runner:
+            built = build(final, config, stage, options.config)
+            update = DeepSpeedUpdate(built, final.context, final.model, stage)
+            final.update = update
+            return DeepSpeedRunner(final, update)
+
+        assembly.runner = runner

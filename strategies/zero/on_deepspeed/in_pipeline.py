@@ -1,0 +1,95 @@
+"""Stage 1 inside DeepSpeed's pipelines: the engine of the cut does the steps of this technique.
+
+Whole gradients are added up over a step's micro-batches, and reduced into the shards at its end.
+bf16 is autocast on fp32 parameters. The model is flattened by DeepSpeed itself, which holds it
+twice while it is built.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from bigtrain.core.strategy import Assembly, Plan
+from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.memory.timeline import Span, Timeline
+from bigtrain.models.names import names_of
+from bigtrain.strategies.zero.on_deepspeed.build import Built, optimizer_and_names
+from bigtrain.strategies.zero.on_deepspeed.config import bucket_elements, settings
+from bigtrain.strategies.zero.on_deepspeed.update import DeepSpeedUpdate
+from bigtrain.strategies.zero.options import ZeroOptions
+
+
+def share(options: ZeroOptions, into: Assembly) -> None:
+    """Tell the engine of the cut how this technique takes part in it."""
+
+    def shard(assembly: Assembly, start: Callable[..., Any]) -> PipelineShare:
+        model = assembly.model
+        assembly.materialize(names_of(model))
+        optimizer, names = optimizer_and_names(assembly)
+        for group, members in zip(optimizer.param_groups, names, strict=True):
+            group["params"] = [model.get_parameter(name) for name in members]
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        config = settings(options, assembly.plan, trained)
+        more = {
+            # In a pipeline it reduces when all micro-batches are through.
+            "zero_optimization": config["zero_optimization"] | {"overlap_comm": False},
+            "gradient_clipping": config["gradient_clipping"],
+        }
+        engine = start(optimizer, more)
+        engine.step = engine._exec_optimizer_step
+        meter = assembly.meter
+        built = Built(engine, tracking=lambda: meter.tracking)
+        return PipelineShare(built, assembly.context, model, 1)
+
+    into.shard = shard
+
+
+class PipelineShare(DeepSpeedUpdate):
+    """The optimizer of one stage, its state sharded over the replicas."""
+
+    def clip(self, elsewhere: Collection[str]) -> float:
+        """Let the next step clip by the norm over all stages; return it. Collective.
+
+        Args:
+            elsewhere: tied parameters, which another stage counts.
+        """
+        squares = []
+        for number in range(len(self.shards.pieces)):
+            gradient = self.shards.gradient(number)
+            if gradient is not None:
+                squares.append(_square(gradient))
+        for name in elsewhere:
+            stretch = self.shards.stretches.get(id(self.parameters[name]))
+            gradient = None if stretch is None else self.shards.gradient(stretch.piece)
+            if stretch is not None and gradient is not None:
+                flat = gradient.view(-1)
+                squares.append(-_square(flat[stretch.offset : stretch.offset + stretch.length]))
+        mine = max(0.0, math.fsum(squares))
+        norm = math.sqrt(math.fsum(self._context.all_gather_numbers(mine)))
+        device = self.shards.pieces[0].device
+        self.shards.give_norm(torch.tensor(norm, dtype=torch.float32, device=device))
+        return norm
+
+    def load_master(self, name: str, value: torch.Tensor) -> None:
+        """See `Update.load_master`: what is updated are the parameters themselves."""
+
+
+def _square(gradient: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(gradient, dtype=torch.float32)) ** 2
+
+
+def shared_forecast(
+    options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
+) -> Forecast:
+    """One stage's: whole gradients through all micro-batches, then the shards of them."""
+    part = -(-profile.trained_elements // (2 * plan.dp)) * 2
+    state = round(profile.state_slots * 4 * part) + min(profile.state_scalars, 4)
+    bucket = 4 * bucket_elements(options, plan, profile.trained_elements)
+    begin = forecast.step.phases[0][0]
+    reducing = Timeline((Span(4 * part + bucket, "buffers", begin, begin + 1),), ((begin, "step"),))
+    return replace(forecast, states=replace(forecast.states, optimizer=state), step=reducing)

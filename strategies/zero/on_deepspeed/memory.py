@@ -1,0 +1,223 @@
+"""What one rank holds under DeepSpeed: its shards, its buffers, and what is whole for a moment.
+
+Under stages 1 and 2 the ranks' shards are equal parts of all parameters in a row, and a rank's
+shard of the gradients comes to be when the backward pass reaches its part: of the last rank at its
+start, when the activations are all there. That is the fullest one; of others a plan asks by
+`dp_rank`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bigtrain.core.strategy import Plan
+from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.job.deepspeed_json import section
+from bigtrain.memory.timeline import Kind, Span, Timeline, scaled
+from bigtrain.strategies.zero.on_deepspeed.config import accumulates_in_fp32, precision_of
+
+ADDED = 3
+"""Ticks from when a layer has made a gradient until it is where it belongs."""
+
+
+def forecast_of(
+    config: dict[str, Any], forecast: Forecast, profile: Profile, plan: Plan
+) -> Forecast:
+    """Turn a forecast into that of a rank under DeepSpeed.
+
+    Args:
+        config: what DeepSpeed is given; its buffer sizes are in numbers, not in bytes.
+        forecast: of what comes before.
+        profile: of one process.
+        plan: ranks, precision, accumulation, offload.
+    """
+    zero = config["zero_optimization"]
+    bucket = int(zero.get("reduce_bucket_size", 500_000_000)) * precision_of(plan)
+    found = (_cut if zero["stage"] == 3 else _flat)(zero, forecast, profile, plan, bucket)
+    device = section(zero, "offload_optimizer").get("device", "none")
+    return found if device == "none" else _offloaded(zero, found, profile, plan)
+
+
+def _flat(
+    zero: dict[str, Any], forecast: Forecast, profile: Profile, plan: Plan, bucket: int
+) -> Forecast:
+    """Stages 1 and 2: one flat buffer of parameters, of which a rank updates its part."""
+    stage, size = zero["stage"], precision_of(plan)
+    share = -(-profile.trained_elements // (2 * plan.dp)) * 2
+    bucket *= 2 if zero.get("overlap_comm", False) else 1
+    states = replace(
+        forecast.states,
+        optimizer=_optimizer_bytes(profile, plan, share),
+        gradients=0,
+        buffers=forecast.states.buffers + bucket,
+    )
+    shard = 4 * share
+    backward = _Backward.of(profile)
+    first = backward.with_shard(shard, plan)
+    held = shard
+    if stage == 1 and plan.batch.accumulation_steps > 1:
+        # Whole gradients wait for the last micro-batch, which reduces them into the shard.
+        held = size * profile.trained_elements
+        first = backward.emptying(first)
+    return replace(
+        forecast,
+        states=states,
+        first=first,
+        step=_on_shard(profile.step, plan),
+        gradients=held,
+        next=None,
+    )
+
+
+def _cut(
+    zero: dict[str, Any], forecast: Forecast, profile: Profile, plan: Plan, bucket: int
+) -> Forecast:
+    """Stage 3: a module's parameters are whole while it computes, and its gradients in passing."""
+    size, ranks = precision_of(plan), plan.dp
+    share = -(-profile.trained_elements // ranks)
+    backward = _Backward.of(profile)
+    whole = [span.nbytes for span in backward.gradients]
+    persists = size * int(zero.get("stage3_param_persistence_threshold", 100_000))
+    kept = sum(nbytes for nbytes in whole if nbytes <= persists)
+    frozen = profile.parameter_bytes - size * profile.trained_elements
+    accumulator = 4 if accumulates_in_fp32(plan, 3) else size
+    states = replace(
+        forecast.states,
+        parameters=size * share + max(0, frozen) // ranks + kept,
+        optimizer=_optimizer_bytes(profile, plan, share),
+        gradients=accumulator * share,
+        buffers=forecast.states.buffers + bucket,
+    )
+    ahead = size * int(zero.get("stage3_prefetch_bucket_size", 50_000_000))
+    first = backward.with_gathered(persists, min(ahead, sum(whole)))
+    step = _on_shard(profile.step, plan)
+    if accumulator < 4:  # a sub-group's gradients are converted for its update
+        group = min(share, int(zero.get("sub_group_size", 1_000_000_000)))
+        largest = max(whole, default=0) // size // ranks
+        step = _throughout(step, "temporary", 4 * max(group, largest))
+    return replace(forecast, states=states, first=first, step=step, next=None)
+
+
+def _offloaded(zero: dict[str, Any], found: Forecast, profile: Profile, plan: Plan) -> Forecast:
+    """With the state on the host: off a GPU, or, where the host is the device, beside copies."""
+    if plan.device_type == "cuda":
+        return replace(found, states=replace(found.states, optimizer=0))
+    size, share = precision_of(plan), -(-profile.trained_elements // plan.dp)
+    largest = max((span.nbytes for span in _Backward.of(profile).gradients), default=0)
+    # fp32 values apart from the parameters, and the gradient where the optimizer wants it.
+    copies = 0 if plan.bf16_parameters else 4 * share
+    if zero["stage"] == 3:
+        copies += 4 * share + (2 * largest if plan.bf16_parameters else 0)
+    else:
+        copies += size * share + 3 * largest
+        if plan.bf16_parameters or plan.batch.accumulation_steps > 1:
+            copies += 4 * share  # what is reduced into, or accumulated in
+    return replace(found, states=replace(found.states, buffers=found.states.buffers + copies))
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """One micro-batch whose gradients go as soon as they are there, in the order they come."""
+
+    timeline: Timeline
+    gradients: tuple[Span, ...]
+    """By birth; each lives until it is added to what there is."""
+    again: tuple[tuple[int, int], ...] = ()
+    """From when to when blocks are computed again and gone back through."""
+
+    @classmethod
+    def of(cls, profile: Profile) -> _Backward:
+        """The second micro-batch of a profile, the first one telling which spans are gradients."""
+        first = sorted(profile.first.spans, key=lambda span: span.birth)
+        later = sorted(profile.next.spans, key=lambda span: span.birth)
+        if [s.nbytes for s in first] != [s.nbytes for s in later]:
+            # Some gradient is copied before it is kept. Here none is, and none is added to.
+            passing = [_passing(span) for span in first]
+            made = tuple(s for s in passing if s.kind == "gradients")
+            timeline = Timeline(tuple(passing), profile.first.phases)
+            return cls(timeline, made, _again(profile, 0))
+        pairs = zip(first, later, strict=True)
+        made = tuple(now for was, now in pairs if was.kind == "gradients")
+        return cls(profile.next, made, _again(profile, 1))
+
+    def with_shard(self, nbytes: int, plan: Plan) -> Timeline:
+        """With a rank's shard of the gradients, made when the first of them is reduced."""
+        if not self.gradients:
+            return _throughout(self.timeline, "gradients", nbytes)
+        begin = min(span.death for span in self._part(plan))
+        return _from(begin, self.timeline, "gradients", nbytes)
+
+    def _part(self, plan: Plan) -> list[Span]:
+        """The gradients that lie in a rank's part; they come in the reverse of their order."""
+        total = sum(span.nbytes for span in self.gradients)
+        behind = 0 if plan.dp_rank is None else plan.dp - 1 - plan.dp_rank
+        begin, end = (total * place // plan.dp for place in (behind, behind + 1))
+        found, passed = [], 0
+        for span in sorted(self.gradients, key=lambda span: span.birth):
+            if passed < end and passed + span.nbytes > begin:
+                found.append(span)
+            passed += span.nbytes
+        return found
+
+    def emptying(self, timeline: Timeline) -> Timeline:
+        """With whole gradients there from before, each until it is reduced."""
+        begin = timeline.phases[0][0]
+        spans = [Span(g.nbytes, "gradients", begin, g.death + 1) for g in self.gradients]
+        return Timeline((*timeline.spans, *spans), timeline.phases)
+
+    def with_gathered(self, persists: int, ahead: int) -> Timeline:
+        """With the parameter in use whole: that whose gradient is made next.
+
+        Args:
+            persists: parameters up to so many bytes are whole all the time.
+            ahead: bytes that are gathered before their turn.
+        """
+        spans = []
+        births = sorted(span.birth for span in self.timeline.spans)
+        for gradient in self.gradients:
+            if gradient.nbytes <= persists:
+                continue
+            # Gathered for the gradient of the module's input, which is made just before.
+            begin = births[max(0, bisect_left(births, gradient.birth) - 1)]
+            # A block that is computed again has its parameters whole from then on.
+            begin = min([begin, *(a for a, b in self.again if a <= gradient.birth <= b)])
+            spans.append(Span(gradient.nbytes + ahead, "parameters", begin, gradient.birth + 1))
+        return Timeline((*self.timeline.spans, *spans), self.timeline.phases)
+
+
+def _passing(span: Span) -> Span:
+    """A gradient that goes as soon as it is there; all else as it is."""
+    if span.kind != "gradients":
+        return span
+    return span._replace(death=min(span.death, span.birth + ADDED))
+
+
+def _again(profile: Profile, which: int) -> tuple[tuple[int, int], ...]:
+    found = [(name, visits[which]) for name, *visits in profile.windows]
+    return tuple(visit.backward for name, visit in found if name in profile.recomputed)
+
+
+def _optimizer_bytes(profile: Profile, plan: Plan, share: int) -> int:
+    """Moments in fp32, and in bf16 the fp32 values that are updated."""
+    copies = 1 if plan.bf16_parameters else 0
+    scalars = 4 if profile.state_scalars else 0
+    return round(4 * share * (profile.state_slots + copies)) + scalars
+
+
+def _on_shard(step: Timeline, plan: Plan) -> Timeline:
+    """The optimizer's own temporaries, on fp32 shards."""
+    return scaled(step, 4 / precision_of(plan) / plan.dp)
+
+
+def _throughout(timeline: Timeline, kind: Kind, nbytes: int) -> Timeline:
+    """A timeline with something more alive all the time."""
+    return _from(timeline.phases[0][0], timeline, kind, nbytes)
+
+
+def _from(begin: int, timeline: Timeline, kind: Kind, nbytes: int) -> Timeline:
+    """A timeline with something more alive from a tick on."""
+    end = max((span.death for span in timeline.spans), default=begin)
+    more = Span(nbytes, kind, begin, max(end, begin + 1))
+    return Timeline((*timeline.spans, more), timeline.phases)

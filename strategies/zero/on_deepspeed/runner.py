@@ -1,0 +1,171 @@
+"""The live runner on DeepSpeed's engine: the plain loop, whose backward and step DeepSpeed does.
+
+Loss: the loop scales each micro-batch so that DeepSpeed's average over the ranks is the mean over
+the valid targets of the global batch, and tells it which micro-batch is the last of a step, so
+that DeepSpeed divides by no count of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bigtrain.core.loop import LoopRunner
+from bigtrain.core.strategy import Assembly
+from bigtrain.data.loader import MicroBatch
+from bigtrain.errors import CheckpointError
+from bigtrain.losses.chunked_cross_entropy import given
+from bigtrain.strategies.zero.on_deepspeed.update import DeepSpeedUpdate, shape_of
+from bigtrain.tensors.source import TensorSource
+
+
+class DeepSpeedRunner(LoopRunner):
+    """See `bigtrain.core.strategy.Runner`.
+
+    Args:
+        assembly: its update is DeepSpeed's.
+        update: the same.
+    """
+
+    def __init__(self, assembly: Assembly, update: DeepSpeedUpdate) -> None:
+        self._engine = update.engine
+        self._sharded = update
+        assembly.module = update.engine
+        assembly.sync = self._at_boundary
+        super().__init__(assembly)
+        self._own_states()
+        self._hooks = ExitStack()
+        if self._precision == "bf16":
+            self._autocast_inside()
+        self._own_gathered()
+
+    def _at_boundary(self, last: bool) -> AbstractContextManager[object]:
+        self._engine.set_gradient_accumulation_boundary(last)
+        return nullcontext()
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """See `LoopRunner.autocast`."""
+        return nullcontext()  # entered by the model itself: DeepSpeed leaves any that it finds
+
+    def _autocast_inside(self) -> None:
+        autocast = super().autocast
+        entered: list[AbstractContextManager[object]] = []
+
+        def enter(_module: nn.Module, _inputs: Any) -> None:
+            entered.append(autocast())
+            entered[-1].__enter__()
+
+        def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
+            if entered:
+                entered.pop().__exit__(None, None, None)
+
+        before = self.module.register_forward_pre_hook(enter)
+        after = self.module.register_forward_hook(leave, always_call=True)
+        self._hooks.callback(before.remove)
+        self._hooks.callback(after.remove)
+
+    def _own_gathered(self) -> None:
+        """Gathered parameters are parameters, too: stage 3 makes them for a module at a time."""
+        if not hasattr(self._sharded.zero, "parameter_offload"):
+            return
+        coordinator = self._sharded.zero.parameter_offload.get_param_coordinator()
+        fetch = coordinator.fetch_sub_module
+
+        def fetch_and_own(module: nn.Module, forward: bool) -> None:
+            fetch(module, forward)
+            if self.meter.tracking:
+                self.meter.own(module.parameters(recurse=False), "parameters")
+
+        coordinator.fetch_sub_module = fetch_and_own
+
+    def _own_states(self) -> None:
+        if self.meter.tracking:
+            zero = self._sharded.zero
+            self.meter.own(self._sharded.held(), "optimizer")
+            self.meter.own(getattr(zero, "bit16_groups_flat", ()), "parameters")
+            self.meter.own([getattr(zero, "lp_param_buffer", None)], "parameters")
+            self.meter.own([getattr(zero, "grad_partitions_flat_buffer", None)], "gradients")
+            for bucket in zero.ipg_buckets.values():
+                buffers = bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
+                self.meter.own(buffers, "buffers")
+
+    def one(self, micro_batch: MicroBatch, scale: float, *, check: bool = False) -> Tensor:
+        """See `LoopRunner.one`."""
+        self.meter.phase("forward")
+        placed = self.place(micro_batch)
+        self.own_batch(placed)
+        self._follow_buffers()
+        with given(self.loss, placed.targets):
+            output = self._wrapped(placed.inputs)
+            loss = self.loss(output, placed.targets, micro_batch.count)
+        if micro_batch.count == 0:  # padding, or nothing valid: it only keeps the ranks in step
+            loss = loss * 0.0
+        del output
+        if check:
+            self._agree(float(loss.detach()), 1)
+        self.meter.phase("backward")
+        self._engine.backward(loss * scale, scale_wrt_gas=False)
+        if self.meter.tracking:
+            shards = self._sharded.shards
+            found = (shards.gradient(number) for number in range(len(shards.pieces)))
+            self.meter.own(found, "gradients")
+            self.meter.own((p.grad for p in self._trained), "gradients")
+        return loss.detach()
+
+    def _follow_buffers(self) -> None:
+        """Buffers (BatchNorm statistics) follow the first rank's, as under DDP."""
+        if self.context.dp_size > 1:
+            first = dist.get_global_rank(self.context.dp_group, 0) if self.context.dp_group else 0
+            for buffer in self.module.buffers():
+                dist.broadcast(buffer, src=first, group=self.context.dp_group)
+
+    def clip(self) -> Tensor:
+        """See `LoopRunner.clip`; DeepSpeed itself scales the gradients, in its step."""
+        norm = self._sharded.norm()
+        device = self._sharded.shards.pieces[0].device
+        self._sharded.shards.give_norm(torch.tensor(norm, dtype=torch.float32, device=device))
+        return torch.tensor(norm, dtype=torch.float64)
+
+    def gradients(self) -> dict[str, TensorSource]:
+        """See `Runner.gradients`."""
+        return self._sharded.gradients()
+
+    def load_state(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
+        """See `Runner.load_state`."""
+        super().load_state(read, names)
+        self._sharded.spread()
+
+    def _load_model(self, read: Callable[[str], Tensor], stored: set[str]) -> None:
+        kept = {name.removeprefix("model.") for name in stored if name.startswith("model.")}
+        current = self.module.state_dict()
+        if odd := sorted(kept.symmetric_difference(current)):
+            raise CheckpointError(
+                f"the checkpoint does not fit this model: {odd[0]} is in one of them only. "
+                "Use the model.name and model.args it was saved with."
+            )
+        parameters = self._sharded.parameters
+        first = {id(p): n for n, p in parameters.items()}
+        tied = {n: first[id(p)] for n, p in self.module.named_parameters(remove_duplicate=False)}
+        with torch.no_grad():
+            for name, tensor in current.items():
+                value = read(f"model.{name}")
+                shape = shape_of(parameters[tied[name]] if name in tied else tensor)
+                if tuple(value.shape) != shape:
+                    raise CheckpointError(
+                        f"{name} has shape {tuple(value.shape)} in the checkpoint and {shape} in "
+                        "the model. Use the model.args it was saved with."
+                    )
+                if name in tied:
+                    self._sharded.load_master(tied[name], value)
+                else:
+                    tensor.copy_(value)
+
+    def close(self) -> None:
+        """See `Runner.close`."""
+        self._hooks.close()
+        super().close()

@@ -1,0 +1,352 @@
+"""The flat fp32 pieces of DeepSpeed's two optimizers, and how they are made leaner.
+
+Whatever the stage, a rank updates a few flat pieces, and each parameter has at most one stretch
+of its elements in one of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from bigtrain.strategies.zero.on_deepspeed.build import Built
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What this rank updates of a parameter: elements of it, and where they lie."""
+
+    piece: int
+    offset: int
+    """In the flat piece."""
+    start: int
+    """In the parameter, its elements one after the other."""
+    length: int
+
+
+class Shards:
+    """The flat pieces of one of DeepSpeed's two optimizers; what differs between the stages."""
+
+    def __init__(self, zero: Any, built: Built) -> None:
+        self.zero = zero
+        self.stretches: dict[int, Stretch] = {}
+        """By the id of a parameter: those that this rank has elements of."""
+        self.places: dict[int, int] = {}
+        """By the id of a parameter: the piece in which it lies, whoever has its elements."""
+        self._built = built
+
+    @property
+    def pieces(self) -> list[Tensor]:
+        """The fp32 values that the optimizer updates."""
+        raise NotImplementedError
+
+    def gradient(self, piece: int) -> Tensor | None:
+        """The averaged gradient of a piece, between the backward pass and the step."""
+        raise NotImplementedError
+
+    def spread(self) -> None:
+        """Let the parameters follow the pieces. Collective."""
+        raise NotImplementedError
+
+    def give_norm(self, norm: Tensor) -> None:
+        """Let DeepSpeed clip by this norm and work out none itself.
+
+        It would do so in fp64, through copies of whole gradients.
+        """
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        """Forget the gradients after a step: a parameter may get none in the next one.
+
+        DeepSpeed overwrites those that come, and would take the others to be there still.
+        """
+        raise NotImplementedError
+
+    def take_exact(self) -> None:
+        """Give the pieces the values that were put aside before they were rounded to bf16."""
+        exact = self._built.exact
+        with torch.no_grad():
+            for key, stretch in self.stretches.items():
+                if key in exact:
+                    start, values = exact[key]
+                    mine = values[stretch.start - start :][: stretch.length]
+                    self.of(self.pieces, stretch).copy_(mine)
+        exact.clear()
+
+    def _sent(self, parameters: Iterable[nn.Parameter]) -> list[StorageWeakRef]:
+        """The gradients that are about to be sent, to see them go while memory is tracked."""
+        if not self._built.tracking():
+            return []
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        return [
+            StorageWeakRef(g.untyped_storage())  # type: ignore[no-untyped-call]
+            for g in gradients
+            if g.untyped_storage().nbytes() == g.nbytes
+        ]
+
+    @staticmethod
+    def of(flats: list[Tensor], stretch: Stretch) -> Tensor:
+        """A stretch of flat tensors, as a view."""
+        flat = flats[stretch.piece].detach().view(-1)
+        return flat[stretch.offset : stretch.offset + stretch.length]
+
+
+def _until_gone(sent: list[StorageWeakRef]) -> None:
+    """Wait for gloo's thread, which lets go of a tensor a moment after it has been sent.
+
+    Tracked meanwhile, it would be there in one run and not in the next.
+    """
+    if not sent:
+        return
+    time.sleep(1e-3)  # for the copies that gloo makes itself
+    for reference in sent:
+        for _ in range(50):
+            if reference.expired():  # type: ignore[no-untyped-call]
+                break
+            time.sleep(2e-4)
+
+
+class FlatShards(Shards):
+    """Stages 1 and 2: one flat buffer for each parameter group, an equal part for each rank."""
+
+    def __init__(self, zero: Any, built: Built) -> None:
+        super().__init__(zero, built)
+        for number, group in enumerate(zero.round_robin_bit16_groups):
+            size = int(zero.partition_size[number])
+            begin = size * dist.get_rank(group=zero.real_dp_process_group[number])
+            offsets = zero.round_robin_bit16_offsets[number]
+            for parameter, offset in zip(group, offsets, strict=True):
+                self.places[id(parameter)] = number
+                first = max(offset, begin)
+                last = min(offset + parameter.numel(), begin + size)
+                if first < last:
+                    self.stretches[id(parameter)] = Stretch(
+                        number, first - begin, first - offset, last - first
+                    )
+        if not zero.cpu_offload:
+            if zero.dtype == torch.float32:
+                self._update_in_place()
+            self._reduce_into_one_buffer()
+        self._reduce_the_rest()
+        self.take_exact()
+
+    def _update_in_place(self) -> None:
+        """Drop the fp32 copy of fp32 parameters: 4P/N bytes."""
+        zero = self.zero
+        for number, group in enumerate(zero.optimizer.param_groups):
+            rank = dist.get_rank(group=zero.real_dp_process_group[number])
+            mine = zero.parallel_partitioned_bit16_groups[number][rank].detach().requires_grad_()
+            before = zero.single_partition_of_fp32_groups[number]
+            if before in zero.optimizer.state:
+                zero.optimizer.state[mine] = zero.optimizer.state.pop(before)
+            zero.single_partition_of_fp32_groups[number] = mine
+            group["params"] = [mine]
+        zero._link_all_hp_params()
+
+    def _reduce_into_one_buffer(self) -> None:
+        """Add reduced gradients to this rank's flat fp32 shard at once, and let go of the rest.
+
+        DeepSpeed does so for bf16 gradients that are accumulated in fp32. Otherwise it copies the
+        gradients of its shard into one buffer, and flattens that into another for the step.
+        """
+        zero = self.zero
+        zero.gradient_accumulation_dtype = torch.float32
+        zero._use_compact_grad_partition_buffer = lambda _group: True
+        add, reduce = zero.reduce_independent_p_g_buckets_and_remove_grads, zero.reduce_ipg_grads
+
+        def reduce_and_drop(comm_dtype: torch.dtype | None = None) -> None:
+            done = [
+                zero.bit16_groups[group][index]
+                for dtype, bucket in zero.ipg_buckets.items()
+                if comm_dtype in (None, dtype)
+                for group, index, _ in bucket.params
+            ]
+            sent = self._sent(done)
+            reduce(comm_dtype=comm_dtype)
+            for parameter in done:
+                parameter.grad = None
+            _until_gone(sent)
+
+        def add_and_send(parameter: nn.Parameter, group: int) -> None:
+            add(parameter, group)
+            for dtype, bucket in zero.ipg_buckets.items():
+                if bucket.elements >= zero.reduce_bucket_size:
+                    zero.reduce_ipg_grads(comm_dtype=dtype)
+
+        zero.reduce_ipg_grads = reduce_and_drop
+        zero.reduce_independent_p_g_buckets_and_remove_grads = add_and_send
+
+    def _reduce_the_rest(self) -> None:
+        """Reduce, too, what earlier micro-batches of a step had gradients of and the last has not.
+
+        DeepSpeed looks at those parameters only whose gradients the last one brings.
+        """
+        zero = self.zero
+        finish = zero.independent_gradient_partition_epilogue
+
+        def finish_all() -> None:
+            if zero.is_gradient_accumulation_boundary():
+                begun = {key for key, done in enumerate(zero.params_already_reduced) if done}
+                for bucket in zero.ipg_buckets.values():
+                    begun.update(key for _, _, key in bucket.params)
+                for number, group in enumerate(zero.bit16_groups):
+                    for parameter in group:
+                        waiting = zero.get_gradient_for_reduction(parameter) is not None
+                        if waiting and zero.get_param_id(parameter) not in begun:
+                            zero.reduce_independent_p_g_buckets_and_remove_grads(parameter, number)
+                if zero.cpu_offload:
+                    self._take_from_host(begun)
+            finish()
+
+        zero.independent_gradient_partition_epilogue = finish_all
+
+    def _take_from_host(self, begun: set[int]) -> None:
+        """The same for gradients that are added up on the host."""
+        zero = self.zero
+        accumulated = zero._offload_accumulated_param_ids
+        zero._offload_accumulated_param_ids = accumulated - begun
+        zero._finalize_cpu_offload_gradient_accumulation()
+        zero._offload_accumulated_param_ids = accumulated
+
+    def clear(self) -> None:
+        """See `Shards.clear`; without offload they are in a buffer that goes with the step."""
+        if self.zero.cpu_offload:
+            for piece in self.zero.single_partition_of_fp32_groups:
+                if piece.grad is not None:
+                    piece.grad.zero_()
+            for gradient in self.zero.accumulated_grads_in_cpu.values():
+                gradient.zero_()
+
+    @property
+    def pieces(self) -> list[Tensor]:
+        """See `Shards.pieces`."""
+        return list(self.zero.single_partition_of_fp32_groups)
+
+    def gradient(self, piece: int) -> Tensor | None:
+        """See `Shards.gradient`."""
+        if self.zero.cpu_offload:
+            found: Tensor | None = self.zero.single_partition_of_fp32_groups[piece].grad
+            return found
+        return getattr(self.zero.averaged_gradients.get(piece), "flat_partition", None)
+
+    def spread(self) -> None:
+        """See `Shards.spread`."""
+        self.zero.update_lp_params()
+
+    def give_norm(self, norm: Tensor) -> None:
+        """See `Shards.give_norm`."""
+        self.zero.scaled_global_norm = lambda norm_type=2: norm  # noqa: ARG005
+
+
+class CutShards(Shards):
+    """Stage 3: each parameter cut into as many equal parts as there are ranks."""
+
+    def __init__(self, zero: Any, built: Built) -> None:
+        super().__init__(zero, built)
+        self._offsets = [0]
+        for group in zero.fp16_groups:
+            for parameter in group:
+                piece, offset, size = zero.grad_position[zero.get_param_id(parameter)]
+                self.places[id(parameter)] = piece
+                start = size * dist.get_rank(group=parameter.ds_process_group)
+                length = min(size, parameter.ds_numel - start)
+                if length > 0:
+                    self.stretches[id(parameter)] = Stretch(piece, offset, start, length)
+            self._offsets.append(self._offsets[-1] + sum(p.partition_numel() for p in group))
+        self._away = zero.offload_optimizer
+        if not self._away:
+            if zero.dtype == torch.float32:
+                self._update_in_place()
+            zero._prepare_fp32_grad_for_sub_group = self._lend_gradient
+            self._send_when_full()
+        else:
+            self._take_all_from_host()
+        self.take_exact()
+
+    def _send_when_full(self) -> None:
+        """Reduce a full bucket at once, and not when the next gradient is there as well."""
+        zero = self.zero
+        add = zero.reduce_independent_p_g_buckets_and_remove_grads
+        send = getattr(zero, f"_{type(zero).__name__}__reduce_and_partition_ipg_grads")
+
+        def add_and_send(parameter: nn.Parameter) -> None:
+            add(parameter)
+            for dtype, bucket in zero.ipg_buckets.items():
+                if bucket.elements >= zero.reduce_bucket_size:
+                    sent = self._sent(bucket.params)
+                    send(dtype)
+                    _until_gone(sent)
+
+        zero.reduce_independent_p_g_buckets_and_remove_grads = add_and_send
+
+    def _take_all_from_host(self) -> None:
+        """Take the gradients of all micro-batches, and not of those parameters in the last only."""
+        zero = self.zero
+        finish = zero.independent_gradient_partition_epilogue
+
+        def finish_all() -> None:
+            finish()
+            if zero.is_gradient_accumulation_boundary():
+                zero._finalize_offload_gradient_accumulation()
+
+        zero.independent_gradient_partition_epilogue = finish_all
+
+    def clear(self) -> None:
+        """See `Shards.clear`."""
+        zero = self.zero
+        zero.grad_partitions_flat_buffer.zero_()
+        if self._away:
+            for piece in zero.fp32_partitioned_groups_flat:
+                if piece.grad is not None:
+                    piece.grad.zero_()
+
+    def _update_in_place(self) -> None:
+        """Drop the fp32 copy of fp32 parameters: 4P/N bytes."""
+        zero = self.zero
+        for number, before in enumerate(zero.fp32_partitioned_groups_flat):
+            mine = zero.fp16_partitioned_groups_flat[number].detach().requires_grad_()
+            mine.ds_id = before.ds_id
+            if before in zero.optimizer.state:
+                zero.optimizer.state[mine] = zero.optimizer.state.pop(before)
+            zero.fp32_partitioned_groups_flat[number] = mine
+
+    def _lend_gradient(self, piece: int) -> None:
+        """The gradient of a sub-group as the view that it is, and not a flattened copy of it."""
+        flat = self.zero.fp32_partitioned_groups_flat[piece]
+        gradient = self.gradient(piece)
+        flat.grad = None if gradient is None else gradient.to(flat.dtype)
+        self.zero.averaged_gradients[piece] = None
+
+    @property
+    def pieces(self) -> list[Tensor]:
+        """See `Shards.pieces`."""
+        return list(self.zero.fp32_partitioned_groups_flat)
+
+    def gradient(self, piece: int) -> Tensor | None:
+        """See `Shards.gradient`."""
+        if self._away:
+            found: Tensor | None = self.zero.fp32_partitioned_groups_flat[piece].grad
+            return found
+        start, stop = self._offsets[piece], self._offsets[piece + 1]
+        flat: Tensor = self.zero.grad_partitions_flat_buffer
+        return flat[start:stop]
+
+    def spread(self) -> None:
+        """See `Shards.spread`."""
+        zero = self.zero
+        zero._partition_all_parameters()
+        for number in range(len(zero.fp16_groups)):
+            zero._reassign_or_swap_out_partitioned_parameters(number)
+        if zero.persistent_parameters:
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+    def give_norm(self, norm: Tensor) -> None:
+        """See `Shards.give_norm`."""
+        self.zero._get_norm_groups = lambda: [norm]

@@ -1,0 +1,446 @@
+"""Stages 1 and 2 on fairscale: OSS inside DDP, and ShardedDataParallel with OSS.
+
+Whole parameters are dealt to ranks, each to the one with least so far, and a rank has the
+optimizer state of its own only. They are dealt the largest first, which balances best.
+Memory: the parameters of a rank become views of one buffer, which is broadcast in place after
+the step, so that there is no second copy. Stage 1 keeps DDP's gradients, whole, on every rank;
+stage 2 sends a gradient to its rank as soon as it is there and drops it elsewhere. bf16 is
+autocast on fp32 parameters: 8P + 8P/N bytes for stage 1, 4P + 12P/N for stage 2.
+Communication: stage 2 reduces after every micro-batch, so that accumulating does not bring the
+whole gradients back.
+Constraints: trained parameters of one type; a model that is not cut; non-reentrant recomputation.
+
+Source: fairscale 0.4.13, optim/oss.py and nn/data_parallel/sharded_ddp.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bigtrain.core.loop import LoopRunner
+from bigtrain.core.replicas import Sync, wrap
+from bigtrain.core.strategy import Assembly, Plan
+from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.costs.traffic import Traffic
+from bigtrain.errors import ConfigError
+from bigtrain.memory.timeline import scaled
+from bigtrain.optim.partitioned import Replicas
+from bigtrain.optim.update import MakeOptimizer, counts_on_device, is_elementwise, tensors_of
+from bigtrain.strategies.zero.on_fairscale.memory import Deal, deals, in_flight
+from bigtrain.strategies.zero.on_fairscale.traffic import traffic_of
+from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
+from bigtrain.tensors.source import TensorSource
+from bigtrain.units import MIB, format_bytes
+
+INSTEAD = {1: "zero1_torch", 2: "fsdp_zero2", 3: "fsdp"}
+"""The preset on torch's own parts that does the same stage."""
+
+
+def refuse_common(options: ZeroOptions, plan: Plan) -> None:
+    """Refuse what no stage of fairscale's can do.
+
+    Raises:
+        ConfigError: fairscale is not installed or does not load, the model is cut, states are
+            to live elsewhere, or an option is another engine's.
+    """
+    instead = INSTEAD[options.stage]
+    try:
+        import fairscale.nn.data_parallel
+        import fairscale.optim  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"strategy.replicate.engine=fairscale needs fairscale, which does not load ({error}). "
+            f"Run `pip install fairscale`, or use --strategy {instead}."
+        ) from None
+    if "cut" in plan.techniques or plan.pp * plan.tp > 1:
+        raise ConfigError(
+            "strategy.replicate.engine=fairscale takes a whole model, and strategy.cut "
+            f"(mesh.pp={plan.pp} mesh.tp={plan.tp}) gives each rank a part of one. "
+            "Set strategy.replicate.engine=torch, or mesh.pp=1 mesh.tp=1."
+        )
+    away = plan.offloaded
+    if (away.optimizer, away.parameters) != ("device", "device"):
+        raise ConfigError(
+            f"strategy.replicate.engine=fairscale keeps all its states on the device, and "
+            f"strategy.offload wants optimizer={away.optimizer} parameters={away.parameters}. "
+            f"Use --strategy {'zero1_torch' if options.stage == 1 else 'fsdp'}."
+        )
+    for key in ("shard_ranks", "config"):
+        value = getattr(options, key)
+        if value is not None:
+            owner = "torch" if key == "shard_ranks" else "deepspeed"
+            raise ConfigError(
+                f"strategy.replicate.{key}={value} is for strategy.replicate.engine={owner}, "
+                f"not for fairscale. Leave it out, or set strategy.replicate.engine={owner}."
+            )
+
+
+class FairscaleEngine(ZeroEngine):
+    """What the stages have in common."""
+
+    def traffic(self, options: ZeroOptions, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+        """See `fairscale_traffic`."""
+        return traffic_of(options, profile, plan)
+
+    def advise(
+        self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
+    ) -> str | None:
+        """Say where nothing is shared, or where sharing saves nothing."""
+        if plan.dp == 1:
+            return (
+                "one rank shares its states with nobody: strategy.replicate=zero runs as single. "
+                "Start more ranks, or use --strategy single."
+            )
+        # What DDP would need: the gradients whole and always there.
+        held = replace(forecast.states, gradients=profile.gradient_bytes)
+        before = replace(forecast, states=held, first=profile.next).peak().bytes
+        after = self.estimate(options, forecast, profile, plan).peak().bytes
+        if after < before:
+            return None
+        return (
+            f"stage {options.stage} on {plan.dp} ranks is predicted to need {format_bytes(after)} "
+            f"on a rank, and DDP {format_bytes(before)}: there is too little state to share. "
+            "Use --strategy ddp."
+        )
+
+
+class FairscaleOSS(FairscaleEngine):
+    """Stage 1: DDP averages the gradients, OSS updates a rank's own parameters."""
+
+    def check(self, options: ZeroOptions, plan: Plan) -> None:
+        """Refuse, as `Strategy.check` does."""
+        refuse_common(options, plan)
+
+    def estimate(
+        self,
+        options: ZeroOptions,  # noqa: ARG002
+        forecast: Forecast,
+        profile: Profile,
+        plan: Plan,
+    ) -> Forecast:
+        """DDP's gradients, and the optimizer state of the fullest rank."""
+        if plan.dp == 1:
+            return forecast
+        share = deals(profile, plan.dp)[0].share
+        states = replace(
+            forecast.states,
+            gradients=profile.gradient_bytes,
+            optimizer=round(profile.optimizer_bytes * share),
+        )
+        step = scaled(forecast.step, share)
+        return replace(forecast, states=states, first=profile.next, step=step)
+
+    def apply(self, options: ZeroOptions, assembly: Assembly) -> None:
+        """OSS first, as it moves the parameters into its buffers; then DDP around the model."""
+        if assembly.plan.dp == 1:
+            return  # nothing to share: it runs as `single`
+        assembly.update = OSSUpdate(assembly)
+        wrapped = wrap(
+            assembly.module, assembly.context, bucket_size=options.bucket_size or 25 * MIB
+        )
+        assembly.module = wrapped
+        assembly.sync = Sync(wrapped)
+        assembly.keep_gradients = assembly.plan.batch.accumulation_steps > 1
+
+
+class FairscaleShardedDDP(FairscaleEngine):
+    """Stage 2: each gradient goes to the rank that updates its parameter, and is dropped."""
+
+    def check(self, options: ZeroOptions, plan: Plan) -> None:
+        """Refuse, as `Strategy.check` does."""
+        refuse_common(options, plan)
+
+    def estimate(
+        self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
+    ) -> Forecast:
+        """The states of the fullest rank; the gradients of others while they are sent."""
+        if plan.dp == 1:
+            return forecast
+        most = in_flight(options, profile.gradient_bytes)
+        accumulates = plan.batch.accumulation_steps > 1
+
+        def of(deal: Deal) -> Forecast:
+            optimizer = round(profile.optimizer_bytes * deal.share)
+            return replace(
+                forecast,
+                states=replace(forecast.states, optimizer=optimizer),
+                first=deal.passing(profile.first, most),
+                step=scaled(forecast.step, deal.share),
+                gradients=round(profile.gradient_bytes * deal.share),
+            )
+
+        def peak(one: Forecast) -> int:
+            return (replace(one, next=profile.next) if accumulates else one).peak().bytes
+
+        return max((of(deal) for deal in deals(profile, plan.dp)), key=peak)
+
+    def apply(self, options: ZeroOptions, assembly: Assembly) -> None:
+        """Wrap the model around OSS's way of dealing out the parameters."""
+        if assembly.plan.dp == 1:
+            return  # nothing to share: it runs as `single`
+        from fairscale.nn.data_parallel import ShardedDataParallel
+
+        update = OSSUpdate(assembly)
+        wrapped = ShardedDataParallel(
+            assembly.module,
+            update.oss,
+            process_group=assembly.context.group(),
+            sync_models_at_startup=False,  # the weights are the same on all ranks already
+            # Its buckets hold the gradients of all ranks for good, and lose what is accumulated
+            # after gradients have been set to None.
+            reduce_buffer_size=0,
+            # It would lay out its buffers anew at each change between training and evaluation.
+            auto_refresh_trainable=False,
+        )
+        wrapped.refresh_trainable()  # now and not in the first forward pass
+        sizes = sum(_bytes(p) for p in update.parameters.values())
+        _limit_in_flight(wrapped, update, in_flight(options, sizes))
+        assembly.update = update
+        assembly.module = wrapped
+        _reaverage(wrapped, update)
+        assembly.runner = ShardedGradients
+
+
+class ShareUpdate:
+    """An `Update` where each rank has gradients and state of a share of the parameters."""
+
+    optimizer: torch.optim.Optimizer
+
+    def gradients(self) -> dict[str, TensorSource]:
+        """The whole gradients by plain names. Collective, and so is reading each."""
+        raise NotImplementedError
+
+    def held(self) -> Iterable[Tensor]:
+        """See `Update.held`."""
+        return tensors_of(self.optimizer)
+
+    def masters(self) -> dict[str, TensorSource]:
+        """See `Update.masters`: there are none, the parameters are fp32."""
+        return {}
+
+    def load_master(self, name: str, value: Tensor) -> None:
+        """See `Update.load_master`."""
+
+    def close(self) -> None:
+        """See `Update.close`."""
+
+
+class OSSUpdate(ShareUpdate):
+    """fairscale's sharded optimizer around the job's; see `bigtrain.optim.update.Update`.
+
+    Args:
+        assembly: the model in it has its values; its trained parameters become views of OSS's
+            buffers.
+
+    Raises:
+        ConfigError: there is nothing to train, or parameters of several types.
+    """
+
+    def __init__(self, assembly: Assembly) -> None:
+        from fairscale.optim import OSS
+
+        named = assembly.model.named_parameters()
+        self.parameters: Mapping[str, nn.Parameter] = {n: p for n, p in named if p.requires_grad}
+        kinds = {p.dtype for p in self.parameters.values()}
+        if len(kinds) != 1:
+            found = ", ".join(sorted(map(str, kinds))) or "nothing to train"
+            raise ConfigError(
+                "strategy.replicate.engine=fairscale needs trained parameters of one type, and "
+                f"the model has {found}. Use --strategy zero1_torch."
+            )
+        context = assembly.context
+        self._replicas = Replicas(context.rank, context.world_size, context.group())
+        # Dealing out the largest first leaves the ranks with the most equal shares.
+        ordered = sorted(self.parameters.values(), key=lambda p: p.numel(), reverse=True)
+        make = _in_groups(assembly.make_optimizer)
+        self.oss = OSS(ordered, optim=make, group=context.group())
+        self.optimizer: torch.optim.Optimizer = self.oss.optim
+        shares = enumerate(self.oss.partition_parameters())
+        rank_of = {id(p): rank for rank, groups in shares for g in groups for p in g["params"]}
+        self.owners = {name: rank_of[id(p)] for name, p in self.parameters.items()}
+
+    @property
+    def mine(self) -> dict[str, nn.Parameter]:
+        """The parameters that this rank updates, by name."""
+        rank = self._replicas.rank
+        return {n: p for n, p in self.parameters.items() if self.owners[n] == rank}
+
+    def step(self) -> None:
+        """See `Update.step`."""
+        # OSS overwrites the rates of the optimizer that does the work by its own; these are set.
+        for source, target in zip(self.optimizer.param_groups, self.oss.param_groups, strict=False):
+            target.update({key: value for key, value in source.items() if key != "params"})
+        self.oss.step()
+
+    def gradients(self) -> dict[str, TensorSource]:
+        """See `ShareUpdate.gradients`."""
+        mine = {n: {"grad": p.grad} for n, p in self.mine.items() if p.grad is not None}
+        return {name: found["grad"] for name, found in self.sources(mine).items()}
+
+    def state(self) -> dict[str, TensorSource]:
+        """See `Update.state`."""
+        slots = {
+            name: {
+                key: value
+                for key, value in self.optimizer.state.get(parameter, {}).items()
+                if isinstance(value, Tensor)
+            }
+            for name, parameter in self.mine.items()
+        }
+        found = self.sources(slots)
+        return {f"{name}.{key}": found[name][key] for name in found for key in sorted(found[name])}
+
+    def sources(
+        self, mine: Mapping[str, Mapping[str, Tensor]]
+    ) -> dict[str, dict[str, TensorSource]]:
+        """Whole tensors that their owners have, by parameter and key, on all ranks. Collective.
+
+        Args:
+            mine: the tensors of the parameters that this rank updates.
+        """
+        about = {n: {k: (t.dtype, tuple(t.shape)) for k, t in m.items()} for n, m in mine.items()}
+        everyone: dict[str, dict[str, Any]] = {}
+        for part in self._replicas.gather(about):
+            everyone.update(part)
+        return {
+            name: {
+                key: self._source(name, dtype, shape, mine.get(name, {}).get(key))
+                for key, (dtype, shape) in everyone[name].items()
+            }
+            for name in self.parameters
+            if name in everyone
+        }
+
+    def _source(
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], value: Tensor | None
+    ) -> TensorSource:
+        device = self.parameters[name].device
+
+        def read() -> Tensor:
+            if value is None:
+                result = torch.empty(shape, dtype=dtype, device=device)
+            else:
+                result = value.detach().to(device).contiguous()
+            work = self._replicas.send(result, self.owners[name])
+            if work is not None:
+                work.wait()
+            return result
+
+        return TensorSource(dtype, shape, read)
+
+    def load_state(self, name: str, key: str, value: Tensor) -> None:
+        """See `Update.load_state`."""
+        parameter = self.mine.get(name)
+        if parameter is None:
+            return
+        there = is_elementwise(key, value, parameter.shape) or counts_on_device(self.optimizer)
+        device = parameter.device if there else value.device
+        self.optimizer.state[parameter][key] = value.to(device, copy=True)
+
+
+def _in_groups(make_optimizer: MakeOptimizer) -> Callable[..., torch.optim.Optimizer]:
+    """The job's optimizer as OSS makes one: from the groups of its own share."""
+
+    def make(groups: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
+        share = [parameter for group in groups for parameter in group["params"]]
+        # A rank without a share (fewer parameters than ranks) still has rates to be set.
+        return make_optimizer(share or [nn.Parameter(torch.zeros(0))])
+
+    return make
+
+
+class ShardedGradients(LoopRunner):
+    """The plain loop where each rank has the gradients of its own parameters only."""
+
+    def clip(self) -> Tensor:
+        """See `LoopRunner.clip`: the norm is over all ranks' gradients."""
+        gradients = [p.grad.detach() for p in self._trained if p.grad is not None]
+        norms = [
+            float(torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)))
+            for g in gradients
+        ]
+        squares = self.context.all_gather_numbers(math.fsum(norm * norm for norm in norms))
+        total = torch.tensor(math.sqrt(math.fsum(squares)), dtype=torch.float64)
+        if self._clip_norm is not None and gradients:
+            norm = total.to(gradients[0])
+            torch.nn.utils.clip_grads_with_norm_(self._trained, self._clip_norm, norm)
+        return total
+
+    def gradients(self) -> dict[str, TensorSource]:
+        """See `Runner.gradients`."""
+        update = self._update
+        return update.gradients() if isinstance(update, ShareUpdate) else super().gradients()
+
+
+def _reaverage(wrapped: Any, update: OSSUpdate) -> None:
+    """Reduce after every micro-batch: what was averaged before is counted once only.
+
+    ShardedDataParallel divides a rank's whole gradient by the number of ranks when it sends a
+    micro-batch's; what the rank already has of earlier ones is multiplied by it when the new one
+    comes, and not before: a micro-batch may do without a parameter. With its `no_sync`, all
+    gradients would be whole on all ranks between the micro-batches.
+    """
+    ranks = update.oss.world_size
+
+    def multiply(parameter: nn.Parameter) -> None:
+        if parameter.grad is not None:
+            parameter.grad.mul_(ranks)
+
+    for parameter in update.mine.values():
+        node = _adder(parameter)
+        hook = node.register_prehook(lambda *_, mine=parameter: multiply(mine))
+        wrapped._bigtrain_hooks.append((node, hook))
+
+
+def _limit_in_flight(wrapped: Any, update: OSSUpdate, most: int) -> None:
+    """Let others' gradients go as soon as they are sent, and hold at most `most` bytes of them.
+
+    ShardedDataParallel lets them go when it happens to find their reduction finished; where the
+    computing is faster than the network, that is after the whole backward pass.
+    """
+    wrapped._try_consume_work_handle = lambda: None  # what follows does it
+    handles = wrapped._work_handles
+    under_way: deque[nn.Parameter] = deque()
+    mine = {id(p) for p in update.mine.values()}
+
+    def settle(sent: nn.Parameter) -> None:
+        while under_way and len(under_way) >= len(handles):  # done at the end of a backward pass
+            under_way.popleft()
+        under_way.append(sent)
+        while sum(_bytes(p) for p in under_way if id(p) not in mine) > most:
+            work, parameter = handles.popleft(), under_way.popleft()
+            work.handle.wait()
+            gradient = parameter.grad
+            work.callback()
+            if id(parameter) not in mine and gradient is not None:
+                _free(gradient)
+
+    wrapped._bigtrain_hooks = []
+    for parameter in update.parameters.values():
+        node = _adder(parameter)  # after its hook that sends, this one
+        hook = node.register_hook(lambda *_, sent=parameter: settle(sent))
+        wrapped._bigtrain_hooks.append((node, hook))
+
+
+def _adder(parameter: nn.Parameter) -> Any:
+    """The node that adds up a parameter's gradient; who keeps it alive keeps its hooks."""
+    expanded: Any = parameter.expand_as(parameter).grad_fn
+    return expanded.next_functions[0][0]
+
+
+def _free(gradient: Tensor) -> None:
+    """Give the memory back now: a backend's thread may hold on to the tensor for a moment."""
+    storage = gradient.untyped_storage()
+    if storage.nbytes() == _bytes(gradient):  # and not a slice of what others' gradients are in
+        storage.resize_(0)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,65 @@
+"""What fairscale's stages send: counted in runs, and of stage 3 read off its code."""
+
+from __future__ import annotations
+
+import math
+
+from bigtrain.core.strategy import Plan
+from bigtrain.costs.forecast import Profile
+from bigtrain.costs.traffic import Traffic, averaged, followed, packed, tensors_of
+from bigtrain.strategies.zero.options import ZeroOptions
+from bigtrain.units import MIB
+
+
+def traffic_of(options: ZeroOptions, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+    """What a rank exchanges.
+
+    Args:
+        options: the stage and the size of a bucket.
+        profile: of one process.
+        plan: ranks.
+    """
+    if plan.dp == 1:
+        return ()
+    return {1: _averaged, 2: _reduced, 3: _gathered}[options.stage](options, profile, plan)
+
+
+def _averaged(options: ZeroOptions, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+    """DDP's average; then each rank's buffer of updated parameters to all others."""
+    bucket, stride = options.bucket_size or 25 * MIB, plan.pp * plan.tp
+    return (
+        *averaged(profile, plan.dp, stride, bucket=bucket, overlaps=True),
+        _spread(profile, plan),
+    )
+
+
+def _reduced(
+    options: ZeroOptions,  # noqa: ARG001
+    profile: Profile,
+    plan: Plan,
+) -> tuple[Traffic, ...]:
+    """Each micro-batch sends each gradient to its owner; buffers follow at each forward pass."""
+    group, calls = (plan.dp, plan.pp * plan.tp), len(tensors_of(profile))
+    sent = Traffic("reduce", profile.gradient_bytes, calls, "micro_batch", "backward", *group)
+    follow = [followed(profile, *group, "micro_batch")] if profile.buffer_bytes else []
+    return (sent, *follow, _spread(profile, plan))
+
+
+def _gathered(options: ZeroOptions, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+    """Each parameter by itself, forward and backward; gradients in buckets. All in fp32."""
+    group = (plan.dp, plan.pp * plan.tp)
+    every, trained = tensors_of(profile, trained=False), tensors_of(profile)
+    whole = [4 * -(-math.prod(shape) // plan.dp) * plan.dp for shape in every]
+    back = [4 * -(-math.prod(shape) // plan.dp) * plan.dp for shape in trained]
+    calls = packed(reversed(back), options.bucket_size or 25 * MIB)
+    return (
+        Traffic("all_gather", sum(whole), len(every), "micro_batch", "forward", *group),
+        Traffic("all_gather", sum(whole), len(every), "micro_batch", "backward", *group),
+        Traffic("reduce_scatter", sum(back), calls, "micro_batch", "backward", *group),
+    )
+
+
+def _spread(profile: Profile, plan: Plan) -> Traffic:
+    """The updated parameters, one buffer for each rank."""
+    group = (plan.dp, plan.pp * plan.tp)
+    return Traffic("broadcast", profile.gradient_bytes, plan.dp, "step", "nothing", *group)

@@ -1,0 +1,1 @@
+"""ZeRO on PyTorch's own parts."""

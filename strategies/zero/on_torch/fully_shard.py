@@ -1,0 +1,229 @@
+"""Stages 2 and 3 on PyTorch's own fully_shard: parameters, gradients and state in shards.
+
+Stage 3 gathers each unit (a block of the model, or what is in no block) for its forward pass and
+again for its backward pass; stage 2 keeps what it has gathered from the forward to the backward
+pass. Gradients are reduced to shards after every micro-batch, so that accumulating costs a shard
+only. In bf16 the shards are fp32, the one copy there is, and are gathered in bf16; gradients are
+summed over the ranks in fp32.
+
+The model is built sharded: a unit gets its values and is sharded before the next one does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.nn.modules.batchnorm import _NormBase
+
+from bigtrain.core.strategy import Assembly, Plan
+from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.costs.traffic import Behind, Traffic, units_of
+from bigtrain.errors import ConfigError
+from bigtrain.memory.timeline import Visit
+from bigtrain.models.blocks import separate_blocks
+from bigtrain.models.names import names_of
+from bigtrain.ranks.context import RunContext
+from bigtrain.strategies.zero.advice import advise
+from bigtrain.strategies.zero.on_torch.fully_shard_memory import forecast_of
+from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
+
+
+class FullySharded(ZeroEngine):
+    """torch.distributed.fsdp.fully_shard, unit by unit."""
+
+    materializes = True
+    needs_group = True
+    bf16_parameters = True
+    optimizer_gets = "shards"
+    final_gradients = True
+    whole_backward = True
+    """It frees and fills parameters around whole passes only."""
+    moves_parameters = True
+
+    def check(self, options: ZeroOptions, plan: Plan) -> None:
+        """Refuse a hybrid mesh that does not divide."""
+        ranks = options.shard_ranks
+        if ranks is not None and plan.dp % ranks:
+            fitting = [n for n in range(1, plan.dp + 1) if plan.dp % n == 0]
+            raise ConfigError(
+                f"strategy.replicate.shard_ranks={ranks} does not divide the {plan.dp} ranks of "
+                f"mesh.dp. Use one of {', '.join(map(str, fitting))}."
+            )
+
+    def check_shared(self, names: Sequence[str]) -> None:
+        """Refuse: a parameter can be in the shards of one stage of a rank only."""
+        raise ConfigError(
+            f"strategy.replicate: {names[0]} is used by two stages of one rank, and stage 2 and 3 "
+            "of zero can shard it for one of them only. Set strategy.replicate.stage=1, or another "
+            "strategy.cut.schedule: with one stage on each rank (1f1b) no two are on one."
+        )
+
+    def estimate(
+        self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
+    ) -> Forecast:
+        """States in shards, and the units that are whole at each moment."""
+        ranks = options.shard_ranks or plan.dp
+        return forecast_of(forecast, profile, plan, stage=options.stage, ranks=ranks)
+
+    def traffic(self, options: ZeroOptions, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+        """Each micro-batch gathers every unit and reduces its gradients; see `_Flow`."""
+        ranks = options.shard_ranks or plan.dp
+        flow = _Flow(units_of(profile), plan, ranks)
+        again = [unit for unit in flow.units if unit is not profile.rest]
+        found = flow.gathered(flow.units, "forward")
+        if options.stage == 3:
+            found += flow.gathered(again, "backward")
+        return tuple(found + flow.reduced())
+
+    def advise(
+        self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
+    ) -> str | None:
+        """See `Strategy.advise`."""
+        after = self.estimate(options, forecast, profile, plan)
+        return advise(options, forecast, after, profile, plan)
+
+    def apply(self, options: ZeroOptions, assembly: Assembly) -> None:
+        """Build and shard one unit after the other, the root last."""
+        plan = assembly.plan
+        settings: dict[str, Any] = {
+            "mesh": shard_mesh(assembly.context, options.shard_ranks),
+            "reshard_after_forward": options.stage == 3,
+        }
+        if plan.offloaded.parameters == "cpu":  # shards, gradients and state on the host
+            on_gpu = plan.device_type == "cuda"
+            settings["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
+        whole = MixedPrecisionPolicy()
+        low = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if plan.bf16_parameters else whole
+
+        def shard_norms(unit: nn.Module) -> None:
+            """BatchNorm's kernels take no mixture of bf16 weights and fp32 statistics."""
+            norms = _norms(unit) if plan.bf16_parameters else []
+            if norms:
+                fully_shard(norms, mp_policy=whole, **settings)
+
+        for root in assembly.roots:
+            # The code of a module that a cut goes through runs in several stages, and its forward
+            # pass as such, to which hooks belong, in none.
+            through: Collection[str] = getattr(root, "cut_through", ())
+            for name, unit in separate_blocks(root):
+                if name in through:
+                    continue
+                assembly.materialize([f"{name}.{inner}" for inner in names_of(unit)])
+                shard_norms(unit)
+                policy = whole if isinstance(unit, _NormBase) else low
+                fully_shard(unit, mp_policy=policy, **settings)
+                _tell_owner(unit, assembly)
+            assembly.materialize(names_of(root))
+            shard_norms(root)
+            fully_shard(root, mp_policy=low, **{**settings, "reshard_after_forward": False})
+            _tell_owner(root, assembly)
+
+
+class _Flow:
+    """What the units of a rank send and move for one micro-batch.
+
+    Gathered is in the precision of the computation (BatchNorm, which is gathered in fp32, is not
+    told apart), reduced in that of the shards. What is in no block is gathered once in stage 3,
+    too. Blocks that are computed again are whole already. On a CPU nothing is beside anything.
+
+    Args:
+        units: with their parameters.
+        plan: mesh, precision, offload.
+        ranks: over how many the states are sharded.
+    """
+
+    def __init__(self, units: Sequence[Visit], plan: Plan, ranks: int) -> None:
+        self.units = units
+        self._plan, self._ranks = plan, ranks
+        self._kept = 8 if plan.precision == "fp64" else 4
+        self._used = 2 if plan.bf16_parameters else self._kept
+        self._on_gpu = plan.device_type == "cuda"
+        self._away = plan.offloaded.parameters == "cpu" and self._on_gpu
+
+    def gathered(self, units: Sequence[Visit], behind: Behind) -> list[Traffic]:
+        """Parameters come together; from the host first, where the shards live there."""
+        numbers, found = sum(self._padded(unit) for unit in units), []
+        if self._away and units:
+            nbytes, calls = self._kept * numbers // self._ranks, sum(len(u.shapes) for u in units)
+            found.append(Traffic("from_host", nbytes, calls, "micro_batch", behind))
+        if self._ranks > 1 and units:
+            found.append(self._exchange("all_gather", self._used * numbers, len(units), behind))
+        return found
+
+    def reduced(self) -> list[Traffic]:
+        """Gradients go to shards, over the groups that replicate them, and to the host."""
+        units = [unit for unit in self.units if any(unit.trained)]
+        nbytes = self._kept * sum(self._padded(unit, trained=True) for unit in units)
+        shard, found = nbytes // self._ranks, []
+        if self._ranks > 1 and units:
+            found.append(self._exchange("reduce_scatter", nbytes, len(units), "backward"))
+        groups = self._plan.dp // self._ranks
+        if groups > 1 and units:
+            stride = self._ranks * self._plan.pp * self._plan.tp
+            behind: Behind = "backward" if self._on_gpu else "nothing"
+            found.append(
+                Traffic("all_reduce", shard, len(units), "micro_batch", behind, groups, stride)
+            )
+        if self._away and units:
+            calls = sum(sum(unit.trained) for unit in units)
+            found.append(Traffic("to_host", shard, calls, "micro_batch", "backward"))
+        return found
+
+    def _exchange(
+        self, kind: Literal["all_gather", "reduce_scatter"], nbytes: int, calls: int, behind: Behind
+    ) -> Traffic:
+        beside: Behind = behind if self._on_gpu else "nothing"
+        stride = self._plan.pp * self._plan.tp
+        return Traffic(kind, nbytes, calls, "micro_batch", beside, self._ranks, stride)
+
+    def _padded(self, unit: Visit, *, trained: bool = False) -> int:
+        """Numbers of a unit: rows are dealt out evenly, the last ranks' padded to the same."""
+        return self._ranks * sum(
+            math.ceil(shape[0] / self._ranks) * math.prod(shape[1:]) if shape else 1
+            for shape, wanted in zip(unit.shapes, unit.trained, strict=True)
+            if wanted or not trained
+        )
+
+
+def shard_mesh(context: RunContext, shard_ranks: int | None) -> DeviceMesh:
+    """The dp axis, or, for hybrid sharding, its ranks as (groups that replicate, shards)."""
+    mesh = context.mesh
+    if mesh is None:
+        raise ConfigError("fully_shard needs a process group. Use bigtrain.connect.")
+    if shard_ranks is None or shard_ranks == context.dp_size:
+        return mesh["dp"]
+    # Of the whole mesh: all ranks make the same groups in the same order.
+    _dp, pp, tp = mesh.mesh.shape
+    ranks = mesh.mesh.view(-1, shard_ranks, pp, tp)
+    names = ("replicate", "shard", "pp", "tp")
+    return DeviceMesh(context.device.type, ranks, mesh_dim_names=names)["replicate", "shard"]
+
+
+def _norms(unit: nn.Module) -> list[nn.Module]:
+    """The BatchNorms inside a unit that are in no unit of their own yet."""
+    return [
+        m
+        for m in unit.modules()
+        if isinstance(m, _NormBase) and m.affine and m is not unit and not isinstance(m, FSDPModule)
+    ]
+
+
+def _tell_owner(unit: nn.Module, assembly: Assembly) -> None:
+    """Unsharded parameters are parameters, too; they are there from the pre-forward hook on."""
+
+    def own(module: nn.Module, _inputs: Iterable[Any]) -> None:
+        assembly.meter.own(module.parameters(), "parameters")
+
+    if isinstance(unit, FSDPModule):
+        unit.register_forward_pre_hook(own)

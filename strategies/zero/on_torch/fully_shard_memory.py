@@ -1,0 +1,272 @@
+"""What one rank holds under fully_shard: shards, and the units that are whole at each moment.
+
+How fully_shard goes about it (read off the storages of real runs): a unit's parameters arrive in
+one flat buffer and are copied out of it; the buffer stays until the next unit is gathered. In the
+backward pass the next unit is gathered while one is at work. A unit's gradients are copied into
+one buffer, which is reduced to this rank's shard and stays until the next unit's takes its place.
+Between two units the first one's parameters go, then the buffer of the unit before it, and only
+then comes its own; the next unit's parameters come when all that is done.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from bigtrain.core.strategy import Plan
+from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.memory.timeline import Kind, Span, Timeline, Visit, scaled
+
+
+def forecast_of(
+    forecast: Forecast, profile: Profile, plan: Plan, *, stage: int, ranks: int
+) -> Forecast:
+    """Turn a forecast into that of a rank under fully_shard.
+
+    Args:
+        forecast: of what comes before.
+        profile: of one process.
+        plan: precision, accumulation, offload.
+        stage: 2 keeps gathered units from the forward to the backward pass, 3 does not.
+        ranks: over how many ranks the states are sharded.
+    """
+    if profile.rest is None:
+        return forecast
+    sizes = _Sizes(4 if plan.precision != "fp64" else 8, plan, ranks)
+    units = [*(first for first, _ in profile.blocks), profile.rest]
+    shards = sum(sizes.shard(unit) for unit in units)
+    trained = sum(sizes.shard(unit, trained=True) for unit in units)
+    whole = profile.trained_elements * sizes.kept
+    share = trained / whole if whole else 0.0
+    before = max(1, profile.optimizer_bytes)
+    state = trained * profile.state_slots + profile.state_scalars
+    states = replace(
+        forecast.states,
+        parameters=shards,
+        # What of the state an offload has left here is left of the shard's, too.
+        optimizer=round(state * min(1.0, forecast.states.optimizer / before)),
+    )
+    # Whole gradients are new ones in every micro-batch, and only their shards are added up: each
+    # goes as the first of one process.
+    only, first = _Pass(sizes, units[:-1], stage), (profile.first, profile.rest)
+    again = None
+    if plan.batch.accumulation_steps > 1:
+        again = only.timeline(*first, fresh=False)
+    # On a GPU shards, gradients and state are then the host's; what is gathered stays.
+    if plan.offloaded.parameters == "cpu" and plan.device_type == "cuda":
+        return replace(
+            forecast,
+            states=replace(states, parameters=0, optimizer=0),
+            first=only.timeline(*first, fresh=False),
+            next=again,
+            step=replace(forecast.step, spans=()),
+            gradients=0,
+        )
+    usual = only.timeline(*first, fresh=not plan.release_gradients)
+    resumed = strayed = None
+    if plan.pp > 1:
+        resumed = (
+            only.timeline(*first, fresh=True, resumed=True),
+            only.timeline(*first, fresh=False, resumed=True),
+        )
+        strayed = only.strayed(usual, profile.rest), only.strayed(again or usual, profile.rest)
+    return replace(
+        forecast,
+        states=states,
+        first=usual,
+        next=again,
+        resumed=resumed,
+        strayed=strayed,
+        last=None,  # as the others: no less than it needs
+        step=scaled(forecast.step, share * sizes.kept / sizes.used),
+        gradients=0 if plan.release_gradients else trained,
+    )
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of a unit: whole as it is computed with, whole as it is reduced, and a rank's shard."""
+
+    kept: int
+    """Bytes of a number in a shard: of parameters and gradients alike."""
+    plan: Plan
+    ranks: int
+    _known: dict[tuple[int, bool], tuple[Visit, int]] = field(default_factory=dict)
+
+    @property
+    def used(self) -> int:
+        """Bytes of a number in a gathered unit."""
+        return 2 if self.plan.bf16_parameters else self.kept
+
+    def shard(self, unit: Visit, *, trained: bool = False) -> int:
+        """Rows are dealt out evenly, and the last ranks' are padded to the same number."""
+        key = (id(unit), trained)
+        if key not in self._known:  # the unit is kept, so that its id stays its own
+            numbers = sum(
+                math.ceil(shape[0] / self.ranks) * math.prod(shape[1:]) if shape else 1
+                for shape, wanted in zip(unit.shapes, unit.trained, strict=True)
+                if wanted or not trained
+            )
+            self._known[key] = unit, self.kept * numbers
+        return self._known[key][1]
+
+    def padded(self, unit: Visit) -> int:
+        """Bytes of a gathered unit, padding included."""
+        return self.shard(unit) * self.ranks * self.used // self.kept
+
+    def whole(self, unit: Visit) -> int:
+        """Bytes of a gathered unit after it is copied out of the flat buffer."""
+        return self.padded(unit)
+
+    def reduced(self, unit: Visit) -> int:
+        """Bytes of a unit's gradients in the buffer that is reduced."""
+        return self.shard(unit, trained=True) * self.ranks
+
+
+_FINE = 16
+"""Moments to a tick of the profile's clock: what hooks do one after the other falls on one tick."""
+# In the order of the hooks: a unit's post-hook runs before the pre-hook of the next one.
+_AFTER_RESHARD, _AFTER_LAST, _REDUCING, _COPIED, _SHARD, _EXCHANGE, _EXCHANGED = range(1, 8)
+_NEXT_GATHERS, _NEXT_HAS, _UNIT_THERE, _BUFFER_FREE, _PREFETCH = range(9, 14)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One micro-batch: forward and backward over the units, on a clock `_FINE` times as fine."""
+
+    sizes: _Sizes
+    units: Sequence[Visit]
+    """The blocks in the order of the forward pass; the ticks are those of the timeline."""
+    stage: int
+
+    def timeline(
+        self, plain: Timeline, rest: Visit, *, fresh: bool, resumed: bool = False
+    ) -> Timeline:
+        """The pass of one process with what gathering and reducing add.
+
+        Args:
+            plain: without any sharding.
+            rest: what is in no block; whole from the first moment to the last.
+            fresh: whether the shards of the gradients come to be in this pass.
+            resumed: whether the forward pass finds what one before it has gathered and kept, and
+                the backward pass finds none of it, as one before it has freed all.
+        """
+        begin = plain.phases[0][0]
+        end = max((span.death for span in plain.spans), default=begin)
+        back = next((tick for tick, phase in plain.phases if phase == "backward"), end)
+        spans = self._plain(plain, end)
+        if resumed:
+            spans += self._kept_before(rest, back, end)
+        else:
+            spans.append(_span(self.sizes.whole(rest), "parameters", begin, 0, end, 0))
+            spans += self._gathered_forward([rest, *self.units], begin, back)
+        if self.stage == 2 and not resumed:
+            spans += [
+                _span(
+                    self.sizes.whole(unit), "parameters",
+                    unit.forward[0], _UNIT_THERE, unit.backward[1], _AFTER_RESHARD,
+                )
+                for unit in self.units
+            ]  # fmt: skip
+        if self.stage == 3:
+            spans += self._in_forward()
+            if resumed:
+                spans += self._gathered_forward(self.units, begin, back)
+        if self.stage == 3 or resumed:
+            spans += self._in_backward(back)
+        spans += self._reduced(rest, end, fresh=fresh)
+        phases = tuple((tick * _FINE, phase) for tick, phase in plain.phases)
+        return Timeline(tuple(spans), phases)
+
+    def strayed(self, usual: Timeline, rest: Visit) -> Timeline:
+        """The same where several forward passes came before.
+
+        Units are gathered ahead in the reverse of all their forward passes. So the last unit of the
+        backward pass has the one gathered that came before it in those: the last of the pass
+        before. A unit that is still whole, as what is in no block, is not gathered once more.
+        """
+        if rest.shapes or len(self.units) < 2:
+            return usual
+        end = max(span.death for span in usual.spans)
+        begin = self.units[0].backward[0] * _FINE + _PREFETCH
+        stray = Span(self.sizes.padded(self.units[-1]), "temporary", begin, end)
+        return Timeline((*usual.spans, stray), usual.phases)
+
+    def _plain(self, plain: Timeline, end: int) -> list[Span]:
+        """All that one process has; gradients each until its unit's are in one buffer."""
+        spans = []
+        units = sorted(self.units, key=lambda unit: unit.backward)
+        begins = [unit.backward[0] for unit in units]
+        for nbytes, kind, birth, death in plain.spans:
+            if kind == "gradients":
+                place = bisect_right(begins, birth) - 1
+                done = end - 1
+                if place >= 0 and birth <= units[place].backward[1]:
+                    done = units[place].backward[1]
+                last = max(birth, done) * _FINE + _COPIED
+                spans.append(Span(nbytes, "temporary", birth * _FINE, last))
+            else:
+                spans.append(Span(nbytes, kind, birth * _FINE, death * _FINE))
+        return spans
+
+    def _gathered_forward(self, units: Sequence[Visit], begin: int, back: int) -> list[Span]:
+        """The flat buffers that units arrive in, each until the next one's is there."""
+        starts = [begin if n == 0 else unit.forward[0] for n, unit in enumerate(units)]
+        ends = [*((tick, _NEXT_HAS) for tick in starts[1:]), (back, 0)]
+        return [
+            _span(self.sizes.padded(unit), "temporary", at, _NEXT_GATHERS, *until)
+            for unit, at, until in zip(units, starts, ends, strict=True)
+        ]
+
+    def _in_forward(self) -> list[Span]:
+        """Units that are freed after their forward pass."""
+        return [
+            _span(
+                self.sizes.whole(unit), "parameters",
+                unit.forward[0], _UNIT_THERE, unit.forward[1], _AFTER_RESHARD,
+            )
+            for unit in self.units
+        ]  # fmt: skip
+
+    def _kept_before(self, rest: Visit, back: int, end: int) -> list[Span]:
+        """What is in no block comes whole at the beginning of the backward pass."""
+        whole, buffer = self.sizes.whole(rest), self.sizes.padded(rest)
+        return [
+            _span(buffer, "temporary", back, _AFTER_RESHARD, back, _BUFFER_FREE),
+            _span(whole, "parameters", back, _AFTER_LAST, end, 0),
+        ]
+
+    def _in_backward(self, back: int) -> list[Span]:
+        """Units that are gathered for their backward pass, while the one before is at work."""
+        spans = []
+        ahead = (back, _AFTER_LAST)
+        for unit in sorted(self.units, key=lambda unit: unit.backward[0]):
+            at, done = unit.backward
+            ahead = min(ahead, (at, _NEXT_GATHERS))
+            buffer, whole = self.sizes.padded(unit), self.sizes.whole(unit)
+            spans.append(_span(buffer, "temporary", *ahead, at, _BUFFER_FREE))
+            spans.append(_span(whole, "parameters", at, _UNIT_THERE, done, _AFTER_RESHARD))
+            ahead = (at, _PREFETCH)
+        return spans
+
+    def _reduced(self, rest: Visit, end: int, *, fresh: bool) -> list[Span]:
+        """Each unit's gradients in one buffer until the next unit's, and the shard made of it."""
+        spans = []
+        order = sorted(self.units, key=lambda unit: unit.backward[1])
+        ends = [*((unit.backward[1], _AFTER_LAST) for unit in order), (end - 1, _AFTER_LAST)]
+        ends.append((end, 0))
+        for unit, (at, _), until in zip([*order, rest], ends, ends[1:], strict=False):
+            whole, shard = self.sizes.reduced(unit), self.sizes.shard(unit, trained=True)
+            spans.append(_span(whole, "temporary", at, _REDUCING, *until))
+            spans.append(_span(whole, "temporary", at, _EXCHANGE, at, _EXCHANGED))
+            kind: Kind = "gradients" if fresh else "temporary"
+            over = (end + 1, 0) if fresh else (at, _EXCHANGED)
+            spans.append(_span(shard, kind, at, _SHARD, *over))
+        return spans
+
+
+def _span(nbytes: int, kind: Kind, tick: int, place: int, end: int, end_place: int) -> Span:
+    birth = tick * _FINE + place
+    return Span(nbytes, kind, birth, max(birth + 1, end * _FINE + end_place))

@@ -1,0 +1,106 @@
+"""Stage 1 on PyTorch's own parts: DDP averages the gradients, each rank updates its share.
+
+The shares are equal stretches of the parameters laid end to end, updated in place and broadcast
+in place (see `optim.partitioned`), so there is no second copy of anything: 8P + 8P/N bytes in fp32,
+4P + 12P/N in bf16, where the one fp32 copy of a parameter lies with the rank that updates it.
+torch's ZeroRedundancyOptimizer gives whole parameters to ranks and is never better balanced.
+Between the ranks go DDP's average of the gradients and every parameter once after the step: half as
+much again as DDP alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from bigtrain.core.replicas import Average, Sync, wrap
+from bigtrain.core.strategy import Assembly, Plan
+from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.costs.traffic import Traffic, averaged, tensors_of
+from bigtrain.memory.timeline import Span, Timeline, scaled
+from bigtrain.models.bf16_parameters import low_precision_names
+from bigtrain.optim.partition import chunk_elements
+from bigtrain.optim.partitioned import PiecewiseUpdate, Replicas
+from bigtrain.strategies.zero.advice import advise
+from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
+from bigtrain.units import MIB
+
+
+class ShardedOptimizer(ZeroEngine):
+    """Optimizer state and fp32 copies sharded; parameters and gradients on every rank."""
+
+    bf16_parameters = True
+    optimizer_gets = "pieces"
+
+    def estimate(
+        self,
+        options: ZeroOptions,  # noqa: ARG002
+        forecast: Forecast,
+        profile: Profile,
+        plan: Plan,
+    ) -> Forecast:
+        """A rank's share of the optimizer state, and DDP's buckets for the gradients."""
+        size = 8 if plan.precision == "fp64" else 4
+        share = math.ceil(profile.trained_elements / plan.dp)
+        # Numbers in fp32 for each of this rank's: the state, and in bf16 the values themselves.
+        kept = profile.state_slots + (1 if plan.bf16_parameters else 0)
+        left = forecast.states.optimizer / max(1, profile.optimizer_bytes)
+        optimizer = size * share * kept + profile.state_scalars / plan.dp
+        states = replace(forecast.states, optimizer=round(optimizer * min(1.0, left)))
+        step = forecast.step
+        if plan.bf16_parameters:  # the gradients of one chunk in fp32
+            chunk = 4 * min(share, chunk_elements(profile.trained_elements, plan.dp))
+            begin = step.phases[0][0]
+            step = Timeline((Span(chunk, "temporary", begin, begin + 1),), step.phases)
+        elif plan.offloaded.optimizer == "device":
+            step = scaled(step, 1 / plan.dp)
+        if plan.dp == 1 or plan.pp > 1:  # no buckets
+            return replace(forecast, states=states, step=step)
+        states = replace(states, gradients=profile.gradient_bytes)
+        return replace(forecast, states=states, step=step, first=profile.next)
+
+    def traffic(self, options: ZeroOptions, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+        """DDP's average, and each rank's stretches to all others when they are updated."""
+        if plan.dp == 1:
+            return ()
+        stride = plan.pp * plan.tp
+        bucket = options.bucket_size or 25 * MIB
+        # A stretch ends with its parameter, and where the next rank's share begins.
+        calls = len(tensors_of(profile)) + plan.dp - 1
+        spread = profile.gradient_bytes  # the trained parameters, in the precision of their use
+        return (
+            *averaged(profile, plan.dp, stride, bucket=bucket, overlaps=plan.pp == 1),
+            Traffic("broadcast", spread, calls, "step", "nothing", plan.dp, stride),
+        )
+
+    def advise(
+        self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
+    ) -> str | None:
+        """See `Strategy.advise`."""
+        after = self.estimate(options, forecast, profile, plan)
+        return advise(options, forecast, after, profile, plan)
+
+    def apply(self, options: ZeroOptions, assembly: Assembly) -> None:
+        """Cut the update into pieces, then let DDP average the gradients."""
+        context = assembly.context
+        trained = assembly.trained()
+        roots = assembly.roots if assembly.plan.bf16_parameters else []
+        low = {name for root in roots for name in low_precision_names(root)}
+        # Before the wrapper exists: the pieces take the fp32 values, and DDP sees bf16 ones.
+        assembly.update = PiecewiseUpdate(
+            trained,
+            assembly.make_optimizer,
+            replicas=Replicas(context.dp_rank, context.dp_size, context.dp_group),
+            home=assembly.home,
+            low=[name for name in low if name in trained],
+        )
+        if assembly.plan.dp == 1:
+            return
+        if assembly.plan.pp > 1:
+            follow = [b for root in assembly.roots for b in root.buffers()]
+            assembly.average = Average(context, options.bucket_size or 25 * MIB, follow)
+            return
+        wrapped = wrap(assembly.module, context, bucket_size=options.bucket_size or 25 * MIB)
+        assembly.module = wrapped
+        assembly.sync = Sync(wrapped)
+        assembly.keep_gradients = assembly.plan.batch.accumulation_steps > 1
