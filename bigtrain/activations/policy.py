@@ -25,7 +25,7 @@ def recomputed_names(choices: Mapping[str, Choice]) -> frozenset[str]:
 
 
 class Moving(Protocol):
-    """Who takes saved tensors away and back; see `moved.Mover`."""
+    """Who takes saved tensors away and back; see `offload.Mover`."""
 
     def moved(self, module: nn.Module, compute: Callable[[], Any]) -> Any:
         """Compute; what is saved meanwhile leaves the device until it is wanted."""

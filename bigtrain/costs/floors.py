@@ -132,21 +132,21 @@ def micro_batches_in_flight(
 ) -> float:
     """The most micro-batches' worth of its own activations that a rank holds at one moment.
 
-    `stages_per_rank` times this is `schedules.in_flight_together` of the rank's actions: pairs of a
+    `stages_per_rank` times this is `in_flight.in_flight_together` of the rank's actions: pairs of a
     stage and a micro-batch. With p ranks, m micro-batches, v stages a rank and g micro-batches in
     a round (p, where p divides m): GPipe and LoopedBFS m; 1F1B min(m, p - r); interleaved
     ((v-1)g + 2(p-1-r) + 1)/v, on rank 0 and for g = p the p(1 + (p-1)/(pv)) of arXiv 2205.05198,
     section 4.2.3; interleaved zero bubble ((v-1)g + p)/v; ZBV p; DualPipeV p + 1/2.
 
     Args:
-        schedule: one of `schedules.SCHEDULES`.
+        schedule: one of `orders.SCHEDULES`.
         pp: number of ranks.
         rank: which of them.
         micro_batches: of one step.
-        stages_per_rank: as in `schedules.order`.
+        stages_per_rank: as in `orders.order`.
 
     Raises:
-        ConfigError: see `schedules.check_schedule`.
+        ConfigError: see `orders.check_schedule`.
     """
     check_schedule(schedule, pp, stages_per_rank, micro_batches)
     m, v = micro_batches, stages_per_rank

@@ -26,7 +26,7 @@ def joined(
         actions: of this rank, one step.
         forecasts: of its stages, each of one micro-batch.
         halves: the same with the backward pass in two parts.
-        underway: for each action what is on its way; see `schedules.transfers`.
+        underway: for each action what is on its way; see `transfers.transfers`.
         bucket: of `averaging_bucket`.
     """
     if any(found.resumed is not None for found in forecasts.values()):

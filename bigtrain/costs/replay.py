@@ -124,7 +124,7 @@ def replay(
     forward pass to the next backward pass of the stage, which frees them.
 
     Args:
-        actions: what the rank does, as `schedules.order` has it.
+        actions: what the rank does, as `orders.order` has it.
         pieces: the rank's stages.
         beside: for each action the bytes of what is on its way meanwhile.
 

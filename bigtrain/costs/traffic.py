@@ -141,7 +141,7 @@ def followed(
 
 
 LEAST_MOVED = 16 * KIB
-"""As `moved.LEAST_BYTES`: what blocks save is moved from this size on."""
+"""As `offload.LEAST_BYTES`: what blocks save is moved from this size on."""
 
 
 def moved_activations(profile: Profile) -> tuple[int, int]:

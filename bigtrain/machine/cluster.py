@@ -139,7 +139,7 @@ class NodeFigures(Section):
 
 
 class LinkFigures(Section):
-    """What one kind of exchange reaches over a link, in the terms of `collectives.seconds`."""
+    """What one kind of exchange reaches over a link, in the terms of `collective_cost.seconds`."""
 
     latency: Number
     """Seconds of each step of its ring or chain."""

@@ -65,7 +65,7 @@ class Rates:
     2 (n-1)/n of its size."""
     link_kinds: dict[str, dict[str, float]] = field(default_factory=dict)
     """The other exchanges by kind: `latency`, seconds of a small one, and `bytes` per second that
-    the busiest rank sends in a large one, as `collectives.sent_bytes` counts them."""
+    the busiest rank sends in a large one, as `collective_cost.sent_bytes` counts them."""
     problems: dict[str, str] = field(default_factory=dict)
     """What could not be measured, by part (compute, memory, disk, device, link), and why."""
 

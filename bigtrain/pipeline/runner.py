@@ -50,8 +50,8 @@ class PipelineRunner(StepRunner):
 
     Args:
         assembly: sharded or not; `average` is called where no wrapper averages.
-        stages: this rank's, as `schedules.stage_ranks` lays them.
-        schedule: one of `schedules.SCHEDULES`.
+        stages: this rank's, as `orders.stage_ranks` lays them.
+        schedule: one of `orders.SCHEDULES`.
         ties: parameters that several stages use.
     """
 

@@ -216,10 +216,10 @@ def closed_bubble(
     """The share of a step in which ranks with equal stages wait; None without a closed form.
 
     Args:
-        schedule: one of `schedules.SCHEDULES`.
+        schedule: one of `orders.SCHEDULES`.
         pp: number of ranks.
         micro_batches: of one step.
-        stages_per_rank: as in `schedules.order`.
+        stages_per_rank: as in `orders.order`.
         splits: whether backward passes go in two parts, see `Plan.splits_backward`.
     """
     shares = (1.0, 1.0, 1.0) if splits else (1.0, 2.0, 0.0)

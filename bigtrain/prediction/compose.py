@@ -22,7 +22,7 @@ def compose(
     recomputed: Sequence[str] = (),
     released: bool = False,
 ) -> Profile:
-    """The profile of some sections in a row, as `profiles.make_profile` would make it.
+    """The profile of some sections in a row, as `record.make_profile` would make it.
 
     Args:
         base: the run that says what the optimizer's step takes.

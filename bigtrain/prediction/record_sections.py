@@ -90,7 +90,7 @@ class Notes:
         self.clock: Callable[[], int] = lambda: 0
 
     def watch(self, fake: nn.Module, tracker: StorageTracker) -> AbstractContextManager[object]:
-        """Put hooks on the blocks, for good; see `profiles.Watch`."""
+        """Put hooks on the blocks, for good; see `record.Watch`."""
         self.clock = lambda: tracker.clock
         for number, name in enumerate(self.names):
             block = fake.get_submodule(name)
@@ -182,7 +182,7 @@ def dissect(
     *,
     as_sent: bool = False,
 ) -> tuple[Dissected, ...]:
-    """Run a model on fake tensors and take the run apart; see `profiles.make_profile`.
+    """Run a model on fake tensors and take the run apart; see `record.make_profile`.
 
     Args:
         model: on the meta device.

@@ -64,7 +64,7 @@ def profile_stage(
         split: whether the backward pass is two phases, for the inputs and for the weights.
 
     Returns:
-        As `profiles.make_profile`, with what comes in and the gradients that come back.
+        As `record.make_profile`, with what comes in and the gradients that come back.
     """
     device = torch.device(plan.device_type)
     real = _placed(micro_batch, double=plan.precision == "fp64")

@@ -104,7 +104,7 @@ def halve(
     *,
     as_sent: bool = False,
 ) -> tuple[dict[str, Halved], ...] | None:
-    """Run a model with its backward pass in two parts; see `dissect.dissect`.
+    """Run a model with its backward pass in two parts; see `record_sections.dissect`.
 
     Returns:
         For each micro-batch the blocks by their names, and under "" what is after them; None where
@@ -140,7 +140,7 @@ class _Parts:
         return _InParts(assembly, self)
 
     def watch(self, fake: nn.Module, tracker: StorageTracker) -> AbstractContextManager[object]:
-        """See `profiles.Watch`. The first block's inputs are cut off before others see them."""
+        """See `record.Watch`. The first block's inputs are cut off before others see them."""
         for name in self._notes.names:
             block = fake.get_submodule(name)
             block.register_forward_pre_hook(self._cut_off, with_kwargs=True)

@@ -108,7 +108,7 @@ def bubble_share(
     inputs: float = 1.0,
     weights: float = 1.0,
 ) -> float:
-    """Idle time over all time of a step, `schedules.Bubble.share`, where all stages are alike.
+    """Idle time over all time of a step, `bubble.Bubble.share`, where all stages are alike.
 
     Idle time of each rank, F, I and W being one stage's seconds: GPipe, 1F1B, interleaved and
     LoopedBFS (p-1)(F+I+W); interleaved zero bubble (p-1)(F+I - min(F, I, W)), which is ZB-H1's
@@ -118,18 +118,18 @@ def bubble_share(
     LoopedBFS wait (v-1)(p-m) times longer.
 
     Args:
-        schedule: one of `schedules.SCHEDULES`.
+        schedule: one of `orders.SCHEDULES`.
         pp: number of ranks.
         micro_batches: of one step.
-        stages_per_rank: as in `schedules.order`.
+        stages_per_rank: as in `orders.order`.
         forward: seconds of one micro-batch on one stage.
         inputs: of its backward pass to the stage's inputs.
         weights: of its backward pass to the weights.
 
     Raises:
-        ConfigError: see `schedules.check_schedule`.
+        ConfigError: see `orders.check_schedule`.
         ValueError: a split schedule with so few micro-batches, or a V with so unequal seconds, that
-            only playing it through (`schedules.bubble`) tells.
+            only playing it through (`bubble.bubble`) tells.
     """
     p, m, v = pp, micro_batches, stages_per_rank
     check_schedule(schedule, p, v, m)
