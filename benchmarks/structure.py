@@ -1,0 +1,121 @@
+"""What a reader has to hold of the sources, counted: modules, rooms, names, lines, arrows.
+
+    python benchmarks/structure.py [FOLDER]
+
+FOLDER is the top of a checkout, of any commit; left out, the one this file is in. Prints one JSON
+document. Everything is read as text and syntax trees, so nothing of the checkout is run.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import statistics
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def python_files(top: Path, *folders: str) -> dict[str, Path]:
+    """Module name -> file, below some folders of a checkout; links are not followed."""
+    files = {}
+    for folder in folders:
+        for path in sorted((top / folder).rglob("*.py")):
+            parts = path.relative_to(top).with_suffix("").parts
+            if any(part.is_symlink() for part in path.parents) or parts[:2] in LINKS:
+                continue
+            files[".".join(parts).removesuffix(".__init__")] = path
+    return files
+
+
+LINKS = {("bigtrain", "strategies"), ("bigtrain", "configs")}
+
+
+def imported_modules(tree: ast.Module, modules: set[str]) -> set[str]:
+    """The modules of the product that one of them imports, at its top or inside a function."""
+    names: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+    targets = set()
+    for name in names:
+        name = name.removeprefix("bigtrain.") if ".strategies." in name else name
+        while name and name not in modules:
+            name = name.rpartition(".")[0]
+        targets.add(name)
+    return targets - {"", "bigtrain"}
+
+
+def public_names(tree: ast.Module) -> Iterator[str]:
+    """The classes, functions and values that a module defines for others."""
+    for node in tree.body:
+        if isinstance(node, (ast.ClassDef, *FUNCTIONS)):
+            yield node.name
+        elif isinstance(node, ast.Assign):
+            yield from (t.id for t in node.targets if isinstance(t, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+
+
+def count(top: Path) -> dict[str, Any]:
+    """The figures of a checkout, as JSON values."""
+    product = python_files(top, "bigtrain", "strategies")
+    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in product.items()}
+    lines = {name: len(path.read_text().splitlines()) for name, path in product.items()}
+    functions = [
+        node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, FUNCTIONS)
+    ]
+    lengths = sorted((node.end_lineno or 0) - node.lineno + 1 for node in functions)
+    owners = defaultdict(set)
+    for name, tree in trees.items():
+        for public in public_names(tree):
+            if not public.startswith("_") and public != "main":
+                owners[public].add(name)
+    rooms = Counter(
+        name.rpartition(".")[0] for name, path in product.items() if path.stem != "__init__"
+    )
+    arrows = {
+        (name.rpartition(".")[0], other.rpartition(".")[0])
+        for name, tree in trees.items()
+        for other in imported_modules(tree, set(product))
+    }
+    tests = python_files(top, "tests")
+    page = top / "docs" / "architecture.md"
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
+    nouns = re.findall(r"^\| `[A-Z]\w+`", text, re.MULTILINE)
+    return {
+        "modules": len(modules),
+        "modules_at_the_root": rooms["bigtrain"],
+        "rooms": len(rooms),
+        "largest_room": dict([rooms.most_common(1)[0]]),
+        "arrows_between_rooms": len({(a, b) for a, b in arrows if a != b}),
+        "public_names": len(owners),
+        "public_names_defined_twice": sorted(name for name, at in owners.items() if len(at) > 1),
+        "product_lines": sum(lines.values()),
+        "test_lines": sum(len(path.read_text().splitlines()) for path in tests.values()),
+        "longest_file": dict([max(lines.items(), key=lambda item: item[1])]),
+        "median_file": statistics.median(lines.values()),
+        "functions": len(lengths),
+        "longest_function": lengths[-1],
+        "median_function": statistics.median(lengths),
+        "rows_of_nouns_in_the_architecture_page": len(nouns),
+        "architecture_page_lines": len(text.splitlines()),
+        "readme_lines": len((top / "README.md").read_text(encoding="utf-8").splitlines()),
+    }
+
+
+def main() -> None:
+    """Count the checkout that is named, or this one."""
+    top = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[1]
+    print(json.dumps(count(top), indent=1))
+
+
+if __name__ == "__main__":
+    main()
