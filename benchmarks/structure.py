@@ -78,9 +78,8 @@ def count(top: Path) -> dict[str, Any]:
         for public in public_names(tree):
             if not public.startswith("_") and public != "main":
                 owners[public].add(name)
-    rooms = Counter(
-        name.rpartition(".")[0] for name, path in product.items() if path.stem != "__init__"
-    )
+    modules = [name for name, path in product.items() if path.stem != "__init__"]
+    rooms = Counter(name.rpartition(".")[0] for name in modules)
     arrows = {
         (name.rpartition(".")[0], other.rpartition(".")[0])
         for name, tree in trees.items()
