@@ -164,8 +164,8 @@ def test_the_script_of_a_bare_checkout_runs_from_anywhere(checkout, home, tmp_pa
     shutil.copytree(checkout / "bigtrain", copy / "bigtrain", symlinks=True)
     for name in ("strategies", "configs"):
         shutil.copytree(checkout / name, copy / name)
-    text = (copy / "bigtrain" / "arguments.py").read_text()
-    (copy / "bigtrain" / "arguments.py").write_text(
+    text = (copy / "bigtrain" / "job" / "arguments.py").read_text()
+    (copy / "bigtrain" / "job" / "arguments.py").write_text(
         text.replace("what memory it took", "what COPY took")
     )
     (copy / "bigtrain" / "profile.py").write_text(TRAP)
