@@ -1,7 +1,8 @@
 """Run a function on several real ranks from a test: `run_ranks(fn, 2, *args)`.
 
-The ranks are forked from a server that has torch loaded, so a call costs a fork and a connection
-and not an import of torch. They meet by a file in a folder of their own: no fixed port, no retry.
+The ranks are forked from a zygote that has torch and bigtrain loaded (DeepSpeed or fairscale, too,
+where a test names that flavour), so a call costs a fork and a connection and not an import. They
+meet by a file in a folder of their own: no fixed port, no retry.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import multiprocessing
 import os
 import pickle
 import signal
@@ -18,21 +18,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+from support.zygote import Child, Flavour, zygote
+
 from bigtrain.ranks.launcher_env import Placement
 
-_PRELOAD = [
-    "torch",
-    "torch._dynamo",  # every optimizer imports it
-    "torch.distributed.device_mesh",
-    "bigtrain.engine.engine",
-    "bigtrain.strategies.ddp",
-    "ranks",
-]
 # A rank that is told to end by the failing one does so within this time.
 _END_S = 10.0
 
@@ -57,6 +50,7 @@ def run_ranks(
     timeout: float = 30.0,
     seed: int = 0,
     force_group: bool = False,
+    flavour: Flavour = "plain",
 ) -> list[Any]:
     """Call `fn(context, *args)` on every rank and return the results in the order of ranks.
 
@@ -70,38 +64,34 @@ def run_ranks(
         tp: ranks on the tensor axis.
         timeout: seconds a collective may take.
         seed: the seed in the context.
+        force_group: one rank has a process group, too.
+        flavour: what the ranks have imported when they begin.
 
     Raises:
         RankFailure: a rank raised or was killed; the first one counts.
         TimeoutError: with the stack of every rank that was still running.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
     with tempfile.TemporaryDirectory(prefix="bigtrain-ranks-") as name:
         folder = Path(name)
         options = {"pp": pp, "dp": dp, "tp": tp, "timeout": timeout, "force_group": force_group}
         call = pickle.dumps((fn, args, options, seed))
-        processes: list[BaseProcess] = []
+        processes: list[Child] = []
         pipes: list[Connection] = []
         try:
             for rank in range(world_size):
-                mine, theirs = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=_rank_main,
-                    args=(rank, world_size, folder, call, theirs, dict(os.environ), sys.path),
-                    daemon=True,
-                )
-                process.start()
-                theirs.close()
-                processes.append(process)
+                mine, theirs = Pipe(duplex=False)
                 pipes.append(mine)
+                arguments = (rank, world_size, folder, call)
+                with theirs:
+                    process = zygote(flavour).call(_rank_main, arguments, [theirs.fileno()])
+                processes.append(process)
             return _collect(processes, pipes, folder, time.monotonic() + timeout_s, timeout_s)
         finally:
             _end(processes, pipes)
 
 
 def _collect(
-    processes: list[BaseProcess],
+    processes: list[Child],
     pipes: list[Connection],
     folder: Path,
     deadline: float,
@@ -124,8 +114,7 @@ def _collect(
             try:
                 kind, value, cause = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                processes[rank].join(_END_S)
-                silent[rank] = processes[rank].exitcode or 0
+                silent[rank] = processes[rank].wait(_END_S)
                 continue
             if kind == "error":
                 raise RankFailure(rank, value, cause)
@@ -137,10 +126,9 @@ def _collect(
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _stacks(processes: list[BaseProcess], folder: Path, ranks: list[int], timeout_s: float) -> str:
+def _stacks(processes: list[Child], folder: Path, ranks: list[int], timeout_s: float) -> str:
     for rank in ranks:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(processes[rank].pid or 0, signal.SIGUSR1)
+        processes[rank].send_signal(signal.SIGUSR1)
     time.sleep(0.5)
     parts = [f"ranks {ranks} of {len(processes)} were still running after {timeout_s:.0f} s"]
     for rank in ranks:
@@ -149,13 +137,11 @@ def _stacks(processes: list[BaseProcess], folder: Path, ranks: list[int], timeou
     return "\n".join(parts)
 
 
-def _end(processes: list[BaseProcess], pipes: list[Connection]) -> None:
+def _end(processes: list[Child], pipes: list[Connection]) -> None:
     for process in processes:
         # A rank that has answered only has to go; one that has not is not waited for.
-        process.join(0.5 if process.exitcode is None else 0)
-        if process.is_alive():
-            process.kill()
-        process.join()
+        with contextlib.suppress(TimeoutError):
+            process.wait(0.5)
         process.close()
     for pipe in pipes:
         pipe.close()
@@ -166,18 +152,13 @@ def _rank_main(
     world_size: int,
     folder: Path,
     call: bytes,
-    pipe: Connection,
-    environ: dict[str, str],
-    path: list[str],
+    answers: int,
 ) -> None:
     import torch
 
     from bigtrain.ranks.connect import connect
 
-    # The fork server keeps the surroundings in which it was started; a test may have changed them.
-    os.environ.clear()
-    os.environ.update(environ)
-    sys.path[:] = path
+    pipe = Connection(answers, readable=False)
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     stack = (folder / f"stack-{rank}").open("w")

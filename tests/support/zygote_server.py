@@ -1,0 +1,351 @@
+"""The server of a zygote: imports everything once, and forks a process for each request.
+
+Run by path: zygote_server.py FOLDER LISTENER LIFE, the latter two inherited file descriptors. It
+ends, with all that it started, when the pipe LIFE is closed; then FOLDER is removed. Only one
+thread may be alive when it forks.
+"""
+
+from __future__ import annotations
+
+import array
+import gc
+import importlib
+import io
+import marshal
+import os
+import pkgutil
+import random
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+STANDARD = 3
+"""The first file descriptors of a request: standard input, output and error."""
+_TAKEN_BACK = (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP)
+_READ = 1 << 16
+
+
+def flavours() -> dict[str, list[str]]:
+    """What each flavour has imported: `plain` first, and the others what they add to it."""
+    return {
+        "plain": [
+            "torch",
+            "torch._dynamo",  # every optimizer imports it
+            "torch.distributed.elastic.multiprocessing",
+            "torch.distributed.launcher.api",
+            "torch.testing",
+            "pytest",
+            *_modules("bigtrain"),
+        ],
+        "deepspeed": ["deepspeed"],
+        "fairscale": ["fairscale.nn", "fairscale.optim"],
+    }
+
+
+def _modules(package: str) -> list[str]:
+    """Every module of a package that can be imported without being run."""
+    where = importlib.import_module(package).__path__
+    found = [module.name for module in pkgutil.walk_packages(where, f"{package}.")]
+    return [name for name in found if not name.endswith("__main__")]
+
+
+class _Forked(BaseException):
+    """Raised in a new process, so that no frame of the server stands below what it runs."""
+
+    def __init__(self, request: dict[str, Any], files: list[int]) -> None:
+        super().__init__()
+        self.request = request
+        self.files = files
+
+
+class Server:
+    """One fork server.
+
+    Args:
+        flavour: what is imported.
+        listener: a socket that listens.
+        life: ends with this; a pipe that nobody writes to.
+
+    Raises:
+        RuntimeError: what is imported has started a thread, which no fork would have.
+    """
+
+    def __init__(self, flavour: str, listener: int, life: int) -> None:
+        for name in flavours()[flavour]:
+            importlib.import_module(name)
+        self._life = life
+        self._children: dict[int, socket.socket] = {}
+        self._listener = socket.socket(fileno=listener)
+        self._selector = selectors.DefaultSelector()
+        self._woken, self._wakes = os.pipe()
+        for end in (self._woken, self._wakes):
+            os.set_blocking(end, False)
+        threads = len(os.listdir("/proc/self/task"))
+        if threads > 1:
+            raise RuntimeError(f"{threads} threads are alive in the zygote {flavour!r}")
+        gc.collect()
+        gc.freeze()  # what is shared stays shared
+
+    def serve(self) -> None:
+        """Answer requests until `life` is closed."""
+        signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        watched: tuple[tuple[Any, Callable[[], Any]], ...] = (
+            (self._listener, self._accept),
+            (self._woken, self._reap),
+        )
+        for file, answer in watched:
+            self._selector.register(file, selectors.EVENT_READ, answer)
+        self._selector.register(self._life, selectors.EVENT_READ, None)
+        while True:
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    return self._end()
+                key.data()
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        files: list[int] = []
+        try:
+            request = marshal.loads(_receive(connection, files))
+        except (OSError, EOFError):  # it has thought better of it
+            connection.close()
+            return
+        pid = os.fork()
+        if pid == 0:
+            self._leave(connection)
+            raise _Forked(request, files)
+        for file in files:
+            os.close(file)
+        self._children[pid] = connection
+        self._selector.register(
+            connection, selectors.EVENT_READ, lambda: self._signal(pid, connection)
+        )
+        _say(connection, b"P", pid)
+
+    def _leave(self, connection: socket.socket) -> None:
+        """In a new process: close what is the server's."""
+        signal.set_wakeup_fd(-1)
+        for number in _TAKEN_BACK:
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._selector.close()
+        self._listener.close()
+        connection.close()
+        for other in self._children.values():
+            other.close()
+        for file in (self._woken, self._wakes, self._life):
+            os.close(file)
+
+    def _signal(self, pid: int, connection: socket.socket) -> None:
+        """Pass signals on; a client that is gone takes its process with it."""
+        try:
+            numbers = connection.recv(_READ) or bytes([signal.SIGKILL])
+        except OSError:
+            numbers = bytes([signal.SIGKILL])
+        if signal.SIGKILL in numbers:
+            self._selector.unregister(connection)
+        for number in numbers:
+            os.kill(pid, number)  # it is there: a process that has ended is in no table any more
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                os.read(self._woken, _READ)
+            except BlockingIOError:
+                break
+        for pid, connection in list(self._children.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended == 0:
+                continue
+            del self._children[pid]
+            if connection in self._selector.get_map():
+                self._selector.unregister(connection)
+            _say(connection, b"E", os.waitstatus_to_exitcode(status))
+            connection.close()
+
+    def _end(self) -> None:
+        for pid, connection in self._children.items():
+            os.kill(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+            _say(connection, b"E", os.waitstatus_to_exitcode(status))
+
+
+def _say(connection: socket.socket, kind: bytes, number: int) -> None:
+    try:
+        connection.sendall(kind + number.to_bytes(8, "little", signed=True))
+    except OSError:
+        return
+
+
+def _receive(connection: socket.socket, files: list[int]) -> bytes:
+    """One request: eight bytes for its length, with the file descriptors; then the request."""
+    room = socket.CMSG_SPACE(8 * array.array("i").itemsize)
+    head, ancillary, _, _ = connection.recvmsg(8, room)
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            files += array.array("i", data[: len(data) - len(data) % 4])
+    length = int.from_bytes(head, "little")
+    parts = bytearray()
+    while len(parts) < length:
+        part = connection.recv(length - len(parts))
+        if not part:
+            raise EOFError
+        parts += part
+    if not head:
+        raise EOFError
+    return bytes(parts)
+
+
+def run(request: dict[str, Any], files: list[int]) -> NoReturn:
+    """In a new process: put its surroundings right, and be what is asked for until its end."""
+    os.setsid()  # what it does to its own group must not reach the server
+    for number, file in enumerate(files[:STANDARD]):
+        os.dup2(file, number)
+        os.close(file)
+    for file in files[STANDARD:]:
+        os.set_inheritable(file, False)
+    for number in request["ignored"]:
+        signal.signal(number, signal.SIG_IGN)
+    os.chdir(request["cwd"])
+    os.environb.clear()
+    os.environb.update(request["environ"])
+    _seed()
+    _streams(unbuffered=request["unbuffered"])
+    if request["kind"] == "serve":
+        flavour = request["flavour"]
+        if flavour == "deepspeed":
+            os.environ["DS_ACCELERATOR"] = "cpu"
+        main(flavour, *files[STANDARD:])
+    if request["kind"] == "call":
+        import pickle
+
+        sys.path[:] = request["path"]
+        function, arguments = pickle.loads(request["call"])
+        status = _status_of(lambda: function(*arguments, *files[STANDARD:]))
+    else:
+        status = _status_of(_program(request))
+    _farewell(status)
+
+
+def _seed() -> None:
+    """A new process draws numbers of its own, and computes with the threads it is told."""
+    import numpy as np
+    import torch
+
+    random.seed()
+    np.random.seed(int.from_bytes(os.urandom(4), "little"))
+    torch.seed()
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    wanted = int(said) if said.isdigit() else len(os.sched_getaffinity(0))
+    if wanted != torch.get_num_threads():  # this starts threads, even where nothing changes
+        torch.set_num_threads(wanted)
+
+
+def _streams(*, unbuffered: bool) -> None:
+    """As the interpreter sets them up; the objects stay, for libraries have kept them."""
+    unbuffered = unbuffered or bool(os.environ.get("PYTHONUNBUFFERED"))
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        line = unbuffered or name == "stderr" or os.isatty(stream.fileno())
+        stream.reconfigure(line_buffering=line)
+        if unbuffered:
+            raw = io.FileIO(stream.fileno(), "w", closefd=False)
+            new = io.TextIOWrapper(
+                raw,  # type: ignore[arg-type]
+                encoding=stream.encoding,
+                errors=stream.errors,
+                write_through=True,
+            )
+            setattr(sys, name, new)
+            setattr(sys, f"__{name}__", new)
+
+
+def _program(request: dict[str, Any]) -> Callable[[], Any]:
+    """What an interpreter does with its command line: -m MODULE, -c CODE or a script."""
+    kind, what, words = request["kind"], request["what"], request["words"]
+    sys.executable = request["executable"]
+    sys.orig_argv = [sys.executable, *request["orig"]]
+    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    own = [path for path in known if path]
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    sys.path_importer_cache.clear()
+    if kind == "-m":
+        sys.argv = ["-m", *words]
+        sys.path[:0] = [os.getcwd(), *own]
+        if not hasattr(sys.modules.get(what), "__path__"):
+            sys.modules.pop(what, None)  # it is run, and not imported
+        return lambda: runpy._run_module_as_main(what)  # type: ignore[attr-defined]
+    if kind == "-c":
+        sys.argv = ["-c", *words]
+        sys.path[:0] = ["", *own]
+        return lambda: exec(compile(what, "<string>", "exec"), module.__dict__)
+    sys.argv = [what, *words]
+    sys.path[:0] = [os.path.dirname(os.path.realpath(what)), *own]
+    module.__dict__.update(__file__=what, __cached__=None, __package__=None)
+    return lambda: exec(compile(Path(what).read_bytes(), what, "exec"), module.__dict__)
+
+
+def _status_of(program: Callable[[], Any]) -> int:
+    """Run something to its end as the interpreter runs `__main__`, and return the exit status."""
+    try:
+        program()
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return (error.code or 0) & 0xFF
+        sys.stderr.write(f"{error.code}\n")
+        return 1
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _farewell(status: int) -> NoReturn:
+    """What the interpreter does at its end, but for taking modules apart."""
+    import atexit
+    import threading
+
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):
+                status = status or 120
+        if status < 0:
+            signal.signal(-status, signal.SIG_DFL)
+            os.kill(os.getpid(), -status)
+        os._exit(status)
+
+
+def main(flavour: str, listener: int, life: int, folder: str | None = None) -> NoReturn:
+    """Serve, and go on as what was asked for in every process that is forked."""
+    try:
+        Server(flavour, listener, life).serve()
+    except _Forked as forked:
+        request, files = forked.request, forked.files
+    else:
+        if folder is not None:  # whoever had it made may be gone
+            shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)
+    run(request, files)
+
+
+if __name__ == "__main__":
+    # The script's own folder is no part of the path of what is run.
+    del sys.path[0]
+    main("plain", int(sys.argv[2]), int(sys.argv[3]), sys.argv[1])
