@@ -89,6 +89,7 @@ setup(
             "playwright",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
             "scikit-learn",
             "setuptools>=77",

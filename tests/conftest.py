@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+pytest_plugins = ["support.full"]
+
 # Set by pytest itself while a test runs, or by torch for good the first time CUDA is asked about.
 _NOT_OURS = {
     "PYTEST_CURRENT_TEST",
