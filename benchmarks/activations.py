@@ -104,11 +104,11 @@ def foretold(words: list[str]) -> tuple[int, int, tuple[str, ...]]:
         words = [*words, f"{RECOMPUTE}.budget=1TiB"]  # all blocks keep all, and are followed
     job = load_job("default", "single", words)
     parts = open_parts(job, make_plan(job, 1, "cpu"))
-    found = rank_of(parts.plan, parts.model.model, parts.example(), parts.loss, parts.optimizer)
+    found = rank_of(parts.resolved, parts.workload)
     if found.forecast is None:
         raise SystemExit(f"the model cannot be forecast: {found.note}")
     saved = sum(saved_bytes(found.profiles[0], found.forecast).values())
-    return found.forecast.peak().bytes, saved, parts.notes
+    return found.forecast.peak().bytes, saved, parts.resolved.notes
 
 
 def measure(words: list[str], steps: int, limit_s: float) -> dict[str, Any]:

@@ -28,7 +28,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,6 @@ from torch import Tensor, nn
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.cutting.layout import Layout
 from bigtrain.data import MicroBatch
-from bigtrain.engine.engine import Engine
 from bigtrain.engine.setup import Parts, open_parts
 from bigtrain.job.load import load_job
 from bigtrain.job.schema import Job
@@ -235,6 +234,12 @@ class Unchecked(Layout):
         return "cut: not compared with the whole model"
 
 
+def unchecked(parts: Parts) -> Parts:
+    """The same, with a layout that is not compared."""
+    layout = parts.resolved.layout and Unchecked(**vars(parts.resolved.layout))
+    return replace(parts, resolved=replace(parts.resolved, layout=layout))
+
+
 def prepare(row: Row) -> list[str]:
     """The words that say what a block keeps; a budget is worked out once for all ranks."""
     if row.keep == "budget":
@@ -252,8 +257,7 @@ def _budget(row: Row) -> int:
     highest = []
     for words in ([], WORDS["full"]):
         _, parts = _opened(row, words)
-        given = (parts.plan, parts.model.model, parts.example(), parts.loss, parts.optimizer)
-        peaks = [predict(*given, parts.layout, rank).peak for rank in range(row.pp)]
+        peaks = [predict(parts.resolved, parts.workload, rank).peak for rank in range(row.pp)]
         highest.append(max(peak.bytes if peak else 0 for peak in peaks))
     return sum(highest) // 2
 
@@ -261,17 +265,7 @@ def _budget(row: Row) -> int:
 def train(context: RunContext, words: Sequence[str], row: Row) -> dict[str, Any]:
     """One rank of a row: predict, train, and tell what was predicted and tracked."""
     job, parts = _opened(row, words)
-    layout = parts.layout and Unchecked(**vars(parts.layout))
-    with Engine(
-        parts.model,
-        parts.loss,
-        parts.optimizer,
-        job,
-        context,
-        example=parts.example(),
-        plan=parts.plan,
-        layout=layout,
-    ) as engine:
+    with unchecked(parts).engine(context) as engine:
         for batch in parts.training_steps(context, 0):
             if engine.step(batch).step == STEPS:
                 break

@@ -31,10 +31,9 @@ from typing import Any
 import forked
 import torch
 from harness import keep
-from planner_accuracy import Unchecked
+from planner_accuracy import unchecked
 
 from bigtrain.assembly.make_plan import make_plan
-from bigtrain.engine.engine import Engine
 from bigtrain.engine.setup import open_parts
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import load_job
@@ -130,10 +129,8 @@ def train(context: RunContext, _: None, job: Job) -> tuple[int, list[float]]:
     if context.world_size == 1:
         torch.set_num_threads(2)
     parts = open_parts(job, make_plan(job, context.world_size, "cpu"))
-    layout = parts.layout and Unchecked(**vars(parts.layout))
-    given = (parts.model, parts.loss, parts.optimizer, job, context)
     seconds = []
-    with Engine(*given, example=parts.example(), plan=parts.plan, layout=layout) as engine:
+    with unchecked(parts).engine(context) as engine:
         for batch in parts.training_steps(context, 0):
             began = time.perf_counter()
             step = engine.step(batch).step

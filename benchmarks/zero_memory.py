@@ -43,7 +43,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from harness import run_command, surroundings
 
 from bigtrain.assembly.make_plan import make_plan
@@ -160,14 +159,7 @@ def activation_bytes(precision: str) -> tuple[int, int]:
     job = load_job("default", row.preset, row.words())
     plan = make_plan(job, row.ranks, "cpu")
     parts = open_parts(job, plan)
-    profile = make_profile(
-        parts.model.model,
-        parts.example(),
-        parts.loss,
-        parts.optimizer,
-        plan,
-        torch.device("cpu"),
-    )
+    profile = make_profile(parts.workload, parts.resolved)
     if profile.missing is not None:
         raise SystemExit(f"the model does not run on fake tensors: {profile.missing}")
     passed = profile.first.only("forward", "backward", drop=("gradients", "optimizer", "buffers"))

@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
         folder = bigtrain.run_folder(job, context)
         if restart is not None and context.is_main:
             console.print(restart.said, highlight=False, markup=False, soft_wrap=True)
-        with bigtrain.adapting(job, parts.plan, parts.model.model, folder, restart):
+        with bigtrain.adapting(job, parts.plan, parts.workload.model, folder, restart):
             return train(job, parts, context, folder, console)
 
 
@@ -62,18 +62,7 @@ def train(
     console: Console,
 ) -> int:
     """Build the engine, go through the steps, and leave the results behind."""
-    with bigtrain.Engine(
-        parts.model,
-        parts.loss,
-        parts.optimizer,
-        job,
-        context,
-        task=parts.data.task,
-        example=parts.example(),
-        learning_rate=parts.learning_rate,
-        plan=parts.plan,
-        layout=parts.layout,
-    ) as engine:
+    with parts.engine(context) as engine:
         resumed = resume(job, engine, folder)
         with bigtrain.RunLog(
             folder,

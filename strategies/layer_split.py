@@ -18,20 +18,18 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
-from torch import nn
 
 from bigtrain.core.replicas import averaging_bucket
 from bigtrain.core.strategy import Assembly, CutStrategy, Plan
+from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Forecast
 from bigtrain.costs.rank_replay import joined
 from bigtrain.cutting.choose import RATES, Wanted, choose_cut
 from bigtrain.cutting.layout import Layout, numerics
 from bigtrain.cutting.traced_model import Rehearsal
-from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Bytes, Role
-from bigtrain.losses.loss import Loss
-from bigtrain.optim.update import MakeOptimizer, state_factor
+from bigtrain.optim.update import state_factor
 from bigtrain.pipeline.local_chain import Chain
 from bigtrain.pipeline.runner import PipelineRunner
 from bigtrain.schedules.orders import order
@@ -98,14 +96,7 @@ class LayerSplit(CutStrategy):
                 f"have {self.stages(plan) - 1} cuts. Name that many, or leave it out."
             )
 
-    def lay_out(
-        self,
-        model: nn.Module,
-        micro_batch: MicroBatch,
-        loss: Loss,
-        make_optimizer: MakeOptimizer,
-        plan: Plan,
-    ) -> Layout:
+    def lay_out(self, workload: Workload, plan: Plan) -> Layout:
         """See `CutStrategy.lay_out`."""
         stages = self.stages(plan)
         ranks = tuple(range(stages))
@@ -113,13 +104,13 @@ class LayerSplit(CutStrategy):
             stages=stages,
             at=self.at,
             memory=self.memory,
-            state_factor=state_factor(make_optimizer),
+            state_factor=state_factor(workload.make_optimizer),
             rates=RATES[plan.device_type],
         )
         kinds = numerics(plan.precision, bf16_parameters=plan.bf16_parameters)
-        rehearsal = Rehearsal(model, loss, torch.device(plan.device_type), kinds)
+        rehearsal = Rehearsal(workload.model, workload.loss, torch.device(plan.device_type), kinds)
         on = "pp rank" if self.spans_ranks else "device"
-        return Layout(choose_cut(rehearsal, micro_batch, wanted), ranks, on)
+        return Layout(choose_cut(rehearsal, workload.micro_batch, wanted), ranks, on)
 
     def apply(self, assembly: Assembly) -> None:
         """Chain the stages on this process's devices, or let the naive schedule own the step."""

@@ -17,7 +17,8 @@ from torch import nn
 from bigtrain.activations.offload import Mover
 from bigtrain.activations.policy import shape, unshape
 from bigtrain.assembly.make_plan import make_plan
-from bigtrain.assembly.recompute_budget import settle
+from bigtrain.assembly.resolve import resolve
+from bigtrain.core.workload import Workload
 from bigtrain.data import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_of
@@ -132,7 +133,7 @@ def test_what_cannot_be_computed_twice_is_refused(kind, message, way):
 
 
 def test_a_block_that_changes_its_input_is_kept_under_a_budget():
-    assert "3 everything;" in settled_for(partial(Blocks, ChangesItsInput), 10**9).lines[0]
+    assert "3 everything;" in settled_for(partial(Blocks, ChangesItsInput), 10**9).notes[0]
 
 
 def settled_for(model, budget):
@@ -140,7 +141,7 @@ def settled_for(model, budget):
     loss = CrossEntropy()
     inputs, targets = rows()
     example = MicroBatch(inputs, targets, loss.count(targets), len(inputs))
-    return settle(make_plan(job, 1, "cpu"), model(), example, loss, adamw)
+    return resolve(make_plan(job, 1, "cpu"), Workload(model(), example, loss, adamw))
 
 
 class Shared(Blocks):
@@ -158,7 +159,7 @@ class Shared(Blocks):
 
 
 def test_a_block_in_two_places_is_one_block():
-    assert "4 blocks keep: 4 everything;" in settled_for(Shared, 10**9).lines[0]
+    assert "4 blocks keep: 4 everything;" in settled_for(Shared, 10**9).notes[0]
     one = run_ranks(run, 1, Shared, rows(), {})[0]
     other = run_ranks(run, 1, Shared, rows(), WAYS["full"])[0]
     assert one[0] == other[0]

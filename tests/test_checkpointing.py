@@ -13,7 +13,8 @@ from ranks import run_ranks
 from torch import nn
 
 from bigtrain.assembly.make_plan import describe_plan, make_plan
-from bigtrain.assembly.recompute_budget import settle
+from bigtrain.assembly.resolve import resolve
+from bigtrain.core.workload import Workload
 from bigtrain.data import MicroBatch
 from bigtrain.engine.engine import Engine
 from bigtrain.errors import ConfigError
@@ -217,13 +218,13 @@ def settled(budget: object, model=gpt_without, **keys: Any) -> Any:
     loss = CrossEntropy()
     inputs, targets = text()
     example = MicroBatch(inputs, targets, loss.count(targets), len(inputs))
-    return settle(plan, model(), example, loss, adamw)
+    return resolve(plan, Workload(model(), example, loss, adamw))
 
 
 def test_a_budget_with_room_for_all_keeps_all():
     found = settled("1GiB")
     assert set(found.plan.techniques["recompute"].blocks.values()) == {"keep"}
-    assert "4 everything;" in found.lines[0]
+    assert "4 everything;" in found.notes[0]
 
 
 def test_the_smallest_peak_is_named_and_reached():
@@ -233,21 +234,21 @@ def test_the_smallest_peak_is_named_and_reached():
     assert "in the backward phase" in message
     assert "Use strategy.recompute.budget=" in message
     least = int(message.split("Use strategy.recompute.budget=")[1].split(",")[0])
-    assert f"budget {format_bytes(least)}" in settled(least).lines[0]
+    assert f"budget {format_bytes(least)}" in settled(least).notes[0]
     with pytest.raises(ConfigError, match="smallest peak"):
         settled(least - 1)
 
 
 def test_a_share_of_the_device_is_a_budget():
-    assert "4 everything;" in settled("50%").lines[0]
-    assert "4 everything;" in settled(0.5).lines[0]
-    assert "4 everything;" in settled("0.5").lines[0]
+    assert "4 everything;" in settled("50%").notes[0]
+    assert "4 everything;" in settled(0.5).notes[0]
+    assert "4 everything;" in settled("0.5").notes[0]
 
 
 def test_no_example_no_budget():
     plan = make_plan(job_of("single", {f"{RECOMPUTE}.budget": "1GiB"}), 1, "cpu")
     with pytest.raises(ConfigError, match=r"Give prepare\(\.\.\., example="):
-        settle(plan, gpt(), None, CrossEntropy(), adamw)
+        resolve(plan, Workload(gpt(), None, CrossEntropy(), adamw))
 
 
 class Unpredictable(nn.Module):
@@ -312,7 +313,7 @@ def test_names_that_match_nothing_are_refused(options, message):
     keys = {f"{RECOMPUTE}.{key}": value for key, value in options.items()}
     plan = make_plan(job_of("single", keys), 1, "cpu")
     with pytest.raises(ConfigError, match=message):
-        settle(plan, gpt(), None, CrossEntropy(), adamw)
+        resolve(plan, Workload(gpt(), None, CrossEntropy(), adamw))
 
 
 def test_one_word_says_it():
@@ -329,4 +330,4 @@ def test_what_a_budget_chose_is_written_into_the_plan_and_read_back():
     keys = {RECOMPUTE: described, "train.global_batch_size": 8}
     again = make_plan(job_of("single", keys), 1, "cpu")
     assert again.techniques["recompute"] == least.plan.techniques["recompute"]
-    assert settle(again, gpt_without(), None, CrossEntropy(), adamw).plan is again
+    assert resolve(again, Workload(gpt_without(), None, CrossEntropy(), adamw)).plan is again

@@ -10,8 +10,9 @@ from nets import TinyConv, TinyLM, tokens
 from parity import sgd
 from ranks import run_ranks
 
-from bigtrain.assembly.build import lay_out
 from bigtrain.assembly.make_plan import make_plan
+from bigtrain.assembly.resolve import resolve
+from bigtrain.core.workload import Workload
 from bigtrain.data import MicroBatch
 from bigtrain.data.source import TensorSamples
 from bigtrain.engine.engine import Engine
@@ -73,7 +74,7 @@ def test_a_model_that_cannot_be_cut_so(words: dict[str, Any], ranks: int, messag
     job = job_of("1f1b", {"train.global_batch_size": 32, **words})
     plan = make_plan(job, ranks, "cpu")
     with pytest.raises(ConfigError, match=message):
-        lay_out(plan, TinyLM(), language_example(), CrossEntropy(), sgd)
+        resolve(plan, Workload(TinyLM(), language_example(), CrossEntropy(), sgd))
 
 
 def language_example() -> MicroBatch:
@@ -92,7 +93,7 @@ class LooksAtValues(TinyLM):
 def test_a_module_that_looks_at_values_is_refused_with_its_name() -> None:
     plan = make_plan(job_of("1f1b", {"train.global_batch_size": 32}), 2, "cpu")
     with pytest.raises(ConfigError, match="value of a tensor decides what it does"):
-        lay_out(plan, LooksAtValues(), language_example(), CrossEntropy(), sgd)
+        resolve(plan, Workload(LooksAtValues(), language_example(), CrossEntropy(), sgd))
 
 
 def images() -> TensorSamples:
@@ -175,6 +176,5 @@ def test_a_block_that_no_stage_can_begin_with_again_is_refused(strategy):
     words += ["strategy.cut.devices=4", "strategy.recompute=full"]
     job = load_job(None, strategy, words)
     parts = open_parts(job, make_plan(job, 1, "cpu"))
-    given = (parts.model.model, parts.example(), parts.loss, parts.optimizer, parts.layout)
     with pytest.raises(ConfigError, match=r"changes its input in place.*strategy.recompute.layers"):
-        predict(parts.plan, *given)
+        predict(parts.resolved, parts.workload)

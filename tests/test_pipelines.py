@@ -378,4 +378,4 @@ def test_shards_cannot_be_of_two_stages() -> None:
     with pytest.raises(ConfigError, match=message):
         open_parts(job, make_plan(job, 4, "cpu"))
     untied = load_job(None, "1f1b_fsdp", [*words, "model.args.tie_embeddings=false"])
-    assert open_parts(untied, make_plan(untied, 4, "cpu")).layout is not None
+    assert open_parts(untied, make_plan(untied, 4, "cpu")).resolved.layout is not None

@@ -85,9 +85,8 @@ def test_a_plan_is_forecast_as_its_run(model, seed: int) -> None:
     for one in plans(judge, list(planned.search.space.candidates()), draw):
         assert judge.floor_bytes(one.candidate, one.plan) <= one.peak.bytes, one.candidate
         parts = open_parts(one.job, make_plan(one.job, devices, "cpu"))
-        given = (parts.model.model, parts.example(), parts.loss, parts.optimizer, parts.layout)
         for rank, peak in one.peaks.items():
-            found = rank_of(parts.plan, *given, rank).forecast
+            found = rank_of(parts.resolved, parts.workload, rank).forecast
             assert found is not None
             own = found.peak().bytes
             # Autocast's copies of the last block's weights are not known to a head that is taken

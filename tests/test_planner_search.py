@@ -82,10 +82,9 @@ def test_a_plan_is_forecast_as_the_run_of_its_file(limit: int, tmp_path: Path) -
         assert (plan.pp, plan.dp) == (one.candidate.pp, one.candidate.dp)
         assert plan.batch.accumulation_steps == one.candidate.micro_batches
         parts = open_parts(job, plan)
-        given = (parts.model.model, parts.example(), parts.loss, parts.optimizer, parts.layout)
         peaks = []
         for rank in range(plan.pp):
-            found = rank_of(parts.plan, *given, rank).forecast
+            found = rank_of(parts.resolved, parts.workload, rank).forecast
             assert found is not None
             peaks.append(found.peak().bytes)
         schedule = one.candidate.schedule or ""
@@ -131,9 +130,8 @@ def test_many_blocks_are_forecast_as_each_of_them(
         judged = judge.judge(candidate, plan, int(judged.peak.bytes * share))
     assert isinstance(judged, Judged)
     parts = open_parts(judged.job, make_plan(judged.job, candidate.pp * candidate.dp, "cpu"))
-    given = (parts.model.model, parts.example(), parts.loss, parts.optimizer, parts.layout)
     for rank, peak in judged.peaks.items():
-        found = rank_of(parts.plan, *given, rank).forecast
+        found = rank_of(parts.resolved, parts.workload, rank).forecast
         assert found is not None
         assert peak.bytes == pytest.approx(found.peak().bytes, rel=0.002), rank
 
@@ -158,14 +156,13 @@ def test_backward_passes_in_two_parts_are_forecast_as_such(
     assert isinstance(judged, Judged)
     assert judged.recomputed == {}
     parts = open_parts(judged.job, make_plan(judged.job, candidate.pp * candidate.dp, "cpu"))
-    given = (parts.model.model, parts.example(), parts.loss, parts.optimizer, parts.layout)
     for rank, peak in judged.peaks.items():
-        found = rank_of(parts.plan, *given, rank).forecast
+        found = rank_of(parts.resolved, parts.workload, rank).forecast
         assert found is not None
         own = found.peak().bytes  # the head's weights may be done earlier than they are taken to be
         assert 0.998 * own <= peak.bytes <= 1.03 * own, rank
     for rank in set(range(candidate.pp)) - set(judged.peaks):  # was not looked at, and needn't be
-        found = rank_of(parts.plan, *given, rank).forecast
+        found = rank_of(parts.resolved, parts.workload, rank).forecast
         assert found is not None
         assert found.peak().bytes <= 1.002 * judged.peak.bytes, rank
     tight = judge.judge(candidate, judge.plan_of(candidate), int(judged.peak.bytes * 0.9))
@@ -254,8 +251,7 @@ def test_where_nothing_fits_the_optimizers_state_goes_elsewhere(name: str) -> No
     assert best.seconds.total > max(one.seconds.total for one in kept)
     if name == "cpu":
         parts = open_parts(best.job, make_plan(best.job, 1, "cpu"))
-        given = (parts.model.model, parts.example(), parts.loss, parts.optimizer, parts.layout)
-        found = rank_of(parts.plan, *given, 0).forecast
+        found = rank_of(parts.resolved, parts.workload).forecast
         assert found is not None
         assert best.peak.bytes == pytest.approx(found.peak().bytes, rel=0.002)
 

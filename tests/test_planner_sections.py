@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bigtrain.assembly.build import lay_out
 from bigtrain.assembly.make_plan import make_plan
+from bigtrain.assembly.resolve import resolve
+from bigtrain.core.resolved import ResolvedPlan
+from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
@@ -122,11 +124,12 @@ def taken_apart(name: str, words: str, rows: int) -> tuple[Profile, Profile, Any
     plan = make_plan(job_of(strategy, keys), 2, "cpu")
     with torch.device("meta"):
         model = make()
-    given = (loss, optimizer_factory(job_of(strategy, keys).optim, 0))
-    exact = make_profile(model, resized(example, rows), *given, plan, CPU)
+    optimizer = optimizer_factory(job_of(strategy, keys).optim, 0)
+    workload = Workload(model, resized(example, rows), loss, optimizer)
+    exact = make_profile(workload, ResolvedPlan.of(plan, model))
     assert exact.missing is None
     choice = WORDS[words].get("strategy.recompute", "keep")
-    body = Anatomy(model, example, lambda *_: loss, given[1], CPU).body(plan, rows, choice)
+    body = Anatomy(model, example, lambda *_: loss, optimizer, CPU).body(plan, rows, choice)
     return exact, put_together(body, again=choice != "keep"), plan
 
 
@@ -172,10 +175,13 @@ def test_a_stage_put_together_is_forecast_as_one_that_was_cut(strategy, ranks, a
     plan = make_plan(job_of(strategy, {**keys, "strategy.cut.at": at}), ranks, "cpu")
     with torch.device("meta"):
         model = gpt()
-    given = (tokens(1), PLAIN, optimizer_factory(job_of(strategy, keys).optim, 0))
-    layout = lay_out(plan, model, *given)
-    assert layout is not None
-    body = Anatomy(model, given[0], lambda *_: PLAIN, given[2], CPU).body(plan, 1, "keep", cut=True)
+    optimizer = optimizer_factory(job_of(strategy, keys).optim, 0)
+    workload = Workload(model, tokens(1), PLAIN, optimizer)
+    resolved = resolve(plan, workload)
+    assert resolved.layout is not None
+    body = Anatomy(model, tokens(1), lambda *_: PLAIN, optimizer, CPU).body(
+        plan, 1, "keep", cut=True
+    )
     names = [section.name for section in body.sections]
     edges = [0, *(names.index(name) for name in at), len(names)]
     cut = plan.techniques["cut"]
@@ -184,8 +190,8 @@ def test_a_stage_put_together_is_forecast_as_one_that_was_cut(strategy, ranks, a
         after = body.sections[stop] if stop < len(names) else None
         parts[stage] = forecast(compose(body.base, body.sections[first:stop], after=after), plan)
     for rank in range(2):
-        exact = rank_of(plan, model, *given, layout, rank).forecast
-        own = {stage: parts[stage] for stage in layout.stages_of(rank)}
+        exact = rank_of(resolved, workload, rank).forecast
+        own = {stage: parts[stage] for stage in resolved.layout.stages_of(rank)}
         peak = cut.replayed(own, plan, rank, {}).peak()
         assert exact is not None
         assert peak.bytes == pytest.approx(exact.peak().bytes, rel=5e-3), (peak, exact.peak())

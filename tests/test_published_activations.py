@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from bigtrain.assembly.make_plan import make_plan
+from bigtrain.core.resolved import ResolvedPlan
+from bigtrain.core.workload import Workload
 from bigtrain.costs.floors import Transformer
 from bigtrain.data import MicroBatch
 from bigtrain.job.load import job_of
@@ -316,7 +318,7 @@ def profiled(model: nn.Module, inputs: Tensor, targets: Tensor, loss, **keys) ->
     job = job_of("single", {"train.global_batch_size": 4, **keys})
     example = MicroBatch(inputs, targets, 4, 4)
     plan = make_plan(job, 1, "cpu")
-    return held(make_profile(model, example, loss, sgd, plan, torch.device("cpu")))
+    return held(make_profile(Workload(model, example, loss, sgd), ResolvedPlan.of(plan, model)))
 
 
 def of_one_layer(**keys) -> int:

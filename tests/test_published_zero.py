@@ -16,6 +16,8 @@ from nets import BlockLM
 from parity import adamw
 
 from bigtrain.assembly.make_plan import make_plan
+from bigtrain.core.resolved import ResolvedPlan
+from bigtrain.core.workload import Workload
 from bigtrain.costs.floors import Widths, bounding_stage, largest_model, numbers_sent, states_floor
 from bigtrain.data import MicroBatch
 from bigtrain.job.load import job_of
@@ -149,7 +151,8 @@ def profiled(model_name: str, precision: str, bf16_parameters: bool, strategy: s
     assert plan.bf16_parameters == bf16_parameters
     model = describe(models[model_name]).model
     example = MicroBatch(rows, rows, rows.numel(), len(rows))
-    profile = make_profile(model, example, CrossEntropy(), adamw, plan, torch.device("cpu"))
+    workload = Workload(model, example, CrossEntropy(), adamw)
+    profile = make_profile(workload, ResolvedPlan.of(plan, model))
     assert profile.missing is None
     return profile
 

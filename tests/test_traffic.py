@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from bigtrain.activations.offload import LEAST_BYTES
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.core.strategy import Plan
+from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile
 from bigtrain.costs.traffic import (
     LEAST_MOVED,
@@ -90,7 +91,7 @@ def exchanged(context, make, samples, strategy, keys):
             with Wire() as wire:
                 engine.step(batch)
             assert number < 3
-        rank = rank_of(engine.plan, make(), example, loss, adamw, engine.layout, context.pp_rank)
+        rank = rank_of(engine.resolved, Workload(make(), example, loss, adamw), context.pp_rank)
         said = stated(rank.profiles[0], engine.plan)
         return wire.seen, said, engine.plan.batch.accumulation_steps
 
@@ -370,7 +371,7 @@ def alone(monkeypatch, make, batch, keys):
             before = mover.bytes_moved if mover else 0
             engine.step(batch)
         moved = mover.bytes_moved - before if mover else 0
-        rank = rank_of(engine.plan, make(), example, loss, adamw)
+        rank = rank_of(engine.resolved, Workload(make(), example, loss, adamw))
         return moved, dict(files), stated(rank.profiles[0], engine.plan), rank.profiles[0]
 
 

@@ -1,11 +1,9 @@
-"""From a job to a plan, and from a plan to a live runner: the order of composition.
+"""From a resolved plan to a live runner: the order of composition.
 
 `build` is the one place where that order stands.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from torch import nn
 
@@ -13,50 +11,17 @@ from bigtrain.activations.policy import Moving, shape
 from bigtrain.assembly.materialize import Materializer
 from bigtrain.core.composition import in_order
 from bigtrain.core.loop import LoopRunner
+from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.runner import Runner
-from bigtrain.core.strategy import Assembly, CutStrategy, Plan
-from bigtrain.cutting.layout import Layout
-from bigtrain.data.loader import MicroBatch
+from bigtrain.core.strategy import Assembly, Plan
+from bigtrain.core.workload import Workload
 from bigtrain.errors import ConfigError
 from bigtrain.losses.chunked_cross_entropy import attach
-from bigtrain.losses.loss import Loss
 from bigtrain.memory.meter import Meter
 from bigtrain.models.bf16_parameters import low_precision_names
 from bigtrain.models.blueprint import Blueprint
 from bigtrain.models.names import names_of
-from bigtrain.optim.update import MakeOptimizer
 from bigtrain.ranks.context import RunContext
-
-
-def lay_out(
-    plan: Plan,
-    model: nn.Module,
-    micro_batch: MicroBatch,
-    loss: Loss,
-    make_optimizer: MakeOptimizer,
-) -> Layout | None:
-    """Cut the model as the plan says; None where it is not to be cut. Needs no process group.
-
-    Raises:
-        ConfigError: it cannot be cut so.
-    """
-    cut = plan.techniques.get("cut")
-    if not isinstance(cut, CutStrategy):
-        return None
-    layout = cut.lay_out(model, micro_batch, loss, make_optimizer, plan)
-    check_shared(layout.shared if layout is not None else [], plan)
-    return layout
-
-
-def check_shared(names: Sequence[str], plan: Plan) -> None:
-    """Let each technique refuse parameters that several stages of one rank use.
-
-    Raises:
-        ConfigError: with a name and the fix.
-    """
-    if names:
-        for technique in in_order(plan):
-            technique.check_shared(names)
 
 
 def check_mesh(plan: Plan, context: RunContext) -> None:
@@ -83,32 +48,28 @@ def check_mesh(plan: Plan, context: RunContext) -> None:
 
 
 def build(
-    plan: Plan,
+    resolved: ResolvedPlan,
     blueprint: Blueprint,
-    loss: Loss,
-    make_optimizer: MakeOptimizer,
+    workload: Workload,
     context: RunContext,
     meter: Meter,
-    layout: Layout | None = None,
     mover: Moving | None = None,
 ) -> Runner:
     """Make the live runner of a plan. Every step below stands where it must.
 
     Args:
-        plan: what to build.
+        resolved: what to build.
         blueprint: the model, described or given.
-        loss: sums over valid targets.
-        make_optimizer: called once, on the parameters that this rank updates.
+        workload: the optimizer is made once, of the parameters that this rank updates.
         context: what this process is.
         meter: told of phases and owners.
-        layout: of a model that is cut.
         mover: `plan.mover(...)`, which the caller closes.
     """
     meter.phase("build")
     with meter.window():
+        plan, layout = resolved.plan, resolved.layout
         model = blueprint.model
-        attach(loss, model)  # while names are the user's own
-        choices = plan.choices(model)
+        attach(workload.loss, model)  # while names are the user's own
         low = () if plan.master_weights else low_precision_names(model)
         materialize = Materializer(blueprint, context, plan.precision, low)
         if layout is not None:
@@ -129,14 +90,14 @@ def build(
         assembly = Assembly(
             context=context,
             plan=plan,
-            loss=loss,
+            loss=workload.loss,
             meter=meter,
             model=model,
-            make_optimizer=make_optimizer,
+            make_optimizer=workload.make_optimizer,
             module=model,
             materialize=materialize,
             layout=layout,
-            choices=choices,
+            choices=resolved.policies,
             mover=mover,
         )
         # cut: stages first, so that all that follows sees only this rank's layers.
@@ -146,7 +107,7 @@ def build(
         # replicate: wraps or shards what is left, hooks of recomputation included.
         # accumulate: says how often all of that runs before the optimizer does.
         if layout is None:
-            shape(model, choices, mover)
+            shape(model, resolved.policies, mover)
         for technique in in_order(plan):
             technique.apply(assembly)
         assembly.rejoin()

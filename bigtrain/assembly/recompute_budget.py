@@ -8,20 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 from bigtrain.activations.budget_solver import Answer, cheapest, lowest
 from bigtrain.activations.policy import CHOICES, Choice
 from bigtrain.assembly.block_prices import Chain, Seen, chain_of
+from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import CutStrategy, Plan, RecomputeStrategy
+from bigtrain.core.workload import Workload
 from bigtrain.cutting.choose import Rates
 from bigtrain.cutting.layout import Layout
-from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
-from bigtrain.losses.loss import Loss
 from bigtrain.memory.timeline import Peak
 from bigtrain.models.blocks import find_blocks
-from bigtrain.optim.update import MakeOptimizer
 from bigtrain.prediction.block_costs import BlockCost, block_costs
 from bigtrain.prediction.predict import rank_of
 from bigtrain.prediction.record import reason_of
@@ -37,48 +35,34 @@ TRIES = 8
 """Forecasts by which a choice is proven and the room left by the prices is used."""
 
 
-@dataclass(frozen=True)
-class Settled:
-    """A plan in which every block knows what it keeps, and what there is to say of it."""
-
-    plan: Plan
-    lines: tuple[str, ...] = ()
-
-
-def settle(
+def meet_budget(
     plan: Plan,
-    model: nn.Module,
-    example: MicroBatch | None,
-    loss: Loss,
-    make_optimizer: MakeOptimizer,
+    technique: RecomputeStrategy,
+    limit: int,
+    workload: Workload,
     layout: Layout | None = None,
-) -> Settled:
-    """Check the names of the modules that keep less, and turn a budget into such names.
+) -> ResolvedPlan:
+    """Choose what each block keeps, so that no rank holds more than so many bytes.
 
     Needs no process group, and is the same on all ranks.
 
     Args:
         plan: what will be run.
-        model: whole, on any device; it is left as it is.
-        example: one micro-batch; a budget needs it.
-        loss: as in the run.
-        make_optimizer: as in the run.
+        technique: of the plan, with the budget.
+        limit: bytes, of each rank.
+        workload: with an example.
         layout: of a model that is cut.
 
     Raises:
-        ConfigError: a name is none of the model's; the smallest peak is above the budget.
+        ConfigError: there is no example, no block, no forecast; the smallest peak is above the
+            budget.
     """
-    technique = plan.techniques.get("recompute")
-    limit = technique.limit(plan) if isinstance(technique, RecomputeStrategy) else None
-    if not isinstance(technique, RecomputeStrategy) or limit is None:
-        plan.choices(model)
-        return Settled(plan)
-    if example is None:
+    if workload.example is None:
         raise ConfigError(
             "strategy.recompute.budget is met by a forecast, and for that one micro-batch must be "
             "seen. Give prepare(..., example=(inputs, targets))."
         )
-    names = [name for name, _ in find_blocks(model)]
+    names = [name for name, _ in find_blocks(workload.model)]
     if not names:
         raise ConfigError(
             "strategy.recompute.budget: this model has no blocks to choose for. "
@@ -87,21 +71,19 @@ def settle(
     bf16 = plan.precision == "bf16"
     device = torch.device(plan.device_type)
     try:
-        costs = block_costs(model, names, example, SPEEDS[device.type], device, bf16=bf16)
+        seen = (workload.model, names, workload.example, SPEEDS[device.type], device)
+        costs = block_costs(*seen, bf16=bf16)
     except Exception as error:  # user code of any kind runs here
         raise ConfigError(_no_forecast(reason_of(error))) from error
-    task = _Task(plan, technique, limit, (model, example, loss, make_optimizer), layout, costs)
+    task = _Task(plan, technique, limit, workload, layout, costs)
     blocks: dict[str, Choice] = dict.fromkeys(names, "keep")
     lines = []
     for pp_rank in range(plan.pp):
         found = task.solve(names, pp_rank)
         blocks.update(found.blocks)
         lines.append(task.line(found, pp_rank))
-    return Settled(_choosing(plan, technique, blocks), tuple(lines))
-
-
-def _choosing(plan: Plan, technique: RecomputeStrategy, blocks: Mapping[str, Choice]) -> Plan:
-    return replace(plan, techniques={**plan.techniques, "recompute": technique.choosing(blocks)})
+    chosen = task.choosing(blocks)
+    return replace(chosen, notes=tuple(lines))
 
 
 @dataclass(frozen=True)
@@ -130,7 +112,7 @@ class _Task:
     plan: Plan
     technique: RecomputeStrategy
     limit: int
-    given: tuple[nn.Module, MicroBatch, Loss, MakeOptimizer]
+    workload: Workload
     layout: Layout | None
     costs: Mapping[str, BlockCost]
 
@@ -173,9 +155,14 @@ class _Task:
                     raise
                 # Not every choice works with every model.
 
+    def choosing(self, blocks: Mapping[str, Choice]) -> ResolvedPlan:
+        """The plan with a choice for each block."""
+        techniques = {**self.plan.techniques, "recompute": self.technique.choosing(blocks)}
+        plan = replace(self.plan, techniques=techniques)
+        return ResolvedPlan.of(plan, self.workload.model, self.layout)
+
     def _forecast(self, blocks: Mapping[str, Choice], pp_rank: int) -> Seen:
-        plan = _choosing(self.plan, self.technique, blocks)
-        found = rank_of(plan, *self.given, self.layout, pp_rank)
+        found = rank_of(self.choosing(blocks), self.workload, pp_rank)
         if found.forecast is None:
             raise ConfigError(_no_forecast(str(found.note)))
         return Seen(found.forecast, tuple(zip(found.profiles, found.parts, strict=True)))

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from bigtrain.activations.policy import Choice, Moving, shape
 from bigtrain.core.runner import Runner
+from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic
 from bigtrain.cutting.cut import copy_tree
 from bigtrain.cutting.layout import Layout
 from bigtrain.cutting.stage import Stage
-from bigtrain.data.loader import MicroBatch
 from bigtrain.job.batch import Batch
 from bigtrain.job.schema import Precision, Role, StrategyConfig
 from bigtrain.losses.loss import Loss
@@ -426,21 +426,11 @@ class CutStrategy(Strategy):
         """How many a step should have where the job does not say."""
         return 1
 
-    def lay_out(
-        self,
-        model: nn.Module,
-        micro_batch: MicroBatch,
-        loss: Loss,
-        make_optimizer: MakeOptimizer,
-        plan: Plan,
-    ) -> Layout:
+    def lay_out(self, workload: Workload, plan: Plan) -> Layout:
         """Choose the stages. Needs no process group, and is the same on all ranks.
 
         Args:
-            model: on the meta device or any other; it is left as it is.
-            micro_batch: one of the run's size.
-            loss: as in the run.
-            make_optimizer: as in the run; says how much state goes with a parameter.
+            workload: with an example; its optimizer says how much state goes with a parameter.
             plan: mesh, batch, precision.
 
         Raises:

@@ -9,7 +9,7 @@ import importlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import clear_frames
 from types import TracebackType
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bigtrain.activations.policy import unshape
-from bigtrain.assembly.build import build, check_mesh, lay_out
+from bigtrain.assembly.build import build, check_mesh
 from bigtrain.assembly.make_plan import make_plan
-from bigtrain.assembly.recompute_budget import settle
-from bigtrain.core.strategy import Plan
-from bigtrain.cutting.layout import Layout
+from bigtrain.assembly.resolve import resolve
+from bigtrain.core.resolved import ResolvedPlan
+from bigtrain.core.workload import Workload
 from bigtrain.data import MicroBatch, Step
 from bigtrain.engine.checkpoint import (
     Checkpoint,
@@ -87,8 +87,7 @@ class Engine:
         example: one micro-batch, from which the memory is predicted before anything is built;
             left out, it is predicted at the first step.
         learning_rate: the rate of each step, counted from 0; left out, the optimizer's own.
-        plan: what will be run, settled; left out, it is made from the job.
-        layout: how the model is cut; left out, it is worked out where the plan has a cut.
+        resolved: what will be run, with every choice made; left out, it is made from the job.
     """
 
     foreseen: Peak | None = None
@@ -105,37 +104,34 @@ class Engine:
         task: Task | None = None,
         example: MicroBatch | None = None,
         learning_rate: Callable[[int], float] | None = None,
-        plan: Plan | None = None,
-        layout: Layout | None = None,
+        resolved: ResolvedPlan | None = None,
     ) -> None:
         self.job = job
         self.context = context
-        self.plan = plan or make_plan(job, context.world_size, context.device.type)
-        check_mesh(self.plan, context)
+        ranks, device_type = context.world_size, context.device.type
+        plan = resolved.plan if resolved else make_plan(job, ranks, device_type)
+        check_mesh(plan, context)
         self.loss: Loss = as_loss(loss)
         self.task = task or CustomTask(self.loss)
         self.blueprint = _blueprint(model)
         self.predicted: Peak | None = None
         self.prediction_note: str | None = None
-        self._skeleton: nn.Module | None = None
-        self.advice: list[str] = []
-        """Where a technique cannot help: known with the prediction."""
         self.steps_done = self.samples_seen = 0
         self._learning_rate = learning_rate
-        self._make_optimizer = optimizer
         self._closing = ExitStack()
-        self.layout = layout or self._lay_out(example)
-        if plan is None:
-            seen = (self.blueprint.model, example, self.loss, optimizer)
-            settled = settle(self.plan, *seen, self.layout)
-            self.plan, self.advice = settled.plan, list(settled.lines)
+        self._workload = workload = Workload(self.blueprint.model, example, self.loss, optimizer)
+        self.resolved = resolved or resolve(plan, workload)
+        self.plan, self.layout = self.resolved.plan, self.resolved.layout
+        self.advice = [] if resolved else list(self.resolved.notes)
+        """Where a technique cannot help: known with the prediction."""
         if self.layout is not None and example is not None and context.is_main:
-            self.advice.append(self.layout.check(self.blueprint.model, example, self.loss))
-        self._example = example
+            self.advice.append(self.layout.check(workload.model, example, self.loss))
+        self._skeleton: Workload | None = None
+        """The workload with a copy of the model that holds no values, for later forecasts."""
         with suppress(Exception):  # a module that cannot be copied cannot be predicted either
-            self._skeleton = skeleton(self.blueprint.model)
+            self._skeleton = replace(workload, model=skeleton(workload.model))
         if example is not None:
-            self._predict(self.blueprint.model, example)
+            self._predict(workload)
         seed_everything(context.seed, context.rank)
         if job.train.deterministic:
             self._closing.enter_context(deterministic(context.device))
@@ -153,9 +149,9 @@ class Engine:
             if mover is not None:
                 self._closing.callback(mover.close)
             self._closing.callback(unshape, self.blueprint.model)
-            given = (self.plan, self.blueprint, self.loss, optimizer, context, self.meter)
             with self._explaining():
-                self.runner = build(*given, self.layout, mover)
+                given = (self.resolved, self.blueprint, workload, context, self.meter)
+                self.runner = build(*given, mover)
         except BaseException:
             self._closing.close()
             raise
@@ -179,8 +175,7 @@ class Engine:
         began = time.perf_counter()
         micro_batches, samples = self._micro_batches(batch)
         if self.predicted is None and self.prediction_note is None:
-            self._example = micro_batches[0]
-            self._predict(self._skeleton or self.runner.module, self._example)
+            self._predict_from(micro_batches[0])
             began = time.perf_counter()
         lr = self._set_learning_rate()
         self.runner.module.train()
@@ -316,10 +311,9 @@ class Engine:
     @property
     def _subject(self) -> Subject | None:
         """What is run, for forecasts of it with other words."""
-        if self._skeleton is None or self._example is None:
+        if self._skeleton is None or self._skeleton.example is None:
             return None
-        given = (self._skeleton, self._example, self.loss, self._make_optimizer)
-        return Subject(self.job, self.plan, *given)
+        return Subject(self.job, self.resolved, self._skeleton)
 
     def _situation(self, where: str | None) -> Situation:
         measured = self.meter.measured().peak
@@ -338,26 +332,21 @@ class Engine:
             subject=self._subject,
         )
 
-    def _predict(self, model: nn.Module, example: MicroBatch) -> None:
+    def _predict_from(self, example: MicroBatch) -> None:
+        if self._skeleton is None:
+            workload = replace(self._workload, model=self.runner.module, example=example)
+        else:
+            workload = self._skeleton = replace(self._skeleton, example=example)
+        self._predict(workload)
+
+    def _predict(self, workload: Workload) -> None:
         if not self.job.memory.predict:
             self.prediction_note = "memory.predict is off"
             return
-        given = (self.plan, model, example, self.loss, self._make_optimizer, self.layout)
-        found = predict(*given, pp_rank=self.context.pp_rank, dp_rank=self.context.dp_rank)
+        found = predict(self.resolved, workload, self.context.pp_rank, self.context.dp_rank)
         self.predicted, self.prediction_note = found.own, found.note
         self.foreseen = found.peak
         self.advice = [*self.advice, *found.advice]
-
-    def _lay_out(self, example: MicroBatch | None) -> Layout | None:
-        """Cut the model, where the plan says so."""
-        if "cut" not in self.plan.techniques:
-            return None
-        if example is None:
-            raise ConfigError(
-                f"strategy {self.plan.strategy.name} cuts the model, and for that it must see one "
-                "micro-batch. Give prepare(..., example=(inputs, targets))."
-            )
-        return lay_out(self.plan, self.blueprint.model, example, self.loss, self._make_optimizer)
 
     def _set_learning_rate(self) -> float:
         groups = self.runner.optimizer.param_groups

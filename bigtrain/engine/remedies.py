@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bigtrain.assembly.build import lay_out
 from bigtrain.assembly.make_plan import make_plan
-from bigtrain.assembly.recompute_budget import settle
+from bigtrain.assembly.resolve import resolve
+from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import Plan
+from bigtrain.core.workload import Workload
 from bigtrain.data.loader import MicroBatch
 from bigtrain.job.load import changed_job
 from bigtrain.job.schema import Job
-from bigtrain.losses.loss import Loss
 from bigtrain.memory.cap import BESIDE, MARGIN
 from bigtrain.memory.timeline import Peak, highest
-from bigtrain.optim.update import MakeOptimizer
 from bigtrain.prediction.predict import rank_of
 from bigtrain.units import MIB, format_bytes
 
@@ -50,23 +49,19 @@ class Subject:
     """What did not fit: a job, and what it is run with."""
 
     job: Job
-    plan: Plan
-    model: nn.Module
-    """As the user wrote it, on any device."""
-    example: MicroBatch
-    loss: Loss
-    make_optimizer: MakeOptimizer
+    resolved: ResolvedPlan
+    workload: Workload
+    """With an example."""
 
     def peak(self, words: Sequence[str]) -> Peak | None:
         """The predicted peak with some changes; None where they cannot be run or forecast."""
         try:
             job = changed_job(self.job, words)
-            plan = make_plan(job, self.plan.world_size, self.plan.device_type)
-            example = self._rows(plan.batch.micro_size)
-            given = (self.model, example, self.loss, self.make_optimizer)
-            layout = lay_out(plan, *given)
-            plan = settle(plan, *given, layout).plan
-            found = [rank_of(plan, *given, layout, rank).forecast for rank in range(plan.pp)]
+            held = self.resolved.plan
+            plan = make_plan(job, held.world_size, held.device_type)
+            workload = replace(self.workload, example=self._rows(plan.batch.micro_size))
+            resolved = resolve(plan, workload)
+            found = [rank_of(resolved, workload, rank).forecast for rank in range(plan.pp)]
         except Exception:  # user code of any kind is tried here; what fails is no way out
             return None
         peaks = [forecast.peak() for forecast in found if forecast is not None]
@@ -74,14 +69,14 @@ class Subject:
 
     def _rows(self, rows: int) -> MicroBatch:
         """The first rows of the example, where it has more."""
-        whole = self.example
+        whole = self.workload.micro_batch
         if rows >= whole.rows:
             return whole
         inputs, targets = tree_map(
             lambda leaf: leaf[:rows] if isinstance(leaf, Tensor) and leaf.dim() else leaf,
             (whole.inputs, whole.targets),
         )
-        return MicroBatch(inputs, targets, self.loss.count(targets), rows)
+        return MicroBatch(inputs, targets, self.workload.loss.count(targets), rows)
 
 
 @dataclass
@@ -147,7 +142,7 @@ def halves(job: Job, plan: Plan) -> Iterator[list[str]]:
 
 def _ways(subject: Subject, most: int) -> Iterator[Callable[[], Iterator[list[str]]]]:
     """Kinds of change, the cheapest first; of each kind the first that fits is taken."""
-    job, plan = subject.job, subject.plan
+    job, plan = subject.job, subject.resolved.plan
     yield lambda: halves(job, plan)
     again = "recompute" not in plan.techniques
     budget = f"strategy.recompute={max(1, most // MIB)}MiB"

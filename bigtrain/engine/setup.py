@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-from bigtrain.assembly.build import lay_out
-from bigtrain.assembly.recompute_budget import settle
+from bigtrain.assembly.resolve import resolve
+from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import CutStrategy, Plan
-from bigtrain.cutting.layout import Layout
+from bigtrain.core.workload import Workload
 from bigtrain.data import (
     Data,
     GlobalOrder,
@@ -22,6 +21,7 @@ from bigtrain.data import (
 )
 from bigtrain.engine.checkpoint import find_checkpoint
 from bigtrain.engine.choose_loss import check_chunks, loss_for
+from bigtrain.engine.engine import Engine
 from bigtrain.errors import ConfigError
 from bigtrain.job.import_path import load_object
 from bigtrain.job.schema import Job
@@ -29,7 +29,6 @@ from bigtrain.losses.loss import Loss, as_loss
 from bigtrain.models import check_model, make_model, model_defaults, sequence_length, task_of
 from bigtrain.models.blueprint import Blueprint, describe
 from bigtrain.optim.factory import learning_rate, optimizer_factory
-from bigtrain.optim.update import MakeOptimizer
 from bigtrain.ranks.context import RunContext
 
 
@@ -38,22 +37,34 @@ class Parts:
     """What an engine is made from, and the batches to feed it."""
 
     job: Job
-    plan: Plan
     data: Data
-    model: Blueprint
-    model_args: dict[str, Any]
-    """The model's arguments, with what the data decided filled in."""
-    loss: Loss
-    optimizer: MakeOptimizer
+    blueprint: Blueprint
+    workload: Workload
+    """Of the blueprint's model, with one full micro-batch: the first samples of the data set."""
+    resolved: ResolvedPlan
     order: GlobalOrder
     total_steps: int
     parameters: int
     """Numbers in the whole model, before anything is sharded."""
 
-    layout: Layout | None = None
-    """How the model is cut, where the plan has a cut."""
-    notes: tuple[str, ...] = ()
-    """What there is to say of the choices made for it."""
+    @property
+    def plan(self) -> Plan:
+        """What will be run."""
+        return self.resolved.plan
+
+    def engine(self, context: RunContext) -> Engine:
+        """The engine of this run; collective."""
+        return Engine(
+            self.blueprint,
+            self.workload.loss,
+            self.workload.make_optimizer,
+            self.job,
+            context,
+            task=self.data.task,
+            example=self.workload.example,
+            learning_rate=self.learning_rate,
+            resolved=self.resolved,
+        )
 
     def learning_rate(self, step: int) -> float:
         """The rate of a step, counted from 0."""
@@ -64,7 +75,7 @@ class Parts:
         return StepLoader(
             self.data.train,
             self.order,
-            count=self.loss.count,
+            count=self.workload.loss.count,
             dp_rank=context.dp_rank,
             dp_size=context.dp_size,
             micro_batch_size=self.plan.batch.micro_size,
@@ -80,26 +91,13 @@ class Parts:
             return []
         return validation_batches(
             self.data.validation,
-            count=self.loss.count,
+            count=self.workload.loss.count,
             dp_rank=context.dp_rank,
             dp_size=context.dp_size,
             micro_batch_size=self.plan.batch.micro_size,
             pin_memory=context.device.type == "cuda",
             collate=self.data.collate,
         )
-
-    def example(self) -> MicroBatch:
-        """One full micro-batch: the first samples of the data set."""
-        rows = min(self.plan.batch.micro_size, len(self.data.train))
-        order = GlobalOrder(len(self.data.train), rows, shuffle=False)
-        loader = StepLoader(
-            self.data.train,
-            order,
-            count=self.loss.count,
-            micro_batch_size=rows,
-            collate=self.data.collate,
-        )
-        return next(iter(loader)).micro_batches[0]
 
 
 def check_job(job: Job) -> None:
@@ -148,30 +146,37 @@ def open_parts(job: Job, plan: Plan) -> Parts:
     )
     args = {**defaults, **job.model.args}
     order = GlobalOrder(samples, plan.batch.global_size, seed=job.train.seed)
-    model = describe(lambda: make_model(job.model.name, args))
-    parts = Parts(
-        job=job,
-        plan=plan,
-        data=data,
-        model=model,
-        model_args=args,
-        loss=_loss(job.model.loss, data),
-        optimizer=optimizer_factory(job.optim, job.train.seed),
-        order=order,
-        total_steps=_total_steps(job, order),
-        parameters=sum(p.numel() for p in model.model.parameters()),
-    )
+    blueprint = describe(lambda: make_model(job.model.name, args))
+    loss = data.task.loss()
+    if job.model.loss is not None:
+        loss = as_loss(load_object(job.model.loss, "model.loss"))
+    example = _example(data, plan.batch.micro_size, loss)
     if job.model.loss is None:
         cut = plan.techniques.get("cut")
         waiting = isinstance(cut, CutStrategy) and max(cut.held(plan)[-1:], default=1) > 1
-        task, example = data.task, parts.example()
-        loss = loss_for(job.model, task, model.model, example, waiting=waiting)
-        parts = replace(parts, loss=loss)
-    # What cannot be cut, or does not fit a budget, is refused here, before the ranks connect.
-    given = (parts.model.model, parts.example(), parts.loss, parts.optimizer)
-    layout = lay_out(plan, *given)
-    settled = settle(plan, *given, layout)
-    return replace(parts, plan=settled.plan, layout=layout, notes=settled.lines)
+        loss = loss_for(job.model, data.task, blueprint.model, example, waiting=waiting)
+    optimizer = optimizer_factory(job.optim, job.train.seed)
+    workload = Workload(blueprint.model, example, loss, optimizer)
+    return Parts(
+        job=job,
+        data=data,
+        blueprint=blueprint,
+        workload=workload,
+        # What cannot be cut, or does not fit a budget, is refused before the ranks connect.
+        resolved=resolve(plan, workload),
+        order=order,
+        total_steps=_total_steps(job, order),
+        parameters=sum(p.numel() for p in blueprint.model.parameters()),
+    )
+
+
+def _example(data: Data, micro_size: int, loss: Loss) -> MicroBatch:
+    rows = min(micro_size, len(data.train))
+    order = GlobalOrder(len(data.train), rows, shuffle=False)
+    loader = StepLoader(
+        data.train, order, count=loss.count, micro_batch_size=rows, collate=data.collate
+    )
+    return next(iter(loader)).micro_batches[0]
 
 
 def _check_task(job: Job, data: Data) -> None:
@@ -198,9 +203,3 @@ def _total_steps(job: Job, order: GlobalOrder) -> int:
     if job.train.steps is not None:
         return job.train.steps
     return math.ceil((job.train.epochs or 1) * order.steps_per_epoch)
-
-
-def _loss(name: str | None, data: Data) -> Loss:
-    if name is None:
-        return data.task.loss()
-    return as_loss(load_object(name, "model.loss"))

@@ -111,10 +111,9 @@ def _asked(question: Question) -> Planned:
     )
     check_job(alone)
     parts = open_parts(alone, make_plan(alone, 1, "cpu"))
-    example = parts.example()
-    anatomy = Anatomy(
-        parts.model.model, example, _losses(parts, example), parts.optimizer, torch.device("cpu")
-    )
+    model, example = parts.workload.model, parts.workload.micro_batch
+    given = (_losses(parts, example), parts.workload.make_optimizer, torch.device("cpu"))
+    anatomy = Anatomy(model, example, *given)
     clock, cut = Clock(question.cluster), question.devices > 1
     judge = Judge(question.job, anatomy, clock, question.margins, cut=cut)
     first = judge.whole(2)
@@ -153,11 +152,11 @@ def _losses(parts: Parts, example: MicroBatch) -> Callable[[bool, int], Loss]:
     """The loss of a run, which depends on whether several micro-batches wait at the head."""
     job = parts.job
     if job.model.loss is not None:
-        return lambda *_: parts.loss
+        return lambda *_: parts.workload.loss
 
     @cache
     def loss(waiting: bool, rows: int) -> Loss:  # noqa: FBT001
-        given = (job.model, parts.data.task, parts.model.model, resized(example, rows))
+        given = (job.model, parts.data.task, parts.workload.model, resized(example, rows))
         return loss_for(*given, waiting=waiting)
 
     return loss

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bigtrain.activations.policy import Choice
-from bigtrain.assembly.build import check_shared
 from bigtrain.assembly.make_plan import make_plan
+from bigtrain.assembly.resolve import check_shared
 from bigtrain.core.strategy import CutStrategy, Plan
 from bigtrain.costs.floors import Widths, bounding_stage, states_floor
 from bigtrain.costs.forecast import Profile

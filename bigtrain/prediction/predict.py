@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-import torch
-from torch import nn
-
 from bigtrain.core.composition import in_order
+from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import CutStrategy, Plan
+from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Forecast, Profile
-from bigtrain.cutting.layout import Layout
-from bigtrain.data.loader import MicroBatch
-from bigtrain.losses.loss import Loss
 from bigtrain.memory.timeline import Peak
-from bigtrain.optim.update import MakeOptimizer
 from bigtrain.prediction.record import make_profile, reason_of
 from bigtrain.prediction.record_stage import profile_stage
 
@@ -32,35 +27,24 @@ class Prediction:
 
 
 def predict(
-    plan: Plan,
-    model: nn.Module,
-    example: MicroBatch,
-    loss: Loss,
-    make_optimizer: MakeOptimizer,
-    layout: Layout | None = None,
-    pp_rank: int = 0,
-    dp_rank: int | None = None,
+    resolved: ResolvedPlan, workload: Workload, pp_rank: int = 0, dp_rank: int | None = None
 ) -> Prediction:
     """Predict one rank.
 
     Args:
-        plan: what will be run.
-        model: on the meta device or any other; it is left as it is.
-        example: one micro-batch.
-        loss: as in the run.
-        make_optimizer: as in the run.
-        layout: of a model that is cut.
+        resolved: what will be run.
+        workload: with an example.
         pp_rank: which of them.
         dp_rank: which replica; None for the fullest, where they are not alike.
 
     Raises:
         ConfigError: a technique cannot work with a model of this size.
     """
-    found = rank_of(plan, model, example, loss, make_optimizer, layout, pp_rank)
+    found, plan = rank_of(resolved, workload, pp_rank), resolved.plan
     if found.forecast is None:
         return Prediction(None, found.note)
     peak = found.forecast.peak()
-    if _by_stages(plan, layout):
+    if _by_stages(resolved):
         return Prediction(peak, None, [], peak)
     profile = found.profiles[0]
     own = forecast(profile, replace(plan, dp_rank=dp_rank)).peak()
@@ -81,31 +65,22 @@ class Rank:
     """What the techniques make of each profile: of one micro-batch."""
 
 
-def rank_of(
-    plan: Plan,
-    model: nn.Module,
-    example: MicroBatch,
-    loss: Loss,
-    make_optimizer: MakeOptimizer,
-    layout: Layout | None = None,
-    pp_rank: int = 0,
-) -> Rank:
+def rank_of(resolved: ResolvedPlan, workload: Workload, pp_rank: int = 0) -> Rank:
     """Profile what is on one rank, and forecast its step. See `predict`.
 
     Raises:
         ConfigError: a technique cannot work with a model of this size, or with this model.
     """
-    device = torch.device(plan.device_type)
+    plan, layout = resolved.plan, resolved.layout
     cut = plan.techniques.get("cut")
-    given = (model, example, loss, make_optimizer, plan)
-    if layout is None or not isinstance(cut, CutStrategy) or not _by_stages(plan, layout):
-        profile = make_profile(*given, device)
+    if layout is None or not isinstance(cut, CutStrategy) or not _by_stages(resolved):
+        profile = make_profile(workload, resolved)
         if profile.missing is not None:
             refuse_missing(profile.missing, plan)
             return Rank(None, f"the model does not run on fake tensors ({profile.missing})")
         check_sizes(profile, plan)
         if layout is not None and "recompute" in plan.techniques:
-            _try_stages(layout, *given)
+            _try_stages(workload, resolved, len(layout.ranks))
         found = forecast(profile, plan)
         return Rank(found, None, (profile,), (found,))
     profiles: dict[int, Profile] = {}
@@ -113,10 +88,11 @@ def rank_of(
     try:
         own = layout.stages_of(pp_rank) if cut.spans_ranks else range(len(layout.ranks))
         for stage in own:
-            profiles[stage] = profile_stage(layout, stage, *given)
+            profiles[stage] = profile_stage(workload, resolved, stage)
             check_sizes(profiles[stage], plan)
             if plan.splits_backward:
-                halves[stage] = forecast(profile_stage(layout, stage, *given, split=True), plan)
+                split = profile_stage(workload, resolved, stage, split=True)
+                halves[stage] = forecast(split, plan)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         reason = reason_of(error)
         refuse_missing(reason, plan)
@@ -126,29 +102,23 @@ def rank_of(
     return Rank(step, None, tuple(profiles.values()), tuple(parts.values()))
 
 
-def _try_stages(
-    layout: Layout,
-    model: nn.Module,
-    example: MicroBatch,
-    loss: Loss,
-    make_optimizer: MakeOptimizer,
-    plan: Plan,
-) -> None:
+def _try_stages(workload: Workload, resolved: ResolvedPlan, stages: int) -> None:
     """Run each stage on its own: a block may bear being computed again but as the first of one.
 
     Raises:
         ConfigError: one does not.
     """
-    for stage in range(len(layout.ranks)):
+    for stage in range(stages):
         try:
-            profile_stage(layout, stage, model, example, loss, make_optimizer, plan)
+            profile_stage(workload, resolved, stage)
         except RuntimeError as error:
-            refuse_missing(reason_of(error), plan)
+            refuse_missing(reason_of(error), resolved.plan)
 
 
-def _by_stages(plan: Plan, layout: Layout | None) -> bool:
-    cut = plan.techniques.get("cut")
-    return layout is not None and isinstance(cut, CutStrategy) and cut.replays(plan)
+def _by_stages(resolved: ResolvedPlan) -> bool:
+    cut = resolved.plan.techniques.get("cut")
+    is_cut = resolved.layout is not None
+    return is_cut and isinstance(cut, CutStrategy) and cut.replays(resolved.plan)
 
 
 def refuse_missing(reason: str, plan: Plan) -> None:

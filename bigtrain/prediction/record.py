@@ -20,11 +20,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from bigtrain.activations.policy import Choice, recomputed_names, shape
 from bigtrain.core.loop import LoopRunner
+from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import Assembly, Plan
+from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile
 from bigtrain.data.loader import MicroBatch
 from bigtrain.losses.chunked_cross_entropy import attach
-from bigtrain.losses.loss import Loss
 from bigtrain.memory.meter import Meter
 from bigtrain.memory.timeline import Breakdown, Phase, Span, Timeline, Visit
 from bigtrain.memory.tracker import StorageTracker
@@ -43,31 +44,21 @@ class FakeMeter(Meter):
         self._tracker = tracker
 
 
-def make_profile(
-    model: nn.Module,
-    micro_batch: MicroBatch,
-    loss: Loss,
-    make_optimizer: MakeOptimizer,
-    plan: Plan,
-    device: torch.device,
-) -> Profile:
+def make_profile(workload: Workload, resolved: ResolvedPlan) -> Profile:
     """Run two optimizer steps on fake tensors, the second one of two micro-batches.
 
     Args:
-        model: on any device, the meta device too; it is not changed.
-        micro_batch: one real micro-batch of the size of the plan; only its shapes matter.
-        loss: as in the run.
-        make_optimizer: as in the run.
-        plan: for the precision and the clipping.
-        device: whose kernels decide what is saved.
+        workload: with an example.
+        resolved: for the precision, the clipping, the device and what blocks keep.
 
     Returns:
         The profile; with only the states in it, and the reason, where the model cannot run so.
     """
     try:
-        return _profile(model, micro_batch, loss, make_optimizer, plan, device)
+        device = torch.device(resolved.plan.device_type)
+        return profile_of(run_on_fakes(workload, resolved, device), resolved.plan)
     except Exception as error:  # noqa: BLE001 - user code of any kind runs here
-        return states_only(model, micro_batch, reason_of(error))
+        return states_only(workload.model, workload.micro_batch, reason_of(error))
 
 
 @dataclass(frozen=True)
@@ -99,11 +90,8 @@ Watch = Callable[[nn.Module, StorageTracker], AbstractContextManager[object]]
 
 
 def run_on_fakes(
-    model: nn.Module,
-    micro_batch: MicroBatch,
-    loss: Loss,
-    make_optimizer: MakeOptimizer,
-    plan: Plan,
+    workload: Workload,
+    resolved: ResolvedPlan,
     device: torch.device,
     watch: Watch | None = None,
     before: MicroBatch | None = None,
@@ -112,11 +100,8 @@ def run_on_fakes(
     """Run the plain loop on a fake twin of a model.
 
     Args:
-        model: as all others but the last three: see `make_profile`.
-        micro_batch: one.
-        loss: as in the run.
-        make_optimizer: as in the run.
-        plan: as in the run.
+        workload: with an example.
+        resolved: as in the run; its layout is not looked at.
         device: whose kernels decide what is saved.
         watch: what else is noted.
         before: a micro-batch of another size, for the first step.
@@ -125,7 +110,8 @@ def run_on_fakes(
     Raises:
         Exception: of any kind that the model's own code raises where it sees no numbers.
     """
-    widths = state_widths(make_optimizer)
+    plan, model, loss = resolved.plan, workload.model, workload.loss
+    widths = state_widths(workload.make_optimizer)
     tracker = StorageTracker(fake=True)
     meter = FakeMeter(tracker, device)
     with FakeTensorMode(), tracker:
@@ -135,8 +121,9 @@ def run_on_fakes(
             for name in low_precision_names(fake):
                 parameter = fake.get_parameter(name)
                 parameter.data = parameter.data.to(torch.bfloat16)
-        batches = [_faked(given, device) for given in (before or micro_batch, micro_batch)]
-        choices = plan.choices(model)
+        last = workload.micro_batch
+        batches = [_faked(given, device) for given in (before or last, last)]
+        choices = resolved.policies
         shape(fake, choices, plan.mover(device, fake=True))
         visits, followed = Visits(fake, tracker), Visits(fake, tracker, choices)
         runner = make_runner(
@@ -146,7 +133,7 @@ def run_on_fakes(
                 loss=loss,
                 meter=meter,
                 model=fake,
-                make_optimizer=numberless(make_optimizer),
+                make_optimizer=numberless(workload.make_optimizer),
                 module=fake,
                 materialize=lambda _names: None,
             )
@@ -186,17 +173,6 @@ def _faked(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
 
     inputs, targets = tree_map(fake, (micro_batch.inputs, micro_batch.targets))
     return MicroBatch(inputs, targets, max(1, micro_batch.count), micro_batch.rows)
-
-
-def _profile(
-    model: nn.Module,
-    micro_batch: MicroBatch,
-    loss: Loss,
-    make_optimizer: MakeOptimizer,
-    plan: Plan,
-    device: torch.device,
-) -> Profile:
-    return profile_of(run_on_fakes(model, micro_batch, loss, make_optimizer, plan, device), plan)
 
 
 def profile_of(run: FakeRun, plan: Plan) -> Profile:

@@ -19,15 +19,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import Plan
+from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
-from bigtrain.losses.loss import Loss
 from bigtrain.memory.timeline import Timeline, Visit
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.models.blocks import separate_blocks
-from bigtrain.optim.update import MakeOptimizer
 from bigtrain.prediction.record import FakeRun, profile_of, reason_of, run_on_fakes, slots_of
 from bigtrain.prediction.sections import (
     Pass,
@@ -173,10 +173,8 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def dissect(
-    model: nn.Module,
+    workload: Workload,
     micro_batches: Sequence[MicroBatch],
-    loss: Loss,
-    make_optimizer: MakeOptimizer,
     plan: Plan,
     device: torch.device,
     *,
@@ -185,10 +183,8 @@ def dissect(
     """Run a model on fake tensors and take the run apart; see `record.make_profile`.
 
     Args:
-        model: on the meta device.
+        workload: the model on the meta device; its example is not looked at.
         micro_batches: one, or two of different sizes: both are taken in one run.
-        loss: as in the run.
-        make_optimizer: as in the run.
         plan: as in the run.
         device: whose kernels decide what is saved.
         as_sent: see `Notes`.
@@ -200,11 +196,11 @@ def dissect(
         CannotRunError: the model's own code raises where it sees no numbers; the cause says what.
         ConfigError: a technique refuses the model.
     """
-    notes = Notes([name for name, _ in separate_blocks(model)], as_sent=as_sent)
+    notes = Notes([name for name, _ in separate_blocks(workload.model)], as_sent=as_sent)
     try:
         *before, last = micro_batches
-        given = (last, loss, make_optimizer, plan, device, notes.watch)
-        run = run_on_fakes(model, *given, before[0] if before else None)
+        given = (replace(workload, example=last), ResolvedPlan.of(plan, workload.model), device)
+        run = run_on_fakes(*given, notes.watch, before[0] if before else None)
     except ConfigError:
         raise
     except Exception as error:  # user code of any kind runs here

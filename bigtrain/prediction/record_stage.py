@@ -14,17 +14,18 @@ from torch.utils._pytree import tree_leaves
 
 from bigtrain.activations.policy import recomputed_names, shape
 from bigtrain.core.loop import LoopRunner
+from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import Assembly, CutStrategy, Plan
+from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile, Wires
 from bigtrain.cutting.layout import Layout
 from bigtrain.cutting.stage import Stage
 from bigtrain.cutting.stage_program import Script
 from bigtrain.data.loader import MicroBatch
-from bigtrain.losses.loss import Loss
 from bigtrain.memory.timeline import Timeline
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.models.bf16_parameters import low_precision_names
-from bigtrain.optim.update import MakeOptimizer, state_widths
+from bigtrain.optim.update import state_widths
 from bigtrain.prediction.block_ticks import Visits
 from bigtrain.prediction.record import (
     FakeMeter,
@@ -41,45 +42,36 @@ from bigtrain.tensors.tree import map_tensors
 
 
 def profile_stage(
-    layout: Layout,
-    index: int,
-    model: nn.Module,
-    micro_batch: MicroBatch,
-    loss: Loss,
-    make_optimizer: MakeOptimizer,
-    plan: Plan,
-    *,
-    split: bool = False,
+    workload: Workload, resolved: ResolvedPlan, index: int, *, split: bool = False
 ) -> Profile:
     """Run two micro-batches and two optimizer steps of a stage on fake tensors.
 
     Args:
-        layout: how the model is cut.
+        workload: with an example.
+        resolved: with a layout.
         index: the stage.
-        model: on any device, the meta device too; it is not changed.
-        micro_batch: one of the size of the plan; only its shapes matter.
-        loss: as in the run.
-        make_optimizer: as in the run.
-        plan: for the precision, the clipping and the device.
         split: whether the backward pass is two phases, for the inputs and for the weights.
 
     Returns:
         As `record.make_profile`, with what comes in and the gradients that come back.
     """
+    plan, layout = resolved.plan, resolved.layout
+    if layout is None:
+        raise ValueError("the model is not cut")
     device = torch.device(plan.device_type)
-    real = _placed(micro_batch, double=plan.precision == "fp64")
+    real = _placed(workload.micro_batch, double=plan.precision == "fp64")
     cut = layout.chosen.cut
     # The script is traced under a fake mode of its own, so before ours.
     script = cut.rehearsal.script(real, training=True, places=cut.places)
-    widths = state_widths(make_optimizer)
+    widths = state_widths(workload.make_optimizer)
     tracker = StorageTracker(fake=True)
     meter = FakeMeter(tracker, device)
     with FakeTensorMode(), tracker:
-        stage, fake = _fake_stage(layout, index, model, loss, plan, device)
+        stage, fake = _fake_stage(workload, resolved, layout, index)
         batch = _faked(real, device)
-        choices = {n: c for n, c in plan.choices(model).items() if n not in stage.cut_through}
+        choices = {n: c for n, c in resolved.policies.items() if n not in stage.cut_through}
         visits, followed = Visits(stage, tracker), Visits(stage, tracker, choices)
-        runner = _runner(stage, fake, loss, make_optimizer, plan, meter)
+        runner = _runner(stage, fake, workload, plan, meter)
         taking = _Taking(stage, batch, runner, meter, tracker, split=split)
         taking.step()  # the optimizer makes its state in it
         marks, parts = taking.step()
@@ -108,20 +100,15 @@ def profile_stage(
 
 
 def _runner(
-    stage: Stage,
-    fake: nn.Module,
-    loss: Loss,
-    make_optimizer: MakeOptimizer,
-    plan: Plan,
-    meter: FakeMeter,
+    stage: Stage, fake: nn.Module, workload: Workload, plan: Plan, meter: FakeMeter
 ) -> LoopRunner:
     assembly = Assembly(
         context=RunContext.alone(meter.device),
         plan=plan,
-        loss=loss,
+        loss=workload.loss,
         meter=meter,
         model=fake,
-        make_optimizer=numberless(make_optimizer),
+        make_optimizer=numberless(workload.make_optimizer),
         module=stage,
         materialize=lambda _names: None,
     )
@@ -133,20 +120,21 @@ def _passes(timeline: Timeline, marks: Sequence[int]) -> tuple[Timeline, Timelin
 
 
 def _fake_stage(
-    layout: Layout, index: int, model: nn.Module, loss: Loss, plan: Plan, device: torch.device
+    workload: Workload, resolved: ResolvedPlan, layout: Layout, index: int
 ) -> tuple[Stage, nn.Module]:
     """The stage of a fake copy of the model, and that copy."""
-    cut = layout.chosen.cut
-    fake = fake_model(model, device, double=plan.precision == "fp64")
+    plan, cut = resolved.plan, layout.chosen.cut
+    device = torch.device(plan.device_type)
+    fake = fake_model(workload.model, device, double=plan.precision == "fp64")
     for name in low_precision_names(fake) if plan.bf16_parameters else ():
         parameter = fake.get_parameter(name)
         parameter.data = parameter.data.to(torch.bfloat16)
     cut.strip(fake, [index], device)
-    stage = cut.stage(fake, index, loss, device)
+    stage = cut.stage(fake, index, workload.loss, device)
     technique = plan.techniques.get("cut")
     if isinstance(technique, CutStrategy):
         stage.recompute = technique.recompute
-    shape(stage, plan.choices(model), plan.mover(device, fake=True))
+    shape(stage, resolved.policies, plan.mover(device, fake=True))
     return stage, fake
 
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from bigtrain.activations.policy import Choice
 from bigtrain.core.registry import make_technique
 from bigtrain.core.strategy import Plan
+from bigtrain.core.workload import Workload
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import RoleConfig
@@ -190,10 +191,9 @@ class Anatomy:
         def run(sizes: tuple[int, ...]) -> tuple[dict[str, Halved], ...] | None:
             if (kind, sizes) not in self._halved:
                 batches = [resized(self._example, size) for size in sizes]
-                given = (batches, loss, self._make_optimizer)
-                model, _ = self._shortened(cut=kind.cut)
+                workload = self._workload(loss, cut=kind.cut)
                 keeping = _choosing(plan, "keep")
-                found = halve(model, *given, keeping, self._device, as_sent=kind.as_sent)
+                found = halve(workload, batches, keeping, self._device, as_sent=kind.as_sent)
                 self._halved[kind, sizes] = found
             return self._halved[kind, sizes]
 
@@ -216,11 +216,10 @@ class Anatomy:
         self, plan: Plan, sizes: Sequence[int], kind: _Kind, loss: Loss
     ) -> tuple[Dissected, ...]:
         batches = [resized(self._example, rows) for rows in sizes]
-        given = (batches, loss, self._make_optimizer, _choosing(plan, kind.choice), self._device)
-        model, _ = self._shortened(cut=kind.cut)
-        is_whole = len(separate_blocks(model)) == len(self._named)
+        workload, choosing = self._workload(loss, cut=kind.cut), _choosing(plan, kind.choice)
+        is_whole = len(separate_blocks(workload.model)) == len(self._named)
         try:
-            found = dissect(model, *given, as_sent=kind.as_sent)
+            found = dissect(workload, batches, choosing, self._device, as_sent=kind.as_sent)
         except CannotRunError as error:
             if is_whole:
                 raise ConfigError(_untraceable(str(error), error.__cause__)) from error
@@ -241,6 +240,10 @@ class Anatomy:
         for known in (self._runs, self._bodies, self._halved):  # of the shortened model
             known.clear()
         return found
+
+    def _workload(self, loss: Loss, *, cut: bool) -> Workload:
+        model, _ = self._shortened(cut=cut)
+        return Workload(model, self._example, loss, self._make_optimizer)
 
     def _untied(self, *, cut: bool) -> nn.Module:
         if not cut:

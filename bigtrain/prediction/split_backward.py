@@ -20,14 +20,14 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bigtrain.core.loop import LoopRunner
+from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import Assembly, Plan
+from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile
 from bigtrain.data.loader import MicroBatch
-from bigtrain.losses.loss import Loss
 from bigtrain.memory.timeline import Kind, Span, Timeline
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.models.blocks import separate_blocks
-from bigtrain.optim.update import MakeOptimizer
 from bigtrain.prediction.record import FakeRun, run_on_fakes
 from bigtrain.prediction.record_sections import Apart, Notes
 from bigtrain.prediction.sections import FOREVER
@@ -95,10 +95,8 @@ class Window(NamedTuple):
 
 
 def halve(
-    model: nn.Module,
+    workload: Workload,
     micro_batches: Sequence[MicroBatch],
-    loss: Loss,
-    make_optimizer: MakeOptimizer,
     plan: Plan,
     device: torch.device,
     *,
@@ -110,12 +108,13 @@ def halve(
         For each micro-batch the blocks by their names, and under "" what is after them; None where
         the model does not run so.
     """
-    notes = Notes([name for name, _ in separate_blocks(model)], as_sent=as_sent)
+    notes = Notes([name for name, _ in separate_blocks(workload.model)], as_sent=as_sent)
     parts = _Parts(notes)
     *before, last = micro_batches
-    given = (last, loss, make_optimizer, plan, device, parts.watch, before[0] if before else None)
+    noting = (parts.watch, before[0] if before else None, parts.runner)
     try:
-        run = run_on_fakes(model, *given, make_runner=parts.runner)
+        resolved = ResolvedPlan.of(plan, workload.model)
+        run = run_on_fakes(replace(workload, example=last), resolved, device, *noting)
     except Exception:  # noqa: BLE001 - user code of any kind runs here; the whole pass stands in
         return None
     runs = [run] if run.earlier is None else [run.earlier, run]

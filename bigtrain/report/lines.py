@@ -40,7 +40,7 @@ def opening_lines(parts: Parts, engine: Engine, resumed: Path | None) -> Iterato
         yield f"the model was built whole and sent from rank 0: {engine.blueprint.reason}"
     if engine.layout is not None:
         yield from engine.layout.lines()
-    yield from parts.notes
+    yield from parts.resolved.notes
     yield predicted_line(engine.foreseen, engine.prediction_note)
     yield from engine.advice
     if resumed is not None:
@@ -76,15 +76,14 @@ def dry_run_lines(job: Job, plan: Plan, parts: Parts) -> Iterator[str]:
     yield yaml.safe_dump(describe_plan(parts.plan), sort_keys=False)
     yield model_line(parts)
     yield batch_line(parts)
-    model, example = parts.model.model, parts.example()
-    layout = parts.layout
+    workload, layout = parts.workload, parts.resolved.layout
     if layout is not None:
         yield from layout.lines()
-        yield layout.check(model, example, parts.loss)
-    yield from parts.notes
+        yield layout.check(workload.model, workload.micro_batch, workload.loss)
+    yield from parts.resolved.notes
     peaks: list[Peak] = []
     for pp_rank in range(plan.pp):
-        found = predict(parts.plan, model, example, parts.loss, parts.optimizer, layout, pp_rank)
+        found = predict(parts.resolved, workload, pp_rank)
         if plan.pp > 1:
             yield f"pp rank {pp_rank}:"
         yield predicted_line(found.peak, found.note)
@@ -94,7 +93,7 @@ def dry_run_lines(job: Job, plan: Plan, parts: Parts) -> Iterator[str]:
                 yield f"  {kind:12} {size:>15,} bytes"
             peaks.append(found.peak)
     if peaks and job.memory.cap is not None:
-        subject = Subject(job, parts.plan, model, example, parts.loss, parts.optimizer)
+        subject = Subject(job, parts.resolved, workload)
         yield from foresee(subject, highest(peaks), job.memory.cap)
 
 

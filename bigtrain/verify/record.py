@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
     plan = bigtrain.make_plan(job, placement.world_size, bigtrain.device_type_of(job))
     bigtrain.check_job(job)
     parts = bigtrain.open_parts(job, plan)
-    without_chance(parts.model.model)
+    without_chance(parts.workload.model)
     folder = Path(options.record)
     with bigtrain.connect_job(job, plan, placement) as context:
         record(job, parts, context, folder, job.train.steps or 1)
@@ -54,19 +54,9 @@ def record(
 ) -> None:
     """Do the steps; rank 0 writes."""
     # Buffers are left out: BatchNorm's running figures are those of what each rank saw.
-    names = {name for name, _ in parts.model.model.named_parameters(remove_duplicate=False)}
-    norms = has_batchnorm(parts.model.model)
-    with bigtrain.Engine(
-        parts.model,
-        parts.loss,
-        parts.optimizer,
-        job,
-        context,
-        example=parts.example(),
-        learning_rate=parts.learning_rate,
-        plan=parts.plan,
-        layout=parts.layout,
-    ) as engine:
+    names = {name for name, _ in parts.workload.model.named_parameters(remove_duplicate=False)}
+    norms = has_batchnorm(parts.workload.model)
+    with parts.engine(context) as engine:
         found: dict[str, Any] = {"losses": [], "norms": [], "chance": None, "no_gradients": None}
         update = engine.runner.update
 

@@ -18,17 +18,15 @@ from functools import cached_property
 from typing import ClassVar
 
 import torch
-from torch import nn
 
 from bigtrain.core.strategy import Assembly, Given, Plan, Strategy
+from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.cutting.choose import RATES, Wanted, choose_cut
 from bigtrain.cutting.layout import Layout, numerics
 from bigtrain.cutting.traced_model import Rehearsal
-from bigtrain.data.loader import MicroBatch
 from bigtrain.job.import_path import load_object
-from bigtrain.losses.loss import Loss
-from bigtrain.optim.update import MakeOptimizer, state_factor
+from bigtrain.optim.update import state_factor
 from bigtrain.pipeline.deferred_batch_norm import DeferredStatistics, has_running_statistics
 from bigtrain.strategies.pipeline.options import PipelineEngine, PipelineOptions, Recompute
 
@@ -122,14 +120,7 @@ class Pipeline(PipelineOptions):
         """Refuse what the engine cannot do, before any process group exists."""
         self._engine.check(self, plan)
 
-    def lay_out(
-        self,
-        model: nn.Module,
-        micro_batch: MicroBatch,
-        loss: Loss,
-        make_optimizer: MakeOptimizer,
-        plan: Plan,
-    ) -> Layout:
+    def lay_out(self, workload: Workload, plan: Plan) -> Layout:
         """See `CutStrategy.lay_out`."""
         ranks = self._engine.ranks(self, plan)
         wanted = Wanted(
@@ -138,16 +129,16 @@ class Pipeline(PipelineOptions):
             in_flight=self._engine.in_flight(self, plan),
             devices=ranks,
             memory=self.memory,
-            state_factor=state_factor(make_optimizer),
+            state_factor=state_factor(workload.make_optimizer),
             rates=RATES[plan.device_type],
         )
         kinds = numerics(plan.precision, bf16_parameters=plan.bf16_parameters)
-        rehearsal = Rehearsal(model, loss, torch.device(plan.device_type), kinds)
+        rehearsal = Rehearsal(workload.model, workload.loss, torch.device(plan.device_type), kinds)
         return Layout(
-            choose_cut(rehearsal, micro_batch, wanted),
+            choose_cut(rehearsal, workload.micro_batch, wanted),
             ranks,
             "pp rank" if self.spans_ranks else "device",
-            BATCH_NORM[self.batch_norm] if has_running_statistics(model) else "",
+            BATCH_NORM[self.batch_norm] if has_running_statistics(workload.model) else "",
         )
 
     def apply(self, assembly: Assembly) -> None:

@@ -1,0 +1,34 @@
+"""A plan for which every open choice has been made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from bigtrain.activations.policy import Choice
+from bigtrain.core.strategy import Plan
+from bigtrain.cutting.layout import Layout
+
+
+@dataclass(frozen=True)
+class ResolvedPlan:
+    """A plan put to a workload: see `bigtrain.assembly.resolve.resolve`."""
+
+    plan: Plan
+    layout: Layout | None = None
+    """How the model is cut, where the plan has a cut."""
+    policies: Mapping[str, Choice] = field(default_factory=dict)
+    """What modules keep for the backward pass, by their names in the whole model."""
+    notes: tuple[str, ...] = ()
+    """What there is to say of the choices made."""
+
+    @staticmethod
+    def of(plan: Plan, model: nn.Module, layout: Layout | None = None) -> ResolvedPlan:
+        """A plan without a budget.
+
+        Raises:
+            ConfigError: a name that a technique was given is none of the model's.
+        """
+        return ResolvedPlan(plan, layout, plan.choices(model))

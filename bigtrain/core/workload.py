@@ -1,0 +1,35 @@
+"""What is trained, whatever the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from bigtrain.data.loader import MicroBatch
+from bigtrain.losses.loss import Loss
+from bigtrain.optim.update import MakeOptimizer
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model with its loss, its optimizer and one micro-batch of its data."""
+
+    model: nn.Module
+    """Whole, as the user wrote it, on any device, the meta device too; it is left as it is."""
+    example: MicroBatch | None
+    """One micro-batch of the size of the plan, of which only shapes matter; None until the first
+    step of a run that was given none."""
+    loss: Loss
+    make_optimizer: MakeOptimizer
+
+    @property
+    def micro_batch(self) -> MicroBatch:
+        """The example.
+
+        Raises:
+            ValueError: there is none yet.
+        """
+        if self.example is None:
+            raise ValueError("this workload has no example")
+        return self.example
