@@ -1,0 +1,26 @@
+"""What the commands say of themselves: the strategies as JSON, and every --help."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+COMMANDS = ("train", "plan", "compare", "verify", "strategies", "doctor", "record")
+
+
+def cases() -> dict[str, list[str]]:
+    """The words after `bigtrain`."""
+    found = {f"{name} --help": [name, "--help"] for name in COMMANDS}
+    return {"strategies --json": ["strategies", "--json"], "--help": ["--help"], **found}
+
+
+def compute(words: list[str]) -> Any:
+    """Status and output; a list of rows with names as a mapping."""
+    done = subprocess.run(
+        [sys.executable, "-m", "bigtrain", *words], capture_output=True, text=True, timeout=300
+    )
+    if "--json" in words and done.returncode == 0:
+        return {row["name"]: row for row in json.loads(done.stdout)}
+    return {"status": done.returncode, "lines": [*done.stdout.splitlines(), *done.stderr.split()]}

@@ -1,0 +1,68 @@
+"""The cases of the planner: small models on the clusters that come along."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from golden import product
+
+LANGUAGE = ["data.name=synthetic", "data.args={kind: language}"]
+PICTURES = ["data.name=synthetic", "data.args={kind: classification, input_shape: [3, 32, 32]}"]
+MODELS = {
+    "gpt of 4": [
+        "model.args={num_layers: 4, width: 32, num_heads: 2, sequence_length: 16}",
+        *(*LANGUAGE, "train.global_batch_size=16"),
+    ],
+    "gpt of 12, bf16": [
+        "model.args={num_layers: 12, width: 64, num_heads: 4, sequence_length: 32}",
+        *(*LANGUAGE, "train.global_batch_size=24", "train.precision=bf16"),
+    ],
+    "gpt-10m": ["model.name=gpt-10m", *LANGUAGE, "train.global_batch_size=8"],
+    "lenet": [
+        "model.name=lenet",
+        "data.name=synthetic",
+        "data.args={kind: classification, input_shape: [1, 32, 32]}",
+        *("train.global_batch_size=32", "optim.name=sgd", "optim.momentum=0.9"),
+    ],
+    "resnet18": ["model.name=resnet18", *PICTURES, "train.global_batch_size=16"],
+}
+CLUSTERS = {"a100-node": 8, "h100-node": 4, "v100-node": 2, "cpu": 2}
+MORE = {
+    "one device": ("gpt of 4", ["--cluster", "h200-node", "--devices", "1"]),
+    "a cap": ("gpt of 12, bf16", ["--cluster", "a100-node", "--devices", "2", "--cap", "16MiB"]),
+    "a cap of one": ("gpt of 12, bf16", ["--cluster", "cpu", "--devices", "1", "--cap", "15MiB"]),
+    "nothing fits": ("gpt of 4", ["--cluster", "a100-node", "--devices", "2", "--cap", "8.5MiB"]),
+    "nothing fits, deep": (
+        "gpt of 12, bf16",
+        ["--cluster", "a100-node", "--devices", "1", "--cap", "11MiB", "--engines", "torch"],
+    ),
+    "a mesh": ("gpt of 4", ["--cluster", "a100-node", "--devices", "4", "mesh.pp=2"]),
+    "rows": (
+        "gpt of 4",
+        ["--cluster", "v100-node", "--devices", "2", "train.micro_batch_size=2"],
+    ),
+}
+
+
+def cases() -> dict[str, list[str]]:
+    """The arguments of `bigtrain plan`, by the names of the cases."""
+    found = {
+        f"{model} on {devices} of {cluster}": [
+            *("--cluster", cluster, "--devices", str(devices), *words)
+        ]
+        for model, words in MODELS.items()
+        for cluster, devices in CLUSTERS.items()
+    }
+    for name, (model, words) in MORE.items():
+        found[f"{model}: {name}"] = [*words, *MODELS[model]]
+    return found
+
+
+def compute(arguments: list[str]) -> Any:
+    """The document; a plan that stands in the front and among the best is written once."""
+    found = product.planner_document(arguments)
+    del found["search_seconds"]
+    found["cluster"] = found["cluster"]["name"]  # its figures are configs/clusters
+    best = found["plans"]
+    found["front"] = [f"plans[{best.index(one)}]" if one in best else one for one in found["front"]]
+    return found

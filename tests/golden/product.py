@@ -1,0 +1,247 @@
+"""All that the golden files need of the product: its imports, and calls that return plain values.
+
+Nothing else under tests/golden imports bigtrain.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.assembly.resolve import resolve
+from bigtrain.core.composition import in_order
+from bigtrain.core.resolved import ResolvedPlan
+from bigtrain.core.workload import Workload
+from bigtrain.data import open_data
+from bigtrain.data.loader import MicroBatch
+from bigtrain.engine.setup import check_job, open_parts
+from bigtrain.errors import BigtrainError
+from bigtrain.job.arguments import plan_arguments
+from bigtrain.job.load import changed_job, job_of, load_job
+from bigtrain.job.presets import preset_names
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.machine.cluster import load_cluster
+from bigtrain.models import check_model
+from bigtrain.optim.factory import optimizer_factory
+from bigtrain.planner.ask import ask
+from bigtrain.planner.command import asked
+from bigtrain.planner.show import document, nothing_fits, plan_text
+from bigtrain.prediction.predict import advice, forecast, rank_of
+from golden.nets import NETS
+
+GPT = [
+    "model.name=gpt",
+    "model.args={num_layers: 5, width: 32, num_heads: 2, sequence_length: 16}",
+    "data.name=synthetic",
+    "data.args={kind: language, vocabulary: 61, samples: 64}",
+]
+"""The job of the one net that is the product's own."""
+
+
+def strategies() -> list[str]:
+    """The names of the presets."""
+    return preset_names("strategies")
+
+
+def refused(call: Callable[[], object]) -> str | None:
+    """What a call refuses its input with; None where it does not."""
+    try:
+        call()
+    except BigtrainError as error:
+        return f"{type(error).__name__}: {error}"
+    except SystemExit as error:
+        return f"SystemExit: {error.code}"
+    return None
+
+
+def rank_forecasts(
+    net: str, strategy: str, ranks: int, keys: Mapping[str, Any], share: float | None = None
+) -> dict[str, Any]:
+    """What is known of a run before it is built, on each pp rank; or why it is refused.
+
+    Args:
+        net: 'gpt', which is opened as `bigtrain train` does, or one of NETS.
+        strategy: a preset.
+        ranks: that are started.
+        keys: of the job, dotted.
+        share: of the peak without a budget, which is then the budget of recomputation.
+    """
+    try:
+        if share is None:
+            return _forecasts(net, strategy, ranks, keys)
+        whole = max(_peaks(net, strategy, ranks, keys))
+        return _forecasts(
+            net, strategy, ranks, {**keys, "strategy.recompute": {"budget": int(share * whole)}}
+        )
+    except BigtrainError as error:
+        return {"refused": f"{type(error).__name__}: {error}"}
+    except Exception as error:  # noqa: BLE001 - what fails today is written down as it fails
+        return {"failed": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
+
+
+def _peaks(net: str, strategy: str, ranks: int, keys: Mapping[str, Any]) -> list[int]:
+    resolved, workload = _resolved(net, strategy, ranks, keys)
+    found = [rank_of(resolved, workload, rank).forecast for rank in range(resolved.plan.pp)]
+    return [one.peak().bytes for one in found if one is not None]
+
+
+def _resolved(
+    net: str, strategy: str, ranks: int, keys: Mapping[str, Any]
+) -> tuple[ResolvedPlan, Workload]:
+    """The plan with its choices, and what a forecast is given."""
+    if net == "gpt":
+        words = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+        job = load_job("default", strategy, [*GPT, *words])
+        check_job(job)
+        parts = open_parts(job, make_plan(job, ranks, "cpu"))
+        return parts.resolved, parts.workload
+    make, batch = NETS[net]
+    job = job_of(strategy, keys)
+    plan = make_plan(job, ranks, "cpu")
+    rows, loss = plan.batch.micro_size, CrossEntropy()
+    inputs, targets = batch(rows)
+    example = MicroBatch(inputs, targets, loss.count(targets), rows)
+    workload = Workload(make(), example, loss, optimizer_factory(job.optim, 0))
+    return resolve(plan, workload), workload
+
+
+def _forecasts(net: str, strategy: str, ranks: int, keys: Mapping[str, Any]) -> dict[str, Any]:
+    resolved, workload = _resolved(net, strategy, ranks, keys)
+    plan, batch = resolved.plan, resolved.plan.batch
+    found: dict[str, Any] = {
+        "mesh": f"pp {plan.pp} x dp {plan.dp}, micro-batch {batch.micro_size} x "
+        f"{batch.accumulation_steps}"
+    }
+    if resolved.layout is not None:
+        found["layout"] = list(resolved.layout.lines())
+    if resolved.notes:
+        found["settled"] = list(resolved.notes)
+    kept = _kept(resolved)
+    if kept:
+        found["keeps"] = kept
+    for rank in range(plan.pp):
+        found |= _rank(plan, rank, rank_of(resolved, workload, rank))
+    return found
+
+
+def _kept(resolved: ResolvedPlan) -> dict[str, str]:
+    """What modules keep, the names by choice."""
+    found: dict[str, list[str]] = {}
+    for name, choice in resolved.policies.items():
+        found.setdefault(choice, []).append(name)
+    return {choice: " ".join(names) for choice, names in sorted(found.items())}
+
+
+def _rank(plan: Any, rank: int, predicted: Any) -> dict[str, Any]:
+    at = f"rank {rank}"
+    if predicted.forecast is None:
+        return {f"{at} note": predicted.note}
+    peak = _peak(predicted.forecast.peak())
+    found: dict[str, Any] = {at: peak}
+    profiles = predicted.profiles
+    found[f"{at} profiles"] = [_profile(profile) for profile in profiles]
+    if "cut" not in plan.techniques:
+        own = [
+            _peak(forecast(profiles[0], replace(plan, dp_rank=replica)).peak())
+            for replica in range(plan.dp)
+        ]
+        if any(one != peak for one in own):
+            found["replicas"] = own
+        lines = advice(profiles[0], plan)
+        if lines:
+            found["advice"] = lines
+    sent = _traffic(plan, profiles)
+    if any(sent):
+        found[f"{at} traffic"] = sent
+    there = _traffic(replace(plan, device_type="cuda"), profiles)
+    if there != sent:
+        found[f"{at} traffic of a GPU"] = there
+    return found
+
+
+def _peak(peak: Any) -> str:
+    parts = ", ".join(f"{kind} {nbytes}" for kind, nbytes in vars(peak.breakdown).items() if nbytes)
+    return f"{peak.bytes} in {peak.phase}: {parts}"
+
+
+def _profile(profile: Any) -> str:
+    return (
+        f"parameters {profile.parameter_bytes}, gradients {profile.gradient_bytes}, optimizer "
+        f"{profile.optimizer_bytes}, buffers {profile.buffer_bytes}, batch {profile.batch_bytes}"
+    )
+
+
+def _traffic(plan: Any, profiles: Sequence[Any]) -> list[list[str]]:
+    """Of each stage what the techniques state, in their order."""
+    return [
+        [
+            f"{one.kind} {one.nbytes} in {one.calls}, each {one.every}, beside {one.beside}, "
+            f"ranks {one.ranks} by {one.stride}"
+            for technique in in_order(plan)
+            for one in technique.traffic(profile, plan)
+        ]
+        for profile in profiles
+    ]
+
+
+def planner_document(arguments: Sequence[str]) -> dict[str, Any]:
+    """What `bigtrain plan --json` says to these arguments, the best plan's file and what to do."""
+    options = plan_arguments([*arguments])
+    job = load_job(options.job, "single", options.overrides)
+    question, margin = asked(job, load_cluster(options.cluster), options)
+    planned = ask(question)
+    found = json.loads(json.dumps(document(planned, margin)))
+    if planned.answer.best:
+        found["file"] = plan_text(planned, planned.answer.best[0], "bigtrain plan")
+    else:
+        found["nothing fits"] = nothing_fits(planned)
+    return found
+
+
+def loaded(words: Sequence[str], config: str | None, strategy: str | None) -> str | None:
+    """The refusal of a job's words, names of files included."""
+    return refused(lambda: load_job(config, strategy, words))
+
+
+def changed(strategy: str, words: Sequence[str]) -> str | None:
+    """The refusal of words that change a job."""
+    return refused(lambda: changed_job(job_of(strategy, {}), words))
+
+
+def planned(strategy: str, keys: Mapping[str, Any], ranks: int) -> str | None:
+    """The refusal of a plan."""
+    return refused(lambda: make_plan(job_of(strategy, keys), ranks, "cpu"))
+
+
+def opened(strategy: str, words: Sequence[str], ranks: int) -> str | None:
+    """The refusal of a job as `bigtrain train` opens it, the planner's options apart."""
+
+    def call() -> None:
+        job = load_job("default", strategy, words)
+        check_job(job)
+        open_parts(job, make_plan(job, ranks, "cpu"))
+
+    return refused(call)
+
+
+def modelled(name: str, args: Mapping[str, Any]) -> str | None:
+    """The refusal of a model's arguments."""
+    return refused(lambda: check_model(name, args))
+
+
+def sourced(name: str, args: Mapping[str, Any]) -> str | None:
+    """The refusal of a data source's arguments."""
+    return refused(lambda: open_data(name, None, args, seed=0))
+
+
+def clustered(path: str) -> str | None:
+    """The refusal of a cluster's file."""
+    return refused(lambda: load_cluster(path))
+
+
+def unplannable(arguments: Sequence[str]) -> str | None:
+    """The refusal of the planner's arguments."""
+    return refused(lambda: planner_document(arguments))
