@@ -24,7 +24,7 @@ from pydantic import BeforeValidator, Field
 from torch import nn
 
 from bigtrain.activations.policy import Choice
-from bigtrain.core.strategy import CutStrategy, Plan, RecomputeStrategy
+from bigtrain.core.strategy import ModelFacts, Plan, RecomputeStrategy
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Role
@@ -94,8 +94,8 @@ class Checkpointing(RecomputeStrategy):
                 f"Leave strategy.recompute.mode out, or strategy.recompute.{chosen}."
             )
         self._check_moves(plan)
-        cut = plan.techniques.get("cut")
-        if isinstance(cut, CutStrategy) and cut.recompute != "never":
+        cut = plan.cut
+        if cut is not None and cut.recompute != "never":
             raise ConfigError(
                 f"strategy.cut.checkpoint={cut.recompute} computes whole stages again, and "
                 "strategy.recompute their blocks. Set strategy.cut.checkpoint=never, or leave "
@@ -126,7 +126,7 @@ class Checkpointing(RecomputeStrategy):
         kept = "selective" in by_name or (self.blocks is None and self.mode == "selective")
         if not kept or plan.keeps_products:
             return
-        if plan.techniques["replicate"].replaces_products:
+        if plan.replicate.replaces_products:
             raise ConfigError(
                 "strategy.recompute: selective keeps the results of products, and DeepSpeed's "
                 "stage 3 computes linear layers in a way that changes them in place. Use "
@@ -174,12 +174,13 @@ class Checkpointing(RecomputeStrategy):
             return dict.fromkeys(names, "full_offload")
         return dict.fromkeys(names, self.mode)
 
-    def refuse_missing(self, reason: str) -> None:
+    def check_model(self, facts: ModelFacts, plan: Plan) -> None:  # noqa: ARG002
         """Say what a selective block cannot do: change in place what it has kept."""
-        kind, _, said = reason.partition(": ")
+        missing = facts.missing or ""
+        kind, _, said = missing.partition(": ")
         if kind == "ConfigError" and said.startswith("strategy.recompute"):
             raise ConfigError(said)
-        if "modified by an inplace operation" in reason:
+        if "modified by an inplace operation" in missing:
             raise ConfigError(
                 "strategy.recompute: a block of this model changes its input in place, which is "
                 "then not there any more to compute it again. Leave that block out: name the "

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigtrain.core.replicas import Average, Sync, wrap
 from bigtrain.core.strategy import Assembly, Plan, Strategy
+from bigtrain.core.traits import Traits
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic, averaged, tensors_of
 from bigtrain.errors import ConfigError
@@ -49,6 +50,11 @@ class DDP(Strategy):
     powersgd_rank: int = Field(1, ge=1)
     powersgd_start: int = Field(1000, ge=2)
     """Steps that are averaged exactly before PowerSGD begins."""
+
+    @property
+    def traits(self) -> Traits:
+        """See `Strategy.traits`."""
+        return Traits(averaging_bucket=self.bucket_size)
 
     def check(self, plan: Plan) -> None:
         """Refuse what DistributedDataParallel would only find in the middle of a run."""

@@ -19,8 +19,8 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from bigtrain.core.replicas import averaging_bucket
 from bigtrain.core.strategy import Assembly, CutStrategy, Plan
+from bigtrain.core.traits import CutTraits
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Forecast
 from bigtrain.costs.rank_replay import joined
@@ -51,14 +51,10 @@ class LayerSplit(CutStrategy):
     """What the states and activations of a rank or device may take when stages are chosen."""
 
     @property
-    def owns_step(self) -> bool:
-        """See `Strategy.owns_step`."""
-        return self.devices is None
-
-    @property
-    def spans_ranks(self) -> bool:
-        """See `CutStrategy.spans_ranks`."""
-        return self.devices is None
+    def traits(self) -> CutTraits:
+        """See `Strategy.traits`."""
+        on_ranks = self.devices is None
+        return CutTraits(owns_step=on_ranks, spans_ranks=on_ranks)
 
     def replayed(
         self,
@@ -70,7 +66,7 @@ class LayerSplit(CutStrategy):
         """See `CutStrategy.replayed`: one micro-batch after the other."""
         given = ("naive", plan.pp, 1, plan.batch.accumulation_steps)
         orders, ways = order(*given)[pp_rank], transfers(*given)[pp_rank]
-        return joined(orders, forecasts, halves, ways, averaging_bucket(plan))
+        return joined(orders, forecasts, halves, ways, plan.averaging_bucket)
 
     def stages(self, plan: Plan) -> int:
         """How many."""
@@ -109,7 +105,7 @@ class LayerSplit(CutStrategy):
         )
         kinds = numerics(plan.precision, bf16_parameters=plan.bf16_parameters)
         rehearsal = Rehearsal(workload.model, workload.loss, torch.device(plan.device_type), kinds)
-        on = "pp rank" if self.spans_ranks else "device"
+        on = "pp rank" if self.traits.spans_ranks else "device"
         return Layout(choose_cut(rehearsal, workload.micro_batch, wanted), ranks, on)
 
     def apply(self, assembly: Assembly) -> None:

@@ -22,7 +22,8 @@ from typing import ClassVar
 from torch import nn
 
 from bigtrain.activations.policy import Choice
-from bigtrain.core.strategy import Assembly, Offloaded, Place, Plan, Strategy
+from bigtrain.core.strategy import Assembly, ModelFacts, Plan, Strategy
+from bigtrain.core.traits import Offloaded, Place, Traits
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic, moved_activations, tensors_of
 from bigtrain.errors import ConfigError
@@ -52,9 +53,10 @@ class Offload(Strategy):
     """An existing folder on a disk with room; left out, the system's for temporary files."""
 
     @property
-    def offloaded(self) -> Offloaded:
-        """See `Strategy.offloaded`."""
-        return Offloaded(self.optimizer, self.parameters, self.activations, self._folder)
+    def traits(self) -> Traits:
+        """See `Strategy.traits`."""
+        places = (self.optimizer, self.parameters, self.activations)
+        return Traits(offloaded=Offloaded(*places, self._folder))
 
     def check(self, plan: Plan) -> None:
         """Refuse what moves nothing, a folder that cannot be used, parameters that stay."""
@@ -73,12 +75,12 @@ class Offload(Strategy):
             fault = folder_fault(self._folder)
             if fault is not None:
                 raise ConfigError(f"strategy.offload.path={self._folder} {fault}.")
-        replicate = plan.techniques["replicate"]
-        if replicate.own_offload:
+        if plan.replicate.own_offload:
             return
-        if self.parameters != "device" and not replicate.moves_parameters:
+        if self.parameters != "device" and not plan.replicate.moves_parameters:
+            name = plan.techniques["replicate"].name
             raise ConfigError(
-                f"strategy.offload.parameters={self.parameters}: {replicate.name} keeps whole "
+                f"strategy.offload.parameters={self.parameters}: {name} keeps whole "
                 "parameters on the device. Use --strategy fsdp or zero3 with "
                 "strategy.offload.parameters=cpu."
             )
@@ -99,11 +101,12 @@ class Offload(Strategy):
             return {}
         return {name: "offload" for name, _ in find_blocks(model)}
 
-    def check_sizes(self, profile: Profile, plan: Plan) -> None:
+    def check_model(self, facts: ModelFacts, plan: Plan) -> None:
         """Refuse a place that is too small for the state of one rank alone."""
-        if plan.techniques["replicate"].own_offload:
+        profile = facts.profile
+        if profile is None or plan.replicate.own_offload:
             return
-        elements = profile.trained_elements / plan.techniques["replicate"].state_ranks(plan)
+        elements = profile.trained_elements / plan.state_ranks
         state = round(elements * profile.state_slots) * _item(plan)
         if self.optimizer == "disk":
             free = free_on_disk(self._folder)
@@ -127,7 +130,7 @@ class Offload(Strategy):
             "activations": self.activations,
         }
         hosted = [key for key, place in places.items() if place == "cpu"]
-        if plan.techniques["replicate"].own_offload:
+        if plan.replicate.own_offload:
             return None  # what does the work says where it gains nothing
         if hosted and plan.device_type == "cpu":
             return (
@@ -149,15 +152,14 @@ class Offload(Strategy):
 
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
         """The state leaves; one chunk of it is there during the step."""
-        replicate = plan.techniques["replicate"]
-        if replicate.own_offload or profile.trained_elements == 0:
+        if plan.replicate.own_offload or profile.trained_elements == 0:
             return forecast
         states = replace(forecast.states, optimizer=profile.state_scalars)
         if self._on_host(plan):
             return replace(forecast, states=states, step=Timeline((), forecast.step.phases))
         if self.optimizer != "disk":
             return forecast
-        ranks = replicate.state_ranks(plan)
+        ranks = plan.state_ranks
         most = chunk_elements(profile.trained_elements, ranks)
         chunk = min(most, profile.trained_elements // ranks)
         room = round(chunk * profile.state_slots) * _item(plan)
@@ -189,10 +191,9 @@ class Offload(Strategy):
 
     def _state_traffic(self, profile: Profile, plan: Plan) -> list[Traffic]:
         """The optimizer's: state to disk and back, or gradients to the host and values back."""
-        replicate = plan.techniques["replicate"]
-        if replicate.own_offload or self.optimizer == "device":
+        if plan.replicate.own_offload or self.optimizer == "device":
             return []
-        ranks = replicate.state_ranks(plan)
+        ranks = plan.state_ranks
         elements, item = -(-profile.trained_elements // ranks), _item(plan)
         tensors = -(-len(tensors_of(profile)) // ranks)
         if self._on_host(plan):  # chunk by chunk, beside the update of the one before
@@ -202,7 +203,7 @@ class Offload(Strategy):
             ]
         if self.optimizer != "disk":
             return []
-        pieces = replicate.optimizer_gets == "pieces"
+        pieces = plan.replicate.optimizer_gets == "pieces"
         values = 1 if pieces and plan.bf16_parameters else 0  # the fp32 ones go along
         nbytes = round(elements * (profile.state_slots + values)) * item
         if not nbytes:
@@ -219,7 +220,7 @@ class Offload(Strategy):
 
     def apply(self, assembly: Assembly) -> None:
         """Say where the state will live; whoever makes the optimizer takes it there."""
-        if assembly.plan.techniques["replicate"].own_offload:
+        if assembly.plan.replicate.own_offload:
             return
         if self.optimizer == "disk":
             assembly.home = DiskHome(assembly.context, self._folder)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from bigtrain.core.strategy import Plan, Strategy
+from bigtrain.core.traits import Traits
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Role
 
@@ -23,9 +24,9 @@ class Single(Strategy):
     summary: ClassVar[str] = "one process, nothing shared: the reference"
 
     @property
-    def final_gradients(self) -> bool:
-        """See `Strategy.final_gradients`."""
-        return True
+    def traits(self) -> Traits:
+        """See `Strategy.traits`."""
+        return Traits(final_gradients=True)
 
     def check(self, plan: Plan) -> None:
         """Refuse more than one rank."""

@@ -19,6 +19,7 @@ from torch import nn
 
 import bigtrain.optim.partitioned
 from bigtrain.assembly.make_plan import make_plan
+from bigtrain.core.strategy import ModelFacts
 from bigtrain.costs.forecast import Profile
 from bigtrain.engine.engine import Engine
 from bigtrain.errors import BigtrainError, ConfigError
@@ -297,13 +298,13 @@ def profile(elements: int) -> Profile:
 def test_a_model_too_large_for_the_disk_or_the_host_is_refused_with_the_numbers(tmp_path):
     disk = plan_of("single", offload(optimizer="disk", path=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"has .* free \(\d+ bytes\).*takes 7275.96 TiB"):
-        disk.techniques["offload"].check_sizes(profile(10**15), disk)
-    disk.techniques["offload"].check_sizes(profile(1000), disk)
+        disk.techniques["offload"].check_model(ModelFacts(profile(10**15)), disk)
+    disk.techniques["offload"].check_model(ModelFacts(profile(1000)), disk)
     host = plan_of("single", offload(optimizer="cpu"), device="cuda")
     with pytest.raises(ConfigError, match=r"memory free \(\d+ .*optimizer=disk"):
-        host.techniques["offload"].check_sizes(profile(10**15), host)
+        host.techniques["offload"].check_model(ModelFacts(profile(10**15)), host)
     sharded = plan_of("zero1_torch", offload(optimizer="disk", path=str(tmp_path)), 4)
-    assert sharded.techniques["replicate"].state_ranks(sharded) == 4
+    assert sharded.state_ranks == 4
 
 
 def build_on_a_small_disk(context, free: int) -> str:

@@ -14,8 +14,8 @@ from ranks import run_ranks
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import load_job
+from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.on_deepspeed.config import settings
-from bigtrain.strategies.zero.options import ZeroOptions
 
 AUTO: dict[str, Any] = {
     "train_batch_size": "auto",
@@ -62,7 +62,7 @@ def test_auto_is_filled_in_and_the_rest_taken_as_it_is(tmp_path):
     job = load_job(None, "zero2", words)
     plan = make_plan(job, 2, "cpu")
     technique = plan.techniques["replicate"]
-    assert isinstance(technique, ZeroOptions)
+    assert isinstance(technique, Zero)
     found = settings(technique, plan, 1_000_000)
     assert (found["train_batch_size"], found["train_micro_batch_size_per_gpu"]) == (8, 2)
     assert (found["gradient_accumulation_steps"], found["gradient_clipping"]) == (2, 0.5)

@@ -9,7 +9,6 @@ from torch import nn
 
 from bigtrain.activations.policy import Moving, shape
 from bigtrain.assembly.materialize import Materializer
-from bigtrain.core.composition import in_order
 from bigtrain.core.loop import LoopRunner
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.runner import Runner
@@ -81,7 +80,7 @@ def build(
             layout.chosen.cut.strip(model, own, context.device)
         # Weights depend on seed and name only, so every rank makes its own and none are sent.
         # A technique that never holds the whole model makes them a piece at a time.
-        if not any(technique.materializes for technique in plan.techniques.values()):
+        if not any(technique.traits.materializes for technique in plan.techniques.values()):
             materialize(names_of(model))
         # BatchNorm is replaced while the model is still plain: wrappers keep what they find.
         if plan.sync_batchnorm:
@@ -108,7 +107,7 @@ def build(
         # accumulate: says how often all of that runs before the optimizer does.
         if layout is None:
             shape(model, resolved.policies, mover)
-        for technique in in_order(plan):
+        for technique in plan.in_order:
             technique.apply(assembly)
         assembly.rejoin()
         # The optimizer comes last, made by the runner: sharding has changed the parameters.

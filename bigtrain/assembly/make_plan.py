@@ -30,7 +30,7 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
         role: make_technique(role, config) for role, config in job.strategy.roles().items()
     }
     cut = techniques.get("cut")
-    spans = isinstance(cut, CutStrategy) and cut.spans_ranks
+    spans = isinstance(cut, CutStrategy) and cut.traits.spans_ranks
     pp, dp, tp = _mesh(job, world_size, spans=spans)
     if "replicate" not in techniques:
         name = "ddp" if spans and dp > 1 else "single"
@@ -42,16 +42,17 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
             f"mesh.pp={pp} and mesh.tp={tp} cut the model over ranks, and strategy.cut names no "
             "technique that does. Use mesh.pp=1 mesh.tp=1, or --strategy 1f1b."
         )
-    joins = isinstance(cut, CutStrategy) and cut.joins(techniques["replicate"])
+    replicate = techniques["replicate"].traits
+    joins = isinstance(cut, CutStrategy) and cut.traits.joins_with(replicate)
     given_up = "replicate" if joins else None  # the cut's engine is that one's, too
     if tp > 1:
         raise ConfigError(
             f"mesh.tp={tp}: no technique here slices tensors over ranks. Use mesh.tp=1."
         )
-    owners = [t.name for role, t in techniques.items() if t.owns_step and role != given_up]
+    owners = [t.name for role, t in techniques.items() if t.traits.owns_step and role != given_up]
     if len(owners) > 1:
         fix = "Keep one of them."
-        if "cut" in techniques and techniques["replicate"].owns_step:
+        if "cut" in techniques and replicate.owns_step:
             fix = "Use strategy.replicate.engine=torch, or no strategy.cut."
         raise ConfigError(f"{' and '.join(owners)} both own the training step. {fix}")
     if job.train.sync_batchnorm and device_type != "cuda":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bigtrain.core.strategy import Given, Plan
+from bigtrain.core.strategy import Plan
+from bigtrain.core.traits import Given
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import LOW_BIT, OptimConfig
 
@@ -24,9 +25,8 @@ def check_optimizer(optim: OptimConfig, plan: Plan) -> None:
     Raises:
         ConfigError: with the key, the reason and the nearest choice that works.
     """
-    cut = plan.techniques.get("cut")
-    given = plan.techniques["replicate"].optimizer_gets
-    if plan.joined or (cut is not None and cut.optimizer_gets == "copies"):
+    given = plan.replicate.optimizer_gets
+    if plan.joined or (plan.cut is not None and plan.cut.optimizer_gets == "copies"):
         given = "copies"
     who = f"strategy {plan.strategy.name}"
     if optim.name == "sgd" and optim.implementation == "fused" and given == "shards":
@@ -86,12 +86,12 @@ def _check_release(plan: Plan, who: str) -> None:
             "gradients are whole after the last one only. Use --strategy fsdp, or "
             "optim.release_gradients=false."
         )
-    if not plan.techniques["replicate"].final_gradients and plan.world_size > 1:
+    if not plan.replicate.final_gradients and plan.world_size > 1:
         raise ConfigError(
             f"optim.release_gradients=true: {who} keeps all gradients in buckets until they are "
             "averaged over the ranks. Use --strategy fsdp, or optim.release_gradients=false."
         )
-    if not plan.techniques["replicate"].final_gradients:
+    if not plan.replicate.final_gradients:
         raise ConfigError(
             f"optim.release_gradients=true: {who} keeps the gradients for a step of its own. Use "
             "--strategy single, or optim.release_gradients=false."

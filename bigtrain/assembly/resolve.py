@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from bigtrain.assembly.recompute_budget import meet_budget
-from bigtrain.core.composition import in_order
 from bigtrain.core.resolved import ResolvedPlan
-from bigtrain.core.strategy import CutStrategy, Plan, RecomputeStrategy
+from bigtrain.core.strategy import CutStrategy, ModelFacts, Plan, RecomputeStrategy
 from bigtrain.core.workload import Workload
 from bigtrain.cutting.layout import Layout
 from bigtrain.errors import ConfigError
@@ -49,16 +46,5 @@ def lay_out(plan: Plan, workload: Workload) -> Layout | None:
             "micro-batch. Give prepare(..., example=(inputs, targets))."
         )
     layout = cut.lay_out(workload, plan)
-    check_shared(layout.shared if layout is not None else [], plan)
+    plan.check_model(ModelFacts(shared=layout.shared))
     return layout
-
-
-def check_shared(names: Sequence[str], plan: Plan) -> None:
-    """Let each technique refuse parameters that several stages of one rank use.
-
-    Raises:
-        ConfigError: with a name and the fix.
-    """
-    if names:
-        for technique in in_order(plan):
-            technique.check_shared(names)

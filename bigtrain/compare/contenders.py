@@ -122,7 +122,7 @@ def _planned(strategy: str, label: str, job: Job, num_ranks: int) -> Contender:
         with suppress(ConfigError):
             alone = make_plan(job, 1, device)
             cut = alone.techniques.get("cut")
-            spans = isinstance(cut, CutStrategy) and cut.spans_ranks
+            spans = isinstance(cut, CutStrategy) and cut.traits.spans_ranks
             if alone.techniques["replicate"].name == "single" and not spans:
                 return Contender(strategy, label, 1, job, alone)
     return Contender(strategy, label, num_ranks, job, None, refusal)

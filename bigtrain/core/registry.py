@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from pydantic import ValidationError
 
 from bigtrain.core.strategy import Strategy
@@ -10,15 +13,53 @@ from bigtrain.job.import_path import load_object
 from bigtrain.job.load import explain
 from bigtrain.job.schema import Role, RoleConfig
 
-TECHNIQUES: dict[Role, dict[str, str]] = {
+
+@dataclass(frozen=True)
+class Engines:
+    """A technique that several classes do, chosen by some of its options."""
+
+    options: str
+    """The class of its keys, which the others inherit from."""
+    keys: tuple[str, ...]
+    """The options that choose."""
+    classes: Mapping[tuple[object, ...], str]
+    """By their values; where these are not named, the class of the keys says why."""
+
+
+TECHNIQUES: dict[Role, dict[str, str | Engines]] = {
     "cut": {
         "layer_split": "bigtrain.strategies.layer_split:LayerSplit",
-        "pipeline": "bigtrain.strategies.pipeline:Pipeline",
+        "pipeline": Engines(
+            "bigtrain.strategies.pipeline:Pipeline",
+            ("engine",),
+            {
+                ("torch",): "bigtrain.strategies.pipeline.on_torch:TorchPipeline",
+                ("fairscale",): "bigtrain.strategies.pipeline.on_fairscale:FairscalePipe",
+                ("deepspeed",): "bigtrain.strategies.pipeline.on_deepspeed:DeepSpeedPipeline",
+            },
+        ),
     },
     "replicate": {
         "single": "bigtrain.strategies.single:Single",
         "ddp": "bigtrain.strategies.ddp:DDP",
-        "zero": "bigtrain.strategies.zero:Zero",
+        "zero": Engines(
+            "bigtrain.strategies.zero:Zero",
+            ("engine", "stage"),
+            {
+                ("deepspeed", 1): "bigtrain.strategies.zero.on_deepspeed.engine:DeepSpeed",
+                ("deepspeed", 2): "bigtrain.strategies.zero.on_deepspeed.engine:DeepSpeed",
+                ("deepspeed", 3): "bigtrain.strategies.zero.on_deepspeed.engine:DeepSpeed",
+                ("torch", 1): "bigtrain.strategies.zero.on_torch.stage1:ShardedOptimizer",
+                ("torch", 2): "bigtrain.strategies.zero.on_torch.fully_shard:FullySharded",
+                ("torch", 3): "bigtrain.strategies.zero.on_torch.fully_shard:FullySharded",
+                ("fairscale", 1): "bigtrain.strategies.zero.on_fairscale.engine:FairscaleOSS",
+                (
+                    "fairscale",
+                    2,
+                ): "bigtrain.strategies.zero.on_fairscale.engine:FairscaleShardedDDP",
+                ("fairscale", 3): "bigtrain.strategies.zero.on_fairscale.fsdp:FairscaleFSDP",
+            },
+        ),
     },
     "recompute": {
         "checkpointing": "bigtrain.strategies.checkpointing:Checkpointing",
@@ -33,19 +74,24 @@ TECHNIQUES: dict[Role, dict[str, str]] = {
 
 
 def technique_class(role: Role, name: str) -> type[Strategy]:
-    """The class of a technique, by its name or as `package.module:Class`.
+    """The class of a technique's keys, by its name or as `package.module:Class`.
 
     Raises:
         ConfigError: the name is not in the table, or the import fails.
     """
     table = TECHNIQUES[role]
-    target = table.get(name, name)
+    entry = table.get(name, name)
+    target = entry.options if isinstance(entry, Engines) else entry
     if ":" not in target:
         known = ", ".join(sorted(table)) or "none yet"
         raise ConfigError(
             f"strategy.{role}: unknown {name!r}{nearest(name, table)} Known: {known}; "
             "your own is given as package.module:Class."
         )
+    return _loaded(role, name, target)
+
+
+def _loaded(role: Role, name: str, target: str) -> type[Strategy]:
     found = load_object(target, f"strategy.{role}")
     if not (isinstance(found, type) and issubclass(found, Strategy)):
         raise ConfigError(f"strategy.{role}: {target} is not a subclass of bigtrain.Strategy.")
@@ -65,7 +111,7 @@ def make_technique(role: Role, config: RoleConfig) -> Strategy:
     """
     kind = technique_class(role, config.name)
     try:
-        return kind.model_validate(config.options)
+        technique = kind.model_validate(config.options)
     except ValidationError as error:
         reason = explain(error, kind)
         prefix = f"strategy.{role}."
@@ -73,3 +119,9 @@ def make_technique(role: Role, config: RoleConfig) -> Strategy:
         if not reason.startswith("unknown key"):
             reason = prefix + reason
         raise ConfigError(f"{reason} (strategy.{role}.name is {config.name})") from None
+    entry = TECHNIQUES[role].get(config.name)
+    if isinstance(entry, Engines):
+        target = entry.classes.get(tuple(getattr(technique, key) for key in entry.keys))
+        if target is not None:
+            return _loaded(role, config.name, target).model_validate(config.options)
+    return technique

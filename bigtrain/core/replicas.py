@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bigtrain.core.strategy import Plan
 from bigtrain.errors import ConfigError
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.dtensors import flat
@@ -141,14 +140,3 @@ class Average:
 
 def _lies_flat(tensor: Tensor) -> bool:
     return flat(tensor).data_ptr() == tensor.data_ptr()
-
-
-def averaging_bucket(plan: Plan) -> int | None:
-    """Bytes of gradients that replicas of a stage average together, as `replicas.Average` does.
-
-    None where there are no replicas, or a wrapper reduces during the backward pass.
-    """
-    replicate = plan.techniques["replicate"]
-    if plan.dp == 1 or plan.joined or getattr(replicate, "stage", 1) > 1:
-        return None
-    return getattr(replicate, "bucket_size", None) or 25 * MIB

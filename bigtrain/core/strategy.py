@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from bigtrain.activations.policy import Choice, Moving, shape
 from bigtrain.core.runner import Runner
+from bigtrain.core.traits import CutTraits, Offloaded, Traits
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic
@@ -32,21 +33,20 @@ from bigtrain.optim.state_store import Home
 from bigtrain.optim.update import MakeOptimizer, Update
 from bigtrain.ranks.context import RunContext
 
-Place = Literal["device", "cpu", "disk"]
-Given = Literal["parameters", "pieces", "shards", "copies"]
-"""What an optimizer updates: whole parameters, stretches of them, DTensors, or an engine's own
-fp32 copies."""
-
 
 @dataclass(frozen=True)
-class Offloaded:
-    """What lives elsewhere than on the device between its uses."""
+class ModelFacts:
+    """What is known of a model by now."""
 
-    optimizer: Place = "device"
-    parameters: Place = "device"
-    activations: Place = "device"
-    path: str | None = None
-    """The folder of what is on disk."""
+    profile: Profile | None = None
+    """Of the model, or of one rank's stage of it."""
+    missing: str | None = None
+    """Why there is none, see `Profile.missing`: the fault of one technique or of none."""
+    shared: Sequence[str] = ()
+    """The parameters that several stages of one rank use."""
+
+
+_ORDER: tuple[Role, ...] = ("cut", "recompute", "offload", "replicate", "accumulate")
 
 
 @dataclass(frozen=True)
@@ -69,22 +69,60 @@ class Plan:
     """The replica that a forecast is asked of; None for the fullest."""
 
     @property
+    def replicate(self) -> Traits:
+        """Of the technique that shares gradients and state among the replicas."""
+        return self.techniques["replicate"].traits
+
+    @property
+    def cut(self) -> CutTraits | None:
+        """Of the technique that cuts the model into stages, where one does."""
+        technique = self.techniques.get("cut")
+        return technique.traits if isinstance(technique, CutStrategy) else None
+
+    @property
     def bf16_parameters(self) -> bool:
         """Whether the layers see their parameters in bf16."""
-        own = self.techniques["replicate"].bf16_parameters and not self.joined
+        own = self.replicate.bf16_parameters and not self.joined
         return self.precision == "bf16" and (own or not self.master_weights)
 
     @property
     def joined(self) -> bool:
         """Whether one engine does both the cut's and the replicate technique's work."""
-        cut = self.techniques.get("cut")
-        return isinstance(cut, CutStrategy) and cut.joins(self.techniques["replicate"])
+        cut = self.cut
+        return cut is not None and cut.joins_with(self.replicate)
 
     @property
     def offloaded(self) -> Offloaded:
         """What lives elsewhere than on the device."""
         technique = self.techniques.get("offload")
-        return technique.offloaded if technique is not None else Offloaded()
+        return technique.traits.offloaded if technique is not None else Offloaded()
+
+    @property
+    def state_ranks(self) -> int:
+        """Over how many ranks the optimizer's state of a stage is sharded."""
+        return self.replicate.state_ranks or self.dp
+
+    @property
+    def averaging_bucket(self) -> int | None:
+        """Bytes of gradients that replicas of a stage average together, as `replicas.Average`.
+
+        None where there are no replicas, or a wrapper reduces during the backward pass.
+        """
+        return None if self.dp == 1 or self.joined else self.replicate.averaging_bucket
+
+    @property
+    def in_order(self) -> list[Strategy]:
+        """The techniques in the order in which they shape a run, and its forecast."""
+        return [self.techniques[role] for role in _ORDER if role in self.techniques]
+
+    def check_model(self, facts: ModelFacts) -> None:
+        """Let each technique refuse a model: see `Strategy.check_model`.
+
+        Raises:
+            ConfigError: the same on every rank.
+        """
+        for technique in self.in_order:
+            technique.check_model(facts, self)
 
     @property
     def world_size(self) -> int:
@@ -107,14 +145,13 @@ class Plan:
     @property
     def keeps_products(self) -> bool:
         """Whether results of products can be kept: they stay as made, and one pass wants them."""
-        return not self.splits_backward and not self.techniques["replicate"].replaces_products
+        return not self.splits_backward and not self.replicate.replaces_products
 
     @property
     def splits_backward(self) -> bool:
         """Whether backward passes go in two parts: the schedule asks for it, the replicas allow."""
-        cut = self.techniques.get("cut")
-        wanted = isinstance(cut, CutStrategy) and cut.splits_backward
-        return wanted and not self.techniques["replicate"].whole_backward
+        cut = self.cut
+        return cut is not None and cut.splits_backward and not self.replicate.whole_backward
 
     @property
     def moves_activations(self) -> bool:
@@ -157,7 +194,7 @@ class Assembly:
     meter: Meter
     model: nn.Module
     """As the user wrote it: plain parameter names. Materialised, but for a technique that does
-    this itself (`Strategy.materializes`)."""
+    this itself (`Traits.materializes`)."""
     materialize: Callable[[Collection[str]], None]
     """Give the named parameters and buffers their values on the device (fp64 where planned so)."""
     make_optimizer: MakeOptimizer
@@ -242,66 +279,9 @@ class Strategy(BaseModel):
     """One line for lists: what is sharded, recomputed or moved, at what cost."""
 
     @property
-    def owns_step(self) -> bool:
-        """Whether it replaces the micro-batch loop; a job has at most one such technique."""
-        return False
-
-    @property
-    def needs_group(self) -> bool:
-        """Whether it wants a process group even for one rank."""
-        return False
-
-    @property
-    def materializes(self) -> bool:
-        """Whether `apply` gives the model its values itself, a piece at a time."""
-        return False
-
-    @property
-    def replaces_products(self) -> bool:
-        """Whether its own code computes linear layers, and changes their products in place."""
-        return False
-
-    @property
-    def bf16_parameters(self) -> bool:
-        """Whether layers see bf16 parameters in bf16 runs, the fp32 values being kept apart.
-
-        Otherwise the parameters are fp32 and autocast converts them at each use.
-        """
-        return False
-
-    @property
-    def optimizer_gets(self) -> Given:
-        """What the optimizer updates: see `Given`."""
-        return "parameters"
-
-    @property
-    def final_gradients(self) -> bool:
-        """Whether the backward pass leaves each gradient as the optimizer wants it."""
-        return False
-
-    @property
-    def whole_backward(self) -> bool:
-        """Whether it acts around whole backward passes: schedules that split them do not, then."""
-        return False
-
-    @property
-    def own_offload(self) -> bool:
-        """Whether it does the offload role's work itself."""
-        return False
-
-    @property
-    def moves_parameters(self) -> bool:
-        """Whether it keeps the parameters where the offload role says."""
-        return False
-
-    def state_ranks(self, plan: Plan) -> int:  # noqa: ARG002
-        """Over how many ranks it shards the optimizer's state."""
-        return 1
-
-    @property
-    def offloaded(self) -> Offloaded:
-        """What this technique moves off the device."""
-        return Offloaded()
+    def traits(self) -> Traits:
+        """What others have to know of it."""
+        return Traits()
 
     def choices(self, model: nn.Module, plan: Plan) -> Mapping[str, Choice]:  # noqa: ARG002
         """What modules keep for the backward pass, by name; those left out are another's.
@@ -326,24 +306,11 @@ class Strategy(BaseModel):
             ConfigError: with the key, the numbers and the fix.
         """
 
-    def check_shared(self, names: Sequence[str]) -> None:
-        """Refuse that several stages of a rank use the parameters of these names: ConfigError."""
-
-    def check_sizes(self, profile: Profile, plan: Plan) -> None:
-        """Refuse what cannot work with a model of this size: the profile is known now.
+    def check_model(self, facts: ModelFacts, plan: Plan) -> None:
+        """Refuse a model that it cannot work with; called as soon as something is known of it.
 
         Raises:
             ConfigError: with the key, the numbers and the fix.
-        """
-
-    def refuse_missing(self, reason: str) -> None:
-        """Refuse a model that could not be profiled because of this technique.
-
-        Args:
-            reason: `Profile.missing`.
-
-        Raises:
-            ConfigError: with the key and the fix.
         """
 
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:  # noqa: ARG002
@@ -379,27 +346,13 @@ class CutStrategy(Strategy):
     """A technique that lays a model over ranks or devices in stages."""
 
     @property
-    def spans_ranks(self) -> bool:
-        """Whether the stages are on the ranks of the pp axis, or all in each process."""
-        return True
+    def traits(self) -> CutTraits:
+        """What others have to know of it."""
+        return CutTraits()
 
     def replays(self, plan: Plan) -> bool:  # noqa: ARG002
         """Whether the memory is predicted stage by stage, by `replayed`."""
-        return self.spans_ranks
-
-    def joins(self, replicate: Strategy) -> bool:  # noqa: ARG002
-        """Whether this technique's engine does that of the replicate role, too, and the step."""
-        return False
-
-    @property
-    def recompute(self) -> Literal["never", "except_last", "always"]:
-        """Which micro-batches a stage computes again for their backward pass."""
-        return "never"
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether gradients of inputs and of weights are computed apart."""
-        return False
+        return self.traits.spans_ranks
 
     def replayed(
         self,

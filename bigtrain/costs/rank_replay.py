@@ -27,7 +27,7 @@ def joined(
         forecasts: of its stages, each of one micro-batch.
         halves: the same with the backward pass in two parts.
         underway: for each action what is on its way; see `transfers.transfers`.
-        bucket: of `averaging_bucket`.
+        bucket: see `Traits.averaging_bucket`.
     """
     if any(found.resumed is not None for found in forecasts.values()):
         # fully_shard frees and fills around whole backward passes only.

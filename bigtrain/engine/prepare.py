@@ -42,7 +42,7 @@ def connect_job(job: Job, plan: Plan, placement: Placement) -> AbstractContextMa
         setup_timeout=job.mesh.setup_timeout,
         timeout=job.mesh.timeout,
         seed=job.train.seed,
-        force_group=any(t.needs_group for t in plan.techniques.values()),
+        force_group=any(t.traits.needs_group for t in plan.techniques.values()),
     )
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from bigtrain.activations.policy import Choice
 from bigtrain.assembly.make_plan import make_plan
-from bigtrain.assembly.resolve import check_shared
-from bigtrain.core.strategy import CutStrategy, Plan
+from bigtrain.core.strategy import CutStrategy, ModelFacts, Plan
 from bigtrain.costs.floors import Widths, bounding_stage, states_floor
 from bigtrain.costs.forecast import Profile
 from bigtrain.errors import ConfigError
@@ -236,7 +235,7 @@ class Judge:
             return None
         node = self._clock.cluster.node
         held = states(self.whole(candidate.rows).sections)
-        shards = candidate.pp * plan.techniques["replicate"].state_ranks(plan)
+        shards = candidate.pp * plan.state_ranks
         # Gradients come to the host beside its fp32 values.
         each = (held.optimizer + 2 * 4 * self._numbers(held, plan)) // shards
         whole = each * min(node.devices, candidate.pp * candidate.dp)
@@ -264,7 +263,7 @@ class Judge:
             )
             given = (plan, candidate, ladder, self._clock, self._composed, factors)
             fit = Fit(*given, self._halves(plan, candidate))
-            check_shared(fit.shared, plan)
+            plan.check_model(ModelFacts(shared=fit.shared))
             self._fits[candidate] = fit
         return self._fits[candidate]
 

@@ -370,9 +370,8 @@ def shorter(plan: Plan) -> Plan:
 
     torch's own schedules keep the gradients that they send until the step is over: each counts.
     """
-    cut = plan.techniques.get("cut")
     steps, most = plan.batch.accumulation_steps, EARLY * plan.pp
-    if plan.pp == 1 or getattr(cut, "schedule", "gpipe") not in ("1f1b", "naive"):
+    if plan.pp == 1 or plan.cut is None or plan.cut.schedule not in ("1f1b", "naive"):
         return plan
     if steps <= most:
         return plan

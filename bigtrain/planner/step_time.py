@@ -12,7 +12,7 @@ from functools import cache
 
 import numpy as np
 
-from bigtrain.core.strategy import CutStrategy, Plan
+from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Profile
 from bigtrain.costs.traffic import MOVES, Traffic
 from bigtrain.machine.cluster import Cluster
@@ -131,7 +131,7 @@ class Clock:
         for profile in profiles:
             talked, moved = self._traffic(plan, profile, slowest, micro_batches)
             exchange, moving = max(exchange, talked), max(moving, moved)
-        shards = plan.techniques["replicate"].state_ranks(plan)
+        shards = plan.state_ranks
         return StepSeconds(compute, idle, exchange, moving, self.crowd * update / shards)
 
     def _computing(
@@ -139,10 +139,10 @@ class Clock:
     ) -> tuple[float, float]:
         """Seconds of the busiest rank, and those in which it waits."""
         micro_batches = plan.batch.accumulation_steps
-        cut = plan.techniques.get("cut")
-        if plan.pp == 1 or not isinstance(cut, CutStrategy):
+        cut = plan.cut
+        if plan.pp == 1 or cut is None:
             return self.crowd * micro_batches * sum(pace.both for pace in paces), 0.0
-        schedule = str(getattr(cut, "schedule", "naive"))
+        schedule = cut.schedule
         sending = self._sending(plan, profiles)
         splits = plan.splits_backward
         stages = [_seconds(pace, sending, splits=splits) for pace in paces]

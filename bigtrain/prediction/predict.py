@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from bigtrain.core.composition import in_order
 from bigtrain.core.resolved import ResolvedPlan
-from bigtrain.core.strategy import CutStrategy, Plan
+from bigtrain.core.strategy import CutStrategy, ModelFacts, Plan
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.memory.timeline import Peak
@@ -76,9 +75,9 @@ def rank_of(resolved: ResolvedPlan, workload: Workload, pp_rank: int = 0) -> Ran
     if layout is None or not isinstance(cut, CutStrategy) or not _by_stages(resolved):
         profile = make_profile(workload, resolved)
         if profile.missing is not None:
-            refuse_missing(profile.missing, plan)
+            plan.check_model(ModelFacts(missing=profile.missing))
             return Rank(None, f"the model does not run on fake tensors ({profile.missing})")
-        check_sizes(profile, plan)
+        plan.check_model(ModelFacts(profile=profile))
         if layout is not None and "recompute" in plan.techniques:
             _try_stages(workload, resolved, len(layout.ranks))
         found = forecast(profile, plan)
@@ -86,16 +85,16 @@ def rank_of(resolved: ResolvedPlan, workload: Workload, pp_rank: int = 0) -> Ran
     profiles: dict[int, Profile] = {}
     halves: dict[int, Forecast] = {}
     try:
-        own = layout.stages_of(pp_rank) if cut.spans_ranks else range(len(layout.ranks))
+        own = layout.stages_of(pp_rank) if cut.traits.spans_ranks else range(len(layout.ranks))
         for stage in own:
             profiles[stage] = profile_stage(workload, resolved, stage)
-            check_sizes(profiles[stage], plan)
+            plan.check_model(ModelFacts(profile=profiles[stage]))
             if plan.splits_backward:
                 split = profile_stage(workload, resolved, stage, split=True)
                 halves[stage] = forecast(split, plan)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         reason = reason_of(error)
-        refuse_missing(reason, plan)
+        plan.check_model(ModelFacts(missing=reason))
         return Rank(None, f"a stage does not run on fake tensors ({reason})")
     parts = {stage: forecast(profile, plan) for stage, profile in profiles.items()}
     step = cut.replayed(parts, plan, pp_rank, halves)
@@ -112,7 +111,7 @@ def _try_stages(workload: Workload, resolved: ResolvedPlan, stages: int) -> None
         try:
             profile_stage(workload, resolved, stage)
         except RuntimeError as error:
-            refuse_missing(reason_of(error), resolved.plan)
+            resolved.plan.check_model(ModelFacts(missing=reason_of(error)))
 
 
 def _by_stages(resolved: ResolvedPlan) -> bool:
@@ -121,31 +120,11 @@ def _by_stages(resolved: ResolvedPlan) -> bool:
     return is_cut and isinstance(cut, CutStrategy) and cut.replays(resolved.plan)
 
 
-def refuse_missing(reason: str, plan: Plan) -> None:
-    """Let each technique refuse a model that could not be profiled because of it.
-
-    Raises:
-        ConfigError: with the key and the fix.
-    """
-    for technique in in_order(plan):
-        technique.refuse_missing(reason)
-
-
-def check_sizes(profile: Profile, plan: Plan) -> None:
-    """Let each technique refuse a model that is too large for it, before anything is built.
-
-    Raises:
-        ConfigError: with the numbers; every rank has the same profile and raises it.
-    """
-    for technique in in_order(plan):
-        technique.check_sizes(profile, plan)
-
-
 def advice(profile: Profile, plan: Plan) -> list[str]:
     """What each technique has to say where it cannot help, a line each."""
     lines = []
     predicted = Forecast.of(profile)
-    for technique in in_order(plan):
+    for technique in plan.in_order:
         line = technique.advise(predicted, profile, plan)
         if line is not None:
             lines.append(line)
@@ -156,6 +135,6 @@ def advice(profile: Profile, plan: Plan) -> list[str]:
 def forecast(profile: Profile, plan: Plan) -> Forecast:
     """Predict one rank's memory: each technique turns the forecast of those before it."""
     predicted = Forecast.of(profile)
-    for technique in in_order(plan):
+    for technique in plan.in_order:
         predicted = technique.estimate(predicted, profile, plan)
     return predicted

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from bigtrain.activations.policy import recomputed_names, shape
 from bigtrain.core.loop import LoopRunner
 from bigtrain.core.resolved import ResolvedPlan
-from bigtrain.core.strategy import Assembly, CutStrategy, Plan
+from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile, Wires
 from bigtrain.cutting.layout import Layout
@@ -131,9 +131,8 @@ def _fake_stage(
         parameter.data = parameter.data.to(torch.bfloat16)
     cut.strip(fake, [index], device)
     stage = cut.stage(fake, index, workload.loss, device)
-    technique = plan.techniques.get("cut")
-    if isinstance(technique, CutStrategy):
-        stage.recompute = technique.recompute
+    if plan.cut is not None:
+        stage.recompute = plan.cut.recompute
     shape(stage, resolved.policies, plan.mover(device, fake=True))
     return stage, fake
 

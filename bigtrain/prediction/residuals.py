@@ -158,7 +158,7 @@ def engine_of(plan: Plan) -> EngineName | None:
     techniques = plan.techniques.values()
     if not all(type(t).__module__.startswith("bigtrain.strategies.") for t in techniques):
         return None
-    named = {getattr(technique, "engine", "torch") for technique in techniques}
+    named = {technique.traits.engine for technique in techniques}
     foreign: tuple[EngineName, ...] = ("deepspeed", "fairscale")
     return next((name for name in foreign if name in named), "torch")
 

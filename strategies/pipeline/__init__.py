@@ -13,120 +13,95 @@ Source: Huang et al. 2019, GPipe (arXiv 1811.06965); Narayanan et al. 2021, Mega
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
+from pydantic import Field
 
-from bigtrain.core.strategy import Assembly, Given, Plan, Strategy
+from bigtrain.core.strategy import Assembly, CutStrategy, Plan
+from bigtrain.core.traits import CutTraits, Recompute
 from bigtrain.core.workload import Workload
-from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.cutting.choose import RATES, Wanted, choose_cut
 from bigtrain.cutting.layout import Layout, numerics
 from bigtrain.cutting.traced_model import Rehearsal
-from bigtrain.job.import_path import load_object
+from bigtrain.errors import ConfigError
+from bigtrain.job.schema import Bytes, Role
 from bigtrain.optim.update import state_factor
 from bigtrain.pipeline.deferred_batch_norm import DeferredStatistics, has_running_statistics
-from bigtrain.strategies.pipeline.options import PipelineEngine, PipelineOptions, Recompute
+from bigtrain.schedules.orders import ONE_STAGE
 
 BATCH_NORM = {
     "micro_batch": "BatchNorm: each micro-batch by its own statistics, and the running ones follow",
     "deferred": "BatchNorm: each micro-batch by its own statistics; the running ones follow the "
     "whole batch of a step",
 }
-ENGINES = {
-    "torch": "bigtrain.strategies.pipeline.on_torch:TorchPipeline",
-    "fairscale": "bigtrain.strategies.pipeline.on_fairscale:FairscalePipe",
-    "deepspeed": "bigtrain.strategies.pipeline.on_deepspeed:DeepSpeedPipeline",
-}
-"""What runs the stages; a module is imported when it is chosen."""
 
 
-class Pipeline(PipelineOptions):
-    """Stages on the pp axis of the mesh, or on the devices of a process: the engine says."""
+class Pipeline(CutStrategy):
+    """Stages on the pp axis of the mesh, or on the devices of a process: the engine says.
+
+    These are the keys, and what engines share; a subclass for each engine runs the stages
+    (`registry.TECHNIQUES`).
+    """
 
     name: ClassVar[str] = "pipeline"
+    role: ClassVar[Role] = "cut"
     summary: ClassVar[str] = "stages of layers on the ranks; micro-batches flow through them"
 
-    @cached_property
-    def _engine(self) -> PipelineEngine:
-        engine: PipelineEngine = load_object(ENGINES[self.engine], "strategy.cut.engine")()
-        return engine
+    schedule: Literal[
+        "gpipe",
+        "1f1b",
+        "interleaved_1f1b",
+        "looped_bfs",
+        "interleaved_zero_bubble",
+        "zbv_zero_bubble",
+        "dualpipev",
+    ] = "1f1b"
+    """In which order a rank takes the forward and backward passes of its micro-batches."""
+    engine: Literal["torch", "fairscale", "deepspeed"] = "torch"
+    """Whose implementation: torch.distributed.pipelining, fairscale's Pipe, DeepSpeed's engine."""
+    devices: int | None = Field(None, ge=2)
+    """Devices of one process that the stages are laid on (fairscale only, which needs it)."""
+    stages_per_rank: int | None = Field(None, ge=1)
+    """Stages on each rank; left out, as the schedule needs: 1, or 2."""
+    at: tuple[str, ...] = ()
+    """Modules before which the cuts stand; left out, the stages are balanced."""
+    checkpoint: Recompute = "never"
+    """Which micro-batches keep only a stage's inputs and compute the rest again (GPipe)."""
+    batch_norm: Literal["micro_batch", "deferred"] = "micro_batch"
+    """Running statistics follow each micro-batch, or the whole batch of a step at its end."""
+    memory: Bytes | None = Field(None, gt=0)
+    """What the states and activations of a rank may take when the stages are chosen."""
+
+    def per_rank(self) -> int:
+        """Stages on each rank."""
+        return self.stages_per_rank or (1 if self.schedule in ONE_STAGE else 2)
 
     @property
-    def owns_step(self) -> bool:
-        """See `Strategy.owns_step`."""
-        return self._engine.owns_step
-
-    @property
-    def optimizer_gets(self) -> Given:
-        """See `Strategy.optimizer_gets`."""
-        return self._engine.optimizer_gets
-
-    @property
-    def needs_group(self) -> bool:
-        """See `Strategy.needs_group`."""
-        return self._engine.needs_group
-
-    @property
-    def spans_ranks(self) -> bool:
-        """See `CutStrategy.spans_ranks`."""
-        return self._engine.spans_ranks
-
-    def replays(self, plan: Plan) -> bool:
-        """See `CutStrategy.replays`."""
-        return self._engine.replays(self, plan)
-
-    def joins(self, replicate: Strategy) -> bool:
-        """See `CutStrategy.joins`."""
-        return self._engine.joins(replicate)
-
-    def held(self, plan: Plan) -> tuple[int, ...]:
-        """See `CutStrategy.held`."""
-        return self._engine.in_flight(self, plan)
+    def traits(self) -> CutTraits:
+        """See `Strategy.traits`."""
+        return CutTraits(
+            engine=self.engine,
+            owns_step=True,
+            schedule=self.schedule,
+            recompute=self.checkpoint,
+        )
 
     def micro_batches(self, pp: int) -> int:
         """See `CutStrategy.micro_batches`."""
         return 4 * (self.devices or pp)
 
-    @property
-    def recompute(self) -> Recompute:
-        """See `CutStrategy.recompute`."""
-        return self.checkpoint
-
-    @property
-    def splits_backward(self) -> bool:
-        """See `CutStrategy.splits_backward`."""
-        return self._engine.splits_backward(self)
-
-    def replayed(
-        self,
-        forecasts: Mapping[int, Forecast],
-        plan: Plan,
-        pp_rank: int,
-        halves: Mapping[int, Forecast],
-    ) -> Forecast:
-        """See `CutStrategy.replayed`."""
-        return self._engine.replayed(self, forecasts, plan, pp_rank, halves)
-
-    def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
-        """The whole model's micro-batches in flight, where it is not predicted by stages."""
-        if self.replays(plan):
-            return forecast
-        return self._engine.estimate(self, forecast, profile, plan)
-
-    def check(self, plan: Plan) -> None:
-        """Refuse what the engine cannot do, before any process group exists."""
-        self._engine.check(self, plan)
+    def ranks(self, plan: Plan) -> tuple[int, ...]:
+        """For each stage its pp rank, or its device."""
+        return tuple(range(plan.pp))
 
     def lay_out(self, workload: Workload, plan: Plan) -> Layout:
         """See `CutStrategy.lay_out`."""
-        ranks = self._engine.ranks(self, plan)
+        ranks = self.ranks(plan)
         wanted = Wanted(
             stages=len(ranks),
             at=self.at,
-            in_flight=self._engine.in_flight(self, plan),
+            in_flight=self.held(plan),
             devices=ranks,
             memory=self.memory,
             state_factor=state_factor(workload.make_optimizer),
@@ -137,12 +112,57 @@ class Pipeline(PipelineOptions):
         return Layout(
             choose_cut(rehearsal, workload.micro_batch, wanted),
             ranks,
-            "pp rank" if self.spans_ranks else "device",
+            "pp rank" if self.traits.spans_ranks else "device",
             BATCH_NORM[self.batch_norm] if has_running_statistics(workload.model) else "",
         )
 
     def apply(self, assembly: Assembly) -> None:
-        """Let the engine take the stages over."""
-        self._engine.apply(self, assembly)
+        """To be called when the stages are made: deferred statistics follow at a step's end."""
         if self.batch_norm == "deferred":
             assembly.before_update.append(DeferredStatistics(assembly.roots).commit)
+
+
+def refuse_no_ranks(options: Pipeline, plan: Plan) -> None:
+    """Refuse a mesh without a pp axis, and devices beside it.
+
+    Raises:
+        ConfigError: stages are wanted on ranks, and there is one.
+    """
+    if options.devices is not None:
+        raise ConfigError(
+            f"strategy.cut.devices={options.devices} lays the stages on devices of one process, "
+            f"which engine=fairscale does, and engine is {options.engine}. Leave it out, or set "
+            "strategy.cut.engine=fairscale."
+        )
+    if plan.pp < 2:
+        raise ConfigError(
+            f"strategy.cut: {options.schedule} needs at least 2 ranks on the pp axis, and "
+            f"mesh.pp={plan.pp}. Start more ranks and use mesh.pp=2, or --strategy single."
+        )
+
+
+def refuse_wrong_places(options: Pipeline, stages: int, where: str) -> None:
+    """Refuse more or fewer places than there are cuts.
+
+    Args:
+        options: the technique's keys.
+        stages: how many there are.
+        where: on what they are laid, for the message.
+
+    Raises:
+        ConfigError: `at` names another number.
+    """
+    if options.at and len(options.at) != stages - 1:
+        raise ConfigError(
+            f"strategy.cut.at names {len(options.at)} places, and {where} has {stages - 1} cuts. "
+            "Name that many, or leave strategy.cut.at out."
+        )
+
+
+def cpu_or_local(assembly: Assembly, count: int) -> list[torch.device]:
+    """The devices of this process: on GPUs those after the other local ranks'."""
+    here = assembly.context.device
+    if here.type != "cuda":
+        return [here] * count
+    first = assembly.context.local_rank * count
+    return [torch.device("cuda", first + number) for number in range(count)]

@@ -35,11 +35,11 @@ from torch import Tensor, nn
 
 from bigtrain.activations.recompute import statistics_kept
 from bigtrain.core.loop import LoopRunner
+from bigtrain.core.traits import Recompute
 from bigtrain.cutting.stage import Stage
 from bigtrain.data.loader import MicroBatch
 from bigtrain.pipeline.local_chain import Chain
 from bigtrain.strategies.pipeline.boundary_format import Carrier
-from bigtrain.strategies.pipeline.options import Recompute
 
 
 class _Now:

@@ -13,47 +13,42 @@ Source: DeepSpeed, runtime/pipe; Narayanan et al. 2019, PipeDream (arXiv 1806.03
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from bigtrain.core.replicas import averaging_bucket
 from bigtrain.core.runner import Runner
-from bigtrain.core.strategy import Assembly, Plan, Strategy
+from bigtrain.core.strategy import Assembly, Plan
+from bigtrain.core.traits import CutTraits
 from bigtrain.costs.forecast import Forecast
 from bigtrain.costs.rank_replay import joined
 from bigtrain.errors import ConfigError
 from bigtrain.schedules.orders import Action
+from bigtrain.strategies.pipeline import Pipeline, refuse_no_ranks, refuse_wrong_places
 from bigtrain.strategies.pipeline.deepspeed_start import load_deepspeed
-from bigtrain.strategies.pipeline.options import (
-    PipelineEngine,
-    PipelineOptions,
-    refuse_no_ranks,
-    refuse_wrong_places,
-)
 
 
-class DeepSpeedPipeline(PipelineEngine):
+class DeepSpeedPipeline(Pipeline):
     """DeepSpeed's engine around this rank's stage; it owns the step."""
 
-    optimizer_gets = "copies"
+    @property
+    def traits(self) -> CutTraits:
+        """See `Strategy.traits`: ZeRO on DeepSpeed is done by the same engine."""
+        return replace(super().traits, optimizer_gets="copies", joins=True)
 
-    def joins(self, replicate: Strategy) -> bool:
-        """ZeRO on DeepSpeed is done by the same engine."""
-        return replicate.name == "zero" and getattr(replicate, "engine", None) == "deepspeed"
-
-    def check(self, options: PipelineOptions, plan: Plan) -> None:
+    def check(self, plan: Plan) -> None:
         """Refuse what DeepSpeed's pipelines cannot do."""
-        if "schedule" in options.model_fields_set and options.schedule != "1f1b":
+        if "schedule" in self.model_fields_set and self.schedule != "1f1b":
             raise ConfigError(
-                f"strategy.cut.schedule={options.schedule}: DeepSpeed's pipelines have 1f1b alone. "
+                f"strategy.cut.schedule={self.schedule}: DeepSpeed's pipelines have 1f1b alone. "
                 "Set strategy.cut.schedule=1f1b, or strategy.cut.engine=torch."
             )
-        if options.stages_per_rank not in (None, 1):
+        if self.stages_per_rank not in (None, 1):
             raise ConfigError(
-                f"strategy.cut.stages_per_rank={options.stages_per_rank}: DeepSpeed's pipelines "
+                f"strategy.cut.stages_per_rank={self.stages_per_rank}: DeepSpeed's pipelines "
                 "have one stage on each rank. Leave it out, or set strategy.cut.engine=torch."
             )
-        refuse_no_ranks(options, plan)
-        refuse_wrong_places(options, plan.pp, f"mesh.pp={plan.pp}")
+        refuse_no_ranks(self, plan)
+        refuse_wrong_places(self, plan.pp, f"mesh.pp={plan.pp}")
         self._check_replicas(plan)
         away = plan.offloaded
         if (away.optimizer, away.parameters) != ("device", "device"):
@@ -82,34 +77,14 @@ class DeepSpeedPipeline(PipelineEngine):
                 "strategy.replicate.name=zero strategy.replicate.stage=1 "
                 "strategy.replicate.engine=deepspeed, or strategy.cut.engine=torch."
             )
-        stage, config = getattr(replicate, "stage", 1), getattr(replicate, "config", None)
-        if config is not None:
-            raise ConfigError(
-                f"strategy.replicate.config={config}: a DeepSpeed file says what a whole model "
-                "needs, and strategy.cut cuts it. Leave it out, or strategy.cut."
-            )
-        if stage > 1:
-            raise ConfigError(
-                f"strategy.replicate.stage={stage}: in DeepSpeed's pipelines whole gradients are "
-                "added up over the micro-batches, so that stages 2 and 3 would shard nothing, and "
-                "it refuses them. Set strategy.cut.engine=torch strategy.replicate.engine=torch, "
-                "or strategy.replicate.stage=1."
-            )
-        if plan.precision == "fp64":
-            raise ConfigError(
-                "train.precision=fp64: ZeRO on DeepSpeed updates in fp32. Set "
-                "strategy.cut.engine=torch strategy.replicate.engine=torch, or "
-                "train.precision=fp32."
-            )
 
-    def in_flight(self, options: PipelineOptions, plan: Plan) -> tuple[int, ...]:  # noqa: ARG002
+    def held(self, plan: Plan) -> tuple[int, ...]:  # noqa: ARG002
         """As many as there are stages from here on."""
         steps = plan.batch.accumulation_steps
         return tuple(min(steps, plan.pp - rank) for rank in range(plan.pp))
 
     def replayed(
         self,
-        options: PipelineOptions,  # noqa: ARG002
         forecasts: Mapping[int, Forecast],
         plan: Plan,
         pp_rank: int,
@@ -126,15 +101,15 @@ class DeepSpeedPipeline(PipelineEngine):
             for number in range(steps)
         ]
         actions = [action for _, action in sorted(ticks)]
-        return joined(actions, forecasts, halves, bucket=averaging_bucket(plan))
+        return joined(actions, forecasts, halves, bucket=plan.averaging_bucket)
 
-    def apply(self, options: PipelineOptions, assembly: Assembly) -> None:
+    def apply(self, assembly: Assembly) -> None:
         """Make this rank's stage, and let DeepSpeed own the step."""
         layout = assembly.layout
         if layout is None:
             return
         (stage,) = assembly.make_stages(layout.stages_of(assembly.context.pp_rank))
-        stage.recompute = options.checkpoint
+        stage.recompute = self.checkpoint
         ties = layout.chosen.cut.ties
         config = _settings(assembly.plan)
 
@@ -144,6 +119,7 @@ class DeepSpeedPipeline(PipelineEngine):
             return DeepSpeedPipelineRunner(finished, stage, config, ties=ties)
 
         assembly.runner = runner
+        super().apply(assembly)
 
 
 def _settings(plan: Plan) -> dict[str, Any]:

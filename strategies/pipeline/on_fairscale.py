@@ -17,47 +17,46 @@ from dataclasses import replace
 import torch
 
 from bigtrain.core.strategy import Assembly, Plan
+from bigtrain.core.traits import CutTraits
 from bigtrain.costs.forecast import NOTHING, Forecast, Profile
 from bigtrain.costs.rank_replay import joined
 from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import Timeline
 from bigtrain.schedules.orders import Action, Kind
-from bigtrain.strategies.pipeline.options import (
-    PipelineEngine,
-    PipelineOptions,
-    cpu_or_local,
-    refuse_wrong_places,
-)
+from bigtrain.strategies.pipeline import Pipeline, cpu_or_local, refuse_wrong_places
 
 
-class FairscalePipe(PipelineEngine):
+class FairscalePipe(Pipeline):
     """Pipe around the stages; it owns the step."""
 
-    spans_ranks = False
+    @property
+    def traits(self) -> CutTraits:
+        """See `Strategy.traits`."""
+        return replace(super().traits, spans_ranks=False)
 
-    def check(self, options: PipelineOptions, plan: Plan) -> None:
+    def check(self, plan: Plan) -> None:
         """Refuse what Pipe cannot do."""
-        if "schedule" in options.model_fields_set and options.schedule != "gpipe":
+        if "schedule" in self.model_fields_set and self.schedule != "gpipe":
             raise ConfigError(
-                f"strategy.cut.schedule={options.schedule}: fairscale's Pipe has gpipe alone. "
+                f"strategy.cut.schedule={self.schedule}: fairscale's Pipe has gpipe alone. "
                 "Set strategy.cut.schedule=gpipe, or strategy.cut.engine=torch."
             )
-        if options.devices is None:
+        if self.devices is None:
             raise ConfigError(
                 "strategy.cut.engine=fairscale lays the stages on several devices of one process, "
                 "and strategy.cut.devices does not say on how many. Set strategy.cut.devices=2, "
                 "or, for stages on ranks, strategy.cut.engine=torch."
             )
-        if options.stages_per_rank is not None:
+        if self.stages_per_rank is not None:
             raise ConfigError(
-                f"strategy.cut.stages_per_rank={options.stages_per_rank} is for stages on ranks, "
+                f"strategy.cut.stages_per_rank={self.stages_per_rank} is for stages on ranks, "
                 "and engine=fairscale has one on each device. Leave it out."
             )
-        refuse_wrong_places(options, options.devices, f"strategy.cut.devices={options.devices}")
-        found = torch.cuda.device_count() if plan.device_type == "cuda" else options.devices
-        if found < options.devices:
+        refuse_wrong_places(self, self.devices, f"strategy.cut.devices={self.devices}")
+        found = torch.cuda.device_count() if plan.device_type == "cuda" else self.devices
+        if found < self.devices:
             raise ConfigError(
-                f"strategy.cut.devices={options.devices}, and there are {found} GPUs. "
+                f"strategy.cut.devices={self.devices}, and there are {found} GPUs. "
                 f"Use strategy.cut.devices={found}."
             )
         self._check_replicas(plan)
@@ -86,26 +85,27 @@ class FairscalePipe(PipelineEngine):
                 "strategy.cut.engine=torch."
             )
 
-    def ranks(self, options: PipelineOptions, plan: Plan) -> tuple[int, ...]:  # noqa: ARG002
+    def ranks(self, plan: Plan) -> tuple[int, ...]:  # noqa: ARG002
         """One stage on each device."""
-        return tuple(range(options.devices or 1))
+        return tuple(range(self.devices or 1))
 
-    def in_flight(self, options: PipelineOptions, plan: Plan) -> tuple[int, ...]:
+    def held(self, plan: Plan) -> tuple[int, ...]:
         """All of a step."""
-        return (plan.batch.accumulation_steps,) * (options.devices or 1)
+        return (plan.batch.accumulation_steps,) * (self.devices or 1)
 
-    def replays(self, options: PipelineOptions, plan: Plan) -> bool:
+    def replays(self, plan: Plan) -> bool:
         """See `CutStrategy.replays`: what a stage hands to the next is in the process once."""
-        return options.checkpoint != "never" or plan.dp > 1
+        return self.checkpoint != "never" or plan.dp > 1
 
     def estimate(
         self,
-        options: PipelineOptions,  # noqa: ARG002
         forecast: Forecast,
         profile: Profile,
         plan: Plan,
     ) -> Forecast:
-        """The whole model's micro-batches: all forward, then all of them back."""
+        """The whole model's micro-batches, unless by stages: all forward, then all back."""
+        if self.replays(plan):
+            return forecast
         number = plan.batch.accumulation_steps
         actions = [Action(0, "F", place) for place in range(number)]
         actions += [Action(0, "B", place) for place in reversed(range(number))]
@@ -115,7 +115,6 @@ class FairscalePipe(PipelineEngine):
 
     def replayed(
         self,
-        options: PipelineOptions,
         forecasts: Mapping[int, Forecast],
         plan: Plan,
         pp_rank: int,  # noqa: ARG002
@@ -125,13 +124,13 @@ class FairscalePipe(PipelineEngine):
 
         What is computed again is so for all stages of a cycle, before any of them goes back.
         """
-        number, stages = plan.batch.accumulation_steps, options.devices or 1
+        number, stages = plan.batch.accumulation_steps, self.devices or 1
         cycles = [
             [(stage, cycle - stage) for stage in range(stages) if 0 <= cycle - stage < number]
             for cycle in range(number + stages - 1)
         ]
         actions = [Action(stage, "F", place) for cycle in cycles for stage, place in cycle]
-        again = options.checkpoint != "never"
+        again = self.checkpoint != "never"
         kinds: tuple[Kind, ...] = ("I", "W") if again else ("B",)
         for cycle in reversed(cycles):
             for kind in kinds:
@@ -140,20 +139,21 @@ class FairscalePipe(PipelineEngine):
             halves = {stage: _in_parts(found) for stage, found in forecasts.items()}
         return joined(actions, forecasts, halves)
 
-    def apply(self, options: PipelineOptions, assembly: Assembly) -> None:
+    def apply(self, assembly: Assembly) -> None:
         """Put Pipe around the stages, before a replicate technique wraps the whole."""
-        if assembly.layout is None or options.devices is None:
+        if assembly.layout is None or self.devices is None:
             return
         from bigtrain.strategies.pipeline.fairscale_runner import FairscaleRunner, PipedChain
 
-        stages = assembly.make_stages(range(options.devices))
-        devices = cpu_or_local(assembly, options.devices)
+        stages = assembly.make_stages(range(self.devices))
+        devices = cpu_or_local(assembly, self.devices)
         chunks = assembly.plan.batch.accumulation_steps
         bf16 = assembly.plan.precision == "bf16"
         assembly.module = PipedChain(
-            stages, devices, assembly.model, chunks, options.checkpoint, autocast=bf16
+            stages, devices, assembly.model, chunks, self.checkpoint, autocast=bf16
         )
         assembly.runner = FairscaleRunner
+        super().apply(assembly)
 
 
 def _in_parts(found: Forecast) -> Forecast:

@@ -7,52 +7,48 @@ of every kind: DDP's averaging, ZeRO on torch's own parts at every stage.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from bigtrain.core.replicas import averaging_bucket
 from bigtrain.core.runner import Runner
 from bigtrain.core.strategy import Assembly, Plan
+from bigtrain.core.traits import CutTraits
 from bigtrain.costs.forecast import Forecast
 from bigtrain.costs.rank_replay import joined
 from bigtrain.schedules.in_flight import in_flight
 from bigtrain.schedules.orders import SPLIT, check_schedule, order, stage_ranks
 from bigtrain.schedules.transfers import transfers
-from bigtrain.strategies.pipeline.options import (
-    PipelineEngine,
-    PipelineOptions,
-    refuse_no_ranks,
-    refuse_wrong_places,
-)
+from bigtrain.strategies.pipeline import Pipeline, refuse_no_ranks, refuse_wrong_places
 
 
-class TorchPipeline(PipelineEngine):
+class TorchPipeline(Pipeline):
     """PipelineRunner on torch's schedules."""
 
-    def splits_backward(self, options: PipelineOptions) -> bool:
-        """See `CutStrategy.splits_backward`."""
-        return options.schedule in SPLIT
+    @property
+    def traits(self) -> CutTraits:
+        """See `Strategy.traits`."""
+        return replace(super().traits, splits_backward=self.schedule in SPLIT)
 
-    def check(self, options: PipelineOptions, plan: Plan) -> None:
+    def check(self, plan: Plan) -> None:
         """Refuse a mesh without a pp axis, and micro-batches that the schedule cannot use."""
-        refuse_no_ranks(options, plan)
-        per_rank = options.per_rank()
-        check_schedule(options.schedule, plan.pp, per_rank, plan.batch.accumulation_steps)
+        refuse_no_ranks(self, plan)
+        per_rank = self.per_rank()
+        check_schedule(self.schedule, plan.pp, per_rank, plan.batch.accumulation_steps)
         where = f"mesh.pp={plan.pp} with {per_rank} stages a rank"
-        refuse_wrong_places(options, plan.pp * per_rank, where)
+        refuse_wrong_places(self, plan.pp * per_rank, where)
 
-    def ranks(self, options: PipelineOptions, plan: Plan) -> tuple[int, ...]:
-        """See `PipelineEngine.ranks`."""
-        return stage_ranks(options.schedule, plan.pp, options.per_rank())
+    def ranks(self, plan: Plan) -> tuple[int, ...]:
+        """See `Pipeline.ranks`."""
+        return stage_ranks(self.schedule, plan.pp, self.per_rank())
 
-    def in_flight(self, options: PipelineOptions, plan: Plan) -> tuple[int, ...]:
-        """See `PipelineEngine.in_flight`."""
+    def held(self, plan: Plan) -> tuple[int, ...]:
+        """See `CutStrategy.held`."""
         steps = plan.batch.accumulation_steps
-        orders = order(options.schedule, plan.pp, options.per_rank(), steps)
+        orders = order(self.schedule, plan.pp, self.per_rank(), steps)
         held = {stage: n for actions in orders for stage, n in in_flight(actions).items()}
         return tuple(held[stage] for stage in range(len(held)))
 
     def replayed(
         self,
-        options: PipelineOptions,
         forecasts: Mapping[int, Forecast],
         plan: Plan,
         pp_rank: int,
@@ -60,24 +56,25 @@ class TorchPipeline(PipelineEngine):
     ) -> Forecast:
         """The actions of this rank, in the schedule's order."""
         steps = plan.batch.accumulation_steps
-        given = (options.schedule, plan.pp, options.per_rank(), steps)
+        given = (self.schedule, plan.pp, self.per_rank(), steps)
         underway = transfers(*given)[pp_rank]
-        bucket = averaging_bucket(plan)
+        bucket = plan.averaging_bucket
         return joined(order(*given)[pp_rank], forecasts, halves, underway, bucket)
 
-    def apply(self, options: PipelineOptions, assembly: Assembly) -> None:
+    def apply(self, assembly: Assembly) -> None:
         """Make this rank's stages, and let the schedule own the step."""
         layout = assembly.layout
         if layout is None:
             return
         stages = assembly.make_stages(layout.stages_of(assembly.context.pp_rank))
         for stage in stages:
-            stage.recompute = options.checkpoint
+            stage.recompute = self.checkpoint
         ties = layout.chosen.cut.ties
 
         def runner(finished: Assembly) -> Runner:
             from bigtrain.pipeline.runner import PipelineRunner
 
-            return PipelineRunner(finished, stages, options.schedule, ties=ties)
+            return PipelineRunner(finished, stages, self.schedule, ties=ties)
 
         assembly.runner = runner
+        super().apply(assembly)

@@ -15,130 +15,53 @@ Source: Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054), sections 3, 5 and 7.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from bigtrain.core.strategy import Assembly, Given, Plan
-from bigtrain.costs.forecast import Forecast, Profile
-from bigtrain.costs.traffic import Traffic
+from pydantic import Field
+
+from bigtrain.core.strategy import Plan, Strategy
 from bigtrain.errors import ConfigError
-from bigtrain.job.import_path import load_object
-from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
-
-ENGINES: dict[str, dict[int, str]] = {
-    "deepspeed": dict.fromkeys((1, 2, 3), "bigtrain.strategies.zero.on_deepspeed.engine:DeepSpeed"),
-    "torch": {
-        1: "bigtrain.strategies.zero.on_torch.stage1:ShardedOptimizer",
-        2: "bigtrain.strategies.zero.on_torch.fully_shard:FullySharded",
-        3: "bigtrain.strategies.zero.on_torch.fully_shard:FullySharded",
-    },
-    "fairscale": {
-        1: "bigtrain.strategies.zero.on_fairscale.engine:FairscaleOSS",
-        2: "bigtrain.strategies.zero.on_fairscale.engine:FairscaleShardedDDP",
-        3: "bigtrain.strategies.zero.on_fairscale.fsdp:FairscaleFSDP",
-    },
-}
-"""What does a stage, by engine; a module is imported when it is chosen."""
+from bigtrain.job.schema import Bytes, Role
 
 
-class Zero(ZeroOptions):
-    """Sharded data parallel: the stage and who does it."""
+class Zero(Strategy):
+    """Sharded data parallel: the stage and who does it.
+
+    These are the keys; a subclass for each engine and stage does the work (`registry.TECHNIQUES`).
+    """
 
     name: ClassVar[str] = "zero"
+    role: ClassVar[Role] = "replicate"
     summary: ClassVar[str] = "optimizer state, gradients, parameters sharded over the replicas"
 
-    @cached_property
-    def _engine(self) -> ZeroEngine:
-        stages = ENGINES[self.engine]
-        if self.stage not in stages:
+    stage: int = Field(2, ge=0, le=3)
+    """1 shards the optimizer state, 2 the gradients too, 3 the parameters too; 0 nothing."""
+    engine: Literal["deepspeed", "torch", "fairscale"] = "deepspeed"
+    """Whose implementation: DeepSpeed's, the one on PyTorch's own parts, or fairscale's."""
+    bucket_size: Bytes | None = Field(None, gt=0)
+    """Bytes that are communicated at once; left out, derived from the model's size."""
+    shard_ranks: int | None = Field(None, ge=1)
+    """Hybrid sharding (torch, stages 2 and 3): the states are sharded over so many neighbouring
+    ranks, and replicated over the groups of them."""
+    config: str | None = None
+    """A DeepSpeed configuration file, taken as it is (`strategy.deepspeed` is the short form)."""
+
+    def check(self, plan: Plan) -> None:  # noqa: ARG002
+        """Refuse a stage that no engine has."""
+        if self.stage == 0:
             raise ConfigError(
                 f"strategy.replicate.stage=0 shards nothing, and engine={self.engine} has it not. "
                 "Use --strategy ddp."
             )
-        engine: ZeroEngine = load_object(stages[self.stage], "strategy.replicate.engine")()
-        return engine
 
-    @property
-    def owns_step(self) -> bool:
-        """See `Strategy.owns_step`."""
-        return self._engine.owns_step
+    def refuse_config(self) -> None:
+        """Refuse a DeepSpeed file where another engine does the work.
 
-    @property
-    def needs_group(self) -> bool:
-        """See `Strategy.needs_group`."""
-        return self._engine.needs_group
-
-    @property
-    def materializes(self) -> bool:
-        """See `Strategy.materializes`."""
-        return self._engine.materializes
-
-    @property
-    def replaces_products(self) -> bool:
-        """See `Strategy.replaces_products`: DeepSpeed's stage 3 has a linear layer of its own."""
-        return self.engine == "deepspeed" and self.stage == 3
-
-    @property
-    def bf16_parameters(self) -> bool:
-        """See `Strategy.bf16_parameters`."""
-        return self._engine.bf16_parameters
-
-    @property
-    def optimizer_gets(self) -> Given:
-        """See `Strategy.optimizer_gets`."""
-        return self._engine.optimizer_gets
-
-    @property
-    def final_gradients(self) -> bool:
-        """See `Strategy.final_gradients`."""
-        return self._engine.final_gradients
-
-    @property
-    def whole_backward(self) -> bool:
-        """See `Strategy.whole_backward`."""
-        return self._engine.whole_backward
-
-    @property
-    def own_offload(self) -> bool:
-        """See `Strategy.own_offload`."""
-        return self._engine.own_offload
-
-    @property
-    def moves_parameters(self) -> bool:
-        """See `Strategy.moves_parameters`."""
-        return self._engine.moves_parameters
-
-    def check(self, plan: Plan) -> None:
-        """Refuse what the engine cannot do, before any process group exists."""
-        if self.engine == "torch" and self.config is not None:
+        Raises:
+            ConfigError: `config` is given.
+        """
+        if self.config is not None:
             raise ConfigError(
                 f"strategy.replicate.config={self.config} is for engine=deepspeed, and engine is "
-                "torch. Leave it out, or set strategy.replicate.engine=deepspeed."
+                f"{self.engine}. Leave it out, or set strategy.replicate.engine=deepspeed."
             )
-        if self.engine == "torch" and self.stage == 1 and self.shard_ranks is not None:
-            raise ConfigError(
-                f"strategy.replicate.shard_ranks={self.shard_ranks} is for stages 2 and 3, and "
-                "stage is 1. Leave it out, or set strategy.replicate.stage=3."
-            )
-        self._engine.check(self, plan)
-
-    def check_shared(self, names: Sequence[str]) -> None:
-        """See `Strategy.check_shared`."""
-        self._engine.check_shared(names)
-
-    def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:
-        """Say where sharding cannot help."""
-        return self._engine.advise(self, forecast, profile, plan)
-
-    def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
-        """Shard the states, and add the engine's own buffers."""
-        return self._engine.estimate(self, forecast, profile, plan)
-
-    def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-        """What the engine exchanges and moves."""
-        return self._engine.traffic(self, profile, plan)
-
-    def apply(self, assembly: Assembly) -> None:
-        """Let the engine take the model over."""
-        self._engine.apply(self, assembly)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Forecast, Profile
-from bigtrain.strategies.zero.options import ZeroOptions
+from bigtrain.strategies.zero import Zero
 from bigtrain.units import format_bytes
 
 MOSTLY = 0.6
@@ -14,7 +14,7 @@ MOSTLY = 0.6
 
 
 def advise(
-    options: ZeroOptions,
+    options: Zero,
     forecast_before: Forecast,
     forecast_after: Forecast,
     profile: Profile,

@@ -12,7 +12,6 @@ from typing import Any
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.assembly.resolve import resolve
-from bigtrain.core.composition import in_order
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.workload import Workload
 from bigtrain.data import open_data
@@ -180,7 +179,7 @@ def _traffic(plan: Any, profiles: Sequence[Any]) -> list[list[str]]:
         [
             f"{one.kind} {one.nbytes} in {one.calls}, each {one.every}, beside {one.beside}, "
             f"ranks {one.ranks} by {one.stride}"
-            for technique in in_order(plan)
+            for technique in plan.in_order
             for one in technique.traffic(profile, plan)
         ]
         for profile in profiles

@@ -7,12 +7,12 @@ from typing import Any
 from bigtrain.core.strategy import Plan
 from bigtrain.errors import ConfigError
 from bigtrain.job.deepspeed_json import read_file, same, section
-from bigtrain.strategies.zero.options import ZeroOptions
+from bigtrain.strategies.zero import Zero
 
 AUTO = "auto"
 
 
-def stage_of(options: ZeroOptions) -> int:
+def stage_of(options: Zero) -> int:
     """The stage that is run: the file's, where there is one.
 
     Raises:
@@ -40,7 +40,7 @@ def precision_of(plan: Plan) -> int:
     return 2 if plan.bf16_parameters else 4
 
 
-def settings(options: ZeroOptions, plan: Plan, elements: int) -> dict[str, Any]:
+def settings(options: Zero, plan: Plan, elements: int) -> dict[str, Any]:
     """The dictionary that DeepSpeed is given.
 
     Args:
@@ -88,7 +88,7 @@ def accumulates_in_fp32(plan: Plan, stage: int) -> bool:
     return stage == 2 or (stage == 3 and plan.batch.accumulation_steps > 1)
 
 
-def _zero(options: ZeroOptions, plan: Plan, stage: int, elements: int) -> dict[str, Any]:
+def _zero(options: Zero, plan: Plan, stage: int, elements: int) -> dict[str, Any]:
     """Buffers as small as the model allows on a CPU; large enough to overlap on CUDA."""
     cuda = plan.device_type == "cuda"
     bucket = bucket_elements(options, plan, elements)
@@ -136,7 +136,7 @@ def _offload(place: str, path: str | None, plan: Plan) -> dict[str, Any]:
     return found
 
 
-def bucket_elements(options: ZeroOptions, plan: Plan, elements: int) -> int:
+def bucket_elements(options: Zero, plan: Plan, elements: int) -> int:
     """How many numbers are reduced at once; even, as DeepSpeed wants it."""
     if options.bucket_size is not None:
         return max(2, options.bucket_size // precision_of(plan) // 2 * 2)

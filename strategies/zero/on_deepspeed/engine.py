@@ -29,9 +29,11 @@ from __future__ import annotations
 
 from bigtrain.core.runner import Runner
 from bigtrain.core.strategy import Assembly, Plan
+from bigtrain.core.traits import Traits
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic
 from bigtrain.errors import ConfigError
+from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.advice import advise
 from bigtrain.strategies.zero.on_deepspeed.build import build, check_file, load_deepspeed
 from bigtrain.strategies.zero.on_deepspeed.config import bucket_elements, settings, stage_of
@@ -41,30 +43,39 @@ from bigtrain.strategies.zero.on_deepspeed.offload import check_offload, offload
 from bigtrain.strategies.zero.on_deepspeed.runner import DeepSpeedRunner
 from bigtrain.strategies.zero.on_deepspeed.traffic import shared_traffic, traffic_of
 from bigtrain.strategies.zero.on_deepspeed.update import DeepSpeedUpdate
-from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
 
 INSTEAD = {0: "ddp", 1: "zero1_torch", 2: "fsdp_zero2", 3: "fsdp"}
 """The preset on torch's own parts that does the same stage."""
 
 
-class DeepSpeed(ZeroEngine):
+class DeepSpeed(Zero):
     """DeepSpeed's engine around the model; it owns the step."""
 
-    owns_step = True
-    needs_group = True
-    materializes = True
-    bf16_parameters = True
-    own_offload = True
+    @property
+    def traits(self) -> Traits:
+        """See `Strategy.traits`: its stage 3 has a linear layer of its own."""
+        return Traits(
+            engine="deepspeed",
+            owns_step=True,
+            needs_group=True,
+            materializes=True,
+            replaces_products=self.stage == 3,
+            bf16_parameters=True,
+            optimizer_gets="copies",
+            state_ranks=self.shard_ranks,
+            own_offload=True,
+        )
 
-    def check(self, options: ZeroOptions, plan: Plan) -> None:
+    def check(self, plan: Plan) -> None:
         """Refuse what DeepSpeed cannot do, and a file that contradicts the job."""
-        if plan.joined:  # the cut's engine is this one, and has checked
+        if plan.joined:
+            self._check_in_pipeline(plan)
             return
-        stage = stage_of(options)
+        stage = stage_of(self)
         instead = INSTEAD[stage]
         if stage == 0:
             raise ConfigError(
-                f"{options.config}: zero_optimization.stage=0 shards nothing. Use --strategy ddp, "
+                f"{self.config}: zero_optimization.stage=0 shards nothing. Use --strategy ddp, "
                 "or write 1, 2 or 3."
             )
         if plan.precision == "fp64":
@@ -78,12 +89,12 @@ class DeepSpeed(ZeroEngine):
                 f"(mesh.pp={plan.pp} mesh.tp={plan.tp}) gives each rank a part of one. "
                 "Set strategy.replicate.engine=torch, or mesh.pp=1 mesh.tp=1."
             )
-        if options.shard_ranks is not None:
+        if self.shard_ranks is not None:
             raise ConfigError(
-                f"strategy.replicate.shard_ranks={options.shard_ranks} is for engine=torch, and "
+                f"strategy.replicate.shard_ranks={self.shard_ranks} is for engine=torch, and "
                 "engine is deepspeed. Leave it out, or set strategy.replicate.engine=torch."
             )
-        config = settings(options, plan, elements=1)
+        config = settings(self, plan, elements=1)
         check_offload(config, plan, stage, instead)
         try:
             load_deepspeed(plan.device_type)
@@ -93,45 +104,62 @@ class DeepSpeed(ZeroEngine):
                 f"strategy.replicate.engine=deepspeed needs deepspeed, which does not load "
                 f"({reason}). Run `pip install deepspeed`, or use --strategy {instead}."
             ) from None
-        if options.config is not None:
-            check_file(options.config, config)
+        if self.config is not None:
+            check_file(self.config, config)
 
-    def advise(
-        self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
-    ) -> str | None:
+    def _check_in_pipeline(self, plan: Plan) -> None:
+        """Refuse what DeepSpeed's pipelines cannot do; the cut has checked what is its own."""
+        if self.config is not None:
+            raise ConfigError(
+                f"strategy.replicate.config={self.config}: a DeepSpeed file says what a whole "
+                "model needs, and strategy.cut cuts it. Leave it out, or strategy.cut."
+            )
+        if self.stage > 1:
+            raise ConfigError(
+                f"strategy.replicate.stage={self.stage}: in DeepSpeed's pipelines whole gradients "
+                "are added up over the micro-batches, so that stages 2 and 3 would shard nothing, "
+                "and it refuses them. Set strategy.cut.engine=torch "
+                "strategy.replicate.engine=torch, or strategy.replicate.stage=1."
+            )
+        if plan.precision == "fp64":
+            raise ConfigError(
+                "train.precision=fp64: ZeRO on DeepSpeed updates in fp32. Set "
+                "strategy.cut.engine=torch strategy.replicate.engine=torch, or "
+                "train.precision=fp32."
+            )
+
+    def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:
         """Say where sharding, or DeepSpeed's offload, cannot help."""
-        after = self.estimate(options, forecast, profile, plan)
-        staged = options.model_copy(update={"stage": stage_of(options)})
+        after = self.estimate(forecast, profile, plan)
+        staged = self.model_copy(update={"stage": stage_of(self)})
         return advise(staged, forecast, after, profile, plan) or offload_advice(plan)
 
-    def estimate(
-        self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
-    ) -> Forecast:
+    def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
         """Shards, DeepSpeed's buffers, and what passes; see `deepspeed_forecast`."""
         if plan.joined:
-            return shared_forecast(options, forecast, profile, plan)
-        config = settings(options, plan, profile.trained_elements)
+            return shared_forecast(self, forecast, profile, plan)
+        config = settings(self, plan, profile.trained_elements)
         return forecast_of(config, forecast, profile, plan)
 
-    def traffic(self, options: ZeroOptions, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+    def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
         """See `deepspeed_traffic`."""
         if plan.joined:
-            bucket = bucket_elements(options, plan, profile.trained_elements)
+            bucket = bucket_elements(self, plan, profile.trained_elements)
             return shared_traffic(bucket, profile, plan)
-        config = settings(options, plan, profile.trained_elements)
+        config = settings(self, plan, profile.trained_elements)
         return traffic_of(config, profile, plan)
 
-    def apply(self, options: ZeroOptions, assembly: Assembly) -> None:
+    def apply(self, assembly: Assembly) -> None:
         """Let the runner build the model under DeepSpeed, when everything else has its shape."""
         if assembly.plan.joined:
-            share(options, assembly)
+            share(self, assembly)
             return
-        stage = stage_of(options)
+        stage = stage_of(self)
         trained = sum(p.numel() for p in assembly.model.parameters() if p.requires_grad)
-        config = settings(options, assembly.plan, trained)
+        config = settings(self, assembly.plan, trained)
 
         def runner(final: Assembly) -> Runner:
-            built = build(final, config, stage, options.config)
+            built = build(final, config, stage, self.config)
             update = DeepSpeedUpdate(built, final.context, final.model, stage)
             final.update = update
             return DeepSpeedRunner(final, update)

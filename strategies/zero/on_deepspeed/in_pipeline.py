@@ -18,13 +18,13 @@ from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.memory.timeline import Span, Timeline
 from bigtrain.models.names import names_of
+from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.on_deepspeed.build import Built, optimizer_and_names
 from bigtrain.strategies.zero.on_deepspeed.config import bucket_elements, settings
 from bigtrain.strategies.zero.on_deepspeed.update import DeepSpeedUpdate
-from bigtrain.strategies.zero.options import ZeroOptions
 
 
-def share(options: ZeroOptions, into: Assembly) -> None:
+def share(options: Zero, into: Assembly) -> None:
     """Tell the engine of the cut how this technique takes part in it."""
 
     def shard(assembly: Assembly, start: Callable[..., Any]) -> PipelineShare:
@@ -83,9 +83,7 @@ def _square(gradient: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(gradient, dtype=torch.float32)) ** 2
 
 
-def shared_forecast(
-    options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
-) -> Forecast:
+def shared_forecast(options: Zero, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
     """One stage's: whole gradients through all micro-batches, then the shards of them."""
     part = -(-profile.trained_elements // (2 * plan.dp)) * 2
     state = round(profile.state_slots * 4 * part) + min(profile.state_scalars, 4)

@@ -27,15 +27,16 @@ from torch import Tensor, nn
 from bigtrain.core.loop import LoopRunner
 from bigtrain.core.replicas import Sync, wrap
 from bigtrain.core.strategy import Assembly, Plan
+from bigtrain.core.traits import Traits
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic
 from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import scaled
 from bigtrain.optim.partitioned import Replicas
 from bigtrain.optim.update import MakeOptimizer, counts_on_device, is_elementwise, tensors_of
+from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.on_fairscale.memory import Deal, deals, in_flight
 from bigtrain.strategies.zero.on_fairscale.traffic import traffic_of
-from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
 from bigtrain.tensors.source import TensorSource
 from bigtrain.units import MIB, format_bytes
 
@@ -43,7 +44,7 @@ INSTEAD = {1: "zero1_torch", 2: "fsdp_zero2", 3: "fsdp"}
 """The preset on torch's own parts that does the same stage."""
 
 
-def refuse_common(options: ZeroOptions, plan: Plan) -> None:
+def refuse_common(options: Zero, plan: Plan) -> None:
     """Refuse what no stage of fairscale's can do.
 
     Raises:
@@ -82,16 +83,23 @@ def refuse_common(options: ZeroOptions, plan: Plan) -> None:
             )
 
 
-class FairscaleEngine(ZeroEngine):
+class FairscaleEngine(Zero):
     """What the stages have in common."""
 
-    def traffic(self, options: ZeroOptions, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-        """See `fairscale_traffic`."""
-        return traffic_of(options, profile, plan)
+    @property
+    def traits(self) -> Traits:
+        """See `Strategy.traits`."""
+        return Traits(engine="fairscale", optimizer_gets="copies", state_ranks=None)
 
-    def advise(
-        self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
-    ) -> str | None:
+    def check(self, plan: Plan) -> None:
+        """Refuse, as `Strategy.check` does."""
+        refuse_common(self, plan)
+
+    def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+        """See `fairscale_traffic`."""
+        return traffic_of(self, profile, plan)
+
+    def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:
         """Say where nothing is shared, or where sharing saves nothing."""
         if plan.dp == 1:
             return (
@@ -101,11 +109,11 @@ class FairscaleEngine(ZeroEngine):
         # What DDP would need: the gradients whole and always there.
         held = replace(forecast.states, gradients=profile.gradient_bytes)
         before = replace(forecast, states=held, first=profile.next).peak().bytes
-        after = self.estimate(options, forecast, profile, plan).peak().bytes
+        after = self.estimate(forecast, profile, plan).peak().bytes
         if after < before:
             return None
         return (
-            f"stage {options.stage} on {plan.dp} ranks is predicted to need {format_bytes(after)} "
+            f"stage {self.stage} on {plan.dp} ranks is predicted to need {format_bytes(after)} "
             f"on a rank, and DDP {format_bytes(before)}: there is too little state to share. "
             "Use --strategy ddp."
         )
@@ -114,13 +122,8 @@ class FairscaleEngine(ZeroEngine):
 class FairscaleOSS(FairscaleEngine):
     """Stage 1: DDP averages the gradients, OSS updates a rank's own parameters."""
 
-    def check(self, options: ZeroOptions, plan: Plan) -> None:
-        """Refuse, as `Strategy.check` does."""
-        refuse_common(options, plan)
-
     def estimate(
         self,
-        options: ZeroOptions,  # noqa: ARG002
         forecast: Forecast,
         profile: Profile,
         plan: Plan,
@@ -137,14 +140,12 @@ class FairscaleOSS(FairscaleEngine):
         step = scaled(forecast.step, share)
         return replace(forecast, states=states, first=profile.next, step=step)
 
-    def apply(self, options: ZeroOptions, assembly: Assembly) -> None:
+    def apply(self, assembly: Assembly) -> None:
         """OSS first, as it moves the parameters into its buffers; then DDP around the model."""
         if assembly.plan.dp == 1:
             return  # nothing to share: it runs as `single`
         assembly.update = OSSUpdate(assembly)
-        wrapped = wrap(
-            assembly.module, assembly.context, bucket_size=options.bucket_size or 25 * MIB
-        )
+        wrapped = wrap(assembly.module, assembly.context, bucket_size=self.bucket_size or 25 * MIB)
         assembly.module = wrapped
         assembly.sync = Sync(wrapped)
         assembly.keep_gradients = assembly.plan.batch.accumulation_steps > 1
@@ -153,17 +154,11 @@ class FairscaleOSS(FairscaleEngine):
 class FairscaleShardedDDP(FairscaleEngine):
     """Stage 2: each gradient goes to the rank that updates its parameter, and is dropped."""
 
-    def check(self, options: ZeroOptions, plan: Plan) -> None:
-        """Refuse, as `Strategy.check` does."""
-        refuse_common(options, plan)
-
-    def estimate(
-        self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
-    ) -> Forecast:
+    def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
         """The states of the fullest rank; the gradients of others while they are sent."""
         if plan.dp == 1:
             return forecast
-        most = in_flight(options, profile.gradient_bytes)
+        most = in_flight(self, profile.gradient_bytes)
         accumulates = plan.batch.accumulation_steps > 1
 
         def of(deal: Deal) -> Forecast:
@@ -181,7 +176,7 @@ class FairscaleShardedDDP(FairscaleEngine):
 
         return max((of(deal) for deal in deals(profile, plan.dp)), key=peak)
 
-    def apply(self, options: ZeroOptions, assembly: Assembly) -> None:
+    def apply(self, assembly: Assembly) -> None:
         """Wrap the model around OSS's way of dealing out the parameters."""
         if assembly.plan.dp == 1:
             return  # nothing to share: it runs as `single`
@@ -201,7 +196,7 @@ class FairscaleShardedDDP(FairscaleEngine):
         )
         wrapped.refresh_trainable()  # now and not in the first forward pass
         sizes = sum(_bytes(p) for p in update.parameters.values())
-        _limit_in_flight(wrapped, update, in_flight(options, sizes))
+        _limit_in_flight(wrapped, update, in_flight(self, sizes))
         assembly.update = update
         assembly.module = wrapped
         _reaverage(wrapped, update)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bigtrain.core.strategy import Assembly, Plan
+from bigtrain.core.traits import Traits
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.errors import CheckpointError, ConfigError
 from bigtrain.memory.timeline import scaled
@@ -33,10 +34,8 @@ from bigtrain.strategies.zero.on_fairscale.engine import (
     FairscaleEngine,
     ShardedGradients,
     ShareUpdate,
-    refuse_common,
 )
 from bigtrain.strategies.zero.on_fairscale.memory import reduced
-from bigtrain.strategies.zero.options import ZeroOptions
 from bigtrain.tensors.source import TensorSource
 from bigtrain.units import MIB
 
@@ -47,11 +46,14 @@ _WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
 class FairscaleFSDP(FairscaleEngine):
     """fairscale's FullyShardedDataParallel, block by block."""
 
-    materializes = True
+    @property
+    def traits(self) -> Traits:
+        """See `Strategy.traits`."""
+        return replace(super().traits, materializes=True)
 
-    def check(self, options: ZeroOptions, plan: Plan) -> None:
+    def check(self, plan: Plan) -> None:
         """Refuse, as `Strategy.check` does."""
-        refuse_common(options, plan)
+        super().check(plan)
         if plan.device_type != "cuda":
             raise ConfigError(
                 "fairscale's FullyShardedDataParallel (strategy.replicate.stage=3 engine=fairscale)"
@@ -63,9 +65,7 @@ class FairscaleFSDP(FairscaleEngine):
                 "train.precision=fp64 makes others. Use --strategy fsdp."
             )
 
-    def estimate(
-        self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
-    ) -> Forecast:
+    def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
         """Every state in shards, and the parameters whole while they are used.
 
         The whole parameters are an upper bound of those of the root and of one block, as a
@@ -81,12 +81,12 @@ class FairscaleFSDP(FairscaleEngine):
                 parameters=states.parameters + states.parameters // ranks,
                 optimizer=states.optimizer // ranks,
             ),
-            first=reduced(profile.first, ranks, options.bucket_size or 25 * MIB),
+            first=reduced(profile.first, ranks, self.bucket_size or 25 * MIB),
             step=scaled(forecast.step, 1 / ranks),
             gradients=forecast.gradients // ranks,
         )
 
-    def apply(self, options: ZeroOptions, assembly: Assembly) -> None:
+    def apply(self, assembly: Assembly) -> None:
         """Fill in and shard one block after the other, then what is in none."""
         model, context = assembly.model, assembly.context
         if assembly.plan.dp == 1:
@@ -105,7 +105,7 @@ class FairscaleFSDP(FairscaleEngine):
                 # A root that stays whole after an evaluation would miss what is loaded then.
                 disable_reshard_on_root=False,
                 flatten_parameters=False,
-                bucket_cap_mb=(options.bucket_size or 25 * MIB) // MIB,
+                bucket_cap_mb=(self.bucket_size or 25 * MIB) // MIB,
                 compute_device=context.device,
                 # Autocast keeps bf16 copies of all parameters until the forward pass is over.
                 clear_autocast_cache=assembly.plan.precision == "bf16",

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from bigtrain.costs.forecast import Profile
 from bigtrain.memory.timeline import Span, Timeline
-from bigtrain.strategies.zero.options import ZeroOptions
+from bigtrain.strategies.zero import Zero
 
 
-def in_flight(options: ZeroOptions, gradient_bytes: int) -> int:
+def in_flight(options: Zero, gradient_bytes: int) -> int:
     """Bytes of other ranks' gradients that may be on their way while backward goes on."""
     return options.bucket_size or gradient_bytes // 32
 

@@ -7,11 +7,11 @@ import math
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Profile
 from bigtrain.costs.traffic import Traffic, averaged, followed, packed, tensors_of
-from bigtrain.strategies.zero.options import ZeroOptions
+from bigtrain.strategies.zero import Zero
 from bigtrain.units import MIB
 
 
-def traffic_of(options: ZeroOptions, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+def traffic_of(options: Zero, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
     """What a rank exchanges.
 
     Args:
@@ -24,7 +24,7 @@ def traffic_of(options: ZeroOptions, profile: Profile, plan: Plan) -> tuple[Traf
     return {1: _averaged, 2: _reduced, 3: _gathered}[options.stage](options, profile, plan)
 
 
-def _averaged(options: ZeroOptions, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+def _averaged(options: Zero, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
     """DDP's average; then each rank's buffer of updated parameters to all others."""
     bucket, stride = options.bucket_size or 25 * MIB, plan.pp * plan.tp
     return (
@@ -34,7 +34,7 @@ def _averaged(options: ZeroOptions, profile: Profile, plan: Plan) -> tuple[Traff
 
 
 def _reduced(
-    options: ZeroOptions,  # noqa: ARG001
+    options: Zero,  # noqa: ARG001
     profile: Profile,
     plan: Plan,
 ) -> tuple[Traffic, ...]:
@@ -45,7 +45,7 @@ def _reduced(
     return (sent, *follow, _spread(profile, plan))
 
 
-def _gathered(options: ZeroOptions, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+def _gathered(options: Zero, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
     """Each parameter by itself, forward and backward; gradients in buckets. All in fp32."""
     group = (plan.dp, plan.pp * plan.tp)
     every, trained = tensors_of(profile, trained=False), tensors_of(profile)

@@ -26,7 +26,8 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.modules.batchnorm import _NormBase
 
-from bigtrain.core.strategy import Assembly, Plan
+from bigtrain.core.strategy import Assembly, ModelFacts, Plan
+from bigtrain.core.traits import Traits
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Behind, Traffic, units_of
 from bigtrain.errors import ConfigError
@@ -34,26 +35,32 @@ from bigtrain.memory.timeline import Visit
 from bigtrain.models.blocks import separate_blocks
 from bigtrain.models.names import names_of
 from bigtrain.ranks.context import RunContext
+from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.advice import advise
 from bigtrain.strategies.zero.on_torch.fully_shard_memory import forecast_of
-from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
 
 
-class FullySharded(ZeroEngine):
+class FullySharded(Zero):
     """torch.distributed.fsdp.fully_shard, unit by unit."""
 
-    materializes = True
-    needs_group = True
-    bf16_parameters = True
-    optimizer_gets = "shards"
-    final_gradients = True
-    whole_backward = True
-    """It frees and fills parameters around whole passes only."""
-    moves_parameters = True
+    @property
+    def traits(self) -> Traits:
+        """See `Strategy.traits`: it frees and fills parameters around whole passes only."""
+        return Traits(
+            materializes=True,
+            needs_group=True,
+            bf16_parameters=True,
+            optimizer_gets="shards",
+            final_gradients=True,
+            whole_backward=True,
+            state_ranks=self.shard_ranks,
+            moves_parameters=True,
+        )
 
-    def check(self, options: ZeroOptions, plan: Plan) -> None:
+    def check(self, plan: Plan) -> None:
         """Refuse a hybrid mesh that does not divide."""
-        ranks = options.shard_ranks
+        self.refuse_config()
+        ranks = self.shard_ranks
         if ranks is not None and plan.dp % ranks:
             fitting = [n for n in range(1, plan.dp + 1) if plan.dp % n == 0]
             raise ConfigError(
@@ -61,44 +68,42 @@ class FullySharded(ZeroEngine):
                 f"mesh.dp. Use one of {', '.join(map(str, fitting))}."
             )
 
-    def check_shared(self, names: Sequence[str]) -> None:
-        """Refuse: a parameter can be in the shards of one stage of a rank only."""
-        raise ConfigError(
-            f"strategy.replicate: {names[0]} is used by two stages of one rank, and stage 2 and 3 "
-            "of zero can shard it for one of them only. Set strategy.replicate.stage=1, or another "
-            "strategy.cut.schedule: with one stage on each rank (1f1b) no two are on one."
-        )
+    def check_model(self, facts: ModelFacts, plan: Plan) -> None:  # noqa: ARG002
+        """Refuse shared parameters: one can be in the shards of one stage of a rank only."""
+        for name in facts.shared[:1]:
+            raise ConfigError(
+                f"strategy.replicate: {name} is used by two stages of one rank, and stage 2 and 3 "
+                "of zero can shard it for one of them only. Set strategy.replicate.stage=1, or "
+                "another strategy.cut.schedule: with one stage on each rank (1f1b) no two are on "
+                "one."
+            )
 
-    def estimate(
-        self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
-    ) -> Forecast:
+    def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
         """States in shards, and the units that are whole at each moment."""
-        ranks = options.shard_ranks or plan.dp
-        return forecast_of(forecast, profile, plan, stage=options.stage, ranks=ranks)
+        ranks = self.shard_ranks or plan.dp
+        return forecast_of(forecast, profile, plan, stage=self.stage, ranks=ranks)
 
-    def traffic(self, options: ZeroOptions, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+    def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
         """Each micro-batch gathers every unit and reduces its gradients; see `_Flow`."""
-        ranks = options.shard_ranks or plan.dp
+        ranks = self.shard_ranks or plan.dp
         flow = _Flow(units_of(profile), plan, ranks)
         again = [unit for unit in flow.units if unit is not profile.rest]
         found = flow.gathered(flow.units, "forward")
-        if options.stage == 3:
+        if self.stage == 3:
             found += flow.gathered(again, "backward")
         return tuple(found + flow.reduced())
 
-    def advise(
-        self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
-    ) -> str | None:
+    def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:
         """See `Strategy.advise`."""
-        after = self.estimate(options, forecast, profile, plan)
-        return advise(options, forecast, after, profile, plan)
+        after = self.estimate(forecast, profile, plan)
+        return advise(self, forecast, after, profile, plan)
 
-    def apply(self, options: ZeroOptions, assembly: Assembly) -> None:
+    def apply(self, assembly: Assembly) -> None:
         """Build and shard one unit after the other, the root last."""
         plan = assembly.plan
         settings: dict[str, Any] = {
-            "mesh": shard_mesh(assembly.context, options.shard_ranks),
-            "reshard_after_forward": options.stage == 3,
+            "mesh": shard_mesh(assembly.context, self.shard_ranks),
+            "reshard_after_forward": self.stage == 3,
         }
         if plan.offloaded.parameters == "cpu":  # shards, gradients and state on the host
             on_gpu = plan.device_type == "cuda"

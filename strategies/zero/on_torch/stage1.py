@@ -15,26 +15,47 @@ from dataclasses import replace
 
 from bigtrain.core.replicas import Average, Sync, wrap
 from bigtrain.core.strategy import Assembly, Plan
+from bigtrain.core.traits import Traits
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic, averaged, tensors_of
+from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import Span, Timeline, scaled
 from bigtrain.models.bf16_parameters import low_precision_names
 from bigtrain.optim.partition import chunk_elements
 from bigtrain.optim.partitioned import PiecewiseUpdate, Replicas
+from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.advice import advise
-from bigtrain.strategies.zero.options import ZeroEngine, ZeroOptions
 from bigtrain.units import MIB
 
 
-class ShardedOptimizer(ZeroEngine):
+class ShardedOptimizer(Zero):
     """Optimizer state and fp32 copies sharded; parameters and gradients on every rank."""
 
-    bf16_parameters = True
-    optimizer_gets = "pieces"
+    @property
+    def traits(self) -> Traits:
+        """See `Strategy.traits`."""
+        return Traits(
+            bf16_parameters=True,
+            optimizer_gets="pieces",
+            state_ranks=None,
+            averaging_bucket=self._bucket,
+        )
+
+    @property
+    def _bucket(self) -> int:
+        return self.bucket_size or 25 * MIB
+
+    def check(self, plan: Plan) -> None:  # noqa: ARG002
+        """Refuse what is for other engines or stages."""
+        self.refuse_config()
+        if self.shard_ranks is not None:
+            raise ConfigError(
+                f"strategy.replicate.shard_ranks={self.shard_ranks} is for stages 2 and 3, and "
+                "stage is 1. Leave it out, or set strategy.replicate.stage=3."
+            )
 
     def estimate(
         self,
-        options: ZeroOptions,  # noqa: ARG002
         forecast: Forecast,
         profile: Profile,
         plan: Plan,
@@ -59,28 +80,25 @@ class ShardedOptimizer(ZeroEngine):
         states = replace(states, gradients=profile.gradient_bytes)
         return replace(forecast, states=states, step=step, first=profile.next)
 
-    def traffic(self, options: ZeroOptions, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+    def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
         """DDP's average, and each rank's stretches to all others when they are updated."""
         if plan.dp == 1:
             return ()
         stride = plan.pp * plan.tp
-        bucket = options.bucket_size or 25 * MIB
         # A stretch ends with its parameter, and where the next rank's share begins.
         calls = len(tensors_of(profile)) + plan.dp - 1
         spread = profile.gradient_bytes  # the trained parameters, in the precision of their use
         return (
-            *averaged(profile, plan.dp, stride, bucket=bucket, overlaps=plan.pp == 1),
+            *averaged(profile, plan.dp, stride, bucket=self._bucket, overlaps=plan.pp == 1),
             Traffic("broadcast", spread, calls, "step", "nothing", plan.dp, stride),
         )
 
-    def advise(
-        self, options: ZeroOptions, forecast: Forecast, profile: Profile, plan: Plan
-    ) -> str | None:
+    def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:
         """See `Strategy.advise`."""
-        after = self.estimate(options, forecast, profile, plan)
-        return advise(options, forecast, after, profile, plan)
+        after = self.estimate(forecast, profile, plan)
+        return advise(self, forecast, after, profile, plan)
 
-    def apply(self, options: ZeroOptions, assembly: Assembly) -> None:
+    def apply(self, assembly: Assembly) -> None:
         """Cut the update into pieces, then let DDP average the gradients."""
         context = assembly.context
         trained = assembly.trained()
@@ -98,9 +116,9 @@ class ShardedOptimizer(ZeroEngine):
             return
         if assembly.plan.pp > 1:
             follow = [b for root in assembly.roots for b in root.buffers()]
-            assembly.average = Average(context, options.bucket_size or 25 * MIB, follow)
+            assembly.average = Average(context, self._bucket, follow)
             return
-        wrapped = wrap(assembly.module, context, bucket_size=options.bucket_size or 25 * MIB)
+        wrapped = wrap(assembly.module, context, bucket_size=self._bucket)
         assembly.module = wrapped
         assembly.sync = Sync(wrapped)
         assembly.keep_gradients = assembly.plan.batch.accumulation_steps > 1

@@ -1,0 +1,79 @@
+"""What others have to know of a technique, as data: one record in place of a method each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Place = Literal["device", "cpu", "disk"]
+Given = Literal["parameters", "pieces", "shards", "copies"]
+"""What an optimizer updates: whole parameters, stretches of them, DTensors, or an engine's own
+fp32 copies."""
+
+Recompute = Literal["never", "except_last", "always"]
+"""Which micro-batches a stage computes again for their backward pass."""
+
+
+@dataclass(frozen=True)
+class Offloaded:
+    """What lives elsewhere than on the device between its uses."""
+
+    optimizer: Place = "device"
+    parameters: Place = "device"
+    activations: Place = "device"
+    path: str | None = None
+    """The folder of what is on disk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What a technique is, with the options that it was given; the neutral answers stand here."""
+
+    engine: str = "torch"
+    """Whose implementation it is: forecasts are compared with measurements by engine."""
+    owns_step: bool = False
+    """It replaces the micro-batch loop; a job has at most one such technique."""
+    needs_group: bool = False
+    """It wants a process group even for one rank."""
+    materializes: bool = False
+    """`apply` gives the model its values itself, a piece at a time."""
+    replaces_products: bool = False
+    """Its own code computes linear layers, and changes their products in place."""
+    bf16_parameters: bool = False
+    """Layers see bf16 parameters in bf16 runs, the fp32 values being kept apart. Otherwise the
+    parameters are fp32 and autocast converts them at each use."""
+    optimizer_gets: Given = "parameters"
+    final_gradients: bool = False
+    """The backward pass leaves each gradient as the optimizer wants it."""
+    whole_backward: bool = False
+    """It acts around whole backward passes: schedules that split them do not, then."""
+    state_ranks: int | None = 1
+    """Over how many ranks it shards the optimizer's state; None for all replicas."""
+    averaging_bucket: int | None = None
+    """Bytes of gradients that the replicas of a stage average at once when its backward passes
+    are over (see `replicas.Average`); None where they do not, or during the backward pass."""
+    offloaded: Offloaded = Offloaded()
+    """What it moves off the device."""
+    own_offload: bool = False
+    """It does the offload role's work itself."""
+    moves_parameters: bool = False
+    """It keeps the parameters where the offload role says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutTraits(Traits):
+    """The same of a technique that lays a model over ranks or devices in stages."""
+
+    schedule: str = "naive"
+    """One of `orders.SCHEDULES`: in which order a rank takes its micro-batches."""
+    spans_ranks: bool = True
+    """The stages are on the ranks of the pp axis; otherwise all are in each process."""
+    splits_backward: bool = False
+    """Gradients of inputs and of weights are computed apart."""
+    recompute: Recompute = "never"
+    joins: bool = False
+    """Its engine does the work of a replicate technique of the same engine, too, and the step."""
+
+    def joins_with(self, replicate: Traits) -> bool:
+        """Whether one engine does this technique's work and the replicate one's."""
+        return self.joins and replicate.engine == self.engine and replicate.owns_step
