@@ -15,8 +15,11 @@ from pathlib import Path
 
 import pytest
 from rooms import ORDER, sources, tree
+from support.zygote import forked_cli
 
+from bigtrain.assembly.make_plan import make_plan
 from bigtrain.job import arguments
+from bigtrain.job.load import load_job
 from bigtrain.job.presets import preset_names
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -170,13 +173,21 @@ OPTIONS = {
     "compare": arguments.compare_arguments,
     "verify": arguments.verify_arguments,
 }
+LAUNCHERS = {"-n", "--num_accelerators", "--nproc-per-node"}
+
+
+def trained(given: list[str]) -> list[str]:
+    """A command that trains as `bigtrain train -n N` would have it; any other as it is."""
+    if "bigtrain/train.py" not in given:
+        return ["2" if word == "N" else word for word in given]
+    place = given.index("bigtrain/train.py")
+    number = next((given[k + 1] for k, word in enumerate(given[:place]) if word in LAUNCHERS), "1")
+    return ["bigtrain", "train", "-n", number, *given[place + 1 :]]
 
 
 @pytest.mark.parametrize(("page", "given"), commands(), ids=lambda value: " ".join(value))
 def test_commands_in_the_pages_can_be_read(page, given):
-    if "bigtrain/train.py" in given:
-        given = ["bigtrain", "train", *given[given.index("bigtrain/train.py") + 1 :]]
-    given = ["2" if word == "N" else word for word in given]
+    given = trained(given)
     if given[0] == "python":
         assert (ROOT / given[1]).exists() or given[1].startswith("-"), given
         return
@@ -185,12 +196,30 @@ def test_commands_in_the_pages_can_be_read(page, given):
     if given[1] not in OPTIONS:
         return
     options = OPTIONS[given[1]](given[2:])  # an unknown option ends in SystemExit
-    for names in (getattr(options, "strategy", None), getattr(options, "strategies", None)):
-        for name in re.split("[,+]", names or ""):
-            known = name in ("", "all", "auto", "NAME") or name.endswith(".yaml")
-            assert known or name in preset_names("strategies"), name
-    config = getattr(options, "config", None)
-    assert config in (None, *preset_names("jobs")), config
+    whole = " ".join(given)
+    if given[1] in ("compare", "verify"):
+        for name in options.strategies.split(","):
+            assert name == "all" or load_job(None, name), given
+    if given[1] == "train" and not re.search(r"NAME|auto|\.yaml|PATH|\.json", whole):
+        job = load_job(options.config, options.strategy, options.overrides)
+        make_plan(job, options.num_ranks or 1, "cpu")
+
+
+STARTED = [
+    given
+    for page, given in commands()
+    if page == "README.md" and given[:3] == ["bigtrain", "train", "-n"]
+    if not any("mylib" in word for word in given)  # the reader's own
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("given", STARTED, ids=" ".join)
+def test_the_train_commands_of_the_readme_run_dry(given, tmp_path):
+    done = forked_cli([*given[1:], "--dry-run"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "predicted peak" in done.stdout
+    assert not (tmp_path / "runs").exists()
 
 
 @each_page
