@@ -30,9 +30,9 @@ from harness import run_command, surroundings
 
 from bigtrain.assembly.block_prices import saved_bytes
 from bigtrain.assembly.make_plan import make_plan
-from bigtrain.engine.setup import open_parts
+from bigtrain.engine.setup import open_setup
 from bigtrain.job.load import load_job
-from bigtrain.prediction.predict import rank_of
+from bigtrain.prediction.predict import forecast_rank
 
 TRACKED, THREADS = 2, 2
 RECOMPUTE, DISK = "strategy.recompute", "strategy.offload.activations=disk"
@@ -103,8 +103,8 @@ def foretold(words: list[str]) -> tuple[int, int, tuple[str, ...]]:
     if not any(word.startswith(("strategy.recompute", DISK)) for word in words):
         words = [*words, f"{RECOMPUTE}.budget=1TiB"]  # all blocks keep all, and are followed
     job = load_job("default", "single", words)
-    parts = open_parts(job, make_plan(job, 1, "cpu"))
-    found = rank_of(parts.resolved, parts.workload)
+    parts = open_setup(job, make_plan(job, 1, "cpu"))
+    found = forecast_rank(parts.resolved, parts.workload)
     if found.forecast is None:
         raise SystemExit(f"the model cannot be forecast: {found.note}")
     saved = sum(saved_bytes(found.profiles[0], found.forecast).values())

@@ -30,11 +30,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from bigtrain.cutting.cut import Cut, copy_tree, cut_at
+from bigtrain.cutting.cut import Cut, copy_modules, cut_at
 from bigtrain.cutting.cut_points import legal_points
-from bigtrain.cutting.traced_model import Numerics, Rehearsal
+from bigtrain.cutting.traced_model import Numerics, TracedModel
 from bigtrain.data.loader import MicroBatch
-from bigtrain.tensors.tree import map_tensors, tensors_of
+from bigtrain.tensors.tree import map_tensors, tree_tensors
 
 IN_FLOAT32 = {"mixtral", "xglm"}
 """They have operations that are not there in float64."""
@@ -164,7 +164,7 @@ class Squares:
 
     def __call__(self, output: Any, target: Any, count: float | None = None) -> Tensor:
         del target, count
-        found = [t for t in tensors_of(output) if t.is_floating_point()]
+        found = [t for t in tree_tensors(output) if t.is_floating_point()]
         return torch.stack([(t**2).mean() + t.mean() for t in found]).sum()
 
     def count(self, target: Any) -> int:
@@ -199,7 +199,7 @@ def of_timm(name: str) -> tuple[nn.Module, Any]:
     return model, torch.randn(2, 3, size, size)
 
 
-def balanced(rehearsal: Rehearsal, micro_batch: MicroBatch, stages: int) -> tuple[Cut, int]:
+def balanced(rehearsal: TracedModel, micro_batch: MicroBatch, stages: int) -> tuple[Cut, int]:
     """A cut with as much work in each stage, and how many places there were."""
     found, _ = rehearsal.trace(micro_batch, training=True)
     evaluated, _ = rehearsal.trace(micro_batch, training=False)
@@ -233,7 +233,7 @@ def outcome(model: nn.Module, micro_batch: MicroBatch, cut: Cut | None) -> dict[
             else:
                 result = ()
                 for index in range(cut.stages):
-                    tree = copy_tree(model)
+                    tree = copy_modules(model)
                     cut.strip(tree, [index], CPU)
                     stage = cut.stage(tree, index, Squares(), CPU).train(training)
                     scale = 1.0 if training else None
@@ -246,7 +246,7 @@ def outcome(model: nn.Module, micro_batch: MicroBatch, cut: Cut | None) -> dict[
             buffers = buffers if cut is not None else dict(model.named_buffers())
             found |= {f"{n} after": b.clone() for n, b in buffers.items()}
         else:
-            found |= {f"output {i}": tensor for i, tensor in enumerate(tensors_of(result))}
+            found |= {f"output {i}": tensor for i, tensor in enumerate(tree_tensors(result))}
     return found
 
 
@@ -277,14 +277,14 @@ def check(make: Callable[[str], tuple[nn.Module, Any]], name: str) -> dict[str, 
         )
         row["parameters"] = sum(parameter.numel() for parameter in model.parameters())
         micro_batch = MicroBatch(inputs, torch.zeros(2), 1, 2)
-        rehearsal = Rehearsal(model, Squares(), CPU, Numerics())
+        rehearsal = TracedModel(model, Squares(), CPU, Numerics())
         whole = None
         for stages in (2, 4):
             cut, row["legal_cuts"] = balanced(rehearsal, micro_batch, stages)
             whole = whole or outcome(copy.deepcopy(model), micro_batch, None)
             gap = largest(whole, outcome(copy.deepcopy(model), micro_batch, cut))
             row[f"difference_{stages}"] = gap
-            row[f"places_{stages}"] = [place for place, _ in cut.places]
+            row[f"places_{stages}"] = [place for place, _ in cut.call_sites]
             if not gap <= (1e-9 if double else 1e-4):
                 raise RuntimeError(f"{stages} stages differ by {gap:.2g}")
         row["works"] = True

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import ConfigError
-from bigtrain.ranks.launcher_env import Placement
+from bigtrain.ranks.launcher_env import RankInfo
 
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
 """Freed blocks go back to the system, so that resident memory tells; one thread a rank."""
@@ -230,7 +230,7 @@ def _rank(task: Task, prepared: Any, rank: int, folder: Path, pipe: Connection) 
     torch.set_num_threads(1)
     torch.manual_seed(0)
     ranks = task.ranks
-    placement = Placement(
+    placement = RankInfo(
         rank=rank, local_rank=rank, world_size=ranks, local_world_size=ranks, launcher="python"
     )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.compare.subprocess_runs import run_bigtrain
-from bigtrain.machine.versions import surroundings as found_surroundings
+from bigtrain.machine.versions import hardware_and_versions as found_surroundings
 
 
 def run_command(words: Sequence[str], limit_s: float, threads: int = 1) -> str | None:

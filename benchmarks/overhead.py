@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bigtrain
 from bigtrain.data.loader import MicroBatch, Step
-from bigtrain.job.load import job_of
+from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.models import make_model
@@ -81,7 +81,9 @@ class Ours:
             "memory.track_steps": track_steps,
             "memory.predict": False,
         }
-        self.engine = bigtrain.Engine(make, CrossEntropy(), adamw, job_of("ddp", keys), context)
+        self.engine = bigtrain.Engine(
+            make, CrossEntropy(), adamw, job_from_keys("ddp", keys), context
+        )
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         micro_batch = MicroBatch(inputs, targets, targets.numel(), len(inputs))
@@ -139,14 +141,14 @@ def measure_peak(context: RunContext, which: str) -> dict[str, Any]:
         plain = Plain(bucket_view=which == "plain-lean")
         for step in range(4):
             data = batch(context.rank, step)
-            tracker.own(data, "activations")
+            tracker.label(data, "activations")
             plain.step(*data)
             del data
     return {"peak_bytes": tracker.peak_bytes}
 
 
 def rank_main(what: str, steps: int, output: Path) -> None:
-    with bigtrain.connect(bigtrain.detect(os.environ), device="cpu") as context:
+    with bigtrain.connect(bigtrain.detect_rank_info(os.environ), device="cpu") as context:
         torch.set_num_threads(1)
         measures = {"speed": measure_speed, "meter": measure_meter}
         if what in measures:

@@ -24,8 +24,8 @@ from typing import Any
 
 from harness import run_command, surroundings
 
-from bigtrain.schedules.in_flight import in_flight
-from bigtrain.schedules.orders import order
+from bigtrain.schedules.in_flight import peak_in_flight
+from bigtrain.schedules.orders import schedule_orders
 
 JOB = [
     # The loss with whole logits, as when the published figures were taken.
@@ -81,9 +81,9 @@ def flights(options: argparse.Namespace, schedule: str) -> list[dict[str, Any]]:
     found = []
     for micro_batches in (2, 4, 8):
         _, ranks = run(schedule, 2, micro_batches, 1, options.limit)
-        orders = order(schedule, 2, 1, micro_batches)
+        orders = schedule_orders(schedule, 2, 1, micro_batches)
         for rank, actions in zip(ranks, orders, strict=True):
-            (held,) = in_flight(actions).values()
+            (held,) = peak_in_flight(actions).values()
             found.append(
                 {
                     "schedule": schedule,

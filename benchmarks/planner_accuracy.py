@@ -6,9 +6,9 @@
 
 A row is a model, a strategy, what is kept for the backward pass, a precision and a micro-batch.
 Before anything is built each rank predicts its peak from the job alone (`Engine.predicted`); then
-it trains a few steps on random samples with every tensor tracked (`Meter.measured().peak`). The
-error is predicted / tracked - 1, that of a row the one of its ranks that is furthest from 0 (for
-fairscale, which deals states out unevenly, forecasts are those of the fullest rank);
+it trains a few steps on random samples with every tensor tracked (`MemoryMeter.measured().peak`).
+The error is predicted / tracked - 1, that of a row the one of its ranks that is furthest from 0
+(for fairscale, which deals states out unevenly, forecasts are those of the fullest rank);
 `process` is the process's resident memory above what it was before the model was built,
 `process_base` what it was then: together its highest (VmHWM). The error of the process is that of
 the forecast on top of the base.
@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.cutting.layout import Layout
 from bigtrain.data import MicroBatch
-from bigtrain.engine.setup import Parts, open_parts
+from bigtrain.engine.setup import RunSetup, open_setup
 from bigtrain.job.load import load_job
 from bigtrain.job.schema import Job
 from bigtrain.losses.loss import Loss
@@ -234,7 +234,7 @@ class Unchecked(Layout):
         return "cut: not compared with the whole model"
 
 
-def unchecked(parts: Parts) -> Parts:
+def unchecked(parts: RunSetup) -> RunSetup:
     """The same, with a layout that is not compared."""
     layout = parts.resolved.layout and Unchecked(**vars(parts.resolved.layout))
     return replace(parts, resolved=replace(parts.resolved, layout=layout))
@@ -247,9 +247,9 @@ def prepare(row: Row) -> list[str]:
     return WORDS[row.keep]
 
 
-def _opened(row: Row, words: Sequence[str]) -> tuple[Job, Parts]:
+def _opened(row: Row, words: Sequence[str]) -> tuple[Job, RunSetup]:
     job = load_job("default", row.strategy, [*row.words(), *words])
-    return job, open_parts(job, make_plan(job, row.processes, "cpu"))
+    return job, open_setup(job, make_plan(job, row.processes, "cpu"))
 
 
 def _budget(row: Row) -> int:

@@ -34,14 +34,14 @@ from harness import keep
 from planner_accuracy import unchecked
 
 from bigtrain.assembly.make_plan import make_plan
-from bigtrain.engine.setup import open_parts
+from bigtrain.engine.setup import open_setup
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import load_job
 from bigtrain.job.schema import Job
-from bigtrain.machine.local_cluster import this_cluster
-from bigtrain.memory.cap import BESIDE, MARGIN
-from bigtrain.planner.ask import Planned, Question, ask, room
-from bigtrain.planner.evaluate import Judged
+from bigtrain.machine.local_cluster import measure_local_cluster
+from bigtrain.memory.cap import NON_TENSOR_BYTES, USABLE_FRACTION
+from bigtrain.planner.ask import PlannedAnswer, Question, ask, rank_limits
+from bigtrain.planner.evaluate import EvaluatedPlan
 from bigtrain.ranks.context import RunContext
 from bigtrain.units import MIB
 
@@ -62,12 +62,12 @@ WORDS = [
 ]
 
 
-def planned(ranks: int, cap: int | None) -> Planned:
+def planned(ranks: int, cap: int | None) -> PlannedAnswer:
     """The planner's answer under a cap."""
     words = WORDS if cap is None else [*WORDS, f"memory.cap={cap}"]
-    job, cluster = load_job(None, "single", words), this_cluster(ranks)
+    job, cluster = load_job(None, "single", words), measure_local_cluster(ranks)
     kept = None if cap is None else str(cap)
-    memory, limit, _ = room(cluster, memory="1TiB" if cap is None else None, cap=kept)
+    memory, limit, _ = rank_limits(cluster, memory="1TiB" if cap is None else None, cap=kept)
     margins = {"torch": 0.0}
     given = (job, cluster, ranks, memory, limit, BATCH)
     return ask(Question(*given, margins=margins, capped=cap is not None))
@@ -78,30 +78,30 @@ def prepare(ranks: int) -> list[tuple[int, int, list[dict[str, Any]]]]:
     roomy = planned(ranks, None)
     smallest = roomy.search.smallest()
     low = smallest.peak.bytes if smallest is not None and smallest.peak is not None else 0
-    high = max(low, roomy.answer.best[0].peak.bytes)
+    high = max(low, roomy.result.best[0].peak.bytes)
     found = []
     for share in SHARES:
         wanted = round(low + (high - low) * share) + MIB
-        cap = math.ceil((wanted + BESIDE) / MARGIN)
+        cap = math.ceil((wanted + NON_TENSOR_BYTES) / USABLE_FRACTION)
         answer = planned(ranks, cap)
         limit = answer.question.limit
-        plans = [*answer.answer.best[:1], *_fitting(answer, limit)]
+        plans = [*answer.result.best[:1], *_fitting(answer, limit)]
         found.append((cap, limit, [_told(one) for one in plans]))
     return found
 
 
-def _fitting(found: Planned, limit: int) -> Iterator[Judged]:
-    judge = found.search.judge
+def _fitting(found: PlannedAnswer, limit: int) -> Iterator[EvaluatedPlan]:
+    judge = found.search.evaluator
     for candidate in found.search.space.candidates():
         try:
-            judged = judge.judge(candidate, judge.plan_of(candidate), limit)
+            judged = judge.evaluate(candidate, judge.plan_of(candidate), limit)
         except ConfigError:  # a technique refuses it
             continue
-        if isinstance(judged, Judged):
+        if isinstance(judged, EvaluatedPlan):
             yield judged
 
 
-def _told(judged: Judged) -> dict[str, Any]:
+def _told(judged: EvaluatedPlan) -> dict[str, Any]:
     one = judged.candidate
     less = sorted(judged.recomputed.items())
     return {
@@ -128,7 +128,7 @@ def train(context: RunContext, _: None, job: Job) -> tuple[int, list[float]]:
     """One rank: its tracked peak, and the seconds of the steps after the warm ones."""
     if context.world_size == 1:
         torch.set_num_threads(2)
-    parts = open_parts(job, make_plan(job, context.world_size, "cpu"))
+    parts = open_setup(job, make_plan(job, context.world_size, "cpu"))
     seconds = []
     with unchecked(parts).engine(context) as engine:
         for batch in parts.training_steps(context, 0):

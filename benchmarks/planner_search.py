@@ -77,7 +77,7 @@ def measured(name: str) -> dict[str, Any]:
     from bigtrain.job.load import load_job
     from bigtrain.machine.cluster import load_cluster
     from bigtrain.planner.ask import Question, ask
-    from bigtrain.planner.show import figures_of
+    from bigtrain.planner.show import plan_figures
 
     case = CASES[name]
     shape = {**case["args"], "vocab_size": 51200, "sequence_length": 2048}
@@ -94,21 +94,21 @@ def measured(name: str) -> dict[str, Any]:
     given = (load_job(None, "single", words), cluster, case["devices"])
     planned = ask(Question(*given, size, cluster.device.usable, case["batch"]))
     ended = time.perf_counter()
-    best = planned.answer.best[0]
+    best = planned.result.best[0]
     return {
-        "search_seconds": planned.answer.seconds,
+        "search_seconds": planned.result.seconds,
         "all_seconds": ended - began,
         "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "num_parameters": planned.num_parameters,
-        "candidates": planned.answer.candidates,
-        "judged": planned.answer.judged,
+        "candidates": planned.result.candidates,
+        "judged": planned.result.evaluated,
         "best": {
             "label": best.candidate.label,
             "pp": best.candidate.pp,
             "dp": best.candidate.dp,
             "rows": best.candidate.rows,
             "micro_batches": best.candidate.micro_batches,
-            **figures_of(planned, best),
+            **plan_figures(planned, best),
         },
     }
 

@@ -46,7 +46,7 @@ from typing import Any
 from harness import run_command, surroundings
 
 from bigtrain.assembly.make_plan import make_plan
-from bigtrain.engine.setup import open_parts
+from bigtrain.engine.setup import open_setup
 from bigtrain.job.load import load_job
 from bigtrain.job.presets import preset_names
 from bigtrain.prediction.record import make_profile
@@ -158,10 +158,10 @@ def activation_bytes(precision: str) -> tuple[int, int]:
     row = Row("zero1_torch", 2, precision)
     job = load_job("default", row.preset, row.words())
     plan = make_plan(job, row.ranks, "cpu")
-    parts = open_parts(job, plan)
+    parts = open_setup(job, plan)
     profile = make_profile(parts.workload, parts.resolved)
-    if profile.missing is not None:
-        raise SystemExit(f"the model does not run on fake tensors: {profile.missing}")
+    if profile.untraceable is not None:
+        raise SystemExit(f"the model does not run on fake tensors: {profile.untraceable}")
     passed = profile.first.only("forward", "backward", drop=("gradients", "optimizer", "buffers"))
     return passed.peak().bytes + profile.batch_bytes, profile.trained_elements
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from bigtrain.data import MicroBatch as MicroBatch
     from bigtrain.data import StepLoader as StepLoader
     from bigtrain.data import prepare_data as prepare_data
-    from bigtrain.engine.adapt import adapting as adapting
+    from bigtrain.engine.adapt import adapt_on_oom as adapt_on_oom
     from bigtrain.engine.checkpoint import Checkpoint as Checkpoint
     from bigtrain.engine.checkpoint import find_checkpoint as find_checkpoint
     from bigtrain.engine.checkpoint import newest_checkpoint as newest_checkpoint
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
     from bigtrain.engine.engine import StepResult as StepResult
     from bigtrain.engine.prepare import connect_job as connect_job
     from bigtrain.engine.prepare import prepare as prepare
-    from bigtrain.engine.setup import Parts as Parts
+    from bigtrain.engine.setup import RunSetup as RunSetup
     from bigtrain.engine.setup import check_job as check_job
-    from bigtrain.engine.setup import open_parts as open_parts
+    from bigtrain.engine.setup import open_setup as open_setup
     from bigtrain.errors import BigtrainError as BigtrainError
     from bigtrain.errors import CheckpointError as CheckpointError
     from bigtrain.errors import ConfigError as ConfigError
     from bigtrain.errors import NonFiniteError as NonFiniteError
     from bigtrain.errors import OutOfMemoryError as OutOfMemoryError
     from bigtrain.job.arguments import train_arguments as train_arguments
-    from bigtrain.job.load import changed_job as changed_job
     from bigtrain.job.load import load_job as load_job
+    from bigtrain.job.load import override_job as override_job
     from bigtrain.job.schema import Job as Job
     from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy as ChunkedCrossEntropy
     from bigtrain.losses.loss import CrossEntropy as CrossEntropy
@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     from bigtrain.ranks.context import RunContext as RunContext
     from bigtrain.ranks.exit_status import run_guarded as run_guarded
     from bigtrain.ranks.launch import launcher_hint as launcher_hint
-    from bigtrain.ranks.launcher_env import Placement as Placement
-    from bigtrain.ranks.launcher_env import detect as detect
+    from bigtrain.ranks.launcher_env import RankInfo as RankInfo
+    from bigtrain.ranks.launcher_env import detect_rank_info as detect_rank_info
     from bigtrain.ranks.restart import Restart as Restart
     from bigtrain.report.lines import closing_lines as closing_lines
     from bigtrain.report.lines import console as console
@@ -87,25 +87,24 @@ _MODULE_OF = {
     "MicroBatch": "data",
     "NonFiniteError": "errors",
     "OutOfMemoryError": "errors",
-    "Parts": "engine.setup",
-    "Placement": "ranks.launcher_env",
     "Plan": "core.strategy",
+    "RankInfo": "ranks.launcher_env",
     "Restart": "ranks.restart",
     "RunContext": "ranks.context",
     "RunLog": "report.run_log",
+    "RunSetup": "engine.setup",
     "StepLoader": "data",
     "StepResult": "engine.engine",
     "Strategy": "core.strategy",
     "Task": "losses.tasks",
-    "adapting": "engine.adapt",
-    "changed_job": "job.load",
+    "adapt_on_oom": "engine.adapt",
     "check_job": "engine.setup",
     "closing_lines": "report.lines",
     "connect": "ranks.connect",
     "connect_job": "engine.prepare",
     "console": "report.lines",
     "describe": "models.blueprint",
-    "detect": "ranks.launcher_env",
+    "detect_rank_info": "ranks.launcher_env",
     "device_type_of": "assembly.make_plan",
     "dry_run_lines": "report.lines",
     "find_checkpoint": "engine.checkpoint",
@@ -113,8 +112,9 @@ _MODULE_OF = {
     "load_job": "job.load",
     "make_plan": "assembly.make_plan",
     "newest_checkpoint": "engine.checkpoint",
-    "open_parts": "engine.setup",
+    "open_setup": "engine.setup",
     "opening_lines": "report.lines",
+    "override_job": "job.load",
     "prepare": "engine.prepare",
     "prepare_data": "data",
     "read_job": "planner.auto",

@@ -56,7 +56,7 @@ class CheckpointError(BigtrainError):
     """A checkpoint is missing, damaged, or does not belong to this model."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ", did you mean 'x'?" for the closest of `known`, or "." where none is close."""
     match = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)
     return f", did you mean {match[0]!r}?" if match else "."

@@ -21,21 +21,21 @@ import bigtrain
 def main(arguments: list[str]) -> int:
     """Read the job, refuse what cannot work, connect the ranks, train; return the exit status."""
     options = bigtrain.train_arguments(arguments)
-    placement = bigtrain.detect(os.environ)
+    placement = bigtrain.detect_rank_info(os.environ)
     job, reasons = bigtrain.read_job(options, placement)
     restart = bigtrain.Restart.taken(os.environ)
     if restart is not None:  # memory ran out in an earlier life of this process
-        job = bigtrain.changed_job(job, restart.words)
+        job = bigtrain.override_job(job, restart.words)
     plan = bigtrain.make_plan(job, placement.world_size, bigtrain.device_type_of(job))
     bigtrain.check_job(job)
     # Without a download everything that can be refused is refused before the ranks connect.
     download = bool(job.data.args.get("download"))
-    parts = None if download else bigtrain.open_parts(job, plan)
+    parts = None if download else bigtrain.open_setup(job, plan)
     console = bigtrain.console()
     for line in reasons if placement.rank == 0 else ():
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if options.dry_run:
-        return show(job, plan, parts or bigtrain.open_parts(job, plan), console)
+        return show(job, plan, parts or bigtrain.open_setup(job, plan), console)
     has_gpu = plan.device_type == "cuda"
     hint = bigtrain.launcher_hint(placement, os.cpu_count() or 1, has_gpu=has_gpu)
     if hint is not None:
@@ -46,17 +46,17 @@ def main(arguments: list[str]) -> int:
             if context.is_main:
                 bigtrain.prepare_data(job.data.name, job.data.path, job.data.args)
             context.barrier()
-            parts = bigtrain.open_parts(job, plan)
+            parts = bigtrain.open_setup(job, plan)
         folder = bigtrain.run_folder(job, context)
         if restart is not None and context.is_main:
             console.print(restart.said, highlight=False, markup=False, soft_wrap=True)
-        with bigtrain.adapting(job, parts.plan, parts.workload.model, folder, restart):
+        with bigtrain.adapt_on_oom(job, parts.plan, parts.workload.model, folder, restart):
             return train(job, parts, context, folder, console)
 
 
 def train(
     job: bigtrain.Job,
-    parts: bigtrain.Parts,
+    parts: bigtrain.RunSetup,
     context: bigtrain.RunContext,
     folder: Path,
     console: Console,
@@ -75,7 +75,7 @@ def train(
             predicted=engine.predicted,
         ) as log:
             for line in bigtrain.opening_lines(parts, engine, resumed):
-                log.say(line)
+                log.print_line(line)
             if engine.steps_done < parts.total_steps:
                 for batch in parts.training_steps(context, engine.samples_seen):
                     result = engine.step(batch)
@@ -91,7 +91,7 @@ def train(
                         break
             log.memory(engine.memory())
             for line in bigtrain.closing_lines(parts, folder):
-                log.say(line)
+                log.print_line(line)
     return 0
 
 
@@ -115,7 +115,7 @@ def resume(job: bigtrain.Job, engine: bigtrain.Engine, folder: Path) -> Path | N
     return path
 
 
-def show(job: bigtrain.Job, plan: bigtrain.Plan, parts: bigtrain.Parts, console: Console) -> int:
+def show(job: bigtrain.Job, plan: bigtrain.Plan, parts: bigtrain.RunSetup, console: Console) -> int:
     """Print the resolved job and the predicted peak, and run nothing."""
     for line in bigtrain.dry_run_lines(job, plan, parts):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -23,14 +23,14 @@ import torch
 from pydantic import BeforeValidator, Field
 from torch import nn
 
-from bigtrain.activations.policy import Choice
+from bigtrain.activations.policy import BlockPolicy
 from bigtrain.core.strategy import ModelFacts, Plan, RecomputeStrategy
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Role
-from bigtrain.memory.meter import capacity_bytes
+from bigtrain.memory.meter import device_capacity_bytes
 from bigtrain.models.blocks import find_blocks, matching_modules
-from bigtrain.ranks.launcher_env import detect
+from bigtrain.ranks.launcher_env import detect_rank_info
 from bigtrain.units import parse_bytes
 
 
@@ -70,7 +70,7 @@ class Checkpointing(RecomputeStrategy):
     """Names of the modules that are chosen; `*` stands for a part of a name (blocks.*.mlp)."""
     budget: Budget | None = None
     """The most that a rank may hold, in bytes (6GiB) or as a share of the device (80%)."""
-    blocks: dict[str, Choice] | None = None
+    blocks: dict[str, BlockPolicy] | None = None
     """What each block keeps, by name: what a budget has been turned into."""
 
     def check(self, plan: Plan) -> None:
@@ -142,22 +142,22 @@ class Checkpointing(RecomputeStrategy):
         """See `RecomputeStrategy.limit`."""
         if self.budget is None or isinstance(self.budget, int):
             return self.budget
-        whole = capacity_bytes(torch.device(plan.device_type))
+        whole = device_capacity_bytes(torch.device(plan.device_type))
         if whole is None:
             raise ConfigError(
                 f"strategy.recompute.budget={self.budget} is a share of this device's memory, "
                 "which the system does not tell. Give bytes: strategy.recompute.budget=6GiB."
             )
         # The ranks of a node share the host's memory; a GPU is one rank's.
-        ranks = detect(os.environ).local_world_size if plan.device_type == "cpu" else 1
+        ranks = detect_rank_info(os.environ).local_world_size if plan.device_type == "cpu" else 1
         return int(whole * self.budget / ranks)
 
-    def choosing(self, blocks: Mapping[str, Choice]) -> Checkpointing:
-        """See `RecomputeStrategy.choosing`."""
+    def with_policies(self, blocks: Mapping[str, BlockPolicy]) -> Checkpointing:
+        """See `RecomputeStrategy.with_policies`."""
         return Checkpointing(blocks=dict(blocks))
 
-    def choices(self, model: nn.Module, plan: Plan) -> Mapping[str, Choice]:
-        """See `Strategy.choices`."""
+    def block_policies(self, model: nn.Module, plan: Plan) -> Mapping[str, BlockPolicy]:
+        """See `Strategy.block_policies`."""
         if self.blocks is not None:
             return {name: self.blocks[name] for name in _known(model, self.blocks)}
         names = [name for name, _ in find_blocks(model)]
@@ -176,7 +176,7 @@ class Checkpointing(RecomputeStrategy):
 
     def check_model(self, facts: ModelFacts, plan: Plan) -> None:  # noqa: ARG002
         """Say what a selective block cannot do: change in place what it has kept."""
-        missing = facts.missing or ""
+        missing = facts.untraceable or ""
         kind, _, said = missing.partition(": ")
         if kind == "ConfigError" and said.startswith("strategy.recompute"):
             raise ConfigError(said)
@@ -203,5 +203,5 @@ class Checkpointing(RecomputeStrategy):
         return None
 
 
-def _known(model: nn.Module, names: Mapping[str, Choice]) -> list[str]:
+def _known(model: nn.Module, names: Mapping[str, BlockPolicy]) -> list[str]:
     return matching_modules(model, tuple(names), "strategy.recompute.blocks")

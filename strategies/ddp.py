@@ -18,11 +18,11 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
-from bigtrain.core.replicas import Average, Sync, wrap
+from bigtrain.core.replicas import GradientAverager, LastMicroBatchSync, wrap_ddp
 from bigtrain.core.strategy import Assembly, Plan, Strategy
 from bigtrain.core.traits import Traits
 from bigtrain.costs.forecast import Forecast, Profile
-from bigtrain.costs.traffic import Traffic, averaged, tensors_of
+from bigtrain.costs.traffic import Traffic, gradient_average_traffic, parameter_shapes
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Bytes, Role
 from bigtrain.units import MIB
@@ -102,7 +102,7 @@ class DDP(Strategy):
         """Gradients once a step, beside the last backward pass; in a pipeline after all of them."""
         if plan.dp == 1:
             return ()
-        found = averaged(
+        found = gradient_average_traffic(
             profile,
             plan.dp,
             plan.pp * plan.tp,
@@ -122,7 +122,7 @@ class DDP(Strategy):
         if self.compress != "powersgd":
             return 2 * profile.trained_elements
         size = profile.gradient_bytes / max(1, profile.trained_elements)
-        return round(size * sum(self._low_rank(shape) for shape in tensors_of(profile)))
+        return round(size * sum(self._low_rank(shape) for shape in parameter_shapes(profile)))
 
     def _low_rank(self, shape: tuple[int, ...]) -> int:
         """Numbers of a gradient as PowerSGD sends it: two thin matrices, where these are less."""
@@ -139,11 +139,11 @@ class DDP(Strategy):
         context = assembly.context
         if assembly.plan.pp > 1:
             follow = [b for root in assembly.roots for b in root.buffers()]
-            assembly.average = Average(
+            assembly.average = GradientAverager(
                 context, self.bucket_size, follow if self.broadcast_buffers else ()
             )
             return
-        wrapped = wrap(
+        wrapped = wrap_ddp(
             assembly.module,
             context,
             bucket_size=self.bucket_size,
@@ -154,7 +154,7 @@ class DDP(Strategy):
         )
         self._compress(wrapped, context.dp_group)
         assembly.module = wrapped
-        assembly.sync = Sync(wrapped)
+        assembly.sync = LastMicroBatchSync(wrapped)
         # One micro-batch: a fresh gradient is copied into its bucket, so nothing need be zeroed.
         assembly.keep_gradients = (
             self.gradient_as_bucket_view and assembly.plan.batch.accumulation_steps > 1

@@ -23,16 +23,16 @@ from bigtrain.core.strategy import Assembly, CutStrategy, Plan
 from bigtrain.core.traits import CutTraits
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Forecast
-from bigtrain.costs.rank_replay import joined
-from bigtrain.cutting.choose import RATES, Wanted, choose_cut
-from bigtrain.cutting.layout import Layout, numerics
-from bigtrain.cutting.traced_model import Rehearsal
+from bigtrain.costs.rank_replay import join_stages
+from bigtrain.cutting.choose import NOMINAL_RATES, CutRequest, choose_cut
+from bigtrain.cutting.layout import Layout, numerics_for
+from bigtrain.cutting.traced_model import TracedModel
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Bytes, Role
-from bigtrain.optim.update import state_factor
-from bigtrain.pipeline.local_chain import Chain
+from bigtrain.optim.update import bytes_per_parameter_byte
+from bigtrain.pipeline.local_chain import StageChain
 from bigtrain.pipeline.runner import PipelineRunner
-from bigtrain.schedules.orders import order
+from bigtrain.schedules.orders import schedule_orders
 from bigtrain.schedules.transfers import transfers
 
 
@@ -56,17 +56,17 @@ class LayerSplit(CutStrategy):
         on_ranks = self.devices is None
         return CutTraits(owns_step=on_ranks, spans_ranks=on_ranks)
 
-    def replayed(
+    def replay_rank(
         self,
         forecasts: Mapping[int, Forecast],
         plan: Plan,
         pp_rank: int,
         halves: Mapping[int, Forecast],
     ) -> Forecast:
-        """See `CutStrategy.replayed`: one micro-batch after the other."""
+        """See `CutStrategy.replay_rank`: one micro-batch after the other."""
         given = ("naive", plan.pp, 1, plan.batch.accumulation_steps)
-        orders, ways = order(*given)[pp_rank], transfers(*given)[pp_rank]
-        return joined(orders, forecasts, halves, ways, plan.averaging_bucket)
+        orders, ways = schedule_orders(*given)[pp_rank], transfers(*given)[pp_rank]
+        return join_stages(orders, forecasts, halves, ways, plan.averaging_bucket)
 
     def stages(self, plan: Plan) -> int:
         """How many."""
@@ -96,15 +96,17 @@ class LayerSplit(CutStrategy):
         """See `CutStrategy.lay_out`."""
         stages = self.stages(plan)
         ranks = tuple(range(stages))
-        wanted = Wanted(
+        wanted = CutRequest(
             stages=stages,
             at=self.at,
             memory=self.memory,
-            state_factor=state_factor(workload.make_optimizer),
-            rates=RATES[plan.device_type],
+            state_factor=bytes_per_parameter_byte(workload.make_optimizer),
+            rates=NOMINAL_RATES[plan.device_type],
         )
-        kinds = numerics(plan.precision, bf16_parameters=plan.bf16_parameters)
-        rehearsal = Rehearsal(workload.model, workload.loss, torch.device(plan.device_type), kinds)
+        kinds = numerics_for(plan.precision, bf16_parameters=plan.bf16_parameters)
+        rehearsal = TracedModel(
+            workload.model, workload.loss, torch.device(plan.device_type), kinds
+        )
         on = "pp rank" if self.traits.spans_ranks else "device"
         return Layout(choose_cut(rehearsal, workload.micro_batch, wanted), ranks, on)
 
@@ -116,7 +118,7 @@ class LayerSplit(CutStrategy):
         if self.devices is not None:
             stages = assembly.make_stages(range(self.devices))
             assembly.roots = [assembly.model]
-            assembly.module = Chain(stages, _devices(assembly, self.devices), assembly.model)
+            assembly.module = StageChain(stages, _devices(assembly, self.devices), assembly.model)
             return
         stages = assembly.make_stages(layout.stages_of(assembly.context.pp_rank))
         ties = layout.chosen.cut.ties

@@ -21,19 +21,30 @@ from typing import ClassVar
 
 from torch import nn
 
-from bigtrain.activations.policy import Choice
+from bigtrain.activations.policy import BlockPolicy
 from bigtrain.core.strategy import Assembly, ModelFacts, Plan, Strategy
-from bigtrain.core.traits import Offloaded, Place, Traits
+from bigtrain.core.traits import OffloadTiers, StorageTier, Traits
 from bigtrain.costs.forecast import Forecast, Profile
-from bigtrain.costs.traffic import Traffic, moved_activations, tensors_of
+from bigtrain.costs.traffic import Traffic, offloaded_activations, parameter_shapes
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Role
-from bigtrain.memory.disk import IN_MEMORY, file_system, folder_fault, free_on_disk, scratch_folder
-from bigtrain.memory.host_memory import free_memory
+from bigtrain.memory.disk import (
+    MEMORY_FILE_SYSTEMS,
+    file_system,
+    folder_problem,
+    free_disk_bytes,
+    scratch_folder,
+)
+from bigtrain.memory.host_memory import free_host_bytes
 from bigtrain.memory.timeline import Span, Timeline
 from bigtrain.models.blocks import find_blocks
 from bigtrain.optim.partition import chunk_elements
-from bigtrain.optim.state_store import DiskHome, HostHome, disk_message, memory_message
+from bigtrain.optim.state_store import (
+    DiskStateStore,
+    HostStateStore,
+    disk_shortage_message,
+    host_shortage_message,
+)
 
 
 class Offload(Strategy):
@@ -43,11 +54,11 @@ class Offload(Strategy):
     role: ClassVar[Role] = "offload"
     summary: ClassVar[str] = "optimizer state or activations on disk or in the host's memory"
 
-    optimizer: Place = "device"
+    optimizer: StorageTier = "device"
     """Where the optimizer's state (and fp32 copies) lives between the steps."""
-    parameters: Place = "device"
+    parameters: StorageTier = "device"
     """Where the parameters live between their uses (stages 2 and 3 of `zero` alone)."""
-    activations: Place = "device"
+    activations: StorageTier = "device"
     """Where what blocks save for the backward pass is meanwhile; see strategy.recompute."""
     path: str | None = None
     """An existing folder on a disk with room; left out, the system's for temporary files."""
@@ -56,7 +67,7 @@ class Offload(Strategy):
     def traits(self) -> Traits:
         """See `Strategy.traits`."""
         places = (self.optimizer, self.parameters, self.activations)
-        return Traits(offloaded=Offloaded(*places, self._folder))
+        return Traits(offload_tiers=OffloadTiers(*places, self._folder))
 
     def check(self, plan: Plan) -> None:
         """Refuse what moves nothing, a folder that cannot be used, parameters that stay."""
@@ -72,7 +83,7 @@ class Offload(Strategy):
                 "Leave it out, or set strategy.offload.optimizer=disk."
             )
         if "disk" in places:
-            fault = folder_fault(self._folder)
+            fault = folder_problem(self._folder)
             if fault is not None:
                 raise ConfigError(f"strategy.offload.path={self._folder} {fault}.")
         if plan.replicate.own_offload:
@@ -95,7 +106,7 @@ class Offload(Strategy):
     def _folder(self) -> str:
         return self.path or scratch_folder()
 
-    def choices(self, model: nn.Module, plan: Plan) -> Mapping[str, Choice]:
+    def block_policies(self, model: nn.Module, plan: Plan) -> Mapping[str, BlockPolicy]:
         """Every block that is not computed again is moved away."""
         if not plan.moves_activations:
             return {}
@@ -109,13 +120,13 @@ class Offload(Strategy):
         elements = profile.trained_elements / plan.state_ranks
         state = round(elements * profile.state_slots) * _item(plan)
         if self.optimizer == "disk":
-            free = free_on_disk(self._folder)
+            free = free_disk_bytes(self._folder)
             if state > free:
-                raise ConfigError(disk_message(self._folder, state, free, 1))
+                raise ConfigError(disk_shortage_message(self._folder, state, free, 1))
         elif self._on_host(plan):
-            memory, wanted = free_memory(), state + round(elements) * _item(plan)
+            memory, wanted = free_host_bytes(), state + round(elements) * _item(plan)
             if memory is not None and wanted > memory:
-                raise ConfigError(memory_message(wanted, memory, 1))
+                raise ConfigError(host_shortage_message(wanted, memory, 1))
 
     def _on_host(self, plan: Plan) -> bool:
         """Whether the host updates for the device: not where the parameters are there already."""
@@ -139,11 +150,11 @@ class Offload(Strategy):
                 f"strategy.offload.{_DISK.get(hosted[0], 'optimizer')}=disk."
             )
         moved = self.optimizer != "device" and self.activations == "device"
-        if moved and profile.missing is None and profile.state_slots == 0:
+        if moved and profile.untraceable is None and profile.state_slots == 0:
             return "strategy.offload moves nothing: this optimizer keeps no state."
         on_disk = "disk" in (self.optimizer, self.activations)
         kind = file_system(self._folder) if on_disk else None
-        if kind in IN_MEMORY:
+        if kind in MEMORY_FILE_SYSTEMS:
             return (
                 f"strategy.offload.path={self._folder} is a {kind}, whose files are memory: "
                 "nothing is saved. Set strategy.offload.path to a folder on a disk."
@@ -172,7 +183,7 @@ class Offload(Strategy):
         Parameters, and all but activations under DeepSpeed, are stated by who moves them.
         """
         found = []
-        nbytes, calls = moved_activations(profile) if plan.moves_activations else (0, 0)
+        nbytes, calls = offloaded_activations(profile) if plan.moves_activations else (0, 0)
         if nbytes and self.activations == "disk":
             found += [
                 Traffic("to_disk", nbytes, calls, "micro_batch", "forward"),
@@ -195,7 +206,7 @@ class Offload(Strategy):
             return []
         ranks = plan.state_ranks
         elements, item = -(-profile.trained_elements // ranks), _item(plan)
-        tensors = -(-len(tensors_of(profile)) // ranks)
+        tensors = -(-len(parameter_shapes(profile)) // ranks)
         if self._on_host(plan):  # chunk by chunk, beside the update of the one before
             return [
                 Traffic("to_host", elements * item, tensors, "step", "step"),
@@ -223,9 +234,9 @@ class Offload(Strategy):
         if assembly.plan.replicate.own_offload:
             return
         if self.optimizer == "disk":
-            assembly.home = DiskHome(assembly.context, self._folder)
+            assembly.state_store = DiskStateStore(assembly.context, self._folder)
         elif self._on_host(assembly.plan):
-            assembly.home = HostHome(assembly.context)
+            assembly.state_store = HostStateStore(assembly.context)
 
 
 _DISK = {"optimizer": "optimizer", "activations": "activations"}

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigtrain.activations.offload import Mover
+from bigtrain.activations.offload import ActivationOffloader
 from bigtrain.models.gpt import GPT, GPTConfig
-from bigtrain.tensors.transfer import Wait
+from bigtrain.tensors.transfer import WaitFn
 
 CPU = torch.device("cpu")
 BLOCK = 720896
@@ -105,12 +105,14 @@ def wrap(model: nn.Module, around: Callable[..., Any]) -> None:
         block.forward = lambda *a, b=block, f=inner: around(b, lambda: f(*a))
 
 
-def train(make: Callable[[], Any], mover: Mover | None, *, bf16: bool = False) -> list[Tensor]:
+def train(
+    make: Callable[[], Any], mover: ActivationOffloader | None, *, bf16: bool = False
+) -> list[Tensor]:
     """Losses, gradients and weights of three steps of two micro-batches."""
     torch.manual_seed(0)
     model, batch = make()
     if mover is not None:
-        wrap(model, mover.moved)
+        wrap(model, mover.offload)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     seen = []
     for _ in range(3):
@@ -137,7 +139,7 @@ class LateCarrier:
         self.spots: dict[int, Tensor | None] = {}
         self.under_way = self.most_under_way = 0
 
-    def put(self, source: Tensor) -> tuple[Any, Wait]:
+    def copy_out(self, source: Tensor) -> tuple[Any, WaitFn]:
         spot = max(self.spots, default=-1) + 1
         self.spots[spot] = None
 
@@ -147,12 +149,12 @@ class LateCarrier:
         self.told.append(f"put {spot}")
         return spot, self._later(copy)
 
-    def take(self, spot: Any, target: Tensor) -> Wait:
+    def copy_in(self, spot: Any, target: Tensor) -> WaitFn:
         target.fill_(255)  # NaN
         self.told.append(f"take {spot}")
         return self._later(lambda: target.copy_(self.spots[spot]))
 
-    def _later(self, copy: Callable[[], Any]) -> Wait:
+    def _later(self, copy: Callable[[], Any]) -> WaitFn:
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
 
@@ -184,9 +186,11 @@ class Saving(torch.autograd.Function):
         return (gradient, None, *[None] * ctx.rest)
 
 
-def save_and_leave(mover: Mover, module: nn.Module, *tensors: Tensor) -> tuple[Tensor, list]:
+def save_and_leave(
+    mover: ActivationOffloader, module: nn.Module, *tensors: Tensor
+) -> tuple[Tensor, list]:
     """A block that saves these tensors, and another one after it: so they have left."""
     seen: list[Tensor] = []
     x = torch.ones(1, requires_grad=True)
-    y = mover.moved(module, lambda: Saving.apply(x, seen, *tensors))
-    return mover.moved(module, lambda: y * 2), seen
+    y = mover.offload(module, lambda: Saving.apply(x, seen, *tensors))
+    return mover.offload(module, lambda: y * 2), seen

@@ -13,7 +13,7 @@ from bigtrain.assembly.make_plan import make_plan
 from bigtrain.data import GlobalOrder, StepLoader
 from bigtrain.data.source import Samples
 from bigtrain.engine.engine import Engine
-from bigtrain.job.load import job_of
+from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy, Loss
 from bigtrain.ranks.context import RunContext
 
@@ -45,7 +45,7 @@ def train(
     loss: Loss | None = None,
 ) -> Record:
     """Train and keep losses, norms, gradients before each step, and the final weights."""
-    job = job_of(strategy, {"train.global_batch_size": 8, **keys})
+    job = job_from_keys(strategy, {"train.global_batch_size": 8, **keys})
     loss = loss or CrossEntropy()
     example = None
     if job.strategy.cut is not None:  # a model is cut by the shapes of a micro-batch

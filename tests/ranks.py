@@ -24,7 +24,7 @@ from typing import Any
 
 from support.zygote import Child, Flavour, zygote
 
-from bigtrain.ranks.launcher_env import Placement
+from bigtrain.ranks.launcher_env import RankInfo
 
 # A rank that is told to end by the failing one does so within this time.
 _END_S = 10.0
@@ -163,7 +163,7 @@ def _rank_main(
     os.environ["OMP_NUM_THREADS"] = "1"
     stack = (folder / f"stack-{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack)
-    placement = Placement(
+    placement = RankInfo(
         rank=rank,
         local_rank=rank,
         world_size=world_size,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bigtrain.cutting.choose import Rates
+from bigtrain.cutting.choose import DeviceRates
 from bigtrain.data import MicroBatch
 from bigtrain.prediction.block_costs import block_costs
 
@@ -28,14 +28,14 @@ class Two(nn.Module):
         return x.exp()
 
 
-def costs(rates: Rates):
+def costs(rates: DeviceRates):
     rows = torch.zeros(32, 64)
     batch = MicroBatch(rows, rows, 32, 32)
     return block_costs(Two(), ["layers.0", "layers.1"], batch, rates, CPU)
 
 
 def test_arithmetic_where_that_takes_longest():
-    found = costs(Rates(flops=1.0, nbytes=1e30, sent=1.0))
+    found = costs(DeviceRates(flops=1.0, nbytes=1e30, sent=1.0))
     product = 2 * 32 * 64 * 64
     assert found["layers.0"].whole == pytest.approx(product)
     assert found["layers.1"].whole == pytest.approx(product)
@@ -44,7 +44,7 @@ def test_arithmetic_where_that_takes_longest():
 
 
 def test_reading_and_writing_where_that_takes_longest():
-    found = costs(Rates(flops=1e30, nbytes=1.0, sent=1.0))
+    found = costs(DeviceRates(flops=1e30, nbytes=1.0, sent=1.0))
     activations, weight = 4 * 32 * 64, 4 * 64 * 64
     assert found["layers.0"].whole == 2 * activations + weight + 2 * activations
     assert found["layers.0"].between == 2 * activations  # the activation's, in and out
@@ -55,7 +55,7 @@ def test_the_model_is_left_as_it_is():
     model = Two()
     before = {name: p.clone() for name, p in model.named_parameters()}
     rows = torch.zeros(4, 64)
-    rates = Rates(flops=1.0, nbytes=1.0, sent=1.0)
+    rates = DeviceRates(flops=1.0, nbytes=1.0, sent=1.0)
     block_costs(model, ["layers.0"], MicroBatch(rows, rows, 4, 4), rates, CPU, bf16=True)
     assert not model.layers[0]._forward_hooks
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())

@@ -14,14 +14,14 @@ from ranks import run_ranks
 from test_checkpointing import RECOMPUTE, WAYS, run
 from torch import nn
 
-from bigtrain.activations.offload import Mover
-from bigtrain.activations.policy import shape, unshape
+from bigtrain.activations.offload import ActivationOffloader
+from bigtrain.activations.policy import apply_policies, remove_policies
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.assembly.resolve import resolve
 from bigtrain.core.workload import Workload
 from bigtrain.data import MicroBatch
 from bigtrain.errors import ConfigError
-from bigtrain.job.load import job_of
+from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 
 
@@ -137,7 +137,7 @@ def test_a_block_that_changes_its_input_is_kept_under_a_budget():
 
 
 def settled_for(model, budget):
-    job = job_of("single", {"train.global_batch_size": 12, f"{RECOMPUTE}.budget": budget})
+    job = job_from_keys("single", {"train.global_batch_size": 12, f"{RECOMPUTE}.budget": budget})
     loss = CrossEntropy()
     inputs, targets = rows()
     example = MicroBatch(inputs, targets, loss.count(targets), len(inputs))
@@ -169,14 +169,16 @@ def test_a_scripted_block_is_refused():
     with pytest.warns(FutureWarning, match="deprecated"):
         scripted = torch.jit.script(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="compiled by torch.jit.script"):
-        shape(nn.Sequential(scripted), {"0": "full"})
+        apply_policies(nn.Sequential(scripted), {"0": "full"})
 
 
 def test_a_copy_of_a_shaped_model_does_the_same_and_a_closed_one_is_as_it_was(tmp_path):
     model = Blocks(Inner)
     plain = model.layers[0].forward.__func__
-    mover = Mover("disk", torch.device("cpu"), str(tmp_path))
-    shape(model, {"layers.0": "full_offload", "layers.1": "full", "layers.2": "offload"}, mover)
+    mover = ActivationOffloader("disk", torch.device("cpu"), str(tmp_path))
+    apply_policies(
+        model, {"layers.0": "full_offload", "layers.1": "full", "layers.2": "offload"}, mover
+    )
     twin = copy.deepcopy(model)
     assert isinstance(pickle.loads(pickle.dumps(model)), Blocks)
     for one in (model, twin):
@@ -184,7 +186,7 @@ def test_a_copy_of_a_shaped_model_does_the_same_and_a_closed_one_is_as_it_was(tm
         one(rows()[0]).sum().backward()
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
-    unshape(model)
+    remove_policies(model)
     assert all("forward" not in layer.__dict__ for layer in model.layers)
     assert model.layers[0].forward.__func__ is plain
     mover.close()

@@ -10,14 +10,20 @@ from functools import cache
 import pytest
 
 from bigtrain.activations import budget_solver
-from bigtrain.activations.budget_solver import Answer, Price, cheapest, lowest, peak_of
+from bigtrain.activations.budget_solver import (
+    BudgetSolution,
+    PolicyCost,
+    fastest_within,
+    lowest_peak,
+    solution_peak,
+)
 
 
 def enumerated(menu, room, tail, waiting):
     """The least (seconds, peak) inside the room, of all there are."""
     found = None
     for picks in itertools.product(*(range(len(prices)) for prices in menu)):
-        peak = peak_of(menu, picks, tail, waiting)
+        peak = solution_peak(menu, picks, tail, waiting)
         seconds = sum(prices[pick].seconds for prices, pick in zip(menu, picks, strict=True))
         if peak <= room and (found is None or (seconds, peak) < found):
             found = (seconds, peak)
@@ -29,35 +35,35 @@ def test_it_is_the_best_of_all(seed):
     rng = random.Random(seed)
     menu = [
         [
-            Price(rng.randint(0, 20), rng.randint(0, 60), rng.choice([0, 1, 2, 3.5]))
+            PolicyCost(rng.randint(0, 20), rng.randint(0, 60), rng.choice([0, 1, 2, 3.5]))
             for _ in range(rng.randint(1, 4))
         ]
         for _ in range(rng.randint(1, 6))
     ]
     room, tail, waiting = rng.randint(5, 200), rng.randint(0, 30), rng.choice([0, 0, 1, 3])
-    answer = cheapest(menu, room, tail, waiting)
+    answer = fastest_within(menu, room, tail, waiting)
     expected = enumerated(menu, room, tail, waiting)
     if expected is None:
         assert answer is None
-        assert lowest(menu, tail, waiting).peak > room
+        assert lowest_peak(menu, tail, waiting).peak > room
     else:
         assert answer is not None
         assert (answer.seconds, answer.peak) == expected
-        assert peak_of(menu, answer.picks, tail, waiting) == answer.peak
-        assert lowest(menu, tail, waiting).peak <= answer.peak
+        assert solution_peak(menu, answer.picks, tail, waiting) == answer.peak
+        assert lowest_peak(menu, tail, waiting).peak <= answer.peak
 
 
 def test_two_hundred_different_blocks_with_five_choices_are_chosen_for_in_seconds():
     rng = random.Random(1)
     menu = [
         [
-            Price(rng.randint(1, 10**9), rng.randint(10**9, 2 * 10**9), rng.random())
+            PolicyCost(rng.randint(1, 10**9), rng.randint(10**9, 2 * 10**9), rng.random())
             for _ in range(5)
         ]
         for _ in range(200)
     ]
-    least = lowest(menu, waiting=3).peak
-    answer = cheapest(menu, int(1.5 * least), waiting=3)
+    least = lowest_peak(menu, waiting=3).peak
+    answer = fastest_within(menu, int(1.5 * least), waiting=3)
     assert answer is not None
     assert answer.peak <= 1.5 * least
 
@@ -65,16 +71,19 @@ def test_two_hundred_different_blocks_with_five_choices_are_chosen_for_in_second
 def test_rounding_beyond_the_largest_front_stays_inside_the_room(monkeypatch):
     rng = random.Random(2)
     menu = [
-        [Price(rng.randint(1, 10**6), rng.randint(10**6, 2 * 10**6), rng.random()) for _ in "abc"]
+        [
+            PolicyCost(rng.randint(1, 10**6), rng.randint(10**6, 2 * 10**6), rng.random())
+            for _ in "abc"
+        ]
         for _ in range(30)
     ]
-    room = int(1.4 * lowest(menu).peak)
-    exact = cheapest(menu, room)
-    monkeypatch.setattr(budget_solver, "LARGEST_FRONT", 200)
-    rounded = cheapest(menu, room)
-    assert isinstance(exact, Answer)
-    assert isinstance(rounded, Answer)
-    assert peak_of(menu, rounded.picks) <= room
+    room = int(1.4 * lowest_peak(menu).peak)
+    exact = fastest_within(menu, room)
+    monkeypatch.setattr(budget_solver, "MAX_FRONT", 200)
+    rounded = fastest_within(menu, room)
+    assert isinstance(exact, BudgetSolution)
+    assert isinstance(rounded, BudgetSolution)
+    assert solution_peak(menu, rounded.picks) <= room
     assert exact.seconds <= rounded.seconds <= 1.15 * exact.seconds
 
 
@@ -83,8 +92,8 @@ def test_rounding_beyond_the_largest_front_stays_inside_the_room(monkeypatch):
 
 
 def chain(n, boundary, inside):
-    keep = Price(boundary + inside, boundary + inside + boundary, 0.0)
-    full = Price(boundary, boundary + inside + boundary, 1.0)
+    keep = PolicyCost(boundary + inside, boundary + inside + boundary, 0.0)
+    full = PolicyCost(boundary, boundary + inside + boundary, 1.0)
     return [[keep, full]] * n
 
 
@@ -123,9 +132,9 @@ def test_beside_the_optimal_program_for_chains():
     """
     n, boundary, inside = 12, 1, 16
     menu = chain(n, boundary, inside)
-    floor = lowest(menu).peak
+    floor = lowest_peak(menu).peak
     for room in range(floor, n * (boundary + inside) + boundary + 1):
-        ours = cheapest(menu, room)
+        ours = fastest_within(menu, room)
         assert ours is not None
         best = rotor(n, boundary, inside, room)
         assert best <= ours.seconds <= best + 1
@@ -141,14 +150,14 @@ def test_beside_the_square_root_rule():
     n, boundary, inside = 100, 1, 99
     menu = chain(n, boundary, inside)
     rule = 2 * math.isqrt(n) * (boundary + inside)
-    answer = cheapest(menu, rule)
+    answer = fastest_within(menu, rule)
     assert answer is not None  # 100 boundaries are less than the rule's ten groups of ten
     assert answer.seconds < n - math.isqrt(n) + 1  # the rule computes all but the last group again
-    assert lowest(menu).peak < rule
+    assert lowest_peak(menu).peak < rule
 
 
 def test_ties_go_to_the_lower_peak():
-    menu = [[Price(5, 9, 1.0), Price(3, 9, 1.0)], [Price(4, 6, 0.0)]]
-    answer = cheapest(menu, 100)
+    menu = [[PolicyCost(5, 9, 1.0), PolicyCost(3, 9, 1.0)], [PolicyCost(4, 6, 0.0)]]
+    answer = fastest_within(menu, 100)
     assert answer is not None
     assert answer.picks == (1, 0)

@@ -15,44 +15,44 @@ import torch
 from moving import BLOCK, CPU, mixed, same, save_and_leave, train, wrap
 from torch import nn
 
-from bigtrain.activations.offload import Mover
+from bigtrain.activations.offload import ActivationOffloader
 from bigtrain.errors import BigtrainError, ConfigError
-from bigtrain.tensors.transfer import HostCarrier, Space
+from bigtrain.tensors.transfer import FileAllocator, HostTransfer
 
 
 @pytest.fixture
-def mover(tmp_path) -> Iterator[Mover]:
-    made = Mover("disk", CPU, str(tmp_path))
+def mover(tmp_path) -> Iterator[ActivationOffloader]:
+    made = ActivationOffloader("disk", CPU, str(tmp_path))
     yield made
     made.close()
 
 
 def test_room_is_given_to_one_at_a_time_and_joined_again():
-    space, held = Space(), {}
+    space, held = FileAllocator(), {}
     generator = random.Random(3)
     for _ in range(2000):
         if held and generator.random() < 0.5:
             place = generator.choice([*held])
-            space.give(place, held.pop(place))
+            space.release(place, held.pop(place))
         else:
             size = generator.randrange(1, 50000)
-            place = space.take(size)
+            place = space.allocate(size)
             assert place % 4096 == 0
             assert all(place >= p + s or place + size <= p for p, s in held.items())
             held[place] = size
     for place, size in held.items():
-        space.give(place, size)
+        space.release(place, size)
     assert space._free == [(0, space.end)]
     end = space.end
-    assert space.take(end) == 0
-    assert space.take(1) == end
+    assert space.allocate(end) == 0
+    assert space.allocate(1) == end
 
 
 def test_no_file_stays_and_the_thread_ends(tmp_path):
     threads = threading.active_count()
-    mover = Mover("disk", CPU, str(tmp_path))
+    mover = ActivationOffloader("disk", CPU, str(tmp_path))
     model, x = mixed(3)
-    wrap(model, mover.moved)
+    wrap(model, mover.offload)
     loss = model(x).sum()
     assert list(tmp_path.iterdir()) == []
     mover.close()
@@ -64,14 +64,16 @@ def test_no_file_stays_and_the_thread_ends(tmp_path):
 
 def test_a_mover_that_is_forgotten_closes_itself(tmp_path):
     threads = threading.active_count()
-    save_and_leave(Mover("disk", CPU, str(tmp_path)), nn.Identity(), torch.randn(128, 128))
+    save_and_leave(
+        ActivationOffloader("disk", CPU, str(tmp_path)), nn.Identity(), torch.randn(128, 128)
+    )
     gc.collect()
     assert threading.active_count() == threads
 
 
 def test_a_folder_that_takes_no_file(tmp_path):
     with pytest.raises(ConfigError, match="nowhere takes no file on .* Set it to a folder that"):
-        Mover("disk", CPU, str(tmp_path / "nowhere"))
+        ActivationOffloader("disk", CPU, str(tmp_path / "nowhere"))
 
 
 def test_a_full_disk_is_an_error_of_the_next_block(mover, monkeypatch):
@@ -186,15 +188,15 @@ COPY = ["side waits for all of main", "copy on side, not waiting"]
 
 
 def test_copies_follow_what_is_computed_and_are_waited_for_by_the_device_alone(cuda):
-    carrier = HostCarrier(torch.device("cuda", 0))
+    carrier = HostTransfer(torch.device("cuda", 0))
     source = torch.arange(10, dtype=torch.uint8)
-    spot, wait = carrier.put(source)
+    spot, wait = carrier.copy_out(source)
     assert cuda.told == ["pinned", *COPY, "side marks 1"]
     wait()
     assert cuda.told.pop() == "main waits for 1"
     cuda.told.clear()
     target = torch.zeros(10, dtype=torch.uint8)
-    wait = carrier.take(spot, target)
+    wait = carrier.copy_in(spot, target)
     assert cuda.told == [*COPY, "side marks 2"]
     wait()
     assert cuda.told.pop() == "main waits for 2"
@@ -205,6 +207,6 @@ def test_copies_follow_what_is_computed_and_are_waited_for_by_the_device_alone(c
 
 
 def test_on_a_gpu_the_host_is_where_things_go(cuda):
-    mover = Mover("cpu", torch.device("cuda"))
-    assert isinstance(mover._carrier, HostCarrier)
+    mover = ActivationOffloader("cpu", torch.device("cuda"))
+    assert isinstance(mover._transfer, HostTransfer)
     mover.close()

@@ -18,7 +18,7 @@ from bigtrain.core.workload import Workload
 from bigtrain.data import MicroBatch
 from bigtrain.engine.engine import Engine
 from bigtrain.errors import ConfigError
-from bigtrain.job.load import job_of
+from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.models.gpt import GPT, GPTConfig
 from bigtrain.units import format_bytes
@@ -61,7 +61,7 @@ def run(context, model, batch, keys, strategy="single", steps=3):
     micro = keys.get("train.micro_batch_size", len(batch[0]))
     rows = len(batch[0]) * context.dp_size
     words = {"train.global_batch_size": rows, "memory.track_steps": steps, **keys}
-    job, loss = job_of(strategy, words), CrossEntropy()
+    job, loss = job_from_keys(strategy, words), CrossEntropy()
     inputs, targets = batch[0][:micro], batch[1][:micro]
     example = MicroBatch(inputs, targets, loss.count(targets), micro)
     with Engine(model, loss, adamw, job, context, example=example) as engine:
@@ -142,7 +142,7 @@ def test_under_other_strategies_the_numbers_are_those_of_one_process(strategy, w
     samples = tokens(22)
     one = run_ranks(train, 1, BlockLM, samples, "single", FP64)[0]
     ranks = 1 if strategy in ("layer_split_devices", "gpipe_fairscale") else 2
-    plan = make_plan(job_of(strategy, {"train.global_batch_size": 8, **FP64}), ranks, "cpu")
+    plan = make_plan(job_from_keys(strategy, {"train.global_batch_size": 8, **FP64}), ranks, "cpu")
     keys = {**FP64, **WAYS[way]}
     for record in run_ranks(train, ranks, BlockLM, samples, strategy, keys, pp=plan.pp):
         assert largest_difference(one, record) < 1e-10
@@ -152,7 +152,7 @@ def test_under_other_strategies_the_numbers_are_those_of_one_process(strategy, w
 def test_under_deepspeed(strategy):
     samples, keys = tokens(22), {"train.micro_batch_size": 2}
     one = run_ranks(train, 1, BlockLM, samples, "single", keys)[0]
-    plan = make_plan(job_of(strategy, {"train.global_batch_size": 8, **keys}), 2, "cpu")
+    plan = make_plan(job_from_keys(strategy, {"train.global_batch_size": 8, **keys}), 2, "cpu")
     for record in run_ranks(
         train, 2, BlockLM, samples, strategy, {**keys, **WAYS["selective"]}, pp=plan.pp
     ):
@@ -213,7 +213,9 @@ def gpt_without() -> nn.Module:
 
 
 def settled(budget: object, model=gpt_without, **keys: Any) -> Any:
-    job = job_of("single", {"train.global_batch_size": 8, f"{RECOMPUTE}.budget": budget, **keys})
+    job = job_from_keys(
+        "single", {"train.global_batch_size": 8, f"{RECOMPUTE}.budget": budget, **keys}
+    )
     plan = make_plan(job, 1, "cpu")
     loss = CrossEntropy()
     inputs, targets = text()
@@ -246,7 +248,7 @@ def test_a_share_of_the_device_is_a_budget():
 
 
 def test_no_example_no_budget():
-    plan = make_plan(job_of("single", {f"{RECOMPUTE}.budget": "1GiB"}), 1, "cpu")
+    plan = make_plan(job_from_keys("single", {f"{RECOMPUTE}.budget": "1GiB"}), 1, "cpu")
     with pytest.raises(ConfigError, match=r"Give prepare\(\.\.\., example="):
         resolve(plan, Workload(gpt(), None, CrossEntropy(), adamw))
 
@@ -296,7 +298,7 @@ def test_what_makes_no_sense_is_refused(strategy, options, message):
     if "cut" in options:
         keys["strategy.cut.checkpoint"] = options["cut"]
     with pytest.raises(ConfigError, match=message):
-        make_plan(job_of(strategy, keys), 1 if strategy.startswith("single") else 2, "cpu")
+        make_plan(job_from_keys(strategy, keys), 1 if strategy.startswith("single") else 2, "cpu")
 
 
 NAMES = [
@@ -311,14 +313,16 @@ NAMES = [
 @pytest.mark.parametrize(("options", "message"), NAMES)
 def test_names_that_match_nothing_are_refused(options, message):
     keys = {f"{RECOMPUTE}.{key}": value for key, value in options.items()}
-    plan = make_plan(job_of("single", keys), 1, "cpu")
+    plan = make_plan(job_from_keys("single", keys), 1, "cpu")
     with pytest.raises(ConfigError, match=message):
         resolve(plan, Workload(gpt(), None, CrossEntropy(), adamw))
 
 
 def test_one_word_says_it():
     for word, field in (("full", "mode"), ("selective", "mode"), ("6GiB", "budget")):
-        technique = make_plan(job_of("single", {RECOMPUTE: word}), 1, "cpu").techniques["recompute"]
+        technique = make_plan(job_from_keys("single", {RECOMPUTE: word}), 1, "cpu").techniques[
+            "recompute"
+        ]
         assert field in technique.model_fields_set
 
 
@@ -328,6 +332,6 @@ def test_what_a_budget_chose_is_written_into_the_plan_and_read_back():
     described = describe_plan(least.plan)["strategy"]["recompute"]
     assert set(described["blocks"]) == {f"blocks.{number}" for number in range(4)}
     keys = {RECOMPUTE: described, "train.global_batch_size": 8}
-    again = make_plan(job_of("single", keys), 1, "cpu")
+    again = make_plan(job_from_keys("single", keys), 1, "cpu")
     assert again.techniques["recompute"] == least.plan.techniques["recompute"]
     assert resolve(again, Workload(gpt_without(), None, CrossEntropy(), adamw)).plan is again

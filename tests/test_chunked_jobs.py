@@ -12,15 +12,15 @@ from ranks import run_ranks
 from torch import nn
 
 from bigtrain.data import MicroBatch
-from bigtrain.engine.choose_loss import check_chunks, find_head, loss_for
+from bigtrain.engine.choose_loss import check_chunks, choose_loss, find_head
 from bigtrain.engine.engine import Engine
 from bigtrain.errors import ConfigError
-from bigtrain.job.load import job_of
+from bigtrain.job.load import job_from_keys
 from bigtrain.job.schema import ModelConfig
 from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.losses.tasks import ClassificationTask, LanguageTask, SegmentationTask
-from bigtrain.memory.timeline import KINDS
+from bigtrain.memory.timeline import MEMORY_KINDS
 from bigtrain.models import make_model
 
 CHUNKED = ChunkedCrossEntropy(head="head", chunk_size=1024)
@@ -84,7 +84,7 @@ def untied() -> nn.Module:
 def peaks(context, loss: CrossEntropy, strategy: str, keys: dict[str, Any], rows: int = 8):
     """Train two steps; losses, predicted and measured peak."""
     everything = {"train.global_batch_size": rows * context.dp_size}
-    job = job_of(strategy, {**everything, **keys})
+    job = job_from_keys(strategy, {**everything, **keys})
     made = torch.Generator().manual_seed(context.rank)
     inputs, targets = (torch.randint(50257, (rows, 32), generator=made) for _ in range(2))
     size = job.train.micro_batch_size or rows
@@ -126,7 +126,7 @@ def test_the_predicted_peak_is_the_measured_one(strategy, ranks, keys):
     for found in run_ranks(peaks, ranks, small, strategy, keys, pp=pp):
         predicted, measured = found[2:]
         assert predicted.bytes == pytest.approx(measured.bytes, rel=0.005), (predicted, measured)
-        for kind in KINDS:
+        for kind in MEMORY_KINDS:
             mine = getattr(predicted.breakdown, kind)
             real = getattr(measured.breakdown, kind)
             assert mine == pytest.approx(real, abs=0.01 * measured.bytes), kind
@@ -174,9 +174,9 @@ def test_a_head_that_cannot_be_found(model, message):
 
 def test_which_jobs_have_it_when_nothing_is_said():
     language, own = LanguageTask(50257, label_smoothing=0.1), large()
-    found = loss_for(ModelConfig(name="gpt"), language, own, batch())
+    found = choose_loss(ModelConfig(name="gpt"), language, own, batch())
     assert found == ChunkedCrossEntropy(head="head", label_smoothing=0.1)
-    size = loss_for(ModelConfig(name="gpt", chunk_size="1MiB"), language, own, batch())
+    size = choose_loss(ModelConfig(name="gpt", chunk_size="1MiB"), language, own, batch())
     assert isinstance(size, ChunkedCrossEntropy)
     assert size.chunk_size == 2**20
     off = ModelConfig(name="gpt", chunked_loss=False)
@@ -185,18 +185,18 @@ def test_which_jobs_have_it_when_nothing_is_said():
         (ModelConfig(name="lenet"), ClassificationTask(3)),
         (ModelConfig(name="nets:TinyLM"), language),
     ):
-        assert type(loss_for(config, task, own, batch())) is CrossEntropy
+        assert type(choose_loss(config, task, own, batch())) is CrossEntropy
 
 
 def test_a_model_of_ones_own_has_it_when_it_is_asked_for():
     language = LanguageTask(13)
     asked = ModelConfig(name="nets:TinyLM", chunked_loss=True)
-    assert loss_for(asked, language, TinyLM(), batch()) == ChunkedCrossEntropy(head="head")
+    assert choose_loss(asked, language, TinyLM(), batch()) == ChunkedCrossEntropy(head="head")
     named = ModelConfig(name="nets:TinyLM", chunked_loss=True, head="up")
-    assert loss_for(named, language, TinyLM(), batch()) == ChunkedCrossEntropy(head="up")
+    assert choose_loss(named, language, TinyLM(), batch()) == ChunkedCrossEntropy(head="up")
     classes = ModelConfig(name="nets:TinyConv", chunked_loss=True)
     images = MicroBatch(torch.zeros(2, 1, 8, 8), torch.zeros(2), 2, 2)
-    found = loss_for(classes, ClassificationTask(3), TinyConv(), images)
+    found = choose_loss(classes, ClassificationTask(3), TinyConv(), images)
     assert found == ChunkedCrossEntropy(head="head")
 
 
@@ -229,15 +229,15 @@ def test_keys_that_contradict_each_other(keys, message):
 def test_a_task_without_a_cross_entropy_over_the_last_dim():
     asked = ModelConfig(name="nets:TinyConv", chunked_loss=True)
     with pytest.raises(ConfigError, match=r"loss of a segmentation task is another.*=false"):
-        loss_for(asked, SegmentationTask(3), TinyConv(), batch())
+        choose_loss(asked, SegmentationTask(3), TinyConv(), batch())
 
 
 def test_a_chunk_has_a_size():
     with pytest.raises(ConfigError, match=r"model\.chunk_size"):
-        job_of("single", {"model.chunk_size": 0})
+        job_from_keys("single", {"model.chunk_size": 0})
 
 
 def test_a_named_head_must_be_there():
     asked = ModelConfig(name="gpt", head="haed")
     with pytest.raises(ConfigError, match=r"no module 'haed', did you mean 'head'\?"):
-        loss_for(asked, LanguageTask(13), large(13), batch())
+        choose_loss(asked, LanguageTask(13), large(13), batch())

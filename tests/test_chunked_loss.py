@@ -14,12 +14,17 @@ from nets import TinyLM, tokens
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from bigtrain.activations.recompute import recomputed
+from bigtrain.activations.recompute import checkpoint_block
 from bigtrain.data import MicroBatch
-from bigtrain.engine.choose_loss import loss_for
+from bigtrain.engine.choose_loss import choose_loss
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import ModelConfig
-from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy, attach, check_head, given
+from bigtrain.losses.chunked_cross_entropy import (
+    ChunkedCrossEntropy,
+    attach_head,
+    check_head,
+    head_targets,
+)
 from bigtrain.losses.linear_cross_entropy import chunk_rows, chunked_cross_entropy
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.losses.tasks import LanguageTask
@@ -111,7 +116,7 @@ def test_what_is_frozen_costs_no_gradient(frozen):
     tensors = inputs()
     tensors[frozen].requires_grad_(False)
     with StorageTracker() as tracker:
-        tracker.own(tensors.values(), "parameters")
+        tracker.label(tensors.values(), "parameters")
         before = tracker.live_bytes
         total = chunked_cross_entropy(**tensors, chunk_size=1)
         gc.collect()
@@ -128,7 +133,7 @@ def test_what_is_frozen_costs_no_gradient(frozen):
 def test_without_grad_there_is_the_value_and_nothing_is_kept():
     tensors = inputs()
     with torch.no_grad(), StorageTracker() as tracker:
-        tracker.own(tensors.values(), "parameters")
+        tracker.label(tensors.values(), "parameters")
         before = tracker.live_bytes
         found = chunked_cross_entropy(**tensors, chunk_size=300)
         assert tracker.live_bytes - before == found.nbytes
@@ -208,7 +213,7 @@ class Returns(TinyLM):
 
 
 def through(model: nn.Module, loss: CrossEntropy, batch: tuple[Tensor, Tensor]) -> Tensor:
-    with given(loss, batch[1]):
+    with head_targets(loss, batch[1]):
         return loss(model(batch[0]), batch[1])
 
 
@@ -223,12 +228,12 @@ def test_a_model_with_a_tied_head_has_the_same_loss_and_gradients(form, recomput
     batch, model = some(), Returns(form).double()
     twin = copy.deepcopy(model)
     names = list(model.state_dict())
-    attach(CHUNKED, model)
-    attach(CHUNKED, model)
+    attach_head(CHUNKED, model)
+    attach_head(CHUNKED, model)
     expected = CrossEntropy()(twin(batch[0]), batch[1])
     expected.backward()
-    with given(CHUNKED, batch[1]):
-        run = recomputed(model, lambda: model(batch[0])) if recompute else model(batch[0])
+    with head_targets(CHUNKED, batch[1]):
+        run = checkpoint_block(model, lambda: model(batch[0])) if recompute else model(batch[0])
         total = CHUNKED(run, batch[1])
     total.backward()
     torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
@@ -239,15 +244,15 @@ def test_a_model_with_a_tied_head_has_the_same_loss_and_gradients(form, recomput
 
 def test_outside_of_given_the_head_gives_logits_and_a_copy_has_its_own():
     batch, model = some(), TinyLM()
-    attach(CHUNKED, model)
+    attach_head(CHUNKED, model)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with torch.no_grad():
             copied.head.weight.mul_(2.0)
-        with given(CHUNKED, batch[1]):
+        with head_targets(CHUNKED, batch[1]):
             mine = CHUNKED(copied(batch[0]), batch[1])
         torch.testing.assert_close(mine, CrossEntropy()(copied(batch[0]), batch[1]))
         assert copied(batch[0]).shape == (*batch[1].shape, 13)
-    with given(CrossEntropy(), batch[1]):
+    with head_targets(CrossEntropy(), batch[1]):
         assert model(batch[0]).dim() == 3
 
 
@@ -262,7 +267,7 @@ def test_a_wrapper_that_hands_the_output_on_is_let_through():
             return gradient
 
     batch, model = some(), TinyLM()
-    attach(CHUNKED, model)
+    attach_head(CHUNKED, model)
     model.register_forward_hook(lambda _m, _i, output: Mark.apply(output).clone())
     assert through(model, CHUNKED, batch).dim() == 0
 
@@ -276,7 +281,7 @@ def test_a_head_with_a_computed_weight():
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     parametrize.register_parametrization(model.head, "weight", Double())
     twin = copy.deepcopy(model)
-    attach(CHUNKED, model)
+    attach_head(CHUNKED, model)
     through(model, CHUNKED, batch).backward()
     CrossEntropy()(twin(batch[0]), batch[1]).backward()
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
@@ -293,16 +298,16 @@ def test_a_head_with_a_computed_weight():
 )
 def test_a_model_that_does_not_return_its_heads_output(form, message):
     model = Returns(form)
-    attach(CHUNKED, model)
+    attach_head(CHUNKED, model)
     with pytest.raises(ConfigError, match=message):
         through(model, CHUNKED, some())
 
 
 def test_a_head_that_is_not_called_and_targets_that_do_not_fit():
     batch, model = some(), TinyLM()
-    attach(CHUNKED, model)
+    attach_head(CHUNKED, model)
     with (
-        given(CHUNKED, batch[1]),
+        head_targets(CHUNKED, batch[1]),
         pytest.raises(ConfigError, match=r"head=head was not called in the forward pass"),
     ):
         CHUNKED(torch.zeros(4, 6, 13), batch[1])
@@ -342,12 +347,12 @@ def test_where_micro_batches_wait_the_smaller_of_gradient_and_logits_decides():
     model = make_model("gpt", {"num_layers": 1, "width": 64, "num_heads": 2})
     for places, chunked in ((32, False), (128, True)):
         example = batch_of(places)
-        alone = loss_for(config, task, model, example)
-        behind = loss_for(config, task, model, example, waiting=True)
+        alone = choose_loss(config, task, model, example)
+        behind = choose_loss(config, task, model, example, waiting=True)
         assert isinstance(alone, ChunkedCrossEntropy)
         assert isinstance(behind, ChunkedCrossEntropy) is chunked
     asked = ModelConfig(name="gpt", chunked_loss=True)
-    found = loss_for(asked, task, model, batch_of(8), waiting=True)
+    found = choose_loss(asked, task, model, batch_of(8), waiting=True)
     assert isinstance(found, ChunkedCrossEntropy)
 
 
@@ -356,18 +361,18 @@ def test_a_head_with_a_forward_of_its_own_on_the_instance_is_refused():
     head = model.head
     head.forward = lambda hidden: 2 * F.linear(hidden, head.weight)
     with pytest.raises(ConfigError, match="needs an nn.Linear with its own forward"):
-        attach(CHUNKED, model)
+        attach_head(CHUNKED, model)
 
 
 def test_what_a_recomputed_block_remembers_lets_go_of_the_graph():
     """A block that is computed again keeps what was given; that may not keep the loss's graph."""
-    from bigtrain.losses.chunked_cross_entropy import now_given
+    from bigtrain.losses.chunked_cross_entropy import current_targets
 
     batch = tokens(4)
     model = TinyLM()
-    attach(CHUNKED, model)
-    with given(CHUNKED, batch.targets):
-        remembered = now_given()
+    attach_head(CHUNKED, model)
+    with head_targets(CHUNKED, batch.targets):
+        remembered = current_targets()
         loss = CHUNKED(model(batch.inputs), batch.targets)
     assert remembered is not None
     assert torch.isfinite(loss)

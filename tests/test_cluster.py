@@ -9,11 +9,11 @@ import yaml
 
 from bigtrain.errors import ConfigError
 from bigtrain.machine.cluster import Cluster, cluster_names, load_cluster
-from bigtrain.machine.local_cluster import from_rates, this_cluster
-from bigtrain.machine.rates import Rates
+from bigtrain.machine.local_cluster import cluster_from_rates, measure_local_cluster
+from bigtrain.machine.rates import MeasuredRates
 from bigtrain.units import GIB
 
-RATES = Rates(
+RATES = MeasuredRates(
     device="cpu",
     flops={"fp32": 1e11, "bf16": 2e11},
     copy_bytes=5e9,
@@ -152,10 +152,10 @@ def test_an_empty_file_and_one_that_is_not_yaml_are_refused(tmp_path):
 
 
 def test_a_preset_that_is_wrong_would_be_named_by_its_short_path(monkeypatch):
-    from bigtrain.job.presets import Tree
+    from bigtrain.job.presets import ConfigTree
     from bigtrain.machine import cluster
 
-    monkeypatch.setattr(cluster, "read_preset", lambda *_: Tree({"name": "cpu"}, {}))
+    monkeypatch.setattr(cluster, "read_preset", lambda *_: ConfigTree({"name": "cpu"}, {}))
     with pytest.raises(ConfigError, match="clusters/cpu.yaml: source is missing"):
         load_cluster("cpu")
 
@@ -166,7 +166,7 @@ def test_figures_cannot_be_changed():
 
 
 def test_rates_of_a_cpu_make_a_node_whose_ranks_share_it():
-    cluster = from_rates(RATES, devices=2, host_memory=8 * GIB)
+    cluster = cluster_from_rates(RATES, devices=2, host_memory=8 * GIB)
     assert cluster.device.kind == "cpu"
     assert cluster.device.memory == 4 * GIB
     assert cluster.device.efficiency == cluster.inside.efficiency == 1.0
@@ -181,8 +181,12 @@ def test_rates_of_a_cpu_make_a_node_whose_ranks_share_it():
 
 def test_rates_of_gpus_make_a_node_of_them():
     found = {**vars(RATES), "device": "cuda", "to_device_bytes": 2e10, "link_ranks": 8}
-    cluster = from_rates(
-        Rates(**found), devices=8, host_memory=8 * GIB, device_memory=80 * GIB, device_name="a GPU"
+    cluster = cluster_from_rates(
+        MeasuredRates(**found),
+        devices=8,
+        host_memory=8 * GIB,
+        device_memory=80 * GIB,
+        device_name="a GPU",
     )
     assert (cluster.device.kind, cluster.device.name) == ("cuda", "a GPU")
     assert cluster.device.memory == 80 * GIB
@@ -190,7 +194,7 @@ def test_rates_of_gpus_make_a_node_of_them():
     assert cluster.node.host_link == 2e10
     assert not cluster.node.shared
     with pytest.raises(ConfigError, match="device_memory is missing"):
-        from_rates(Rates(**found), devices=8, host_memory=8 * GIB)
+        cluster_from_rates(MeasuredRates(**found), devices=8, host_memory=8 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -202,15 +206,15 @@ def test_rates_of_gpus_make_a_node_of_them():
     ],
 )
 def test_rates_that_could_not_be_measured_are_named(missing, part):
-    rates = Rates(**{**vars(RATES), "problems": {"link": "no answer"}, **missing})
+    rates = MeasuredRates(**{**vars(RATES), "problems": {"link": "no answer"}, **missing})
     with pytest.raises(ConfigError, match=f"have no {part}.*--again"):
-        from_rates(rates, devices=2, host_memory=8 * GIB)
+        cluster_from_rates(rates, devices=2, host_memory=8 * GIB)
 
 
 def test_more_ranks_than_the_memory_holds_are_refused():
     with pytest.raises(ConfigError, match=r"--devices 64: .*128\.0 MiB.*Use --devices 15 or"):
-        from_rates(RATES, devices=64, host_memory=8 * GIB)
-    assert from_rates(RATES, devices=15, host_memory=8 * GIB).device.usable > 0
+        cluster_from_rates(RATES, devices=64, host_memory=8 * GIB)
+    assert cluster_from_rates(RATES, devices=15, host_memory=8 * GIB).device.usable > 0
 
 
 def test_kinds_of_exchange_have_the_figures_that_were_measured_of_them():
@@ -218,8 +222,8 @@ def test_kinds_of_exchange_have_the_figures_that_were_measured_of_them():
         "all_gather": {"latency": 3e-4, "bytes": 5e8},
         "send": {"latency": 5e-5, "bytes": 3e9},
     }
-    rates = Rates(**{**vars(RATES), "link_ranks": 4, "link_kinds": kinds})
-    link = from_rates(rates, devices=4, host_memory=8 * GIB).inside
+    rates = MeasuredRates(**{**vars(RATES), "link_ranks": 4, "link_kinds": kinds})
+    link = cluster_from_rates(rates, devices=4, host_memory=8 * GIB).inside
     assert link.of("all_gather").latency == pytest.approx(1e-4)  # each of three steps
     assert link.of("all_gather").rate == 5e8
     assert (link.of("send").latency, link.of("send").rate) == (5e-5, 3e9)
@@ -231,10 +235,10 @@ def test_this_machine_is_a_cluster(monkeypatch):
     asked = []
     measured = "bigtrain.machine.local_cluster.measured_rates"
     monkeypatch.setattr(measured, lambda ranks: asked.append(ranks) or RATES)
-    cluster = this_cluster(4)
+    cluster = measure_local_cluster(4)
     assert cluster.node.devices == 4
     assert cluster.node.cores >= 1
-    this_cluster(16)
+    measure_local_cluster(16)
     assert asked == [4, 8]  # more than that are not started to learn how they talk
     assert cluster.device.memory == cluster.node.host_memory // 4
-    assert this_cluster().node.devices >= 1
+    assert measure_local_cluster().node.devices >= 1

@@ -6,7 +6,12 @@ import pytest
 
 from bigtrain.errors import ConfigError
 from bigtrain.machine.cluster import Cluster, load_cluster
-from bigtrain.machine.collective_cost import Spread, seconds, sent_bytes, spread
+from bigtrain.machine.collective_cost import (
+    NodeSpread,
+    collective_seconds,
+    sent_bytes,
+    spread_over_nodes,
+)
 
 ALPHA, RATE = 1e-6, 1e11
 FAR_ALPHA, FAR_RATE = 1e-5, 1e10
@@ -27,44 +32,44 @@ def cluster(devices: int = 8, *, nodes: bool = True) -> Cluster:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_a_ring_on_one_node(ranks):
     half = (ranks - 1) * ALPHA + (ranks - 1) / ranks * S / RATE
-    assert seconds("all_gather", S, ranks, 1, cluster()) == pytest.approx(half)
-    assert seconds("reduce_scatter", S, ranks, 1, cluster()) == pytest.approx(half)
-    assert seconds("all_reduce", S, ranks, 1, cluster()) == pytest.approx(2 * half)
+    assert collective_seconds("all_gather", S, ranks, 1, cluster()) == pytest.approx(half)
+    assert collective_seconds("reduce_scatter", S, ranks, 1, cluster()) == pytest.approx(half)
+    assert collective_seconds("all_reduce", S, ranks, 1, cluster()) == pytest.approx(2 * half)
     chain = (ranks - 1) * ALPHA + S / RATE
-    assert seconds("broadcast", S, ranks, 1, cluster()) == pytest.approx(chain)
-    assert seconds("reduce", S, ranks, 1, cluster()) == pytest.approx(chain)
-    assert seconds("send", S, ranks, 1, cluster()) == pytest.approx(ALPHA + S / RATE)
+    assert collective_seconds("broadcast", S, ranks, 1, cluster()) == pytest.approx(chain)
+    assert collective_seconds("reduce", S, ranks, 1, cluster()) == pytest.approx(chain)
+    assert collective_seconds("send", S, ranks, 1, cluster()) == pytest.approx(ALPHA + S / RATE)
 
 
 def test_every_message_has_its_latency_and_the_bytes_are_those_of_all():
-    one, many = (seconds("all_reduce", S, 4, 1, cluster(), calls=n) for n in (1, 10))
+    one, many = (collective_seconds("all_reduce", S, 4, 1, cluster(), calls=n) for n in (1, 10))
     assert many - one == pytest.approx(9 * 2 * 3 * ALPHA)
-    assert seconds("all_reduce", 0, 4, 1, cluster()) == pytest.approx(6 * ALPHA)
-    assert seconds("all_reduce", 0, 4, 1, cluster(), calls=0) == 0
+    assert collective_seconds("all_reduce", 0, 4, 1, cluster()) == pytest.approx(6 * ALPHA)
+    assert collective_seconds("all_reduce", 0, 4, 1, cluster(), calls=0) == 0
 
 
 def test_one_rank_has_nobody_to_talk_to():
     for kind in ("all_reduce", "all_gather", "broadcast", "send"):
-        assert seconds(kind, S, 1, 1, cluster()) == 0
-        assert seconds(kind, S, 1, 64, cluster(nodes=False)) == 0
+        assert collective_seconds(kind, S, 1, 1, cluster()) == 0
+        assert collective_seconds(kind, S, 1, 64, cluster(nodes=False)) == 0
 
 
 @pytest.mark.parametrize(
     ("ranks", "stride", "devices", "found"),
     [
-        (8, 1, 8, Spread(1, 8, 8)),
-        (4, 2, 8, Spread(1, 4, 4)),
-        (16, 1, 8, Spread(2, 8, 8)),
-        (8, 2, 8, Spread(2, 4, 4)),
-        (4, 8, 8, Spread(4, 1, 1)),
-        (2, 16, 8, Spread(2, 1, 1)),
-        (12, 1, 8, Spread(2, 8, 4)),
-        (4, 3, 8, Spread(2, 3, 1)),
-        (1, 1, 8, Spread(1, 1, 1)),
+        (8, 1, 8, NodeSpread(1, 8, 8)),
+        (4, 2, 8, NodeSpread(1, 4, 4)),
+        (16, 1, 8, NodeSpread(2, 8, 8)),
+        (8, 2, 8, NodeSpread(2, 4, 4)),
+        (4, 8, 8, NodeSpread(4, 1, 1)),
+        (2, 16, 8, NodeSpread(2, 1, 1)),
+        (12, 1, 8, NodeSpread(2, 8, 4)),
+        (4, 3, 8, NodeSpread(2, 3, 1)),
+        (1, 1, 8, NodeSpread(1, 1, 1)),
     ],
 )
 def test_how_a_group_lies_on_nodes(ranks, stride, devices, found):
-    assert spread(ranks, stride, devices) == found
+    assert spread_over_nodes(ranks, stride, devices) == found
 
 
 def test_over_nodes_each_device_sends_its_part_over_its_own_link():
@@ -72,43 +77,43 @@ def test_over_nodes_each_device_sends_its_part_over_its_own_link():
     inside = (k - 1) * ALPHA + (k - 1) / k * S / RATE
     between = (m - 1) * FAR_ALPHA + (m - 1) / m * S / k / FAR_RATE
     given = (S, k * m, 1, cluster())
-    assert seconds("all_reduce", *given) == pytest.approx(2 * inside + 2 * between)
-    assert seconds("all_gather", *given) == pytest.approx(inside + between)
-    assert seconds("reduce_scatter", *given) == pytest.approx(inside + between)
+    assert collective_seconds("all_reduce", *given) == pytest.approx(2 * inside + 2 * between)
+    assert collective_seconds("all_gather", *given) == pytest.approx(inside + between)
+    assert collective_seconds("reduce_scatter", *given) == pytest.approx(inside + between)
     chain = (m - 1) * FAR_ALPHA + S / k / FAR_RATE
-    assert seconds("broadcast", *given) == pytest.approx(2 * inside + chain)
-    assert seconds("send", *given) == pytest.approx(FAR_ALPHA + S / FAR_RATE)
+    assert collective_seconds("broadcast", *given) == pytest.approx(2 * inside + chain)
+    assert collective_seconds("send", *given) == pytest.approx(FAR_ALPHA + S / FAR_RATE)
 
 
 def test_a_group_with_one_rank_on_each_node_has_the_link_between_them_alone():
     ring = 2 * 3 * FAR_ALPHA + 2 * 3 / 4 * S / FAR_RATE
-    assert seconds("all_reduce", S, 4, 8, cluster()) == pytest.approx(ring)
+    assert collective_seconds("all_reduce", S, 4, 8, cluster()) == pytest.approx(ring)
 
 
 def test_a_neighbour_is_over_the_link_that_leads_to_it():
-    assert seconds("send", S, 2, 4, cluster()) == pytest.approx(ALPHA + S / RATE)
-    assert seconds("send", S, 2, 8, cluster()) == pytest.approx(FAR_ALPHA + S / FAR_RATE)
-    assert seconds("send", S, 4, 4, cluster()) == pytest.approx(FAR_ALPHA + S / FAR_RATE)
+    assert collective_seconds("send", S, 2, 4, cluster()) == pytest.approx(ALPHA + S / RATE)
+    assert collective_seconds("send", S, 2, 8, cluster()) == pytest.approx(FAR_ALPHA + S / FAR_RATE)
+    assert collective_seconds("send", S, 4, 4, cluster()) == pytest.approx(FAR_ALPHA + S / FAR_RATE)
 
 
 def test_more_nodes_than_there_are_links_for_are_refused():
     one = cluster(nodes=False)
-    assert seconds("all_reduce", S, 8, 1, one) > 0
+    assert collective_seconds("all_reduce", S, 8, 1, one) > 0
     with pytest.raises(ConfigError, match="is one node of 8 devices, and 8 ranks.*need 2 nodes"):
-        seconds("all_reduce", S, 8, 2, one)
+        collective_seconds("all_reduce", S, 8, 2, one)
 
 
 @pytest.mark.parametrize("given", [(S, 0, 1), (S, 2, 0), (-1, 2, 1)])
 def test_what_makes_no_sense_is_an_error(given):
     with pytest.raises(ValueError, match="1 or more|below 0"):
-        seconds("all_reduce", *given, cluster())
+        collective_seconds("all_reduce", *given, cluster())
 
 
 def test_a_link_that_reaches_a_share_takes_longer():
     found = cluster().model_dump()
     found["inside"]["efficiency"] = 0.5
     slow = Cluster.model_validate(found)
-    assert seconds("send", S, 2, 1, slow) == pytest.approx(ALPHA + 2 * S / RATE)
+    assert collective_seconds("send", S, 2, 1, slow) == pytest.approx(ALPHA + 2 * S / RATE)
 
 
 def test_the_volume_of_a_ring():
@@ -121,5 +126,5 @@ def test_the_volume_of_a_ring():
 def test_measured_figures_give_the_measured_times():
     """cpu.yaml: an all-reduce of one number took 2.3e-4 s, and a large one 1.3 GB/s of each."""
     here = load_cluster("cpu")
-    assert seconds("all_reduce", 4, 2, 1, here) == pytest.approx(2.3e-4, rel=0.1)
-    assert S / seconds("all_reduce", S, 2, 1, here) == pytest.approx(1.3e9, rel=0.01)
+    assert collective_seconds("all_reduce", 4, 2, 1, here) == pytest.approx(2.3e-4, rel=0.1)
+    assert S / collective_seconds("all_reduce", S, 2, 1, here) == pytest.approx(1.3e9, rel=0.01)

@@ -14,8 +14,8 @@ import pytest
 
 from bigtrain.compare.command import main
 from bigtrain.compare.largest import find_largest
-from bigtrain.compare.pictures import front
-from bigtrain.compare.rows import Row
+from bigtrain.compare.pictures import pareto_front
+from bigtrain.compare.rows import ComparisonRow
 from bigtrain.compare.subprocess_runs import reason_in
 from bigtrain.ranks.exit_status import run_guarded
 
@@ -333,12 +333,12 @@ def test_bisection_says_where_nothing_fits_and_where_everything_does():
 
 
 def row(name, peak, speed):
-    return Row(name, 1, "ok", peak_bytes=peak, samples_per_second=speed)
+    return ComparisonRow(name, 1, "ok", peak_bytes=peak, samples_per_second=speed)
 
 
 def test_front_is_what_nothing_beats():
     rows = [row("a", 100, 10), row("b", 50, 8), row("c", 60, 7), row("d", 200, 10), row("e", 40, 1)]
-    assert [r.strategy for r in front(rows)] == ["e", "b", "a"]
+    assert [r.strategy for r in pareto_front(rows)] == ["e", "b", "a"]
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from bigtrain.core.workload import Workload
 from bigtrain.data import MicroBatch
 from bigtrain.data.source import TensorSamples
 from bigtrain.engine.engine import Engine
-from bigtrain.engine.setup import open_parts
+from bigtrain.engine.setup import open_setup
 from bigtrain.errors import ConfigError
-from bigtrain.job.load import job_of, load_job
+from bigtrain.job.load import job_from_keys, load_job
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.losses.tasks import ClassificationTask, LanguageTask
-from bigtrain.pipeline.deferred_batch_norm import DeferredStatistics
+from bigtrain.pipeline.deferred_batch_norm import DeferredBatchNorm
 from bigtrain.prediction.predict import predict
 from bigtrain.ranks.context import RunContext
 
@@ -57,7 +57,7 @@ from bigtrain.ranks.context import RunContext
 def test_a_mesh_or_schedule_that_cannot_be(
     strategy: str, words: dict[str, Any], ranks: int, message: str
 ) -> None:
-    job = job_of(strategy, {"train.global_batch_size": 12, **words})
+    job = job_from_keys(strategy, {"train.global_batch_size": 12, **words})
     with pytest.raises(ConfigError, match=message):
         make_plan(job, ranks, "cpu")
 
@@ -71,7 +71,7 @@ def test_a_mesh_or_schedule_that_cannot_be(
     ],
 )
 def test_a_model_that_cannot_be_cut_so(words: dict[str, Any], ranks: int, message: str) -> None:
-    job = job_of("1f1b", {"train.global_batch_size": 32, **words})
+    job = job_from_keys("1f1b", {"train.global_batch_size": 32, **words})
     plan = make_plan(job, ranks, "cpu")
     with pytest.raises(ConfigError, match=message):
         resolve(plan, Workload(TinyLM(), language_example(), CrossEntropy(), sgd))
@@ -91,7 +91,7 @@ class LooksAtValues(TinyLM):
 
 
 def test_a_module_that_looks_at_values_is_refused_with_its_name() -> None:
-    plan = make_plan(job_of("1f1b", {"train.global_batch_size": 32}), 2, "cpu")
+    plan = make_plan(job_from_keys("1f1b", {"train.global_batch_size": 32}), 2, "cpu")
     with pytest.raises(ConfigError, match="value of a tensor decides what it does"):
         resolve(plan, Workload(LooksAtValues(), language_example(), CrossEntropy(), sgd))
 
@@ -103,7 +103,7 @@ def images() -> TensorSamples:
 
 def statistics(context: RunContext, strategy: str, keys: dict[str, Any]) -> dict[str, Any]:
     """One step on eight images; the running statistics after it, and the validation."""
-    job = job_of(strategy, {"train.global_batch_size": 8, **keys})
+    job = job_from_keys(strategy, {"train.global_batch_size": 8, **keys})
     loss = CrossEntropy()
     samples = images()
     rows = make_plan(job, context.world_size, "cpu").batch.micro_size
@@ -144,7 +144,7 @@ def test_statistics_of_micro_batches_are_those_of_one_process() -> None:
 
 def test_a_norm_without_momentum_takes_the_mean_of_all_batches() -> None:
     plain, deferred = (torch.nn.BatchNorm1d(4, momentum=None) for _ in range(2))
-    statistics_ = DeferredStatistics([deferred])
+    statistics_ = DeferredBatchNorm([deferred])
     for seed in range(3):
         batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
         plain(batch)
@@ -157,7 +157,7 @@ def test_a_norm_without_momentum_takes_the_mean_of_all_batches() -> None:
 
 
 def without_example(context: RunContext) -> str:
-    job = job_of("1f1b", {"train.global_batch_size": 8})
+    job = job_from_keys("1f1b", {"train.global_batch_size": 8})
     with pytest.raises(ConfigError) as refusal:
         Engine(TinyLM, CrossEntropy(), sgd, job, context, task=LanguageTask(13))
     return str(refusal.value)
@@ -175,6 +175,6 @@ def test_a_block_that_no_stage_can_begin_with_again_is_refused(strategy):
     words += ["data.args.num_classes=10", "train.global_batch_size=4", "train.micro_batch_size=2"]
     words += ["strategy.cut.devices=4", "strategy.recompute=full"]
     job = load_job(None, strategy, words)
-    parts = open_parts(job, make_plan(job, 1, "cpu"))
+    parts = open_setup(job, make_plan(job, 1, "cpu"))
     with pytest.raises(ConfigError, match=r"changes its input in place.*strategy.recompute.layers"):
         predict(parts.resolved, parts.workload)

@@ -12,11 +12,11 @@ from cutting_nets import CASES, Case
 from torch import Tensor, nn
 
 from bigtrain.cutting.cut import Cut, cut_at
-from bigtrain.cutting.cut_points import Point, legal_points
+from bigtrain.cutting.cut_points import CutPoint, legal_points
 from bigtrain.cutting.stage import Stage
-from bigtrain.cutting.traced_model import Numerics, Rehearsal
+from bigtrain.cutting.traced_model import Numerics, TracedModel
 from bigtrain.data.loader import MicroBatch
-from bigtrain.tensors.tree import map_tensors, tensors_of
+from bigtrain.tensors.tree import map_tensors, tree_tensors
 
 CPU = torch.device("cpu")
 NEAR = 1e-12
@@ -27,7 +27,7 @@ class Squares:
 
     def __call__(self, output: Any, target: Any, count: float | None = None) -> Tensor:
         del target, count
-        found = [t for t in tensors_of(output) if t.is_floating_point()]
+        found = [t for t in tree_tensors(output) if t.is_floating_point()]
         return torch.stack([(t.double() ** 2).mean() + t.double().mean() for t in found]).sum()
 
     def count(self, target: Any) -> int:
@@ -54,8 +54,8 @@ def made(case: Case) -> nn.Module:
 
 
 def common_points(
-    rehearsal: Rehearsal, micro_batch: MicroBatch
-) -> tuple[list[Point], dict[str, str]]:
+    rehearsal: TracedModel, micro_batch: MicroBatch
+) -> tuple[list[CutPoint], dict[str, str]]:
     """Where a cut is legal in training and in evaluation."""
     evaluated, refused = legal_points(rehearsal.trace(micro_batch, training=False)[0])
     places = {(point.name, point.number) for point in evaluated}
@@ -125,7 +125,7 @@ def compare(
     model: nn.Module, cut: Cut, micro_batches: list[MicroBatch], near: float = NEAR
 ) -> None:
     """Train and evaluate the whole and the stages, batch after batch."""
-    around = cut.rehearsal.around
+    around = cut.traced_model.autocast
     whole, stages = copy.deepcopy(model), stages_of(cut, model)
     for number, micro_batch in enumerate(micro_batches):
         for part in (whole, *stages):
@@ -157,15 +157,15 @@ def compare(
         torch.manual_seed(number)
         output = evaluate_stages(stages, micro_batch, around)
         assert type(output) is type(expected)
-        pairs = zip(tensors_of(expected), tensors_of(output), strict=True)
+        pairs = zip(tree_tensors(expected), tree_tensors(output), strict=True)
         assert all(difference(a, b) <= near for a, b in pairs), ("output", number)
 
 
-def rehearsed(case: Case, **numerics: Any) -> tuple[nn.Module, Rehearsal, list[MicroBatch]]:
+def rehearsed(case: Case, **numerics: Any) -> tuple[nn.Module, TracedModel, list[MicroBatch]]:
     model = made(case)
     torch.manual_seed(1)
     batches = [batch(make()) for make in (case.inputs, *case.others, case.inputs)]
-    return model, Rehearsal(model, Squares(), CPU, Numerics(**numerics)), batches
+    return model, TracedModel(model, Squares(), CPU, Numerics(**numerics)), batches
 
 
 RECOMPUTED = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from bigtrain.cutting.partition import Pieces, partition
+from bigtrain.cutting.partition import AtomicUnits, partition
 from bigtrain.errors import ConfigError
 
 
@@ -17,7 +17,7 @@ def random_pieces(dice, n):
             for _ in range(count)
         ]
 
-    return Pieces(
+    return AtomicUnits(
         seconds=[dice.randint(1, 9) * 0.1 for _ in range(n)],
         crossing=[dice.randint(1, 5) * 10 for _ in range(n)],
         params=tensors(n),
@@ -75,7 +75,7 @@ def test_the_best_of_all_partitions(seed):
 
 
 def test_a_shared_tensor_counts_once_in_each_stage():
-    pieces = Pieces(
+    pieces = AtomicUnits(
         seconds=[1.0, 1.0, 1.0],
         crossing=[0, 1, 1],
         params=[(100, [0, 2]), (10, [1, 1])],
@@ -91,7 +91,7 @@ def test_a_shared_tensor_counts_once_in_each_stage():
 
 
 def test_sending_is_part_of_a_stage():
-    pieces = Pieces(seconds=[1.0] * 4, crossing=[0, 10, 100, 10], params=[], saved=[])
+    pieces = AtomicUnits(seconds=[1.0] * 4, crossing=[0, 10, 100, 10], params=[], saved=[])
     in_flight = [1, 1]
     free = partition(
         pieces, 2, bandwidth=math.inf, state_factor=1, in_flight=in_flight, memory=None
@@ -102,7 +102,7 @@ def test_sending_is_part_of_a_stage():
 
 
 def test_more_stages_than_pieces():
-    pieces = Pieces(seconds=[1.0] * 3, crossing=[0] * 3, params=[], saved=[])
+    pieces = AtomicUnits(seconds=[1.0] * 3, crossing=[0] * 3, params=[], saved=[])
     with pytest.raises(ConfigError, match=r"4 stages, .* cut at 2 places: at most 3 .*mesh\.pp=3"):
         partition(pieces, 4, bandwidth=1.0, state_factor=1, in_flight=[1] * 4, memory=None)
 
@@ -148,7 +148,7 @@ def test_stages_that_share_a_device_share_its_memory(seed):
 def test_a_large_model():
     dice = random.Random(0)
     n = 1500
-    pieces = Pieces(
+    pieces = AtomicUnits(
         seconds=[dice.random() for _ in range(n)],
         crossing=[dice.randint(1, 10**6) for _ in range(n)],
         params=[(dice.randint(1, 10**7), [i]) for i in range(n)] + [(10**8, [0, n - 1])],
@@ -168,9 +168,9 @@ def test_a_large_model():
 
 def test_what_does_not_belong_together():
     with pytest.raises(ValueError, match="2 pieces with 1 crossings"):
-        Pieces(seconds=[1.0, 1.0], crossing=[0], params=[], saved=[])
+        AtomicUnits(seconds=[1.0, 1.0], crossing=[0], params=[], saved=[])
     with pytest.raises(ValueError, match="piece 0 or 2 of 2"):
-        Pieces(seconds=[1.0, 1.0], crossing=[0, 0], params=[(1, [0, 2])], saved=[])
-    pieces = Pieces(seconds=[1.0, 1.0], crossing=[0, 0], params=[], saved=[])
+        AtomicUnits(seconds=[1.0, 1.0], crossing=[0, 0], params=[(1, [0, 2])], saved=[])
+    pieces = AtomicUnits(seconds=[1.0, 1.0], crossing=[0, 0], params=[], saved=[])
     with pytest.raises(ValueError, match="in_flight has 1 entries for 2 stages"):
         partition(pieces, 2, bandwidth=1.0, state_factor=1, in_flight=[1], memory=None)

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from bigtrain.cutting.cut import cut_at
 from bigtrain.cutting.cut_points import legal_points
-from bigtrain.cutting.placeholder import Ghost, ghost_like
-from bigtrain.cutting.traced_model import Numerics, Rehearsal
+from bigtrain.cutting.placeholder import PlaceholderTensor, placeholder_like
+from bigtrain.cutting.traced_model import Numerics, TracedModel
 from bigtrain.errors import ConfigError
 
 
@@ -36,7 +36,7 @@ def unchanged(model: Any, x: Tensor) -> Tensor:
 
 
 class Chain(nn.Module):
-    """Four layers; `between` is done to what the second returns."""
+    """Four layers; `interpolate_sections` is done to what the second returns."""
 
     def __init__(self, between: Callable[[Any, Tensor], Tensor] = unchanged) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def test_every_tensor_has_an_owner_and_a_stage_holds_only_its_own(name: str) -> 
     found, _ = rehearsal.trace(batches[0], training=True)
     cut = cut_at(found, [points[len(points) // 2].call], rehearsal)
     every = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    assert set(cut.owners) == every == cut.names_of(range(cut.stages))
+    assert set(cut.owners) == every == cut.tensor_names_of(range(cut.stages))
     tied = dict(cut.ties)
     for name, _ in model.named_parameters():
         assert (name in tied) == (len(cut.owners[name]) > 1)
@@ -72,7 +72,7 @@ def test_every_tensor_has_an_owner_and_a_stage_holds_only_its_own(name: str) -> 
         pending: list[Any] = [m.__dict__ for m in stage._whole.module.modules()]
         while pending:
             value = pending.pop()
-            if isinstance(value, Tensor) and not isinstance(value, Ghost):
+            if isinstance(value, Tensor) and not isinstance(value, PlaceholderTensor):
                 held[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
             elif isinstance(value, dict):
                 pending += value.values()
@@ -89,7 +89,7 @@ def test_a_stripped_recurrent_layer_keeps_no_weights_in_its_lists() -> None:
     assert isinstance(model, Recurrent)
     stage = stages_of(cut, model)[1]
     assert [name for name, _ in stage.named_parameters()] == ["head.weight", "head.bias"]
-    assert all(isinstance(weight, Ghost) for weight in stage.lstm._flat_weights)
+    assert all(isinstance(weight, PlaceholderTensor) for weight in stage.lstm._flat_weights)
 
 
 def test_a_tied_weight_is_listed_with_its_stages() -> None:
@@ -104,7 +104,7 @@ def test_autocast_gives_the_same_numbers() -> None:
         model = case.make()
         inputs = case.inputs()
         inputs = inputs.float() if inputs.is_floating_point() else inputs
-        rehearsal = Rehearsal(model, Squares(), CPU, Numerics(autocast=True))
+        rehearsal = TracedModel(model, Squares(), CPU, Numerics(autocast=True))
         points, _ = common_points(rehearsal, batch(inputs))
         found, _ = rehearsal.trace(batch(inputs), training=True)
         dtypes = set()
@@ -117,7 +117,7 @@ def test_autocast_gives_the_same_numbers() -> None:
 
 def test_what_looks_at_values_is_refused_by_name() -> None:
     model = made(Case(ValueDependent, rows))
-    rehearsal = Rehearsal(model, Squares(), CPU, Numerics())
+    rehearsal = TracedModel(model, Squares(), CPU, Numerics())
     with pytest.raises(ConfigError, match=r"'gate' fails: the value of a tensor decides"):
         rehearsal.trace(batch(rows()), training=True)
 
@@ -144,7 +144,7 @@ def drawn(model: nn.Module, x: Tensor) -> Tensor:
 
 def test_random_numbers_of_python_are_refused() -> None:
     state = random.getstate()
-    rehearsal = Rehearsal(Chain(drawn).double(), Squares(), CPU, Numerics())
+    rehearsal = TracedModel(Chain(drawn).double(), Squares(), CPU, Numerics())
     with pytest.raises(ConfigError, match="the forward pass draws from random, and each stage"):
         rehearsal.trace(batch(rows()), training=True)
     assert random.getstate() == state
@@ -154,13 +154,13 @@ def test_functions_that_hold_a_module_are_refused() -> None:
     model = Chain()
     model.layers[1].register_forward_hook(lambda *_: setattr(model, "seen", 1))
     with pytest.raises(ConfigError, match="in '_forward_hooks' of 'layers.1' holds the module"):
-        Rehearsal(model, Squares(), CPU, Numerics())
+        TracedModel(model, Squares(), CPU, Numerics())
 
 
 def test_different_parameters_on_the_same_memory_stay_together() -> None:
     model = Chain().double()
     model.layers[3].weight.data = model.layers[0].weight.data
-    rehearsal = Rehearsal(model, Squares(), CPU, Numerics())
+    rehearsal = TracedModel(model, Squares(), CPU, Numerics())
     found, _ = rehearsal.trace(batch(rows()), training=True)
     points, _ = legal_points(found)
     with pytest.raises(ConfigError, match="'layers.0.weight' and 'layers.3.weight' are different"):
@@ -187,7 +187,7 @@ def another_shape(model: Any, x: Tensor) -> Tensor:
 def test_a_stage_that_goes_another_way_says_so(between: Any) -> None:
     Steps.taken = 0
     model = Chain(between).double()
-    rehearsal = Rehearsal(model, Squares(), CPU, Numerics())
+    rehearsal = TracedModel(model, Squares(), CPU, Numerics())
     found, _ = rehearsal.trace(batch(rows()), training=True)
     call = next(i for i, c in enumerate(found.calls) if c.name == "layers.3")
     cut = cut_at(found, [call], rehearsal)
@@ -286,7 +286,7 @@ class Hiding(nn.Module):
 
 def test_tensors_in_objects_within_objects_are_refused() -> None:
     model = made(Case(Hiding, rows))
-    rehearsal = Rehearsal(model, Squares(), CPU, Numerics())
+    rehearsal = TracedModel(model, Squares(), CPU, Numerics())
     found, _ = rehearsal.trace(batch(rows()), training=True)
     for at in ("c", "d"):
         call = next(index for index, call in enumerate(found.calls) if call.name == at)
@@ -297,7 +297,7 @@ def test_tensors_in_objects_within_objects_are_refused() -> None:
 def test_a_gradient_hook_on_a_parameter_of_two_stages_is_refused() -> None:
     model = Language().double()
     model.embed.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
-    rehearsal = Rehearsal(model, Squares(), CPU, Numerics())
+    rehearsal = TracedModel(model, Squares(), CPU, Numerics())
     found, _ = rehearsal.trace(batch(words()), training=True)
     call = next(index for index, call in enumerate(found.calls) if call.name == "blocks.1")
     with pytest.raises(ConfigError, match="'embed.weight' has a gradient hook"):
@@ -323,18 +323,18 @@ def test_ranks_can_compare_their_scripts() -> None:
 def test_a_model_is_left_as_it_was_by_its_rehearsal() -> None:
     model = made(Case(Counting, rows))
     before = copy.deepcopy(model.state_dict())
-    rehearsal = Rehearsal(model, Squares(), CPU, Numerics())
+    rehearsal = TracedModel(model, Squares(), CPU, Numerics())
     rehearsal.trace(batch(rows()), training=True)
-    assert model.scaled.calls == rehearsal.twin.scaled.calls == 0
-    assert type(rehearsal.twin.scaled) is Counting.Scaled
+    assert model.scaled.calls == rehearsal.fake_model.scaled.calls == 0
+    assert type(rehearsal.fake_model.scaled) is Counting.Scaled
     assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
 
 
 def test_a_ghost_says_what_the_real_tensor_would() -> None:
     real = torch.randn(4, 6, dtype=torch.float64, requires_grad=True).t()
-    ghost = ghost_like(real.detach().to("meta").requires_grad_(), CPU)
+    ghost = placeholder_like(real.detach().to("meta").requires_grad_(), CPU)
     for found in (ghost, (ghost * 2).sum(0), ghost @ ghost.T, ghost + torch.ones(4, 6).T):
-        assert isinstance(found, Ghost)
+        assert isinstance(found, PlaceholderTensor)
         assert found.device == CPU
         assert found.requires_grad
     assert ghost.stride() == real.stride()

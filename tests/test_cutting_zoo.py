@@ -23,14 +23,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision import models
 from torchvision.models.regnet import BlockParams
 
-from bigtrain.cutting.cut import Cut, copy_tree, cut_at
+from bigtrain.cutting.cut import Cut, copy_modules, cut_at
 from bigtrain.cutting.cut_points import legal_points
 from bigtrain.cutting.stage import Stage
-from bigtrain.cutting.traced_model import Numerics, Rehearsal
+from bigtrain.cutting.traced_model import Numerics, TracedModel
 from bigtrain.data.loader import MicroBatch
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.tensors.fake import fake_model, fake_tensor
-from bigtrain.tensors.tree import tensors_of
+from bigtrain.tensors.tree import tree_tensors
 
 CPU = torch.device("cpu")
 NUMBERS = 30_000_000
@@ -87,7 +87,7 @@ def example(name: str) -> MicroBatch:
     return MicroBatch(images, torch.randint(0, 5, (2,)), 2, 2)
 
 
-def balanced(rehearsal: Rehearsal, micro_batch: MicroBatch, stages: int) -> Cut:
+def balanced(rehearsal: TracedModel, micro_batch: MicroBatch, stages: int) -> Cut:
     """Cuts where as much is computed and moved before as after."""
     found, _ = rehearsal.trace(micro_batch, training=True)
     evaluated, _ = rehearsal.trace(micro_batch, training=False)
@@ -116,7 +116,7 @@ def chain(stages: list[Stage], micro_batch: MicroBatch, *, training: bool) -> An
 def stages_of(cut: Cut, model: nn.Module, loss: Any) -> list[Stage]:
     found = []
     for index in range(cut.stages):
-        tree = copy_tree(model)
+        tree = copy_modules(model)
         cut.strip(tree, [index], CPU)
         found.append(cut.stage(tree, index, loss, CPU))
     return found
@@ -142,7 +142,7 @@ def run(
             output = model.eval()(micro_batch.inputs)
         else:
             output = chain(stages, micro_batch, training=False)
-    return found | {f"output {i}": t for i, t in enumerate(tensors_of(output))}
+    return found | {f"output {i}": t for i, t in enumerate(tree_tensors(output))}
 
 
 def fresh(model: nn.Module, *, numbers: bool) -> nn.Module:
@@ -156,11 +156,11 @@ def test_a_cut_model_is_the_whole_model(name: str) -> None:
     micro_batch = example(name)
     loss = CrossEntropy(255, 1, 0.0) if name in SEGMENTATION else CrossEntropy()
     model = described(name)
-    rehearsal = Rehearsal(model, loss, CPU, Numerics())
+    rehearsal = TracedModel(model, loss, CPU, Numerics())
     cuts = [balanced(rehearsal, micro_batch, stages) for stages in (2, 4)]
     names = {name for name, _ in model.named_parameters()}
     for cut in cuts:
-        assert names <= set().union(*(cut.names_of([stage]) for stage in range(cut.stages)))
+        assert names <= set().union(*(cut.tensor_names_of([stage]) for stage in range(cut.stages)))
     size = sum(parameter.numel() for parameter in model.parameters())
     numbers = size <= NUMBERS or name in LARGE
     mode: Any = nullcontext() if numbers else FakeTensorMode()

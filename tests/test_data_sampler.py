@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from bigtrain.data.sampler import GlobalOrder, derive_seed, permute, split
+from bigtrain.data.sampler import GlobalOrder, derive_seed, permute_indices, split_global_batch
 from bigtrain.errors import ConfigError
 
 SIZES = [1, 2, 3, 5, 10, 16, 17, 97, 1000]
@@ -23,15 +23,15 @@ def sequence(order, start, number, batch=None):
 @pytest.mark.parametrize("size", SIZES)
 def test_permute_is_a_permutation(size):
     for seed in range(3):
-        places = permute(range(size), size, seed)
+        places = permute_indices(range(size), size, seed)
         assert sorted(places.tolist()) == list(range(size))
-        pieces = [int(permute(at, size, seed)[0]) for at in range(size)]
+        pieces = [int(permute_indices(at, size, seed)[0]) for at in range(size)]
         assert pieces == places.tolist()  # a place depends on its position alone
 
 
 def test_permute_mixes_well():
     size, seeds = 1000, 50
-    places = np.stack([permute(range(size), size, seed) for seed in range(seeds)])
+    places = np.stack([permute_indices(range(size), size, seed) for seed in range(seeds)])
     assert abs(places[:, 0].mean() / size - 0.5) < 0.15
     neighbours = np.abs(np.diff(places, axis=1)) == 1
     assert abs(neighbours.mean() - 2 / size) < 1 / size
@@ -39,17 +39,17 @@ def test_permute_mixes_well():
     assert np.abs(correlation).max() < 0.15
     fixed = (places == np.arange(size)).sum(axis=1).mean()
     assert 0.5 < fixed < 1.7  # 1 for a uniform permutation
-    orders = {tuple(permute(range(3), 3, seed).tolist()) for seed in range(100)}
+    orders = {tuple(permute_indices(range(3), 3, seed).tolist()) for seed in range(100)}
     assert len(orders) == 6
 
 
 def test_permute_needs_no_memory_for_the_data_set():
-    assert len(set(permute(range(1000), 10**15, 0).tolist())) == 1000
+    assert len(set(permute_indices(range(1000), 10**15, 0).tolist())) == 1000
 
 
 def test_the_order_never_changes():
     # A resumed run counts on it: another torch, numpy or machine must give the same.
-    assert permute(range(10), 10, 0).tolist() == [2, 1, 7, 3, 8, 6, 5, 4, 9, 0]
+    assert permute_indices(range(10), 10, 0).tolist() == [2, 1, 7, 3, 8, 6, 5, 4, 9, 0]
     assert GlobalOrder(10, 4, seed=1).batch_at(14).indices == [0, 2, 8, 5]
     assert derive_seed(1, 2) != derive_seed(12) != derive_seed(2, 1)
 
@@ -102,7 +102,7 @@ def test_a_resumed_position_continues_the_sequence_at_any_batch_size(other_batch
 )
 def test_the_ranks_together_have_the_batch(total, ranks, micro):
     indices = list(range(100, 100 + total))
-    shares = [split(indices, rank, ranks, micro) for rank in range(ranks)]
+    shares = [split_global_batch(indices, rank, ranks, micro) for rank in range(ranks)]
     assert len({len(share) for share in shares}) == 1  # equal numbers of forwards
     assert len(shares[0]) == math.ceil(math.ceil(total / ranks) / micro)
     dealt = [i for share in shares for plan in share if not plan.padding for i in plan.indices]
@@ -116,9 +116,9 @@ def test_the_ranks_together_have_the_batch(total, ranks, micro):
 
 
 def test_a_rank_without_rows_gets_padding():
-    assert split([7, 8], 0, 4, 2) == [([7, 8], True)]
-    assert split([7, 8], 1, 4, 2) == [([7], False)]
-    assert split([7], 2, 4, 3) == [([7], True)]
+    assert split_global_batch([7, 8], 0, 4, 2) == [([7, 8], True)]
+    assert split_global_batch([7, 8], 1, 4, 2) == [([7], False)]
+    assert split_global_batch([7], 2, 4, 3) == [([7], True)]
 
 
 def test_bad_sizes_are_refused():

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from bigtrain.errors import ConfigError
-from bigtrain.ranks.launcher_env import SINGLE, detect, first_host, launch_key
+from bigtrain.ranks.launcher_env import SINGLE_RANK, detect_rank_info, first_host, launch_key
 
 TORCHRUN = {
     "RANK": "3",
@@ -67,7 +67,7 @@ BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_
     ],
 )
 def test_detect(environ: dict[str, str], launcher: str, numbers: tuple[int, int, int, int]) -> None:
-    found = detect(environ)
+    found = detect_rank_info(environ)
     assert found.launcher == launcher
     found_numbers = (found.rank, found.local_rank, found.world_size, found.local_world_size)
     assert found_numbers == numbers
@@ -116,7 +116,7 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
 )
 def test_detect_refuses(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        detect(environ)
+        detect_rank_info(environ)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_launch_has_one_key_and_another_launch_another() -> None:
 
 
 def test_single_is_what_an_empty_environment_gives() -> None:
-    assert detect({}) == SINGLE
+    assert detect_rank_info({}) == SINGLE_RANK
 
 
 @pytest.mark.parametrize("module", ["environment", "launch", "failures"])

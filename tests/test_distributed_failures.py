@@ -15,18 +15,18 @@ import pytest
 
 from bigtrain.errors import ConfigError, LaunchError
 from bigtrain.ranks.exit_status import (
+    error_summary,
     exit_status_of,
-    is_echo,
-    is_orderly,
-    is_stop,
-    mark_first,
-    one_line,
+    is_clean_exit,
+    is_first_to_report,
+    is_interrupt,
+    is_peer_failure,
+    mark_reporting_rank,
     run_guarded,
-    speaks_first,
     write_error_file,
 )
-from bigtrain.ranks.failure_hub import Ending, Hub, Watch, lost_line
-from bigtrain.ranks.launcher_env import process_began
+from bigtrain.ranks.failure_hub import FailureHub, FailureListener, RunEnd, lost_rank_message
+from bigtrain.ranks.launcher_env import process_start_time
 
 
 @pytest.mark.parametrize(
@@ -46,17 +46,19 @@ def test_exit_status(error: BaseException, status: int) -> None:
 
 
 def test_kinds_of_endings() -> None:
-    assert is_orderly(SystemExit(0))
-    assert is_orderly(SystemExit(75))
-    assert not is_orderly(SystemExit(7))
-    assert is_stop(KeyboardInterrupt())
-    assert is_stop(SystemExit(143))
-    assert not is_stop(ConfigError("x"))
-    assert is_echo(RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer"))
-    assert not is_echo(RuntimeError("shapes do not match"))
-    assert not is_echo(ValueError("timed out"))
-    assert one_line(ValueError("a\nb")) == "ValueError: a"
-    assert one_line(ValueError()) == "ValueError: "
+    assert is_clean_exit(SystemExit(0))
+    assert is_clean_exit(SystemExit(75))
+    assert not is_clean_exit(SystemExit(7))
+    assert is_interrupt(KeyboardInterrupt())
+    assert is_interrupt(SystemExit(143))
+    assert not is_interrupt(ConfigError("x"))
+    assert is_peer_failure(
+        RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer")
+    )
+    assert not is_peer_failure(RuntimeError("shapes do not match"))
+    assert not is_peer_failure(ValueError("timed out"))
+    assert error_summary(ValueError("a\nb")) == "ValueError: a"
+    assert error_summary(ValueError()) == "ValueError: "
 
 
 def raising(error: BaseException) -> Callable[[], int]:
@@ -97,20 +99,20 @@ def test_one_rank_says_what_all_have_found(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     environ = {"RANK": "0", "WORLD_SIZE": "2"}
-    assert speaks_first({})
-    assert speaks_first({"RANK": "0", "WORLD_SIZE": "1"})
+    assert is_first_to_report({})
+    assert is_first_to_report({"RANK": "0", "WORLD_SIZE": "1"})
     assert list(tmp_path.iterdir()) == []
-    assert speaks_first(environ)
-    assert not speaks_first({**environ, "RANK": "1"})
-    assert speaks_first({**environ, "MASTER_PORT": "2"})
+    assert is_first_to_report(environ)
+    assert not is_first_to_report({**environ, "RANK": "1"})
+    assert is_first_to_report({**environ, "MASTER_PORT": "2"})
     # The same command again from the same shell: an earlier launch has not spoken for this one.
     for said in tmp_path.iterdir():
-        os.utime(said, (time.time(), process_began() - 60))
-    assert speaks_first(environ)
-    assert not speaks_first({**environ, "RANK": "1"})
+        os.utime(said, (time.time(), process_start_time() - 60))
+    assert is_first_to_report(environ)
+    assert not is_first_to_report({**environ, "RANK": "1"})
     # What the ranks have agreed on is said whatever the file says.
     error = ConfigError("agreed")
-    mark_first(error)
+    mark_reporting_rank(error)
     monkeypatch.setenv("RANK", "1")
     ended: list[int] = []
     monkeypatch.setattr("bigtrain.ranks.exit_status.end_process", ended.append)
@@ -138,11 +140,11 @@ class Ranks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         self.ended: list[int] = []
-        monkeypatch.setattr("bigtrain.ranks.failure_hub.YIELD_S", 0.05)
-        monkeypatch.setattr("bigtrain.ranks.failure_hub.end_process", self.ended.append)
-        hub = Hub(one_node=True)
+        monkeypatch.setattr("bigtrain.ranks.failure_hub.PRINT_GRACE_S", 0.05)
+        monkeypatch.setattr("bigtrain.ranks.failure_hub.exit_process", self.ended.append)
+        hub = FailureHub(one_node=True)
         self.hub = hub
-        self.watches = [Watch("127.0.0.1", hub.port, hub.token, n) for n in range(count)]
+        self.watches = [FailureListener("127.0.0.1", hub.port, hub.token, n) for n in range(count)]
 
     def wait_for_ends(self, count: int) -> list[int]:
         end = time.monotonic() + 5
@@ -160,7 +162,7 @@ def test_the_first_report_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(monkeypatch, 3)
     assert ranks.watches[1].report("ValueError: odd", 2) is None
     later = ranks.watches[2].report("ValueError: even", 1)
-    assert later == Ending(1, "ValueError: odd", 2)
+    assert later == RunEnd(1, "ValueError: odd", 2)
     assert ranks.wait_for_ends(2) == [2, 2]
     assert ranks.watches[1].report("again", 1) is None
     ranks.close()
@@ -170,7 +172,7 @@ def test_an_echo_waits_for_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(monkeypatch, 2)
     threading.Timer(0.2, ranks.watches[0].report, ("ValueError: odd", 1)).start()
     ending = ranks.watches[1].report("Connection closed by peer", 1, patience_s=5)
-    assert ending == Ending(0, "ValueError: odd", 1)
+    assert ending == RunEnd(0, "ValueError: odd", 1)
     ranks.wait_for_ends(1)
     ranks.close()
 
@@ -183,7 +185,7 @@ def test_a_lost_rank_is_named_once(
     ranks.watches[2]._socket.shutdown(2)
     assert ranks.wait_for_ends(3) == [1, 1, 1]
     # How much is free changes from one moment to the next.
-    said, expected = capsys.readouterr().err, lost_line(0, 2) + "\n"
+    said, expected = capsys.readouterr().err, lost_rank_message(0, 2) + "\n"
     assert re.sub(r"[\d.]+ \w+ free", "free", said) == re.sub(r"[\d.]+ \w+ free", "free", expected)
     ranks.close()
 
@@ -201,7 +203,7 @@ def test_who_leaves_in_good_order_is_not_lost(monkeypatch: pytest.MonkeyPatch) -
 def test_a_stranger_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(monkeypatch, 2)
     monkeypatch.setattr("bigtrain.ranks.failure_hub._REPLY_S", 1.0)
-    stranger = Watch("127.0.0.1", ranks.hub.port, "wrong", 1)
+    stranger = FailureListener("127.0.0.1", ranks.hub.port, "wrong", 1)
     time.sleep(0.2)
     assert [watch.ending for watch in ranks.watches] == [None, None]
     stranger.close()

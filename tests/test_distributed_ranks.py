@@ -12,7 +12,7 @@ from ranks import RankFailure, run_ranks
 from bigtrain.errors import ConfigError, LaunchError
 from bigtrain.ranks.connect import connect
 from bigtrain.ranks.context import RunContext
-from bigtrain.ranks.launcher_env import SINGLE
+from bigtrain.ranks.launcher_env import SINGLE_RANK
 
 
 def exchange(context: RunContext) -> dict[str, object]:
@@ -50,7 +50,7 @@ def test_every_exchange(world_size: int) -> None:
 
 @pytest.mark.parametrize("force_group", [False, True])
 def test_every_exchange_in_one_process(force_group: bool) -> None:
-    with connect(SINGLE, device="cpu", force_group=force_group, seed=7) as context:
+    with connect(SINGLE_RANK, device="cpu", force_group=force_group, seed=7) as context:
         assert dist.is_initialized() is force_group
         assert (context.mesh is not None) is force_group
         assert (context.seed, context.launcher) == (7, "python")
@@ -192,8 +192,8 @@ def test_ranks_see_the_environment_of_the_test(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_second_group_is_refused() -> None:
     with (
-        connect(SINGLE, device="cpu", force_group=True),
+        connect(SINGLE_RANK, device="cpu", force_group=True),
         pytest.raises(LaunchError, match="a process group exists already. Leave the first"),
-        connect(SINGLE, device="cpu", force_group=True),
+        connect(SINGLE_RANK, device="cpu", force_group=True),
     ):
         pass

@@ -13,12 +13,12 @@ from bigtrain.errors import ConfigError, LaunchError
 from bigtrain.ranks.connect import connect, pick_backend, pick_device
 from bigtrain.ranks.context import RunContext, resolve_mesh
 from bigtrain.ranks.cpu_threads import thread_share
-from bigtrain.ranks.launcher_env import SINGLE, Launcher, Placement
-from bigtrain.ranks.rendezvous import master_address, meet, name_resolves_here
+from bigtrain.ranks.launcher_env import SINGLE_RANK, Launcher, RankInfo
+from bigtrain.ranks.rendezvous import hostname_resolves, master_address, open_rendezvous
 
 
-def placed(rank: int, world: int, local: int, launcher: Launcher = "env") -> Placement:
-    return Placement(
+def placed(rank: int, world: int, local: int, launcher: Launcher = "env") -> RankInfo:
+    return RankInfo(
         rank=rank,
         local_rank=rank % local,
         world_size=world,
@@ -71,11 +71,11 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 def test_pick_device(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, 0)
-    assert pick_device("auto", SINGLE, {}) == torch.device("cpu")
+    assert pick_device("auto", SINGLE_RANK, {}) == torch.device("cpu")
     with pytest.raises(ConfigError, match="device=cuda, and torch sees no GPU here. Use device="):
-        pick_device("cuda", SINGLE, {})
+        pick_device("cuda", SINGLE_RANK, {})
     gpus(monkeypatch, 2)
-    assert pick_device("cpu", SINGLE, {}) == torch.device("cpu")
+    assert pick_device("cpu", SINGLE_RANK, {}) == torch.device("cpu")
     assert pick_device("auto", placed(3, 4, 2), {}) == torch.device("cuda", 1)
     with pytest.raises(ConfigError, match="4 ranks on this node, 2 GPUs. Start 2 ranks a node"):
         pick_device("auto", placed(0, 4, 4), {})
@@ -85,7 +85,7 @@ def test_pick_device(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="2 ranks on this node, 1 GPU. Start 1 rank a node"):
         pick_device("cuda", placed(0, 2, 2), {})
     with pytest.raises(ConfigError, match="device='gpu' is not known"):
-        pick_device("gpu", SINGLE, {})  # type: ignore[arg-type]
+        pick_device("gpu", SINGLE_RANK, {})  # type: ignore[arg-type]
 
 
 def test_pick_backend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,12 +105,15 @@ def test_pick_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_everything_is_refused_before_a_group_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("too late"))
-    with pytest.raises(ConfigError, match="mesh.pp=2"), connect(SINGLE, pp=2):
+    with pytest.raises(ConfigError, match="mesh.pp=2"), connect(SINGLE_RANK, pp=2):
         pass
     gpus(monkeypatch, 0)
     with pytest.raises(ConfigError, match="no GPU"), connect(placed(0, 2, 2), device="cuda"):
         pass
-    with pytest.raises(ConfigError, match="mesh.timeout=0 are seconds"), connect(SINGLE, timeout=0):
+    with (
+        pytest.raises(ConfigError, match="mesh.timeout=0 are seconds"),
+        connect(SINGLE_RANK, timeout=0),
+    ):
         pass
 
 
@@ -130,7 +133,7 @@ SRUN = {"SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_JOB_ID": "100", "SLURM_STEP_
     ],
 )
 def test_master_address(
-    placement: Placement, environ: dict[str, str], address: tuple[str, int] | None
+    placement: RankInfo, environ: dict[str, str], address: tuple[str, int] | None
 ) -> None:
     assert master_address(placement, environ) == address
 
@@ -146,9 +149,7 @@ def test_master_address(
         (placed(0, 4, 2, "srun"), {}, r"SLURM_STEP_NODELIST is not set.*MASTER_ADDR=FIRST_HOST"),
     ],
 )
-def test_master_address_refuses(
-    placement: Placement, environ: dict[str, str], message: str
-) -> None:
+def test_master_address_refuses(placement: RankInfo, environ: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         master_address(placement, environ)
 
@@ -158,7 +159,7 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path, rank: int, missing: in
     with pytest.raises(
         LaunchError, match=f"the 2 ranks did not all meet within 1 s .*rank {missing} is missing"
     ):
-        meet(placed(rank, 2, 2), {}, timeout_s=0.6, path=tmp_path / "meet")
+        open_rendezvous(placed(rank, 2, 2), {}, timeout_s=0.6, path=tmp_path / "meet")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -167,7 +168,7 @@ def test_an_address_where_nobody_listens() -> None:
         port = server.getsockname()[1]
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with pytest.raises(LaunchError, match=f"at 127.0.0.1:{port}: (?s:.*)raise mesh.setup_timeout"):
-        meet(placed(1, 2, 2, "srun"), environ, timeout_s=0.6)
+        open_rendezvous(placed(1, 2, 2, "srun"), environ, timeout_s=0.6)
 
 
 @pytest.mark.parametrize(
@@ -189,9 +190,9 @@ def test_a_set_number_of_threads_is_kept() -> None:
 
 def test_the_name_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    assert name_resolves_here()
+    assert hostname_resolves()
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
-    assert not name_resolves_here()
+    assert not hostname_resolves()
 
 
 def test_gloo_takes_the_loopback_where_the_name_leads_nowhere(
@@ -207,7 +208,7 @@ def test_gloo_takes_the_loopback_where_the_name_leads_nowhere(
     monkeypatch.setattr(dist, "init_process_group", note)
     for name in ("localhost", "no-such-host.invalid"):
         monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
-        with connect(SINGLE, device="cpu", force_group=True) as context:
+        with connect(SINGLE_RANK, device="cpu", force_group=True) as context:
             context.barrier()
     assert seen == [None, "lo"]
     assert "GLOO_SOCKET_IFNAME" not in os.environ

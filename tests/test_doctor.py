@@ -17,10 +17,15 @@ from programs import environment
 
 from bigtrain.job.presets import preset_names
 from bigtrain.machine import doctor, rates
-from bigtrain.machine.rate_cache import cache_file, cached_rates, fingerprint, measured_rates
-from bigtrain.machine.rates import Rates
+from bigtrain.machine.rate_cache import (
+    cache_file,
+    cached_rates,
+    hardware_fingerprint,
+    measured_rates,
+)
+from bigtrain.machine.rates import MeasuredRates
 
-GIVEN = Rates(
+GIVEN = MeasuredRates(
     device="cpu",
     flops={"fp32": 1e9, "bf16": 2e9},
     copy_bytes=3e9,
@@ -132,7 +137,7 @@ def test_a_person_is_shown_all_of_it(first, capsys):
 
 def plant(folder: Path, values: object, key: str | None = None) -> None:
     """Write a cache with an entry for this machine."""
-    key = key or json.dumps(fingerprint(), sort_keys=True)
+    key = key or json.dumps(hardware_fingerprint(), sort_keys=True)
     path = folder / "bigtrain" / "rates.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({key: {"rates": values}}))
@@ -211,7 +216,7 @@ def test_the_cache_lies_where_the_standard_says(monkeypatch, tmp_path):
 def test_what_cannot_be_measured_is_a_line_and_is_not_kept(home, monkeypatch):
     plant(home, asdict(GIVEN))
     monkeypatch.setattr(rates, "free_on_disk", lambda _folder: 1000)
-    monkeypatch.setattr(rates, "LINK_S", 0.05)
+    monkeypatch.setattr(rates, "LINK_TIMEOUT_S", 0.05)
     before = torch.get_rng_state()
     found = measured_rates(again=True)
     assert set(found.problems) == {"disk", "link"}
@@ -248,7 +253,7 @@ def test_what_lies_in_the_current_folder_misleads_no_probe(monkeypatch, tmp_path
 
 
 def test_where_nothing_answers_the_status_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "PROBE_S", 0.05)
+    monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 0.05)
     assert doctor.main(["--json", "--no-rates"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["rates"] is None
@@ -260,7 +265,7 @@ def test_where_nothing_answers_the_status_says_so(monkeypatch, capsys):
 
 
 def test_a_library_that_is_missing_is_named_with_the_words_that_get_it(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "PROBE_S", 0.05)
+    monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 0.05)
     monkeypatch.setitem(doctor._LIBRARIES, "no-such-library", "pip install no-such-library")
     monkeypatch.setenv("PATH", os.devnull)
     doctor.main(["--no-rates"])

@@ -17,7 +17,7 @@ from bigtrain.assembly.make_plan import describe_plan, make_plan
 from bigtrain.data import MicroBatch
 from bigtrain.engine.engine import Engine
 from bigtrain.errors import CheckpointError, ConfigError, NonFiniteError
-from bigtrain.job.load import job_of, load_job
+from bigtrain.job.load import job_from_keys, load_job
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.losses.tasks import LanguageTask
 
@@ -83,7 +83,7 @@ def test_the_door_refuses_like_the_command_does():
 
 def joined_otherwise(context):
     with pytest.raises(ConfigError) as refused:
-        Engine(linear, F.cross_entropy, sgd, job_of("ddp", {}), context)
+        Engine(linear, F.cross_entropy, sgd, job_from_keys("ddp", {}), context)
     return str(refused.value)
 
 
@@ -94,7 +94,7 @@ def test_ranks_that_are_connected_as_another_mesh_are_refused():
 
 
 def first_weights(context, model):
-    with Engine(model, F.cross_entropy, sgd, job_of("ddp", {}), context) as engine:
+    with Engine(model, F.cross_entropy, sgd, job_from_keys("ddp", {}), context) as engine:
         return {n: t.clone() for n, t in engine.model.state_dict().items()}, engine.blueprint.reason
 
 
@@ -123,7 +123,7 @@ def validated(context, rows):
         batches.append(
             MicroBatch(inputs, targets, 0 if padding else loss.count(targets), 0 if padding else 1)
         )
-    job = job_of("ddp", {"train.precision": "fp64"})
+    job = job_from_keys("ddp", {"train.precision": "fp64"})
     task = LanguageTask(13)
     with Engine(TinyLM, loss, sgd, job, context, task=task) as engine:
         return engine.evaluate(batches)
@@ -182,7 +182,7 @@ def test_accumulation_counts_gradients_once(tmp_path):
 def gradient_bytes(context, rows):
     keys = {"train.global_batch_size": 8, "train.micro_batch_size": rows, "memory.track_steps": 5}
     with Engine(
-        lambda: TinyLM(width=128), CrossEntropy(), sgd, job_of("ddp", keys), context
+        lambda: TinyLM(width=128), CrossEntropy(), sgd, job_from_keys("ddp", keys), context
     ) as engine:
         samples = tokens(4, ignored=False)
         for _ in range(5):
@@ -191,7 +191,7 @@ def gradient_bytes(context, rows):
 
 
 def saved(context, folder, how):
-    job = job_of("ddp", {})
+    job = job_from_keys("ddp", {})
     with Engine(TinyConv, CrossEntropy(class_dim=1), sgd, job, context) as engine:
         batch = (
             torch.randn(4, 1, 6, 6, generator=torch.Generator().manual_seed(1)),

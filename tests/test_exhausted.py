@@ -14,8 +14,8 @@ import torch
 
 from bigtrain.errors import ConfigError, OutOfMemoryError
 from bigtrain.job.load import load_job
-from bigtrain.memory.cap import asked_bytes, is_out_of_memory
-from bigtrain.memory.host_memory import host_line
+from bigtrain.memory.cap import is_out_of_memory, requested_bytes
+from bigtrain.memory.host_memory import host_memory_line
 
 ROOT = Path(__file__).parents[1]
 # 2 blocks, 128 wide, 128 tokens: about 90 MiB with micro-batches of 32, of which most are
@@ -164,9 +164,9 @@ def test_other_errors_are_left_alone(error):
 
 
 def test_how_much_was_asked_for():
-    assert asked_bytes(RuntimeError("you tried to allocate 4000 bytes. Error")) == 4000
-    assert asked_bytes(RuntimeError("Tried to allocate 20.50 MiB. GPU 0")) == int(20.5 * 2**20)
-    assert asked_bytes(MemoryError()) is None
+    assert requested_bytes(RuntimeError("you tried to allocate 4000 bytes. Error")) == 4000
+    assert requested_bytes(RuntimeError("Tried to allocate 20.50 MiB. GPU 0")) == int(20.5 * 2**20)
+    assert requested_bytes(MemoryError()) is None
 
 
 def test_cap_is_a_size():
@@ -177,4 +177,4 @@ def test_cap_is_a_size():
 
 
 def test_host_memory_in_words():
-    assert "free now" in host_line()
+    assert "free now" in host_memory_line()

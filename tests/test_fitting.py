@@ -10,7 +10,7 @@ from bigtrain.assembly.make_plan import make_plan
 from bigtrain.data import GlobalOrder, StepLoader
 from bigtrain.engine.engine import Engine
 from bigtrain.errors import ConfigError
-from bigtrain.job.load import job_of
+from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.optim.factory import optimizer_factory
 
@@ -67,7 +67,7 @@ REFUSED = {
 def test_what_does_not_fit_is_refused_before_any_process_group(case):
     strategy, ranks, keys, words = REFUSED[case]
     with pytest.raises(ConfigError) as refusal:
-        make_plan(job_of(strategy, {"train.global_batch_size": 8, **keys}), ranks, "cpu")
+        make_plan(job_from_keys(strategy, {"train.global_batch_size": 8, **keys}), ranks, "cpu")
     for word in words:
         assert word in str(refusal.value)
 
@@ -97,13 +97,13 @@ KEYS_REFUSED = {
 def test_keys_that_exclude_each_other(case):
     keys, fix = KEYS_REFUSED[case]
     with pytest.raises(ConfigError) as refusal:
-        job_of("single", keys)
+        job_from_keys("single", keys)
     assert fix in str(refusal.value)
 
 
 def train(context, strategy, keys, folder, model=TinyLM, steps=4):
     """Losses of a run, those after its checkpoint again, and both peaks of rank 0."""
-    job = job_of(strategy, {"train.global_batch_size": 8, "optim.lr": 1e-2, **keys})
+    job = job_from_keys(strategy, {"train.global_batch_size": 8, "optim.lr": 1e-2, **keys})
     samples, loss, made = tokens(40), CrossEntropy(), optimizer_factory(job.optim, 1)
     rows = make_plan(job, context.world_size, "cpu").batch.micro_size
 

@@ -9,37 +9,37 @@ import pytest
 
 from bigtrain.cli import main
 from bigtrain.errors import ConfigError
-from bigtrain.memory.host_memory import kernel_kills
+from bigtrain.memory.host_memory import oom_kill_count
 from bigtrain.ranks.launch import _status, launcher_hint, start_ranks
-from bigtrain.ranks.launcher_env import SINGLE, Launcher, Placement
+from bigtrain.ranks.launcher_env import SINGLE_RANK, Launcher, RankInfo
 
 
-def alone(launcher: Launcher) -> Placement:
-    return Placement(rank=0, local_rank=0, world_size=1, local_world_size=1, launcher=launcher)
+def alone(launcher: Launcher) -> RankInfo:
+    return RankInfo(rank=0, local_rank=0, world_size=1, local_world_size=1, launcher=launcher)
 
 
 def test_hint() -> None:
     hint = launcher_hint(alone("deepspeed"), 8)
     assert hint is not None
     assert hint.endswith("deepspeed --num_accelerators 2 bigtrain/train.py ...")
-    hint = launcher_hint(SINGLE, 8)
+    hint = launcher_hint(SINGLE_RANK, 8)
     assert hint == "one rank on 8 cores. For two: bigtrain train -n 2 ..."
 
 
 @pytest.mark.parametrize(
     ("placement", "cores", "has_gpu"),
     [
-        (SINGLE, 1, False),
-        (SINGLE, 8, True),
+        (SINGLE_RANK, 1, False),
+        (SINGLE_RANK, 8, True),
         (alone("torchrun"), 8, False),
         (
-            Placement(rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="deepspeed"),
+            RankInfo(rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="deepspeed"),
             8,
             False,
         ),
     ],
 )
-def test_no_hint(placement: Placement, cores: int, has_gpu: bool) -> None:
+def test_no_hint(placement: RankInfo, cores: int, has_gpu: bool) -> None:
     assert launcher_hint(placement, cores, has_gpu=has_gpu) is None
 
 
@@ -63,7 +63,7 @@ def test_what_cannot_be_started(tmp_path: Path) -> None:
 )
 def test_status(exitcode: int, status: int, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     failure: Any = SimpleNamespace(exitcode=exitcode)
-    assert _status((3, failure), kernel_kills()) == status
+    assert _status((3, failure), oom_kill_count()) == status
     assert words in capsys.readouterr().err
 
 
@@ -71,7 +71,7 @@ def test_kernel_that_ended_a_rank_for_its_memory_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     failure: Any = SimpleNamespace(exitcode=-signal.SIGKILL)
-    assert _status((3, failure), kernel_kills() - 1) == 1
+    assert _status((3, failure), oom_kill_count() - 1) == 1
     said = capsys.readouterr().err
     assert "the kernel ended it, because host memory ran out (host memory " in said
     assert "GiB free now" in said

@@ -13,7 +13,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.job.schema import OptimConfig
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.optim.factory import optimizer_factory
-from bigtrain.optim.lean_adamw import PIECE, LeanAdamW, stochastically_rounded
+from bigtrain.optim.lean_adamw import CHUNK_ELEMENTS, LeanAdamW, stochastically_rounded
 from bigtrain.optim.low_bit_adamw import LowBitAdamW
 
 KEYS = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95)}
@@ -39,7 +39,7 @@ def torchs(parameters):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_in_full_precision_it_is_torchs(dtype):
-    shape = (3, PIECE // 2 + 5)  # more than one piece, and no whole number of them
+    shape = (3, CHUNK_ELEMENTS // 2 + 5)  # more than one piece, and no whole number of them
     ours, _ = after_steps(lambda p: LeanAdamW(p, **KEYS), shape=shape, dtype=dtype)
     theirs, _ = after_steps(torchs, shape=shape, dtype=dtype)
     for mine, other in zip(ours, theirs, strict=True):
@@ -78,7 +78,7 @@ def test_a_step_needs_a_few_mebibytes_beside_the_states():
         held += [v for slots in optimizer.state.values() for v in slots.values()]
         tracker = StorageTracker()
         with tracker:
-            tracker.own(held, "optimizer")
+            tracker.label(held, "optimizer")
             before = tracker.live_bytes
             optimizer.step()
         assert tracker.peak_bytes - before <= 6 * 2**20

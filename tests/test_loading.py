@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from bigtrain.errors import ConfigError
-from bigtrain.job.load import changed_job, job_of, load_job, parse_overrides
+from bigtrain.job.load import job_from_keys, load_job, override_job, parse_overrides
 from bigtrain.job.presets import preset_names, read_yaml
 
 
@@ -53,7 +53,9 @@ def test_a_strategy_may_be_named_in_the_file_and_on_the_command_line(tmp_path):
     assert load_job(config, overrides=["strategy=single"]).strategy.name == "single"
     job = load_job(config, overrides=["strategy.replicate.bucket_size=1MiB"])
     assert job.strategy.replicate.options == {"bucket_size": "1MiB"}
-    assert job_of("ddp", {"strategy.replicate.static_graph": True}).strategy.replicate.options
+    assert job_from_keys(
+        "ddp", {"strategy.replicate.static_graph": True}
+    ).strategy.replicate.options
 
 
 def test_what_a_key_displaces_goes_with_it():
@@ -138,7 +140,7 @@ def test_a_missing_or_unknown_file_is_refused(tmp_path):
 def test_a_named_strategy_and_its_keys_may_stand_side_by_side(turned):
     words = ["strategy=fsdp", "strategy.recompute=full"]
     words = words[::-1] if turned else words
-    for job in (load_job(None, None, words), changed_job(load_job(None, "ddp"), words)):
+    for job in (load_job(None, None, words), override_job(load_job(None, "ddp"), words)):
         roles = job.strategy.roles()
         assert (job.strategy.name, roles["replicate"].options["stage"]) == ("fsdp", 3)
         assert roles["recompute"].options == {"mode": "full"}

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from bigtrain.memory.meter import Meter, capacity_bytes
-from bigtrain.memory.timeline import Breakdown, Peak, Span, Timeline, highest
+from bigtrain.memory.meter import MemoryMeter, device_capacity_bytes
+from bigtrain.memory.timeline import Breakdown, Peak, Span, Timeline, highest_peak
 from bigtrain.memory.tracker import StorageTracker
 
 MB = 1_000_000
@@ -28,7 +28,7 @@ def test_a_timeline_finds_its_peak_and_what_it_is_made_of():
     peak = timeline.peak()
     assert peak == Peak("backward", Breakdown(parameters=10, temporary=20))
     assert timeline.peak(Breakdown(optimizer=100)).bytes == 130
-    assert highest([peak, Peak("step", Breakdown(buffers=3))]) == peak
+    assert highest_peak([peak, Peak("step", Breakdown(buffers=3))]) == peak
     assert Timeline((), ((0, "step"),)).peak() == Peak("step", Breakdown())
 
 
@@ -58,7 +58,7 @@ def test_views_share_their_storage_and_in_place_operations_make_none():
 def test_a_storage_resized_in_place_is_counted_at_its_new_size():
     with StorageTracker() as tracker:
         x = torch.zeros(MB, dtype=torch.uint8)
-        tracker.own([x], "parameters")
+        tracker.label([x], "parameters")
         x.untyped_storage().resize_(3 * MB)
         assert tracker.live_bytes == 3 * MB
         x.untyped_storage().resize_(0)
@@ -70,23 +70,23 @@ def test_a_storage_resized_in_place_is_counted_at_its_new_size():
     assert tracker.live_bytes == 0
 
 
-def linear_step(meter: Meter, rows: int) -> None:
+def linear_step(meter: MemoryMeter, rows: int) -> None:
     net = nn.Linear(100, 50, bias=False, dtype=torch.float64)
-    meter.own(net.parameters(), "parameters")
+    meter.label(net.parameters(), "parameters")
     with meter.step():
         x = torch.ones(rows, 100, dtype=torch.float64)
-        meter.own([x], "activations")
+        meter.label([x], "activations")
         meter.phase("forward")
         y = net(x)
         loss = (y * y).sum()
         del y
         meter.phase("backward")
         loss.backward()
-        meter.own((p.grad for p in net.parameters()), "gradients")
+        meter.label((p.grad for p in net.parameters()), "gradients")
 
 
 def test_the_parts_of_a_linear_layer_are_those_of_the_textbook():
-    meter = Meter(torch.device("cpu"), track_steps=1)
+    meter = MemoryMeter(torch.device("cpu"), track_steps=1)
     linear_step(meter, rows=1000)
     peak = meter.measured().peak
     assert peak is not None
@@ -99,7 +99,7 @@ def test_the_parts_of_a_linear_layer_are_those_of_the_textbook():
 
 
 def test_the_window_closes_and_then_costs_nothing():
-    meter = Meter(torch.device("cpu"), track_steps=1)
+    meter = MemoryMeter(torch.device("cpu"), track_steps=1)
     assert meter.tracking
     linear_step(meter, rows=10)
     assert not meter.tracking
@@ -111,7 +111,7 @@ def test_the_window_closes_and_then_costs_nothing():
 
 
 def test_no_tracking_measures_only_the_process():
-    meter = Meter(torch.device("cpu"), track_steps=0)
+    meter = MemoryMeter(torch.device("cpu"), track_steps=0)
     assert not meter.tracking
     assert meter.peak_bytes() is None
     assert meter.measured().peak is None
@@ -120,7 +120,7 @@ def test_no_tracking_measures_only_the_process():
 def test_fake_tensors_have_the_same_timeline_as_real_ones():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    real = Meter(torch.device("cpu"), track_steps=1)
+    real = MemoryMeter(torch.device("cpu"), track_steps=1)
     linear_step(real, rows=77)
     with FakeTensorMode(), StorageTracker(fake=True) as fake, StorageTracker() as unmoved:
         net = nn.Linear(100, 50, bias=False, dtype=torch.float64)
@@ -148,6 +148,6 @@ print(process.bytes())
 
 
 def test_the_host_says_how_much_it_has():
-    capacity = capacity_bytes(torch.device("cpu"))
+    capacity = device_capacity_bytes(torch.device("cpu"))
     assert capacity is not None
     assert capacity > 2**28

@@ -29,16 +29,16 @@ from moving import (
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bigtrain.activations.offload import LEAST_BYTES, Mover
-from bigtrain.activations.recompute import recomputed
+from bigtrain.activations.offload import MIN_OFFLOADED_BYTES, ActivationOffloader
+from bigtrain.activations.recompute import checkpoint_block
 from bigtrain.errors import BigtrainError
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.tensors.fake import fake_model
 
 
 @pytest.fixture
-def mover(tmp_path) -> Iterator[Mover]:
-    made = Mover("disk", CPU, str(tmp_path))
+def mover(tmp_path) -> Iterator[ActivationOffloader]:
+    made = ActivationOffloader("disk", CPU, str(tmp_path))
     yield made
     made.close()
 
@@ -49,7 +49,7 @@ def test_the_numbers_stay(make, bf16, mover):
     plain = train(make, None, bf16=bf16)
     assert same(train(make, mover, bf16=bf16), plain)
     assert mover.bytes_moved > 0
-    late = Mover("cpu", CPU, carrier=LateCarrier())
+    late = ActivationOffloader("cpu", CPU, carrier=LateCarrier())
     assert same(train(make, late, bf16=bf16), plain)
     assert late.bytes_moved == mover.bytes_moved
     gc.collect()
@@ -60,7 +60,7 @@ def test_the_numbers_stay(make, bf16, mover):
 
 def live_bytes(
     folder: str, make=mixed, *, fake: bool, move: bool = True, bf16: bool = False
-) -> tuple[list[int], Mover]:
+) -> tuple[list[int], ActivationOffloader]:
     """Live bytes at the end of each block, forward and backward, then the peak."""
     torch.manual_seed(0)
     model, batch = make()
@@ -70,19 +70,19 @@ def live_bytes(
             stack.enter_context(FakeTensorMode())
             model = fake_model(model, CPU, double=False)
         tracker = stack.enter_context(StorageTracker(fake=fake))
-        tracker.own(model.parameters(), "parameters")
-        tracker.own(model.buffers(), "buffers")
-        mover = Mover("disk", CPU, folder, fake=fake)
+        tracker.label(model.parameters(), "parameters")
+        tracker.label(model.buffers(), "buffers")
+        mover = ActivationOffloader("disk", CPU, folder, fake=fake)
 
         def around(block, compute):
-            out = mover.moved(block, compute) if move else compute()
+            out = mover.offload(block, compute) if move else compute()
             seen.append(tracker.live_bytes)
             out.register_hook(lambda _: seen.append(tracker.live_bytes))
             return out
 
         wrap(model, around)
         x = torch.empty(batch.shape, dtype=batch.dtype) if fake else batch
-        tracker.own([x], "batch")
+        tracker.label([x], "batch")
         for _ in range(2):
             for _ in range(2):
                 with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -125,12 +125,12 @@ def test_the_same_bytes_for_other_nets(make, bf16, tmp_path):
 
 def test_one_block_is_under_way_and_one_block_ahead_is_fetched():
     carrier = LateCarrier()
-    mover = Mover("cpu", CPU, carrier=carrier)
+    mover = ActivationOffloader("cpu", CPU, carrier=carrier)
     model, x = mixed(4)
 
     def around(block, compute):
         carrier.told.append("begin")
-        out = mover.moved(block, compute)
+        out = mover.offload(block, compute)
         carrier.told.append("end")
         assert carrier.under_way == 0
         out.register_hook(lambda _: carrier.told.append("backward"))
@@ -193,7 +193,7 @@ def test_what_stays(mover):
     layer = nn.BatchNorm1d(64)
     layer.weight = nn.Parameter(torch.randn(128, 128))
     layer.register_buffer("table", torch.randn(128, 128))
-    small = torch.zeros(LEAST_BYTES // 4 - 1)
+    small = torch.zeros(MIN_OFFLOADED_BYTES // 4 - 1)
     elsewhere = torch.empty(10**6, device="meta")
     turned = torch.randn(128, 128, dtype=torch.complex64).conj()
     sparse = torch.eye(128).to_sparse()
@@ -203,15 +203,15 @@ def test_what_stays(mover):
     y.backward()
     assert mover.bytes_moved == 0
     assert [t.data_ptr() for t in seen[:5]] == [t.data_ptr() for t in kept]
-    large = torch.zeros(LEAST_BYTES // 4)
+    large = torch.zeros(MIN_OFFLOADED_BYTES // 4)
     save_and_leave(mover, layer, large)
     assert mover.bytes_moved == large.nbytes
 
 
 def test_nothing_moves_where_there_is_nowhere_to_go():
-    here = Mover("cpu", CPU)
+    here = ActivationOffloader("cpu", CPU)
     model, x = mixed(3)
-    wrap(model, here.moved)
+    wrap(model, here.offload)
     model(x).sum().backward()
     assert here.bytes_moved == 0
     here.close()
@@ -321,7 +321,7 @@ def test_the_room_in_the_file_is_used_again(mover):
     ends = []
     for _ in range(4):
         model(x).sum().backward()
-        ends.append(mover._carrier._space.end)
+        ends.append(mover._transfer._space.end)
     assert ends == [5 * BLOCK] * 4
     assert mover.peak_bytes_away == 5 * BLOCK
 
@@ -335,7 +335,7 @@ def test_a_graph_that_is_dropped_frees_its_room(mover):
         del loss
     mover._clear_up()
     assert mover.bytes_away == 0
-    assert mover._carrier._space.end == 5 * BLOCK
+    assert mover._transfer._space.end == 5 * BLOCK
 
 
 def test_a_block_that_fails_leaves_everything_in_order(mover):
@@ -389,13 +389,13 @@ def test_gradients_of_gradients(mover):
 def test_moved_among_recomputed_and_recomputed_within_moved(mover):
     def among(block: nn.Module, compute):
         number = [*model.blocks].index(block)
-        return (recomputed if number % 2 else mover.moved)(block, compute)
+        return (checkpoint_block if number % 2 else mover.moved)(block, compute)
 
     def within(block: nn.Module, compute):
-        return mover.moved(block, lambda: recomputed(block, compute) * 1.0)
+        return mover.moved(block, lambda: checkpoint_block(block, compute) * 1.0)
 
     def around(block: nn.Module, compute):
-        return recomputed(block, lambda: mover.moved(block, compute))
+        return checkpoint_block(block, lambda: mover.moved(block, compute))
 
     results = []
     for how in (None, among, within, around):
@@ -425,10 +425,10 @@ def test_moved_within_moved(mover):
 
 def test_blocks_that_save_nothing_are_passed_over(tmp_path):
     carrier = LateCarrier()
-    mover = Mover("cpu", CPU, carrier=carrier)
+    mover = ActivationOffloader("cpu", CPU, carrier=carrier)
     blocks = [Mixed(), Mixed(), nn.Identity(), Mixed(), Mixed()]
     model = Net(blocks)
-    wrap(model, mover.moved)
+    wrap(model, mover.offload)
     loss = model(torch.randn(8, 32, 64)).sum()
     carrier.told.clear()
     loss.backward()

@@ -23,10 +23,10 @@ from bigtrain.core.strategy import ModelFacts
 from bigtrain.costs.forecast import Profile
 from bigtrain.engine.engine import Engine
 from bigtrain.errors import BigtrainError, ConfigError
-from bigtrain.job.load import job_of
+from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
-from bigtrain.memory.timeline import KINDS
-from bigtrain.optim.state_store import DiskHome
+from bigtrain.memory.timeline import MEMORY_KINDS
+from bigtrain.optim.state_store import DiskStateStore
 from bigtrain.ranks.context import RunContext
 from bigtrain.strategies.offload import Offload
 
@@ -108,7 +108,7 @@ def begin_and_continue(context, folder, first, second, keys) -> list[float]:
     batch = samples.inputs[mine].clone(), samples.targets[mine].clone()
 
     def engine(strategy: str, extra: dict[str, Any]) -> Engine:
-        job = job_of(strategy, {"train.global_batch_size": 8, **keys, **extra})
+        job = job_from_keys(strategy, {"train.global_batch_size": 8, **keys, **extra})
         return Engine(TinyLM, CrossEntropy(), adamw, job, context)
 
     with engine(*first) as one:
@@ -159,7 +159,7 @@ def test_the_peak_is_predicted_part_by_part(case):
         assert note is None
         assert predicted.bytes == pytest.approx(measured.bytes, rel=0.01)
         assert predicted.phase == measured.phase
-        for kind in KINDS:
+        for kind in MEMORY_KINDS:
             mine, real = getattr(predicted.breakdown, kind), getattr(measured.breakdown, kind)
             assert mine == pytest.approx(real, abs=0.01 * measured.bytes), kind
 
@@ -235,7 +235,7 @@ def files_held() -> list[str]:
 def test_no_file_is_left_behind(tmp_path, fails):
     folder = tmp_path / "bigtrain-test"
     folder.mkdir()
-    job = job_of(
+    job = job_from_keys(
         "single", {"train.global_batch_size": 4, **DISK, "strategy.offload.path": str(folder)}
     )
     samples = tokens(4, ignored=False)
@@ -259,7 +259,7 @@ def test_no_file_is_left_behind(tmp_path, fails):
 
 
 def plan_of(strategy: str, keys: dict[str, Any], world_size: int = 1, device: str = "cpu"):
-    return make_plan(job_of(strategy, keys), world_size, device)
+    return make_plan(job_from_keys(strategy, keys), world_size, device)
 
 
 def offload(**keys: Any) -> dict[str, Any]:
@@ -314,7 +314,7 @@ def build_on_a_small_disk(context, free: int) -> str:
     bigtrain.optim.state_store.free_on_disk = lambda _: free if context.rank == 1 else 10**12
     keys = {"train.global_batch_size": 8, "memory.predict": False, **DISK}
     try:
-        Engine(TinyLM, CrossEntropy(), adamw, job_of("ddp", keys), context)
+        Engine(TinyLM, CrossEntropy(), adamw, job_from_keys("ddp", keys), context)
     except ConfigError as error:
         return str(error)
     return ""
@@ -331,14 +331,14 @@ def test_all_ranks_of_a_node_need_room_and_say_the_same():
 
 
 def test_a_disk_that_fills_up_is_an_error_with_a_message(tmp_path, monkeypatch):
-    home = DiskHome(RunContext.alone(), str(tmp_path))
+    home = DiskStateStore(RunContext.alone(), str(tmp_path))
 
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "pwritev", full)
     with pytest.raises(BigtrainError, match=r"strategy.offload.path=.*No space left"):
-        home.keep(torch.ones(3), None)
+        home.store(torch.ones(3), None)
     home.close()
 
 
@@ -349,7 +349,7 @@ def test_what_the_disk_gives_back_is_what_it_was_given(tmp_path, monkeypatch):
         return write(fd, [part[: max(1, len(part) // 2)] for part in parts], at)
 
     monkeypatch.setattr(os, "pwritev", half)  # the system may write less than it is asked to
-    home = DiskHome(RunContext.alone(), str(tmp_path))
+    home = DiskStateStore(RunContext.alone(), str(tmp_path))
     tensors = [
         torch.randn(7),
         torch.randn(3, 5, dtype=torch.float64),
@@ -358,15 +358,15 @@ def test_what_the_disk_gives_back_is_what_it_was_given(tmp_path, monkeypatch):
         torch.randn(9)[::2],
         torch.arange(4),
     ]
-    kept = [home.keep(tensor, None) for tensor in tensors]
+    kept = [home.store(tensor, None) for tensor in tensors]
     for _ in range(2):  # loose first, then in the room of a chunk
         for tensor, one in zip(tensors, kept, strict=True):
-            assert torch.equal(home.fetch(one), tensor)
-            assert home.fetch(one).dtype == tensor.dtype
-        home.expect([*kept, *kept])
-    assert home.fetch(kept[2]).is_contiguous(memory_format=torch.channels_last)
-    assert home.keep(tensors[0] + 1, kept[0]).place == kept[0].place
-    assert torch.equal(home.fetch(kept[0]), tensors[0] + 1)
+            assert torch.equal(home.load(one), tensor)
+            assert home.load(one).dtype == tensor.dtype
+        home.prepare_chunk([*kept, *kept])
+    assert home.load(kept[2]).is_contiguous(memory_format=torch.channels_last)
+    assert home.store(tensors[0] + 1, kept[0]).offset == kept[0].offset
+    assert torch.equal(home.load(kept[0]), tensors[0] + 1)
     home.close()
 
 
@@ -396,7 +396,7 @@ def test_the_host_is_where_a_cpu_run_is_already():
 
 
 def test_offload_needs_no_name_and_takes_none_but_its_own():
-    job = job_of("single", DISK)
+    job = job_from_keys("single", DISK)
     assert job.strategy.offload is not None
     assert job.strategy.offload.name == "offload"
     assert isinstance(plan_of("single", DISK).techniques["offload"], Offload)

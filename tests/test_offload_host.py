@@ -17,7 +17,7 @@ import bigtrain.optim.partitioned
 import bigtrain.optim.state_store
 from bigtrain.core.strategy import Assembly
 from bigtrain.errors import ConfigError
-from bigtrain.optim.state_store import HostHome
+from bigtrain.optim.state_store import HostStateStore
 from bigtrain.ranks.context import RunContext
 from bigtrain.strategies.offload import Offload
 
@@ -41,11 +41,11 @@ class LateLane:
             target.copy_(source)
         self.done = max(self.done, number)
 
-    def mark(self) -> Callable[[], None]:
+    def completion(self) -> Callable[[], None]:
         number = len(self.asked)
         return lambda: self._until(number)
 
-    def join(self) -> None:
+    def wait_all(self) -> None:
         self._until(len(self.asked))
 
 
@@ -53,7 +53,7 @@ class OnHost(Offload):
     """As on a GPU, but the device is the CPU."""
 
     def apply(self, assembly: Assembly) -> None:
-        assembly.home = HostHome(assembly.context, LateLane())
+        assembly.state_store = HostStateStore(assembly.context, LateLane())
 
 
 def train_in_small_chunks(context, *args: Any) -> Record:
@@ -100,12 +100,12 @@ def test_checkpoints_go_both_ways(tmp_path, world_size, strategy):
 
 def test_the_next_chunk_comes_while_this_one_is_updated():
     lane = LateLane()
-    home = HostHome(RunContext.alone(), lane)
+    home = HostStateStore(RunContext.alone(), lane)
     parameter = torch.nn.Parameter(torch.zeros(256))
     before = bigtrain.optim.partitioned.chunk_elements
     bigtrain.optim.partitioned.chunk_elements = lambda *_: 64
     try:
-        update = bigtrain.optim.partitioned.PiecewiseUpdate({"p": parameter}, adamw, home=home)
+        update = bigtrain.optim.partitioned.PartitionedUpdate({"p": parameter}, adamw, home=home)
     finally:
         bigtrain.optim.partitioned.chunk_elements = before
     parameter.grad = torch.ones(256)
@@ -131,7 +131,7 @@ def build_with_little_memory(context, free: int) -> str:
     bigtrain.optim.state_store.free_memory = lambda: free if context.rank == 1 else 10**12
     make = torch.optim.AdamW
     try:
-        HostHome(context).reserve(updated=400, copied=400, make_optimizer=make)
+        HostStateStore(context).ensure_space(updated=400, copied=400, make_optimizer=make)
     except ConfigError as error:
         return str(error)
     return ""

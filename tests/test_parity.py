@@ -16,7 +16,7 @@ from ranks import run_ranks
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.errors import ConfigError
-from bigtrain.job.load import job_of
+from bigtrain.job.load import job_from_keys
 from bigtrain.job.presets import preset_names
 
 ON_DEVICES = ("layer_split_devices", "gpipe_fairscale")
@@ -88,7 +88,7 @@ def test_every_listed_strategy_equals_one_process(expected, strategy):
             assert "needs CUDA" in reason
             assert "Use --strategy" in reason
             return
-    job = job_of(strategy, {"train.global_batch_size": 8, **keys})
+    job = job_from_keys(strategy, {"train.global_batch_size": 8, **keys})
     pp = make_plan(job, world_size, "cpu").pp
     for record in run_ranks(train, world_size, TinyLM, tokens(22), strategy, keys, pp=pp):
         assert largest_difference(one, record) < tolerance
@@ -97,7 +97,9 @@ def test_every_listed_strategy_equals_one_process(expected, strategy):
 def refusal(strategy: str, keys: dict[str, Any], world_size: int) -> str | None:
     """Why a plan is refused, or None."""
     try:
-        make_plan(job_of(strategy, {"train.global_batch_size": 8, **keys}), world_size, "cpu")
+        make_plan(
+            job_from_keys(strategy, {"train.global_batch_size": 8, **keys}), world_size, "cpu"
+        )
     except ConfigError as error:
         return str(error)
     return None

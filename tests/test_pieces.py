@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import bigtrain.optim.partitioned
-from bigtrain.optim.partition import chunk_elements, cut_evenly, stretches
-from bigtrain.optim.partitioned import Cut, PiecewiseUpdate, Replicas
-from bigtrain.optim.state_store import Home
+from bigtrain.optim.partition import chunk_elements, merge_slices, partition_evenly
+from bigtrain.optim.partitioned import PartitionedUpdate, ReplicaGroup, Slice
+from bigtrain.optim.state_store import StateStore
 from bigtrain.optim.update import MakeOptimizer, WholeUpdate
 
 SIZES = {"a": 1000, "b": 1, "c": 64, "d": 3000}
@@ -19,14 +19,14 @@ SIZES = {"a": 1000, "b": 1, "c": 64, "d": 3000}
 
 @pytest.mark.parametrize("splits", [True, False])
 def test_an_empty_parameter_has_an_empty_piece_on_one_rank(splits):
-    cuts = cut_evenly({"a": 640, "none": 0, "b": 640}, 2, splits)
+    cuts = partition_evenly({"a": 640, "none": 0, "b": 640}, 2, splits)
     assert cuts == [("a", 0, 0, 640), ("none", 1, 0, 0), ("b", 1, 0, 640)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 @pytest.mark.parametrize("most", [None, 64, 256])
 def test_cuts_cover_every_element_once_in_equal_stretches(ranks, most):
-    cuts = cut_evenly(SIZES, ranks, splits=True, most=most)
+    cuts = partition_evenly(SIZES, ranks, splits=True, most=most)
     for name, size in SIZES.items():
         mine = [(start, stop) for n, _, start, stop in cuts if n == name]
         assert mine[0][0] == 0
@@ -40,13 +40,18 @@ def test_cuts_cover_every_element_once_in_equal_stretches(ranks, most):
 
 
 def test_uncuttable_parameters_go_whole_to_the_rank_of_their_middle():
-    cuts = cut_evenly(SIZES, 2, splits=False, most=64)
+    cuts = partition_evenly(SIZES, 2, splits=False, most=64)
     assert cuts == [("a", 0, 0, 1000), ("b", 0, 0, 1), ("c", 0, 0, 64), ("d", 1, 0, 3000)]
 
 
 def test_neighbouring_cuts_of_an_owner_are_sent_as_one():
-    cuts = [Cut("a", 0, 0, 64), Cut("a", 0, 64, 99), Cut("a", 1, 99, 120), Cut("b", 1, 0, 5)]
-    assert stretches(cuts) == [Cut("a", 0, 0, 99), Cut("a", 1, 99, 120), Cut("b", 1, 0, 5)]
+    cuts = [
+        Slice("a", 0, 0, 64),
+        Slice("a", 0, 64, 99),
+        Slice("a", 1, 99, 120),
+        Slice("b", 1, 0, 5),
+    ]
+    assert merge_slices(cuts) == [Slice("a", 0, 0, 99), Slice("a", 1, 99, 120), Slice("b", 1, 0, 5)]
 
 
 def test_a_chunk_is_a_32nd_of_a_share_and_not_tiny():
@@ -56,7 +61,7 @@ def test_a_chunk_is_a_32nd_of_a_share_and_not_tiny():
     assert chunk_elements(10**9, 3) % 64 == 0
 
 
-class Chunked(Home):
+class Chunked(StateStore):
     """Nothing moves; only a chunk at a time."""
 
     chunked = True
@@ -106,7 +111,7 @@ def small_chunks(monkeypatch):
 def test_any_optimizer_gives_the_same_numbers_in_chunks(name):
     whole, cut = model(), model()
     descend(whole, WholeUpdate(named(whole), OPTIMIZERS[name]), 4)
-    update = PiecewiseUpdate(named(cut), OPTIMIZERS[name], home=Chunked())
+    update = PartitionedUpdate(named(cut), OPTIMIZERS[name], home=Chunked())
     if name != "Adafactor":
         assert len(update.optimizer.param_groups[0]["params"]) > 4
     descend(cut, update, 4)
@@ -117,7 +122,7 @@ def test_any_optimizer_gives_the_same_numbers_in_chunks(name):
 @pytest.mark.usefixtures("small_chunks")
 def test_an_optimizer_that_needs_whole_tensors_gets_them():
     cut = model()
-    update = PiecewiseUpdate(named(cut), torch.optim.Adafactor, home=Chunked())
+    update = PartitionedUpdate(named(cut), torch.optim.Adafactor, home=Chunked())
     shapes = [p.shape for p in update.optimizer.param_groups[0]["params"]]
     assert shapes == [p.shape for p in cut.parameters()]
 
@@ -126,11 +131,11 @@ def test_an_optimizer_that_needs_whole_tensors_gets_them():
 @pytest.mark.parametrize("name", ["SGD", "AdamW, fused", "AdamW, foreach", "Adafactor"])
 def test_state_goes_from_pieces_to_whole_and_back(name):
     one, other, third = model(), model(), model()
-    pieces = PiecewiseUpdate(named(one), OPTIMIZERS[name], home=Chunked())
+    pieces = PartitionedUpdate(named(one), OPTIMIZERS[name], home=Chunked())
     descend(one, pieces, 3)
     updates = [
         (other, WholeUpdate(named(other), OPTIMIZERS[name])),
-        (third, PiecewiseUpdate(named(third), OPTIMIZERS[name])),
+        (third, PartitionedUpdate(named(third), OPTIMIZERS[name])),
     ]
     for module, update in updates:
         module.load_state_dict(one.state_dict())
@@ -164,7 +169,7 @@ def test_images_laid_out_by_channels_are_updated_whole_and_saved_right():
     for make in (OPTIMIZERS["AdamW, fused"], torch.optim.Adafactor):
         whole, cut = conv(), conv()
         plain = WholeUpdate(named(whole), make)
-        pieces = PiecewiseUpdate(named(cut), make, home=Chunked())
+        pieces = PartitionedUpdate(named(cut), make, home=Chunked())
         rounds(whole, plain)
         rounds(cut, pieces)
         assert torch.equal(whole.weight, cut.weight)
@@ -174,7 +179,7 @@ def test_images_laid_out_by_channels_are_updated_whole_and_saved_right():
 
 def test_fp32_values_of_bf16_parameters_are_kept_once_and_updated():
     reference, low = model(torch.float32), model(torch.float32)
-    update = PiecewiseUpdate(named(low), OPTIMIZERS["SGD"], low=["0.weight"])
+    update = PartitionedUpdate(named(low), OPTIMIZERS["SGD"], low=["0.weight"])
     assert low[0].weight.dtype == torch.bfloat16
     assert low[2].weight.dtype == torch.float32
     before = update.masters()["0.weight"].read()
@@ -190,7 +195,7 @@ def test_fp32_values_of_bf16_parameters_are_kept_once_and_updated():
     assert torch.equal(low[0].weight, after.bfloat16())
     update.load_master("0.weight", before + 1)
     assert torch.equal(update.masters()["0.weight"].read(), before + 1)
-    held = sum(t.numel() for t in update.held() if t.shape == before.flatten().shape)
+    held = sum(t.numel() for t in update.resident_tensors() if t.shape == before.flatten().shape)
     assert held == 2 * before.numel()  # the values and their momentum
 
 
@@ -200,7 +205,7 @@ def test_parameters_without_gradient_or_elements_are_left_alone():
     )
     module["empty"] = nn.Parameter(torch.zeros(0))
     for make in (OPTIMIZERS["SGD"], torch.optim.Adafactor):
-        update = PiecewiseUpdate(named(module), make, home=Chunked())
+        update = PartitionedUpdate(named(module), make, home=Chunked())
         module["used"].grad = torch.ones(3)
         update.step()
         assert torch.equal(module["not"], torch.ones(3))
@@ -212,7 +217,7 @@ def test_a_parameter_with_gaps_is_updated_nevertheless():
     plain = WholeUpdate(named(whole), OPTIMIZERS["SGD"])
     for module, update in (
         (whole, plain),
-        (cut, PiecewiseUpdate(named(cut), OPTIMIZERS["SGD"], home=Chunked())),
+        (cut, PartitionedUpdate(named(cut), OPTIMIZERS["SGD"], home=Chunked())),
     ):
         module["p"].grad = torch.ones(4, 3)
         update.step()
@@ -231,7 +236,7 @@ def test_the_state_of_a_number_without_dimensions_goes_to_pieces_and_back(name):
     one, other, third = modules(), modules(), modules()
     updates = [(one, WholeUpdate(named(one), OPTIMIZERS[name]))]
     once(*updates[0])
-    for module, kind in ((other, PiecewiseUpdate), (third, WholeUpdate)):
+    for module, kind in ((other, PartitionedUpdate), (third, WholeUpdate)):
         update, (source, before) = kind(named(module), OPTIMIZERS[name]), updates[-1]
         module.load_state_dict(source.state_dict())
         for full, tensor in before.state().items():
@@ -244,7 +249,9 @@ def test_the_state_of_a_number_without_dimensions_goes_to_pieces_and_back(name):
 
 def test_more_ranks_than_elements_leaves_some_with_nothing_to_update():
     parameter = nn.Parameter(torch.ones(5))
-    update = PiecewiseUpdate({"p": parameter}, OPTIMIZERS["SGD"], replicas=Replicas(rank=1, size=3))
+    update = PartitionedUpdate(
+        {"p": parameter}, OPTIMIZERS["SGD"], replicas=ReplicaGroup(rank=1, size=3)
+    )
     parameter.grad = torch.ones(5)
     assert update.optimizer.param_groups[0]["params"][0].numel() == 0
     update.optimizer.step()

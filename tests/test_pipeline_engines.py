@@ -18,7 +18,7 @@ from bigtrain.data import GlobalOrder, MicroBatch, StepLoader
 from bigtrain.data.source import TensorSamples
 from bigtrain.engine.engine import Engine
 from bigtrain.errors import ConfigError
-from bigtrain.job.load import job_of
+from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.ranks.context import RunContext
 
@@ -111,7 +111,7 @@ def train(
     optimizer: Any = sgd,
 ) -> Record:
     """As `parity.train`, with an example to cut by, and an evaluation between the steps."""
-    job = job_of(strategy, {"train.global_batch_size": 8, **keys})
+    job = job_from_keys(strategy, {"train.global_batch_size": 8, **keys})
     images = model is Images
     loss, samples = CrossEntropy(), TensorSamples(*samples_of(22, images=images))
     plan = make_plan(job, context.world_size, context.device.type)
@@ -239,7 +239,9 @@ def test_replicas_of_fairscale_equal_one_process() -> None:
 def peaks(context: RunContext, cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
     found = []
     for strategy, keys in cases:
-        job = job_of(strategy, {"train.global_batch_size": 64, "memory.track_steps": 3, **keys})
+        job = job_from_keys(
+            strategy, {"train.global_batch_size": 64, "memory.track_steps": 3, **keys}
+        )
         loss, samples = CrossEntropy(), tokens(64, ignored=False)
         size = make_plan(job, context.world_size, "cpu").batch.micro_size
         rows = 64 // context.dp_size
@@ -307,7 +309,7 @@ def resumed(
     context: RunContext, strategy: str, keys: dict[str, Any], state: dict[str, Tensor] | None
 ) -> tuple[float, dict[str, Tensor]]:
     """Take a state over, or make one in a step; the loss of a further step, and the state then."""
-    job = job_of(strategy, {"train.global_batch_size": 8, **keys})
+    job = job_from_keys(strategy, {"train.global_batch_size": 8, **keys})
     loss, (inputs, targets) = CrossEntropy(), samples_of(8, images=False)
     example = MicroBatch(inputs[:2], targets[:2], loss.count(targets[:2]), 2)
     mine = slice(
@@ -364,4 +366,4 @@ def test_what_an_engine_cannot_do_is_refused(message: str) -> None:
         pytest.skip(f"{library} is missing")
     named = {k if "." in k else f"strategy.cut.{k}": v for k, v in keys.items()}
     with pytest.raises(ConfigError, match=message):
-        make_plan(job_of(strategy, {"train.global_batch_size": 32, **named}), ranks, "cpu")
+        make_plan(job_from_keys(strategy, {"train.global_batch_size": 32, **named}), ranks, "cpu")

@@ -13,18 +13,18 @@ from ranks import RankFailure, run_ranks
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.core.loop import LoopRunner
-from bigtrain.core.replicas import Average
+from bigtrain.core.replicas import GradientAverager
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
-from bigtrain.engine.setup import open_parts
+from bigtrain.engine.setup import open_setup
 from bigtrain.errors import CheckpointError, ConfigError, NonFiniteError
-from bigtrain.job.load import job_of, load_job
+from bigtrain.job.load import job_from_keys, load_job
 from bigtrain.losses.loss import CrossEntropy
-from bigtrain.memory.meter import Meter
+from bigtrain.memory.meter import MemoryMeter
 from bigtrain.pipeline.runner import PipelineRunner
 from bigtrain.ranks.context import RunContext
-from bigtrain.schedules.in_flight import in_flight as held_at_most
-from bigtrain.schedules.orders import SCHEDULES, V_SHAPED, order, stage_ranks
+from bigtrain.schedules.in_flight import peak_in_flight as held_at_most
+from bigtrain.schedules.orders import SCHEDULES, V_SHAPED_SCHEDULES, schedule_orders, stage_ranks
 
 LOSS = CrossEntropy()
 # (rows, length) of the micro-batches of each step, for one replica.
@@ -59,7 +59,7 @@ def model_of() -> HandCut:
 
 
 def assembly_of(context: RunContext, model: HandCut, strategy: str, clip: float | None) -> Assembly:
-    job = job_of(
+    job = job_from_keys(
         strategy,
         {
             "train.precision": "fp64",
@@ -74,7 +74,7 @@ def assembly_of(context: RunContext, model: HandCut, strategy: str, clip: float 
         context=context,
         plan=plan,
         loss=LOSS,
-        meter=Meter(context.device, 0),
+        meter=MemoryMeter(context.device, 0),
         model=model,
         make_optimizer=sgd,
         module=model,
@@ -160,7 +160,7 @@ def check(results: list[tuple[Any, ...]], expected: tuple[Any, ...]) -> None:
 
 
 def stages_for(schedule: str) -> int:
-    if schedule in V_SHAPED:
+    if schedule in V_SHAPED_SCHEDULES:
         return 2
     return 1 if schedule in ("naive", "gpipe", "1f1b") else 2
 
@@ -319,7 +319,7 @@ def in_flight(context: RunContext, schedule: str, per_rank: int) -> dict[int, tu
 @pytest.mark.parametrize(("schedule", "per_rank"), [("gpipe", 1), ("1f1b", 1), ("naive", 1)])
 def test_no_more_is_in_flight_than_the_schedule_says(schedule: str, per_rank: int) -> None:
     results = run_ranks(in_flight, 2, schedule, per_rank, pp=2)
-    for rank, actions in enumerate(order(schedule, 2, per_rank, 6)):
+    for rank, actions in enumerate(schedule_orders(schedule, 2, per_rank, 6)):
         assert {n: most for n, (most, _) in results[rank].items()} == held_at_most(actions)
         assert all(alive == 0 for _, alive in results[rank].values())
 
@@ -335,7 +335,7 @@ def averaged(context: RunContext) -> list[list[float]]:
         torch.full((3, 4), mine)[:, ::2],
     ]
     buffer = torch.full((2,), mine)
-    Average(context, 100, [buffer])(gradients)
+    GradientAverager(context, 100, [buffer])(gradients)
     return [gradient.flatten().unique().tolist() for gradient in (*gradients, buffer)]
 
 
@@ -357,7 +357,7 @@ def test_options_of_distributed_data_parallel_are_refused(
     keys = {f"strategy.replicate.{option}": value, "mesh.pp": 2, "train.global_batch_size": 8}
     keys["strategy.cut"] = {"name": "pipeline", "schedule": "1f1b"}
     with pytest.raises(ConfigError, match=rf"replicate\.{option}=.*mesh\.pp=2.*Set .*{fix}"):
-        make_plan(job_of("ddp", keys), 4, "cpu")
+        make_plan(job_from_keys("ddp", keys), 4, "cpu")
 
 
 def test_engines_that_take_whole_models_are_refused() -> None:
@@ -365,7 +365,7 @@ def test_engines_that_take_whole_models_are_refused() -> None:
     keys = {"mesh.pp": 2, "train.global_batch_size": 8}
     keys["strategy.cut"] = {"name": "pipeline", "schedule": "1f1b"}
     with pytest.raises(ConfigError, match=r"mesh\.pp=2.*Set strategy\.replicate\.engine=torch"):
-        make_plan(job_of("oss", keys), 4, "cpu")
+        make_plan(job_from_keys("oss", keys), 4, "cpu")
 
 
 def test_shards_cannot_be_of_two_stages() -> None:
@@ -376,6 +376,6 @@ def test_shards_cannot_be_of_two_stages() -> None:
     job = load_job(None, "1f1b_fsdp", words)
     message = r"embedding\.token\.weight is used by two stages of one rank.*replicate\.stage=1"
     with pytest.raises(ConfigError, match=message):
-        open_parts(job, make_plan(job, 4, "cpu"))
+        open_setup(job, make_plan(job, 4, "cpu"))
     untied = load_job(None, "1f1b_fsdp", [*words, "model.args.tie_embeddings=false"])
-    assert open_parts(untied, make_plan(untied, 4, "cpu")).resolved.layout is not None
+    assert open_setup(untied, make_plan(untied, 4, "cpu")).resolved.layout is not None

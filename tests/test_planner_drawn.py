@@ -9,14 +9,14 @@ from collections.abc import Iterator
 import pytest
 
 from bigtrain.assembly.make_plan import make_plan
-from bigtrain.engine.setup import open_parts
+from bigtrain.engine.setup import open_setup
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import load_job
 from bigtrain.machine.cluster import load_cluster
 from bigtrain.planner.ask import Question, ask
-from bigtrain.planner.evaluate import Judge, Judged
+from bigtrain.planner.evaluate import EvaluatedPlan, PlanEvaluator
 from bigtrain.planner.space import Candidate
-from bigtrain.prediction.predict import rank_of
+from bigtrain.prediction.predict import forecast_rank
 
 CANDIDATES = 2
 """Plans that are looked at of each model."""
@@ -44,7 +44,9 @@ def resnet(draw: random.Random) -> list[str]:
     return [f"model.name={draw.choice(['resnet18', 'resnet50'])}", *IMAGES]
 
 
-def plans(judge: Judge, space: list[Candidate], draw: random.Random) -> Iterator[Judged]:
+def plans(
+    judge: PlanEvaluator, space: list[Candidate], draw: random.Random
+) -> Iterator[EvaluatedPlan]:
     """Some that can be run, each with all the room that it wants and with less."""
     found = 0
     draw.shuffle(space)
@@ -53,13 +55,13 @@ def plans(judge: Judge, space: list[Candidate], draw: random.Random) -> Iterator
             plan = judge.plan_of(candidate)
         except ConfigError:
             continue
-        roomy = judge.judge(candidate, plan, 2**40)
-        if not isinstance(roomy, Judged):
+        roomy = judge.evaluate(candidate, plan, 2**40)
+        if not isinstance(roomy, EvaluatedPlan):
             continue
         yield roomy
         limit = int(roomy.peak.bytes * draw.uniform(0.6, 0.95))
-        tight = judge.judge(candidate, plan, limit)
-        if isinstance(tight, Judged):
+        tight = judge.evaluate(candidate, plan, limit)
+        if isinstance(tight, EvaluatedPlan):
             assert tight.peak.bytes <= limit
             yield tight
         found += 1
@@ -80,13 +82,13 @@ def test_a_plan_is_forecast_as_its_run(model, seed: int) -> None:
     job = load_job(None, "single", [*words, f"train.global_batch_size={samples}"])
     margins = {"torch": 0.0, "deepspeed": 0.0, "fairscale": 0.0}
     planned = ask(Question(job, cluster, devices, 2**40, 2**40, samples, margins=margins))
-    judge = planned.search.judge
+    judge = planned.search.evaluator
     compared = 0
     for one in plans(judge, list(planned.search.space.candidates()), draw):
         assert judge.floor_bytes(one.candidate, one.plan) <= one.peak.bytes, one.candidate
-        parts = open_parts(one.job, make_plan(one.job, devices, "cpu"))
+        parts = open_setup(one.job, make_plan(one.job, devices, "cpu"))
         for rank, peak in one.peaks.items():
-            found = rank_of(parts.resolved, parts.workload, rank).forecast
+            found = forecast_rank(parts.resolved, parts.workload, rank).forecast
             assert found is not None
             own = found.peak().bytes
             # Autocast's copies of the last block's weights are not known to a head that is taken

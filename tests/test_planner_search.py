@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from bigtrain.assembly.make_plan import make_plan
-from bigtrain.engine.setup import open_parts
+from bigtrain.engine.setup import open_setup
 from bigtrain.job.load import load_job
 from bigtrain.job.schema import Job
 from bigtrain.machine.cluster import Cluster, load_cluster
-from bigtrain.planner.ask import Planned, Question, ask, room
-from bigtrain.planner.evaluate import Judged, Refused
-from bigtrain.planner.search import BEST
-from bigtrain.planner.show import document, misses, nothing_fits, plan_text
-from bigtrain.planner.space import Candidate, Space
-from bigtrain.planner.step_time import Clock, Pace, StepSeconds
-from bigtrain.prediction.predict import rank_of
-from bigtrain.prediction.sections import Work
+from bigtrain.planner.ask import PlannedAnswer, Question, ask, rank_limits
+from bigtrain.planner.evaluate import EvaluatedPlan, RejectedPlan
+from bigtrain.planner.search import MAX_PLANS
+from bigtrain.planner.show import no_fit_lines, plan_document, plan_text, rejection_lines
+from bigtrain.planner.space import Candidate, SearchSpace
+from bigtrain.planner.step_time import PassSeconds, StepSeconds, StepTimer
+from bigtrain.prediction.predict import forecast_rank
+from bigtrain.prediction.sections import OpLog
 from bigtrain.units import MIB, format_count
 
 GPT = [
@@ -41,13 +41,13 @@ def question(devices: int, memory: int, words: list[str] | None = None, **more: 
 
 
 @pytest.fixture(scope="module")
-def roomy() -> Planned:
+def roomy() -> PlannedAnswer:
     return ask(question(4, 40 * MIB))
 
 
-def test_nothing_that_fits_is_faster_than_what_is_found(roomy: Planned) -> None:
+def test_nothing_that_fits_is_faster_than_what_is_found(roomy: PlannedAnswer) -> None:
     """Every candidate judged, one by one, against the search that stops early."""
-    judge = roomy.search.judge
+    judge = roomy.search.evaluator
     space = roomy.search.space
     found = []
     for candidate in space.candidates():
@@ -55,8 +55,8 @@ def test_nothing_that_fits_is_faster_than_what_is_found(roomy: Planned) -> None:
             plan = judge.plan_of(candidate)
         except Exception:  # noqa: BLE001 - a technique refuses it
             continue
-        judged = judge.judge(candidate, plan, roomy.question.limit)
-        if isinstance(judged, Judged):
+        judged = judge.evaluate(candidate, plan, roomy.question.limit)
+        if isinstance(judged, EvaluatedPlan):
             found.append(judged.seconds.total)
             assert judged.peak.bytes <= roomy.question.limit
             most = judged.seconds.total * (1 + 1e-9)
@@ -66,25 +66,25 @@ def test_nothing_that_fits_is_faster_than_what_is_found(roomy: Planned) -> None:
             assert judge.least_bytes(candidate, plan) <= judged.peak.bytes
             assert judge.floor_bytes(candidate, plan) <= judged.peak.bytes
     found.sort()
-    best = [one.seconds.total for one in roomy.answer.best]
+    best = [one.seconds.total for one in roomy.result.best]
     assert best == pytest.approx(found[: len(best)])
-    assert len(best) == min(BEST, len(found))
+    assert len(best) == min(MAX_PLANS, len(found))
 
 
 @pytest.mark.parametrize("limit", [40, 3, 2])
 def test_a_plan_is_forecast_as_the_run_of_its_file(limit: int, tmp_path: Path) -> None:
     planned = ask(question(4, limit * MIB))
-    for one in planned.answer.best[:3]:
+    for one in planned.result.best[:3]:
         file = tmp_path / "plan.yaml"
         file.write_text(plan_text(planned, one, "bigtrain plan"))
         job = load_job(None, None, GPT, plan=str(file))
         plan = make_plan(job, 4, "cpu")
         assert (plan.pp, plan.dp) == (one.candidate.pp, one.candidate.dp)
         assert plan.batch.accumulation_steps == one.candidate.micro_batches
-        parts = open_parts(job, plan)
+        parts = open_setup(job, plan)
         peaks = []
         for rank in range(plan.pp):
-            found = rank_of(parts.resolved, parts.workload, rank).forecast
+            found = forecast_rank(parts.resolved, parts.workload, rank).forecast
             assert found is not None
             peaks.append(found.peak().bytes)
         schedule = one.candidate.schedule or ""
@@ -119,19 +119,19 @@ DEEP = ["model.args.num_layers=24", "train.global_batch_size=16"]
 )
 @pytest.mark.parametrize("share", [1.0, 0.9], ids=["roomy", "tight"])
 def test_many_blocks_are_forecast_as_each_of_them(
-    deep: Planned, candidate: Candidate, share: float
+    deep: PlannedAnswer, candidate: Candidate, share: float
 ) -> None:
     """Rows of equal blocks and stages that are alike are not laid out one by one."""
-    judge = deep.search.judge
+    judge = deep.search.evaluator
     plan = judge.plan_of(candidate)
-    judged = judge.judge(candidate, plan, 2**40)
-    assert isinstance(judged, Judged)
+    judged = judge.evaluate(candidate, plan, 2**40)
+    assert isinstance(judged, EvaluatedPlan)
     if candidate.replicate != "zero1_torch":  # whose step is its highest moment
-        judged = judge.judge(candidate, plan, int(judged.peak.bytes * share))
-    assert isinstance(judged, Judged)
-    parts = open_parts(judged.job, make_plan(judged.job, candidate.pp * candidate.dp, "cpu"))
+        judged = judge.evaluate(candidate, plan, int(judged.peak.bytes * share))
+    assert isinstance(judged, EvaluatedPlan)
+    parts = open_setup(judged.job, make_plan(judged.job, candidate.pp * candidate.dp, "cpu"))
     for rank, peak in judged.peaks.items():
-        found = rank_of(parts.resolved, parts.workload, rank).forecast
+        found = forecast_rank(parts.resolved, parts.workload, rank).forecast
         assert found is not None
         assert peak.bytes == pytest.approx(found.peak().bytes, rel=0.002), rank
 
@@ -149,37 +149,37 @@ def test_many_blocks_are_forecast_as_each_of_them(
     ids=lambda one: f"{one.label} {one.pp}x{one.dp} {one.stages_per_rank}",
 )
 def test_backward_passes_in_two_parts_are_forecast_as_such(
-    deep: Planned, candidate: Candidate
+    deep: PlannedAnswer, candidate: Candidate
 ) -> None:
-    judge = deep.search.judge
-    judged = judge.judge(candidate, judge.plan_of(candidate), 2**40)
-    assert isinstance(judged, Judged)
+    judge = deep.search.evaluator
+    judged = judge.evaluate(candidate, judge.plan_of(candidate), 2**40)
+    assert isinstance(judged, EvaluatedPlan)
     assert judged.recomputed == {}
-    parts = open_parts(judged.job, make_plan(judged.job, candidate.pp * candidate.dp, "cpu"))
+    parts = open_setup(judged.job, make_plan(judged.job, candidate.pp * candidate.dp, "cpu"))
     for rank, peak in judged.peaks.items():
-        found = rank_of(parts.resolved, parts.workload, rank).forecast
+        found = forecast_rank(parts.resolved, parts.workload, rank).forecast
         assert found is not None
         own = found.peak().bytes  # the head's weights may be done earlier than they are taken to be
         assert 0.998 * own <= peak.bytes <= 1.03 * own, rank
     for rank in set(range(candidate.pp)) - set(judged.peaks):  # was not looked at, and needn't be
-        found = rank_of(parts.resolved, parts.workload, rank).forecast
+        found = forecast_rank(parts.resolved, parts.workload, rank).forecast
         assert found is not None
         assert found.peak().bytes <= 1.002 * judged.peak.bytes, rank
-    tight = judge.judge(candidate, judge.plan_of(candidate), int(judged.peak.bytes * 0.9))
-    assert isinstance(tight, Refused)  # computed again in both parts a block would hold more
+    tight = judge.evaluate(candidate, judge.plan_of(candidate), int(judged.peak.bytes * 0.9))
+    assert isinstance(tight, RejectedPlan)  # computed again in both parts a block would hold more
 
 
-def test_a_plan_that_a_run_would_refuse_for_its_cut_is_none(deep: Planned) -> None:
+def test_a_plan_that_a_run_would_refuse_for_its_cut_is_none(deep: PlannedAnswer) -> None:
     """A V has the first and the last stage on one rank, and the tied weights with them."""
-    judge = deep.search.judge
+    judge = deep.search.evaluator
     candidate = Candidate(2, 2, "fsdp", 1, 8, "zbv_zero_bubble", 2)
-    found = judge.judge(candidate, judge.plan_of(candidate), 2**40)
-    assert isinstance(found, Refused)
+    found = judge.evaluate(candidate, judge.plan_of(candidate), 2**40)
+    assert isinstance(found, RejectedPlan)
     assert "embedding.token.weight is used by two stages of one rank" in found.reason
 
 
 @pytest.fixture(scope="module")
-def deep() -> Planned:
+def deep() -> PlannedAnswer:
     job = load_job(None, "single", [*GPT, *DEEP])
     here = load_cluster("cpu")
     here = here.model_copy(update={"node": here.node.model_copy(update={"devices": 4})})
@@ -187,13 +187,13 @@ def deep() -> Planned:
     return ask(Question(job, here, 4, 2**40, 2**40, 16, margins=margins))
 
 
-def test_less_room_costs_time_and_blocks_keep_less(roomy: Planned) -> None:
+def test_less_room_costs_time_and_blocks_keep_less(roomy: PlannedAnswer) -> None:
     tight = ask(question(1, 6 * MIB, dp=1))
     free = ask(question(1, 400 * MIB, dp=1))
-    assert free.answer.best[0].recomputed == {}
-    assert tight.answer.best[0].peak.bytes <= 6 * MIB
-    assert tight.answer.best[0].seconds.total > free.answer.best[0].seconds.total
-    front = roomy.answer.front
+    assert free.result.best[0].recomputed == {}
+    assert tight.result.best[0].peak.bytes <= 6 * MIB
+    assert tight.result.best[0].seconds.total > free.result.best[0].seconds.total
+    front = roomy.result.front
     peaks = [one.peak.bytes for one in front]
     seconds = [one.seconds.total for one in front]
     assert peaks == sorted(peaks, reverse=True)
@@ -204,28 +204,28 @@ def test_where_nothing_fits_the_least_that_would_do_is_named() -> None:
     """Also where forecasts are enlarged by a margin; a MiB less than what is named does not do."""
     margin = {"margins": {"torch": 0.05}}
     planned = ask(question(2, 1 * MIB, **margin))
-    assert planned.answer.best == []
-    said = " ".join(nothing_fits(planned))
+    assert planned.result.best == []
+    said = " ".join(no_fit_lines(planned))
     assert "no plan fits 1.0 MiB of tensors on a rank of 2 devices" in said
     size = int(said.partition("Use --memory ")[2].partition("MiB")[0])
-    assert ask(question(2, size * MIB, **margin)).answer.best
-    assert not ask(question(2, (size - 1) * MIB, **margin)).answer.best
+    assert ask(question(2, size * MIB, **margin)).result.best
+    assert not ask(question(2, (size - 1) * MIB, **margin)).result.best
 
 
 def test_where_nothing_fits_the_largest_model_that_would_is_named() -> None:
     deep = ["model.args.num_layers=12"]
     size = 4 * MIB
     planned = ask(question(1, size, deep))
-    assert planned.answer.best == []
-    said = " ".join(nothing_fits(planned))
+    assert planned.result.best == []
+    said = " ".join(no_fit_lines(planned))
     found = re.search(r"or a model with (\d+) of its 12 blocks \((\S+ ?\S*) parameters\)", said)
     assert found is not None, said
     blocks = int(found[1])
     assert 1 <= blocks < 12
     shallow = ask(question(1, size, [f"model.args.num_layers={blocks}"]))
-    assert shallow.answer.best
+    assert shallow.result.best
     assert format_count(shallow.num_parameters) == found[2]
-    assert not ask(question(1, size, [f"model.args.num_layers={blocks + 1}"])).answer.best
+    assert not ask(question(1, size, [f"model.args.num_layers={blocks + 1}"])).result.best
 
 
 @pytest.mark.parametrize("name", ["cpu", "a100-node"])
@@ -233,25 +233,25 @@ def test_where_nothing_fits_the_optimizers_state_goes_elsewhere(name: str) -> No
     cluster = load_cluster(name)
     job = load_job(None, "single", GPT)
 
-    def asked(limit: int) -> Planned:
+    def asked(limit: int) -> PlannedAnswer:
         return ask(Question(job, cluster, 1, limit, limit, 8, margins={"torch": 0.0}))
 
     roomy = asked(2**40)
     least = roomy.search.smallest()
     assert least is not None
     assert least.peak is not None
-    assert all(one.candidate.offload == "device" for one in roomy.answer.best)
-    best = asked(least.peak.bytes - 1).answer.best[0]
+    assert all(one.candidate.offload == "device" for one in roomy.result.best)
+    best = asked(least.peak.bytes - 1).result.best[0]
     place = "disk" if name == "cpu" else "cpu"
     assert best.candidate.label == f"single + optimizer on {place}"
     assert best.job.strategy.offload.model_dump()["optimizer"] == place
     assert best.peak.bytes < least.peak.bytes
-    kept = [one for one in roomy.answer.best if one.candidate.rows == best.candidate.rows]
+    kept = [one for one in roomy.result.best if one.candidate.rows == best.candidate.rows]
     assert best.seconds.moving > 0
     assert best.seconds.total > max(one.seconds.total for one in kept)
     if name == "cpu":
-        parts = open_parts(best.job, make_plan(best.job, 1, "cpu"))
-        found = rank_of(parts.resolved, parts.workload).forecast
+        parts = open_setup(best.job, make_plan(best.job, 1, "cpu"))
+        found = forecast_rank(parts.resolved, parts.workload).forecast
         assert found is not None
         assert best.peak.bytes == pytest.approx(found.peak().bytes, rel=0.002)
 
@@ -265,27 +265,27 @@ def test_state_on_the_host_has_to_fit_there() -> None:
     assert least.peak is not None
     limit = least.peak.bytes - 1
     planned = ask(Question(job, cluster, 1, limit, limit, 8))
-    assert planned.answer.best == []
-    reasons = [one.reason for one in planned.answer.refused if one.candidate.offload == "cpu"]
+    assert planned.result.best == []
+    reasons = [one.reason for one in planned.result.rejected if one.candidate.offload == "cpu"]
     assert any("optimizer state on the host of a node, which has 128.0 KiB" in r for r in reasons)
 
 
 def test_a_cap_that_would_do_is_named_as_one() -> None:
-    def capped(cap: int) -> Planned:
-        limit = room(NODE, memory=None, cap=str(cap))[1]
+    def capped(cap: int) -> PlannedAnswer:
+        limit = rank_limits(NODE, memory=None, cap=str(cap))[1]
         return ask(question(1, cap, limit=limit, capped=True, margins={"torch": 0.02}))
 
-    said = " ".join(nothing_fits(capped(9 * MIB)))
+    said = " ".join(no_fit_lines(capped(9 * MIB)))
     size = int(said.partition("Use --cap ")[2].partition("MiB")[0])
-    assert capped(size * MIB).answer.best
-    assert not capped((size - 1) * MIB).answer.best
+    assert capped(size * MIB).result.best
+    assert not capped((size - 1) * MIB).result.best
 
 
-def test_what_is_in_the_way_has_its_number(roomy: Planned) -> None:
+def test_what_is_in_the_way_has_its_number(roomy: PlannedAnswer) -> None:
     planned = ask(question(4, 2 * MIB))
-    lines = list(misses(planned))
+    lines = list(rejection_lines(planned))
     assert any("too much" in line and "of" in line for line in lines)
-    found = document(planned, "")
+    found = plan_document(planned, "")
     assert found["plans"][0]["predicted"]["peak_bytes"] <= found["limit_bytes"]
     assert (
         sum(found["plans"][0]["predicted"]["breakdown"].values())
@@ -294,30 +294,32 @@ def test_what_is_in_the_way_has_its_number(roomy: Planned) -> None:
 
 
 def test_the_space_has_every_mesh_and_no_batch_that_does_not_divide() -> None:
-    space = Space(devices=8, per_node=8, global_batch_size=24, num_blocks=12)
+    space = SearchSpace(devices=8, per_node=8, global_batch_size=24, num_blocks=12)
     found = list(space.candidates())
     assert {(c.pp, c.dp) for c in found} == {(1, 8), (2, 4), (4, 2), (8, 1)}
     assert {c.rows for c in found if c.dp == 8} == {1, 3}
     assert all(c.rows * c.micro_batches * c.dp == 24 for c in found)
     assert {"1f1b", "gpipe", "interleaved_1f1b", "zbv_zero_bubble"} <= {c.schedule for c in found}
-    only = Space(devices=8, per_node=8, global_batch_size=24, num_blocks=12, pp=2, rows=3)
+    only = SearchSpace(devices=8, per_node=8, global_batch_size=24, num_blocks=12, pp=2, rows=3)
     assert {(c.pp, c.rows) for c in only.candidates()} == {(2, 3)}
     assert len(set(found)) == len(found)
 
 
-def clock(cluster: Cluster = NODE) -> Clock:
-    return Clock(cluster)
+def clock(cluster: Cluster = NODE) -> StepTimer:
+    return StepTimer(cluster)
 
 
 def test_operations_take_the_longer_of_arithmetic_and_memory() -> None:
     device = NODE.device
     flops = device.flops.bf16 * device.efficiency
-    work = Work(*(torch.tensor(v).double().numpy() for v in ([0.0, 0], [flops, 0], [0, 0], [1, 2])))
-    assert clock().work(work) == pytest.approx(1.0 + 3 * device.launch)
-    slow = Work(
+    work = OpLog(
+        *(torch.tensor(v).double().numpy() for v in ([0.0, 0], [flops, 0], [0, 0], [1, 2]))
+    )
+    assert clock().op_seconds(work) == pytest.approx(1.0 + 3 * device.launch)
+    slow = OpLog(
         *(torch.tensor([v]).double().numpy() for v in (0.0, 1.0, device.memory_bandwidth, 3.0))
     )
-    assert clock().work(slow) == pytest.approx(3 * (1.0 + device.launch))
+    assert clock().op_seconds(slow) == pytest.approx(3 * (1.0 + device.launch))
 
 
 def plan_of(strategy: str, ranks: int, **keys: Any) -> tuple[Job, Any]:
@@ -328,7 +330,7 @@ def plan_of(strategy: str, ranks: int, **keys: Any) -> tuple[Job, Any]:
 
 def test_a_pipeline_waits_as_its_bubble_says() -> None:
     _, plan = plan_of("gpipe", 4, **{"train.micro_batch_size": 2, "mesh.pp": 4})
-    found = clock().step(plan, [Pace(1.0, 2.0)] * 4, [], 0.0)
+    found = clock().step(plan, [PassSeconds(1.0, 2.0)] * 4, [], 0.0)
     assert found.compute == pytest.approx(4 * 3.0)
     assert found.bubble == pytest.approx(3 * 3.0, rel=1e-3)  # (p - 1) (F + B)
 
@@ -341,14 +343,16 @@ def test_ranks_that_wait_leave_a_crowded_cpu_to_the_others() -> None:
     link = cpu.inside.model_copy(update=free)
     crowded = clock(cpu.model_copy(update={"node": node, "inside": link}))
     _, plan = plan_of("gpipe", 4, **{"train.micro_batch_size": 2, "mesh.pp": 4})
-    found = crowded.step(plan, [Pace(1.0, 2.0)] * 4, [], 0.0)
+    found = crowded.step(plan, [PassSeconds(1.0, 2.0)] * 4, [], 0.0)
     assert found.total == pytest.approx(4 * 4 * 3.0 / 2)  # the bubble of (4 - 1) 3 is no more
     _, plan = plan_of("gpipe", 4, **{"train.micro_batch_size": 8, "mesh.pp": 4})
-    alone = crowded.step(plan, [Pace(1.0, 2.0)] * 4, [], 0.0)
+    alone = crowded.step(plan, [PassSeconds(1.0, 2.0)] * 4, [], 0.0)
     assert alone.total == pytest.approx(4 * 3.0)  # one micro-batch: one core at a time
     _, plan = plan_of("ddp", 4, **{"train.micro_batch_size": 2})
-    assert crowded.step(plan, [Pace(1.0, 2.0)], [], 1.0).total == pytest.approx(2 * (3.0 + 1.0))
-    assert clock().crowd == clock(cpu).crowd == 1.0
+    assert crowded.step(plan, [PassSeconds(1.0, 2.0)], [], 1.0).total == pytest.approx(
+        2 * (3.0 + 1.0)
+    )
+    assert clock().oversubscription == clock(cpu).oversubscription == 1.0
 
 
 def test_a_step_adds_up() -> None:

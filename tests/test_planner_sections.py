@@ -15,17 +15,17 @@ from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
-from bigtrain.job.load import job_of
+from bigtrain.job.load import job_from_keys
 from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
 from bigtrain.losses.loss import CrossEntropy, Loss
 from bigtrain.models import make_model
-from bigtrain.models.blocks import separate_blocks
+from bigtrain.models.blocks import independent_blocks
 from bigtrain.optim.factory import optimizer_factory
-from bigtrain.prediction.compose import compose
-from bigtrain.prediction.predict import forecast, rank_of
+from bigtrain.prediction.compose import compose_profile
+from bigtrain.prediction.predict import forecast_rank, forecast_step
 from bigtrain.prediction.record import make_profile
-from bigtrain.prediction.section_library import Anatomy, Body, resized
-from bigtrain.prediction.shorten import shortened, untied
+from bigtrain.prediction.section_library import ModelSections, SectionLibrary, resize_micro_batch
+from bigtrain.prediction.shorten import shorten_model, untie_parameters
 
 CPU = torch.device("cpu")
 GPT = {"num_layers": 6, "width": 32, "num_heads": 2, "vocab_size": 97, "sequence_length": 16}
@@ -121,21 +121,23 @@ def taken_apart(name: str, words: str, rows: int) -> tuple[Profile, Profile, Any
     make, example, loss = MODELS[name]
     strategy = words.split()[0]
     keys = {"train.global_batch_size": 8 * rows, "train.micro_batch_size": rows, **WORDS[words]}
-    plan = make_plan(job_of(strategy, keys), 2, "cpu")
+    plan = make_plan(job_from_keys(strategy, keys), 2, "cpu")
     with torch.device("meta"):
         model = make()
-    optimizer = optimizer_factory(job_of(strategy, keys).optim, 0)
-    workload = Workload(model, resized(example, rows), loss, optimizer)
+    optimizer = optimizer_factory(job_from_keys(strategy, keys).optim, 0)
+    workload = Workload(model, resize_micro_batch(example, rows), loss, optimizer)
     exact = make_profile(workload, ResolvedPlan.of(plan, model))
-    assert exact.missing is None
+    assert exact.untraceable is None
     choice = WORDS[words].get("strategy.recompute", "keep")
-    body = Anatomy(model, example, lambda *_: loss, optimizer, CPU).body(plan, rows, choice)
+    body = SectionLibrary(model, example, lambda *_: loss, optimizer, CPU).model_sections(
+        plan, rows, choice
+    )
     return exact, put_together(body, again=choice != "keep"), plan
 
 
-def put_together(body: Body, *, again: bool) -> Profile:
+def put_together(body: ModelSections, *, again: bool) -> Profile:
     names = [section.name for section in body.sections if section.name]
-    return compose(body.base, body.sections, recomputed=names if again else ())
+    return compose_profile(body.base, body.sections, recomputed=names if again else ())
 
 
 @pytest.mark.parametrize("words", WORDS)
@@ -146,7 +148,7 @@ def test_a_model_put_together_is_forecast_as_a_whole_one(name, words):
         assert getattr(made, key) == getattr(exact, key), key
     for key in ("batch_bytes", "trained_elements", "state_slots", "state_scalars"):
         assert getattr(made, key) == getattr(exact, key), key
-    peak, wanted = forecast(made, plan).peak(), forecast(exact, plan).peak()
+    peak, wanted = forecast_step(made, plan).peak(), forecast_step(exact, plan).peak()
     assert peak.phase == wanted.phase
     assert peak.bytes == pytest.approx(wanted.bytes, rel=5e-4), (peak, wanted)
 
@@ -156,7 +158,7 @@ def test_a_model_put_together_is_forecast_as_a_whole_one(name, words):
 def test_other_sizes_are_read_off_two_runs(name, rows):
     exact, made, plan = taken_apart(name, "ddp", rows)
     assert made.batch_bytes == exact.batch_bytes
-    peak, wanted = forecast(made, plan).peak(), forecast(exact, plan).peak()
+    peak, wanted = forecast_step(made, plan).peak(), forecast_step(exact, plan).peak()
     assert peak.bytes == pytest.approx(wanted.bytes, rel=2e-3), (peak, wanted)
 
 
@@ -172,14 +174,14 @@ def test_other_sizes_are_read_off_two_runs(name, rows):
 )
 def test_a_stage_put_together_is_forecast_as_one_that_was_cut(strategy, ranks, at):
     keys = {"train.global_batch_size": 8 * ranks, "train.micro_batch_size": 1, "mesh.pp": 2}
-    plan = make_plan(job_of(strategy, {**keys, "strategy.cut.at": at}), ranks, "cpu")
+    plan = make_plan(job_from_keys(strategy, {**keys, "strategy.cut.at": at}), ranks, "cpu")
     with torch.device("meta"):
         model = gpt()
-    optimizer = optimizer_factory(job_of(strategy, keys).optim, 0)
+    optimizer = optimizer_factory(job_from_keys(strategy, keys).optim, 0)
     workload = Workload(model, tokens(1), PLAIN, optimizer)
     resolved = resolve(plan, workload)
     assert resolved.layout is not None
-    body = Anatomy(model, tokens(1), lambda *_: PLAIN, optimizer, CPU).body(
+    body = SectionLibrary(model, tokens(1), lambda *_: PLAIN, optimizer, CPU).model_sections(
         plan, 1, "keep", cut=True
     )
     names = [section.name for section in body.sections]
@@ -188,29 +190,31 @@ def test_a_stage_put_together_is_forecast_as_one_that_was_cut(strategy, ranks, a
     parts = {}
     for stage, (first, stop) in enumerate(zip(edges, edges[1:], strict=False)):
         after = body.sections[stop] if stop < len(names) else None
-        parts[stage] = forecast(compose(body.base, body.sections[first:stop], after=after), plan)
+        parts[stage] = forecast_step(
+            compose_profile(body.base, body.sections[first:stop], after=after), plan
+        )
     for rank in range(2):
-        exact = rank_of(resolved, workload, rank).forecast
+        exact = forecast_rank(resolved, workload, rank).forecast
         own = {stage: parts[stage] for stage in resolved.layout.stages_of(rank)}
-        peak = cut.replayed(own, plan, rank, {}).peak()
+        peak = cut.replay_rank(own, plan, rank, {}).peak()
         assert exact is not None
         assert peak.bytes == pytest.approx(exact.peak().bytes, rel=5e-3), (peak, exact.peak())
 
 
 def test_a_model_is_shortened_where_neighbours_are_alike():
     with torch.device("meta"):
-        found = shortened(gpt())
-        assert shortened(Images()) is not None
+        found = shorten_model(gpt())
+        assert shorten_model(Images()) is not None
     assert found is not None
     short, order = found
-    assert [name for name, _ in separate_blocks(short)] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert [name for name, _ in independent_blocks(short)] == ["blocks.0", "blocks.1", "blocks.2"]
     assert order == (0, 1, 1, 1, 1, 2)  # the last stands for itself
 
 
 def test_tied_parameters_are_told_apart_for_stages():
     with torch.device("meta"):
         model = gpt()
-    copied, aliases = untied(model)
+    copied, aliases = untie_parameters(model)
     assert len(list(copied.named_parameters())) == len(list(model.named_parameters())) + 1
     assert list(aliases) == ["head.weight"]
     assert aliases["head.weight"] in dict(model.named_parameters())
@@ -219,13 +223,13 @@ def test_tied_parameters_are_told_apart_for_stages():
 def test_a_model_that_looks_at_values_is_refused_with_the_line():
     with torch.device("meta"):
         model = Looks()
-    plan = make_plan(job_of("single", {"train.global_batch_size": 2}), 1, "cpu")
-    make_optimizer = optimizer_factory(job_of("single", {}).optim, 0)
-    anatomy = Anatomy(model, floats(2, 16), lambda *_: PLAIN, make_optimizer, CPU)
+    plan = make_plan(job_from_keys("single", {"train.global_batch_size": 2}), 1, "cpu")
+    make_optimizer = optimizer_factory(job_from_keys("single", {}).optim, 0)
+    anatomy = SectionLibrary(model, floats(2, 16), lambda *_: PLAIN, make_optimizer, CPU)
     with pytest.raises(
         ConfigError, match=r"does not run on fake tensors.*forward.*bigtrain compare"
     ):
-        anatomy.body(plan, 2, "keep")
+        anatomy.model_sections(plan, 2, "keep")
 
 
 def test_losses_may_differ_where_micro_batches_wait():
@@ -238,9 +242,11 @@ def test_losses_may_differ_where_micro_batches_wait():
         asked.append(waiting)
         return PLAIN if waiting else CHUNKED
 
-    plan = make_plan(job_of("single", {"train.global_batch_size": 2}), 1, "cpu")
-    anatomy = Anatomy(model, tokens(2), loss, optimizer_factory(job_of("single", {}).optim, 0), CPU)
-    bodies = [anatomy.body(plan, 2, "keep", waiting=waiting) for waiting in (False, True)]
+    plan = make_plan(job_from_keys("single", {"train.global_batch_size": 2}), 1, "cpu")
+    anatomy = SectionLibrary(
+        model, tokens(2), loss, optimizer_factory(job_from_keys("single", {}).optim, 0), CPU
+    )
+    bodies = [anatomy.model_sections(plan, 2, "keep", waiting=waiting) for waiting in (False, True)]
     spans = [len(put_together(body, again=False).first.spans) for body in bodies]
     assert spans[0] != spans[1]
     assert set(asked) == {True, False}

@@ -14,15 +14,17 @@ from torch import Tensor, nn
 from bigtrain.data import MicroBatch
 from bigtrain.data.source import TensorSamples
 from bigtrain.engine.engine import Engine
-from bigtrain.job.load import job_of
+from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
-from bigtrain.memory.timeline import KINDS
+from bigtrain.memory.timeline import MEMORY_KINDS
 
 
 def peaks(context, model, batch, strategy, keys, optimizer):
     """Train four steps on one batch; return (predicted, measured, why not)."""
     rows = len(batch[0]) * context.world_size
-    job = job_of(strategy, {"train.global_batch_size": rows, "memory.track_steps": 4, **keys})
+    job = job_from_keys(
+        strategy, {"train.global_batch_size": rows, "memory.track_steps": 4, **keys}
+    )
     loss = CrossEntropy(class_dim=1) if batch[0].dim() == 4 else CrossEntropy()
     size = job.train.micro_batch_size or len(batch[0])
     inputs, targets = batch[0][:size], batch[1][:size]
@@ -75,7 +77,7 @@ def test_the_peak_is_predicted_part_by_part(case):
                 measured,
             )
             assert predicted.phase == measured.phase
-            for kind in KINDS:
+            for kind in MEMORY_KINDS:
                 mine = getattr(predicted.breakdown, kind)
                 real = getattr(measured.breakdown, kind)
                 assert mine == pytest.approx(real, abs=0.01 * measured.bytes), kind
@@ -110,7 +112,7 @@ def test_prediction_changes_nothing_about_the_run():
 
 
 def trained(context, keys):
-    job = job_of("single", keys)
+    job = job_from_keys("single", keys)
     samples = TensorSamples(*text())
     batch = samples.inputs[:8], samples.targets[:8]
     with Engine(lambda: TinyLM(dropout=0.3), CrossEntropy(), adamw, job, context) as engine:

@@ -13,7 +13,7 @@ from torch import nn
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.data import MicroBatch
 from bigtrain.engine.engine import Engine
-from bigtrain.job.load import job_of
+from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.ranks.context import RunContext
 
@@ -56,7 +56,7 @@ class Tied(Deep):
 def peaks(context: RunContext, strategy: str, keys: dict[str, Any], model: Any = Deep) -> Any:
     """Train four steps; the predicted and the measured peak of this rank."""
     words = {"train.micro_batch_size": 8, "memory.track_steps": 4, **keys}
-    job = job_of(strategy, {"train.global_batch_size": 64 * context.dp_size, **words})
+    job = job_from_keys(strategy, {"train.global_batch_size": 64 * context.dp_size, **words})
     loss = CrossEntropy()
     samples = tokens(64, ignored=False)
     inputs, targets = samples.inputs[:8], samples.targets[:8]
@@ -169,14 +169,14 @@ def test_recomputing_needs_less() -> None:
 def test_a_rank_never_holds_the_whole_model() -> None:
     """What is tracked while the stages are built stays below the whole model's parameters."""
     whole = 4 * sum(p.numel() for p in Deep().parameters())
-    plan = make_plan(job_of("1f1b", {"train.global_batch_size": 64}), 4, "cpu")
+    plan = make_plan(job_from_keys("1f1b", {"train.global_batch_size": 64}), 4, "cpu")
     assert plan.pp == 4
     for built in run_ranks(build_peak, 4, pp=4):
         assert built < 0.6 * whole
 
 
 def build_peak(context: RunContext) -> int:
-    job = job_of("1f1b", {"train.global_batch_size": 64, "train.micro_batch_size": 8})
+    job = job_from_keys("1f1b", {"train.global_batch_size": 64, "train.micro_batch_size": 8})
     samples = tokens(8, ignored=False)
     loss = CrossEntropy()
     example = MicroBatch(samples.inputs, samples.targets, loss.count(samples.targets), 8)

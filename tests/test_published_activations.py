@@ -23,7 +23,7 @@ from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.workload import Workload
 from bigtrain.costs.floors import Transformer
 from bigtrain.data import MicroBatch
-from bigtrain.job.load import job_of
+from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.models.gpt import GPT, GPTConfig
 from bigtrain.prediction.record import make_profile
@@ -315,7 +315,7 @@ def held(profile) -> int:
 
 
 def profiled(model: nn.Module, inputs: Tensor, targets: Tensor, loss, **keys) -> int:
-    job = job_of("single", {"train.global_batch_size": 4, **keys})
+    job = job_from_keys("single", {"train.global_batch_size": 4, **keys})
     example = MicroBatch(inputs, targets, 4, 4)
     plan = make_plan(job, 1, "cpu")
     return held(make_profile(Workload(model, example, loss, sgd), ResolvedPlan.of(plan, model)))

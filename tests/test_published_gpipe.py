@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import pytest
 
-from bigtrain.costs.floors import Transformer, Widths, states_floor
+from bigtrain.costs.floors import StateWidths, Transformer, min_state_bytes
 from bigtrain.schedules.bubble import bubble_share
 from bigtrain.units import GIB
 
 GB = 10**9
-RMSPROP = Widths(4, 4, 4)
+RMSPROP = StateWidths(4, 4, 4)
 
 
 def obeys(printed_numbers: str, printed_bytes: str, unit: int) -> bool:
     """Whether a count and a size that round to the printed ones are 12 bytes a number apart."""
     low, high = interval(printed_numbers, {"M": 10**6, "B": 10**9}[printed_numbers[-1]])
     least, most = interval(printed_bytes, unit)
-    sizes = [states_floor(round(numbers), RMSPROP, 0, 1) for numbers in (low, high)]
+    sizes = [min_state_bytes(round(numbers), RMSPROP, 0, 1) for numbers in (low, high)]
     return sizes[0] <= most and least <= sizes[1]
 
 
@@ -58,7 +58,7 @@ def test_amoebanet_obeys_it_in_part():
     far = [1.05e9 / 82e6, 24.62e9 / 1.8e9]
     assert far == pytest.approx([12.8, 13.7], abs=0.03)
     # torchgpipe's last row, of the same model, is what 12 bytes give.
-    assert round(states_floor(1_840_000_000, RMSPROP, 0, 1) / GIB, 2) == 20.56
+    assert round(min_state_bytes(1_840_000_000, RMSPROP, 0, 1) / GIB, 2) == 20.56
 
 
 def test_transformer_obeys_it_but_for_a_pair_that_looks_swapped():

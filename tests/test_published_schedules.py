@@ -11,30 +11,44 @@ import pytest
 
 from bigtrain.costs.floors import micro_batches_in_flight
 from bigtrain.errors import ConfigError
-from bigtrain.schedules.bubble import StageSeconds, bubble, bubble_share
-from bigtrain.schedules.in_flight import in_flight, in_flight_together
-from bigtrain.schedules.orders import ONE_STAGE, SCHEDULES, V_SHAPED, order
+from bigtrain.schedules.bubble import StageSeconds, bubble_share, simulate_step
+from bigtrain.schedules.in_flight import in_flight_together, peak_in_flight
+from bigtrain.schedules.orders import (
+    SCHEDULES,
+    SINGLE_STAGE_SCHEDULES,
+    V_SHAPED_SCHEDULES,
+    schedule_orders,
+)
 
 
 def played(schedule, pp, micro_batches, v, forward=1.0, inputs=1.0, weights=1.0):
     """The step as it runs where each stage takes these seconds."""
     seconds = [StageSeconds(forward, inputs, weights)] * (pp * v)
-    return bubble(order(schedule, pp, v, micro_batches), seconds)
+    return simulate_step(schedule_orders(schedule, pp, v, micro_batches), seconds)
 
 
 def held(schedule, pp, micro_batches, v):
     """Micro-batches' worth of its activations, of each rank."""
-    return [in_flight_together(actions) / v for actions in order(schedule, pp, v, micro_batches)]
+    return [
+        in_flight_together(actions) / v
+        for actions in schedule_orders(schedule, pp, v, micro_batches)
+    ]
 
 
 def grid(schedule, rounds=(1, 2, 3, 4, 5, 6, 8, 12, 16)):
     """What the schedule takes of (ranks, micro-batches, stages on a rank)."""
-    counts = (1,) if schedule in ONE_STAGE else (2,) if schedule in V_SHAPED else (1, 2, 3)
+    counts = (
+        (1,)
+        if schedule in SINGLE_STAGE_SCHEDULES
+        else (2,)
+        if schedule in V_SHAPED_SCHEDULES
+        else (1, 2, 3)
+    )
     for pp in (1, 2, 3, 4, 6):
         for m in rounds:
             for v in counts:
                 try:
-                    order(schedule, pp, v, m)
+                    schedule_orders(schedule, pp, v, m)
                 except ConfigError:
                     continue
                 yield pp, m, v
@@ -96,7 +110,7 @@ def test_closed_forms_of_the_bubble(schedule):
                 continue
             tried += 1
             assert closed == pytest.approx(played(schedule, pp, m, v, *times).share), (pp, m, v)
-    assert schedule in V_SHAPED or tried > refused
+    assert schedule in V_SHAPED_SCHEDULES or tried > refused
     assert tried > 20
     assert (refused > 0) == (schedule in SPLIT)
 
@@ -119,8 +133,8 @@ def test_gpipe_and_1f1b():
             assert played(schedule, pp, m, 1).share == pytest.approx((pp - 1) / (m + pp - 1))
         assert held("gpipe", pp, m, 1) == [m] * pp
         # Stage i of 1F1B holds min(m, p - i) micro-batches: arXiv 2006.09503.
-        actions = order("1f1b", pp, 1, m)
-        assert [in_flight(row)[rank] for rank, row in enumerate(actions)] == [
+        actions = schedule_orders("1f1b", pp, 1, m)
+        assert [peak_in_flight(row)[rank] for rank, row in enumerate(actions)] == [
             min(m, pp - rank) for rank in range(pp)
         ]
 
@@ -167,10 +181,10 @@ def test_only_zbv_has_no_bubble_where_ranks_need_not_end_together():
     pp, m = 4, 12
 
     def twice(schedule, v):
-        rows = order(schedule, pp, v, m)
+        rows = schedule_orders(schedule, pp, v, m)
         again = [tuple(a._replace(micro_batch=a.micro_batch + m) for a in row) for row in rows]
         both = tuple(row + more for row, more in zip(rows, again, strict=True))
-        step = bubble(both, [StageSeconds(1.0, 1.0, 1.0)] * (pp * v))
+        step = simulate_step(both, [StageSeconds(1.0, 1.0, 1.0)] * (pp * v))
         return step.seconds - step.busy[0]
 
     assert twice("zbv_zero_bubble", 2) == pp - 1

@@ -18,13 +18,19 @@ from parity import adamw
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.workload import Workload
-from bigtrain.costs.floors import Widths, bounding_stage, largest_model, numbers_sent, states_floor
+from bigtrain.costs.floors import (
+    StateWidths,
+    bounding_stage,
+    largest_model,
+    min_state_bytes,
+    numbers_sent,
+)
 from bigtrain.data import MicroBatch
-from bigtrain.job.load import job_of
+from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.models.blueprint import describe
 from bigtrain.models.gpt import GPT, GPTConfig
-from bigtrain.prediction.predict import forecast
+from bigtrain.prediction.predict import forecast_step
 from bigtrain.prediction.record import make_profile
 
 GB = 10**9
@@ -48,7 +54,7 @@ CELLS = [
 @pytest.mark.parametrize(("ranks", "numbers", "stage", "printed"), CELLS)
 def test_table_1_memory_of_a_rank(ranks, numbers, stage, printed):
     """All 54 cells (recalled) are the formula: the first model rounded, the others cut off."""
-    exact = Decimal(states_floor(numbers, Widths(), stage, ranks)) / GB
+    exact = Decimal(min_state_bytes(numbers, StateWidths(), stage, ranks)) / GB
     how = ROUND_HALF_UP if numbers == SIZES[0] else ROUND_DOWN
     assert exact.quantize(Decimal(printed), how) == Decimal(printed)
 
@@ -76,7 +82,7 @@ def test_table_2_largest_models(cut):
     and 2 is up to 0.6 % less than the formula, whose own digits are asserted beside it.
     """
     printed, _ = TABLE_2[cut]
-    found = [cut * largest_model(32 * GB, Widths(), stage, 64) / GB for stage in range(4)]
+    found = [cut * largest_model(32 * GB, StateWidths(), stage, 64) / GB for stage in range(4)]
     first = TABLE_2[1][0]
     assert printed == pytest.approx([cut * cell for cell in first])
     assert (found[0], found[3]) == (printed[0], printed[3])
@@ -115,24 +121,26 @@ def test_volume():
 
 def test_gpt2_example():
     """Section 3 (recalled): 1.5B numbers are 24 GB of states."""
-    assert states_floor(1_500_000_000, Widths(), 0, 1) == 24 * GB
+    assert min_state_bytes(1_500_000_000, StateWidths(), 0, 1) == 24 * GB
 
 
-@pytest.mark.parametrize("widths", [Widths.fp32(), Widths.autocast(), Widths.bf16(), Widths()])
+@pytest.mark.parametrize(
+    "widths", [StateWidths.fp32(), StateWidths.autocast(), StateWidths.bf16(), StateWidths()]
+)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 3, 64])
 def test_the_largest_model_fits_and_one_number_more_does_not(widths, stage, ranks):
     assert widths.total == 16
     for memory in (10, 16, 1000, 12_345_678, 80 * 2**30):
         most = largest_model(memory, widths, stage, ranks)
-        assert states_floor(most, widths, stage, ranks) <= memory
-        assert states_floor(most + 1, widths, stage, ranks) > memory
+        assert min_state_bytes(most, widths, stage, ranks) <= memory
+        assert min_state_bytes(most + 1, widths, stage, ranks) > memory
 
 
 def test_there_are_four_stages():
     with pytest.raises(ValueError, match="stages 0 to 3, not 4"):
-        states_floor(10, Widths(), 4, 2)
-    by_rank = [states_floor(1000, Widths(), stage, 8) for stage in range(4)]
+        min_state_bytes(10, StateWidths(), 4, 2)
+    by_rank = [min_state_bytes(1000, StateWidths(), stage, 8) for stage in range(4)]
     assert by_rank == sorted(by_rank, reverse=True)
 
 
@@ -153,7 +161,7 @@ def profiled(model_name: str, precision: str, bf16_parameters: bool, strategy: s
     example = MicroBatch(rows, rows, rows.numel(), len(rows))
     workload = Workload(model, example, CrossEntropy(), adamw)
     profile = make_profile(workload, ResolvedPlan.of(plan, model))
-    assert profile.missing is None
+    assert profile.untraceable is None
     return profile
 
 
@@ -163,7 +171,7 @@ def plan_of(strategy: str, precision: str, ranks: int, micro_batches: int = 1):
         "train.micro_batch_size": 1,
         "train.precision": precision,
     }
-    return make_plan(job_of(strategy, keys), ranks, "cpu")
+    return make_plan(job_from_keys(strategy, keys), ranks, "cpu")
 
 
 def forecast_of(strategy, precision, ranks, model_name="gpt", micro_batches=1):
@@ -172,8 +180,8 @@ def forecast_of(strategy, precision, ranks, model_name="gpt", micro_batches=1):
     narrow = plan.bf16_parameters
     same = "ddp" if precision == "fp32" or not narrow else "zero1_torch"
     profile = profiled(model_name, precision, narrow, same)
-    wide = Widths.fp32() if precision == "fp32" else Widths.autocast()
-    return forecast(profile, plan), profile, Widths.bf16() if narrow else wide
+    wide = StateWidths.fp32() if precision == "fp32" else StateWidths.autocast()
+    return forecast_step(profile, plan), profile, StateWidths.bf16() if narrow else wide
 
 
 def states_of(found) -> int:
@@ -199,7 +207,7 @@ def test_forecast_states_are_the_formula(strategy, stage, ranks, precision):
     found, profile, widths = forecast_of(strategy, precision, ranks)
     numbers = profile.trained_elements
     assert numbers == CONFIG.num_parameters
-    floor = states_floor(numbers, widths, stage, ranks)
+    floor = min_state_bytes(numbers, widths, stage, ranks)
     scalars = SCALARS / ranks if stage == 1 else SCALARS
     assert profile.state_scalars == SCALARS
     assert states_of(found) == floor + round(scalars)
@@ -208,9 +216,9 @@ def test_forecast_states_are_the_formula(strategy, stage, ranks, precision):
 def test_ddp_without_views_holds_the_gradients_twice():
     """What the formula has not: the buckets, where gradients do not live in them."""
     keys = {"train.global_batch_size": 2, "strategy.replicate.gradient_as_bucket_view": False}
-    plan = make_plan(job_of("ddp", keys), 2, "cpu")
+    plan = make_plan(job_from_keys("ddp", keys), 2, "cpu")
     plain, profile, _ = forecast_of("ddp", "fp32", 2)
-    found = forecast(profile, plan)
+    found = forecast_step(profile, plan)
     assert states_of(found) == states_of(plain)
     assert found.states.buffers - plain.states.buffers == 4 * CONFIG.num_parameters
 
@@ -219,12 +227,12 @@ def test_a_rank_count_that_divides_no_tensor_pads_each():
     """Stage 1 cuts all parameters as one row of numbers, fully_shard the rows of each tensor."""
     numbers = CONFIG.num_parameters
     found, _, widths = forecast_of("zero1_torch", "fp32", 3)
-    assert states_of(found) == states_floor(numbers, widths, 1, 3) + round(SCALARS / 3)
+    assert states_of(found) == min_state_bytes(numbers, widths, 1, 3) + round(SCALARS / 3)
     shapes = [p.shape for p in describe(lambda: GPT(CONFIG)).model.parameters()]
     shards = sum(-(-shape[0] // 3) * shape[1:].numel() for shape in shapes)
     found, _, widths = forecast_of("fsdp", "fp32", 3)
     assert states_of(found) == 16 * shards + SCALARS
-    assert 0 < 16 * shards - states_floor(numbers, widths, 3, 3) < 16 * 32 * 8 * len(shapes)
+    assert 0 < 16 * shards - min_state_bytes(numbers, widths, 3, 3) < 16 * 32 * 8 * len(shapes)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -236,9 +244,9 @@ def test_stage_2_of_torch_keeps_what_it_gathers_beside_its_shards(ranks):
     """
     found, profile, widths = forecast_of("fsdp_zero2", "fp32", ranks)
     numbers = profile.trained_elements
-    assert states_of(found) == states_floor(numbers, widths, 3, ranks) + SCALARS
+    assert states_of(found) == min_state_bytes(numbers, widths, 3, ranks) + SCALARS
     shards = 4 * numbers // ranks
-    assert found.peak().bytes > states_floor(numbers, widths, 2, ranks) + shards
+    assert found.peak().bytes > min_state_bytes(numbers, widths, 2, ranks) + shards
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is missing")
@@ -251,7 +259,7 @@ def test_deepspeed_reduces_and_keeps_a_bucket_beside_the_formula():
         for strategy in ("zero1", "zero2"):
             found, profile, widths = forecast_of(strategy, precision, 4)
             numbers = profile.trained_elements
-            floor = states_floor(numbers, widths, 2, 4) + more * numbers // 4
+            floor = min_state_bytes(numbers, widths, 2, 4) + more * numbers // 4
             assert states_of(found) - floor == pytest.approx(0, abs=64)
             assert found.states.buffers > 0
 
@@ -284,7 +292,7 @@ def test_no_forecast_is_below_its_floor(strategy, engine, stage, counts, micro_b
                 strategy, precision, ranks, model_name, micro_batches
             )
             bounded = bounding_stage(engine, stage)
-            floor = states_floor(profile.trained_elements, widths, bounded, ranks)
+            floor = min_state_bytes(profile.trained_elements, widths, bounded, ranks)
             assert found.peak().bytes >= floor, (precision, ranks)
 
 
@@ -296,5 +304,5 @@ def test_two_engines_hold_less_than_their_stage_by_the_paper(strategy, stage, pr
     if strategy == "zero1":
         pytest.importorskip("deepspeed")
     found, profile, widths = forecast_of(strategy, precision, 2, "deep")
-    assert found.peak().bytes < states_floor(profile.trained_elements, widths, stage, 2)
+    assert found.peak().bytes < min_state_bytes(profile.trained_elements, widths, stage, 2)
     assert bounding_stage("torch", 3) == 3

@@ -13,7 +13,7 @@ from bigtrain.assembly.make_plan import make_plan
 from bigtrain.data import GlobalOrder, StepLoader
 from bigtrain.engine.engine import Engine
 from bigtrain.errors import BigtrainError, ConfigError, NonFiniteError
-from bigtrain.job.load import job_of
+from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.optim.factory import optimizer_factory
 from bigtrain.ranks.context import RunContext
@@ -48,7 +48,7 @@ class Deep(nn.Module):
 
 def train(context, strategy, keys, model=TinyLM, steps=5):
     """Losses, norms, weights, rates, and the memory of rank 0, measured and predicted."""
-    job = job_of(strategy, {"train.global_batch_size": 8, "optim.lr": 1e-2, **keys})
+    job = job_from_keys(strategy, {"train.global_batch_size": 8, "optim.lr": 1e-2, **keys})
     samples, loss = tokens(40), CrossEntropy()
 
     def loader(rows=None, **more):
@@ -130,7 +130,7 @@ class Broken(TinyLM):
 
 
 def broken(context, where, strategy):
-    job = job_of(strategy, {"train.global_batch_size": 8, **RELEASE})
+    job = job_from_keys(strategy, {"train.global_batch_size": 8, **RELEASE})
     samples, loss = tokens(16), CrossEntropy()
     made = optimizer_factory(job.optim)
     rows = 8 // context.world_size
@@ -167,7 +167,7 @@ def test_a_gradient_that_is_no_number_is_told_after_the_update():
 
 
 def test_there_are_no_gradients_to_look_at():
-    job = job_of("single", {"train.global_batch_size": 8, **RELEASE})
+    job = job_from_keys("single", {"train.global_batch_size": 8, **RELEASE})
     made, context = optimizer_factory(job.optim), RunContext.alone(torch.device("cpu"))
     with (
         Engine(TinyLM, CrossEntropy(), made, job, context) as engine,
@@ -196,7 +196,7 @@ REFUSED = {
 @pytest.mark.parametrize("strategy", REFUSED)
 def test_what_it_cannot_be_joined_with(strategy):
     ranks, keys, words = REFUSED[strategy]
-    job = job_of(strategy, {"train.global_batch_size": 8, **RELEASE, **keys})
+    job = job_from_keys(strategy, {"train.global_batch_size": 8, **RELEASE, **keys})
     with pytest.raises(ConfigError) as refusal:
         make_plan(job, ranks, "cpu")
     for word in ("optim.release_gradients=true", "optim.release_gradients=false", *words):
@@ -205,7 +205,7 @@ def test_what_it_cannot_be_joined_with(strategy):
 
 def test_clipping_needs_all_gradients():
     with pytest.raises(ConfigError) as refusal:
-        job_of("single", {**RELEASE, "optim.clip_norm": 1.0})
+        job_from_keys("single", {**RELEASE, "optim.clip_norm": 1.0})
     assert "clip_norm=1.0 needs it. Use optim.clip_norm=null" in str(refusal.value)
 
 
@@ -233,7 +233,7 @@ def engine_of(model, optimizer=None):
     make = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     words = {"train.global_batch_size": 8, "memory.predict": False, **RELEASE}
     context = RunContext.alone(torch.device("cpu"))
-    return Engine(model, CrossEntropy(), make, job_of("single", words), context)
+    return Engine(model, CrossEntropy(), make, job_from_keys("single", words), context)
 
 
 def test_settings_that_are_loaded_or_replaced_count():

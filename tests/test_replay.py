@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import pytest
 
-from bigtrain.costs.replay import Passes, StagePiece, replay
-from bigtrain.memory.timeline import KINDS, Breakdown, Span, Timeline
-from bigtrain.schedules.orders import ONE_STAGE, SCHEDULES, Action, order
+from bigtrain.costs.replay import RecordedPass, StageRecord, replay_actions
+from bigtrain.memory.timeline import MEMORY_KINDS, Breakdown, Span, Timeline
+from bigtrain.schedules.orders import SCHEDULES, SINGLE_STAGE_SCHEDULES, Action, schedule_orders
 
 
 def passes(dice, parts, *, gradients):
@@ -19,14 +19,16 @@ def passes(dice, parts, *, gradients):
     spans = []
     for _ in range(12):
         birth = dice.randint(ticks[0], end)
-        kind = dice.choice([kind for kind in KINDS if kind not in ("gradients", "parameters")])
+        kind = dice.choice(
+            [kind for kind in MEMORY_KINDS if kind not in ("gradients", "parameters")]
+        )
         spans.append(Span(dice.randint(1, 10**6), kind, birth, dice.randint(birth + 1, end + 1)))
     if gradients:
         for _ in range(3):
             birth = dice.randint(ticks[-2], end)
             spans.append(Span(dice.randint(1, 10**6), "gradients", birth, end + dice.randint(1, 9)))
     phases = ((ticks[0], "forward"), (ticks[1], "backward"))
-    return Passes(Timeline(tuple(spans), phases), tuple(ticks[1:-1]), end)
+    return RecordedPass(Timeline(tuple(spans), phases), tuple(ticks[1:-1]), end)
 
 
 def in_full(actions, pieces):
@@ -69,7 +71,7 @@ def in_full(actions, pieces):
 
 def random_pieces(dice, stages):
     return {
-        stage: StagePiece(
+        stage: StageRecord(
             first=passes(dice, 2, gradients=True),
             next=passes(dice, 2, gradients=False),
             split=(passes(dice, 3, gradients=True), passes(dice, 3, gradients=False)),
@@ -83,12 +85,12 @@ def random_pieces(dice, stages):
 def test_the_peak_is_that_of_the_whole_step(schedule, seed):
     dice = random.Random(seed)
     pp = dice.choice([1, 2, 4])
-    for actions in order(schedule, pp, 1 if schedule in ONE_STAGE else 2, 8):
+    for actions in schedule_orders(schedule, pp, 1 if schedule in SINGLE_STAGE_SCHEDULES else 2, 8):
         pieces = random_pieces(dice, {action.stage for action in actions})
-        short, whole = replay(actions, pieces), in_full(actions, pieces)
+        short, whole = replay_actions(actions, pieces), in_full(actions, pieces)
         beside = Breakdown(parameters=1000, optimizer=5)
         assert short.peak(beside) == whole.peak(beside)
-        for kind in KINDS:  # a technique may take kinds away
+        for kind in MEMORY_KINDS:  # a technique may take kinds away
             kept = tuple(s for s in whole.spans if s.kind != kind)
             less = tuple(s for s in short.spans if s.kind != kind)
             assert Timeline(less, short.phases).peak() == Timeline(kept, whole.phases).peak()
@@ -111,10 +113,10 @@ def test_any_order_of_any_stages():
                 if not going[key]:
                     del going[key]
         pieces = random_pieces(dice, range(3))
-        assert replay(actions, pieces).peak() == in_full(actions, pieces).peak()
+        assert replay_actions(actions, pieces).peak() == in_full(actions, pieces).peak()
 
 
-SMALL = Passes(
+SMALL = RecordedPass(
     Timeline(
         (
             Span(100, "activations", 1, 6),
@@ -130,35 +132,37 @@ SMALL = Passes(
 
 
 def test_what_waits_and_what_stays():
-    piece = StagePiece(SMALL, SMALL)
+    piece = StageRecord(SMALL, SMALL)
     two = [Action(1, "F", 0), Action(1, "F", 1), Action(1, "B", 1)]
-    peak = replay(two, {1: piece}).peak()
+    peak = replay_actions(two, {1: piece}).peak()
     assert (peak.phase, peak.breakdown) == (
         "backward",
         Breakdown(activations=200, temporary=20, gradients=50),
     )
-    assert replay(two[:2], {1: piece}).peak().breakdown == Breakdown(activations=200, temporary=7)
+    assert replay_actions(two[:2], {1: piece}).peak().breakdown == Breakdown(
+        activations=200, temporary=7
+    )
 
 
 def test_a_split_that_was_not_recorded_holds_no_less():
-    piece = StagePiece(SMALL, SMALL)
+    piece = StageRecord(SMALL, SMALL)
     forward, inputs, weights = (Action(1, kind, 0) for kind in "FIW")
     other = [Action(1, "F", 1), Action(1, "I", 1)]
-    peak = replay([forward, inputs, *other], {1: piece}).peak()
+    peak = replay_actions([forward, inputs, *other], {1: piece}).peak()
     assert peak.breakdown == Breakdown(activations=200, temporary=40)
-    peak = replay([forward, inputs, *other, weights], {1: piece}).peak()
+    peak = replay_actions([forward, inputs, *other, weights], {1: piece}).peak()
     assert peak.breakdown == Breakdown(activations=200, temporary=40, gradients=50)
     # torch's stage 0 leaves I out.
     first = [Action(0, kind, number) for kind, number in [("F", 0), ("F", 1), ("I", 0), ("I", 1)]]
-    peak = replay(first, {0: piece}).peak()
+    peak = replay_actions(first, {0: piece}).peak()
     assert peak.breakdown == Breakdown(activations=200, temporary=7)
-    peak = replay([*first, Action(0, "W", 0)], {0: piece}).peak()
+    peak = replay_actions([*first, Action(0, "W", 0)], {0: piece}).peak()
     assert peak.breakdown == Breakdown(activations=200, temporary=20, gradients=50)
 
 
 def gathering(*spans):
     timeline = Timeline(spans, ((0, "forward"), (4, "backward")))
-    return Passes(timeline, (4,), 6)
+    return RecordedPass(timeline, (4,), 6)
 
 
 def test_what_is_gathered_is_there_once_and_goes_with_the_next_backward_pass():
@@ -167,45 +171,51 @@ def test_what_is_gathered_is_there_once_and_goes_with_the_next_backward_pass():
     again = Span(1000, "parameters", 5, 6), Span(900, "temporary", 4, 5)
     alike = gathering(kept, *arrives)
     then = gathering(kept, *again)
-    piece = {1: StagePiece(alike, alike, resumed=(then, then))}
+    piece = {1: StageRecord(alike, alike, resumed=(then, then))}
     forward = [Action(1, "F", 0), Action(1, "F", 1)]
-    assert replay(forward[:1], piece).peak().breakdown == Breakdown(
+    assert replay_actions(forward[:1], piece).peak().breakdown == Breakdown(
         parameters=1000, activations=10, temporary=7
     )
     # The second one finds it, and what it needs itself is all that it adds.
-    assert replay(forward, piece).peak().breakdown == Breakdown(parameters=1000, activations=20)
+    assert replay_actions(forward, piece).peak().breakdown == Breakdown(
+        parameters=1000, activations=20
+    )
     back = [*forward, Action(1, "B", 0)]
-    assert replay(back, piece).peak().breakdown == Breakdown(parameters=1000, activations=20)
+    assert replay_actions(back, piece).peak().breakdown == Breakdown(
+        parameters=1000, activations=20
+    )
     # The second one back gathers for itself.
-    other = {**piece, 2: StagePiece(SMALL, SMALL)}
+    other = {**piece, 2: StageRecord(SMALL, SMALL)}
     step = [Action(1, "F", 0), Action(1, "F", 1), Action(1, "B", 0), Action(2, "F", 0)]
-    timeline = replay(step, other)
+    timeline = replay_actions(step, other)
     end = max(span.death for span in timeline.spans)
     beside = sum(s.nbytes for s in timeline.spans if s.birth <= end - 1 < s.death)
     assert beside == 100 + 10  # nothing is gathered any more
-    assert replay([*back, Action(1, "B", 1)], piece).peak().bytes == 1020
+    assert replay_actions([*back, Action(1, "B", 1)], piece).peak().bytes == 1020
 
 
 def test_a_backward_pass_after_several_forward_passes_goes_astray():
     usual = gathering(Span(1, "activations", 1, 6))
     astray = gathering(Span(1, "activations", 1, 6), Span(30, "temporary", 5, 6))
-    piece = {1: StagePiece(usual, usual, strayed=(astray, astray))}
+    piece = {1: StageRecord(usual, usual, strayed=(astray, astray))}
     there = [Action(1, "F", 0), Action(1, "F", 1)]
-    assert replay([*there[:1], Action(1, "B", 0)], piece).peak().bytes == 1
-    assert replay([*there, Action(1, "B", 0)], piece).peak().bytes == 2 + 30
+    assert replay_actions([*there[:1], Action(1, "B", 0)], piece).peak().bytes == 1
+    assert replay_actions([*there, Action(1, "B", 0)], piece).peak().bytes == 2 + 30
     # It forgets them: with one forward pass since then it is as usual again.
     then = [Action(1, "B", 0), Action(1, "F", 2), Action(1, "B", 1)]
-    timeline = replay([*there, *then], piece)
+    timeline = replay_actions([*there, *then], piece)
     assert sum(span.nbytes == 30 for span in timeline.spans) == 1
 
 
 def test_the_last_micro_batch_may_go_otherwise():
     less = gathering(Span(1, "activations", 1, 6))
-    piece = {1: StagePiece(less, less, last=(SMALL, SMALL))}
+    piece = {1: StageRecord(less, less, last=(SMALL, SMALL))}
     actions = [Action(1, "F", number) for number in range(3)]
-    assert replay(actions, piece).peak().breakdown == Breakdown(activations=102, temporary=7)
+    assert replay_actions(actions, piece).peak().breakdown == Breakdown(
+        activations=102, temporary=7
+    )
     back = [*actions, Action(1, "I", 2), Action(1, "W", 2)]  # whole, where others are in parts
-    assert replay(back, piece).peak().breakdown == Breakdown(
+    assert replay_actions(back, piece).peak().breakdown == Breakdown(
         activations=102, temporary=20, gradients=50
     )
 
@@ -218,20 +228,20 @@ def test_a_long_step_stays_small(schedule):
     )
     phases = ((0, "forward"), (3000, "backward"))
     gradients = (Span(10, "gradients", 4000, 6001),)
-    first = Passes(Timeline(spans + gradients, phases), (3000,), 6000)
-    then = Passes(Timeline(spans, phases), (3000,), 6000)
-    v = 1 if schedule in ONE_STAGE else 2
-    actions = order(schedule, 4, v, 512)[0]
-    pieces = {action.stage: StagePiece(first, then) for action in actions}
-    timeline = replay(actions, pieces)
+    first = RecordedPass(Timeline(spans + gradients, phases), (3000,), 6000)
+    then = RecordedPass(Timeline(spans, phases), (3000,), 6000)
+    v = 1 if schedule in SINGLE_STAGE_SCHEDULES else 2
+    actions = schedule_orders(schedule, 4, v, 512)[0]
+    pieces = {action.stage: StageRecord(first, then) for action in actions}
+    timeline = replay_actions(actions, pieces)
     assert len(timeline.spans) < 200_000
     assert timeline.peak().breakdown.activations > 0
 
 
 def test_no_actions():
-    assert replay([], {}).peak().bytes == 0
+    assert replay_actions([], {}).peak().bytes == 0
 
 
 def test_ticks_in_order():
     with pytest.raises(ValueError, match=r"between the ticks \(1, 8, 7\)"):
-        Passes(SMALL.timeline, (8,), 6)
+        RecordedPass(SMALL.timeline, (8,), 6)

@@ -9,7 +9,7 @@ from torch.distributed.pipelining._backward import (
     stage_backward_weight,
 )
 
-from bigtrain.costs.replay import Passes, StagePiece, replay
+from bigtrain.costs.replay import RecordedPass, StageRecord, replay_actions
 from bigtrain.memory.timeline import Timeline
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.schedules.orders import Action
@@ -42,8 +42,8 @@ class Tracked:
         self.begin, self.beside = self.tracker.clock, self.tracker.live_bytes
 
     def own(self):
-        self.tracker.own(self.model.parameters(), "parameters")
-        self.tracker.own([p.grad for p in self.model.parameters()], "gradients")
+        self.tracker.label(self.model.parameters(), "parameters")
+        self.tracker.label([p.grad for p in self.model.parameters()], "gradients")
 
     def act(self, kind, number):
         with self.tracker:
@@ -77,7 +77,7 @@ def recorded(kinds, *, gradients):
         stage.act(kind, 0)
     timeline = stage.tracker.timeline()
     spans = tuple(span for span in timeline.spans if span.birth > stage.begin)
-    return Passes(Timeline(spans, timeline.phases), tuple(starts[1:]), stage.tracker.clock)
+    return RecordedPass(Timeline(spans, timeline.phases), tuple(starts[1:]), stage.tracker.clock)
 
 
 @pytest.mark.parametrize(
@@ -101,5 +101,5 @@ def test_the_peak_is_what_torch_holds(order):
 
     whole = recorded("FB", gradients=False), recorded("FB", gradients=True)
     split = recorded("FIW", gradients=False), recorded("FIW", gradients=True)
-    assert replay(actions, {1: StagePiece(*whole, split)}).peak().bytes == measured
-    assert replay(actions, {1: StagePiece(*whole)}).peak().bytes >= measured
+    assert replay_actions(actions, {1: StageRecord(*whole, split)}).peak().bytes == measured
+    assert replay_actions(actions, {1: StageRecord(*whole)}).peak().bytes >= measured

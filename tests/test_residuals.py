@@ -17,20 +17,20 @@ import pytest
 from ranks import run_ranks
 
 from bigtrain.assembly.make_plan import make_plan
-from bigtrain.job.load import job_of
-from bigtrain.memory.meter import Measured
+from bigtrain.job.load import job_from_keys
+from bigtrain.memory.meter import MemoryMeasurement
 from bigtrain.memory.timeline import Breakdown, Peak
 from bigtrain.prediction import residuals
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory
 from bigtrain.prediction.residuals import (
     DEFAULT_MARGIN,
-    MOST,
-    Entry,
+    MAX_ENTRIES,
+    PeakRecord,
     engine_of,
-    key_of,
-    record,
+    hardware_key,
+    record_residuals,
     residuals_file,
-    safety,
+    safety_margin,
 )
 
 MODEL = """
@@ -63,15 +63,15 @@ def entry(tracked=1000, when="2030-01-01T00:00:00.000000+00:00", **other):
     """A rank of which 1000 bytes were predicted."""
     values = {"engine": "torch", "strategy": "ddp", "device": "cpu", "precision": "fp32"}
     values |= {"predicted_bytes": 1000, "tracked_bytes": tracked, "process_bytes": None}
-    return Entry(**{**values, "when": when, **other})
+    return PeakRecord(**{**values, "when": when, **other})
 
 
 def kept(key=None):
-    return json.loads(residuals_file().read_text())[key or key_of("cpu")]
+    return json.loads(residuals_file().read_text())[key or hardware_key("cpu")]
 
 
 def on_cpu(engine):
-    return safety(engine, device_key=key_of("cpu"))
+    return safety_margin(engine, device_key=hardware_key("cpu"))
 
 
 def test_without_runs_the_stated_defaults_apply():
@@ -103,7 +103,7 @@ def test_without_runs_the_stated_defaults_apply():
     ],
 )
 def test_the_margin_is_a_quantile_from_twenty_ranks_on(tracked, margin, line):
-    record(entry(size) for size in reversed(tracked))
+    record_residuals(entry(size) for size in reversed(tracked))
     found = on_cpu("torch")
     assert found.margin == pytest.approx(margin, abs=1e-12)
     assert found.line.startswith(line)
@@ -111,60 +111,60 @@ def test_the_margin_is_a_quantile_from_twenty_ranks_on(tracked, margin, line):
 
 
 def test_the_line_rounds_up():
-    record([entry(100_101, predicted_bytes=100_000)] * 20)
+    record_residuals([entry(100_101, predicted_bytes=100_000)] * 20)
     assert on_cpu("torch").line.startswith("margin 0.2 %")
 
 
 def test_runs_are_told_apart_by_their_end():
     for run in range(3):
-        record([entry(when=f"2030-01-01T00:00:0{run}")] * 4)
+        record_residuals([entry(when=f"2030-01-01T00:00:0{run}")] * 4)
     found = on_cpu("torch")
     assert (found.runs, found.ranks) == (3, 12)
 
 
 def test_bytes_beside_the_tensors_are_the_same_quantile():
-    record([entry(1000, process_bytes=size) for size in (1500, 1700, None, 400)])
+    record_residuals([entry(1000, process_bytes=size) for size in (1500, 1700, None, 400)])
     assert on_cpu("torch").beside_bytes == 700
-    record([entry(1000, process_bytes=1600)] * 98)
+    record_residuals([entry(1000, process_bytes=1600)] * 98)
     assert on_cpu("torch").beside_bytes == 600  # of 101 that have told
 
 
 def test_engines_and_devices_are_kept_apart():
-    record([entry(1100)] * 20 + [entry(1300, engine="deepspeed")] * 20)
+    record_residuals([entry(1100)] * 20 + [entry(1300, engine="deepspeed")] * 20)
     assert on_cpu("torch").margin == pytest.approx(0.1)
     assert on_cpu("deepspeed").margin == pytest.approx(0.3)
     assert on_cpu("fairscale").margin == 0.05
-    assert safety("torch", device_key="another").ranks == 0
-    record([entry(1400, device="cuda")] * 20)
-    assert safety("torch", device_key=key_of("cuda")).margin == pytest.approx(0.4)
+    assert safety_margin("torch", device_key="another").ranks == 0
+    record_residuals([entry(1400, device="cuda")] * 20)
+    assert safety_margin("torch", device_key=hardware_key("cuda")).margin == pytest.approx(0.4)
     assert on_cpu("torch").margin == pytest.approx(0.1)
 
 
 def test_a_device_is_its_hardware_and_torch(monkeypatch):
-    first = key_of("cpu")
+    first = hardware_key("cpu")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert key_of("cpu") == first
+    assert hardware_key("cpu") == first
     monkeypatch.setattr(residuals.torch, "__version__", "0.1")
-    assert key_of("cpu") != first
+    assert hardware_key("cpu") != first
     monkeypatch.setattr(residuals.torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(residuals.torch.cuda, "get_device_name", lambda _: "Alpha")
-    two = key_of("cuda")
+    two = hardware_key("cuda")
     assert json.loads(two) == {"device": "cuda", "names": ["Alpha"], "torch": "0.1"}
     monkeypatch.setattr(residuals.torch.cuda, "is_available", lambda: True)
-    record([entry(1100, device="cuda")] * 20)
-    assert safety("torch").margin == pytest.approx(0.1)
+    record_residuals([entry(1100, device="cuda")] * 20)
+    assert safety_margin("torch").margin == pytest.approx(0.1)
 
 
 def test_the_newest_five_hundred_of_a_device_are_kept():
-    record([entry(device="cuda")])
-    record([entry(2000)] * 100)
-    record([entry(1000)] * (MOST - 1))
-    assert [e["tracked_bytes"] for e in kept()] == [2000] + [1000] * (MOST - 1)
-    record([entry(1234)] * 2)
-    assert len(kept()) == MOST == 500
+    record_residuals([entry(device="cuda")])
+    record_residuals([entry(2000)] * 100)
+    record_residuals([entry(1000)] * (MAX_ENTRIES - 1))
+    assert [e["tracked_bytes"] for e in kept()] == [2000] + [1000] * (MAX_ENTRIES - 1)
+    record_residuals([entry(1234)] * 2)
+    assert len(kept()) == MAX_ENTRIES == 500
     assert [e["tracked_bytes"] for e in kept()[-3:]] == [1000, 1234, 1234]
-    assert len(kept(key_of("cuda"))) == 1
-    record(entry(size) for size in range(1, 701))
+    assert len(kept(hardware_key("cuda"))) == 1
+    record_residuals(entry(size) for size in range(1, 701))
     assert [e["tracked_bytes"] for e in kept()] == list(range(201, 701))
 
 
@@ -175,7 +175,7 @@ def test_a_damaged_file_is_begun_anew(cache, text):
     cache.mkdir(parents=True)
     residuals_file().write_text(text)
     assert on_cpu("torch").ranks == 0
-    record([entry()])
+    record_residuals([entry()])
     assert on_cpu("torch").ranks == 1
     residuals_file().write_bytes(b"\xff\xfe{}")
     assert on_cpu("torch").ranks == 0
@@ -195,7 +195,7 @@ def test_what_is_no_entry_does_not_count(cache):
         7,
     ]
     cache.mkdir(parents=True)
-    residuals_file().write_text(json.dumps({key_of("cpu"): [*wrong, good], "other": 5}))
+    residuals_file().write_text(json.dumps({hardware_key("cpu"): [*wrong, good], "other": 5}))
     assert on_cpu("torch").ranks == 1
 
 
@@ -203,12 +203,12 @@ def test_a_folder_that_takes_no_files_hurts_nobody(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     for unusable in (tmp_path / "file", Path("/proc/nothing")):
         monkeypatch.setenv("XDG_CACHE_HOME", str(unusable))
-        record([entry()])
+        record_residuals([entry()])
         assert on_cpu("torch").ranks == 0
 
 
 def test_a_full_disk_leaves_what_was_there(cache, monkeypatch):
-    record([entry(1100)])
+    record_residuals([entry(1100)])
     before = residuals_file().read_text()
 
     def full(*_, **__):
@@ -216,26 +216,26 @@ def test_a_full_disk_leaves_what_was_there(cache, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(residuals.os, "replace", full)
-        record([entry(1200)])
+        record_residuals([entry(1200)])
     assert residuals_file().read_text() == before
     assert sorted(p.name for p in cache.iterdir()) == ["residuals.json", "residuals.lock"]
 
 
 def test_a_file_that_cannot_be_read_is_not_replaced(cache):
     (cache / "residuals.json").mkdir(parents=True)  # reading it fails, also for the superuser
-    record([entry()])
+    record_residuals([entry()])
     assert on_cpu("torch").ranks == 0
     assert residuals_file().is_dir()
 
 
 def test_a_lock_that_others_keep_is_waited_for_and_given_up(cache, monkeypatch):
-    record([entry()])
-    monkeypatch.setattr(residuals, "LOCK_S", 0.1)
+    record_residuals([entry()])
+    monkeypatch.setattr(residuals, "LOCK_TIMEOUT_S", 0.1)
     with (cache / "residuals.lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        record([entry()])
+        record_residuals([entry()])
         assert len(kept()) == 1
-    record([entry()])
+    record_residuals([entry()])
     assert len(kept()) == 2
 
 
@@ -245,14 +245,14 @@ def test_without_locks_the_last_writer_wins(monkeypatch):
 
     locks = SimpleNamespace(flock=none, LOCK_EX=fcntl.LOCK_EX, LOCK_NB=fcntl.LOCK_NB)
     monkeypatch.setattr(residuals, "fcntl", locks)
-    record([entry()])
-    record([entry()])
+    record_residuals([entry()])
+    record_residuals([entry()])
     assert len(kept()) == 2
 
 
 def write_often(context, times):
     for number in range(times):
-        record([entry(when=f"{context.rank}-{number}")] * 2)
+        record_residuals([entry(when=f"{context.rank}-{number}")] * 2)
 
 
 def test_runs_that_end_at_once_all_leave_their_entries(cache):
@@ -275,12 +275,12 @@ def test_runs_that_end_at_once_all_leave_their_entries(cache):
 def test_the_engine_is_whose_implementation_runs(strategy, engine):
     if find_spec(engine) is None:
         pytest.skip(f"{engine} is not installed")
-    plan = make_plan(job_of(strategy, {"train.global_batch_size": 8}), 2, "cpu")
+    plan = make_plan(job_from_keys(strategy, {"train.global_batch_size": 8}), 2, "cpu")
     assert engine_of(plan) == engine
 
 
 def test_a_technique_of_ones_own_says_nothing_about_bigtrains():
-    plan = make_plan(job_of("single", {"train.global_batch_size": 8}), 1, "cpu")
+    plan = make_plan(job_from_keys("single", {"train.global_batch_size": 8}), 1, "cpu")
     own = type("Own", (type(plan.techniques["replicate"]),), {"__module__": "mymodule"})
     assert engine_of(replace(plan, techniques={**plan.techniques, "replicate": own()})) is None
 
@@ -289,12 +289,12 @@ def test_a_report_gives_entries_for_ranks_with_both_figures():
     peak, more = Peak("step", Breakdown(parameters=900)), Peak("step", Breakdown(gradients=1000))
     nothing = Peak("forward", Breakdown())
     ranks = (
-        RankMemory(0, Measured(more, 2000), peak),
-        RankMemory(1, Measured(more, None), None, "memory.predict is off"),
-        RankMemory(2, Measured(None, 2000), peak),  # memory.track_steps=0
-        RankMemory(3, Measured(more, 2000, reserved_bytes=1500), peak),
-        RankMemory(4, Measured(more, 2000), nothing),
-        RankMemory(5, Measured(peak, None), peak),
+        RankMemory(0, MemoryMeasurement(more, 2000), peak),
+        RankMemory(1, MemoryMeasurement(more, None), None, "memory.predict is off"),
+        RankMemory(2, MemoryMeasurement(None, 2000), peak),  # memory.track_steps=0
+        RankMemory(3, MemoryMeasurement(more, 2000, reserved_bytes=1500), peak),
+        RankMemory(4, MemoryMeasurement(more, 2000), nothing),
+        RankMemory(5, MemoryMeasurement(peak, None), peak),
     )
     found = MemoryReport("ddp", "cpu", ranks).residuals("torch", "bf16")
     assert [e.process_bytes for e in found] == [2000, 1500, None]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bigtrain.engine.engine import Engine
-from bigtrain.job.load import job_of
+from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.optim.lean_adamw import LeanAdamW
 from bigtrain.optim.low_bit_adamw import LowBitAdamW
@@ -32,7 +32,7 @@ class Net(nn.Module):
 def engine(make):
     words = {"train.global_batch_size": 8, "memory.predict": False}
     context = RunContext.alone(torch.device("cpu"))
-    return Engine(Net, CrossEntropy(), make, job_of("single", words), context)
+    return Engine(Net, CrossEntropy(), make, job_from_keys("single", words), context)
 
 
 def batch():

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from bigtrain.memory.disk import (
-    Need,
-    Shortage,
+    SpaceRequest,
+    SpaceShortage,
     file_system,
     find_shortage,
-    folder_fault,
-    free_on_disk,
+    folder_problem,
+    free_disk_bytes,
     scratch_folder,
 )
-from bigtrain.memory.host_memory import free_memory
+from bigtrain.memory.host_memory import free_host_bytes
 
 
 def system(root: Path, files: dict[str, str]) -> Path:
@@ -73,18 +73,22 @@ GROUPS = {
 @pytest.mark.parametrize("case", GROUPS)
 def test_the_tightest_limit_counts(tmp_path, case):
     files, free = GROUPS[case]
-    assert free_memory(system(tmp_path, files)) == free
+    assert free_host_bytes(system(tmp_path, files)) == free
 
 
 def test_a_system_that_does_not_tell_limits_nothing(tmp_path):
-    assert free_memory(tmp_path) is None
+    assert free_host_bytes(tmp_path) is None
 
 
 def test_ranks_that_share_a_place_are_added_up():
-    needs = [Need("a", "8", 60, 100), Need("b", "8", 60, 100), Need("a", "9", 60, 100)]
+    needs = [
+        SpaceRequest("a", "8", 60, 100),
+        SpaceRequest("b", "8", 60, 100),
+        SpaceRequest("a", "9", 60, 100),
+    ]
     assert find_shortage(needs) is None
-    assert find_shortage([*needs, Need("a", "8", 50, 99)]) == Shortage("a", 2, 110, 99)
-    assert find_shortage([Need("a", "8", 50, 100)] * 2) is None
+    assert find_shortage([*needs, SpaceRequest("a", "8", 50, 99)]) == SpaceShortage("a", 2, 110, 99)
+    assert find_shortage([SpaceRequest("a", "8", 50, 100)] * 2) is None
 
 
 def test_the_file_system_of_a_folder_is_the_nearest_mount(tmp_path):
@@ -102,7 +106,7 @@ def test_the_file_system_of_a_folder_is_the_nearest_mount(tmp_path):
 
 
 def test_folders(tmp_path):
-    assert folder_fault(str(tmp_path)) is None
-    assert "does not exist" in str(folder_fault(str(tmp_path / "none")))
-    assert folder_fault(scratch_folder()) is None
-    assert free_on_disk(str(tmp_path)) > 0
+    assert folder_problem(str(tmp_path)) is None
+    assert "does not exist" in str(folder_problem(str(tmp_path / "none")))
+    assert folder_problem(scratch_folder()) is None
+    assert free_disk_bytes(str(tmp_path)) > 0

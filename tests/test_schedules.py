@@ -7,15 +7,15 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from bigtrain.errors import ConfigError
-from bigtrain.schedules.bubble import StageSeconds, bubble
-from bigtrain.schedules.in_flight import in_flight, in_flight_together
+from bigtrain.schedules.bubble import StageSeconds, simulate_step
+from bigtrain.schedules.in_flight import in_flight_together, peak_in_flight
 from bigtrain.schedules.orders import (
-    ONE_STAGE,
     SCHEDULES,
-    TORCH,
-    V_SHAPED,
+    SINGLE_STAGE_SCHEDULES,
+    TORCH_SCHEDULES,
+    V_SHAPED_SCHEDULES,
     Action,
-    order,
+    schedule_orders,
     stage_ranks,
 )
 from bigtrain.schedules.transfers import transfers
@@ -24,14 +24,14 @@ EQUAL = StageSeconds(1.0, 1.0, 1.0)
 
 
 def per_rank(schedule):
-    return 1 if schedule in ONE_STAGE else 2
+    return 1 if schedule in SINGLE_STAGE_SCHEDULES else 2
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("pp", "micro_batches"), [(1, 2), (2, 4), (4, 8), (4, 16), (3, 12)])
 def test_every_micro_batch_goes_forward_and_backward_once(schedule, pp, micro_batches):
     stages = pp * per_rank(schedule)
-    orders = order(schedule, pp, per_rank(schedule), micro_batches)
+    orders = schedule_orders(schedule, pp, per_rank(schedule), micro_batches)
     ranks = stage_ranks(schedule, pp, per_rank(schedule))
     done = [action for actions in orders for action in actions]
     assert len(done) == len(set(done))
@@ -41,7 +41,7 @@ def test_every_micro_batch_goes_forward_and_backward_once(schedule, pp, micro_ba
         for number in range(micro_batches):
             kinds = {kind for s, kind, k in done if (s, k) == (stage, number)}
             assert kinds in ({"F", "B"}, {"F", "I", "W"})
-    whole = bubble(orders, [EQUAL] * stages)  # it would raise if a rank waited for ever
+    whole = simulate_step(orders, [EQUAL] * stages)  # it would raise if a rank waited for ever
     assert whole.busy == pytest.approx([3.0 * micro_batches * per_rank(schedule)] * pp)
 
 
@@ -51,11 +51,11 @@ def stage(pp, count, index):
     )
 
 
-@pytest.mark.parametrize("schedule", TORCH)
+@pytest.mark.parametrize("schedule", TORCH_SCHEDULES)
 def test_torch_runs_its_tables_in_this_order(schedule):
     """The lowered table, with all sends and receives: what torch's runtime goes through."""
-    made = getattr(torch_schedules, TORCH[schedule])([stage(4, 8, 0), stage(4, 8, 4)], 8)
-    for rank, actions in enumerate(order(schedule, 4, 2, 8)):
+    made = getattr(torch_schedules, TORCH_SCHEDULES[schedule])([stage(4, 8, 0), stage(4, 8, 4)], 8)
+    for rank, actions in enumerate(schedule_orders(schedule, 4, 2, 8)):
         lowered = []
         for action in made.pipeline_order_with_comms[rank]:
             if action.is_compute_op:
@@ -84,7 +84,7 @@ def test_torch_runs_one_stage_in_this_order(schedule, name, micro_batches):
             for call, arguments, _ in single.method_calls
             if call in kinds
         ]
-        assert tuple(noted) == order(schedule, 4, 1, micro_batches)[rank]
+        assert tuple(noted) == schedule_orders(schedule, 4, 1, micro_batches)[rank]
 
 
 @pytest.mark.parametrize(("pp", "micro_batches"), [(2, 4), (4, 8), (4, 16), (8, 32)])
@@ -93,7 +93,7 @@ def test_published_bubbles(pp, micro_batches):
 
     def share(schedule, v):
         cost = StageSeconds(1 / v, 1 / v, 1 / v)
-        return bubble(order(schedule, p, v, m), [cost] * (p * v)).share
+        return simulate_step(schedule_orders(schedule, p, v, m), [cost] * (p * v)).share
 
     assert share("naive", 1) == pytest.approx((p - 1) / p)
     assert share("gpipe", 1) == pytest.approx((p - 1) / (m + p - 1))
@@ -111,7 +111,7 @@ def test_in_flight():
     for p, m in ((2, 4), (4, 8), (4, 16), (8, 32)):
 
         def held(schedule, v, p=p, m=m):
-            return [in_flight_together(actions) for actions in order(schedule, p, v, m)]
+            return [in_flight_together(actions) for actions in schedule_orders(schedule, p, v, m)]
 
         assert held("naive", 1) == [1] * p
         assert held("gpipe", 1) == [m] * p
@@ -121,10 +121,10 @@ def test_in_flight():
         assert held("interleaved_1f1b", 2)[0] == 2 * p + p - 1
         assert held("zbv_zero_bubble", 2) == [2 * p] * p
         assert held("dualpipev", 2) == [2 * p + 1] * p
-    assert in_flight(order("1f1b", 4, 1, 8)[1]) == {1: 3}
-    assert in_flight(order("looped_bfs", 4, 2, 8)[1]) == {1: 8, 5: 8}
+    assert peak_in_flight(schedule_orders("1f1b", 4, 1, 8)[1]) == {1: 3}
+    assert peak_in_flight(schedule_orders("looped_bfs", 4, 2, 8)[1]) == {1: 8, 5: 8}
     split = [Action(0, "F", 0), Action(0, "I", 0), Action(0, "F", 1), Action(0, "W", 0)]
-    assert in_flight(split) == {0: 2}
+    assert peak_in_flight(split) == {0: 2}
 
 
 @pytest.mark.parametrize(
@@ -143,14 +143,14 @@ def test_what_is_sent_is_kept_also_where_torch_is_not_asked(schedule, monkeypatc
 
 def test_unequal_stages_wait_for_the_slowest():
     slow = [StageSeconds(1.0, 1.0, 1.0), StageSeconds(3.0, 3.0, 3.0)]
-    found = bubble(order("1f1b", 2, 1, 10), slow)
+    found = simulate_step(schedule_orders("1f1b", 2, 1, 10), slow)
     assert found.seconds == pytest.approx(1.0 + 10 * 9.0 + 2.0)
     assert found.busy == (30.0, 90.0)
 
 
 def test_a_schedule_that_never_ends():
     with pytest.raises(ValueError, match="never comes to"):
-        bubble(((Action(0, "B", 0), Action(0, "F", 0)),), [EQUAL])
+        simulate_step(((Action(0, "B", 0), Action(0, "F", 0)),), [EQUAL])
 
 
 @pytest.mark.parametrize(
@@ -166,19 +166,22 @@ def test_a_schedule_that_never_ends():
 )
 def test_refusals(arguments, message):
     with pytest.raises(ConfigError, match=message):
-        order(*arguments)
+        schedule_orders(*arguments)
 
 
-@pytest.mark.parametrize("schedule", TORCH)
+@pytest.mark.parametrize("schedule", TORCH_SCHEDULES)
 @pytest.mark.parametrize("pp", [1, 2, 3, 4])
 def test_where_we_do_not_refuse_torch_does_not_either(schedule, pp):
     count = 2 * pp
     for micro_batches in range(1, 14):
-        stages = [stage(pp, count, 0), stage(pp, count, count - 1 if schedule in V_SHAPED else pp)]
+        stages = [
+            stage(pp, count, 0),
+            stage(pp, count, count - 1 if schedule in V_SHAPED_SCHEDULES else pp),
+        ]
         try:
-            order(schedule, pp, 2, micro_batches)
+            schedule_orders(schedule, pp, 2, micro_batches)
         except ConfigError:
             with pytest.raises((ValueError, AssertionError)):
-                getattr(torch_schedules, TORCH[schedule])(stages, micro_batches)
+                getattr(torch_schedules, TORCH_SCHEDULES[schedule])(stages, micro_batches)
         else:
-            getattr(torch_schedules, TORCH[schedule])(stages, micro_batches)
+            getattr(torch_schedules, TORCH_SCHEDULES[schedule])(stages, micro_batches)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bigtrain.errors import ConfigError
-from bigtrain.losses.loss import CrossEntropy, MeanLoss, main_output
+from bigtrain.losses.loss import CrossEntropy, MeanLoss, main_logits
 from bigtrain.losses.tasks import ClassificationTask, CustomTask, LanguageTask, SegmentationTask
 
 CASES = {
@@ -94,7 +94,7 @@ def test_auxiliary_heads_have_their_customary_weights():
     other = CrossEntropy(auxiliary_weight=0.25)
     assert other({"out": a, "aux": b}, target).item() == pytest.approx((la + 0.25 * lb).item())
     assert CrossEntropy(auxiliary_weight=0.0)({"out": a, "aux": b}, target) == la
-    assert main_output(google(a, b, c)) is a
+    assert main_logits(google(a, b, c)) is a
 
 
 def test_the_heads_of_real_models_are_known():

@@ -18,27 +18,27 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bigtrain.activations.offload import LEAST_BYTES
+from bigtrain.activations.offload import MIN_OFFLOADED_BYTES
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.core.strategy import Plan
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile
 from bigtrain.costs.traffic import (
-    LEAST_MOVED,
+    MIN_MOVED_BYTES,
     Traffic,
-    moved_activations,
-    packed,
-    tensors_of,
+    message_count,
+    offloaded_activations,
+    parameter_shapes,
     theory_elements,
 )
 from bigtrain.data import GlobalOrder, MicroBatch, StepLoader
 from bigtrain.data.source import TensorSamples
 from bigtrain.engine.engine import Engine
-from bigtrain.job.load import job_of
+from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
-from bigtrain.memory.timeline import Visit
-from bigtrain.optim.state_store import DiskHome
-from bigtrain.prediction.predict import rank_of
+from bigtrain.memory.timeline import BlockTicks
+from bigtrain.optim.state_store import DiskStateStore
+from bigtrain.prediction.predict import forecast_rank
 from bigtrain.ranks.context import RunContext
 
 OPERATIONS = {
@@ -71,7 +71,7 @@ class Wire(TorchDispatchMode):
 
 def exchanged(context, make, samples, strategy, keys):
     """The third step's exchanges as (kind, bytes), and what the strategy says of a step."""
-    job = job_of(strategy, {"train.global_batch_size": 8, "memory.track_steps": 0, **keys})
+    job = job_from_keys(strategy, {"train.global_batch_size": 8, "memory.track_steps": 0, **keys})
     loss = CrossEntropy()
     plan = make_plan(job, context.world_size, "cpu")
     rows = plan.batch.micro_size
@@ -91,7 +91,9 @@ def exchanged(context, make, samples, strategy, keys):
             with Wire() as wire:
                 engine.step(batch)
             assert number < 3
-        rank = rank_of(engine.resolved, Workload(make(), example, loss, adamw), context.pp_rank)
+        rank = forecast_rank(
+            engine.resolved, Workload(make(), example, loss, adamw), context.pp_rank
+        )
         said = stated(rank.profiles[0], engine.plan)
         return wire.seen, said, engine.plan.batch.accumulation_steps
 
@@ -199,8 +201,8 @@ PSI, REST = 4 * 1000 * 1000, 2000
 
 def profile(**more: Any) -> Profile:
     """Four blocks of a matrix each, and little else; fp32 with AdamW."""
-    block = Visit(((1000, 1000),), (True,), (0, 1), (2, 3))
-    rest = Visit(((REST,),), (True,), (0, 4), (0, 4))
+    block = BlockTicks(((1000, 1000),), (True,), (0, 1), (2, 3))
+    rest = BlockTicks(((REST,),), (True,), (0, 4), (0, 4))
     elements = PSI + REST
     given: dict[str, Any] = {
         "parameter_bytes": 4 * elements,
@@ -218,7 +220,7 @@ def profile(**more: Any) -> Profile:
 
 def plan_of(strategy: str, ranks: int = 8, device: str = "cpu", **keys: Any) -> Plan:
     """A plan with dotted keys; one for a GPU that is not there is made like one for the CPU."""
-    job = job_of(strategy, {"train.micro_batch_size": 1, **keys})
+    job = job_from_keys(strategy, {"train.micro_batch_size": 1, **keys})
     return replace(make_plan(job, ranks, "cpu"), device_type=device)
 
 
@@ -257,7 +259,7 @@ def test_one_rank_sends_nothing(strategy):
 def test_a_group_of_replicas_has_the_distance_of_its_mesh():
     keys = {"mesh.pp": 4, "mesh.dp": 2, "train.accumulation_steps": 4}
     (one,) = stated(profile(), plan_of("1f1b_ddp", **keys))
-    assert (one.ranks, one.stride, one.every, one.beside) == (2, 4, "step", "nothing")
+    assert (one.ranks, one.stride, one.every, one.overlaps) == (2, 4, "step", "nothing")
 
 
 def test_hybrid_sharding_gathers_among_neighbours_and_averages_shards_over_groups():
@@ -270,7 +272,7 @@ def test_hybrid_sharding_gathers_among_neighbours_and_averages_shards_over_group
 
 def test_on_a_gpu_sharding_hides_behind_the_computation():
     def beside(strategy: str, device: str) -> set[str]:
-        return {t.beside for t in stated(profile(), plan_of(strategy, device=device))}
+        return {t.overlaps for t in stated(profile(), plan_of(strategy, device=device))}
 
     assert beside("fsdp", "cuda") == {"forward", "backward"}
     assert beside("fsdp", "cpu") == {"nothing"}
@@ -280,11 +282,11 @@ def test_on_a_gpu_sharding_hides_behind_the_computation():
 
 
 def test_messages_are_packed_as_far_as_they_fit():
-    assert packed([], 10) == 0
-    assert packed([4, 4, 4], 10) == 2
-    assert packed([4, 4, 4], 10, past=True) == 1
-    assert packed([20, 1, 20], 10) == 3
-    assert packed([20, 1, 20], 10, past=True) == 2
+    assert message_count([], 10) == 0
+    assert message_count([4, 4, 4], 10) == 2
+    assert message_count([4, 4, 4], 10, past=True) == 1
+    assert message_count([20, 1, 20], 10) == 3
+    assert message_count([20, 1, 20], 10, past=True) == 2
 
 
 def test_powersgd_sends_thin_matrices():
@@ -295,7 +297,7 @@ def test_powersgd_sends_thin_matrices():
 
 def test_a_profile_without_shapes_still_has_its_gradients():
     bare = profile(blocks=(), rest=None)
-    assert tensors_of(bare) == [(PSI + REST,)]
+    assert parameter_shapes(bare) == [(PSI + REST,)]
     (one,) = stated(bare, plan_of("ddp"))
     assert (one.nbytes, one.calls) == (4 * (PSI + REST), 1)
 
@@ -346,13 +348,13 @@ def gpt_like() -> nn.Module:
 def alone(monkeypatch, make, batch, keys):
     """Bytes that a step moves to and from the disk, and what is stated of it."""
     batch = tuple(t.clone() for t in batch)
-    job = job_of(
+    job = job_from_keys(
         "single", {"train.global_batch_size": len(batch[0]), "memory.track_steps": 0, **keys}
     )
     loss, context = CrossEntropy(), RunContext.alone(torch.device("cpu"))
     example = MicroBatch(*batch, loss.count(batch[1]), len(batch[0]))
     movers, files = [], Counter()
-    plain, whole = Plan.mover, DiskHome._whole
+    plain, whole = Plan.make_offloader, DiskStateStore._transfer_all
 
     def kept(self, device, *, fake=False):
         movers.append(plain(self, device, fake=fake))
@@ -363,7 +365,7 @@ def alone(monkeypatch, make, batch, keys):
         return whole(self, move, tensor, place)
 
     monkeypatch.setattr(Plan, "mover", kept)
-    monkeypatch.setattr(DiskHome, "_whole", counted)
+    monkeypatch.setattr(DiskStateStore, "_whole", counted)
     with Engine(make, loss, adamw, job, context, example=example) as engine:
         mover = movers[-1]
         for _ in range(3):
@@ -371,7 +373,7 @@ def alone(monkeypatch, make, batch, keys):
             before = mover.bytes_moved if mover else 0
             engine.step(batch)
         moved = mover.bytes_moved - before if mover else 0
-        rank = rank_of(engine.resolved, Workload(make(), example, loss, adamw))
+        rank = forecast_rank(engine.resolved, Workload(make(), example, loss, adamw))
         return moved, dict(files), stated(rank.profiles[0], engine.plan), rank.profiles[0]
 
 
@@ -382,7 +384,7 @@ def test_activations_move_as_stated(monkeypatch, recompute):
     batch = torch.randint(13, (64, 6)), torch.randint(13, (64, 6))
     keys = {"strategy.offload.activations": "disk", **recompute}
     moved, _, said, found = alone(monkeypatch, gpt_like, batch, keys)
-    nbytes, calls = moved_activations(found)
+    nbytes, calls = offloaded_activations(found)
     assert calls > 0
     assert moved == 2 * nbytes
     assert moves(said) == {"to_disk": nbytes, "from_disk": nbytes}
@@ -405,7 +407,7 @@ def test_the_state_goes_to_disk_and_back_once_a_step(monkeypatch):
 
 
 def test_what_is_moved_is_as_large_as_the_mover_wants_it():
-    assert LEAST_MOVED == LEAST_BYTES
+    assert MIN_MOVED_BYTES == MIN_OFFLOADED_BYTES
 
 
 def test_no_strategy_states_what_it_does_not_do():

@@ -14,8 +14,8 @@ import torch
 import yaml
 from rich.console import Console
 
-from bigtrain.memory.meter import Measured
-from bigtrain.memory.timeline import KINDS, Breakdown, Peak
+from bigtrain.memory.meter import MemoryMeasurement
+from bigtrain.memory.timeline import MEMORY_KINDS, Breakdown, Peak
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory
 from bigtrain.ranks.exit_status import run_guarded
 from bigtrain.report.tables import memory_notes, memory_table
@@ -126,7 +126,7 @@ def shown(*ranks):
 
 
 def measured(parts, **others):
-    return Measured(Peak("backward", Breakdown(**parts)), 2000, **others)
+    return MemoryMeasurement(Peak("backward", Breakdown(**parts)), 2000, **others)
 
 
 def test_the_table_has_the_error_of_each_part_as_a_share_of_the_peak():
@@ -149,7 +149,7 @@ def test_the_table_has_the_error_of_each_part_as_a_share_of_the_peak():
     }
     assert table["peak"] == ["1000 B", "973 B", "-2.7%"]
     assert table["difference"] == ["", "-27 B", ""]
-    assert sum(rank.error_bytes(kind) for kind in KINDS) == rank.error_bytes() == -27
+    assert sum(rank.error_bytes(kind) for kind in MEMORY_KINDS) == rank.error_bytes() == -27
     almost = Peak("backward", Breakdown(parameters=99_999, activations=1))
     table = shown(RankMemory(0, measured({"parameters": 100_000}), almost))
     assert [table[name][2] for name in ("parameters", "activations")] == ["0.0%", "0.0%"]
@@ -157,7 +157,7 @@ def test_the_table_has_the_error_of_each_part_as_a_share_of_the_peak():
 
 
 def test_the_table_of_two_large_ranks_fits_a_hundred_columns():
-    parts = dict.fromkeys(KINDS, 123_456 * 2**20)
+    parts = dict.fromkeys(MEMORY_KINDS, 123_456 * 2**20)
     ranks = [
         RankMemory(n, measured(parts, reserved_bytes=7), Peak("evaluate", Breakdown()))
         for n in (1022, 1023)
@@ -176,7 +176,7 @@ def test_without_a_prediction_there_is_no_error():
     notes = memory_notes(MemoryReport("ddp", "cpu", (rank,)))
     assert "no prediction: memory.predict is off" in notes
     assert not any(note.startswith("error:") for note in notes)
-    untracked = RankMemory(0, Measured(None, 7), Peak("step", Breakdown(parameters=5)))
+    untracked = RankMemory(0, MemoryMeasurement(None, 7), Peak("step", Breakdown(parameters=5)))
     assert shown(untracked)["peak"] == ["-", "5 B", "-"]
 
 

@@ -15,8 +15,8 @@ from bigtrain.engine.checkpoint import write_tensors
 from bigtrain.ranks.exit_status import run_guarded
 from bigtrain.tensors.source import TensorSource
 from bigtrain.verify.command import main
-from bigtrain.verify.differences import Tolerance, compare
-from bigtrain.verify.record import without_chance
+from bigtrain.verify.differences import Tolerance, compare_recordings
+from bigtrain.verify.record import disable_dropout
 
 ROOT = Path(__file__).parents[1]
 NET = [
@@ -131,7 +131,7 @@ def test_dropout_is_turned_off_wherever_it_is_a_modules_own():
     model = torch.nn.ModuleList(
         [torch.nn.Dropout(0.5), torch.nn.MultiheadAttention(4, 2, 0.2), StochasticDepth(0.3, "row")]
     )
-    without_chance(model)
+    disable_dropout(model)
     assert model[0].p == 0
     assert model[1].dropout == 0
     assert model[2].p == 0
@@ -156,7 +156,9 @@ def recording(folder, gradient, loss=1.0, updated=True):
 def test_differences_are_relative_to_each_tensor_and_rounding_is_no_difference(tmp_path):
     one = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([1e-9])}
     two = {"a": torch.tensor([1.0, 2.2]), "b": torch.tensor([2e-9])}
-    found = compare(recording(tmp_path / "1", one), recording(tmp_path / "2", two, loss=1.5))
+    found = compare_recordings(
+        recording(tmp_path / "1", one), recording(tmp_path / "2", two, loss=1.5)
+    )
     assert found.loss == pytest.approx(0.5)
     assert found.gradient == pytest.approx(0.1)
     assert found.update == pytest.approx(0.1, rel=1e-3)
@@ -168,7 +170,9 @@ def test_differences_are_relative_to_each_tensor_and_rounding_is_no_difference(t
 
 def test_weights_that_are_never_updated_do_not_pass(tmp_path):
     one = recording(tmp_path / "1", {"a": torch.full((4,), 0.1)})
-    idle = compare(one, recording(tmp_path / "2", {"a": torch.full((4,), 0.1)}, updated=False))
+    idle = compare_recordings(
+        one, recording(tmp_path / "2", {"a": torch.full((4,), 0.1)}, updated=False)
+    )
     assert idle.gradient == 0
     assert idle.update == pytest.approx(1.0, rel=1e-3)
     assert not idle.passed(Tolerance.of("bf16"))
@@ -176,10 +180,14 @@ def test_weights_that_are_never_updated_do_not_pass(tmp_path):
 
 def test_missing_and_unfinished_numbers_never_pass(tmp_path):
     one = recording(tmp_path / "1", {"a": torch.ones(2)})
-    lacks = compare(one, recording(tmp_path / "2", {"b": torch.ones(2)}))
+    lacks = compare_recordings(one, recording(tmp_path / "2", {"b": torch.ones(2)}))
     assert lacks.missing == ("a", "b")
     assert not lacks.passed(Tolerance(9.0, 9.0))
-    broken = compare(one, recording(tmp_path / "3", {"a": torch.tensor([1.0, float("nan")])}))
+    broken = compare_recordings(
+        one, recording(tmp_path / "3", {"a": torch.tensor([1.0, float("nan")])})
+    )
     assert not broken.passed(Tolerance.of("bf16"))
-    endless = compare(one, recording(tmp_path / "4", {"a": torch.ones(2)}, loss=float("nan")))
+    endless = compare_recordings(
+        one, recording(tmp_path / "4", {"a": torch.ones(2)}, loss=float("nan"))
+    )
     assert not endless.passed(Tolerance.of("bf16"))

@@ -24,7 +24,7 @@ from bigtrain.data import MicroBatch
 from bigtrain.data.source import TensorSamples
 from bigtrain.engine.engine import Engine
 from bigtrain.errors import ConfigError, NonFiniteError
-from bigtrain.job.load import job_of
+from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.memory.timeline import Span, Timeline
 
@@ -133,7 +133,7 @@ def trained(context, strategy, runs):
     mine = slice(context.rank * size, (context.rank + 1) * size)
     batch = samples.inputs[mine], samples.targets[mine]
     for model, optimizer, keys in runs:
-        job = job_of(strategy, {"train.global_batch_size": 8, **keys})
+        job = job_from_keys(strategy, {"train.global_batch_size": 8, **keys})
         how = {"learning_rate": (1e-2, 5e-3, 1e-3, 2e-2).__getitem__}
         with Engine(model, CrossEntropy(), optimizer, job, context, **how) as engine:
             losses = []
@@ -182,7 +182,9 @@ def test_buffers_follow_the_first_rank_as_under_ddp(strategy):
 
 def continued(context, strategy, folder, optimizer, load, precision, model=TinyLM):
     """Three steps, or a checkpoint of them; then three more: (path, their losses)."""
-    job = job_of(strategy, {"train.global_batch_size": 8, **CLIP, "train.precision": precision})
+    job = job_from_keys(
+        strategy, {"train.global_batch_size": 8, **CLIP, "train.precision": precision}
+    )
     samples, size = tokens(48), 8 // context.world_size
 
     def step(engine):
@@ -271,7 +273,7 @@ class Overflowing(TinyLM):
 
 def overflowing(context, strategy):
     samples = tokens(8, ignored=False)
-    job = job_of(strategy, {"train.global_batch_size": 16, "memory.predict": False})
+    job = job_from_keys(strategy, {"train.global_batch_size": 16, "memory.predict": False})
     with Engine(Overflowing, CrossEntropy(), sgd, job, context) as engine:
         batch = samples.inputs, samples.targets
         engine.step(batch)
@@ -299,7 +301,7 @@ def measured(context, strategy, cases):
         inputs, targets = (t.repeat(repeats, 1) for t in text())
         keys = {"train.global_batch_size": len(inputs) * context.world_size, **keys}
         keys["train.micro_batch_size"] = len(inputs) // repeats
-        job, loss = job_of(strategy, keys), CrossEntropy()
+        job, loss = job_from_keys(strategy, keys), CrossEntropy()
         size = len(inputs) // repeats
         example = MicroBatch(inputs[:size], targets[:size], loss.count(targets[:size]), size)
         with Engine(model, loss, optimizer, job, context, example=example) as engine:
@@ -398,7 +400,7 @@ REFUSED = {
 def test_what_it_cannot_do_is_refused_before_the_ranks_meet(case):
     strategy, keys, words = REFUSED[case]
     with pytest.raises(ConfigError, match=words) as said:
-        make_plan(job_of(strategy, keys), 2, "cpu")
+        make_plan(job_from_keys(strategy, keys), 2, "cpu")
     assert "\n" not in str(said.value)
 
 
@@ -407,7 +409,7 @@ def test_without_deepspeed_it_says_what_to_install_and_what_else_to_use(monkeypa
     for strategy, instead in (("zero1", "zero1_torch"), ("zero2", "fsdp_zero2"), ("zero3", "fsdp")):
         words = f"`pip install deepspeed`, or use --strategy {instead}"
         with pytest.raises(ConfigError, match=words) as said:
-            make_plan(job_of(strategy, {}), 2, "cpu")
+            make_plan(job_from_keys(strategy, {}), 2, "cpu")
         assert "\n" not in str(said.value)
 
 
@@ -426,13 +428,15 @@ def profile_of(activations: int, elements: int = 1_000_000) -> Profile:
     ],
 )
 def test_it_says_where_it_cannot_help(world_size, keys, profile, words):
-    plan = make_plan(job_of("zero2", keys), world_size, "cpu")
+    plan = make_plan(job_from_keys("zero2", keys), world_size, "cpu")
     said = plan.techniques["replicate"].advise(Forecast.of(profile), profile, plan)
     assert said is None if words is None else re.search(words, said)
 
 
 def test_offload_on_a_cpu_is_no_use():
-    plan = make_plan(job_of("zero3_offload", {"strategy.offload.optimizer": "device"}), 2, "cpu")
+    plan = make_plan(
+        job_from_keys("zero3_offload", {"strategy.offload.optimizer": "device"}), 2, "cpu"
+    )
     said = plan.techniques["replicate"].advise(
         Forecast.of(profile_of(1_000_000)), profile_of(1_000_000), plan
     )

@@ -15,7 +15,7 @@ from bigtrain.assembly.make_plan import make_plan
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import load_job
 from bigtrain.strategies.zero import Zero
-from bigtrain.strategies.zero.on_deepspeed.config import settings
+from bigtrain.strategies.zero.on_deepspeed.config import deepspeed_settings
 
 AUTO: dict[str, Any] = {
     "train_batch_size": "auto",
@@ -63,7 +63,7 @@ def test_auto_is_filled_in_and_the_rest_taken_as_it_is(tmp_path):
     plan = make_plan(job, 2, "cpu")
     technique = plan.techniques["replicate"]
     assert isinstance(technique, Zero)
-    found = settings(technique, plan, 1_000_000)
+    found = deepspeed_settings(technique, plan, 1_000_000)
     assert (found["train_batch_size"], found["train_micro_batch_size_per_gpu"]) == (8, 2)
     assert (found["gradient_accumulation_steps"], found["gradient_clipping"]) == (2, 0.5)
     assert (found["bf16"]["enabled"], found["fp16"]["enabled"]) == (True, False)
@@ -81,7 +81,10 @@ def test_the_stage_is_the_files(tmp_path):
     job = load_job(None, None, keys_of(path))
     plan = make_plan(job, 2, "cpu")
     assert plan.techniques["replicate"].name == "zero"
-    assert settings(plan.techniques["replicate"], plan, 10)["zero_optimization"]["stage"] == 3
+    assert (
+        deepspeed_settings(plan.techniques["replicate"], plan, 10)["zero_optimization"]["stage"]
+        == 3
+    )
     with pytest.raises(ConfigError, match=r"stage=2, but zero_optimization.stage=3.*zero3"):
         make_plan(load_job(None, "zero2", keys_of(path)), 2, "cpu")
 

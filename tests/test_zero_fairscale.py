@@ -24,9 +24,9 @@ from bigtrain.data import MicroBatch
 from bigtrain.data.source import TensorSamples
 from bigtrain.engine.engine import Engine
 from bigtrain.errors import ConfigError
-from bigtrain.job.load import job_of
+from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
-from bigtrain.memory.timeline import KINDS, Span, Timeline
+from bigtrain.memory.timeline import MEMORY_KINDS, Span, Timeline
 
 pytest.importorskip("fairscale")
 
@@ -179,7 +179,7 @@ def in_two_groups(parameters):
 
 
 def trained_with_rates(context, strategy):
-    job = job_of(strategy, {"train.global_batch_size": 8})
+    job = job_from_keys(strategy, {"train.global_batch_size": 8})
     samples, size = tokens(8), 8 // context.world_size
     mine = slice(context.rank * size, (context.rank + 1) * size)
     batch = samples.inputs[mine], samples.targets[mine]
@@ -203,7 +203,7 @@ def test_rates_and_groups_reach_the_optimizer_that_does_the_work(strategy):
 
 def continued(context, strategy, folder, optimizer, load):
     """Three steps, or a checkpoint of them; then three more: (path, their losses)."""
-    job = job_of(strategy, {"train.global_batch_size": 8, "optim.clip_norm": 0.5})
+    job = job_from_keys(strategy, {"train.global_batch_size": 8, "optim.clip_norm": 0.5})
     samples, size = tokens(48), 8 // context.world_size
 
     def step(engine):
@@ -257,7 +257,7 @@ def test_the_peak_of_the_fullest_rank_is_predicted(strategy, case):
         assert note is None
         assert predicted.bytes == pytest.approx(measured.bytes, rel=0.01)
         assert predicted.phase == measured.phase
-        for kind in KINDS:
+        for kind in MEMORY_KINDS:
             mine, real = getattr(predicted.breakdown, kind), getattr(measured.breakdown, kind)
             assert mine == pytest.approx(real, abs=0.01 * measured.bytes), kind
 
@@ -288,7 +288,7 @@ REFUSED = {
 def test_what_it_cannot_do_is_refused_before_the_ranks_meet(case):
     strategy, keys, words = REFUSED[case]
     with pytest.raises(ConfigError, match=words):
-        make_plan(job_of(strategy, keys), 2, "cuda" if case == "fp64" else "cpu")
+        make_plan(job_from_keys(strategy, keys), 2, "cuda" if case == "fp64" else "cpu")
 
 
 def advice(strategy: str, ranks: int, slots: int, sizes=(100, 100, 100, 100)) -> str | None:
@@ -300,7 +300,7 @@ def advice(strategy: str, ranks: int, slots: int, sizes=(100, 100, 100, 100)) ->
         batch_bytes=8,
         first=Timeline(tuple(Span(size, "gradients", 1, 3) for size in sizes), ((0, "backward"),)),
     )
-    plan = make_plan(job_of(strategy, {}), ranks, "cpu")
+    plan = make_plan(job_from_keys(strategy, {}), ranks, "cpu")
     return plan.techniques["replicate"].advise(Forecast.of(profile), profile, plan)
 
 
@@ -322,7 +322,7 @@ def test_without_fairscale_it_says_what_to_install_and_what_else_to_use(
     for name in ("fairscale", "fairscale.optim", "fairscale.nn.data_parallel"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=f"`pip install fairscale`.*--strategy {instead}") as said:
-        make_plan(job_of(strategy, {}), 2, "cpu")
+        make_plan(job_from_keys(strategy, {}), 2, "cpu")
     assert "\n" not in str(said.value)
 
 

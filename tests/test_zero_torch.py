@@ -17,7 +17,7 @@ from bigtrain.assembly.make_plan import make_plan
 from bigtrain.data.source import TensorSamples
 from bigtrain.engine.engine import Engine
 from bigtrain.errors import ConfigError
-from bigtrain.job.load import job_of
+from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 
 PRESETS = ("zero1_torch", "fsdp_zero2", "fsdp")
@@ -132,7 +132,7 @@ def test_more_sharding_is_less_memory_and_the_peak_is_predicted(keys):
 
 
 def build_peak(context, strategy):
-    job = job_of(strategy, {"train.global_batch_size": 8})
+    job = job_from_keys(strategy, {"train.global_batch_size": 8})
     with Engine(lambda: Deep(width=128, blocks=8), CrossEntropy(), sgd, job, context) as engine:
         size = sum(p.numel() * 4 for p in Deep(width=128, blocks=8).parameters())
         return engine.meter.peak_bytes(), size
@@ -144,7 +144,7 @@ def test_a_rank_never_holds_the_whole_model():
 
 
 def saved_and_continued(context, strategy, folder, steps, resume):
-    job = job_of(strategy, {"train.global_batch_size": 8, "optim.clip_norm": 0.5})
+    job = job_from_keys(strategy, {"train.global_batch_size": 8, "optim.clip_norm": 0.5})
     data = tokens(32, ignored=False)
     losses = []
     with Engine(Deep, CrossEntropy(), adamw, job, context) as engine:
@@ -186,7 +186,9 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_cannot_work_is_refused_before_any_group(message):
     with pytest.raises(ConfigError, match=message):
-        make_plan(job_of("fsdp", {"train.global_batch_size": 8, **REFUSED[message]}), 4, "cpu")
+        make_plan(
+            job_from_keys("fsdp", {"train.global_batch_size": 8, **REFUSED[message]}), 4, "cpu"
+        )
 
 
 @pytest.mark.parametrize(
@@ -197,19 +199,19 @@ def test_what_cannot_work_is_refused_before_any_group(message):
     ],
 )
 def test_what_would_be_left_out_silently_is_refused(key, value, words):
-    job = job_of("zero1_torch", {f"strategy.replicate.{key}": value})
+    job = job_from_keys("zero1_torch", {f"strategy.replicate.{key}": value})
     with pytest.raises(ConfigError, match=words):
         make_plan(job, 4, "cpu")
 
 
 def test_fp16_is_refused_with_what_to_use():
     with pytest.raises(ConfigError, match="train.precision"):
-        job_of("fsdp", {"train.precision": "fp16"})
+        job_from_keys("fsdp", {"train.precision": "fp16"})
 
 
 def advice(context, strategy, width):
     batch = text()
-    job = job_of(strategy, {"train.global_batch_size": 32})
+    job = job_from_keys(strategy, {"train.global_batch_size": 32})
     with Engine(lambda: Deep(width), CrossEntropy(), adamw, job, context) as engine:
         engine.step(batch)
         return engine.advice

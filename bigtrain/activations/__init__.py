@@ -1,5 +1,1 @@
-"""What a block keeps from its forward pass to its backward pass.
-
-Activation checkpointing, full and selective; activation offload; the exact choice for each block
-under a budget.
-"""
+"""What a block keeps for its backward pass."""

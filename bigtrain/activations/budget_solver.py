@@ -17,23 +17,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-LARGEST_FRONT = 20_000
+MAX_FRONT = 20_000
 """Answers that are followed at once. Only beyond this number peaks are rounded, and up."""
 
 
 @dataclass(frozen=True)
-class Price:
+class PolicyCost:
     """What one way to run a block costs."""
 
     saved: int
     """Bytes that stay from its forward to its backward pass."""
-    highest: int
+    peak: int
     """Bytes at its highest moment, forward or backward, above what there was at its start."""
     seconds: float
     """On top of what the block takes when it keeps everything."""
 
 
-class Answer(NamedTuple):
+class BudgetSolution(NamedTuple):
     """One price for each block."""
 
     picks: tuple[int, ...]
@@ -50,12 +50,12 @@ class _State(NamedTuple):
     """A pick and those of the blocks after it, nested: shared by all answers that end alike."""
 
 
-def cheapest(
-    menu: Sequence[Sequence[Price]], room: int, tail: int = 0, waiting: int = 0
-) -> Answer | None:
+def fastest_within(
+    menu: Sequence[Sequence[PolicyCost]], room: int, tail: int = 0, waiting: int = 0
+) -> BudgetSolution | None:
     """The answer of the least time whose peak is inside the room; of those, the lowest peak.
 
-    Exact but for rounding beyond `LARGEST_FRONT` answers.
+    Exact but for rounding beyond `MAX_FRONT` answers.
 
     Args:
         menu: for each block, in the order of the forward pass, its prices.
@@ -66,24 +66,26 @@ def cheapest(
     Returns:
         None where even the lowest peak is above the room.
     """
-    inside = [s for s in _fronts(menu, room, tail, waiting) if _peak(s, waiting) <= room]
+    inside = [s for s in _pareto_front(menu, room, tail, waiting) if _peak(s, waiting) <= room]
     best = min(inside, key=lambda s: (s.seconds, _peak(s, waiting)), default=None)
-    return None if best is None else _answer(best, waiting)
+    return None if best is None else _solution(best, waiting)
 
 
-def lowest(menu: Sequence[Sequence[Price]], tail: int = 0, waiting: int = 0) -> Answer:
+def lowest_peak(
+    menu: Sequence[Sequence[PolicyCost]], tail: int = 0, waiting: int = 0
+) -> BudgetSolution:
     """The answer of the lowest peak; of those, the one of the least time."""
-    states = _fronts(menu, None, tail, waiting)
-    return _answer(min(states, key=lambda s: (_peak(s, waiting), s.seconds)), waiting)
+    states = _pareto_front(menu, None, tail, waiting)
+    return _solution(min(states, key=lambda s: (_peak(s, waiting), s.seconds)), waiting)
 
 
-def peak_of(
-    menu: Sequence[Sequence[Price]], picks: Sequence[int], tail: int = 0, waiting: int = 0
+def solution_peak(
+    menu: Sequence[Sequence[PolicyCost]], picks: Sequence[int], tail: int = 0, waiting: int = 0
 ) -> int:
-    """The peak of given prices, in bytes as `Answer.peak`."""
+    """The peak of given prices, in bytes as `BudgetSolution.peak`."""
     held, highest = 0, 0
     for prices, pick in zip(menu, picks, strict=True):
-        highest = max(highest, held + prices[pick].highest)
+        highest = max(highest, held + prices[pick].peak)
         held += prices[pick].saved
     return max(highest, held + tail) + waiting * held
 
@@ -92,8 +94,8 @@ def _peak(state: _State, waiting: int) -> int:
     return state.peak + waiting * state.saved
 
 
-def _answer(state: _State, waiting: int) -> Answer:
-    return Answer(tuple(_picked(state.picks)), _peak(state, waiting), state.seconds)
+def _solution(state: _State, waiting: int) -> BudgetSolution:
+    return BudgetSolution(tuple(_picked(state.picks)), _peak(state, waiting), state.seconds)
 
 
 def _picked(link: Any) -> Iterator[int]:
@@ -102,8 +104,8 @@ def _picked(link: Any) -> Iterator[int]:
         yield pick
 
 
-def _fronts(
-    menu: Sequence[Sequence[Price]], room: int | None, tail: int, waiting: int
+def _pareto_front(
+    menu: Sequence[Sequence[PolicyCost]], room: int | None, tail: int, waiting: int
 ) -> list[_State]:
     least = [min(price.saved for price in prices) for prices in menu]
     before = sum(least)
@@ -114,14 +116,14 @@ def _fronts(
         for pick, price in enumerate(prices):
             for state in front:
                 saved = price.saved + state.saved
-                peak = max(price.highest, price.saved + state.peak)
+                peak = max(price.peak, price.saved + state.peak)
                 # Whatever the blocks before do, they keep this much.
                 if room is not None and before + peak + waiting * (before + saved) > room:
                     continue
                 seconds = price.seconds + state.seconds
                 grown.append(_State(peak, saved, seconds, (pick, state.picks)))
         front = _undominated(grown, waiting)
-        if len(front) > LARGEST_FRONT:
+        if len(front) > MAX_FRONT:
             front = _undominated(_rounded(front), waiting)
     return front
 
@@ -147,7 +149,7 @@ def _undominated(states: list[_State], waiting: int) -> list[_State]:
 
 def _rounded(states: list[_State]) -> list[_State]:
     """Peaks and saved bytes up to a grid, so that near answers become one."""
-    grain = max(1, max(state.peak for state in states) // (LARGEST_FRONT // 4))
+    grain = max(1, max(state.peak for state in states) // (MAX_FRONT // 4))
     return [
         state._replace(peak=-(-state.peak // grain) * grain, saved=-(-state.saved // grain) * grain)
         for state in states

@@ -25,25 +25,25 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from bigtrain.activations.saved_tensors import (
-    Leftover,
-    Record,
-    Saved,
-    Stays,
-    Visit,
-    alive,
-    storage_of,
+    BlockPass,
+    OffloadedTensor,
+    PendingRelease,
+    ResidentTensor,
+    SavedStorage,
+    live_referents,
+    untyped_storage_of,
 )
 from bigtrain.errors import BigtrainError
 from bigtrain.memory.disk import scratch_folder
-from bigtrain.tensors.transfer import Carrier, DiskCarrier, HostCarrier, NoCarrier, Wait
+from bigtrain.tensors.transfer import DiskTransfer, HostTransfer, NullTransfer, Transfer, WaitFn
 from bigtrain.units import KIB
 
-LEAST_BYTES = 16 * KIB
+MIN_OFFLOADED_BYTES = 16 * KIB
 """What is smaller stays: statistics of norms and the like, of which a call to the system each
 would take longer than the copy, and whose sum is a percent of what is saved."""
 
 
-class Mover:
+class ActivationOffloader:
     """Saved activations of blocks, kept on the host or on disk between forward and backward.
 
     What was saved last stays until another block begins: mostly the backward pass comes first.
@@ -67,17 +67,17 @@ class Mover:
         folder: str | None = None,
         *,
         fake: bool = False,
-        carrier: Carrier | None = None,
+        carrier: Transfer | None = None,
     ) -> None:
         self._device, self._fake = device, fake
         if carrier is None and (place == "disk" or device.type == "cuda"):
             if fake:
-                carrier = NoCarrier()
+                carrier = NullTransfer()
             elif place == "disk":
-                carrier = DiskCarrier(folder or scratch_folder())
+                carrier = DiskTransfer(folder or scratch_folder())
             else:
-                carrier = HostCarrier(device)
-        self._carrier = carrier
+                carrier = HostTransfer(device)
+        self._transfer = carrier
         self.bytes_moved = 0
         """Copied away and back so far."""
         self.bytes_freed = 0
@@ -90,15 +90,15 @@ class Mover:
         """How long the training thread has waited for copies; on CUDA the device waits instead."""
         # Autograd calls from a thread for each device.
         self._lock = threading.RLock()
-        self._known: dict[int, tuple[weakref.ref[Any], weakref.ref[Record]]] = {}
-        self._staying: list[weakref.ref[Visit]] = []
-        self._last: weakref.ref[Visit] | None = None
-        self._turn: weakref.ref[Visit] | None = None
-        self._brought: list[weakref.ref[Record]] = []
+        self._known: dict[int, tuple[weakref.ref[Any], weakref.ref[SavedStorage]]] = {}
+        self._staying: list[weakref.ref[BlockPass]] = []
+        self._last: weakref.ref[BlockPass] | None = None
+        self._turn: weakref.ref[BlockPass] | None = None
+        self._brought: list[weakref.ref[SavedStorage]] = []
         # Filled wherever the last reference goes, in any thread; emptied at fixed moments.
-        self._leftovers: deque[Leftover] = deque()
+        self._leftovers: deque[PendingRelease] = deque()
 
-    def moved(self, module: nn.Module, compute: Callable[[], Any]) -> Any:
+    def offload(self, module: nn.Module, compute: Callable[[], Any]) -> Any:
         """Run a block's forward pass; what autograd saves in it leaves until its backward pass.
 
         Nothing moves under `torch.no_grad`. Several forward passes may be under way at once.
@@ -111,11 +111,11 @@ class Mover:
             BigtrainError: the place took less than all; also in the backward pass, where what
                 is wanted back was changed in place after it was saved, or cannot be read.
         """
-        if self._carrier is None or not torch.is_grad_enabled():
+        if self._transfer is None or not torch.is_grad_enabled():
             return compute()
         with self._lock:
             leaving = self._begin_leaving()
-            visit = Visit(self._last)
+            visit = BlockPass(self._last)
         try:
             with saved_tensors_hooks(self._packing(module, visit), self._unpack):
                 result = compute()
@@ -131,13 +131,13 @@ class Mover:
                 self._staying.append(self._last)
         return result
 
-    def __deepcopy__(self, _memo: object) -> Mover:
+    def __deepcopy__(self, _memo: object) -> ActivationOffloader:
         """A copy of a model shares the place that its blocks' activations go to."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A model that is written down moves nothing when it is read."""
-        return Mover, ("cpu", torch.device("cpu"))
+        return ActivationOffloader, ("cpu", torch.device("cpu"))
 
     def begin_pass(self) -> None:
         """Say that the next block is the first of its forward pass.
@@ -151,19 +151,19 @@ class Mover:
         """Let go of files and threads; a backward pass that wants something back fails then."""
         with self._lock:
             self._clear_up()
-            if self._carrier is not None:
-                self._carrier.close()
-            self._carrier = None
+            if self._transfer is not None:
+                self._transfer.close()
+            self._transfer = None
 
-    def _begin_leaving(self) -> list[tuple[weakref.ref[Record], Tensor, Wait]]:
+    def _begin_leaving(self) -> list[tuple[weakref.ref[SavedStorage], Tensor, WaitFn]]:
         """Begin to copy away what the last blocks have saved."""
         self._clear_up()
         leaving = []
-        for visit in alive(self._staying):
+        for visit in live_referents(self._staying):
             for record in () if visit.begun else visit.records():
                 if record.data is None or record.spot is not None:
                     continue
-                record.spot, wait = self._open_carrier().put(record.data)
+                record.spot, wait = self._open_transfer().copy_out(record.data)
                 leaving.append((weakref.ref(record), record.data, wait))
                 self.bytes_moved += record.nbytes
                 self.bytes_away += record.nbytes
@@ -172,7 +172,7 @@ class Mover:
         return leaving
 
     def _let_go(
-        self, leaving: list[tuple[weakref.ref[Record], Tensor, Wait]]
+        self, leaving: list[tuple[weakref.ref[SavedStorage], Tensor, WaitFn]]
     ) -> BigtrainError | None:
         """Wait for all of them and let go of what has left; the first failure."""
         fault = None
@@ -188,26 +188,26 @@ class Mover:
                 record.data = None
         return fault
 
-    def _packing(self, module: nn.Module, visit: Visit) -> Callable[[Tensor], Any]:
+    def _packing(self, module: nn.Module, visit: BlockPass) -> Callable[[Tensor], Any]:
         owned: set[int] = set()
 
         def is_owned(storage: torch.UntypedStorage) -> bool:
             if storage._cdata not in owned:  # sharded parameters are gathered in the midst of it
                 tensors = (*module.parameters(), *module.buffers())
                 owned.update(
-                    found._cdata for found in map(storage_of, tensors) if found is not None
+                    found._cdata for found in map(untyped_storage_of, tensors) if found is not None
                 )
             return storage._cdata in owned
 
-        def pack(tensor: Tensor) -> Stays | Saved:
+        def pack(tensor: Tensor) -> ResidentTensor | OffloadedTensor:
             # No function mode of the user's is to see what is done here.
             with torch._C.DisableTorchFunction():
-                storage = storage_of(tensor) if self._may_move(tensor) else None
-                if storage is None or storage.nbytes() < LEAST_BYTES or is_owned(storage):
-                    return Stays(tensor)
+                storage = untyped_storage_of(tensor) if self._may_move(tensor) else None
+                if storage is None or storage.nbytes() < MIN_OFFLOADED_BYTES or is_owned(storage):
+                    return ResidentTensor(tensor)
                 with self._lock:
                     record = self._record(storage, tensor, visit)
-                return Saved(tensor, record, visit)
+                return OffloadedTensor(tensor, record, visit)
 
         return pack
 
@@ -219,7 +219,9 @@ class Mover:
         plain = tensor.layout == torch.strided and not (tensor.is_conj() or tensor.is_neg())
         return here and plain and not tensor.is_quantized
 
-    def _record(self, storage: torch.UntypedStorage, tensor: Tensor, visit: Visit) -> Record:
+    def _record(
+        self, storage: torch.UntypedStorage, tensor: Tensor, visit: BlockPass
+    ) -> SavedStorage:
         """What stands for a storage, the same one for all that is saved of it."""
         key: int = storage._cdata
         known = self._known.get(key)
@@ -227,7 +229,7 @@ class Mover:
         # Until its block ends, a storage is held as it is. What an earlier block has saved may be
         # copied already: it is the same only if it was not changed in between.
         if record is None or not (record.made_in(visit) or record.holds(tensor)):
-            record = Record(tensor, visit, self._leftovers)
+            record = SavedStorage(tensor, visit, self._leftovers)
             told, freed = weakref.ref(record), storage.nbytes()
 
             def died(dead: weakref.ref[Any]) -> None:
@@ -241,49 +243,51 @@ class Mover:
         visit.save(record)
         return record
 
-    def _unpack(self, saved: Stays | Saved) -> Tensor:
+    def _unpack(self, saved: ResidentTensor | OffloadedTensor) -> Tensor:
         with torch._C.DisableTorchFunction():
             saved.check()
-            if isinstance(saved, Stays):
+            if isinstance(saved, ResidentTensor):
                 return saved.tensor
             with self._lock:
-                self._turn_to(saved.visit)
+                self._begin_backward_of(saved.visit)
                 record = saved.record
-                self._bring(record)
-                self._settle(record)
+                self._begin_load(record)
+                self._wait_copy(record)
                 return saved.of(record.here)
 
-    def _turn_to(self, visit: Visit) -> None:
+    def _begin_backward_of(self, visit: BlockPass) -> None:
         """A block's backward pass begins: it comes back, the one before it begins to."""
         if self._turn is not None and self._turn() is visit:
             return
         self._turn, self._last = weakref.ref(visit), None
-        visit.begun = True
+        visit.backward_begun = True
         self._clear_up()
         before = visit.before() if visit.before is not None else None
         wanted = [*visit.records(), *(before.records() if before is not None else ())]
         # Of a graph that is kept for another backward pass: it is read again then.
-        for record in alive(self._brought):
+        for record in live_referents(self._brought):
             if record not in wanted:
-                self._settle(record)
+                self._wait_copy(record)
                 record.data = None
-        self._brought = [weakref.ref(r) for r in alive(self._brought) if r.data is not None]
+        self._brought = [
+            weakref.ref(r) for r in live_referents(self._brought) if r.data is not None
+        ]
         for record in wanted:
-            self._bring(record)
+            self._begin_load(record)
 
-    def _bring(self, record: Record) -> None:
+    def _begin_load(self, record: SavedStorage) -> None:
         """Begin to bring a storage back, where it is away."""
         if record.data is not None:
             return
         record.data = record.original()
         if record.data is None:
             target = torch.empty(record.nbytes, dtype=torch.uint8, device=self._device)
-            record.wait = self._open_carrier().take(record.spot, target)
+            record.wait = self._open_transfer().copy_in(record.spot, target)
             record.data = target
             self.bytes_moved += record.nbytes
         self._brought.append(weakref.ref(record))
 
-    def _settle(self, record: Record) -> None:
+    def _wait_copy(self, record: SavedStorage) -> None:
         if record.wait is not None:
             wait, record.wait = record.wait, None
             try:
@@ -292,7 +296,7 @@ class Mover:
                 record.data = None
                 raise
 
-    def _await(self, wait: Wait) -> None:
+    def _await(self, wait: WaitFn) -> None:
         began = time.perf_counter()
         try:
             wait()
@@ -307,13 +311,13 @@ class Mover:
                 self._await(wait)
             if spot is not None:
                 self.bytes_away -= nbytes
-                if self._carrier is not None:
-                    self._carrier.free(spot)
+                if self._transfer is not None:
+                    self._transfer.free(spot)
 
-    def _open_carrier(self) -> Carrier:
-        if self._carrier is None:
+    def _open_transfer(self) -> Transfer:
+        if self._transfer is None:
             raise BigtrainError(
                 "A backward pass wants saved activations back from a mover that is closed. Run "
                 "the backward pass before `close`."
             )
-        return self._carrier
+        return self._transfer

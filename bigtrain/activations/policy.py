@@ -9,32 +9,34 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from torch import nn
 
-from bigtrain.activations.recompute import recomputed
+from bigtrain.activations.recompute import checkpoint_block
 from bigtrain.errors import ConfigError
 
-Choice = Literal["keep", "selective", "full", "offload", "full_offload"]
+BlockPolicy = Literal["keep", "selective", "full", "offload", "full_offload"]
 """All stays; products stay and the rest is computed again; the inputs stay; all is moved away;
 the inputs are moved away."""
-CHOICES: tuple[Choice, ...] = get_args(Choice)
+BLOCK_POLICIES: tuple[BlockPolicy, ...] = get_args(BlockPolicy)
 
 
-def recomputed_names(choices: Mapping[str, Choice]) -> frozenset[str]:
+def recomputed_names(choices: Mapping[str, BlockPolicy]) -> frozenset[str]:
     """The modules that are computed again, whatever else becomes of what they keep."""
     again = ("selective", "full", "full_offload")
     return frozenset(name for name, choice in choices.items() if choice in again)
 
 
-class Moving(Protocol):
-    """Who takes saved tensors away and back; see `offload.Mover`."""
+class Offloader(Protocol):
+    """Who takes saved tensors away and back; see `offload.ActivationOffloader`."""
 
-    def moved(self, module: nn.Module, compute: Callable[[], Any]) -> Any:
+    def offload(self, module: nn.Module, compute: Callable[[], Any]) -> Any:
         """Compute; what is saved meanwhile leaves the device until it is wanted."""
 
     def close(self) -> None:
         """Let go of files and threads."""
 
 
-def shape(root: nn.Module, choices: Mapping[str, Choice], mover: Moving | None = None) -> None:
+def apply_policies(
+    root: nn.Module, choices: Mapping[str, BlockPolicy], mover: Offloader | None = None
+) -> None:
     """Let the forward passes of modules keep what they are told to.
 
     In place, without a change of any name. A copy of the model made afterwards does the same.
@@ -49,7 +51,7 @@ def shape(root: nn.Module, choices: Mapping[str, Choice], mover: Moving | None =
         if choice == "keep":
             continue
         for module in _uncut(root, name, through):
-            _shape_one(module, choice, mover)
+            _apply_policy(module, choice, mover)
 
 
 def _uncut(root: nn.Module, name: str, through: frozenset[str]) -> Iterator[nn.Module]:
@@ -65,7 +67,7 @@ def _uncut(root: nn.Module, name: str, through: frozenset[str]) -> Iterator[nn.M
         yield from _uncut(root, f"{name}.{child}", through)
 
 
-def _shape_one(module: nn.Module, choice: Choice, mover: Moving | None) -> None:
+def _apply_policy(module: nn.Module, choice: BlockPolicy, mover: Offloader | None) -> None:
     if choice in ("offload", "full_offload") and mover is None:
         raise ValueError(f"{choice} needs a mover")
     if isinstance(module, torch.jit.ScriptModule):
@@ -78,8 +80,8 @@ def _shape_one(module: nn.Module, choice: Choice, mover: Moving | None) -> None:
     module.forward = partial(_forward, module, module.forward, choice, mover)
 
 
-def unshape(root: nn.Module) -> None:
-    """Undo `shape`, for all modules of a tree."""
+def remove_policies(root: nn.Module) -> None:
+    """Undo `apply_policies`, for all modules of a tree."""
     for module in root.modules():
         own = module.__dict__.get("forward")
         if isinstance(own, partial) and own.func is _forward:
@@ -93,8 +95,8 @@ def unshape(root: nn.Module) -> None:
 def _forward(
     module: nn.Module,
     compute: Callable[..., Any],
-    choice: Choice,
-    mover: Moving | None,
+    choice: BlockPolicy,
+    mover: Offloader | None,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -102,8 +104,8 @@ def _forward(
         return compute(*args, **kwargs)
     if choice in ("selective", "full"):
         only_between = choice == "selective"
-        return recomputed(module, compute, *args, selective=only_between, **kwargs)
+        return checkpoint_block(module, compute, *args, selective=only_between, **kwargs)
     run = partial(compute, *args, **kwargs)
     if choice == "full_offload":
-        run = partial(recomputed, module, compute, *args, **kwargs)
-    return run() if mover is None else mover.moved(module, run)
+        run = partial(checkpoint_block, module, compute, *args, **kwargs)
+    return run() if mover is None else mover.offload(module, run)

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import (
 )
 
 from bigtrain.errors import ConfigError
-from bigtrain.losses.chunked_cross_entropy import given_again, now_given
-from bigtrain.tensors.op_cost import changed_by
+from bigtrain.losses.chunked_cross_entropy import current_targets, restored_targets
+from bigtrain.tensors.op_cost import mutated_tensors
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm")
 _ATTENTION = (
@@ -32,7 +32,7 @@ _ATTENTION = (
 )
 
 
-def recomputed(
+def checkpoint_block(
     module: nn.Module,
     compute: Callable[..., Any],
     *args: Any,
@@ -56,7 +56,7 @@ def recomputed(
     keeping what is dear.
     """
     leaves, structure = tree_flatten((args, kwargs))
-    before, original = now_given(), [(args, kwargs)]
+    before, original = current_targets(), [(args, kwargs)]
     del args, kwargs  # what is kept is kept as leaves alone
 
     def run(*kept: Any) -> Any:
@@ -70,13 +70,13 @@ def recomputed(
         return compute(*given, **named)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        same = (lambda: statistics_kept(module), lambda: given_again(before))
+        same = (lambda: freeze_running_statistics(module), lambda: restored_targets(before))
         if not selective:
-            return nullcontext(), _Again(*same)
-        first, again = create_selective_checkpoint_contexts(_Policy())  # type: ignore[no-untyped-call]
+            return nullcontext(), _ReentrantContexts(*same)
+        first, again = create_selective_checkpoint_contexts(_SelectivePolicy())  # type: ignore[no-untyped-call]
         kind: Any = type(again)
-        again.__class__ = _only_dear(kind)
-        return first, _Again(lambda: again, *same)
+        again.__class__ = _only_saved_ops(kind)
+        return first, _ReentrantContexts(lambda: again, *same)
 
     return checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts, **_HOOKS)
 
@@ -90,7 +90,7 @@ _HOOKS: dict[str, Any] = (
 
 
 @functools.cache
-def _only_dear(kind: type[Any]) -> type[Any]:
+def _only_saved_ops(kind: type[Any]) -> type[Any]:
     """Torch's mode that hands kept results out, asked only about operations that may be kept.
 
     Others need not be the same both times: autocast leaves out a cast that it has done before.
@@ -132,7 +132,7 @@ def _moves_no_buffer(module: nn.Module) -> Iterator[None]:
             )
 
 
-def is_dear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_saved_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether `selective` keeps the result of an operation: it does most of a model's work.
 
     Attention that draws random numbers is not kept: leaving it out the second time would move
@@ -152,7 +152,7 @@ def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return True
 
 
-class _Policy:
+class _SelectivePolicy:
     """Says of each operation of a block whether its result is kept.
 
     Raises:
@@ -168,9 +168,9 @@ class _Policy:
     ) -> CheckpointPolicy:
         if not isinstance(func, torch._ops.OpOverload):
             return CheckpointPolicy.PREFER_RECOMPUTE
-        if any(_storage(tensor) in self._kept for tensor in changed_by(func, args, kwargs)):
+        if any(_storage(tensor) in self._kept for tensor in mutated_tensors(func, args, kwargs)):
             raise ConfigError(CHANGED_IN_PLACE)
-        if is_dear(func, args, kwargs):
+        if is_saved_op(func, args, kwargs):
             made = tree_leaves(context.op_output)
             self._kept.update(_storage(t) for t in made if isinstance(t, Tensor))
             return CheckpointPolicy.MUST_SAVE
@@ -190,7 +190,7 @@ def _storage(tensor: Tensor) -> int:
     return number
 
 
-class _Again(AbstractContextManager[None]):
+class _ReentrantContexts(AbstractContextManager[None]):
     """Contexts that are made anew at each entry.
 
     Where the backward pass is split into one for inputs and one for weights, a block is computed
@@ -212,7 +212,7 @@ class _Again(AbstractContextManager[None]):
 
 
 @contextmanager
-def statistics_kept(module: nn.Module) -> Iterator[None]:
+def freeze_running_statistics(module: nn.Module) -> Iterator[None]:
     """BatchNorm and its like normalise as before, and their running statistics stay."""
     norms = [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
     before = [(norm.momentum, norm._buffers.get("num_batches_tracked")) for norm in norms]

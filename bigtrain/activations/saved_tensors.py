@@ -1,8 +1,8 @@
 """What stands in autograd's graph for the tensors that a block has saved.
 
-`Saved` is one tensor, `Record` a storage below one or more of them, `Visit` one forward pass
-through one block. The graph holds the first, which holds the others: what is dropped with the
-graph frees all of it.
+`OffloadedTensor` is one tensor, `SavedStorage` a storage below one or more of them, `BlockPass`
+one forward pass through one block. The graph holds the first, which holds the
+others: what is dropped with the graph frees all of it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from bigtrain.errors import BigtrainError
-from bigtrain.tensors.transfer import Wait
+from bigtrain.tensors.transfer import WaitFn
 
-Leftover = tuple[Any, int, Tensor | None, Wait | None]
+PendingRelease = tuple[Any, int, Tensor | None, WaitFn | None]
 """Spot, bytes, and a copy back that may be under way, of what nobody wants any more."""
 
 
-class Root:
+class VersionedBase:
     """A tensor that is not a view, known by its counter of changes and without holding it."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -32,18 +32,18 @@ class Root:
         self.twin.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
-class Record:
+class SavedStorage:
     """A storage of which something was saved: on the device, away, or both."""
 
-    def __init__(self, tensor: Tensor, visit: Visit, leftovers: deque[Leftover]) -> None:
+    def __init__(self, tensor: Tensor, visit: BlockPass, leftovers: deque[PendingRelease]) -> None:
         self.data: Tensor | None = _whole_storage(tensor)
         """All of its bytes, where they are on the device."""
         self.nbytes = self.data.numel()
         self.spot: Any = None
-        self.wait: Wait | None = None
+        self.wait: WaitFn | None = None
         self._key = tensor.untyped_storage()._cdata
         self._visit = weakref.ref(visit)
-        self._roots: list[tuple[Root, int]] = []
+        self._roots: list[tuple[VersionedBase, int]] = []
         self._leftovers = leftovers
 
     def __del__(self) -> None:
@@ -52,7 +52,7 @@ class Record:
             data = self.data if self.wait is not None else None
             self._leftovers.append((self.spot, self.nbytes, data, self.wait))
 
-    def made_in(self, visit: Visit) -> bool:
+    def made_in(self, visit: BlockPass) -> bool:
         """Whether this block was the first to save something of it, in this forward pass."""
         return self._visit() is visit
 
@@ -63,13 +63,13 @@ class Record:
             raise BigtrainError("A saved activation is not on the device. Please report this.")
         return self.data
 
-    def note(self, tensor: Tensor) -> Root:
+    def note(self, tensor: Tensor) -> VersionedBase:
         """Something of it is saved: remember whose counter tells of changes."""
         base = _base(tensor)
         for root, version in self._roots:
             if root.tensor() is base and version == tensor._version:
                 return root
-        root = Root(base)
+        root = VersionedBase(base)
         self._roots.append((root, tensor._version))
         return root
 
@@ -88,26 +88,26 @@ class Record:
         return None
 
 
-class Visit:
+class BlockPass:
     """One forward pass through one block, alive as long as something that it has saved."""
 
-    def __init__(self, before: weakref.ref[Visit] | None) -> None:
+    def __init__(self, before: weakref.ref[BlockPass] | None) -> None:
         self.before = before
-        self.begun = False
+        self.backward_begun = False
         """Whether its backward pass has begun."""
-        self.saved: list[weakref.ref[Record]] = []
+        self.saved: list[weakref.ref[SavedStorage]] = []
 
-    def save(self, record: Record) -> None:
+    def save(self, record: SavedStorage) -> None:
         """Something of this storage is saved by it."""
         if not any(ref() is record for ref in self.saved):
             self.saved.append(weakref.ref(record))
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[SavedStorage]:
         """What it has saved and is still wanted, the last first, as a backward pass wants it."""
-        return list(alive(reversed(self.saved)))
+        return list(live_referents(reversed(self.saved)))
 
 
-class Stays:
+class ResidentTensor:
     """A saved tensor that is left where it is."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -120,17 +120,17 @@ class Stays:
         _check(self.tensor._version, self._version, self.tensor.shape, self.tensor.dtype)
 
 
-class Saved:
+class OffloadedTensor:
     """A saved tensor whose storage may be away."""
 
-    def __init__(self, tensor: Tensor, record: Record, visit: Visit) -> None:
+    def __init__(self, tensor: Tensor, record: SavedStorage, visit: BlockPass) -> None:
         self.record, self.visit = record, visit
         self._shape, self._stride = tensor.shape, tensor.stride()
         self._dtype, self._offset = tensor.dtype, tensor.storage_offset()
         self._root, self._version = record.note(tensor), tensor._version
 
     def check(self) -> None:
-        """See `Stays.check`."""
+        """See `ResidentTensor.check`."""
         _check(self._root.twin._version, self._version, self._shape, self._dtype)
 
     def of(self, data: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def _whole_storage(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((numbers,), (1,), 0).view(torch.uint8)
 
 
-def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+def untyped_storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     """The storage below a tensor, or None where it has none of its own."""
     try:
         return tensor.untyped_storage()
@@ -166,6 +166,6 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
         return None
 
 
-def alive(references: Iterable[weakref.ref[Any]]) -> Iterator[Any]:
+def live_referents(references: Iterable[weakref.ref[Any]]) -> Iterator[Any]:
     """What is still there of what was only referred to."""
     return (found for found in (reference() for reference in references) if found is not None)

@@ -13,40 +13,40 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bigtrain.activations.budget_solver import Price, peak_of
-from bigtrain.activations.policy import Choice
+from bigtrain.activations.budget_solver import PolicyCost, solution_peak
+from bigtrain.activations.policy import BlockPolicy
 from bigtrain.costs.forecast import Forecast, Profile
-from bigtrain.memory.timeline import Timeline, Visit
+from bigtrain.memory.timeline import BlockTicks, Timeline
 from bigtrain.prediction.block_costs import BlockCost
 
-MOVED_PER_SECOND = {"cpu": 2.5e10, "disk": 1e9, "device": math.inf}
+OFFLOAD_BYTES_PER_SECOND = {"cpu": 2.5e10, "disk": 1e9, "device": math.inf}
 """Bytes to the host over PCIe 4, and to a common solid-state disk: orders of magnitude."""
 
 
 @dataclass(frozen=True)
-class Chain:
+class BudgetProblem:
     """The blocks of a rank in the order of the forward pass, with their prices."""
 
     names: tuple[str, ...]
-    menu: tuple[tuple[Price, ...], ...]
+    policy_costs: tuple[tuple[PolicyCost, ...], ...]
     """For each block one price for each choice."""
-    choices: tuple[Choice, ...]
+    policies: tuple[BlockPolicy, ...]
     tail: int
     waiting: int
     base: int
     """Bytes when the first block begins, states included."""
 
     @property
-    def arguments(self) -> tuple[tuple[tuple[Price, ...], ...], int, int]:
+    def solver_arguments(self) -> tuple[tuple[tuple[PolicyCost, ...], ...], int, int]:
         """What `budget.lowest` takes."""
-        return self.menu, self.tail, self.waiting
+        return self.policy_costs, self.tail, self.waiting
 
 
 @dataclass(frozen=True)
-class Seen:
+class UniformForecast:
     """A rank whose blocks all made one choice."""
 
-    step: Forecast
+    forecast: Forecast
     """Of the whole step."""
     stages: tuple[tuple[Profile, Forecast], ...]
     """Of one micro-batch through each of its stages."""
@@ -54,16 +54,16 @@ class Seen:
     @property
     def highest(self) -> int:
         """Bytes at the highest moment of the micro-batches; the optimizer's step is left out."""
-        return _without_step(self.step).peak().bytes
+        return _without_step(self.forecast).peak().bytes
 
 
-def chain_of(
-    seen: Mapping[Choice, Seen],
+def make_budget_problem(
+    seen: Mapping[BlockPolicy, UniformForecast],
     costs: Mapping[str, BlockCost],
     *,
     waiting: int = 0,
     place: str = "disk",
-) -> Chain:
+) -> BudgetProblem:
     """Read the prices off the forecasts.
 
     Args:
@@ -79,7 +79,7 @@ def chain_of(
         whole = curves["keep"].saved[name]
         menu.append(
             tuple(
-                Price(
+                PolicyCost(
                     found.saved[name],
                     found.highest[name],
                     _seconds(choice, costs[name], whole - found.saved[name], place),
@@ -91,10 +91,10 @@ def chain_of(
     # Where choices do not quite add up the lowest is taken: what is chosen so is proven, and the
     # room made smaller until it holds.
     base = min(
-        found.highest - peak_of(menu, [place] * len(names), tail, waiting)
+        found.highest - solution_peak(menu, [place] * len(names), tail, waiting)
         for place, found in enumerate(seen.values())
     )
-    return Chain(names, tuple(menu), tuple(seen), tail, waiting, base)
+    return BudgetProblem(names, tuple(menu), tuple(seen), tail, waiting, base)
 
 
 def saved_bytes(profile: Profile, found: Forecast) -> dict[str, int]:
@@ -103,9 +103,9 @@ def saved_bytes(profile: Profile, found: Forecast) -> dict[str, int]:
     return saved
 
 
-def _seconds(choice: Choice, cost: BlockCost, moved: int, place: str) -> float:
+def _seconds(choice: BlockPolicy, cost: BlockCost, moved: int, place: str) -> float:
     """What a choice adds. Copies run beside the computation; what does not fit is waited for."""
-    away = 2 * max(0.0, moved / MOVED_PER_SECOND[place] - cost.whole)
+    away = 2 * max(0.0, moved / OFFLOAD_BYTES_PER_SECOND[place] - cost.whole)
     return {
         "keep": 0.0,
         "selective": cost.between,
@@ -134,7 +134,7 @@ class _Blocks:
     tail: int
 
     @classmethod
-    def of(cls, seen: Seen) -> _Blocks:
+    def of(cls, seen: UniformForecast) -> _Blocks:
         saved: dict[str, int] = {}
         highest: dict[str, int] = {}
         tail = 0
@@ -158,7 +158,7 @@ def _read(
     profile: Profile, timeline: Timeline, held: int
 ) -> tuple[int, dict[str, int], dict[str, int], int]:
     """Bytes at the first block's start; saved and highest by block; the highest after the last."""
-    curve = _Curve(timeline)
+    curve = _MemoryCurve(timeline)
     second = timeline.phases[0][0] != profile.first.phases[0][0]
     visits = [(name, again if second else first) for name, first, again in profile.windows]
     if not visits:
@@ -176,7 +176,7 @@ def _read(
     return held + curve.at(begins[0]), saved, highest, tail
 
 
-def _backward(visits: Sequence[tuple[str, Visit]], end: int) -> list[tuple[int, int]]:
+def _backward(visits: Sequence[tuple[str, BlockTicks]], end: int) -> list[tuple[int, int]]:
     """From where each block's backward pass begins to where that of the block before does."""
     starts = [visit.backward[0] for _, visit in visits]
     return [
@@ -185,7 +185,7 @@ def _backward(visits: Sequence[tuple[str, Visit]], end: int) -> list[tuple[int, 
     ]
 
 
-class _Curve:
+class _MemoryCurve:
     """Bytes alive at each tick of a timeline."""
 
     def __init__(self, timeline: Timeline) -> None:

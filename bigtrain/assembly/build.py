@@ -1,13 +1,13 @@
 """From a resolved plan to a live runner: the order of composition.
 
-`build` is the one place where that order stands.
+`build_runner` is the one place where that order stands.
 """
 
 from __future__ import annotations
 
 from torch import nn
 
-from bigtrain.activations.policy import Moving, shape
+from bigtrain.activations.policy import Offloader, apply_policies
 from bigtrain.assembly.materialize import Materializer
 from bigtrain.core.loop import LoopRunner
 from bigtrain.core.resolved import ResolvedPlan
@@ -15,9 +15,9 @@ from bigtrain.core.runner import Runner
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.workload import Workload
 from bigtrain.errors import ConfigError
-from bigtrain.losses.chunked_cross_entropy import attach
-from bigtrain.memory.meter import Meter
-from bigtrain.models.bf16_parameters import low_precision_names
+from bigtrain.losses.chunked_cross_entropy import attach_head
+from bigtrain.memory.meter import MemoryMeter
+from bigtrain.models.bf16_parameters import bf16_parameter_names
 from bigtrain.models.blueprint import Blueprint
 from bigtrain.models.names import names_of
 from bigtrain.ranks.context import RunContext
@@ -46,13 +46,13 @@ def check_mesh(plan: Plan, context: RunContext) -> None:
         )
 
 
-def build(
+def build_runner(
     resolved: ResolvedPlan,
     blueprint: Blueprint,
     workload: Workload,
     context: RunContext,
-    meter: Meter,
-    mover: Moving | None = None,
+    meter: MemoryMeter,
+    mover: Offloader | None = None,
 ) -> Runner:
     """Make the live runner of a plan. Every step below stands where it must.
 
@@ -68,8 +68,8 @@ def build(
     with meter.window():
         plan, layout = resolved.plan, resolved.layout
         model = blueprint.model
-        attach(workload.loss, model)  # while names are the user's own
-        low = () if plan.master_weights else low_precision_names(model)
+        attach_head(workload.loss, model)  # while names are the user's own
+        low = () if plan.master_weights else bf16_parameter_names(model)
         materialize = Materializer(blueprint, context, plan.precision, low)
         if layout is not None:
             # Before any value is made: a rank pays for its own stages only. A model that could
@@ -96,8 +96,8 @@ def build(
             module=model,
             materialize=materialize,
             layout=layout,
-            choices=resolved.policies,
-            mover=mover,
+            block_policies=resolved.policies,
+            offloader=mover,
         )
         # cut: stages first, so that all that follows sees only this rank's layers.
         # recompute: on blocks, while they are still the user's own modules; those of stages
@@ -106,9 +106,9 @@ def build(
         # replicate: wraps or shards what is left, hooks of recomputation included.
         # accumulate: says how often all of that runs before the optimizer does.
         if layout is None:
-            shape(model, resolved.policies, mover)
+            apply_policies(model, resolved.policies, mover)
         for technique in plan.in_order:
             technique.apply(assembly)
-        assembly.rejoin()
+        assembly.collect_parameters()
         # The optimizer comes last, made by the runner: sharding has changed the parameters.
         return (assembly.runner or LoopRunner)(assembly)

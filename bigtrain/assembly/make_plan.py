@@ -43,7 +43,7 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
             "technique that does. Use mesh.pp=1 mesh.tp=1, or --strategy 1f1b."
         )
     replicate = techniques["replicate"].traits
-    joins = isinstance(cut, CutStrategy) and cut.traits.joins_with(replicate)
+    joins = isinstance(cut, CutStrategy) and cut.traits.takes_over_from(replicate)
     given_up = "replicate" if joins else None  # the cut's engine is that one's, too
     if tp > 1:
         raise ConfigError(

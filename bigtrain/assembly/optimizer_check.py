@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bigtrain.core.strategy import Plan
-from bigtrain.core.traits import Given
+from bigtrain.core.traits import OptimizerInput
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import LOW_BIT, OptimConfig
 
-_SHAPES: dict[Given, str] = {
+_SHAPES: dict[OptimizerInput, str] = {
     "parameters": "the parameters themselves",
     "pieces": "pieces",
     "shards": "shards",
@@ -26,7 +26,7 @@ def check_optimizer(optim: OptimConfig, plan: Plan) -> None:
         ConfigError: with the key, the reason and the nearest choice that works.
     """
     given = plan.replicate.optimizer_gets
-    if plan.joined or (plan.cut is not None and plan.cut.optimizer_gets == "copies"):
+    if plan.shares_engine or (plan.cut is not None and plan.cut.optimizer_gets == "copies"):
         given = "copies"
     who = f"strategy {plan.strategy.name}"
     if optim.name == "sgd" and optim.implementation == "fused" and given == "shards":
@@ -59,7 +59,7 @@ def _check_tied(optim: OptimConfig, who: str) -> None:
         )
 
 
-def _check_masters(plan: Plan, given: Given, who: str) -> None:
+def _check_masters(plan: Plan, given: OptimizerInput, who: str) -> None:
     if plan.precision != "bf16":
         raise ConfigError(
             f"optim.master_weights=false keeps parameters in bf16, and train.precision is "
@@ -71,11 +71,11 @@ def _check_masters(plan: Plan, given: Given, who: str) -> None:
             "takes no others. Use --strategy single or --strategy ddp, or "
             "optim.master_weights=true."
         )
-    if plan.offloaded.optimizer != "device":
+    if plan.offload_tiers.optimizer != "device":
         raise ConfigError(
             f"optim.master_weights=false keeps no values but the parameters, and "
-            f"strategy.offload.optimizer={plan.offloaded.optimizer} keeps fp32 copies elsewhere. "
-            "Use strategy.offload=null, or optim.master_weights=true."
+            f"strategy.offload.optimizer={plan.offload_tiers.optimizer} keeps fp32 copies "
+            "elsewhere. Use strategy.offload=null, or optim.master_weights=true."
         )
 
 
@@ -103,7 +103,7 @@ def _check_release(plan: Plan, who: str) -> None:
             f"Use train.accumulation_steps=1 (train.micro_batch_size="
             f"{plan.batch.global_size // plan.batch.dp_size}), or optim.release_gradients=false."
         )
-    if plan.offloaded.optimizer != "device" or plan.offloaded.parameters != "device":
+    if plan.offload_tiers.optimizer != "device" or plan.offload_tiers.parameters != "device":
         raise ConfigError(
             "optim.release_gradients=true updates in the backward pass, and strategy.offload "
             "brings state back a chunk at a time after it. Use strategy.offload=null, or "
@@ -111,7 +111,7 @@ def _check_release(plan: Plan, who: str) -> None:
         )
 
 
-def _check_whole(optim: OptimConfig, plan: Plan, given: Given, who: str) -> None:
+def _check_whole(optim: OptimConfig, plan: Plan, given: OptimizerInput, who: str) -> None:
     """The state belongs to whole parameters: rows and columns, or blocks of numbers."""
     needs = "whole parameters" if optim.name == "adafactor" else "blocks of a whole parameter"
     fix = "--strategy ddp, or optim.name=adamw"
@@ -122,9 +122,9 @@ def _check_whole(optim: OptimConfig, plan: Plan, given: Given, who: str) -> None
             f"optim.name={optim.name} keeps state for {needs}, and {who} gives the optimizer "
             f"{_SHAPES[given]} of them. Use {fix}."
         )
-    if plan.offloaded.optimizer != "device":
+    if plan.offload_tiers.optimizer != "device":
         raise ConfigError(
             f"optim.name={optim.name} keeps state for {needs}, and "
-            f"strategy.offload.optimizer={plan.offloaded.optimizer} moves it in pieces. It is "
+            f"strategy.offload.optimizer={plan.offload_tiers.optimizer} moves it in pieces. It is "
             "small already: use strategy.offload=null, or optim.name=adamw."
         )

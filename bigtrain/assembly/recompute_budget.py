@@ -9,29 +9,29 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from bigtrain.activations.budget_solver import Answer, cheapest, lowest
-from bigtrain.activations.policy import CHOICES, Choice
-from bigtrain.assembly.block_prices import Chain, Seen, chain_of
+from bigtrain.activations.budget_solver import BudgetSolution, fastest_within, lowest_peak
+from bigtrain.activations.policy import BLOCK_POLICIES, BlockPolicy
+from bigtrain.assembly.block_prices import BudgetProblem, UniformForecast, make_budget_problem
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import CutStrategy, Plan, RecomputeStrategy
 from bigtrain.core.workload import Workload
-from bigtrain.cutting.choose import Rates
+from bigtrain.cutting.choose import DeviceRates
 from bigtrain.cutting.layout import Layout
 from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import Peak
 from bigtrain.models.blocks import find_blocks
 from bigtrain.prediction.block_costs import BlockCost, block_costs
-from bigtrain.prediction.predict import rank_of
-from bigtrain.prediction.record import reason_of
+from bigtrain.prediction.predict import forecast_rank
+from bigtrain.prediction.record import untraceable_reason
 from bigtrain.units import format_bytes
 
-SPEEDS = {
-    "cpu": Rates(flops=5e10, nbytes=1e9, sent=2e9),
-    "cuda": Rates(flops=3e14, nbytes=2.5e12, sent=5e10),
+RECOMPUTE_RATES = {
+    "cpu": DeviceRates(flops=5e10, nbytes=1e9, sent=2e9),
+    "cuda": DeviceRates(flops=3e14, nbytes=2.5e12, sent=5e10),
 }
 """Of which only the ratio counts. On a CPU what is between products (GELU, norms) passes about a
 50th as many bytes as products do arithmetic. Constants, as all ranks must choose alike."""
-TRIES = 8
+MAX_FORECASTS = 8
 """Forecasts by which a choice is proven and the room left by the prices is used."""
 
 
@@ -71,26 +71,26 @@ def meet_budget(
     bf16 = plan.precision == "bf16"
     device = torch.device(plan.device_type)
     try:
-        seen = (workload.model, names, workload.example, SPEEDS[device.type], device)
+        seen = (workload.model, names, workload.example, RECOMPUTE_RATES[device.type], device)
         costs = block_costs(*seen, bf16=bf16)
     except Exception as error:  # user code of any kind runs here
-        raise ConfigError(_no_forecast(reason_of(error))) from error
-    task = _Task(plan, technique, limit, workload, layout, costs)
-    blocks: dict[str, Choice] = dict.fromkeys(names, "keep")
+        raise ConfigError(_no_forecast(untraceable_reason(error))) from error
+    task = _BudgetTask(plan, technique, limit, workload, layout, costs)
+    blocks: dict[str, BlockPolicy] = dict.fromkeys(names, "keep")
     lines = []
     for pp_rank in range(plan.pp):
         found = task.solve(names, pp_rank)
         blocks.update(found.blocks)
         lines.append(task.line(found, pp_rank))
-    chosen = task.choosing(blocks)
+    chosen = task.with_policies(blocks)
     return replace(chosen, notes=tuple(lines))
 
 
 @dataclass(frozen=True)
-class _Found:
+class _ProvenSolution:
     """An answer for one rank, proven by a forecast."""
 
-    blocks: dict[str, Choice]
+    blocks: dict[str, BlockPolicy]
     peak: Peak
     seconds: float
 
@@ -102,13 +102,13 @@ def _no_forecast(reason: str) -> str:
     )
 
 
-def _alike(chain: Chain, place: int, peak: Peak) -> _Found:
-    seconds = sum(prices[place].seconds for prices in chain.menu)
-    return _Found(dict.fromkeys(chain.names, chain.choices[place]), peak, seconds)
+def _uniform_solution(chain: BudgetProblem, place: int, peak: Peak) -> _ProvenSolution:
+    seconds = sum(prices[place].seconds for prices in chain.policy_costs)
+    return _ProvenSolution(dict.fromkeys(chain.names, chain.policies[place]), peak, seconds)
 
 
 @dataclass(frozen=True)
-class _Task:
+class _BudgetTask:
     plan: Plan
     technique: RecomputeStrategy
     limit: int
@@ -116,34 +116,39 @@ class _Task:
     layout: Layout | None
     costs: Mapping[str, BlockCost]
 
-    def solve(self, names: Sequence[str], pp_rank: int) -> _Found:
+    def solve(self, names: Sequence[str], pp_rank: int) -> _ProvenSolution:
         """Choose for the blocks of one rank.
 
         Raises:
             ConfigError: no choice fits, with the smallest peak there is.
         """
         seen = dict(self._uniform(names, pp_rank))
-        keeping = seen["keep"].step.peak()
+        keeping = seen["keep"].forecast.peak()
         if keeping.bytes <= self.limit:
             own = [name for profile, _ in seen["keep"].stages for name, _, _ in profile.windows]
-            return _Found(dict.fromkeys(own, "keep"), keeping, 0.0)
+            return _ProvenSolution(dict.fromkeys(own, "keep"), keeping, 0.0)
         waiting = self._waiting(pp_rank)
-        place = self.plan.offloaded.activations
-        chain = chain_of(seen, self.costs, waiting=waiting, place=place)
-        known = [_alike(chain, place, one.step.peak()) for place, one in enumerate(seen.values())]
+        place = self.plan.offload_tiers.activations
+        chain = make_budget_problem(seen, self.costs, waiting=waiting, place=place)
+        known = [
+            _uniform_solution(chain, place, one.forecast.peak())
+            for place, one in enumerate(seen.values())
+        ]
         known += self._search(chain, pp_rank)
         fitting = [found for found in known if found.peak.bytes <= self.limit]
         if not fitting:
-            known.append(self._proven(chain, lowest(*chain.arguments), pp_rank))
+            known.append(self._proven(chain, lowest_peak(*chain.solver_arguments), pp_rank))
             fitting = known[-1:] if known[-1].peak.bytes <= self.limit else []
         if not fitting:
             smallest = min((found.peak for found in known), key=lambda peak: peak.bytes)
             raise ConfigError(self._too_small(smallest, pp_rank))
         return min(fitting, key=lambda found: (found.seconds, found.peak.bytes))
 
-    def _uniform(self, names: Sequence[str], pp_rank: int) -> Iterator[tuple[Choice, Seen]]:
+    def _uniform(
+        self, names: Sequence[str], pp_rank: int
+    ) -> Iterator[tuple[BlockPolicy, UniformForecast]]:
         """The rank where all blocks choose alike, for each choice that works with this model."""
-        for choice in CHOICES:
+        for choice in BLOCK_POLICIES:
             if "offload" in choice and not self.plan.moves_activations:
                 continue
             if choice == "selective" and not self.plan.keeps_products:
@@ -155,37 +160,43 @@ class _Task:
                     raise
                 # Not every choice works with every model.
 
-    def choosing(self, blocks: Mapping[str, Choice]) -> ResolvedPlan:
+    def with_policies(self, blocks: Mapping[str, BlockPolicy]) -> ResolvedPlan:
         """The plan with a choice for each block."""
-        techniques = {**self.plan.techniques, "recompute": self.technique.choosing(blocks)}
+        techniques = {**self.plan.techniques, "recompute": self.technique.with_policies(blocks)}
         plan = replace(self.plan, techniques=techniques)
         return ResolvedPlan.of(plan, self.workload.model, self.layout)
 
-    def _forecast(self, blocks: Mapping[str, Choice], pp_rank: int) -> Seen:
-        found = rank_of(self.choosing(blocks), self.workload, pp_rank)
+    def _forecast(self, blocks: Mapping[str, BlockPolicy], pp_rank: int) -> UniformForecast:
+        found = forecast_rank(self.with_policies(blocks), self.workload, pp_rank)
         if found.forecast is None:
             raise ConfigError(_no_forecast(str(found.note)))
-        return Seen(found.forecast, tuple(zip(found.profiles, found.parts, strict=True)))
+        return UniformForecast(
+            found.forecast, tuple(zip(found.profiles, found.unit_forecasts, strict=True))
+        )
 
     def _waiting(self, pp_rank: int) -> int:
         """Micro-batches that a rank holds beside the one it works on."""
         cut = self.plan.techniques.get("cut")
-        if self.layout is None or not isinstance(cut, CutStrategy) or not cut.replays(self.plan):
+        if (
+            self.layout is None
+            or not isinstance(cut, CutStrategy)
+            or not cut.predicts_by_stage(self.plan)
+        ):
             return 0
         own = self.layout.stages_of(pp_rank)
-        held = [most for stage, most in enumerate(cut.held(self.plan)) if stage in own]
+        held = [most for stage, most in enumerate(cut.in_flight(self.plan)) if stage in own]
         return max(held, default=1) - 1
 
-    def _search(self, chain: Chain, pp_rank: int) -> list[_Found]:
+    def _search(self, chain: BudgetProblem, pp_rank: int) -> list[_ProvenSolution]:
         """Answers by falling or rising room, each with its forecast.
 
         A forecast above the budget makes the room smaller by as much. One below it by more than
         the prices had left over makes it larger, up to where one was above.
         """
-        found: dict[tuple[int, ...], _Found] = {}
+        found: dict[tuple[int, ...], _ProvenSolution] = {}
         room, refused = self.limit - chain.base, math.inf
-        for _ in range(TRIES):
-            answer = cheapest(chain.menu, room, chain.tail, chain.waiting)
+        for _ in range(MAX_FORECASTS):
+            answer = fastest_within(chain.policy_costs, room, chain.tail, chain.waiting)
             if answer is None or answer.picks in found:
                 break
             found[answer.picks] = self._proven(chain, answer, pp_rank)
@@ -199,16 +210,20 @@ class _Task:
                 break
         return list(found.values())
 
-    def _proven(self, chain: Chain, answer: Answer, pp_rank: int) -> _Found:
+    def _proven(
+        self, chain: BudgetProblem, answer: BudgetSolution, pp_rank: int
+    ) -> _ProvenSolution:
         picks = zip(chain.names, answer.picks, strict=True)
-        blocks = {name: chain.choices[pick] for name, pick in picks}
-        return _Found(blocks, self._forecast(blocks, pp_rank).step.peak(), answer.seconds)
+        blocks = {name: chain.policies[pick] for name, pick in picks}
+        return _ProvenSolution(
+            blocks, self._forecast(blocks, pp_rank).forecast.peak(), answer.seconds
+        )
 
-    def line(self, found: _Found, pp_rank: int) -> str:
+    def line(self, found: _ProvenSolution, pp_rank: int) -> str:
         """What was chosen, what it costs, and the predicted peak."""
         where = f"pp rank {pp_rank}: " if self.plan.pp > 1 else ""
         counts = Counter(found.blocks.values())
-        kinds = ", ".join(f"{counts[c]} {_WORDS[c]}" for c in CHOICES if counts[c])
+        kinds = ", ".join(f"{counts[c]} {_WORDS[c]}" for c in BLOCK_POLICIES if counts[c])
         share = found.seconds / (3 * self.costs[""].whole) if self.costs[""].whole else 0.0
         return (
             f"{where}budget {format_bytes(self.limit)}: predicted peak "
@@ -229,7 +244,7 @@ class _Task:
         )
 
 
-_WORDS: dict[Choice, str] = {
+_WORDS: dict[BlockPolicy, str] = {
     "keep": "everything",
     "selective": "inputs and products",
     "full": "inputs",

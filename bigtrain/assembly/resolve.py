@@ -23,7 +23,7 @@ def resolve(plan: Plan, workload: Workload) -> ResolvedPlan:
         ConfigError: the model cannot be cut so; a name is none of the model's; the smallest peak
             is above the budget.
     """
-    layout = lay_out(plan, workload)
+    layout = make_layout(plan, workload)
     technique = plan.techniques.get("recompute")
     limit = technique.limit(plan) if isinstance(technique, RecomputeStrategy) else None
     if not isinstance(technique, RecomputeStrategy) or limit is None:
@@ -31,7 +31,7 @@ def resolve(plan: Plan, workload: Workload) -> ResolvedPlan:
     return meet_budget(plan, technique, limit, workload, layout)
 
 
-def lay_out(plan: Plan, workload: Workload) -> Layout | None:
+def make_layout(plan: Plan, workload: Workload) -> Layout | None:
     """Cut the model as the plan says; None where it is not to be cut. Needs no process group.
 
     Raises:

@@ -10,16 +10,16 @@ from typing import Any
 
 from rich.console import Console
 
-from bigtrain.compare.contenders import Contender, find_contenders
+from bigtrain.compare.contenders import ComparedStrategy, find_strategies
 from bigtrain.compare.html_page import write_page
-from bigtrain.compare.largest import find_largest, first_value, key_of, words_for
+from bigtrain.compare.largest import find_largest, first_value, job_key_of, words_for
 from bigtrain.compare.pictures import write_bars
-from bigtrain.compare.rows import TRACKED, Row, Status
-from bigtrain.compare.subprocess_runs import Ended, run_bigtrain
+from bigtrain.compare.rows import TRACKED_STEPS, ComparisonRow, Status
+from bigtrain.compare.subprocess_runs import RunOutcome, run_bigtrain
 from bigtrain.compare.table import comparison_table, notes, progress_line
 from bigtrain.errors import ConfigError
-from bigtrain.job.arguments import SideOptions, compare_arguments
-from bigtrain.machine.versions import surroundings
+from bigtrain.job.arguments import ComparisonOptions, compare_arguments
+from bigtrain.machine.versions import hardware_and_versions
 from bigtrain.report.folders import results_folder
 
 _ENVIRON = {"MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -33,12 +33,12 @@ def main(arguments: list[str]) -> int:
     """
     options = compare_arguments(arguments)
     capped = [f"memory.cap={options.cap}"] if options.cap is not None else []
-    contenders = find_contenders(options, capped)
+    contenders = find_strategies(options, capped)
     _check(options, contenders)
     folder = results_folder(options.output, "compare")
     speaks = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     speaks.print(f"{len(contenders)} strategies, one after the other; results in {folder}")
-    rows: list[Row] = []
+    rows: list[ComparisonRow] = []
     stopped = False
     try:
         for number, contender in enumerate(contenders, start=1):
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
     return 0 if any(row.status == "ok" or row.largest for row in rows) else 1
 
 
-def _check(options: SideOptions, contenders: list[Contender]) -> None:
+def _check(options: ComparisonOptions, contenders: list[ComparedStrategy]) -> None:
     """Refuse what no run could do, before the first one."""
     able = [c for c in contenders if c.plan is not None]
     if not able:
@@ -67,54 +67,63 @@ def _check(options: SideOptions, contenders: list[Contender]) -> None:
     if options.picture is not None and Path(options.picture).suffix not in (".svg", ".png"):
         raise ConfigError(f"--picture {options.picture}: name a file that ends in .svg or .png.")
     if options.largest is not None and able[0].job is not None and able[0].plan is not None:
-        first_value(key_of(options.largest), able[0].job, able[0].plan)
+        first_value(job_key_of(options.largest), able[0].job, able[0].plan)
 
 
-def _row(contender: Contender, options: SideOptions, folder: Path) -> Row:
+def _row(contender: ComparedStrategy, options: ComparisonOptions, folder: Path) -> ComparisonRow:
     """One strategy: its run, and where it is asked for, how far it can go."""
     if contender.plan is None or contender.job is None:
-        return Row(contender.label, contender.num_ranks, "refused", contender.refusal)
+        return ComparisonRow(contender.label, contender.num_ranks, "refused", contender.refusal)
     if options.largest is not None:
         return _stretched(contender, options, folder, options.largest)
-    words = [f"train.steps={options.steps}", f"memory.track_steps={min(TRACKED, options.steps)}"]
+    words = [
+        f"train.steps={options.steps}",
+        f"memory.track_steps={min(TRACKED_STEPS, options.steps)}",
+    ]
     ended = _run(contender, options, folder, contender.label, words)
     if ended.reason is not None:
-        return Row(contender.label, contender.num_ranks, _status(ended), ended.reason)
+        return ComparisonRow(contender.label, contender.num_ranks, _status(ended), ended.reason)
     return _read(contender, folder, contender.label)
 
 
-def _read(contender: Contender, folder: Path, label: str) -> Row:
+def _read(contender: ComparedStrategy, folder: Path, label: str) -> ComparisonRow:
     """What a run has left, or that it has left nothing."""
     try:
-        return Row.of_run(contender.label, contender.num_ranks, folder / label)
+        return ComparisonRow.of_run(contender.label, contender.num_ranks, folder / label)
     except (OSError, ValueError, KeyError, IndexError) as error:
         reason = f"it ended well and left no figures: {type(error).__name__}: {error}"
-        return Row(contender.label, contender.num_ranks, "failed", reason)
+        return ComparisonRow(contender.label, contender.num_ranks, "failed", reason)
 
 
-def _stretched(contender: Contender, options: SideOptions, folder: Path, name: str) -> Row:
+def _stretched(
+    contender: ComparedStrategy, options: ComparisonOptions, folder: Path, name: str
+) -> ComparisonRow:
     """How far a key can be raised; the row's figures are of the run with the highest value."""
-    key, plan, job = key_of(name), contender.plan, contender.job
+    key, plan, job = job_key_of(name), contender.plan, contender.job
     if plan is None or job is None:
         raise ValueError("a strategy that cannot run has nothing to raise")
 
     def fault(value: int) -> str | None:
         label = f"{contender.label}-{value}"
-        steps = [f"train.steps={TRACKED + 1}", f"memory.track_steps={TRACKED}"]
+        steps = [f"train.steps={TRACKED_STEPS + 1}", f"memory.track_steps={TRACKED_STEPS}"]
         words = [*words_for(key, value, plan), *steps]
         return _run(contender, options, folder, label, words).reason
 
     value, reason = find_largest(fault, first_value(key, job, plan))
     if value is None:
-        row = Row(contender.label, contender.num_ranks, "failed", reason)
+        row = ComparisonRow(contender.label, contender.num_ranks, "failed", reason)
     else:
         row = _read(contender, folder, f"{contender.label}-{value}")
     return row.with_largest(value, reason)
 
 
 def _run(
-    contender: Contender, options: SideOptions, folder: Path, label: str, words: list[str]
-) -> Ended:
+    contender: ComparedStrategy,
+    options: ComparisonOptions,
+    folder: Path,
+    label: str,
+    words: list[str],
+) -> RunOutcome:
     """Train a few steps; the run's folder is `label`, its output beside it."""
     line = ["train", "-n", str(contender.num_ranks), "--strategy", contender.strategy]
     if options.job is not None:
@@ -128,7 +137,7 @@ def _run(
     return run_bigtrain(line, folder / f"{label}.log", options.time_limit, _ENVIRON)
 
 
-def _status(ended: Ended) -> Status:
+def _status(ended: RunOutcome) -> Status:
     if ended.timed_out:
         return "time limit"
     if ended.out_of_memory:
@@ -137,7 +146,11 @@ def _status(ended: Ended) -> Status:
 
 
 def _document(
-    options: SideOptions, contenders: list[Contender], rows: list[Row], *, stopped: bool
+    options: ComparisonOptions,
+    contenders: list[ComparedStrategy],
+    rows: list[ComparisonRow],
+    *,
+    stopped: bool,
 ) -> dict[str, Any]:
     """The content of compare.json."""
     job = next(c.job for c in contenders if c.job is not None)
@@ -149,19 +162,19 @@ def _document(
         "num_ranks": ranks,
         "steps": options.steps,
         "cap": options.cap,
-        "largest": key_of(options.largest) if options.largest else None,
+        "largest": job_key_of(options.largest) if options.largest else None,
         "stopped": stopped,
-        "surroundings": surroundings(),
+        "surroundings": hardware_and_versions(),
         "rows": [row.as_json() for row in rows],
     }
 
 
-def _command(options: SideOptions) -> str:
+def _command(options: ComparisonOptions) -> str:
     """The command line that made the comparison, without the places it wrote to."""
     return " ".join(_words(options))
 
 
-def _words(options: SideOptions) -> Iterator[str]:
+def _words(options: ComparisonOptions) -> Iterator[str]:
     yield "bigtrain compare"
     if options.job is not None:
         yield options.job
@@ -175,7 +188,9 @@ def _words(options: SideOptions) -> Iterator[str]:
     yield from options.overrides
 
 
-def _show(options: SideOptions, document: dict[str, Any], rows: list[Row], folder: Path) -> None:
+def _show(
+    options: ComparisonOptions, document: dict[str, Any], rows: list[ComparisonRow], folder: Path
+) -> None:
     """The table for a person, or the document for a machine."""
     if options.as_json:
         sys.stdout.write(json.dumps(document, indent=1) + "\n")

@@ -11,16 +11,16 @@ import torch
 
 from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.core.strategy import CutStrategy, Plan
-from bigtrain.engine.setup import check_job, open_parts
+from bigtrain.engine.setup import check_job, open_setup
 from bigtrain.errors import ConfigError
-from bigtrain.job.arguments import SideOptions
+from bigtrain.job.arguments import ComparisonOptions
 from bigtrain.job.load import ONE_PROCESS, load_job
 from bigtrain.job.presets import preset_names, read_preset
 from bigtrain.job.schema import Job
 
 
 @dataclass(frozen=True)
-class Contender:
+class ComparedStrategy:
     """One strategy on one job."""
 
     strategy: str
@@ -69,7 +69,9 @@ def ranks_to_start(wanted: int | None, device: str) -> int:
     return wanted
 
 
-def find_contenders(options: SideOptions, extra: Sequence[str] = ()) -> list[Contender]:
+def find_strategies(
+    options: ComparisonOptions, extra: Sequence[str] = ()
+) -> list[ComparedStrategy]:
     """Every strategy with its plan, or with the reason why it has none.
 
     A strategy of one process runs in one, however many ranks the others have.
@@ -85,7 +87,7 @@ def find_contenders(options: SideOptions, extra: Sequence[str] = ()) -> list[Con
     base = load_job(options.job, None, words)
     _check_alone(load_job(options.job, "single", [*without_strategy(words), *ONE_PROCESS]))
     num_ranks = ranks_to_start(options.num_ranks, device_type_of(base))
-    found: list[Contender] = []
+    found: list[ComparedStrategy] = []
     for strategy in named_strategies(options.strategies):
         label = Path(strategy).stem if strategy.endswith((".yaml", ".yml")) else strategy
         taken = sum(other.label.split("~")[0] == label for other in found)
@@ -94,7 +96,7 @@ def find_contenders(options: SideOptions, extra: Sequence[str] = ()) -> list[Con
         try:
             job = load_job(options.job, strategy, words)
         except ConfigError as error:  # this strategy contradicts the job, the others need not
-            found.append(Contender(strategy, label, num_ranks, None, None, str(error)))
+            found.append(ComparedStrategy(strategy, label, num_ranks, None, None, str(error)))
         else:
             found.append(_planned(strategy, label, job, num_ranks))
     return found
@@ -109,13 +111,13 @@ def _check_alone(job: Job) -> None:
     """Refuse a model and data that no strategy could run: as one process would."""
     check_job(job)
     if not job.data.args.get("download"):
-        open_parts(job, make_plan(job, 1, device_type_of(job)))
+        open_setup(job, make_plan(job, 1, device_type_of(job)))
 
 
-def _planned(strategy: str, label: str, job: Job, num_ranks: int) -> Contender:
+def _planned(strategy: str, label: str, job: Job, num_ranks: int) -> ComparedStrategy:
     device = device_type_of(job)
     try:
-        return Contender(strategy, label, num_ranks, job, make_plan(job, num_ranks, device))
+        return ComparedStrategy(strategy, label, num_ranks, job, make_plan(job, num_ranks, device))
     except ConfigError as error:
         refusal = str(error)
     if num_ranks > 1:
@@ -124,5 +126,5 @@ def _planned(strategy: str, label: str, job: Job, num_ranks: int) -> Contender:
             cut = alone.techniques.get("cut")
             spans = isinstance(cut, CutStrategy) and cut.traits.spans_ranks
             if alone.techniques["replicate"].name == "single" and not spans:
-                return Contender(strategy, label, 1, job, alone)
-    return Contender(strategy, label, num_ranks, job, None, refusal)
+                return ComparedStrategy(strategy, label, 1, job, alone)
+    return ComparedStrategy(strategy, label, num_ranks, job, None, refusal)

@@ -10,10 +10,18 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from bigtrain.compare.pictures import NARROW, WIDE, as_svg, bars, courses, losses, pareto
-from bigtrain.compare.rows import Row
-from bigtrain.memory.timeline import KINDS
-from bigtrain.report.plot_style import styled
+from bigtrain.compare.pictures import (
+    NARROW,
+    WIDE,
+    as_svg,
+    loss_curves,
+    memory_bars,
+    memory_curves,
+    throughput_figure,
+)
+from bigtrain.compare.rows import ComparisonRow
+from bigtrain.memory.timeline import MEMORY_KINDS
+from bigtrain.report.plot_style import plot_style
 from bigtrain.units import MIB
 
 _CSS = """
@@ -34,7 +42,7 @@ p.note { color: #555; font-size: 13px; }
 """
 
 
-def write_page(path: Path, document: dict[str, Any], rows: Sequence[Row]) -> None:
+def write_page(path: Path, document: dict[str, Any], rows: Sequence[ComparisonRow]) -> None:
     """Write the page.
 
     Args:
@@ -45,7 +53,7 @@ def write_page(path: Path, document: dict[str, Any], rows: Sequence[Row]) -> Non
     path.write_text("\n".join(_lines(document, rows)) + "\n", "utf-8")
 
 
-def _lines(document: dict[str, Any], rows: Sequence[Row]) -> Iterator[str]:
+def _lines(document: dict[str, Any], rows: Sequence[ComparisonRow]) -> Iterator[str]:
     title = html.escape(document["title"])
     yield '<!doctype html><html lang="en"><head><meta charset="utf-8">'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -55,13 +63,13 @@ def _lines(document: dict[str, Any], rows: Sequence[Row]) -> Iterator[str]:
     yield f"<p><code>{html.escape(document['command'])}</code></p>"
     yield f'<p class="note">{html.escape(_where(document))}</p>'
     yield "<h2>Peak memory by part</h2>"
-    yield from _both("bars", lambda width, name: bars(rows, width, "", f"{name}-"))
+    yield from _both("bars", lambda width, name: memory_bars(rows, width, "", f"{name}-"))
     yield "<h2>Figures</h2>"
     yield from _table(document, rows)
     for heading, note, draw in (
-        ("Throughput against memory", _PARETO, pareto),
-        ("Memory over one step", _COURSE, courses),
-        ("Losses", _LOSSES, losses),
+        ("Throughput against memory", _PARETO, throughput_figure),
+        ("Memory over one step", _COURSE, memory_curves),
+        ("Losses", _LOSSES, loss_curves),
     ):
         drawn = list(_both(heading.split()[0].lower(), partial(_of_rows, draw, rows)))
         if drawn:
@@ -83,8 +91,8 @@ def _where(document: dict[str, Any]) -> str:
 
 
 def _of_rows(
-    draw: Callable[[Sequence[Row], float], Figure | None],
-    rows: Sequence[Row],
+    draw: Callable[[Sequence[ComparisonRow], float], Figure | None],
+    rows: Sequence[ComparisonRow],
     width: float,
     _: str,
 ) -> Figure | None:
@@ -94,14 +102,14 @@ def _of_rows(
 def _both(name: str, draw: Callable[[float, str], Figure | None]) -> Iterator[str]:
     """A picture at two widths, of which the screen shows one."""
     for kind, width in (("wide", WIDE), ("narrow", NARROW)):
-        with styled():
+        with plot_style():
             figure = draw(width, kind)
         if figure is not None:
             yield f'<div class="{kind}">{as_svg(figure, f"{kind}-{name}")}</div>'
 
 
-def _table(document: dict[str, Any], rows: Sequence[Row]) -> Iterator[str]:
-    headings = ["strategy", "ranks", "peak", *KINDS, "process", "predicted", "error"]
+def _table(document: dict[str, Any], rows: Sequence[ComparisonRow]) -> Iterator[str]:
+    headings = ["strategy", "ranks", "peak", *MEMORY_KINDS, "process", "predicted", "error"]
     headings += ["s/step", "samples/s"]
     if document["largest"]:
         headings.append(f"largest {document['largest'].rpartition('.')[2]}")
@@ -122,11 +130,11 @@ def _table(document: dict[str, Any], rows: Sequence[Row]) -> Iterator[str]:
     yield "process held before the model was built.</p>"
 
 
-def _cells(row: Row) -> Iterator[str]:
+def _cells(row: ComparisonRow) -> Iterator[str]:
     parts = row.breakdown or {}
     for size in (
         row.peak_bytes,
-        *(parts.get(kind) for kind in KINDS),
+        *(parts.get(kind) for kind in MEMORY_KINDS),
         row.process_peak_bytes,
         row.predicted_peak_bytes,
     ):

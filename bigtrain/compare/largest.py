@@ -16,13 +16,13 @@ ALIASES = {
     "depth": "model.args.num_layers",
 }
 """Short names of keys; any other bare name is an argument of the model."""
-MOST = 2**20
+MAX_VALUE = 2**20
 """Where doubling ends."""
-SHARE = 32
+RELATIVE_RESOLUTION = 32
 """The answer is exact up to this number, and within a 32nd of it above."""
 
 
-def key_of(name: str) -> str:
+def job_key_of(name: str) -> str:
     """The key of a job that a name given to `--largest` stands for."""
     return name if "." in name else ALIASES.get(name, f"model.args.{name}")
 
@@ -57,7 +57,7 @@ def first_value(key: str, job: Job, plan: Plan) -> int:
 
 
 def find_largest(
-    fault: Callable[[int], str | None], first: int, most: int = MOST
+    fault: Callable[[int], str | None], first: int, most: int = MAX_VALUE
 ) -> tuple[int | None, str | None]:
     """The largest value without a fault, and the fault just above it.
 
@@ -91,7 +91,7 @@ def find_largest(
                 bad, reason = value, found
         if good == 0:
             return None, reason
-    while bad - good > max(1, good // SHARE):
+    while bad - good > max(1, good // RELATIVE_RESOLUTION):
         value = (good + bad) // 2
         found = fault(value)
         if found is None:

@@ -24,10 +24,10 @@ from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.core.registry import technique_class
 from bigtrain.core.strategy import Plan
 from bigtrain.errors import ConfigError
-from bigtrain.job.load import job_of
+from bigtrain.job.load import job_from_keys
 from bigtrain.job.presets import preset_names
 from bigtrain.job.schema import Job, Role, RoleConfig
-from bigtrain.ranks.exit_status import one_line
+from bigtrain.ranks.exit_status import error_summary
 
 RANKS = (1, 2, 4)
 """How many ranks are tried."""
@@ -68,12 +68,12 @@ ADDITIONS = (
     Addition(
         *("optimizer_disk", "optimizer state on disk", "optim.\nstate\non\ndisk"),
         {"strategy.offload.optimizer": "disk"},
-        lambda plan: plan.offloaded.optimizer == "disk",
+        lambda plan: plan.offload_tiers.optimizer == "disk",
     ),
     Addition(
         *("activations_disk", "activations on disk", "acts\non\ndisk"),
         {"strategy.offload.activations": "disk"},
-        lambda plan: plan.offloaded.activations == "disk",
+        lambda plan: plan.offload_tiers.activations == "disk",
     ),
     Addition(
         *("cut_1f1b", "a cut by 1f1b", "cut\nby\n1f1b"),
@@ -104,7 +104,7 @@ def _option(plan: Plan, role: Role, key: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Tried:
+class PlanAttempt:
     """What `make_plan` says of a job on several numbers of ranks."""
 
     plan: Plan | None
@@ -157,7 +157,7 @@ def refusals() -> Iterator[tuple[str, int | None, str | None]]:
     """For each preset its name, the smallest number of ranks, and why it cannot run here."""
     for name in preset_names("strategies"):
         with _quiet():
-            tried = _try_alone(job_of(name, {}))
+            tried = _try_alone(job_from_keys(name, {}))
         yield name, tried.ranks, tried.reason
 
 
@@ -170,7 +170,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _row(name: str) -> dict[str, Any]:
-    job = job_of(name, {})
+    job = job_from_keys(name, {})
     roles = job.strategy.roles()
     tried = _try_alone(job)
     return {
@@ -211,26 +211,26 @@ def _sections(role: Role, config: RoleConfig) -> dict[str, str]:
     return found
 
 
-def _try_alone(job: Job) -> Tried:
+def _try_alone(job: Job) -> PlanAttempt:
     # Stages on ranks need two: that there is one would hide the reason that counts.
     cut = job.strategy.roles().get("cut")
     spans = cut is not None and "devices" not in cut.options
     return _try(job, [count for count in RANKS if count > 1 or not spans])
 
 
-def _try(job: Job, counts: Iterable[int]) -> Tried:
+def _try(job: Job, counts: Iterable[int]) -> PlanAttempt:
     reason = None
     for count in counts:
         try:
-            return Tried(make_plan(job, count, device_type_of(job)), count, None)
+            return PlanAttempt(make_plan(job, count, device_type_of(job)), count, None)
         except ConfigError as error:
             reason = reason or str(error)
         except Exception as error:  # noqa: BLE001 - a library that is broken here raises anything
-            reason = reason or one_line(error)
-    return Tried(None, None, reason)
+            reason = reason or error_summary(error)
+    return PlanAttempt(None, None, reason)
 
 
-def _combined(name: str, addition: Addition, alone: Tried) -> dict[str, Any]:
+def _combined(name: str, addition: Addition, alone: PlanAttempt) -> dict[str, Any]:
     """Whether an addition works: null where the preset cannot run here without it."""
     if alone.plan is None or alone.ranks is None:
         return {"works": None, "own": False, "ranks": None, "reason": alone.reason}
@@ -238,7 +238,7 @@ def _combined(name: str, addition: Addition, alone: Tried) -> dict[str, Any]:
         return {"works": True, "own": True, "ranks": alone.ranks, "reason": None}
     least = max(alone.ranks, addition.least_ranks)
     try:
-        job = job_of(name, addition.keys)
+        job = job_from_keys(name, addition.keys)
     except ConfigError as error:
         return {"works": False, "own": False, "ranks": None, "reason": str(error)}
     tried = _try(job, [count for count in RANKS if count >= least])

@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from bigtrain.compare.rows import Row
-from bigtrain.memory.timeline import KINDS
+from bigtrain.compare.rows import ComparisonRow
+from bigtrain.memory.timeline import MEMORY_KINDS
 from bigtrain.report.plot_style import COLOURS, STYLE
 from bigtrain.units import MIB
 
@@ -29,10 +29,10 @@ _FEW = 12
 """As many lines and points as can bear a name each."""
 
 
-def write_bars(path: Path, title: str, rows: Sequence[Row]) -> None:
+def write_bars(path: Path, title: str, rows: Sequence[ComparisonRow]) -> None:
     """Write the bars as a picture of their own (.svg or .png)."""
     with rc_context({**STYLE, "svg.hashsalt": "bars"}):
-        figure = bars(rows, 10.0, title)
+        figure = memory_bars(rows, 10.0, title)
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
@@ -47,14 +47,16 @@ def as_svg(figure: Figure, name: str) -> str:
     return re.sub(r'(<svg [^>]*?)width="([\d.]+)pt" height="[\d.]+pt"', r'\1width="\2pt"', svg)
 
 
-def bars(rows: Sequence[Row], width: float, title: str, prefix: str = "") -> Figure:
+def memory_bars(
+    rows: Sequence[ComparisonRow], width: float, title: str, prefix: str = ""
+) -> Figure:
     """Peak memory by part, a bar for each strategy with its number; failures say what they are."""
     figure = Figure(figsize=(width, 1.5 + 0.3 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     most = max((row.peak_bytes or 0 for row in rows), default=0) / MIB or 1.0
     for place, row in enumerate(rows):
         left = 0.0
-        for kind in KINDS:
+        for kind in MEMORY_KINDS:
             size = (row.breakdown or {}).get(kind, 0) / MIB
             patch = axes.barh(place, size, left=left, color=COLOURS[kind], height=0.7)[0]
             patch.set_gid(f"{prefix}bar-{row.strategy}-{kind}")
@@ -80,7 +82,7 @@ def bars(rows: Sequence[Row], width: float, title: str, prefix: str = "") -> Fig
     return figure
 
 
-def courses(rows: Sequence[Row], width: float) -> Figure | None:
+def memory_curves(rows: Sequence[ComparisonRow], width: float) -> Figure | None:
     """Memory over one step, a small picture for each strategy; phases are shaded."""
     seen = [row for row in rows if row.timeline]
     if not seen:
@@ -97,10 +99,10 @@ def courses(rows: Sequence[Row], width: float) -> Figure | None:
     return figure
 
 
-def _course(axes: Axes, row: Row) -> None:
+def _course(axes: Axes, row: ComparisonRow) -> None:
     timeline = row.timeline or {}
     seconds = timeline["seconds"]
-    there = [kind for kind in KINDS if any(timeline["parts"][kind])]
+    there = [kind for kind in MEMORY_KINDS if any(timeline["parts"][kind])]
     parts = [[size / MIB for size in timeline["parts"][kind]] for kind in there]
     axes.stackplot(seconds, *parts, colors=[COLOURS[kind] for kind in there], step="post")
     end = seconds[-1] if seconds else 1.0
@@ -121,14 +123,14 @@ def _course(axes: Axes, row: Row) -> None:
     axes.set_xlabel("seconds (slower than untracked)", fontsize=7, loc="left")
 
 
-def pareto(rows: Sequence[Row], width: float) -> Figure | None:
+def throughput_figure(rows: Sequence[ComparisonRow], width: float) -> Figure | None:
     """Throughput against memory; the front is what nothing beats in both."""
     seen = [row for row in rows if row.peak_bytes and row.samples_per_second]
     if not seen:
         return None
     figure = Figure(figsize=(width, 5.0 if width > 6 else 4.2), layout="constrained")
     axes = figure.add_subplot()
-    best = front(seen)
+    best = pareto_front(seen)
     for row in seen:
         on_front = row in best
         x, y = (row.peak_bytes or 0) / MIB, row.samples_per_second or 0.0
@@ -149,9 +151,9 @@ def pareto(rows: Sequence[Row], width: float) -> Figure | None:
     return figure
 
 
-def front(rows: Sequence[Row]) -> list[Row]:
+def pareto_front(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
     """The rows that no other beats in memory and in throughput, by rising memory."""
-    best: list[Row] = []
+    best: list[ComparisonRow] = []
     ordered = sorted(rows, key=lambda r: (r.peak_bytes or 0, -(r.samples_per_second or 0.0)))
     for row in ordered:
         if not best or (row.samples_per_second or 0.0) > (best[-1].samples_per_second or 0.0):
@@ -159,7 +161,7 @@ def front(rows: Sequence[Row]) -> list[Row]:
     return best
 
 
-def losses(rows: Sequence[Row], width: float) -> Figure | None:
+def loss_curves(rows: Sequence[ComparisonRow], width: float) -> Figure | None:
     """The losses of all strategies over each other: they are to be one line."""
     seen = [row for row in rows if row.losses]
     if not seen:
@@ -178,6 +180,6 @@ def losses(rows: Sequence[Row], width: float) -> Figure | None:
 
 
 def _kinds_legend(figure: Figure, width: float) -> None:
-    handles = [Patch(color=COLOURS[kind], label=kind) for kind in KINDS]
-    columns = len(KINDS) if width > 6 else 3
+    handles = [Patch(color=COLOURS[kind], label=kind) for kind in MEMORY_KINDS]
+    columns = len(MEMORY_KINDS) if width > 6 else 3
     figure.legend(handles=handles, loc="outside lower left", ncols=columns, frameon=False)

@@ -12,7 +12,7 @@ Status = Literal["ok", "refused", "out of memory", "time limit", "failed"]
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """One strategy: bytes of the rank with the highest peak, seconds, samples of all ranks."""
 
     strategy: str
@@ -31,7 +31,7 @@ class Row:
     samples_per_second: float | None = None
     losses: tuple[float, ...] = ()
     timeline: dict[str, Any] | None = None
-    """One step: `seconds`, `parts`, `phases`; see `bigtrain.memory.timeline.Course`."""
+    """One step: `seconds`, `parts`, `phases`; see `memory.timeline.MemoryCurve`."""
     largest: int | None = None
     """The highest value that the key of `--largest` could take."""
     largest_reason: str | None = None
@@ -49,7 +49,7 @@ class Row:
         return {**asdict(self), "prediction_error": self.error}
 
     @classmethod
-    def of_run(cls, strategy: str, num_ranks: int, folder: Path) -> Row:
+    def of_run(cls, strategy: str, num_ranks: int, folder: Path) -> ComparisonRow:
         """Read what a run has left in its folder."""
         memory = json.loads((folder / "memory.json").read_text("utf-8"))
         lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
@@ -73,17 +73,17 @@ class Row:
             timeline=json.loads(timeline.read_text("utf-8")) if timeline.exists() else None,
         )
 
-    def with_largest(self, value: int | None, reason: str | None) -> Row:
+    def with_largest(self, value: int | None, reason: str | None) -> ComparisonRow:
         """The same with how far it could go."""
         return replace(self, largest=value, largest_reason=reason)
 
 
-TRACKED = 2
+TRACKED_STEPS = 2
 """Steps of each run in which every tensor is tracked: these are not timed."""
 
 
 def _untracked(steps: list[dict[str, Any]]) -> float | None:
-    timed = [step["step_seconds"] for step in steps[TRACKED:]] or [
+    timed = [step["step_seconds"] for step in steps[TRACKED_STEPS:]] or [
         step["step_seconds"] for step in steps[-1:]
     ]
     return statistics.median(timed) if timed else None

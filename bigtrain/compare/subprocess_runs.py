@@ -18,12 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-END_S = 20.0
+END_TIMEOUT_S = 20.0
 """Seconds that a run gets to end its ranks by itself, before all of them are killed."""
 
 
 @dataclass(frozen=True)
-class Ended:
+class RunOutcome:
     """How a run ended."""
 
     status: int
@@ -41,7 +41,7 @@ class Ended:
 
 def run_bigtrain(
     words: Sequence[str], log: Path, limit_s: float, environ: Mapping[str, str] | None = None
-) -> Ended:
+) -> RunOutcome:
     """Run `bigtrain WORDS` and wait; what it prints goes to a file.
 
     Args:
@@ -66,11 +66,11 @@ def run_bigtrain(
             status = child.wait(limit_s)
         except subprocess.TimeoutExpired:
             reason = f"not done after {limit_s:.0f} s. Raise --time-limit"
-            return Ended(1, reason, time.monotonic() - began, timed_out=True)
+            return RunOutcome(1, reason, time.monotonic() - began, timed_out=True)
         finally:
             _end_run(child, mark)
     seconds = time.monotonic() - began
-    return Ended(status, None if status == 0 else reason_in(log, status), seconds)
+    return RunOutcome(status, None if status == 0 else reason_in(log, status), seconds)
 
 
 _MARK = "BIGTRAIN_STARTED_AS"
@@ -83,13 +83,13 @@ def _end_run(child: subprocess.Popen[bytes], mark: str) -> None:
         if child.poll() is None:
             child.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(END_S)
+                child.wait(END_TIMEOUT_S)
     finally:  # also where Ctrl-C comes once more
-        end = time.monotonic() + END_S
+        end = time.monotonic() + END_TIMEOUT_S
         while sum(map(_kill, _marked(mark))) and time.monotonic() < end:
             time.sleep(0.05)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(END_S)
+            child.wait(END_TIMEOUT_S)
 
 
 def _kill(pid: int) -> bool:

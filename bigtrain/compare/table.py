@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from bigtrain.compare.rows import Row
-from bigtrain.memory.timeline import KINDS
+from bigtrain.compare.rows import ComparisonRow
+from bigtrain.memory.timeline import MEMORY_KINDS
 from bigtrain.units import MIB, format_bytes
 
 
-def comparison_table(rows: Sequence[Row], title: str, largest: str | None) -> Table:
+def comparison_table(rows: Sequence[ComparisonRow], title: str, largest: str | None) -> Table:
     """Every strategy: peak by part, predicted peak, time; sizes in MiB.
 
     Args:
@@ -21,7 +21,16 @@ def comparison_table(rows: Sequence[Row], title: str, largest: str | None) -> Ta
     """
     table = Table(title=f"{title} (MiB, rank with the highest peak)", title_justify="left")
     table.add_column("strategy", no_wrap=True)
-    for heading in ("peak", *KINDS, "process", "predicted", "error", "s/step", "samples/s", "time"):
+    for heading in (
+        "peak",
+        *MEMORY_KINDS,
+        "process",
+        "predicted",
+        "error",
+        "s/step",
+        "samples/s",
+        "time",
+    ):
         table.add_column(_SHORT.get(heading, heading), justify="right", no_wrap=True)
     if largest is not None:
         table.add_column(f"largest {largest}", justify="right")
@@ -31,7 +40,7 @@ def comparison_table(rows: Sequence[Row], title: str, largest: str | None) -> Ta
             table.add_row(_name(row, rows), row.status)
             continue
         parts = row.breakdown or {}
-        cells = [_mib(row.peak_bytes), *(_mib(parts.get(kind)) for kind in KINDS)]
+        cells = [_mib(row.peak_bytes), *(_mib(parts.get(kind)) for kind in MEMORY_KINDS)]
         cells += [_mib(row.process_peak_bytes), _mib(row.predicted_peak_bytes), _percent(row.error)]
         cells += [_number(row.step_seconds, 3), _number(row.samples_per_second, 1)]
         cells.append(_times(row, first))
@@ -50,7 +59,7 @@ _SHORT = {
 }
 
 
-def notes(rows: Sequence[Row]) -> list[str]:
+def notes(rows: Sequence[ComparisonRow]) -> list[str]:
     """What the table has no room for: why rows have no figures, what was in the way."""
     lines = [f"{row.strategy}: {row.status}: {row.reason}" for row in rows if row.reason]
     lines += [
@@ -65,7 +74,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def progress_line(row: Row) -> str:
+def progress_line(row: ComparisonRow) -> str:
     """One line when a row is done."""
     if row.status != "ok":
         return f"{row.strategy}: {row.status}: {row.reason}"
@@ -75,7 +84,7 @@ def progress_line(row: Row) -> str:
     return line + (f", largest {row.largest}" if row.largest is not None else "")
 
 
-def _name(row: Row, rows: Sequence[Row]) -> str:
+def _name(row: ComparisonRow, rows: Sequence[ComparisonRow]) -> str:
     """The strategy; with its ranks where not all rows have as many."""
     if len({other.num_ranks for other in rows}) == 1:
         return row.strategy
@@ -94,7 +103,7 @@ def _number(value: float | None, digits: int) -> str:
     return f"{value:.{digits}f}" if value else "-"
 
 
-def _times(row: Row, first: Row | None) -> str:
+def _times(row: ComparisonRow, first: ComparisonRow | None) -> str:
     if not row.step_seconds or first is None or not first.step_seconds:
         return "-"
     return f"{row.step_seconds / first.step_seconds:.2f}x"

@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import BigtrainError, CheckpointError, NonFiniteError
-from bigtrain.losses.chunked_cross_entropy import given
-from bigtrain.optim.in_backward import ReleasedUpdate
-from bigtrain.optim.partitioned import PiecewiseUpdate
-from bigtrain.optim.update import Update, WholeUpdate, source_of
-from bigtrain.tensors.dtensors import is_moved, local, part_of, whole
+from bigtrain.losses.chunked_cross_entropy import head_targets
+from bigtrain.optim.in_backward import InBackwardUpdate
+from bigtrain.optim.partitioned import PartitionedUpdate
+from bigtrain.optim.update import Update, WholeUpdate, tensor_source
+from bigtrain.tensors.dtensors import full_tensor, is_offloaded, local_part, local_tensor
 from bigtrain.tensors.source import TensorSource
 
 
@@ -48,15 +48,15 @@ class StepRunner:
         self._before_update = assembly.before_update
         self._stepped = False
         self._trained = list(named.values())
-        self._released: ReleasedUpdate | None = None
+        self._released: InBackwardUpdate | None = None
         if assembly.plan.release_gradients:
-            self._released = ReleasedUpdate(named, assembly.make_optimizer, assembly.meter)
+            self._released = InBackwardUpdate(named, assembly.make_optimizer, assembly.meter)
         self._update: Update = (
             assembly.update
             or self._released
             or (
-                PiecewiseUpdate(named, assembly.make_optimizer, home=assembly.home)
-                if assembly.home is not None
+                PartitionedUpdate(named, assembly.make_optimizer, home=assembly.state_store)
+                if assembly.state_store is not None
                 else WholeUpdate(named, assembly.make_optimizer)
             )
         )
@@ -88,14 +88,14 @@ class StepRunner:
     def norm(self) -> Tensor:
         """The norm of the gradients of the whole model. Collective where they are in shards."""
         if self._released is not None:
-            return whole(torch.linalg.vector_norm(torch.stack(self._released.norms())))
-        return whole(total_norm([p.grad for p in self._trained if p.grad is not None]))
+            return full_tensor(torch.linalg.vector_norm(torch.stack(self._released.norms())))
+        return full_tensor(total_norm([p.grad for p in self._trained if p.grad is not None]))
 
     def apply_step(self) -> None:
         """Step the optimizer and clear the gradients."""
         self._update.step()
         if self.meter.tracking:
-            self.meter.own(self._update.held(), "optimizer")
+            self.meter.label(self._update.resident_tensors(), "optimizer")
         # The first gradients always go: DDP builds its buckets anew at the second step, and what
         # still pointed into the old ones would keep both alive.
         keep = self._keep_gradients and self._stepped
@@ -106,12 +106,12 @@ class StepRunner:
                 parameter.grad = None
         self._stepped = True
 
-    def own_gradients(self) -> None:
+    def label_gradients(self) -> None:
         """Tell the meter of the gradients that there are."""
         if self.meter.tracking:
-            self.meter.own((p.grad for p in self._trained), "gradients")
+            self.meter.label((p.grad for p in self._trained), "gradients")
 
-    def place(self, micro_batch: MicroBatch) -> MicroBatch:
+    def place_batch(self, micro_batch: MicroBatch) -> MicroBatch:
         """The micro-batch on the device, in the precision of the run."""
         placed = micro_batch.to(self.context.device)
         if self._precision == "fp64":
@@ -119,12 +119,12 @@ class StepRunner:
             return replace(placed, inputs=inputs, targets=targets)
         return placed
 
-    def own_batch(self, micro_batch: MicroBatch) -> None:
+    def label_batch(self, micro_batch: MicroBatch) -> None:
         """Tell the meter of a batch, as far as it is on the device."""
         if self.meter.tracking:
             leaves = tree_leaves((micro_batch.inputs, micro_batch.targets))
             here = self.context.device.type
-            self.meter.own(
+            self.meter.label(
                 (t for t in leaves if isinstance(t, Tensor) and t.device.type == here),
                 "activations",
             )
@@ -149,8 +149,8 @@ class LoopRunner(StepRunner):
 
     def __init__(self, assembly: Assembly) -> None:
         named = {n: p for n, p in assembly.model.named_parameters() if p.requires_grad}
-        assembly.meter.own(assembly.model.parameters(), "parameters")
-        assembly.meter.own(assembly.model.buffers(), "buffers")
+        assembly.meter.label(assembly.model.parameters(), "parameters")
+        assembly.meter.label(assembly.model.buffers(), "buffers")
         super().__init__(assembly, named)
         self.loss = assembly.loss
         self._wrapped = assembly.module
@@ -163,23 +163,27 @@ class LoopRunner(StepRunner):
         # Wrappers average gradients over the replicas; a sum is wanted, so undo that here.
         scale = self.context.dp_size / max(total, 1)
         for micro_batch in micro_batches:  # on a CPU they are all there from the start
-            self.own_batch(micro_batch)
+            self.label_batch(micro_batch)
         losses = []
         for number, micro_batch in enumerate(micro_batches, start=1):
             with self._sync(number == len(micro_batches)):
-                losses.append(self.one(micro_batch, scale, check=self._released is not None))
+                losses.append(
+                    self.run_micro_batch(micro_batch, scale, check=self._released is not None)
+                )
         # One read from the device a step, not one for each micro-batch.
-        return self._agree(float(torch.stack(losses).double().sum()), total)
+        return self._check_finite_loss(float(torch.stack(losses).double().sum()), total)
 
-    def one(self, micro_batch: MicroBatch, scale: float, *, check: bool = False) -> Tensor:
+    def run_micro_batch(
+        self, micro_batch: MicroBatch, scale: float, *, check: bool = False
+    ) -> Tensor:
         """Forward and backward of one micro-batch; return its summed loss, detached.
 
         With `check` a loss that is not finite is refused on all ranks before the backward pass.
         """
         self.meter.phase("forward")
-        placed = self.place(micro_batch)
-        self.own_batch(placed)
-        with given(self.loss, placed.targets):
+        placed = self.place_batch(micro_batch)
+        self.label_batch(placed)
+        with head_targets(self.loss, placed.targets):
             with self.autocast():
                 output = self._wrapped(placed.inputs)
             loss = self.loss(output, placed.targets, micro_batch.count)
@@ -187,17 +191,17 @@ class LoopRunner(StepRunner):
             loss = loss * 0.0
         del output
         if check:
-            self._agree(float(loss.detach()), 1)
+            self._check_finite_loss(float(loss.detach()), 1)
         self.meter.phase("backward")
         self.backward(loss * scale)
-        self.own_gradients()
+        self.label_gradients()
         return loss.detach()
 
     def backward(self, loss: Tensor) -> None:
         """Go back from a loss."""
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def _agree(self, loss_sum: float, total: float) -> float:
+    def _check_finite_loss(self, loss_sum: float, total: float) -> float:
         sums = self.context.all_gather_numbers(loss_sum, "dp")
         check_finite(dict(zip(self.context.ranks_of("dp"), sums, strict=True)))
         return math.fsum(sums) / max(total, 1)
@@ -214,20 +218,20 @@ class LoopRunner(StepRunner):
                 "Set optim.release_gradients=false to see them."
             )
         return {
-            name: source_of(parameter.grad)
+            name: tensor_source(parameter.grad)
             for name, parameter in self.module.named_parameters()
             if parameter.grad is not None
         }
 
     def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """See `Runner.predict`."""
-        placed = self.place(micro_batch)
+        placed = self.place_batch(micro_batch)
         with torch.no_grad(), self.autocast():
             return self._wrapped(placed.inputs), placed.targets
 
     def state(self) -> dict[str, TensorSource]:
         """See `Runner.state`."""
-        values = {n: source_of(t) for n, t in self.module.state_dict().items()}
+        values = {n: tensor_source(t) for n, t in self.module.state_dict().items()}
         masters = self._update.masters()
         first = {id(p): n for n, p in self.module.named_parameters()}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
@@ -278,8 +282,8 @@ def load_tensors(
     missing, extra = sorted(expected - kept), sorted(kept - expected)
     if missing or extra:
         raise CheckpointError(
-            f"the checkpoint does not fit this model: it lacks {some(missing)} and has "
-            f"{some(extra)} too many. Use the model.name and model.args it was saved with."
+            f"the checkpoint does not fit this model: it lacks {first_names(missing)} and has "
+            f"{first_names(extra)} too many. Use the model.name and model.args it was saved with."
         )
     with torch.no_grad():
         for name, tensor in current.items():
@@ -289,7 +293,7 @@ def load_tensors(
                     f"{name} has shape {tuple(value.shape)} in the checkpoint and "
                     f"{tuple(tensor.shape)} in the model. Use the model.args it was saved with."
                 )
-            local(tensor).copy_(part_of(value, tensor))
+            local_tensor(tensor).copy_(local_part(value, tensor))
             update.load_master(name, value)
 
 
@@ -311,7 +315,7 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
         here = norms[0].device  # stages may be on several devices of a process
         norm: Tensor = torch.linalg.vector_norm(torch.stack([n.to(here) for n in norms]))
         return norm
-    if any(is_moved(g) for g in gradients):
+    if any(is_offloaded(g) for g in gradients):
         # Norms are exchanged between the ranks, which must not happen on the host: bring those.
         total: Tensor = torch.linalg.vector_norm(torch.stack([*map(_norm_on_device, gradients)]))
         return total
@@ -321,7 +325,7 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
 def _norm_on_device(gradient: Tensor) -> Tensor:
     """The norm of a gradient whose shards are on the host, as a number on the device."""
     mesh, placements = gradient.device_mesh, gradient.placements  # type: ignore[attr-defined]
-    square: Tensor = torch.linalg.vector_norm(local(gradient)).square().to(mesh.device_type)
+    square: Tensor = torch.linalg.vector_norm(local_tensor(gradient)).square().to(mesh.device_type)
     for axis, placement in enumerate(placements):
         if placement.is_shard():
             dist.all_reduce(square, group=mesh.get_group(axis))
@@ -334,7 +338,7 @@ def _to_double(leaf: object) -> object:
     return leaf
 
 
-def some(names: list[str]) -> str:
+def first_names(names: list[str]) -> str:
     """The first few of these names."""
     if not names:
         return "nothing"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from bigtrain.core.strategy import Strategy
-from bigtrain.errors import ConfigError, nearest
+from bigtrain.errors import ConfigError, did_you_mean
 from bigtrain.job.import_path import load_object
-from bigtrain.job.load import explain
+from bigtrain.job.load import format_validation_error
 from bigtrain.job.schema import Role, RoleConfig
 
 
@@ -85,7 +85,7 @@ def technique_class(role: Role, name: str) -> type[Strategy]:
     if ":" not in target:
         known = ", ".join(sorted(table)) or "none yet"
         raise ConfigError(
-            f"strategy.{role}: unknown {name!r}{nearest(name, table)} Known: {known}; "
+            f"strategy.{role}: unknown {name!r}{did_you_mean(name, table)} Known: {known}; "
             "your own is given as package.module:Class."
         )
     return _loaded(role, name, target)
@@ -113,7 +113,7 @@ def make_technique(role: Role, config: RoleConfig) -> Strategy:
     try:
         technique = kind.model_validate(config.options)
     except ValidationError as error:
-        reason = explain(error, kind)
+        reason = format_validation_error(error, kind)
         prefix = f"strategy.{role}."
         reason = reason.replace("unknown key ", f"unknown key {prefix}", 1)
         if not reason.startswith("unknown key"):

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigtrain.errors import ConfigError
 from bigtrain.ranks.context import RunContext
-from bigtrain.tensors.dtensors import flat
+from bigtrain.tensors.dtensors import flat_view
 from bigtrain.units import MIB
 
 # torch 2.15 gave the option a new name, and warns of the old one.
@@ -25,7 +25,7 @@ _BUFFERS = (
 )
 
 
-def wrap(
+def wrap_ddp(
     module: nn.Module,
     context: RunContext,
     *,
@@ -58,7 +58,7 @@ def wrap(
     return DistributedDataParallel(module, **{**settings, **options})
 
 
-class Sync:
+class LastMicroBatchSync:
     """Average gradients on the last micro-batch of a step only.
 
     The first two steps average on every micro-batch: the average of an average is the same
@@ -80,7 +80,7 @@ class Sync:
         return self._wrapped.no_sync()
 
 
-class Average:
+class GradientAverager:
     """Average gradients over the dp axis in place, when all micro-batches are through.
 
     Where a pipeline owns the step: torch's DistributedDataParallel counts on one backward pass
@@ -107,7 +107,7 @@ class Average:
             return
         for bucket in self._buckets(gradients):
             if len(bucket) == 1 and _lies_flat(bucket[0]):
-                self._average(flat(bucket[0]))
+                self._average(flat_view(bucket[0]))
                 continue
             together = torch.cat([gradient.reshape(-1) for gradient in bucket])
             self._average(together)
@@ -139,4 +139,4 @@ class Average:
 
 
 def _lies_flat(tensor: Tensor) -> bool:
-    return flat(tensor).data_ptr() == tensor.data_ptr()
+    return flat_view(tensor).data_ptr() == tensor.data_ptr()

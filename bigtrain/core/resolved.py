@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from bigtrain.activations.policy import Choice
+from bigtrain.activations.policy import BlockPolicy
 from bigtrain.core.strategy import Plan
 from bigtrain.cutting.layout import Layout
 
@@ -19,7 +19,7 @@ class ResolvedPlan:
     plan: Plan
     layout: Layout | None = None
     """How the model is cut, where the plan has a cut."""
-    policies: Mapping[str, Choice] = field(default_factory=dict)
+    policies: Mapping[str, BlockPolicy] = field(default_factory=dict)
     """What modules keep for the backward pass, by their names in the whole model."""
     notes: tuple[str, ...] = ()
     """What there is to say of the choices made."""
@@ -31,4 +31,4 @@ class ResolvedPlan:
         Raises:
             ConfigError: a name that a technique was given is none of the model's.
         """
-        return ResolvedPlan(plan, layout, plan.choices(model))
+        return ResolvedPlan(plan, layout, plan.block_policies(model))

@@ -53,7 +53,7 @@ class Runner(Protocol):
         """
 
     def load_state(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
-        """Take the state over: `read(name)` gives each of `names` on the CPU."""
+        """Take the state over: `read(name)` gives each of `torchvision_names` on the CPU."""
 
     def close(self) -> None:
         """Let go of what outlives the objects (hooks, files, threads)."""

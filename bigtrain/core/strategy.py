@@ -16,20 +16,20 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
-from bigtrain.activations.policy import Choice, Moving, shape
+from bigtrain.activations.policy import BlockPolicy, Offloader, apply_policies
 from bigtrain.core.runner import Runner
-from bigtrain.core.traits import CutTraits, Offloaded, Traits
+from bigtrain.core.traits import CutTraits, OffloadTiers, Traits
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic
-from bigtrain.cutting.cut import copy_tree
+from bigtrain.cutting.cut import copy_modules
 from bigtrain.cutting.layout import Layout
 from bigtrain.cutting.stage import Stage
 from bigtrain.job.batch import Batch
 from bigtrain.job.schema import Precision, Role, StrategyConfig
 from bigtrain.losses.loss import Loss
-from bigtrain.memory.meter import Meter
-from bigtrain.optim.state_store import Home
+from bigtrain.memory.meter import MemoryMeter
+from bigtrain.optim.state_store import StateStore
 from bigtrain.optim.update import MakeOptimizer, Update
 from bigtrain.ranks.context import RunContext
 
@@ -40,8 +40,8 @@ class ModelFacts:
 
     profile: Profile | None = None
     """Of the model, or of one rank's stage of it."""
-    missing: str | None = None
-    """Why there is none, see `Profile.missing`: the fault of one technique or of none."""
+    untraceable: str | None = None
+    """Why there is none, see `Profile.untraceable`: the fault of one technique or of none."""
     shared: Sequence[str] = ()
     """The parameters that several stages of one rank use."""
 
@@ -82,20 +82,20 @@ class Plan:
     @property
     def bf16_parameters(self) -> bool:
         """Whether the layers see their parameters in bf16."""
-        own = self.replicate.bf16_parameters and not self.joined
+        own = self.replicate.bf16_parameters and not self.shares_engine
         return self.precision == "bf16" and (own or not self.master_weights)
 
     @property
-    def joined(self) -> bool:
+    def shares_engine(self) -> bool:
         """Whether one engine does both the cut's and the replicate technique's work."""
         cut = self.cut
-        return cut is not None and cut.joins_with(self.replicate)
+        return cut is not None and cut.takes_over_from(self.replicate)
 
     @property
-    def offloaded(self) -> Offloaded:
+    def offload_tiers(self) -> OffloadTiers:
         """What lives elsewhere than on the device."""
         technique = self.techniques.get("offload")
-        return technique.traits.offloaded if technique is not None else Offloaded()
+        return technique.traits.offload_tiers if technique is not None else OffloadTiers()
 
     @property
     def state_ranks(self) -> int:
@@ -104,11 +104,11 @@ class Plan:
 
     @property
     def averaging_bucket(self) -> int | None:
-        """Bytes of gradients that replicas of a stage average together, as `replicas.Average`.
+        """Bytes of gradients that replicas of a stage average at once; see `GradientAverager`.
 
         None where there are no replicas, or a wrapper reduces during the backward pass.
         """
-        return None if self.dp == 1 or self.joined else self.replicate.averaging_bucket
+        return None if self.dp == 1 or self.shares_engine else self.replicate.averaging_bucket
 
     @property
     def in_order(self) -> list[Strategy]:
@@ -129,16 +129,18 @@ class Plan:
         """How many ranks the mesh has."""
         return self.pp * self.dp * self.tp
 
-    def choices(self, model: nn.Module) -> dict[str, Choice]:
+    def block_policies(self, model: nn.Module) -> dict[str, BlockPolicy]:
         """What each chosen module keeps for the backward pass, by its name in the whole model.
 
         Raises:
             ConfigError: a name that a technique was given is none of the model's.
         """
-        found: dict[str, Choice] = {}
+        found: dict[str, BlockPolicy] = {}
         for role in ("recompute", "offload"):
             technique = self.techniques.get(role)
-            for name, choice in (technique.choices(model, self) if technique else {}).items():
+            for name, choice in (
+                technique.block_policies(model, self) if technique else {}
+            ).items():
                 found.setdefault(name, choice)
         return found
 
@@ -156,20 +158,20 @@ class Plan:
     @property
     def moves_activations(self) -> bool:
         """Whether saved activations leave the device; from host to host there is no way to go."""
-        place = self.offloaded.activations
+        place = self.offload_tiers.activations
         return place == "disk" or (place == "cpu" and self.device_type != "cpu")
 
-    def mover(self, device: torch.device, *, fake: bool = False) -> Moving | None:
+    def make_offloader(self, device: torch.device, *, fake: bool = False) -> Offloader | None:
         """What takes activations away, where the plan says so."""
-        away = self.offloaded
+        away = self.offload_tiers
         if away.activations == "device" or not self.moves_activations:
             return None
-        from bigtrain.activations.offload import Mover
+        from bigtrain.activations.offload import ActivationOffloader
 
-        return Mover(away.activations, device, away.path, fake=fake)
+        return ActivationOffloader(away.activations, device, away.path, fake=fake)
 
 
-class Shard(Protocol):
+class MakeShardedUpdate(Protocol):
     """What shards the states of a stage over its replicas, inside the engine of the cut."""
 
     def __call__(self, assembly: Assembly, start: Callable[..., Any]) -> Update:
@@ -191,7 +193,7 @@ class Assembly:
     context: RunContext
     plan: Plan
     loss: Loss
-    meter: Meter
+    meter: MemoryMeter
     model: nn.Module
     """As the user wrote it: plain parameter names. Materialised, but for a technique that does
     this itself (`Traits.materializes`)."""
@@ -204,7 +206,7 @@ class Assembly:
     """Entered around each micro-batch; told whether it is the last of the step."""
     keep_gradients: bool = False
     """Clear gradients by zeros, because their memory stays allocated anyhow."""
-    home: Home | None = None
+    state_store: StateStore | None = None
     """Where the optimizer's state lives; None is beside the parameters."""
     layout: Layout | None = None
     """How the model is cut; what is not this rank's is no longer in `model`."""
@@ -219,11 +221,11 @@ class Assembly:
     parameters have the model's plain names."""
     average: Callable[[Sequence[Tensor]], None] | None = None
     """Averages gradients over the replicas after all micro-batches; set where no wrapper does."""
-    shard: Shard | None = None
-    """Set by a replicate technique whose engine is the cut's, too: see `Plan.joined`."""
-    choices: Mapping[str, Choice] = field(default_factory=dict)
+    shard: MakeShardedUpdate | None = None
+    """Set by a replicate technique whose engine is the cut's, too: see `Plan.shares_engine`."""
+    block_policies: Mapping[str, BlockPolicy] = field(default_factory=dict)
     """What modules keep for the backward pass."""
-    mover: Moving | None = None
+    offloader: Offloader | None = None
     """What takes activations away, where some are."""
 
     def __post_init__(self) -> None:
@@ -246,14 +248,14 @@ class Assembly:
         cut, device = self.layout.chosen.cut, self.context.device
         stages = []
         for index in indices:
-            tree = self.model if len(indices) == 1 else copy_tree(self.model)
+            tree = self.model if len(indices) == 1 else copy_modules(self.model)
             cut.strip(tree, [index], device)
             stages.append(cut.stage(tree, index, self.loss, device))
-            shape(stages[-1], self.choices, self.mover)
+            apply_policies(stages[-1], self.block_policies, self.offloader)
         self.roots = list(stages)
         return stages
 
-    def rejoin(self) -> None:
+    def collect_parameters(self) -> None:
         """Let the model have what the stages have, which may be in shards by now.
 
         Several stages of a rank have modules of their own: without this the model's would keep
@@ -283,7 +285,7 @@ class Strategy(BaseModel):
         """What others have to know of it."""
         return Traits()
 
-    def choices(self, model: nn.Module, plan: Plan) -> Mapping[str, Choice]:  # noqa: ARG002
+    def block_policies(self, model: nn.Module, plan: Plan) -> Mapping[str, BlockPolicy]:  # noqa: ARG002
         """What modules keep for the backward pass, by name; those left out are another's.
 
         Args:
@@ -321,7 +323,7 @@ class Strategy(BaseModel):
         """What this technique exchanges between ranks and moves out of the device, as it does it.
 
         Args:
-            profile: of the model, or of one rank's stage of it; with its shapes, not `missing`.
+            profile: of the model, or of one rank's stage of it; with its shapes, not `untraceable`.
             plan: what will be run.
         """
         return ()
@@ -337,7 +339,7 @@ class RecomputeStrategy(Strategy):
         """The most bytes that a rank may hold, where the choice of each block is to follow that."""
         return None
 
-    def choosing(self, blocks: Mapping[str, Choice]) -> RecomputeStrategy:
+    def with_policies(self, blocks: Mapping[str, BlockPolicy]) -> RecomputeStrategy:
         """The same technique with a choice for each block, and no limit."""
         raise NotImplementedError
 
@@ -350,11 +352,11 @@ class CutStrategy(Strategy):
         """What others have to know of it."""
         return CutTraits()
 
-    def replays(self, plan: Plan) -> bool:  # noqa: ARG002
+    def predicts_by_stage(self, plan: Plan) -> bool:  # noqa: ARG002
         """Whether the memory is predicted stage by stage, by `replayed`."""
         return self.traits.spans_ranks
 
-    def replayed(
+    def replay_rank(
         self,
         forecasts: Mapping[int, Forecast],
         plan: Plan,
@@ -371,7 +373,7 @@ class CutStrategy(Strategy):
         """
         raise NotImplementedError
 
-    def held(self, plan: Plan) -> tuple[int, ...]:  # noqa: ARG002
+    def in_flight(self, plan: Plan) -> tuple[int, ...]:  # noqa: ARG002
         """For each stage the most micro-batches that it holds activations of; empty for one."""
         return ()
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Place = Literal["device", "cpu", "disk"]
-Given = Literal["parameters", "pieces", "shards", "copies"]
+StorageTier = Literal["device", "cpu", "disk"]
+OptimizerInput = Literal["parameters", "pieces", "shards", "copies"]
 """What an optimizer updates: whole parameters, stretches of them, DTensors, or an engine's own
 fp32 copies."""
 
-Recompute = Literal["never", "except_last", "always"]
+StageRecompute = Literal["never", "except_last", "always"]
 """Which micro-batches a stage computes again for their backward pass."""
 
 
 @dataclass(frozen=True)
-class Offloaded:
+class OffloadTiers:
     """What lives elsewhere than on the device between its uses."""
 
-    optimizer: Place = "device"
-    parameters: Place = "device"
-    activations: Place = "device"
+    optimizer: StorageTier = "device"
+    parameters: StorageTier = "device"
+    activations: StorageTier = "device"
     path: str | None = None
     """The folder of what is on disk."""
 
@@ -42,7 +42,7 @@ class Traits:
     bf16_parameters: bool = False
     """Layers see bf16 parameters in bf16 runs, the fp32 values being kept apart. Otherwise the
     parameters are fp32 and autocast converts them at each use."""
-    optimizer_gets: Given = "parameters"
+    optimizer_gets: OptimizerInput = "parameters"
     final_gradients: bool = False
     """The backward pass leaves each gradient as the optimizer wants it."""
     whole_backward: bool = False
@@ -51,8 +51,8 @@ class Traits:
     """Over how many ranks it shards the optimizer's state; None for all replicas."""
     averaging_bucket: int | None = None
     """Bytes of gradients that the replicas of a stage average at once when its backward passes
-    are over (see `replicas.Average`); None where they do not, or during the backward pass."""
-    offloaded: Offloaded = Offloaded()
+    are over (see `replicas.GradientAverager`); None where they do not."""
+    offload_tiers: OffloadTiers = OffloadTiers()
     """What it moves off the device."""
     own_offload: bool = False
     """It does the offload role's work itself."""
@@ -70,10 +70,10 @@ class CutTraits(Traits):
     """The stages are on the ranks of the pp axis; otherwise all are in each process."""
     splits_backward: bool = False
     """Gradients of inputs and of weights are computed apart."""
-    recompute: Recompute = "never"
-    joins: bool = False
+    recompute: StageRecompute = "never"
+    takes_over: bool = False
     """Its engine does the work of a replicate technique of the same engine, too, and the step."""
 
-    def joins_with(self, replicate: Traits) -> bool:
+    def takes_over_from(self, replicate: Traits) -> bool:
         """Whether one engine does this technique's work and the replicate one's."""
-        return self.joins and replicate.engine == self.engine and replicate.owns_step
+        return self.takes_over and replicate.engine == self.engine and replicate.owns_step

@@ -1,5 +1,1 @@
-"""What a plan holds and sends, as data.
-
-Profile, forecast and traffic of a rank; a pipeline rank's step replayed from recorded
-micro-batches; lower bounds in closed form.
-"""
+"""What a plan holds and sends, as data. Pure."""

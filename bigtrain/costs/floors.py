@@ -17,12 +17,12 @@ from typing import Literal
 
 from bigtrain.schedules.orders import check_schedule
 
-Recompute = Literal["none", "selective", "full"]
+RecomputeLevel = Literal["none", "selective", "full"]
 """All is kept; all but the core of attention; only what comes into a layer."""
 
 
 @dataclass(frozen=True)
-class Widths:
+class StateWidths:
     """Bytes for each trained number: mixed precision Adam as in ZeRO, section 3.1, by default."""
 
     parameters: float = 2
@@ -31,17 +31,17 @@ class Widths:
     """Both moments, and the fp32 value where the layers see another."""
 
     @classmethod
-    def fp32(cls) -> Widths:
+    def fp32(cls) -> StateWidths:
         """AdamW in fp32: two moments."""
         return cls(4, 4, 8)
 
     @classmethod
-    def autocast(cls) -> Widths:
+    def autocast(cls) -> StateWidths:
         """AdamW in bf16 runs whose parameters stay fp32; autocast's copies pass."""
         return cls(4, 4, 8)
 
     @classmethod
-    def bf16(cls) -> Widths:
+    def bf16(cls) -> StateWidths:
         """AdamW in bf16 runs whose layers see bf16 parameters and whose optimizer has fp32 ones."""
         return cls(2, 2, 12)
 
@@ -66,7 +66,7 @@ class Widths:
         return self.total - self.whole(stage)
 
 
-def states_floor(numbers: int, widths: Widths, stage: int, ranks: int) -> int:
+def min_state_bytes(numbers: int, widths: StateWidths, stage: int, ranks: int) -> int:
     """Bytes of parameters, gradients and optimizer state on the fullest rank, all there at once.
 
     The formulas of ZeRO's Figure 1, with K the optimizer's bytes (12): stage 0 (2+2+K)P, stage 1
@@ -84,7 +84,7 @@ def states_floor(numbers: int, widths: Widths, stage: int, ranks: int) -> int:
 
 
 def bounding_stage(engine: str, stage: int) -> int:
-    """The stage of which no plan of an engine's `stage` holds less than the `states_floor`.
+    """The stage of which no plan of an engine's `stage` holds less than the `min_state_bytes`.
 
     DeepSpeed's stage 1 has, where a step is one micro-batch, only a shard of the gradients, as in
     stage 2. torch's stage 2 lets gathered parameters go before the last gradients are there: with
@@ -97,8 +97,8 @@ def bounding_stage(engine: str, stage: int) -> int:
     return {("deepspeed", 1): 2, ("torch", 2): 3}.get((engine, stage), stage)
 
 
-def largest_model(memory_bytes: int, widths: Widths, stage: int, ranks: int) -> int:
-    """The most trained numbers whose `states_floor` is no more than a rank's memory."""
+def largest_model(memory_bytes: int, widths: StateWidths, stage: int, ranks: int) -> int:
+    """The most trained numbers whose `min_state_bytes` is no more than a rank's memory."""
     whole, sharded = widths.whole(stage), widths.sharded(stage)
     # With a share of k numbers there are at most k * ranks, and as many as the rest has room for.
     crossing = int(memory_bytes / (whole * ranks + sharded))
@@ -143,7 +143,7 @@ def micro_batches_in_flight(
         pp: number of ranks.
         rank: which of them.
         micro_batches: of one step.
-        stages_per_rank: as in `orders.order`.
+        stages_per_rank: as in `orders.schedule_orders`.
 
     Raises:
         ConfigError: see `orders.check_schedule`.
@@ -190,7 +190,7 @@ class Transformer:
         micro_batch: int,
         tensor: int = 1,
         sequence_parallel: bool = False,
-        recompute: Recompute = "none",
+        recompute: RecomputeLevel = "none",
     ) -> int:
         """Bytes that one layer keeps of one micro-batch, on each rank: Table 2 of arXiv 2205.05198.
 
@@ -218,7 +218,7 @@ class Transformer:
         micro_batch: int,
         tensor: int = 1,
         sequence_parallel: bool = False,
-        recompute: Recompute = "none",
+        recompute: RecomputeLevel = "none",
         *,
         pp: int = 1,
         stages_per_rank: int = 1,
@@ -261,7 +261,7 @@ class Transformer:
         """
         return self._flops(batch, 72, 1 / 6, 1 / 12)
 
-    def hardware_flops(self, batch: int, recompute: Recompute = "none") -> float:
+    def hardware_flops(self, batch: int, recompute: RecomputeLevel = "none") -> float:
         """The same with what is computed again.
 
         Selective: s/(3h) for s/(6h), equation 8 of arXiv 2205.05198. Full: 96 B L s h^2 (1 + s/(6h)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from bigtrain.memory.timeline import Breakdown, Peak, Timeline, Visit, highest
+from bigtrain.memory.timeline import BlockTicks, Breakdown, Peak, Timeline, highest_peak
 
-NOTHING = Timeline((), ((0, "forward"),))
+EMPTY_TIMELINE = Timeline((), ((0, "forward"),))
 
 
 @dataclass(frozen=True)
-class Wires:
+class BoundaryBytes:
     """What one micro-batch sends over the cuts of a stage, in bytes."""
 
     incoming: int = 0
@@ -44,19 +44,19 @@ class Profile:
     updated for each trained one: 2 for AdamW (1 with bf16 moments), 1 for SGD with momentum."""
     state_scalars: int = 0
     """Bytes of optimizer state beside those, as step counts, over all trained parameters."""
-    first: Timeline = NOTHING
+    first: Timeline = EMPTY_TIMELINE
     """Forward and backward when no gradients exist yet; the gradients made are in it."""
-    next: Timeline = NOTHING
+    next: Timeline = EMPTY_TIMELINE
     """Forward and backward when gradients are added to existing ones."""
-    step: Timeline = NOTHING
+    step: Timeline = EMPTY_TIMELINE
     """Clipping and the optimizer step: what they need beside the states."""
-    blocks: tuple[tuple[Visit, Visit], ...] = ()
+    blocks: tuple[tuple[BlockTicks, BlockTicks], ...] = ()
     """The blocks of the model in `first` and in `next`, in the order in which they run."""
-    rest: Visit | None = None
+    outside_blocks: BlockTicks | None = None
     """What is in no block, in `first`."""
-    wires: Wires = Wires()
+    boundary: BoundaryBytes = BoundaryBytes()
     """Of a stage."""
-    windows: tuple[tuple[str, Visit, Visit], ...] = ()
+    windows: tuple[tuple[str, BlockTicks, BlockTicks], ...] = ()
     """The modules of which something else than all is kept, or may be, in `first` and `next`."""
     recomputed: frozenset[str] = frozenset()
     """Those of them that are computed again in the backward pass."""
@@ -65,7 +65,7 @@ class Profile:
     last: tuple[Timeline, Timeline] | None = None
     """Of a stage: `first` and `next` of a step's last micro-batch, where it alone is not computed
     again."""
-    missing: str | None = None
+    untraceable: str | None = None
     """Why the timelines are empty, where the model could not run on fake tensors."""
 
 
@@ -82,11 +82,11 @@ class Forecast:
     """Bytes of gradients after the backward pass."""
     next: Timeline | None = None
     """Every further micro-batch, where gradients are accumulated."""
-    wires: Wires = Wires()
+    boundary: BoundaryBytes = BoundaryBytes()
     """Of a stage of a cut model."""
     resumed: tuple[Timeline, Timeline] | None = None
     """Of a stage that gathers its parameters: `first` and `next` where the passes of other
-    micro-batches come in between; see `replay.StagePiece`."""
+    micro-batches come in between; see `replay_actions.StageRecord`."""
     strayed: tuple[Timeline, Timeline] | None = None
     """The same where several forward passes came before the backward pass."""
     tensors: tuple[tuple[str, int, str], ...] = ()
@@ -104,7 +104,7 @@ class Forecast:
             activations=profile.batch_bytes,
         )
         given = (states, profile.first, profile.step, profile.gradient_bytes)
-        return cls(*given, wires=profile.wires, tensors=profile.tensors, last=profile.last)
+        return cls(*given, boundary=profile.boundary, tensors=profile.tensors, last=profile.last)
 
     def peak(self) -> Peak:
         """The highest moment of a step."""
@@ -114,4 +114,4 @@ class Forecast:
         peaks = [self.first.peak(self.states), self.step.peak(held)]
         if self.next is not None:
             peaks.append(self.next.peak(held))
-        return highest(peaks)
+        return highest_peak(peaks)

@@ -7,17 +7,17 @@ from dataclasses import replace
 from itertools import pairwise
 
 from bigtrain.costs.forecast import Forecast
-from bigtrain.costs.replay import Passes, StagePiece, replay
+from bigtrain.costs.replay import RecordedPass, StageRecord, replay_actions
 from bigtrain.memory.timeline import Breakdown, Span, Timeline
-from bigtrain.schedules.orders import Action, unsplit
-from bigtrain.schedules.transfers import Underway
+from bigtrain.schedules.orders import Action, merge_split_backward
+from bigtrain.schedules.transfers import InTransit
 
 
-def joined(
+def join_stages(
     actions: Sequence[Action],
     forecasts: Mapping[int, Forecast],
     halves: Mapping[int, Forecast],
-    underway: Sequence[Underway] = (),
+    underway: Sequence[InTransit] = (),
     bucket: int | None = None,
 ) -> Forecast:
     """Put the stages of a rank together in the order of its schedule.
@@ -33,16 +33,16 @@ def joined(
         # fully_shard frees and fills around whole backward passes only.
         pairs = zip(actions, underway, strict=bool(underway))
         underway = [ways for action, ways in pairs if action.kind != "W"]
-        actions = unsplit(actions)
+        actions = merge_split_backward(actions)
     pieces = {
-        stage: StagePiece(
+        stage: StageRecord(
             *_both(found),
             _both(halves[stage]) if stage in halves else None,
             *(pair and (_passes(pair[0]), _passes(pair[1])) for pair in _others(found)),
         )
         for stage, found in forecasts.items()
     }
-    states, first, gradients = _together(forecasts, pieces)
+    states, first, gradients = _merge_states(forecasts, pieces)
     every = list(forecasts.values())
     phases = every[0].step.phases
     steps = tuple(span for found in every for span in found.step.spans)
@@ -53,19 +53,19 @@ def joined(
         steps, phases = (copied, *steps), ((tick, "backward"), *phases)
     return Forecast(
         states=states,
-        first=replay(actions, first, _beside(actions, forecasts, underway)),
+        first=replay_actions(actions, first, _extra_bytes(actions, forecasts, underway)),
         step=Timeline(steps, phases),
         gradients=gradients,
     )
 
 
 def _others(found: Forecast) -> tuple[tuple[Timeline, Timeline] | None, ...]:
-    """The courses of a stage besides the usual one, as `StagePiece` has them."""
+    """The courses of a stage besides the usual one, as `StageRecord` has them."""
     return found.resumed, found.strayed, found.last
 
 
 def _fullest(every: Sequence[Forecast], bucket: int) -> int:
-    """The most that `replicas.Average` has in copies at one moment.
+    """The most that `replicas.GradientAverager` has in copies at one moment.
 
     Neighbours of one type that fit in together are copied into one tensor, what is alone is not;
     and a copy is let go when the next one is there.
@@ -81,16 +81,16 @@ def _fullest(every: Sequence[Forecast], bucket: int) -> int:
     return max(sum(pair) for pair in pairwise([*copies, 0]))
 
 
-def _together(
-    forecasts: Mapping[int, Forecast], pieces: Mapping[int, StagePiece]
-) -> tuple[Breakdown, dict[int, StagePiece], int]:
+def _merge_states(
+    forecasts: Mapping[int, Forecast], pieces: Mapping[int, StageRecord]
+) -> tuple[Breakdown, dict[int, StageRecord], int]:
     """The states of a rank's stages, their pieces, and bytes of gradients.
 
     What several of them use is there once: with the last of them, whose gradient comes first. All
     have been told of the same batch.
     """
     states, gradients = Breakdown(), 0
-    found: dict[int, StagePiece] = {}
+    found: dict[int, StageRecord] = {}
     seen: set[str] = set()
     for stage in sorted(forecasts, reverse=True):
         one = forecasts[stage]
@@ -110,10 +110,10 @@ def _together(
     return states, found, gradients
 
 
-def _adding(piece: StagePiece, sizes: Sequence[int]) -> StagePiece:
+def _adding(piece: StageRecord, sizes: Sequence[int]) -> StageRecord:
     """A stage of which some gradients are added to those that another stage has made."""
 
-    def change(passes: Passes) -> Passes:
+    def change(passes: RecordedPass) -> RecordedPass:
         spans = list(passes.timeline.spans)
         for size in sizes:
             kept = [n for n, s in enumerate(spans) if (s.kind, s.nbytes) == ("gradients", size)]
@@ -133,8 +133,8 @@ _Doing = dict[tuple[int, int], int]
 backward pass on, 3 when the inputs' gradients are there and the weights' are not."""
 
 
-def _beside(
-    actions: Sequence[Action], forecasts: Mapping[int, Forecast], underway: Sequence[Underway]
+def _extra_bytes(
+    actions: Sequence[Action], forecasts: Mapping[int, Forecast], underway: Sequence[InTransit]
 ) -> list[int]:
     """Bytes beside each action that no stage's own recording has, less what two of them have."""
     doing: _Doing = {}
@@ -144,7 +144,7 @@ def _beside(
         done = doing.get((stage, number), 0)
         doing[stage, number] = 1 if kind == "F" else max(done, 2)
         way = _sent(underway[moment], forecasts, doing) if underway else 0
-        found.append(way + _handed(forecasts, doing, over))
+        found.append(way + _shared_boundary_bytes(forecasts, doing, over))
         if kind == "I":
             doing[stage, number] = 3
         elif kind in ("B", "W"):
@@ -153,11 +153,11 @@ def _beside(
     return found
 
 
-def _sent(underway: Underway, forecasts: Mapping[int, Forecast], doing: _Doing) -> int:
+def _sent(underway: InTransit, forecasts: Mapping[int, Forecast], doing: _Doing) -> int:
     """What goes to other ranks or comes from them."""
     total = 0
     for (stage, kind), count in underway.items():
-        wires = forecasts[stage].wires
+        wires = forecasts[stage].boundary
         each = {
             "RECV_F": wires.incoming,
             "SEND_F": wires.outgoing,
@@ -170,7 +170,7 @@ def _sent(underway: Underway, forecasts: Mapping[int, Forecast], doing: _Doing) 
     return total
 
 
-def _handed(
+def _shared_boundary_bytes(
     forecasts: Mapping[int, Forecast], doing: _Doing, over: Collection[tuple[int, int]]
 ) -> int:
     """What one stage of the rank hands to the next one, and is given back: the same storages.
@@ -186,11 +186,11 @@ def _handed(
             continue
         above = doing.get((high, number), 0)
         begun, ended = above > 0, (high, number) in over
-        wires = forecasts[stage].wires
+        wires = forecasts[stage].boundary
         if not begun and not ended:
             total += wires.outgoing  # nobody has it yet
         elif begun:
-            total -= forecasts[high].wires.incoming - wires.outgoing
+            total -= forecasts[high].boundary.incoming - wires.outgoing
         if at == 1 and ended:
             total += wires.outgoing_gradients
         elif at >= 2 and begun:
@@ -198,12 +198,12 @@ def _handed(
     return total
 
 
-def _both(found: Forecast) -> tuple[Passes, Passes]:
+def _both(found: Forecast) -> tuple[RecordedPass, RecordedPass]:
     return _passes(found.first), _passes(found.next or found.first)
 
 
-def _passes(timeline: Timeline) -> Passes:
+def _passes(timeline: Timeline) -> RecordedPass:
     begin = timeline.phases[0][0]
     end = max((span.death for span in timeline.spans), default=begin + 1) - 1
     starts = tuple(tick for tick, phase in timeline.phases if phase == "backward") or (end,)
-    return Passes(timeline, starts, max(*starts, end))
+    return RecordedPass(timeline, starts, max(*starts, end))

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from bigtrain.memory.timeline import KINDS, Kind, Phase, Span, Timeline
+from bigtrain.memory.timeline import MEMORY_KINDS, MemoryKind, Phase, Span, Timeline
 from bigtrain.schedules.orders import Action
 
 
 @dataclass(frozen=True)
-class Passes:
+class RecordedPass:
     """One micro-batch through a stage and back, recorded in one go.
 
     Raises:
@@ -43,14 +43,14 @@ class Passes:
 
 
 @dataclass(frozen=True)
-class StagePiece:
+class StageRecord:
     """A stage as the replay needs it."""
 
-    first: Passes
+    first: RecordedPass
     """The micro-batch whose backward pass makes the gradients."""
-    next: Passes
+    next: RecordedPass
     """Every other one: it adds to them."""
-    split: tuple[Passes, Passes] | None = None
+    split: tuple[RecordedPass, RecordedPass] | None = None
     """Both again, recorded with the backward pass in two parts, for schedules that split it.
 
     Without this the parts are made up, and hold no less than the real ones. For stage 0 that is
@@ -58,19 +58,19 @@ class StagePiece:
     ticks of the whole backward pass each; parameters' gradients come in W; all else that is alive
     or made in I stays until the end of W, as torch keeps the graph and may keep any gradient in it.
     """
-    resumed: tuple[Passes, Passes] | None = None
+    resumed: tuple[RecordedPass, RecordedPass] | None = None
     """`first` and `next` as they are on a stage that gathers its parameters, where the passes of
     other micro-batches came in between: a forward pass that follows another one finds what that
     has gathered, and a backward pass that follows another one finds nothing."""
-    strayed: tuple[Passes, Passes] | None = None
+    strayed: tuple[RecordedPass, RecordedPass] | None = None
     """`first` and `next` where several forward passes came before the backward pass."""
-    last: tuple[Passes, Passes] | None = None
+    last: tuple[RecordedPass, RecordedPass] | None = None
     """`first` and `next` of the last micro-batch, where it goes otherwise than all others: whole,
     also in a schedule that splits the backward pass."""
 
 
 @dataclass(frozen=True, order=True)
-class _Way:
+class _PassCase:
     """How one micro-batch goes through a stage: all that go alike are one."""
 
     stage: int
@@ -81,13 +81,13 @@ class _Way:
 
 @dataclass(frozen=True)
 class _Recording:
-    """A `Passes` cut where its actions end."""
+    """A `RecordedPass` cut where its actions end."""
 
     ticks: tuple[int, ...]
     """The first tick of each action, and the one after the last."""
     actions: tuple[tuple[Span, ...], ...]
     """What is alive during each action, within its ticks."""
-    waiting: tuple[tuple[tuple[Kind, int], ...], ...]
+    waiting: tuple[tuple[tuple[MemoryKind, int], ...], ...]
     """Bytes by kind from the end of each action to the next, or to the end of the step."""
     gathered: int
     """Bytes of kind `parameters` from the end of the forward pass on: once for the stage."""
@@ -99,19 +99,19 @@ each stage whether it has its parameters gathered; and the bytes of what is on i
 
 
 _Course = Literal["usual", "resumed", "strayed"]
-"""Which of a stage's recordings it is: see `StagePiece`."""
+"""Which of a stage's recordings it is: see `StageRecord`."""
 
 
 class _Act(NamedTuple):
     """An action of a way; all that have the same recording are one."""
 
-    way: _Way
+    way: _PassCase
     point: int
     course: _Course
 
 
-def replay(
-    actions: Sequence[Action], pieces: Mapping[int, StagePiece], beside: Sequence[int] = ()
+def replay_actions(
+    actions: Sequence[Action], pieces: Mapping[int, StageRecord], beside: Sequence[int] = ()
 ) -> Timeline:
     """The moments of a rank's step among which the highest is, whatever is alive beside them.
 
@@ -124,7 +124,7 @@ def replay(
     forward pass to the next backward pass of the stage, which frees them.
 
     Args:
-        actions: what the rank does, as `orders.order` has it.
+        actions: what the rank does, as `orders.schedule_orders` has it.
         pieces: the rank's stages.
         beside: for each action the bytes of what is on its way meanwhile.
 
@@ -133,7 +133,7 @@ def replay(
     """
     ways = _ways(actions, pieces)
     recordings = {way: _recording(way, pieces[way.stage]) for way in set(ways.values())}
-    slots: dict[tuple[_Way, int] | int, int] = {}
+    slots: dict[tuple[_PassCase, int] | int, int] = {}
     for way in sorted(recordings):
         for point, waiting in enumerate(recordings[way].waiting):
             if waiting:  # what holds nothing need not be told apart
@@ -167,17 +167,17 @@ def replay(
 
 
 def _others(
-    ways: Iterable[_Way], pieces: Mapping[int, StagePiece]
-) -> dict[tuple[_Way, _Course], _Recording]:
+    ways: Iterable[_PassCase], pieces: Mapping[int, StageRecord]
+) -> dict[tuple[_PassCase, _Course], _Recording]:
     """The recordings of other courses than the usual one, where they differ."""
-    found: dict[tuple[_Way, _Course], _Recording] = {}
+    found: dict[tuple[_PassCase, _Course], _Recording] = {}
     for way in ways:
         piece = pieces[way.stage]
-        pairs: dict[_Course, tuple[Passes, Passes] | None]
+        pairs: dict[_Course, tuple[RecordedPass, RecordedPass] | None]
         pairs = {"resumed": piece.resumed, "strayed": piece.strayed}
         for course, pair in pairs.items():
             if pair is not None and not way.split:
-                found[way, course] = _cut(pair[0 if way.first else 1])
+                found[way, course] = _cut_by_action(pair[0 if way.first else 1])
     return found
 
 
@@ -188,16 +188,18 @@ def _course(kind: str, forwards: int) -> _Course:
 
 
 def _waiting(
-    recordings: Mapping[_Way, _Recording], gathered: Mapping[int, int], key: tuple[_Way, int] | int
-) -> Sequence[tuple[Kind, int]]:
+    recordings: Mapping[_PassCase, _Recording],
+    gathered: Mapping[int, int],
+    key: tuple[_PassCase, int] | int,
+) -> Sequence[tuple[MemoryKind, int]]:
     if isinstance(key, int):
         return (("parameters", gathered[key]),)
     return recordings[key[0]].waiting[key[1]]
 
 
 def _ways(
-    actions: Sequence[Action], pieces: Mapping[int, StagePiece]
-) -> dict[tuple[int, int], _Way]:
+    actions: Sequence[Action], pieces: Mapping[int, StageRecord]
+) -> dict[tuple[int, int], _PassCase]:
     """How each (stage, micro-batch) goes; the first whose B or W comes makes the gradients."""
     split = {(stage, number) for stage, kind, number in actions if kind in ("I", "W")}
     firsts: dict[int, int] = {}
@@ -206,7 +208,7 @@ def _ways(
             firsts.setdefault(stage, number)
     final = max((number for _, _, number in actions), default=0)
     return {
-        (stage, number): _Way(
+        (stage, number): _PassCase(
             stage,
             firsts.get(stage) == number,
             (stage, number) in split,
@@ -226,24 +228,26 @@ def _add(front: dict[_Held, int], beside: _Held, moment: int) -> None:
     front[beside] = moment
 
 
-def _recording(way: _Way, piece: StagePiece) -> _Recording:
+def _recording(way: _PassCase, piece: StageRecord) -> _Recording:
     if way.last and piece.last is not None:
         kept = piece.last[0 if way.first else 1]
-        return _cut(_torch_first_stage(kept) if way.split else kept)
+        return _cut_by_action(_torch_first_stage(kept) if way.split else kept)
     if not way.split:
-        return _cut(piece.first if way.first else piece.next)
+        return _cut_by_action(piece.first if way.first else piece.next)
     if piece.split is not None:
-        return _cut(piece.split[0 if way.first else 1])
+        return _cut_by_action(piece.split[0 if way.first else 1])
     whole = piece.first if way.first else piece.next
-    return _cut(_torch_first_stage(whole) if way.stage == 0 else _made_up(whole))
+    return _cut_by_action(
+        _torch_first_stage(whole) if way.stage == 0 else _split_conservatively(whole)
+    )
 
 
-def _torch_first_stage(whole: Passes) -> Passes:
+def _torch_first_stage(whole: RecordedPass) -> RecordedPass:
     return replace(whole, starts=(whole.starts[0], whole.starts[0]))
 
 
-def _made_up(whole: Passes) -> Passes:
-    """The backward pass twice: see `StagePiece.split`."""
+def _split_conservatively(whole: RecordedPass) -> RecordedPass:
+    """The backward pass twice: see `StageRecord.split`."""
     boundary, again = whole.starts[0], whole.end + 1 - whole.starts[0]
     end = whole.end + again + 1  # a tick more, at which all but the gradients is gone
     spans = []
@@ -257,10 +261,10 @@ def _made_up(whole: Passes) -> Passes:
         else:
             spans.append(span)
     timeline = Timeline(tuple(spans), whole.timeline.phases)
-    return Passes(timeline, (boundary, boundary + again), end)
+    return RecordedPass(timeline, (boundary, boundary + again), end)
 
 
-def _cut(passes: Passes) -> _Recording:
+def _cut_by_action(passes: RecordedPass) -> _Recording:
     """Sort the spans by the actions that they are alive in."""
     ticks = (passes.begin, *passes.starts, passes.end + 1)
     within, waiting = [], []
@@ -268,7 +272,7 @@ def _cut(passes: Passes) -> _Recording:
     for start, stop in pairwise(ticks):
         is_last = stop == ticks[-1]
         alive: list[Span] = []
-        sums = dict.fromkeys(KINDS, 0)
+        sums = dict.fromkeys(MEMORY_KINDS, 0)
         for span in passes.timeline.spans:
             nbytes, kind, birth, death = span
             if birth >= stop or death <= start:
@@ -289,9 +293,9 @@ def _cut(passes: Passes) -> _Recording:
 
 def _laid_out(
     chosen: Sequence[tuple[int, _Act, _Held]],
-    recordings: Mapping[_Way, _Recording],
-    others: Mapping[tuple[_Way, _Course], _Recording],
-    waits: Mapping[int, Sequence[tuple[Kind, int]]],
+    recordings: Mapping[_PassCase, _Recording],
+    others: Mapping[tuple[_PassCase, _Course], _Recording],
+    waits: Mapping[int, Sequence[tuple[MemoryKind, int]]],
 ) -> Timeline:
     spans: list[Span] = []
     phases: list[tuple[int, Phase]] = []

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bigtrain.costs.forecast import Profile
-from bigtrain.memory.timeline import Visit
+from bigtrain.memory.timeline import BlockTicks
 from bigtrain.units import KIB
 
-Kind = Literal[
+TrafficKind = Literal[
     "all_reduce",
     "all_gather",
     "reduce_scatter",
@@ -26,23 +26,23 @@ Kind = Literal[
     "to_disk",
     "from_disk",
 ]
-MOVES: tuple[Kind, ...] = ("to_host", "from_host", "to_disk", "from_disk")
+HOST_TRANSFERS: tuple[TrafficKind, ...] = ("to_host", "from_host", "to_disk", "from_disk")
 """Those that go between a device, its host and the host's disk; the others go between ranks."""
-Behind = Literal["forward", "backward", "step", "nothing"]
+OverlapPhase = Literal["forward", "backward", "step", "nothing"]
 
 
 @dataclass(frozen=True)
 class Traffic:
     """One kind of message, or of move, of one rank."""
 
-    kind: Kind
+    kind: TrafficKind
     nbytes: int
     """Of all calls together: of an exchange the whole tensors, as they are before a
     reduce-scatter and after an all-gather; of a move this rank's bytes."""
     calls: int
     """Messages; each has the latency of the link once more."""
     every: Literal["micro_batch", "step"]
-    beside: Behind
+    overlaps: OverlapPhase
     """The computation that it may hide behind: the forward or backward pass of one micro-batch (the
     last one of a step, where `every` is a step), the optimizer's step, or none."""
     ranks: int = 1
@@ -59,17 +59,17 @@ class Traffic:
         return self.calls * (micro_batches if self.every == "micro_batch" else 1)
 
 
-def units_of(profile: Profile) -> list[Visit]:
+def comm_units(profile: Profile) -> list[BlockTicks]:
     """What is gathered or reduced as one: the blocks, then what is in none; with parameters."""
     units = [first for first, _ in profile.blocks]
-    if profile.rest is not None:
-        units.append(profile.rest)
+    if profile.outside_blocks is not None:
+        units.append(profile.outside_blocks)
     return [unit for unit in units if unit.shapes]
 
 
-def tensors_of(profile: Profile, *, trained: bool = True) -> list[tuple[int, ...]]:
+def parameter_shapes(profile: Profile, *, trained: bool = True) -> list[tuple[int, ...]]:
     """The shapes of the parameters, tied ones once; one long tensor where nobody knows them."""
-    units = units_of(profile)
+    units = comm_units(profile)
     if not units:
         return [(profile.trained_elements,)]
     return [
@@ -80,7 +80,7 @@ def tensors_of(profile: Profile, *, trained: bool = True) -> list[tuple[int, ...
     ]
 
 
-def packed(sizes: Iterable[int], most: int, *, past: bool = False) -> int:
+def message_count(sizes: Iterable[int], most: int, *, past: bool = False) -> int:
     """In how many messages tensors go, neighbours together.
 
     Args:
@@ -98,7 +98,7 @@ def packed(sizes: Iterable[int], most: int, *, past: bool = False) -> int:
     return messages
 
 
-def averaged(
+def gradient_average_traffic(
     profile: Profile,
     ranks: int,
     stride: int,
@@ -110,9 +110,9 @@ def averaged(
     """Gradients averaged once a step, in buckets, in their own precision.
 
     By torch's DistributedDataParallel in the backward pass of the last micro-batch (the first two
-    steps of a run average after each: `replicas.Sync`), or by `replicas.Average` when all of them
-    are through. Buffers follow the first replica's once a step either way: torch leaves that out
-    where the micro-batch before did not average.
+    steps of a run average after each: `replicas.LastMicroBatchSync`), or by
+    `replicas.GradientAverager` when all of them are through. Buffers follow the first replica's
+    once a step either way: torch leaves that out where the micro-batch before did not average.
 
     Args:
         profile: of what is on the rank.
@@ -122,29 +122,29 @@ def averaged(
         overlaps: whether it is done in the backward pass.
         buffers: whether buffers follow.
     """
-    total = max(1, sum(math.prod(shape) for shape in tensors_of(profile)))
+    total = max(1, sum(math.prod(shape) for shape in parameter_shapes(profile)))
     size = profile.gradient_bytes / total
-    sizes = [round(math.prod(shape) * size) for shape in reversed(tensors_of(profile))]
-    calls = max(1, packed(sizes, bucket, past=overlaps))
-    behind: Behind = "backward" if overlaps else "nothing"
+    sizes = [round(math.prod(shape) * size) for shape in reversed(parameter_shapes(profile))]
+    calls = max(1, message_count(sizes, bucket, past=overlaps))
+    behind: OverlapPhase = "backward" if overlaps else "nothing"
     found = [Traffic("all_reduce", profile.gradient_bytes, calls, "step", behind, ranks, stride)]
     if buffers and profile.buffer_bytes:
-        found.append(followed(profile, ranks, stride, "step"))
+        found.append(buffer_broadcast_traffic(profile, ranks, stride, "step"))
     return tuple(found)
 
 
-def followed(
+def buffer_broadcast_traffic(
     profile: Profile, ranks: int, stride: int, every: Literal["micro_batch", "step"]
 ) -> Traffic:
     """Buffers that follow the first replica's, in one message: a profile does not count them."""
     return Traffic("broadcast", profile.buffer_bytes, 1, every, "nothing", ranks, stride)
 
 
-LEAST_MOVED = 16 * KIB
-"""As `offload.LEAST_BYTES`: what blocks save is moved from this size on."""
+MIN_MOVED_BYTES = 16 * KIB
+"""As `offload.MIN_OFFLOADED_BYTES`: what blocks save is moved from this size on."""
 
 
-def moved_activations(profile: Profile) -> tuple[int, int]:
+def offloaded_activations(profile: Profile) -> tuple[int, int]:
     """What the blocks of one micro-batch save and have moved away: (bytes, tensors).
 
     Read off a profile whose run on fake tensors has moved them: what was there when a block began
@@ -157,7 +157,7 @@ def moved_activations(profile: Profile) -> tuple[int, int]:
         span.nbytes
         for span in profile.first.spans
         if span.kind == "temporary"
-        and span.nbytes >= LEAST_MOVED
+        and span.nbytes >= MIN_MOVED_BYTES
         and any(span.birth < begin < span.death for begin in begins)
     ]
     return sum(gone), len(gone)
@@ -177,5 +177,5 @@ def theory_elements(found: Sequence[Traffic], micro_batches: int, size: int) -> 
     return sum(
         t.step_bytes(micro_batches) * (2 if t.kind == "all_reduce" else 1) / size
         for t in found
-        if t.kind not in MOVES
+        if t.kind not in HOST_TRANSFERS
     )

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bigtrain.cutting.cut import Cut, cut_at
-from bigtrain.cutting.cut_points import Point, legal_points
-from bigtrain.cutting.partition import Partition, Pieces, partition
-from bigtrain.cutting.traced_model import Rehearsal
+from bigtrain.cutting.cut_points import CutPoint, legal_points
+from bigtrain.cutting.partition import AtomicUnits, Partition, partition
+from bigtrain.cutting.traced_model import TracedModel
 from bigtrain.data.loader import MicroBatch
-from bigtrain.errors import ConfigError, nearest
-from bigtrain.tracing.records import Trace
+from bigtrain.errors import ConfigError, did_you_mean
+from bigtrain.tracing.records import ForwardTrace
 
 
 @dataclass(frozen=True)
-class Rates:
+class DeviceRates:
     """What a device does in a second."""
 
     flops: float
@@ -26,15 +26,15 @@ class Rates:
     """Bytes sent to the next stage."""
 
 
-RATES = {
-    "cpu": Rates(flops=5e10, nbytes=1e10, sent=2e9),
-    "cuda": Rates(flops=3e14, nbytes=2.5e12, sent=5e10),
+NOMINAL_RATES = {
+    "cpu": DeviceRates(flops=5e10, nbytes=1e10, sent=2e9),
+    "cuda": DeviceRates(flops=3e14, nbytes=2.5e12, sent=5e10),
 }
 """One core's and one data-centre GPU's order of magnitude: only their ratios matter here."""
 
 
 @dataclass(frozen=True)
-class Wanted:
+class CutRequest:
     """How a model is to be cut."""
 
     stages: int
@@ -48,16 +48,16 @@ class Wanted:
     """Bytes of a rank for states and activations."""
     state_factor: float = 4.0
     """Bytes held for each byte of a parameter: itself, its gradient, the optimizer's state."""
-    rates: Rates = RATES["cpu"]
+    rates: DeviceRates = NOMINAL_RATES["cpu"]
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenCut:
     """A cut and what it is expected to be."""
 
     cut: Cut
     partition: Partition
-    found: int
+    num_points: int
     """Places where the model could be cut."""
     flops: tuple[int, ...]
     """Of each stage, forward, one micro-batch."""
@@ -66,7 +66,7 @@ class Chosen:
     """Over each cut, one micro-batch, one direction."""
 
 
-def choose_cut(rehearsal: Rehearsal, micro_batch: MicroBatch, wanted: Wanted) -> Chosen:
+def choose_cut(rehearsal: TracedModel, micro_batch: MicroBatch, wanted: CutRequest) -> ChosenCut:
     """Cut a model.
 
     Args:
@@ -101,20 +101,20 @@ def choose_cut(rehearsal: Rehearsal, micro_batch: MicroBatch, wanted: Wanted) ->
     flops = [0] * wanted.stages
     for cost in found.costs:
         flops[bisect_right(ticks, cost.tick)] += cost.flops
-    twin = dict(rehearsal.twin.named_parameters())
+    twin = dict(rehearsal.fake_model.named_parameters())
     sizes = tuple(
         sum(
             twin[name].numel() * twin[name].element_size()
-            for name in cut.names_of([stage])
+            for name in cut.tensor_names_of([stage])
             if name in twin
         )
         for stage in range(wanted.stages)
     )
     crossing = tuple(points[piece - 1].nbytes for piece in chosen)
-    return Chosen(cut, part, len(points), tuple(flops), sizes, crossing)
+    return ChosenCut(cut, part, len(points), tuple(flops), sizes, crossing)
 
 
-def _common(found: Trace, rehearsal: Rehearsal, micro_batch: MicroBatch) -> list[Point]:
+def _common(found: ForwardTrace, rehearsal: TracedModel, micro_batch: MicroBatch) -> list[CutPoint]:
     """The places where the model can be cut in training and in evaluation."""
     points, _ = legal_points(found)
     other, _ = rehearsal.trace(micro_batch, training=False)
@@ -122,7 +122,7 @@ def _common(found: Trace, rehearsal: Rehearsal, micro_batch: MicroBatch) -> list
     return [point for point in points if (point.name, point.number) in there]
 
 
-def _pieces(found: Trace, points: Sequence[Point], rates: Rates) -> Pieces:
+def _pieces(found: ForwardTrace, points: Sequence[CutPoint], rates: DeviceRates) -> AtomicUnits:
     ticks = [point.tick for point in points]
     seconds = [0.0] * (len(points) + 1)
     for cost in found.costs:
@@ -135,7 +135,7 @@ def _pieces(found: Trace, points: Sequence[Point], rates: Rates) -> Pieces:
         if value.root == "parameter" and value.uses
     ]
     saved = [(nbytes, _where(ticks, uses)) for nbytes, uses in found.saved.values()]
-    return Pieces(seconds, [0, *(point.nbytes for point in points)], params, saved)
+    return AtomicUnits(seconds, [0, *(point.nbytes for point in points)], params, saved)
 
 
 def _where(ticks: Sequence[int], uses: Sequence[int]) -> list[int]:
@@ -143,7 +143,7 @@ def _where(ticks: Sequence[int], uses: Sequence[int]) -> list[int]:
     return sorted({min(last, bisect_right(ticks, use)) for use in uses})
 
 
-def _named(found: Trace, points: Sequence[Point], wanted: Wanted) -> list[int]:
+def _named(found: ForwardTrace, points: Sequence[CutPoint], wanted: CutRequest) -> list[int]:
     """The pieces before which the user's cuts stand."""
     if len(wanted.at) != wanted.stages - 1:
         raise ConfigError(
@@ -159,10 +159,10 @@ def _named(found: Trace, points: Sequence[Point], wanted: Wanted) -> list[int]:
     return pieces
 
 
-def _piece_at(found: Trace, points: Sequence[Point], name: str) -> int:
+def _piece_at(found: ForwardTrace, points: Sequence[CutPoint], name: str) -> int:
     called = {call.name: index for index, call in reversed(list(enumerate(found.calls)))}
     if name not in called:
-        hint = nearest(name, [point.name for point in points]) or "."
+        hint = did_you_mean(name, [point.name for point in points]) or "."
         raise ConfigError(
             f"strategy.cut.at: the model calls no module {name!r}{hint} Use a name as in "
             "model.named_modules() of a module that its forward calls."
@@ -183,13 +183,17 @@ def _piece_at(found: Trace, points: Sequence[Point], name: str) -> int:
     )
 
 
-def _near(points: Sequence[Point], tick: int) -> str:
+def _near(points: Sequence[CutPoint], tick: int) -> str:
     close = sorted(points, key=lambda point: abs(point.tick - tick))[:3]
     return ", ".join(repr(point.name) for point in close) or "nowhere"
 
 
 def _given(
-    pieces: Pieces, cuts: Sequence[int], in_flight: Sequence[int], factor: float, rates: Rates
+    pieces: AtomicUnits,
+    cuts: Sequence[int],
+    in_flight: Sequence[int],
+    factor: float,
+    rates: DeviceRates,
 ) -> Partition:
     """What a partition that is not ours to choose will take."""
     edges = [0, *cuts, len(pieces.seconds)]

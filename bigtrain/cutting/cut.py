@@ -10,24 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bigtrain.cutting.cut_points import Spine
-from bigtrain.cutting.placeholder import Ghost, ghost_like
+from bigtrain.cutting.cut_points import OuterCalls
+from bigtrain.cutting.placeholder import PlaceholderTensor, placeholder_like
 from bigtrain.cutting.stage import Stage
 from bigtrain.cutting.stage_program import stages_using
-from bigtrain.cutting.traced_model import Place, Rehearsal
+from bigtrain.cutting.traced_model import CallSite, TracedModel
 from bigtrain.errors import ConfigError
-from bigtrain.losses.chunked_cross_entropy import attach
+from bigtrain.losses.chunked_cross_entropy import attach_head
 from bigtrain.losses.loss import Loss
 from bigtrain.models.blocks import find_blocks
-from bigtrain.tracing.call_hooks import watch
-from bigtrain.tracing.records import Trace
+from bigtrain.tracing.call_hooks import intercept_calls
+from bigtrain.tracing.records import ForwardTrace
 
 
 @dataclass(frozen=True)
 class Cut:
     """Where a model is cut; the same on all ranks."""
 
-    places: tuple[Place, ...]
+    call_sites: tuple[CallSite, ...]
     """The calls before which the cuts stand."""
     owners: dict[str, tuple[int, ...]]
     """For each parameter and buffer, by its first name: the stages that use it, in order."""
@@ -35,27 +35,27 @@ class Cut:
     """Every further name of a tied tensor -> its first name."""
     cut_through: frozenset[str]
     """Modules whose own code is run by every stage."""
-    rehearsal: Rehearsal
+    traced_model: TracedModel
 
     @property
     def stages(self) -> int:
         """How many there are."""
-        return len(self.places) + 1
+        return len(self.call_sites) + 1
 
-    def names_of(self, stages: Collection[int]) -> set[str]:
+    def tensor_names_of(self, stages: Collection[int]) -> set[str]:
         """First names of the tensors that these stages own."""
         return {name for name, own in self.owners.items() if set(own) & set(stages)}
 
     @property
     def ties(self) -> list[tuple[str, tuple[int, ...]]]:
         """Parameters that several stages use: first name and stages."""
-        twin = dict(self.rehearsal.twin.named_parameters())
+        twin = dict(self.traced_model.fake_model.named_parameters())
         return [(n, own) for n, own in self.owners.items() if len(own) > 1 and n in twin]
 
     def strip(self, model: nn.Module, stages: Collection[int], device: torch.device) -> None:
         """Take out of a model, in place, what belongs to other stages; ghosts stay instead."""
-        kept = self.names_of(stages)
-        gone: dict[int, tuple[Tensor, Ghost]] = {}
+        kept = self.tensor_names_of(stages)
+        gone: dict[int, tuple[Tensor, PlaceholderTensor]] = {}
         for path, module in model.named_modules():
             for table in (module._parameters, module._buffers):
                 for key, tensor in list(table.items()):
@@ -63,7 +63,9 @@ class Cut:
                     if tensor is None or self.aliases.get(full, full) in kept:
                         continue
                     del table[key]
-                    _, ghost = gone.setdefault(id(tensor), (tensor, ghost_like(tensor, device)))
+                    _, ghost = gone.setdefault(
+                        id(tensor), (tensor, placeholder_like(tensor, device))
+                    )
                     ghost._is_param = isinstance(tensor, nn.Parameter)
                     module.__dict__[key] = ghost
         for module in model.modules():  # lists of parameters, as recurrent layers have them
@@ -75,11 +77,13 @@ class Cut:
 
     def stage(self, model: nn.Module, index: int, loss: Loss, device: torch.device) -> Stage:
         """Make one stage of a model that is stripped to it."""
-        attach(loss, model)
-        watch(model.named_modules())
+        attach_head(loss, model)
+        intercept_calls(model.named_modules())
 
         def script(micro_batch: Any, training: bool) -> Any:  # noqa: FBT001
-            found = self.rehearsal.script(micro_batch, training=training, places=self.places)
+            found = self.traced_model.program(
+                micro_batch, training=training, places=self.call_sites
+            )
             for name, used in found.used.items():
                 if not set(used) <= set(self.owners[name]):
                     raise ConfigError(
@@ -90,18 +94,18 @@ class Cut:
                     )
             return found
 
-        through, blocks = self.cut_through, find_blocks(self.rehearsal.twin)
+        through, blocks = self.cut_through, find_blocks(self.traced_model.fake_model)
         own = tuple(name for name, _ in blocks if name not in through)
         return Stage(model, index, self.stages, script, loss, device, through, own)
 
 
-def copy_tree(model: nn.Module) -> nn.Module:
+def copy_modules(model: nn.Module) -> nn.Module:
     """A copy of the modules with the same tensor objects in them."""
     tensors = (*model.parameters(), *model.buffers())
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
-def cut_at(found: Trace, calls: Sequence[int], rehearsal: Rehearsal) -> Cut:
+def cut_at(found: ForwardTrace, calls: Sequence[int], rehearsal: TracedModel) -> Cut:
     """The cut before these calls of a trace.
 
     Args:
@@ -109,7 +113,7 @@ def cut_at(found: Trace, calls: Sequence[int], rehearsal: Rehearsal) -> Cut:
         calls: in the order of execution.
         rehearsal: of the model.
     """
-    model = rehearsal.twin
+    model = rehearsal.fake_model
     ticks = [found.calls[call].begin for call in calls]
     named: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
     every: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False)) | dict(
@@ -142,11 +146,11 @@ def cut_at(found: Trace, calls: Sequence[int], rehearsal: Rehearsal) -> Cut:
                 f"and stages {owners[one]} and {owners[other]} need them. Make them one parameter, "
                 "or name places in strategy.cut.at that keep them together."
             )
-    through = frozenset(Spine(found, calls).names)
+    through = frozenset(OuterCalls(found, calls).names)
     return Cut(places, {n: owners[n] for n in named}, aliases, through, rehearsal)
 
 
-def _first_stages(found: Trace, ticks: Sequence[int]) -> dict[str, int]:
+def _first_stages(found: ForwardTrace, ticks: Sequence[int]) -> dict[str, int]:
     """By module: the stage in which it is called first."""
     starts: dict[str, int] = {}
     for call in found.calls:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from bigtrain.tracing.records import FOREVER, Stretch, Trace, Value
+from bigtrain.tracing.records import END_OF_PASS, ForwardTrace, TracedValue, UncuttableRange
 
 
 @dataclass(frozen=True)
-class Point:
+class CutPoint:
     """One legal cut."""
 
     call: int
@@ -31,7 +31,7 @@ class Point:
     nbytes: int
 
 
-class Spine:
+class OuterCalls:
     """The calls that cuts go through, of all cuts together: what every stage runs itself.
 
     Args:
@@ -39,28 +39,29 @@ class Spine:
         calls: the calls before which cuts stand.
     """
 
-    def __init__(self, trace: Trace, calls: Iterable[int]) -> None:
+    def __init__(self, trace: ForwardTrace, calls: Iterable[int]) -> None:
         self.names = {""}
         for call in calls:
             for index in ancestors(trace, call):
                 self.names.add(trace.calls[index].name)
         self._trace = trace
 
-    def has(self, call: int) -> bool:
+    def contains(self, call: int) -> bool:
         """Whether a call is gone through."""
         return call < 0 or self._trace.calls[call].name in self.names
 
-    def sees(self, value: int, shown: dict[int, list[int]], given: dict[int, list[int]]) -> bool:
+    def reaches(self, value: int, shown: dict[int, list[int]], given: dict[int, list[int]]) -> bool:
         """Whether a value reaches the code of the spine: a function's or a whole call's result."""
-        if any(self.has(frame) for frame in shown.get(value, ())):
+        if any(self.contains(frame) for frame in shown.get(value, ())):
             return True
         calls = self._trace.calls
         return any(
-            not self.has(call) and self.has(calls[call].parent) for call in given.get(value, ())
+            not self.contains(call) and self.contains(calls[call].parent)
+            for call in given.get(value, ())
         )
 
 
-def ancestors(trace: Trace, call: int) -> list[int]:
+def ancestors(trace: ForwardTrace, call: int) -> list[int]:
     """The calls around a call, innermost first, the model's own last."""
     found = []
     call = trace.calls[call].parent
@@ -70,7 +71,7 @@ def ancestors(trace: Trace, call: int) -> list[int]:
     return found
 
 
-def visible(trace: Trace) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+def visible_values(trace: ForwardTrace) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
     """For each value the frames whose code got it from a function; the calls that returned it."""
     shown: dict[int, list[int]] = {}
     given: dict[int, list[int]] = {}
@@ -83,10 +84,10 @@ def visible(trace: Trace) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
     return shown, given
 
 
-class Knowledge:
+class KnownValues:
     """Which values every stage has at a tick without being sent them."""
 
-    def __init__(self, trace: Trace, spine: Spine, tick: int) -> None:
+    def __init__(self, trace: ForwardTrace, spine: OuterCalls, tick: int) -> None:
         self._trace, self._spine, self._tick = trace, spine, tick
         self._found: dict[int, bool] = {}
 
@@ -99,27 +100,29 @@ class Knowledge:
 
     def _computed(self, value: int) -> bool:
         found = self._trace.values[value]
-        if not found.root and not (found.known and self._spine.has(found.frame)):
+        if not found.root and not (found.known and self._spine.contains(found.frame)):
             return False
         if found.root not in ("", "input", "constant"):
             return False
         return all(self.has(source) for source in found.sources) and all(
-            self._spine.has(write.frame)
+            self._spine.contains(write.frame)
             and not write.random
             and all(self.has(source) for source in write.sources)
-            for write in self._trace.writes.get(storage_of(found), ())
+            for write in self._trace.writes.get(storage_id(found), ())
             if write.tick <= self._tick
         )
 
 
-def storage_of(value: Value) -> int:
+def storage_id(value: TracedValue) -> int:
     """What tells its storage from others."""
     return int(value.tensor.untyped_storage()._cdata)
 
 
-def crossing(trace: Trace, spine: Spine, live: Iterable[int], tick: int) -> list[int]:
+def values_to_send(
+    trace: ForwardTrace, spine: OuterCalls, live: Iterable[int], tick: int
+) -> list[int]:
     """Of the values that are alive at a cut, those that must be sent over it."""
-    knowledge = Knowledge(trace, spine, tick)
+    knowledge = KnownValues(trace, spine, tick)
     return sorted(
         value
         for value in live
@@ -127,13 +130,13 @@ def crossing(trace: Trace, spine: Spine, live: Iterable[int], tick: int) -> list
     )
 
 
-def crossing_values(trace: Trace, call: int, calls: Iterable[int]) -> list[int]:
+def crossing_values(trace: ForwardTrace, call: int, calls: Iterable[int]) -> list[int]:
     """What crosses the cut before one call, where cuts stand before all of `calls`."""
     tick = trace.calls[call].begin
-    return crossing(trace, Spine(trace, calls), alive(trace, tick), tick)
+    return values_to_send(trace, OuterCalls(trace, calls), live_values(trace, tick), tick)
 
 
-def alive(trace: Trace, tick: int) -> list[int]:
+def live_values(trace: ForwardTrace, tick: int) -> list[int]:
     """The values that exist at a tick and are used after it."""
     return [
         index
@@ -142,26 +145,26 @@ def alive(trace: Trace, tick: int) -> list[int]:
     ]
 
 
-def legal_points(trace: Trace) -> tuple[list[Point], dict[str, str]]:
+def legal_points(trace: ForwardTrace) -> tuple[list[CutPoint], dict[str, str]]:
     """All legal cuts in the order of execution; and for each call before which none may stand, why.
 
     Of several at the same place (before a block, and before the block's first layer) the
     outermost is kept.
     """
-    rules = Rules(trace)
+    rules = CutRules(trace)
     work = sorted(cost.tick for cost in trace.costs)
-    points: list[Point] = []
+    points: list[CutPoint] = []
     refused: dict[str, str] = {}
     done, before = 0, -1
-    alive = _Alive(trace)
+    alive = _LiveValues(trace)
     for index, call in enumerate(trace.calls[1:], start=1):
         while done < len(work) and work[done] < call.begin:
             done += 1
         if done == 0 or done == before:  # nothing is computed between this cut and the last
             continue
-        spine = Spine(trace, [index])
-        values = crossing(trace, spine, alive.at(call.begin), call.begin)
-        reason = rules.against(index, spine, values)
+        spine = OuterCalls(trace, [index])
+        values = values_to_send(trace, spine, alive.at(call.begin), call.begin)
+        reason = rules.objection(index, spine, values)
         if reason:
             refused.setdefault(call.name, reason)
             continue
@@ -169,21 +172,21 @@ def legal_points(trace: Trace) -> tuple[list[Point], dict[str, str]]:
         depth = len(ancestors(trace, index))
         nbytes = sum(_nbytes(trace, value) for value in values)
         points.append(
-            Point(index, call.name, call.number, call.begin, depth, tuple(values), nbytes)
+            CutPoint(index, call.name, call.number, call.begin, depth, tuple(values), nbytes)
         )
     return points, refused
 
 
-class Rules:
+class CutRules:
     """What speaks against a cut."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: ForwardTrace) -> None:
         self._trace = trace
-        self.shown, self.given = visible(trace)
+        self.shown, self.given = visible_values(trace)
         self._last = {storage: writes[-1].tick for storage, writes in trace.writes.items()}
         self._whole = [*trace.whole, *_changed_roots(trace)]
 
-    def against(self, call: int, spine: Spine, values: Iterable[int]) -> str:
+    def objection(self, call: int, spine: OuterCalls, values: Iterable[int]) -> str:
         """Why no cut may stand before a call with these values crossing, or ''."""
         tick = self._trace.calls[call].begin
         around = ancestors(self._trace, call)
@@ -198,54 +201,56 @@ class Rules:
             if why:
                 return why
         for moment, frame in self._trace.backward:
-            if moment <= tick and spine.has(frame):
+            if moment <= tick and spine.contains(frame):
                 return "code that every stage runs asks for a gradient before it"
         for stretch in self._whole:
             if stretch.first <= tick < stretch.last:
                 return stretch.why
         return ""
 
-    def _unsendable(self, value: int, spine: Spine, tick: int) -> str:
+    def _unsendable(self, value: int, spine: OuterCalls, tick: int) -> str:
         found = self._trace.values[value]
         tensor = found.tensor
         kind = f"{tuple(tensor.shape)} of {tensor.dtype}"
         if found.root == "input":
             return f"the input {kind} is changed in place before it, and used after it"
-        if not spine.sees(value, self.shown, self.given):
+        if not spine.reaches(value, self.shown, self.given):
             return f"a tensor {kind} is passed on past it otherwise than by arguments and results"
         if tensor.layout != torch.strided or tensor.is_quantized:
             return f"a tensor of {tensor.layout} would have to be sent"
-        if self._last.get(storage_of(found), -1) > tick:
+        if self._last.get(storage_id(found), -1) > tick:
             return "a tensor from before it is changed in place after it"
         return ""
 
 
-def _nbytes(trace: Trace, value: int) -> int:
+def _nbytes(trace: ForwardTrace, value: int) -> int:
     tensor = trace.values[value].tensor
     return tensor.numel() * tensor.element_size()
 
 
-def _changed_roots(trace: Trace) -> list[Stretch]:
+def _changed_roots(trace: ForwardTrace) -> list[UncuttableRange]:
     """For parameters, buffers and constants that the forward changes: from first to last use."""
     names: dict[int, str] = {}
     uses: dict[int, list[int]] = {}
     for value in trace.values:
-        storage = storage_of(value)
+        storage = storage_id(value)
         if storage in trace.writes:
-            uses.setdefault(storage, []).extend(use for use in value.uses if use < FOREVER)
+            uses.setdefault(storage, []).extend(use for use in value.uses if use < END_OF_PASS)
             if value.root in ("parameter", "buffer", "constant"):
                 names[storage] = f"the {value.root} {value.name!r}" if value.name else "a tensor"
     return [
-        Stretch(min(uses[s]), max(uses[s]), f"{name} is used before and after it, and changed")
+        UncuttableRange(
+            min(uses[s]), max(uses[s]), f"{name} is used before and after it, and changed"
+        )
         for s, name in names.items()
         if uses[s]
     ]
 
 
-class _Alive:
+class _LiveValues:
     """The computed values that exist at a tick and are used after it; asked in order of ticks."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: ForwardTrace) -> None:
         self._births = sorted(
             (value.born, index)
             for index, value in enumerate(trace.values)

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from bigtrain.cutting.choose import Chosen
+from bigtrain.cutting.choose import ChosenCut
 from bigtrain.cutting.self_check import compare_cut
 from bigtrain.cutting.traced_model import Numerics
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.losses.loss import Loss
-from bigtrain.models.bf16_parameters import low_precision_names
+from bigtrain.models.bf16_parameters import bf16_parameter_names
 from bigtrain.units import MIB, format_bytes, format_count
 
-LARGEST_CHECKED = 256 * MIB
+MAX_CHECKED_BYTES = 256 * MIB
 """Parameter bytes up to which a cut model is run beside the whole one before the first step."""
 
 
@@ -24,10 +24,10 @@ LARGEST_CHECKED = 256 * MIB
 class Layout:
     """Stages and their ranks on the pp axis; the same on all ranks."""
 
-    chosen: Chosen
+    chosen: ChosenCut
     ranks: tuple[int, ...]
     """For each stage its pp rank, or device."""
-    on: str = "pp rank"
+    place_word: str = "pp rank"
     note: str = ""
     """A line on what is different in stages."""
 
@@ -55,10 +55,10 @@ class Layout:
             ConfigError: they compute different things.
         """
         size = sum(self.chosen.parameter_bytes)
-        if size > LARGEST_CHECKED:
+        if size > MAX_CHECKED_BYTES:
             return (
                 f"cut: not compared with the whole model, whose parameters are "
-                f"{format_bytes(size)}, more than {format_bytes(LARGEST_CHECKED)}"
+                f"{format_bytes(size)}, more than {format_bytes(MAX_CHECKED_BYTES)}"
             )
         try:
             worst = compare_cut(self.chosen.cut, model, micro_batch, loss)
@@ -73,27 +73,29 @@ class Layout:
     def lines(self) -> Iterator[str]:
         """One line for each stage: where it begins, its size, its share of the work."""
         chosen = self.chosen
-        names = ["the input", *(name for name, _ in chosen.cut.places)]
+        names = ["the input", *(name for name, _ in chosen.cut.call_sites)]
         work = sum(chosen.partition.seconds) or 1.0
-        twin = dict(chosen.cut.rehearsal.twin.named_parameters())
+        twin = dict(chosen.cut.traced_model.fake_model.named_parameters())
         for stage, name in enumerate(names):
-            numbers = sum(twin[own].numel() for own in chosen.cut.names_of([stage]) if own in twin)
+            numbers = sum(
+                twin[own].numel() for own in chosen.cut.tensor_names_of([stage]) if own in twin
+            )
             share = chosen.partition.seconds[stage] / work
             sent = ""
             if stage < len(chosen.crossing_bytes):
                 sent = f", sends {format_bytes(chosen.crossing_bytes[stage])} a micro-batch"
             yield (
-                f"stage {stage} on {self.on} {self.ranks[stage]}: from {name}, "
+                f"stage {stage} on {self.place_word} {self.ranks[stage]}: from {name}, "
                 f"{format_count(numbers)} parameters, {100 * share:.0f} % of the work{sent}"
             )
         if self.note:
             yield self.note
 
 
-def numerics(precision: str, *, bf16_parameters: bool) -> Numerics:
+def numerics_for(precision: str, *, bf16_parameters: bool) -> Numerics:
     """What decides the types in a run of this precision."""
     return Numerics(
         double=precision == "fp64",
         autocast=precision == "bf16",
-        low=low_precision_names if bf16_parameters else None,
+        low=bf16_parameter_names if bf16_parameters else None,
     )

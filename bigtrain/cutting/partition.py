@@ -13,26 +13,26 @@ from dataclasses import replace
 import numpy as np
 
 from bigtrain.cutting.partition_tables import (
-    SLACK,
+    TIE_TOLERANCE,
+    AtomicUnits,
     Floats,
     Partition,
-    Pieces,
     Tables,
-    exact,
-    lows_of,
+    backtrack_cuts,
+    exact_partition,
+    lowest_starts,
     make_tables,
     partition_at,
-    sweep,
-    trace,
+    sweep_stages,
 )
 from bigtrain.errors import ConfigError
 from bigtrain.units import format_bytes
 
-__all__ = ["Partition", "Pieces", "partition"]
+__all__ = ["AtomicUnits", "Partition", "partition"]
 
 
 def partition(
-    pieces: Pieces,
+    pieces: AtomicUnits,
     stages: int,
     *,
     bandwidth: float,
@@ -87,7 +87,7 @@ def partition(
     for group in groups.values():
         for stage in group:
             limits[stage] = min(memory[other] for other in group)
-    found = exact(tables, limits)
+    found = exact_partition(tables, limits)
     if found is None:
         raise _too_small(tables, limits)
     if len(groups) == stages or _fullest(found, groups, limits)[0] <= 1.0:
@@ -116,14 +116,14 @@ def _too_small(tables: Tables, limits: Sequence[int]) -> ConfigError:
 
 def _roomiest(tables: Tables, limits: Sequence[int]) -> Partition:
     """The partition whose fullest stage is least full."""
-    lows = lows_of(tables, [None] * tables.stages)
+    lows = lowest_starts(tables, [None] * tables.stages)
 
     def full(stage: int, rows: slice, columns: slice) -> Floats:
         share = tables.bytes(stage, rows, columns) / max(1, limits[stage])
         return np.where(np.isfinite(tables.seconds[rows, columns]), share, math.inf)
 
-    values = sweep(tables, lows, full, np.maximum)
-    return partition_at(tables, trace(tables, lows, full, np.maximum, values))
+    values = sweep_stages(tables, lows, full, np.maximum)
+    return partition_at(tables, backtrack_cuts(tables, lows, full, np.maximum, values))
 
 
 def _refusal(stages: int, where: str, needed: int, limit: int) -> ConfigError:
@@ -150,13 +150,13 @@ def _share(
             rooms[stage] = limits[stage] // len(device_stages)
     tries = min(max(10**9 // (tables.stages * tables.n**2), 8), 160)
     for number in range(tries):
-        found = exact(tables, rooms) or _roomiest(tables, rooms)
+        found = exact_partition(tables, rooms) or _roomiest(tables, rooms)
         if _fullest(found, groups, limits)[0] <= 1.0:
             found = partition_at(tables, _moved(tables, found, limits, groups))
         key = max(1.0, _fullest(found, groups, limits)[0]), found.slowest
         if best is None or key < best[0]:
             best = key, found
-        if best[0] <= (1.0, fastest * (1 + SLACK)):
+        if best[0] <= (1.0, fastest * (1 + TIE_TOLERANCE)):
             break
         spread = (0.0, 0.1, 0.3, 1.0)[(number + 1) % 4]
         rooms = _rooms(best[1], limits, groups, np.exp(draw.normal(size=tables.stages) * spread))
@@ -168,7 +168,7 @@ def _share(
         needed = sum(found.bytes[stage] for stage in groups[device])
         where = f"rank {device} with its {len(groups[device])} stages"
         raise _refusal(tables.stages, where, needed, limits[groups[device][0]])
-    return replace(found, proven=found.slowest <= fastest * (1 + SLACK))
+    return replace(found, proven=found.slowest <= fastest * (1 + TIE_TOLERANCE))
 
 
 def _rooms(
@@ -213,7 +213,7 @@ def _moved(
             )
             slower[~fits] = math.inf
             best = int(np.argmin(slower))
-            if slower[best] < here * (1 - SLACK):
+            if slower[best] < here * (1 - TIE_TOLERANCE):
                 ends[right] = int(places[best])
                 held[left], held[right] = int(new_left[best]), int(new_right[best])
                 better = True

@@ -15,20 +15,20 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
-Cost = Callable[[int, slice, slice], Floats]
+CostFn = Callable[[int, slice, slice], Floats]
 """The cost of a stage for rows (b) and columns (a) of the tables."""
-Combine = Callable[..., Any]
+CombineFn = Callable[..., Any]
 
-TIE = 1e-9
+TIE_WEIGHT = 1e-9
 """The weight of crossing bytes beside the evenness of the stages."""
-SLACK = 1e-13
+TIE_TOLERANCE = 1e-13
 """What two sums of the same seconds may differ by, relatively, and still be a tie."""
-ROWS = 96
+ROWS_AT_ONCE = 96
 """Rows of a table worked on at once: what fits into a core's cache."""
 
 
 @dataclass(frozen=True)
-class Pieces:
+class AtomicUnits:
     """The n atomic pieces of a model in order of execution; before each but the first one may cut.
 
     Raises:
@@ -105,7 +105,7 @@ class Tables:
 
 
 def make_tables(
-    pieces: Pieces, bandwidth: float, state_factor: float, in_flight: Sequence[int]
+    pieces: AtomicUnits, bandwidth: float, state_factor: float, in_flight: Sequence[int]
 ) -> Tables:
     """The tables of `partition`'s arguments; see there."""
     n = len(pieces.seconds)
@@ -143,17 +143,17 @@ def _union(tensors: Sequence[tuple[int, Sequence[int]]], n: int) -> Integers:
     return table
 
 
-def exact(tables: Tables, limits: Sequence[int | None]) -> Partition | None:
+def exact_partition(tables: Tables, limits: Sequence[int | None]) -> Partition | None:
     """The best partition where each stage has its own limit in bytes."""
-    lows = lows_of(tables, limits)
+    lows = lowest_starts(tables, limits)
 
     def seconds(_stage: int, rows: slice, columns: slice) -> Floats:
         return tables.seconds[rows, columns]
 
-    slowest = float(sweep(tables, lows, seconds, np.maximum)[-1][tables.n])
+    slowest = float(sweep_stages(tables, lows, seconds, np.maximum)[-1][tables.n])
     if slowest == math.inf:
         return None
-    bound = slowest + abs(slowest) * SLACK
+    bound = slowest + abs(slowest) * TIE_TOLERANCE
 
     most = float(tables.crossing[np.isfinite(tables.crossing)].max(initial=0.0)) + 1.0
 
@@ -161,13 +161,15 @@ def exact(tables: Tables, limits: Sequence[int | None]) -> Partition | None:
         """A stage that waits for the slowest holds as much of the rest as it may."""
         times = tables.seconds[rows, columns]
         square = (times / bound) ** 2 if bound else times
-        return np.where(times <= bound, square + TIE * tables.crossing[columns] / most, math.inf)
+        return np.where(
+            times <= bound, square + TIE_WEIGHT * tables.crossing[columns] / most, math.inf
+        )
 
-    values = sweep(tables, lows, uneven, np.add)
-    return partition_at(tables, trace(tables, lows, uneven, np.add, values))
+    values = sweep_stages(tables, lows, uneven, np.add)
+    return partition_at(tables, backtrack_cuts(tables, lows, uneven, np.add, values))
 
 
-def lows_of(tables: Tables, limits: Sequence[int | None]) -> list[Integers]:
+def lowest_starts(tables: Tables, limits: Sequence[int | None]) -> list[Integers]:
     """For each stage and end b the smallest a with which it fits: a longer stage holds more."""
     ends = np.arange(tables.n + 1)
     lows = []
@@ -182,7 +184,9 @@ def lows_of(tables: Tables, limits: Sequence[int | None]) -> list[Integers]:
     return lows
 
 
-def sweep(tables: Tables, lows: Sequence[Integers], cost: Cost, combine: Combine) -> list[Floats]:
+def sweep_stages(
+    tables: Tables, lows: Sequence[Integers], cost: CostFn, combine: CombineFn
+) -> list[Floats]:
     """The least combined cost of the first stages, for each number of them and each end b."""
     n, stages = tables.n, tables.stages
     starts = np.arange(n + 1)
@@ -191,8 +195,8 @@ def sweep(tables: Tables, lows: Sequence[Integers], cost: Cost, combine: Combine
     for stage in range(stages):
         before, after = values[-1], np.full(n + 1, math.inf)
         # As many pieces are left over as there are stages to come.
-        for begin in range(stage + 1, n - stages + stage + 2, ROWS):
-            rows = slice(begin, min(begin + ROWS, n - stages + stage + 2))
+        for begin in range(stage + 1, n - stages + stage + 2, ROWS_AT_ONCE):
+            rows = slice(begin, min(begin + ROWS_AT_ONCE, n - stages + stage + 2))
             low = lows[stage][rows]
             columns = slice(max(stage, int(low.min())), rows.stop - 1)
             if columns.start >= columns.stop:
@@ -204,8 +208,8 @@ def sweep(tables: Tables, lows: Sequence[Integers], cost: Cost, combine: Combine
     return values
 
 
-def trace(
-    tables: Tables, lows: Sequence[Integers], cost: Cost, combine: Combine, values: list[Floats]
+def backtrack_cuts(
+    tables: Tables, lows: Sequence[Integers], cost: CostFn, combine: CombineFn, values: list[Floats]
 ) -> tuple[int, ...]:
     """The cuts behind the last value: from the end, each the earliest that gives it."""
     cuts: list[int] = []

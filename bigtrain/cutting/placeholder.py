@@ -1,7 +1,7 @@
 """Tensors with a shape and no values: what a stage computes with where the work is another's.
 
 A ghost says its shape, type and device, so that the user's own code runs over it as over the
-real thing, on the meta device underneath. When the stage's own part begins, `become` puts the
+real thing, on the meta device underneath. When the stage's own part begins, `become_real` puts the
 values that have come from the stage before into the very objects that the user's code holds.
 """
 
@@ -31,8 +31,8 @@ _phase = _Phase()
 
 
 @contextmanager
-def phases() -> Iterator[None]:
-    """A forward pass in which ghosts may be computed with until `no_more_ghosts`."""
+def placeholder_phase() -> Iterator[None]:
+    """A forward pass in which ghosts may be computed with until `forbid_placeholders`."""
     before, _phase.real = _phase.real, False
     try:
         yield
@@ -40,12 +40,12 @@ def phases() -> Iterator[None]:
         _phase.real = before
 
 
-def no_more_ghosts() -> None:
+def forbid_placeholders() -> None:
     """From here on in this forward pass all tensors are there: whoever takes a ghost is told."""
     _phase.real = True
 
 
-class Ghost(Tensor):
+class PlaceholderTensor(Tensor):
     """A tensor of shape, stride, type and device, without values."""
 
     _meta: Tensor
@@ -54,12 +54,14 @@ class Ghost(Tensor):
     """Whether it stands for an nn.Parameter: torch asks for this name."""
 
     @staticmethod
-    def __new__(cls, meta: Tensor, device: torch.device, trained: bool = False) -> Ghost:  # noqa: FBT001, FBT002
+    def __new__(
+        cls, meta: Tensor, device: torch.device, trained: bool = False
+    ) -> PlaceholderTensor:  # noqa: FBT001, FBT002
         """A ghost of what `meta` describes, as if it were on `device`.
 
         `trained`: it says that it requires a gradient; autograd knows nothing of it.
         """
-        ghost: Ghost = torch.Tensor._make_wrapper_subclass(
+        ghost: PlaceholderTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.size(),
             strides=meta.stride(),
@@ -80,7 +82,7 @@ class Ghost(Tensor):
     def requires_grad(self, trained: bool) -> None:
         self._trained = trained
 
-    def requires_grad_(self, requires_grad: bool = True) -> Ghost:  # noqa: FBT001, FBT002
+    def requires_grad_(self, requires_grad: bool = True) -> PlaceholderTensor:  # noqa: FBT001, FBT002
         """Say so from now on."""
         self._trained = requires_grad
         return self
@@ -102,8 +104,8 @@ class Ghost(Tensor):
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], device: Any, _size: Any, _stride: Any
-    ) -> Ghost:
-        return Ghost(inner["_meta"], device)
+    ) -> PlaceholderTensor:
+        return PlaceholderTensor(inner["_meta"], device)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -127,7 +129,7 @@ class Ghost(Tensor):
             nonlocal device, trained
             if isinstance(leaf, Tensor):
                 trained = trained or (leaf.requires_grad and torch.is_grad_enabled())
-            if isinstance(leaf, Ghost):
+            if isinstance(leaf, PlaceholderTensor):
                 # A number on the CPU goes with tensors of any device.
                 if device is None or leaf.dim():
                     device = leaf.device
@@ -154,18 +156,18 @@ class Ghost(Tensor):
             # What an operation changes in place stays the same object.
             same = ghosts.get(id(leaf))
             differs = leaf.is_floating_point() or leaf.is_complex()
-            return Ghost(leaf, place, trained and differs) if same is None else same
+            return PlaceholderTensor(leaf, place, trained and differs) if same is None else same
 
         return tree_map(wrap, result)
 
 
-def ghost_like(tensor: Tensor, device: torch.device) -> Ghost:
+def placeholder_like(tensor: Tensor, device: torch.device) -> PlaceholderTensor:
     """A new ghost of a tensor's shape, stride and type."""
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
-    return Ghost(meta, device, tensor.requires_grad)
+    return PlaceholderTensor(meta, device, tensor.requires_grad)
 
 
-def become(ghost: Tensor, real: Tensor) -> None:
+def become_real(ghost: Tensor, real: Tensor) -> None:
     """Make a ghost's object the real tensor, wherever references to it are held.
 
     torch.utils.swap_tensors does this and refuses objects that views or autograd still point

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bigtrain.cutting.cut import Cut, copy_tree
-from bigtrain.cutting.traced_model import Numerics, Rehearsal
+from bigtrain.cutting.cut import Cut, copy_modules
+from bigtrain.cutting.traced_model import Numerics, TracedModel
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.losses.loss import Loss
 from bigtrain.tensors.fake import fake_model
-from bigtrain.tensors.tree import map_tensors, tensors_of
+from bigtrain.tensors.tree import map_tensors, tree_tensors
 
-TOLERANCE = 1e-4
+SELF_CHECK_TOLERANCE = 1e-4
 """Relative: in float32 kernels may add up in another order from one call to the next."""
 
 
@@ -40,7 +40,7 @@ def compare_cut(
         ConfigError: the stages compute something else; the message names the parameter.
     """
     cpu = torch.device("cpu")
-    plain = replace(cut, rehearsal=Rehearsal(model, loss, cpu, Numerics()))
+    plain = replace(cut, traced_model=TracedModel(model, loss, cpu, Numerics()))
     whole = fake_model(model, cpu, double=False).train()
     _invent(whole)
     parts = fake_model(model, cpu, double=False).train()
@@ -61,7 +61,7 @@ def compare_cut(
 def _chain(cut: Cut, model: nn.Module, batch: MicroBatch, loss: Loss) -> Tensor:
     wires: Any = ()
     for index in range(cut.stages):
-        tree = copy_tree(model)
+        tree = copy_modules(model)
         cut.strip(tree, [index], torch.device("cpu"))
         stage = cut.stage(tree, index, loss, torch.device("cpu")).train()
         wires = stage(*wires, micro_batch=batch, scale=1.0)
@@ -82,7 +82,7 @@ def _difference(expected: Tensor, found: Tensor, whole: nn.Module, parts: nn.Mod
             gap = float((one.grad - other.grad).abs().max()) / max(scale, 1e-30)
             if not gap <= worst:
                 worst, at = gap, name
-    if not worst <= TOLERANCE:
+    if not worst <= SELF_CHECK_TOLERANCE:
         raise ConfigError(_complaint(at, f"they differ by {worst:.2g}, relative"))
     return worst
 
@@ -121,5 +121,5 @@ def _first_rows(micro_batch: MicroBatch, rows: int, loss: Loss) -> MicroBatch:
 
     inputs = map_tensors(micro_batch.inputs, cut)
     targets = map_tensors(micro_batch.targets, cut)
-    leaves = tensors_of(inputs)
+    leaves = tree_tensors(inputs)
     return MicroBatch(inputs, targets, loss.count(targets), len(leaves[0]) if leaves else rows)

@@ -17,17 +17,23 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from bigtrain.activations.recompute import recomputed
-from bigtrain.cutting.placeholder import Ghost, become, ghost_like, no_more_ghosts, phases
-from bigtrain.cutting.stage_program import Mark, Result, Script
+from bigtrain.activations.recompute import checkpoint_block
+from bigtrain.cutting.placeholder import (
+    PlaceholderTensor,
+    become_real,
+    forbid_placeholders,
+    placeholder_like,
+    placeholder_phase,
+)
+from bigtrain.cutting.stage_program import SkippedResult, StageProgram, ValueId
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
-from bigtrain.losses.chunked_cross_entropy import given, stands_for_logits
+from bigtrain.losses.chunked_cross_entropy import head_targets, is_head_loss
 from bigtrain.losses.loss import Loss
-from bigtrain.tensors.tree import map_tensors, tensors_like, tensors_of
-from bigtrain.tracing.call_hooks import blindly, tensors_given, watching
+from bigtrain.tensors.tree import map_tensors, matching_tensors, tree_tensors
+from bigtrain.tracing.call_hooks import handling_calls, pretend_compiling, returned_tensors
 
-GetScript = Callable[[MicroBatch, bool], Script]
+GetProgram = Callable[[MicroBatch, bool], StageProgram]
 """The script for a micro-batch of these shapes, and whether it trains."""
 
 
@@ -52,7 +58,7 @@ class Stage(nn.Module):
         model: nn.Module,
         index: int,
         count: int,
-        script: GetScript,
+        script: GetProgram,
         loss: Loss,
         device: torch.device,
         cut_through: frozenset[str] = frozenset(),
@@ -94,17 +100,17 @@ class Stage(nn.Module):
         """Shapes and types of the wires that come in, on the meta device."""
         if self.index == 0:
             return ()
-        return tuple(wire.sent for wire in self._of(micro_batch).wires[self.index - 1])
+        return tuple(wire.packed_meta for wire in self._of(micro_batch).boundaries[self.index - 1])
 
     def outgoing(self, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
         """Shapes and types of the wires that go out."""
-        return tuple(wire.sent for wire in self._of(micro_batch).wires[self.index])
+        return tuple(wire.packed_meta for wire in self._of(micro_batch).boundaries[self.index])
 
     def fingerprint(self, micro_batch: MicroBatch) -> str:
         """Tells the scripts of two ranks apart: all ranks must have the same one."""
         return self._of(micro_batch).fingerprint()
 
-    def _of(self, micro_batch: MicroBatch) -> Script:
+    def _of(self, micro_batch: MicroBatch) -> StageProgram:
         return self._script(micro_batch, self.training)
 
     def forward(
@@ -134,14 +140,14 @@ class Stage(nn.Module):
         def compute(wires: tuple[Tensor, ...], _inputs: Any) -> Any:
             return self._compute(wires, micro_batch, scale)
 
-        return recomputed(self, compute, wires, micro_batch.inputs)
+        return checkpoint_block(self, compute, wires, micro_batch.inputs)
 
     def _compute(
         self, wires: tuple[Tensor, ...], micro_batch: MicroBatch, scale: float | None
     ) -> Any:
         if scale is None or not self.last:
             return self._part(wires, micro_batch)
-        with given(self._loss, micro_batch.targets):
+        with head_targets(self._loss, micro_batch.targets):
             output = self._part(wires, micro_batch)
             loss = self._loss(output, micro_batch.targets, micro_batch.count)
         if micro_batch.count == 0:  # padding: it only keeps the ranks in step
@@ -153,9 +159,9 @@ class Stage(nn.Module):
         inputs = _own(micro_batch.inputs, script.copied)
         run = _Run(script, self.index, wires, inputs, self._device)
         try:
-            with phases(), watching(run), run.functions, blindly():
+            with placeholder_phase(), handling_calls(run), run.functions, pretend_compiling():
                 if not self.index:
-                    no_more_ghosts()
+                    forbid_placeholders()
                 output = self._whole(inputs)
             run.check_output(output)
         except _Done as done:
@@ -196,7 +202,7 @@ class _Run:
 
     def __init__(
         self,
-        script: Script,
+        script: StageProgram,
         index: int,
         wires: tuple[Tensor, ...],
         inputs: Any,
@@ -204,41 +210,42 @@ class _Run:
     ) -> None:
         self._script, self._index, self._device = script, index, device
         # Here, and not where the part begins: that may be under no_grad.
-        incoming = script.wires[index - 1] if index else ()
-        self._arrived = [
-            (wire.mark, wire.unpack(tensor)) for wire, tensor in zip(incoming, wires, strict=True)
+        incoming = script.boundaries[index - 1] if index else ()
+        self._received = [
+            (wire.value_id, wire.unpack(tensor))
+            for wire, tensor in zip(incoming, wires, strict=True)
         ]
         self._begin = script.cuts[index - 1] if index else -1
         self._end = script.cuts[index] if index < len(script.cuts) else -1
-        self._ghostly = index > 0
+        self._before_part = index > 0
         self._event = 0
-        self._objects: dict[Mark, Tensor] = {}
+        self._objects: dict[ValueId, Tensor] = {}
         # What the spine draws before this part is another stage's, and must not be missing here.
         self._drawn = _random_state(device) if script.random and index else None
         self.functions = _Functions(self)
-        self._note(-1, tensors_of(inputs))
+        self._note(-1, tree_tensors(inputs))
 
     def call(
         self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """See `Watcher.call`."""
-        event = self._came_to((name,))
+        """See `CallHandler.call`."""
+        event = self._count_event((name,))
         if event == self._end:
             raise _Done(self)
         if event == self._begin:
             with self.functions.paused():
-                self._begin_part()
+                self._enter_part()
         result = self._script.results.get(event)
         if result is None:  # a module that a cut goes through: its code is followed
             return run(*args, **kwargs)
-        if self._ghostly:
+        if self._before_part:
             return self._skip(event, result)
-        with watching(None), self.functions.paused(), blindly(on=False):
+        with handling_calls(None), self.functions.paused(), pretend_compiling(on=False):
             output = run(*args, **kwargs)
         try:
             # torch's own fast paths return an empty tensor for a None, which nobody takes.
-            whole = not stands_for_logits(output)
-            leaves = tensors_like(result.template, output) if whole else [output]
+            whole = not is_head_loss(output)
+            leaves = matching_tensors(result.template, output) if whole else [output]
         except ValueError as error:
             raise ConfigError(
                 f"strategy.cut: {name!r} returned {_shown(output)}, and in its rehearsal "
@@ -249,10 +256,10 @@ class _Run:
 
     def function(self, leaves: list[Tensor]) -> None:
         """A function of torch has returned tensors to the code of the spine."""
-        event = self._came_to(tuple(tuple(leaf.shape) for leaf in leaves))
+        event = self._count_event(tuple(tuple(leaf.shape) for leaf in leaves))
         self._note(event, leaves)
 
-    def _came_to(self, what: tuple[object, ...]) -> int:
+    def _count_event(self, what: tuple[object, ...]) -> int:
         """Count an event; it must be the one that the rehearsal saw."""
         event, expected = self._event, self._script.expected
         if event >= len(expected) or expected[event] != what:
@@ -266,13 +273,13 @@ class _Run:
 
     def check_output(self, output: Any) -> None:
         """Complain where the model's end is reached, and this stage's part has not been done."""
-        leaves = tensors_of(output)
-        if self._end >= 0 or self._ghostly or self._event != len(self._script.expected):
+        leaves = tree_tensors(output)
+        if self._end >= 0 or self._before_part or self._event != len(self._script.expected):
             raise ConfigError(
                 f"strategy.cut: stage {self._index} came to the end of the model without its part. "
                 f"{_SAME_WAY}"
             )
-        if any(isinstance(leaf, Ghost) for leaf in leaves):
+        if any(isinstance(leaf, PlaceholderTensor) for leaf in leaves):
             raise ConfigError(
                 "strategy.cut: the model's output holds a tensor of another stage that was not "
                 f"sent. {_SAME_WAY}"
@@ -280,12 +287,12 @@ class _Run:
 
     def outgoing(self) -> tuple[Tensor, ...]:
         """The wires at the end of this part."""
-        wires = self._script.wires[self._index]
-        found = [self._objects[wire.mark] for wire in wires]
+        wires = self._script.boundaries[self._index]
+        found = [self._objects[wire.value_id] for wire in wires]
         for tensor, wire in zip(found, wires, strict=True):
             wanted = wire.meta
             same = tensor.shape == wanted.shape and tensor.dtype == wanted.dtype
-            if not same or isinstance(tensor, Ghost):
+            if not same or isinstance(tensor, PlaceholderTensor):
                 raise ConfigError(
                     f"strategy.cut: stage {self._index} has {tuple(tensor.shape)} of "
                     f"{tensor.dtype} to send, and its rehearsal {tuple(wanted.shape)} of "
@@ -298,23 +305,23 @@ class _Run:
         self._objects.clear()
         self._wires = ()
 
-    def _begin_part(self) -> None:
-        for mark, tensor in self._arrived:
-            become(self._objects[mark], tensor)
-        self._arrived.clear()
-        no_more_ghosts()
-        self._ghostly = False
+    def _enter_part(self) -> None:
+        for mark, tensor in self._received:
+            become_real(self._objects[mark], tensor)
+        self._received.clear()
+        forbid_placeholders()
+        self._before_part = False
         if self._drawn is not None:
             _set_random_state(self._drawn, self._device)
 
-    def _skip(self, event: int, result: Result) -> Any:
-        marks = iter(result.marks)
+    def _skip(self, event: int, result: SkippedResult) -> Any:
+        marks = iter(result.value_ids)
         leaves: list[Tensor] = []
 
         def make(meta: Tensor) -> Tensor:
             mark = next(marks)
             if mark is None:
-                leaf: Tensor = ghost_like(meta, self._device)
+                leaf: Tensor = placeholder_like(meta, self._device)
             else:
                 leaf = leaves[mark[1]] if mark[0] == event else self._objects[mark]
             leaves.append(leaf)
@@ -327,7 +334,7 @@ class _Run:
 
     def _note(self, event: int, leaves: list[Tensor]) -> None:
         for place, leaf in enumerate(leaves):
-            if (event, place) in self._script.kept:
+            if (event, place) in self._script.needed:
                 self._objects[(event, place)] = leaf
 
 
@@ -363,7 +370,7 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self._off:
-            leaves = tensors_given(result)
+            leaves = returned_tensors(result)
             if leaves:
                 self._run.function(leaves)
         return result

@@ -17,28 +17,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigtrain.cutting.cut_points import Rules, Spine, crossing_values, storage_of
+from bigtrain.cutting.cut_points import CutRules, OuterCalls, crossing_values, storage_id
 from bigtrain.errors import ConfigError
-from bigtrain.tensors.tree import hidden_tensors, map_tensors
-from bigtrain.tracing.records import FOREVER, Call, Trace
+from bigtrain.tensors.tree import map_tensors, nested_tensors
+from bigtrain.tracing.records import END_OF_PASS, ForwardTrace, ModuleCall
 
-Mark = tuple[int, int]
-Expected = tuple[object, ...]
+ValueId = tuple[int, int]
+ExpectedEvent = tuple[object, ...]
 """Of a call its module's name, of a function the shapes of what it gives."""
 
 
 @dataclass(frozen=True)
-class Wire:
+class BoundaryTensor:
     """One tensor that crosses a cut."""
 
-    mark: Mark
+    value_id: ValueId
     meta: Tensor
     """On the meta device: shape, stride, type; it requires a gradient where one comes back."""
     order: tuple[int, ...]
     """Its dims from the outermost in memory to the innermost: it is sent in this order."""
 
     @classmethod
-    def of(cls, mark: Mark, tensor: Tensor, *, trained: bool) -> Wire:
+    def of(cls, mark: ValueId, tensor: Tensor, *, trained: bool) -> BoundaryTensor:
         """The wire of a fake tensor."""
         order = tuple(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim]))
         meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").requires_grad_(trained)
@@ -54,7 +54,7 @@ class Wire:
         return tensor.permute(back)
 
     @property
-    def sent(self) -> Tensor:
+    def packed_meta(self) -> Tensor:
         """Shape and type of what is sent, on the meta device."""
         shape = [self.meta.shape[dim] for dim in self.order]
         empty = torch.empty(shape, dtype=self.meta.dtype, device="meta")
@@ -62,27 +62,27 @@ class Wire:
 
 
 @dataclass(frozen=True)
-class Result:
+class SkippedResult:
     """What a call returns where it is not run: metas in the place of tensors."""
 
     template: Any
-    marks: tuple[Mark | None, ...]
+    value_ids: tuple[ValueId | None, ...]
     """For each tensor: None, it is new; or the mark of the object that is handed on."""
 
 
 @dataclass(frozen=True)
-class Script:
+class StageProgram:
     """The cuts of one forward pass."""
 
     cuts: tuple[int, ...]
     """The events before which they stand."""
-    wires: tuple[tuple[Wire, ...], ...]
+    boundaries: tuple[tuple[BoundaryTensor, ...], ...]
     """For each cut."""
-    results: dict[int, Result]
+    results: dict[int, SkippedResult]
     """By event: of each call of the spine's code that is not of the spine itself."""
-    kept: frozenset[Mark]
+    needed: frozenset[ValueId]
     """Marks that are asked for later."""
-    expected: tuple[Expected, ...]
+    expected: tuple[ExpectedEvent, ...]
     """What each event is: a stage that sees another one has taken another way than the rest."""
     copied: frozenset[int]
     """Which of the inputs the model changes: each stage needs its own."""
@@ -95,10 +95,10 @@ class Script:
         """The same for two scripts that fit each other, on whatever machine they were made."""
         wires = [
             [
-                (w.mark, tuple(w.meta.shape), w.meta.dtype, w.meta.requires_grad, w.order)
+                (w.value_id, tuple(w.meta.shape), w.meta.dtype, w.meta.requires_grad, w.order)
                 for w in cut
             ]
-            for cut in self.wires
+            for cut in self.boundaries
         ]
         said = repr(
             (self.cuts, wires, self.expected, sorted(self.results), sorted(self.used.items()))
@@ -106,7 +106,9 @@ class Script:
         return hashlib.sha256(said.encode()).hexdigest()
 
 
-def script_of(trace: Trace, calls: Sequence[int], trained: Sequence[frozenset[int]]) -> Script:
+def make_stage_program(
+    trace: ForwardTrace, calls: Sequence[int], trained: Sequence[frozenset[int]]
+) -> StageProgram:
     """Write down what the stages do.
 
     Args:
@@ -117,13 +119,13 @@ def script_of(trace: Trace, calls: Sequence[int], trained: Sequence[frozenset[in
     Raises:
         ConfigError: a cut that is legal alone is not with the others.
     """
-    spine = Spine(trace, calls)
-    rules = Rules(trace)
+    spine = OuterCalls(trace, calls)
+    rules = CutRules(trace)
     events, marks, starts = _count(trace, spine)
     wires = []
     for call, wanted in zip(calls, trained, strict=True):
         values = crossing_values(trace, call, calls)
-        why = rules.against(call, spine, values)
+        why = rules.objection(call, spine, values)
         if not why and not all(value in marks for value in values):
             why = "a tensor cannot be named on both sides of it"
         if why:
@@ -134,43 +136,43 @@ def script_of(trace: Trace, calls: Sequence[int], trained: Sequence[frozenset[in
             )
         wires.append(
             tuple(
-                Wire.of(marks[value], trace.values[value].tensor, trained=value in wanted)
+                BoundaryTensor.of(marks[value], trace.values[value].tensor, trained=value in wanted)
                 for value in values
             )
         )
     results = {
         event: _result(trace, trace.calls[call], marks, event) for event, call in events.items()
     }
-    kept = {wire.mark for cut in wires for wire in cut}
-    kept |= {mark for result in results.values() for mark in result.marks if mark is not None}
+    kept = {wire.value_id for cut in wires for wire in cut}
+    kept |= {mark for result in results.values() for mark in result.value_ids if mark is not None}
     ticks = [trace.calls[call].begin for call in calls]
     inputs = [value for value in trace.values if value.root == "input"]
-    return Script(
+    return StageProgram(
         tuple(starts[call] for call in calls),
         tuple(wires),
         results,
         frozenset(kept),
         _expected(trace, spine),
-        frozenset(i for i, value in enumerate(inputs) if storage_of(value) in trace.writes),
-        any(spine.has(frame) for frame in trace.random),
+        frozenset(i for i, value in enumerate(inputs) if storage_id(value) in trace.writes),
+        any(spine.contains(frame) for frame in trace.random),
         stages_using(trace, ticks),
     )
 
 
-def stages_using(trace: Trace, ticks: Sequence[int]) -> dict[str, tuple[int, ...]]:
+def stages_using(trace: ForwardTrace, ticks: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """For each parameter and buffer that is used: the stages that do, for cuts at these ticks."""
     found: dict[str, tuple[int, ...]] = {}
     for value in trace.values:
         if value.root in ("parameter", "buffer") and value.uses:
-            used = {bisect_left(ticks, use) for use in value.uses if use < FOREVER}
+            used = {bisect_left(ticks, use) for use in value.uses if use < END_OF_PASS}
             found[value.name] = tuple(sorted(used)) or (len(ticks),)
     return found
 
 
-def _expected(trace: Trace, spine: Spine) -> tuple[Expected, ...]:
-    found: list[Expected] = []
+def _expected(trace: ForwardTrace, spine: OuterCalls) -> tuple[ExpectedEvent, ...]:
+    found: list[ExpectedEvent] = []
     for frame, call, values in trace.events:
-        if (frame < 0 and call < 0) or not spine.has(frame):
+        if (frame < 0 and call < 0) or not spine.contains(frame):
             continue
         if call >= 0:
             found.append((trace.calls[call].name,))
@@ -179,20 +181,22 @@ def _expected(trace: Trace, spine: Spine) -> tuple[Expected, ...]:
     return tuple(found)
 
 
-def _count(trace: Trace, spine: Spine) -> tuple[dict[int, int], dict[int, Mark], dict[int, int]]:
+def _count(
+    trace: ForwardTrace, spine: OuterCalls
+) -> tuple[dict[int, int], dict[int, ValueId], dict[int, int]]:
     """(event -> call outside the spine), (value -> its first mark), (call -> its event)."""
     units: dict[int, int] = {}
     starts: dict[int, int] = {}
-    marks: dict[int, Mark] = {}
+    marks: dict[int, ValueId] = {}
     event = 0
     for frame, call, values in trace.events:
         if frame < 0 and call < 0:
             continue
-        if not spine.has(frame):
+        if not spine.contains(frame):
             continue
         if call >= 0:
             starts[call] = event
-            if not spine.has(call):
+            if not spine.contains(call):
                 units[event] = call
                 for place, value in enumerate(trace.calls[call].outputs):
                     marks.setdefault(value, (event, place))
@@ -203,24 +207,26 @@ def _count(trace: Trace, spine: Spine) -> tuple[dict[int, int], dict[int, Mark],
     return units, marks, starts
 
 
-def _result(trace: Trace, call: Call, marks: dict[int, Mark], event: int) -> Result:
-    handed: list[Mark | None] = []
+def _result(
+    trace: ForwardTrace, call: ModuleCall, marks: dict[int, ValueId], event: int
+) -> SkippedResult:
+    handed: list[ValueId | None] = []
     for place, value in enumerate(call.outputs):
         mark = marks.get(value)
         handed.append(mark if mark != (event, place) else None)
         if trace.values[value].root == "input":
             handed[-1] = (-1, _place(trace, value))
     template = map_tensors(call.result, _meta)
-    if any(not tensor.is_meta for tensor in hidden_tensors(template)):
+    if any(not tensor.is_meta for tensor in nested_tensors(template)):
         raise ConfigError(
             f"strategy.cut: what {call.name!r} returns holds tensors in objects within objects, "
             "where they cannot be replaced. Return tuples, mappings or dataclasses of tensors, "
             "or name places in strategy.cut.at around it."
         )
-    return Result(template, tuple(handed))
+    return SkippedResult(template, tuple(handed))
 
 
-def _place(trace: Trace, value: int) -> int:
+def _place(trace: ForwardTrace, value: int) -> int:
     """The how manieth of the inputs a value is."""
     return sum(1 for other in trace.values[:value] if other.root == "input")
 

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bigtrain.cutting.cut_points import crossing_values
-from bigtrain.cutting.stage_program import Script, script_of
+from bigtrain.cutting.stage_program import StageProgram, make_stage_program
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.losses.loss import Loss
 from bigtrain.tensors.fake import fake_tensor
-from bigtrain.tensors.tree import map_tensors, tensors_of
-from bigtrain.tracing.module_state import check_closures, constants
-from bigtrain.tracing.records import Trace
-from bigtrain.tracing.tracer import trace
+from bigtrain.tensors.tree import map_tensors, tree_tensors
+from bigtrain.tracing.module_state import check_closures, constant_tensors
+from bigtrain.tracing.records import ForwardTrace
+from bigtrain.tracing.tracer import trace_forward
 
-Place = tuple[str, int]
+CallSite = tuple[str, int]
 """A call of a module: its name, and the how manieth of its calls it is."""
 
 
@@ -39,11 +39,11 @@ class Numerics:
     """The names of the parameters that the layers see in bf16."""
 
 
-TRACES = 4
+KEPT_TRACES = 4
 """Traces that are kept: a cut is chosen and written down from the same two."""
 
 
-class Rehearsal:
+class TracedModel:
     """Traces a model on fake tensors, in the shapes that are asked for.
 
     Args:
@@ -63,14 +63,14 @@ class Rehearsal:
         self._batch: MicroBatch | None = None
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._mode:
-            self.twin = _twin(model, device, double=numerics.double)
-            for name in numerics.low(self.twin) if numerics.low is not None else ():
-                parameter = self.twin.get_parameter(name)
+            self.fake_model = _twin(model, device, double=numerics.double)
+            for name in numerics.low(self.fake_model) if numerics.low is not None else ():
+                parameter = self.fake_model.get_parameter(name)
                 parameter.data = parameter.data.to(torch.bfloat16)
-        self._scripts: dict[object, Script] = {}
-        self._traces: dict[object, tuple[Trace, MicroBatch]] = {}
+        self._scripts: dict[object, StageProgram] = {}
+        self._traces: dict[object, tuple[ForwardTrace, MicroBatch]] = {}
 
-    def trace(self, micro_batch: MicroBatch, *, training: bool) -> tuple[Trace, MicroBatch]:
+    def trace(self, micro_batch: MicroBatch, *, training: bool) -> tuple[ForwardTrace, MicroBatch]:
         """Run the twin once; the trace, and the fake batch.
 
         Raises:
@@ -79,13 +79,13 @@ class Rehearsal:
         self._batch = micro_batch
         key = (*_shapes(micro_batch), training)
         if key not in self._traces:
-            while len(self._traces) >= TRACES:
+            while len(self._traces) >= KEPT_TRACES:
                 self._traces.pop(next(iter(self._traces)))
             self._traces[key] = self._trace(micro_batch, training)
         return self._traces[key]
 
-    def _trace(self, micro_batch: MicroBatch, training: bool) -> tuple[Trace, MicroBatch]:  # noqa: FBT001
-        self.twin.train(training)
+    def _trace(self, micro_batch: MicroBatch, training: bool) -> tuple[ForwardTrace, MicroBatch]:  # noqa: FBT001
+        self.fake_model.train(training)
         with self._mode:
             batch = MicroBatch(
                 map_tensors(micro_batch.inputs, self._fake),
@@ -96,10 +96,14 @@ class Rehearsal:
         # The model may take the containers of its inputs apart: it gets its own.
         inputs = map_tensors(batch.inputs, lambda tensor: tensor)
         with torch.set_grad_enabled(training):
-            found = trace(self.twin, lambda m: m(inputs), self._mode, batch.inputs, self.around)
+            found = trace_forward(
+                self.fake_model, lambda m: m(inputs), self._mode, batch.inputs, self.autocast
+            )
         return found, batch
 
-    def script(self, micro_batch: MicroBatch, *, training: bool, places: Sequence[Place]) -> Script:
+    def program(
+        self, micro_batch: MicroBatch, *, training: bool, places: Sequence[CallSite]
+    ) -> StageProgram:
         """What the stages do with batches of this shape; made once for each shape.
 
         Raises:
@@ -113,10 +117,10 @@ class Rehearsal:
                 trained = (
                     self._trained(found, batch, calls) if training else (frozenset(),) * len(calls)
                 )
-            self._scripts[key] = script_of(found, calls, trained)
+            self._scripts[key] = make_stage_program(found, calls, trained)
         return self._scripts[key]
 
-    def uses(self, places: Sequence[Place]) -> dict[str, tuple[int, ...]]:
+    def uses(self, places: Sequence[CallSite]) -> dict[str, tuple[int, ...]]:
         """The stages that use each tensor in evaluation, with the shapes last seen.
 
         Raises:
@@ -124,16 +128,16 @@ class Rehearsal:
         """
         if self._batch is None:
             return {}
-        return self.script(self._batch, training=False, places=places).used
+        return self.program(self._batch, training=False, places=places).used
 
-    def around(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass."""
         if not self._numerics.autocast:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=torch.bfloat16)
 
     def _trained(
-        self, found: Trace, batch: MicroBatch, calls: Sequence[int]
+        self, found: ForwardTrace, batch: MicroBatch, calls: Sequence[int]
     ) -> tuple[frozenset[int], ...]:
         """For each cut, of the values that cross it, those that get a gradient from behind it."""
         loss = None
@@ -164,7 +168,7 @@ def _twin(model: nn.Module, device: torch.device, *, double: bool) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = fake_tensor(buffer, device, double=double)
-    for tensor in constants(model):
+    for tensor in constant_tensors(model):
         memo[id(tensor)] = fake_tensor(tensor, device if tensor.is_meta else tensor.device)
     return copy.deepcopy(model, memo)
 
@@ -186,11 +190,11 @@ def shared_storages(model: nn.Module) -> list[tuple[str, str]]:
     return pairs
 
 
-def _call_at(found: Trace, place: Place, micro_batch: MicroBatch) -> int:
+def _call_at(found: ForwardTrace, place: CallSite, micro_batch: MicroBatch) -> int:
     for index, call in enumerate(found.calls):
         if (call.name, call.number) == place:
             return index
-    shapes = ", ".join(str(tuple(t.shape)) for t in tensors_of(micro_batch.inputs))
+    shapes = ", ".join(str(tuple(t.shape)) for t in tree_tensors(micro_batch.inputs))
     raise ConfigError(
         f"strategy.cut: with inputs of {shapes} the model does not call {place[0]!r}, before "
         "which a cut stands. Name places in strategy.cut.at that every batch goes through."

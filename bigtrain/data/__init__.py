@@ -1,12 +1,8 @@
-"""Samples: sources by name, one global order for any number of ranks, and micro-batches.
-
-Each data source; the order of samples; which samples a rank gets; padding; random numbers of
-augmentation.
-"""
+"""Data: sources by name, the global order of samples, and the micro-batches of a rank."""
 
 from bigtrain.data.catalog import SOURCES, check_data, open_data, prepare_data
 from bigtrain.data.loader import MicroBatch, Step, StepLoader, validation_batches
-from bigtrain.data.sampler import GlobalBatch, GlobalOrder, MicroBatchPlan, split
+from bigtrain.data.sampler import GlobalBatch, GlobalOrder, MicroBatchPlan, split_global_batch
 from bigtrain.data.source import Data, Samples, Source
 
 __all__ = [
@@ -23,6 +19,6 @@ __all__ = [
     "check_data",
     "open_data",
     "prepare_data",
-    "split",
+    "split_global_batch",
     "validation_batches",
 ]

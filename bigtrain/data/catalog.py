@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
 from bigtrain.data.source import Data, Source
-from bigtrain.errors import ConfigError, nearest
+from bigtrain.errors import ConfigError, did_you_mean
 from bigtrain.job.import_path import load_object
 
 SOURCES = {
@@ -126,7 +126,7 @@ def _source(name: str, path: str | None, args: Mapping[str, Any]) -> Source:
 def _load(name: str) -> Callable[..., Any]:
     if name not in SOURCES and ":" not in name:
         raise ConfigError(
-            f"data.name: unknown source {name!r}{nearest(name, SOURCES)} Known: "
+            f"data.name: unknown source {name!r}{did_you_mean(name, SOURCES)} Known: "
             f"{', '.join(sorted(SOURCES))}, or your own as package.module:function."
         )
     return load_object(SOURCES.get(name, name), "data.name")
@@ -142,7 +142,7 @@ def _checked(name: str, factory: Callable[..., Any], args: Mapping[str, Any]) ->
             if _takes_anything(parameters) and key not in ("path", "seed"):
                 continue
             raise ConfigError(
-                f"data.args.{key}: {name} has no such argument{nearest(key, own)} "
+                f"data.args.{key}: {name} has no such argument{did_you_mean(key, own)} "
                 f"It takes: {', '.join(own) or 'none'}."
             )
         checked[key] = _typed(key, value, _hints(factory).get(key, Any))

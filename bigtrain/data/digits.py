@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from bigtrain.data.sampler import permute
-from bigtrain.data.source import Count, Data, TensorSamples
+from bigtrain.data.sampler import permute_indices
+from bigtrain.data.source import Data, PositiveCount, TensorSamples
 from bigtrain.errors import ConfigError
 from bigtrain.losses.tasks import ClassificationTask
 
@@ -24,7 +24,7 @@ class DigitsSource:
     """`digits`: 1797 gray images of 8 x 8, inputs (1, size, size), ten classes."""
 
     path: Path | None = None
-    size: Count = 32
+    size: PositiveCount = 32
     """Pixels on a side after resizing; 32 is what LeNet takes."""
 
     def check(self) -> None:
@@ -50,7 +50,7 @@ class DigitsSource:
             images = F.interpolate(images, size=(self.size, self.size), mode="bilinear")
         images = (images - _MEAN) / _DEVIATION
         targets = torch.from_numpy(labels).long()
-        order = torch.from_numpy(permute(range(len(targets)), len(targets), _SPLIT_SEED))
+        order = torch.from_numpy(permute_indices(range(len(targets)), len(targets), _SPLIT_SEED))
         cut = len(order) * 4 // 5
         train, rest = order[:cut], order[cut:]
         return Data(

@@ -10,12 +10,19 @@ from bigtrain.data.images import (
     IMAGENET_DEVIATION,
     IMAGENET_MEAN,
     LabelledImages,
-    explained,
-    finish,
+    explain_data_errors,
+    final_transforms,
     need_torchvision,
 )
-from bigtrain.data.sampler import permute
-from bigtrain.data.source import Count, Data, PartOf, Samples, Share, existing_folder
+from bigtrain.data.sampler import permute_indices
+from bigtrain.data.source import (
+    Data,
+    PositiveCount,
+    SampleFraction,
+    Samples,
+    SampleSubset,
+    existing_folder,
+)
 from bigtrain.errors import ConfigError
 from bigtrain.losses.tasks import ClassificationTask
 
@@ -42,7 +49,7 @@ def _transforms(size: int, augment: bool) -> tuple[Any, Any]:
     """For training and for validation; inputs become (3, size, size)."""
     from torchvision.transforms import v2
 
-    last = finish(IMAGENET_MEAN, IMAGENET_DEVIATION)
+    last = final_transforms(IMAGENET_MEAN, IMAGENET_DEVIATION)
     # The customary 256 to 224: validation sees the middle 7/8 of the shorter side.
     centre = [v2.Resize(round(size * 8 / 7)), v2.CenterCrop(size)]
     crop = [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()] if augment else centre
@@ -54,11 +61,11 @@ class ImageFolderSource:
     """`image_folder`: `data.path`/CLASS/..., or `data.path`/train/CLASS/... beside val."""
 
     path: Path | None = None
-    size: Count = 224
+    size: PositiveCount = 224
     """Pixels on a side of an input."""
     augment: bool = True
     """Crop and flip at random in training."""
-    validation_fraction: Share = 0.1
+    validation_fraction: SampleFraction = 0.1
     """Share of the images that is held out where there is no folder val."""
 
     @property
@@ -100,7 +107,7 @@ class ImageFolderSource:
 
         folder, beside = self._folders()
         augmented, plain = _transforms(self.size, self.augment)
-        with explained(self._name, folder):
+        with explain_data_errors(self._name, folder):
             images = ImageFolder(folder, transform=augmented)
             second = ImageFolder(beside or folder, transform=plain)
         train: Samples = LabelledImages(images, deterministic=not self.augment)
@@ -125,8 +132,10 @@ class ImageFolderSource:
                 f"data.args.validation_fraction={self.validation_fraction} holds out all {total} "
                 "images. Set data.args.validation_fraction=0 or add images."
             )
-        order = permute(range(total), total, _SPLIT_SEED).tolist()
-        return PartOf(train, sorted(order[number:])), PartOf(plain, sorted(order[:number]))
+        order = permute_indices(range(total), total, _SPLIT_SEED).tolist()
+        return SampleSubset(train, sorted(order[number:])), SampleSubset(
+            plain, sorted(order[:number])
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +143,7 @@ class ImageNetSource:
     """`imagenet`: `data.path`/train/CLASS/... and `data.path`/val/CLASS/..."""
 
     path: Path | None = None
-    size: Count = 224
+    size: PositiveCount = 224
     """Pixels on a side of an input."""
     augment: bool = True
     """Crop and flip at random in training."""

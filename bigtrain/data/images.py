@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from bigtrain.data.source import Count, CountOrZero, Data, Samples, existing_folder
+from bigtrain.data.source import Data, NonNegativeCount, PositiveCount, Samples, existing_folder
 from bigtrain.errors import ConfigError
 from bigtrain.losses.tasks import ClassificationTask
 
@@ -56,7 +56,7 @@ def need_torchvision(name: str) -> None:
         )
 
 
-def finish(mean: Sequence[float], deviation: Sequence[float]) -> list[Any]:
+def final_transforms(mean: Sequence[float], deviation: Sequence[float]) -> list[Any]:
     """The last transforms of every image: to float32 (channels, height, width), normalised."""
     from torchvision.transforms import v2
 
@@ -69,7 +69,7 @@ def finish(mean: Sequence[float], deviation: Sequence[float]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def explained(name: str, path: Path) -> Iterator[None]:
+def explain_data_errors(name: str, path: Path) -> Iterator[None]:
     """Turn torchvision's complaints about files into one line that names the key.
 
     Raises:
@@ -169,7 +169,7 @@ class _Downloadable:
         from torchvision.transforms import v2
 
         root = self._root()
-        with explained(self._name, root):
+        with explain_data_errors(self._name, root):
             first = self._dataset(root, True, transform=v2.Compose(train))
             second = self._dataset(root, False, transform=v2.Compose(validation))
         return Data(
@@ -184,9 +184,9 @@ class _Downloadable:
 class MnistSource(_Downloadable):
     """`mnist`: inputs (1, size, size), ten classes; files under `data.path`/MNIST/raw."""
 
-    size: Count = 28
+    size: PositiveCount = 28
     """Pixels on a side after resizing; LeNet takes 32."""
-    crop_padding: CountOrZero = 2
+    crop_padding: NonNegativeCount = 2
     """Pixels added on each side before the random crop."""
 
     @property
@@ -215,7 +215,7 @@ class MnistSource(_Downloadable):
         for name in self._names():
             file = self._raw(self._root()) / name
             if not file.is_file():
-                with explained("mnist", file.parent):
+                with explain_data_errors("mnist", file.parent):
                     _unpack(Path(f"{file}.gz"), file)
 
     def open(self, *, seed: int, sequence_length: int | None) -> Data:
@@ -226,7 +226,7 @@ class MnistSource(_Downloadable):
 
         resize = [] if self.size == 28 else [v2.Resize((self.size, self.size))]
         crop = [v2.RandomCrop(self.size, padding=self.crop_padding)] if self.augment else []
-        last = finish((0.1307,), (0.3081,))
+        last = final_transforms((0.1307,), (0.3081,))
         return self._open([*resize, *crop, *last], [*resize, *last])
 
 
@@ -234,9 +234,9 @@ class MnistSource(_Downloadable):
 class Cifar10Source(_Downloadable):
     """`cifar10`: inputs (3, size, size), ten classes; files under cifar-10-batches-py."""
 
-    size: Count = 32
+    size: PositiveCount = 32
     """Pixels on a side after resizing."""
-    crop_padding: CountOrZero = 4
+    crop_padding: NonNegativeCount = 4
     """Pixels added on each side before the random crop."""
 
     @property
@@ -261,7 +261,7 @@ class Cifar10Source(_Downloadable):
 
         resize = [] if self.size == 32 else [v2.Resize((self.size, self.size))]
         crop = [v2.RandomCrop(self.size, padding=self.crop_padding), v2.RandomHorizontalFlip()]
-        last = finish((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+        last = final_transforms((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
         return self._open([*resize, *(crop if self.augment else []), *last], [*resize, *last])
 
 

@@ -16,22 +16,22 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from bigtrain.data.sampler import GlobalOrder, MicroBatchPlan, split
-from bigtrain.data.seeding import Key, SeededSamples
+from bigtrain.data.sampler import GlobalOrder, MicroBatchPlan, split_global_batch
+from bigtrain.data.seeding import SampleKey, SeededSamples
 from bigtrain.data.source import Samples
 from bigtrain.errors import ConfigError
 
 Collate = Callable[[Sequence[Any]], Any]
 
 
-def move(value: Any, device: torch.device | str, non_blocking: bool = False) -> Any:
+def move_to_device(value: Any, device: torch.device | str, non_blocking: bool = False) -> Any:
     """Move the tensors in nested mappings, tuples and lists; what is no tensor stays."""
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=non_blocking)
     if isinstance(value, Mapping):
-        return {key: move(inner, device, non_blocking) for key, inner in value.items()}
+        return {key: move_to_device(inner, device, non_blocking) for key, inner in value.items()}
     if isinstance(value, (tuple, list)):
-        moved = [move(inner, device, non_blocking) for inner in value]
+        moved = [move_to_device(inner, device, non_blocking) for inner in value]
         return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
     return value
 
@@ -55,8 +55,8 @@ class MicroBatch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
         """The same on a device."""
-        inputs = move(self.inputs, device, non_blocking)
-        targets = move(self.targets, device, non_blocking)
+        inputs = move_to_device(self.inputs, device, non_blocking)
+        targets = move_to_device(self.targets, device, non_blocking)
         return MicroBatch(inputs, targets, self.count, self.rows)
 
 
@@ -79,7 +79,7 @@ class _StepPlan:
     micro_batches: list[MicroBatchPlan]
     last_in_epoch: bool
 
-    def sample_keys(self) -> Iterator[list[Key]]:
+    def sample_keys(self) -> Iterator[list[SampleKey]]:
         for plan in self.micro_batches:
             yield [(self.epoch, index) for index in plan.indices]
 
@@ -141,7 +141,7 @@ class StepLoader:
             epoch, indices = self.order.batch_at(position)
             position += len(indices)
             ends = position % self.order.samples_per_epoch == 0
-            yield _StepPlan(epoch, len(indices), split(indices, *self._layout), ends)
+            yield _StepPlan(epoch, len(indices), split_global_batch(indices, *self._layout), ends)
 
 
 def validation_batches(
@@ -169,7 +169,7 @@ def validation_batches(
             "data.path: the validation set has 0 samples, at least 1 is needed. "
             "Add samples, or hold more of them out."
         )
-    plans = split(range(len(dataset)), dp_rank, dp_size, micro_batch_size)
+    plans = split_global_batch(range(len(dataset)), dp_rank, dp_size, micro_batch_size)
     reader = _Reader(dataset, seed, workers, pin_memory, collate)
     batches = reader.read([(0, index) for index in plan.indices] for plan in plans)
     return (_micro_batch(batch, plan, count) for plan, batch in zip(plans, batches, strict=True))
@@ -201,9 +201,9 @@ def _micro_batch(
 class _Once:
     """An iterable over an iterator, as DataLoader asks for a batch sampler."""
 
-    keys: Iterable[list[Key]]
+    keys: Iterable[list[SampleKey]]
 
-    def __iter__(self) -> Iterator[list[Key]]:
+    def __iter__(self) -> Iterator[list[SampleKey]]:
         return iter(self.keys)
 
 
@@ -217,7 +217,7 @@ class _Reader:
     pin_memory: bool
     collate: Collate | None
 
-    def read(self, keys: Iterable[list[Key]]) -> Iterator[Any]:
+    def read(self, keys: Iterable[list[SampleKey]]) -> Iterator[Any]:
         """The batches of lists of keys, in order; keys are drawn a few batches ahead."""
         loader: DataLoader[Any] = DataLoader(
             SeededSamples(self.dataset, self.seed),

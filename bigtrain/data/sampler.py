@@ -34,7 +34,7 @@ def _scramble(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def permute(positions: npt.ArrayLike, size: int, seed: int) -> npt.NDArray[np.int64]:
+def permute_indices(positions: npt.ArrayLike, size: int, seed: int) -> npt.NDArray[np.int64]:
     """Where the given positions of 0..size-1 go under a pseudo-random permutation.
 
     A Feistel network over a table of about sqrt(size) x sqrt(size) cells: a row is shifted by a
@@ -123,7 +123,7 @@ class GlobalOrder:
         positions = range(start, stop)
         if not self.shuffle:
             return GlobalBatch(epoch, list(positions))
-        places = permute(positions, self.num_samples, derive_seed(self.seed, epoch))
+        places = permute_indices(positions, self.num_samples, derive_seed(self.seed, epoch))
         return GlobalBatch(epoch, [int(place) for place in places])
 
 
@@ -134,7 +134,7 @@ class MicroBatchPlan(NamedTuple):
     padding: bool = False
 
 
-def split(
+def split_global_batch(
     indices: Sequence[int], dp_rank: int, dp_size: int, micro_batch_size: int
 ) -> list[MicroBatchPlan]:
     """One rank's micro-batches of a global batch.

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from bigtrain.data.sampler import derive_seed
 from bigtrain.data.source import Samples
 
-Key = tuple[int, int]
+SampleKey = tuple[int, int]
 """Epoch and index of a sample."""
 
 
@@ -54,14 +54,14 @@ class SeededSamples(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, key: Key) -> Any:
+    def __getitem__(self, key: SampleKey) -> Any:
         epoch, index = key
         if getattr(self.samples, "deterministic", False):
             return self.samples[index]
         with _seeded(derive_seed(self.seed, epoch, index)):
             return self.samples[index]
 
-    def __getitems__(self, keys: Sequence[Key]) -> list[Any]:
+    def __getitems__(self, keys: Sequence[SampleKey]) -> list[Any]:
         many = getattr(self.samples, "__getitems__", None)
         if many is not None and getattr(self.samples, "deterministic", False):
             return list(many([index for _, index in keys]))

@@ -15,11 +15,11 @@ from torch.utils.data import Dataset
 from bigtrain.errors import ConfigError
 from bigtrain.losses.tasks import Task
 
-Count = Annotated[int, Field(ge=1)]
+PositiveCount = Annotated[int, Field(ge=1)]
 """An argument that is at least 1."""
-CountOrZero = Annotated[int, Field(ge=0)]
+NonNegativeCount = Annotated[int, Field(ge=0)]
 """An argument that is at least 0."""
-Share = Annotated[float, Field(ge=0, lt=1)]
+SampleFraction = Annotated[float, Field(ge=0, lt=1)]
 """An argument in [0, 1)."""
 
 
@@ -90,7 +90,7 @@ class TensorSamples(Dataset[tuple[Tensor, Tensor]]):
         return list(zip(self.inputs[rows], self.targets[rows], strict=True))
 
 
-class PartOf(Dataset[Any]):
+class SampleSubset(Dataset[Any]):
     """Some samples of a data set, by index; as deterministic as that data set."""
 
     def __init__(self, samples: Samples, indices: Sequence[int]) -> None:

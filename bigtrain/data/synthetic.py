@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from bigtrain.data.sampler import derive_seed
-from bigtrain.data.source import Count, CountOrZero, Data, Share
+from bigtrain.data.source import Data, NonNegativeCount, PositiveCount, SampleFraction
 from bigtrain.errors import ConfigError
 from bigtrain.losses.tasks import ClassificationTask, LanguageTask, SegmentationTask, Task
 
-Kind = Literal["classification", "segmentation", "language"]
+SyntheticTask = Literal["classification", "segmentation", "language"]
 
 
 class RandomSamples(Dataset[tuple[Tensor, Tensor]]):
@@ -52,18 +52,18 @@ class SyntheticSource:
     """`synthetic`: images with a class, images with a class per pixel, or tokens."""
 
     path: Path | None = None
-    kind: Kind = "classification"
-    input_shape: tuple[Count, ...] = (3, 32, 32)
+    kind: SyntheticTask = "classification"
+    input_shape: tuple[PositiveCount, ...] = (3, 32, 32)
     """One input: (channels, height, width), or any shape for classification."""
-    num_classes: Count = 10
-    vocabulary: Count = 256
+    num_classes: PositiveCount = 10
+    vocabulary: PositiveCount = 256
     """Different tokens of `language`."""
-    length: Count | None = None
+    length: PositiveCount | None = None
     """Tokens per sample of `language`; left out, what the model says, or 128."""
-    samples: Count = 1024
-    validation_samples: CountOrZero = 0
+    samples: PositiveCount = 1024
+    validation_samples: NonNegativeCount = 0
     """0 leaves validation out."""
-    ignore_fraction: Share = 0.0
+    ignore_fraction: SampleFraction = 0.0
     """Share of the targets that the loss is to leave out."""
 
     @property

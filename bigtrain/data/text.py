@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from bigtrain.data.source import Count, Data, PartOf, Share
+from bigtrain.data.source import Data, PositiveCount, SampleFraction, SampleSubset
 from bigtrain.errors import ConfigError
 from bigtrain.losses.tasks import LanguageTask
 from bigtrain.units import MIB, format_bytes
@@ -81,13 +81,13 @@ class TextSource:
     """`text`: a file, a folder, or the source of Python's own library where no path is given."""
 
     path: Path | None = None
-    sequence_length: Count | None = None
+    sequence_length: PositiveCount | None = None
     """Bytes per sample; left out, what the model says, or 128."""
     pattern: str | None = None
     """Glob for the files of a folder, at any depth; left out, the usual text suffixes."""
-    validation_fraction: Share = 0.05
+    validation_fraction: SampleFraction = 0.05
     """Share of the bytes, at the end, that is held out."""
-    validation_samples: Count = 512
+    validation_samples: PositiveCount = 512
     """Held-out samples that a validation reads at most, evenly spread."""
 
     def check(self) -> None:
@@ -113,7 +113,7 @@ class TextSource:
             self._check_length("held out", held_out, total, length)
             every = ByteSamples(path, cut, total, length)
             taken = min(len(every), self.validation_samples)
-            validation = PartOf(every, [i * len(every) // taken for i in range(taken)])
+            validation = SampleSubset(every, [i * len(every) // taken for i in range(taken)])
             baseline = {"bits_per_byte": _bits_per_byte(_mapped(path), cut)}
         return Data(
             train=train,

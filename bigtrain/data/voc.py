@@ -13,11 +13,11 @@ from bigtrain.data.images import (
     IMAGENET_DEVIATION,
     IMAGENET_MEAN,
     download,
-    explained,
-    finish,
+    explain_data_errors,
+    final_transforms,
     need_torchvision,
 )
-from bigtrain.data.source import Count, Data, Samples, existing_folder
+from bigtrain.data.source import Data, PositiveCount, Samples, existing_folder
 from bigtrain.errors import ConfigError
 from bigtrain.losses.tasks import SegmentationTask
 
@@ -42,7 +42,7 @@ class SegmentedImages(Dataset[tuple[Tensor, Tensor]]):
             if augment
             else [v2.Resize(size), v2.CenterCrop(size)]
         )
-        self._image = v2.Compose(finish(IMAGENET_MEAN, IMAGENET_DEVIATION))
+        self._image = v2.Compose(final_transforms(IMAGENET_MEAN, IMAGENET_DEVIATION))
 
     def __len__(self) -> int:
         return len(self.images)
@@ -64,7 +64,7 @@ class VocSource:
 
     path: Path | None = None
     year: Year = "2012"
-    size: Count = 256
+    size: PositiveCount = 256
     """Pixels on a side of an input."""
     augment: bool = True
     """Crop and flip at random in training."""
@@ -112,7 +112,7 @@ class VocSource:
         del seed, sequence_length
         self.prepare()
         root = self._root()
-        with explained("voc", root):
+        with explain_data_errors("voc", root):
             first, second = self._dataset(root, "train"), self._dataset(root, "val")
         return Data(
             train=SegmentedImages(first, self.size, self.augment),

@@ -19,7 +19,7 @@ from bigtrain.ranks.restart import Restart, RestartRequest
 
 
 @contextmanager
-def adapting(
+def adapt_on_oom(
     job: Job, plan: Plan, model: nn.Module, folder: Path, before: Restart | None = None
 ) -> Iterator[None]:
     """Have all ranks begin anew with smaller micro-batches where memory runs out inside.

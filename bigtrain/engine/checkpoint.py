@@ -29,7 +29,7 @@ from bigtrain.errors import CheckpointError, ConfigError
 from bigtrain.tensors.source import TensorSource
 
 FORMAT = 1
-PARTS = ("model", "optimizer")
+STATE_PARTS = ("model", "optimizer")
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -52,7 +52,7 @@ def write_checkpoint(
     Args:
         folder: the run's `checkpoints/`.
         step: optimizer steps done.
-        tensors: `model.NAME` and `optimizer.NAME.KEY`, read in the order of `PARTS`.
+        tensors: `model.NAME` and `optimizer.NAME.KEY`, read in the order of `STATE_PARTS`.
         meta: what else belongs to the state, as JSON values.
         keep: how many of those written last stay, this one among them: after a resume from an
             older step that need not be those of the highest numbers.
@@ -66,7 +66,7 @@ def write_checkpoint(
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
     files = {}
-    for part in PARTS:
+    for part in STATE_PARTS:
         files[f"{part}.safetensors"] = write_tensors(
             draft / f"{part}.safetensors", _of_part(part, tensors)
         )
@@ -86,9 +86,9 @@ def write_checkpoint(
     return final
 
 
-def lend_tensors(tensors: Mapping[str, TensorSource]) -> None:
+def join_tensor_reads(tensors: Mapping[str, TensorSource]) -> None:
     """Take part in what rank 0 reads while it writes, on a rank that does not."""
-    for part in PARTS:
+    for part in STATE_PARTS:
         for source in _of_part(part, tensors).values():
             source.read()
 

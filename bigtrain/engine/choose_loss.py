@@ -13,13 +13,13 @@ from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import ModelConfig
 from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy, check_head
-from bigtrain.losses.linear_cross_entropy import CHUNK_SIZE
-from bigtrain.losses.loss import CrossEntropy, Loss, main_output
+from bigtrain.losses.linear_cross_entropy import DEFAULT_CHUNK_BYTES
+from bigtrain.losses.loss import CrossEntropy, Loss, main_logits
 from bigtrain.losses.tasks import Task
 from bigtrain.models import task_of
 from bigtrain.tensors.fake import fake_model, fake_tensor
 
-OWN_HEAD = "head"
+GPT_HEAD = "head"
 """The head of bigtrain's own language models."""
 
 
@@ -45,7 +45,7 @@ def check_chunks(config: ModelConfig) -> None:
         )
 
 
-def loss_for(
+def choose_loss(
     config: ModelConfig,
     task: Task,
     model: nn.Module,
@@ -80,14 +80,14 @@ def loss_for(
             f"of the logits, and the loss of a {task.name} task is another. "
             "Set model.chunked_loss=false."
         )
-    name = config.head or (OWN_HEAD if own else None) or find_head(model, example)
+    name = config.head or (GPT_HEAD if own else None) or find_head(model, example)
     check_head(name, model)
     head = model.get_submodule(name)
     if config.chunked_loss is None and waiting and isinstance(head, nn.Linear):
         targets = sum(t.numel() for t in tree_leaves(example.targets) if isinstance(t, Tensor))
         if head.in_features > targets:  # the gradient is larger than the logits
             return plain
-    size = CHUNK_SIZE if config.chunk_size is None else config.chunk_size
+    size = DEFAULT_CHUNK_BYTES if config.chunk_size is None else config.chunk_size
     return ChunkedCrossEntropy(**asdict(plain), head=name, chunk_size=size)
 
 
@@ -112,7 +112,7 @@ def find_head(model: nn.Module, example: MicroBatch) -> str:
                         lambda _module, _inputs, output, name=name: made.append((name, output))
                     )
             output = fake(tree_map(lambda leaf: fake_tensor(leaf, cpu), example.inputs))
-        logits = main_output(output)
+        logits = main_logits(output)
     except Exception as error:  # noqa: BLE001 - user code of any kind runs here
         first = (str(error).splitlines() or [""])[0]
         why = f"the model does not run on fake tensors ({type(error).__name__}: {first})"

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from bigtrain.activations.policy import unshape
-from bigtrain.assembly.build import build, check_mesh
+from bigtrain.activations.policy import remove_policies
+from bigtrain.assembly.build import build_runner, check_mesh
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.assembly.resolve import resolve
 from bigtrain.core.resolved import ResolvedPlan
@@ -28,27 +28,31 @@ from bigtrain.core.workload import Workload
 from bigtrain.data import MicroBatch, Step
 from bigtrain.engine.checkpoint import (
     Checkpoint,
-    lend_tensors,
+    join_tensor_reads,
     random_state,
     set_random_state,
     write_checkpoint,
 )
-from bigtrain.engine.out_of_memory import Situation, explain, foresee
-from bigtrain.engine.remedies import Subject
+from bigtrain.engine.out_of_memory import (
+    OutOfMemoryContext,
+    explain_out_of_memory,
+    predict_out_of_memory,
+)
+from bigtrain.engine.remedies import ForecastInputs
 from bigtrain.engine.seeds import deterministic, seed_everything
 from bigtrain.errors import CheckpointError, ConfigError, NonFiniteError
 from bigtrain.job.schema import Job
 from bigtrain.losses.loss import Loss, as_loss
 from bigtrain.losses.tasks import CustomTask, Task
-from bigtrain.memory.cap import Cap, is_out_of_memory, room_bytes
-from bigtrain.memory.meter import Meter
+from bigtrain.memory.cap import MemoryCap, available_bytes, is_out_of_memory
+from bigtrain.memory.meter import MemoryMeter
 from bigtrain.memory.timeline import Peak
 from bigtrain.models.blueprint import Blueprint, describe
 from bigtrain.optim.update import MakeOptimizer
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory
 from bigtrain.prediction.predict import predict
 from bigtrain.ranks.context import RunContext
-from bigtrain.tensors.fake import skeleton
+from bigtrain.tensors.fake import meta_copy
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ class Engine:
         resolved: what will be run, with every choice made; left out, it is made from the job.
     """
 
-    foreseen: Peak | None = None
+    predicted_fullest: Peak | None = None
     """As `predicted`, which is of this rank, of the fullest replica."""
 
     def __init__(
@@ -129,7 +133,7 @@ class Engine:
         self._skeleton: Workload | None = None
         """The workload with a copy of the model that holds no values, for later forecasts."""
         with suppress(Exception):  # a module that cannot be copied cannot be predicted either
-            self._skeleton = replace(workload, model=skeleton(workload.model))
+            self._skeleton = replace(workload, model=meta_copy(workload.model))
         if example is not None:
             self._predict(workload)
         seed_everything(context.seed, context.rank)
@@ -137,21 +141,23 @@ class Engine:
             self._closing.enter_context(deterministic(context.device))
         # Every optimizer imports this; brought in now, it does not count as the run's memory.
         importlib.import_module("torch._dynamo")
-        self.room = room_bytes(job.memory.cap, context.device, context.local_world_size)
+        self.limit_bytes = available_bytes(job.memory.cap, context.device, context.local_world_size)
         """What this rank could take before it was built, in bytes."""
         if context.is_main and self._subject is not None and job.memory.on_oom == "stop":
-            self.advice += foresee(self._subject, self.foreseen, self.room)
-        self._cap = Cap(job.memory.cap, context.device)
+            self.advice += predict_out_of_memory(
+                self._subject, self.predicted_fullest, self.limit_bytes
+            )
+        self._cap = MemoryCap(job.memory.cap, context.device)
         self._closing.callback(self._cap.lift)
-        self.meter = Meter(context.device, job.memory.track_steps)
+        self.meter = MemoryMeter(context.device, job.memory.track_steps)
         try:
-            mover = self.plan.mover(context.device)
+            mover = self.plan.make_offloader(context.device)
             if mover is not None:
                 self._closing.callback(mover.close)
-            self._closing.callback(unshape, self.blueprint.model)
+            self._closing.callback(remove_policies, self.blueprint.model)
             with self._explaining():
                 given = (self.resolved, self.blueprint, workload, context, self.meter)
-                self.runner = build(*given, mover)
+                self.runner = build_runner(*given, mover)
         except BaseException:
             self._closing.close()
             raise
@@ -251,7 +257,7 @@ class Engine:
                 folder, self.steps_done, tensors, meta, self.job.checkpoint.keep
             )
         else:
-            lend_tensors(tensors)
+            join_tensor_reads(tensors)
         self.context.barrier()
         return path
 
@@ -279,7 +285,7 @@ class Engine:
         self.runner.close()
         self._closing.close()
 
-    def own(self, resource: AbstractContextManager[Any]) -> None:
+    def close_with(self, resource: AbstractContextManager[Any]) -> None:
         """Leave this context manager when the engine is closed."""
         self._closing.push(resource)
 
@@ -306,30 +312,30 @@ class Engine:
             self._cap.lift()
             situation = self._situation(where)
             clear_frames(error.__traceback__)  # they hold what was allocated last
-            raise explain(error, situation) from None
+            raise explain_out_of_memory(error, situation) from None
 
     @property
-    def _subject(self) -> Subject | None:
+    def _subject(self) -> ForecastInputs | None:
         """What is run, for forecasts of it with other words."""
         if self._skeleton is None or self._skeleton.example is None:
             return None
-        return Subject(self.job, self.resolved, self._skeleton)
+        return ForecastInputs(self.job, self.resolved, self._skeleton)
 
-    def _situation(self, where: str | None) -> Situation:
+    def _situation(self, where: str | None) -> OutOfMemoryContext:
         measured = self.meter.measured().peak
         in_step = self.meter.current in ("forward", "backward", "step")
-        return Situation(
+        return OutOfMemoryContext(
             rank=self.context.rank,
             step=self.steps_done + in_step,
             phase=self.meter.current,
             micro_size=self.plan.batch.micro_size,
-            held=measured or self.predicted,
+            peak=measured or self.predicted,
             measured=measured is not None,
-            room=self.room,
+            limit_bytes=self.limit_bytes,
             capped=self.job.memory.cap is not None,
-            where=where,
+            activity=where,
             adapts=self.job.memory.on_oom == "adapt",
-            subject=self._subject,
+            inputs=self._subject,
         )
 
     def _predict_from(self, example: MicroBatch) -> None:
@@ -344,8 +350,8 @@ class Engine:
             self.prediction_note = "memory.predict is off"
             return
         found = predict(self.resolved, workload, self.context.pp_rank, self.context.dp_rank)
-        self.predicted, self.prediction_note = found.own, found.note
-        self.foreseen = found.peak
+        self.predicted, self.prediction_note = found.own_peak, found.note
+        self.predicted_fullest = found.peak
         self.advice = [*self.advice, *found.advice]
 
     def _set_learning_rate(self) -> float:

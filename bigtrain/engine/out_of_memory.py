@@ -10,13 +10,13 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from bigtrain.engine.remedies import Search, Subject
+from bigtrain.engine.remedies import ForecastInputs, RemedySearch
 from bigtrain.errors import OutOfMemoryError
-from bigtrain.memory.cap import asked_bytes
-from bigtrain.memory.timeline import KINDS, Peak, Phase
+from bigtrain.memory.cap import requested_bytes
+from bigtrain.memory.timeline import MEMORY_KINDS, Peak, Phase
 from bigtrain.units import format_bytes
 
-PATIENCE_S = 15.0
+REMEDY_TIMEOUT_S = 15.0
 """Seconds for the remedies: all ranks are to have ended within 30."""
 _WHERE = {
     "build": "while the model was built",
@@ -28,7 +28,7 @@ _WHERE = {
 
 
 @dataclass(frozen=True)
-class Situation:
+class OutOfMemoryContext:
     """Where a rank stood when it got no more memory."""
 
     rank: int
@@ -37,31 +37,33 @@ class Situation:
     phase: Phase
     micro_size: int
     """Rows of a micro-batch."""
-    held: Peak | None
+    peak: Peak | None
     """What was measured until then, or had been predicted."""
     measured: bool
-    room: int | None
+    limit_bytes: int | None
     """Bytes that this rank could take, where known."""
     capped: bool
     """Whether the job's `memory.cap` is that limit."""
-    where: str | None
+    activity: str | None
     """What was being done, where it is none of a step's phases."""
     adapts: bool
     """Whether the run is to go on with less at a time."""
-    subject: Subject | None
+    inputs: ForecastInputs | None
     """None where the model cannot be forecast."""
 
 
-def explain(error: BaseException, situation: Situation) -> OutOfMemoryError:
+def explain_out_of_memory(error: BaseException, situation: OutOfMemoryContext) -> OutOfMemoryError:
     """The error that a user sees instead of the allocator's."""
     half = _half(situation)
     lines = [_what(error, situation), *_held(situation)]
     if not (situation.adapts and half is not None):
-        lines += _fits(_in_time(situation.subject, situation.room), situation.room)
+        lines += _fits(_in_time(situation.inputs, situation.limit_bytes), situation.limit_bytes)
     return OutOfMemoryError("\n".join(lines), micro_batch_size=half)
 
 
-def foresee(subject: Subject, predicted: Peak | None, room: int | None) -> list[str]:
+def predict_out_of_memory(
+    subject: ForecastInputs, predicted: Peak | None, room: int | None
+) -> list[str]:
     """What to say before a run that is predicted not to fit; nothing where it is to fit.
 
     Args:
@@ -71,8 +73,8 @@ def foresee(subject: Subject, predicted: Peak | None, room: int | None) -> list[
     """
     if predicted is None or room is None or predicted.bytes <= room:
         return []
-    search = Search()
-    search.run(subject, room, PATIENCE_S)
+    search = RemedySearch()
+    search.run(subject, room, REMEDY_TIMEOUT_S)
     first = (
         f"the predicted peak of {format_bytes(predicted.bytes)} is more than the "
         f"{format_bytes(room)} that a rank can take"
@@ -80,32 +82,32 @@ def foresee(subject: Subject, predicted: Peak | None, room: int | None) -> list[
     return [first, *_fits(search, room)]
 
 
-def _half(situation: Situation) -> int | None:
-    if situation.phase == "build" or situation.where is not None:
+def _half(situation: OutOfMemoryContext) -> int | None:
+    if situation.phase == "build" or situation.activity is not None:
         return None
     size = situation.micro_size
     return size // 2 if size % 2 == 0 else None
 
 
-def _what(error: BaseException, situation: Situation) -> str:
-    asked = asked_bytes(error)
+def _what(error: BaseException, situation: OutOfMemoryContext) -> str:
+    asked = requested_bytes(error)
     more = f"{format_bytes(asked)} more were asked for" if asked else "more was asked for"
     limit = "the memory of its device"
-    if situation.room:
-        limit = f"the {format_bytes(situation.room)} that it could take"
+    if situation.limit_bytes:
+        limit = f"the {format_bytes(situation.limit_bytes)} that it could take"
     if situation.capped:
-        limit = f"memory.cap={format_bytes(situation.room or 0).replace(' ', '')}"
-    where = situation.where or _WHERE[situation.phase]
+        limit = f"memory.cap={format_bytes(situation.limit_bytes or 0).replace(' ', '')}"
+    where = situation.activity or _WHERE[situation.phase]
     step = f" of step {situation.step}" if situation.step else ""
     return f"rank {situation.rank} ran out of memory {where}{step}: {more} than {limit} leaves."
 
 
-def _held(situation: Situation) -> list[str]:
-    peak = situation.held
+def _held(situation: OutOfMemoryContext) -> list[str]:
+    peak = situation.peak
     if peak is None or not peak.bytes:
         return []
     parts = sorted(
-        ((getattr(peak.breakdown, kind), kind) for kind in KINDS), key=lambda part: -part[0]
+        ((getattr(peak.breakdown, kind), kind) for kind in MEMORY_KINDS), key=lambda part: -part[0]
     )
     shown = ", ".join(f"{kind} {format_bytes(size)}" for size, kind in parts if size)
     held = "it held" if situation.measured else "by prediction it needs"
@@ -113,8 +115,8 @@ def _held(situation: Situation) -> list[str]:
     return [f"{held} {format_bytes(peak.bytes)}: {shown}. {kind} dominate: {most / peak.bytes:.0%}"]
 
 
-def _fits(search: Search, room: int | None) -> list[str]:
-    found = list(search.found)
+def _fits(search: RemedySearch, room: int | None) -> list[str]:
+    found = list(search.remedies)
     if found:
         return ["what would fit, by prediction:", *(f"  {remedy}" for remedy in found)]
     if room is None or not search.forecasts or not search.complete:
@@ -125,17 +127,17 @@ def _fits(search: Search, room: int | None) -> list[str]:
     ]
 
 
-def _in_time(subject: Subject | None, room: int | None) -> Search:
+def _in_time(subject: ForecastInputs | None, room: int | None) -> RemedySearch:
     """The search, as far as it comes in time; it may go on, and is not waited for."""
-    search = Search()
+    search = RemedySearch()
     if subject is None or room is None:
         return search
     seeker = threading.Thread(
         target=search.run,
-        args=(subject, room, PATIENCE_S * 0.6),
+        args=(subject, room, REMEDY_TIMEOUT_S * 0.6),
         name="bigtrain-remedies",
         daemon=True,
     )
     seeker.start()
-    seeker.join(PATIENCE_S)
+    seeker.join(REMEDY_TIMEOUT_S)
     return search

@@ -15,7 +15,7 @@ from bigtrain.core.strategy import Plan
 from bigtrain.data import MicroBatch
 from bigtrain.engine.engine import Engine
 from bigtrain.errors import ConfigError
-from bigtrain.job.load import job_of
+from bigtrain.job.load import job_from_keys
 from bigtrain.job.schema import Job
 from bigtrain.losses.loss import Loss, as_loss
 from bigtrain.losses.tasks import Task
@@ -23,10 +23,10 @@ from bigtrain.models.blueprint import Blueprint
 from bigtrain.optim.update import MakeOptimizer
 from bigtrain.ranks.connect import connect
 from bigtrain.ranks.context import RunContext
-from bigtrain.ranks.launcher_env import Placement, detect
+from bigtrain.ranks.launcher_env import RankInfo, detect_rank_info
 
 
-def connect_job(job: Job, plan: Plan, placement: Placement) -> AbstractContextManager[RunContext]:
+def connect_job(job: Job, plan: Plan, placement: RankInfo) -> AbstractContextManager[RunContext]:
     """Join the other ranks as a job's `mesh`, `device` and seed say, for a `with` block.
 
     Raises:
@@ -77,13 +77,13 @@ def prepare(
         ConfigError: before any process group exists.
     """
     _check_keys(keys)
-    job = job_of(strategy, {key.replace("__", "."): value for key, value in keys.items()})
+    job = job_from_keys(strategy, {key.replace("__", "."): value for key, value in keys.items()})
     if job.memory.on_oom == "adapt":
         raise ConfigError(
             "memory.on_oom=adapt begins the program anew, which only `bigtrain train` can make "
             "good. Leave it out; bigtrain.OutOfMemoryError says what would fit."
         )
-    placement = detect(os.environ)
+    placement = detect_rank_info(os.environ)
     plan = make_plan(job, placement.world_size, device_type_of(job))
     connection = connect_job(job, plan, placement)
     context = connection.__enter__()
@@ -93,7 +93,7 @@ def prepare(
     except BaseException as error:
         connection.__exit__(type(error), error, error.__traceback__)
         raise
-    engine.own(connection)
+    engine.close_with(connection)
     return engine
 
 

@@ -19,14 +19,14 @@ from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import Plan
 from bigtrain.core.workload import Workload
 from bigtrain.data.loader import MicroBatch
-from bigtrain.job.load import changed_job
+from bigtrain.job.load import override_job
 from bigtrain.job.schema import Job
-from bigtrain.memory.cap import BESIDE, MARGIN
-from bigtrain.memory.timeline import Peak, highest
-from bigtrain.prediction.predict import rank_of
+from bigtrain.memory.cap import NON_TENSOR_BYTES, USABLE_FRACTION
+from bigtrain.memory.timeline import Peak, highest_peak
+from bigtrain.prediction.predict import forecast_rank
 from bigtrain.units import MIB, format_bytes
 
-ENOUGH = 3
+MAX_REMEDIES = 3
 """As many remedies as are named."""
 _SHARDED = ("zero1_torch", "fsdp_zero2", "fsdp")
 
@@ -45,7 +45,7 @@ class Remedy:
 
 
 @dataclass(frozen=True)
-class Subject:
+class ForecastInputs:
     """What did not fit: a job, and what it is run with."""
 
     job: Job
@@ -56,16 +56,16 @@ class Subject:
     def peak(self, words: Sequence[str]) -> Peak | None:
         """The predicted peak with some changes; None where they cannot be run or forecast."""
         try:
-            job = changed_job(self.job, words)
+            job = override_job(self.job, words)
             held = self.resolved.plan
             plan = make_plan(job, held.world_size, held.device_type)
             workload = replace(self.workload, example=self._rows(plan.batch.micro_size))
             resolved = resolve(plan, workload)
-            found = [rank_of(resolved, workload, rank).forecast for rank in range(plan.pp)]
+            found = [forecast_rank(resolved, workload, rank).forecast for rank in range(plan.pp)]
         except Exception:  # user code of any kind is tried here; what fails is no way out
             return None
         peaks = [forecast.peak() for forecast in found if forecast is not None]
-        return highest(peaks) if len(peaks) == plan.pp else None
+        return highest_peak(peaks) if len(peaks) == plan.pp else None
 
     def _rows(self, rows: int) -> MicroBatch:
         """The first rows of the example, where it has more."""
@@ -80,16 +80,16 @@ class Subject:
 
 
 @dataclass
-class Search:
+class RemedySearch:
     """The search for changes that fit, which may be looked at while it goes on."""
 
-    found: list[Remedy] = field(default_factory=list)
+    remedies: list[Remedy] = field(default_factory=list)
     forecasts: int = 0
     """How many changes could be forecast at all."""
     complete: bool = False
     """Whether every kind of change was tried, or enough were found."""
 
-    def run(self, subject: Subject, room: int, deadline_s: float) -> None:
+    def run(self, subject: ForecastInputs, room: int, deadline_s: float) -> None:
         """Look for up to three changes after which the predicted peak fits.
 
         Args:
@@ -98,7 +98,7 @@ class Search:
             deadline_s: seconds after which no further change is tried.
         """
         end = time.monotonic() + deadline_s
-        most = int(room * MARGIN) - BESIDE
+        most = int(room * USABLE_FRACTION) - NON_TENSOR_BYTES
         for ways in _ways(subject, most):
             for words in ways():
                 if time.monotonic() > end:
@@ -106,9 +106,9 @@ class Search:
                 peak = subject.peak(words)
                 self.forecasts += peak is not None
                 if peak is not None and peak.bytes <= most:
-                    self.found.append(Remedy(tuple(words), peak.bytes))
+                    self.remedies.append(Remedy(tuple(words), peak.bytes))
                     break
-            if len(self.found) == ENOUGH:
+            if len(self.remedies) == MAX_REMEDIES:
                 break
         self.complete = True
 
@@ -132,7 +132,7 @@ def smaller_batch(job: Job, plan: Plan, micro_size: int) -> list[str]:
     return words
 
 
-def halves(job: Job, plan: Plan) -> Iterator[list[str]]:
+def smaller_micro_batches(job: Job, plan: Plan) -> Iterator[list[str]]:
     """Half the micro-batch, a quarter, and so on, as long as the global batch stays the same."""
     size = plan.batch.micro_size
     while size % 2 == 0:
@@ -140,10 +140,10 @@ def halves(job: Job, plan: Plan) -> Iterator[list[str]]:
         yield smaller_batch(job, plan, size)
 
 
-def _ways(subject: Subject, most: int) -> Iterator[Callable[[], Iterator[list[str]]]]:
+def _ways(subject: ForecastInputs, most: int) -> Iterator[Callable[[], Iterator[list[str]]]]:
     """Kinds of change, the cheapest first; of each kind the first that fits is taken."""
     job, plan = subject.job, subject.resolved.plan
-    yield lambda: halves(job, plan)
+    yield lambda: smaller_micro_batches(job, plan)
     again = "recompute" not in plan.techniques
     budget = f"strategy.recompute={max(1, most // MIB)}MiB"
     if again:
@@ -156,7 +156,7 @@ def _ways(subject: Subject, most: int) -> Iterator[Callable[[], Iterator[list[st
         yield lambda: iter(
             [["strategy.offload.optimizer=disk"], ["strategy.offload.activations=disk"]]
         )
-    smallest = list(halves(job, plan))[-1:]
+    smallest = list(smaller_micro_batches(job, plan))[-1:]
     last = smallest[0] if smallest else []
     both = [*last, "strategy.recompute=full"] if again else last
     if both:

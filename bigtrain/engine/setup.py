@@ -20,7 +20,7 @@ from bigtrain.data import (
     validation_batches,
 )
 from bigtrain.engine.checkpoint import find_checkpoint
-from bigtrain.engine.choose_loss import check_chunks, loss_for
+from bigtrain.engine.choose_loss import check_chunks, choose_loss
 from bigtrain.engine.engine import Engine
 from bigtrain.errors import ConfigError
 from bigtrain.job.import_path import load_object
@@ -33,7 +33,7 @@ from bigtrain.ranks.context import RunContext
 
 
 @dataclass(frozen=True)
-class Parts:
+class RunSetup:
     """What an engine is made from, and the batches to feed it."""
 
     job: Job
@@ -113,7 +113,7 @@ def check_job(job: Job) -> None:
         find_checkpoint(str(job.checkpoint.resume))
 
 
-def open_parts(job: Job, plan: Plan) -> Parts:
+def open_setup(job: Job, plan: Plan) -> RunSetup:
     """Open the data and describe the model; no weight is made and no process group needed.
 
     Raises:
@@ -153,11 +153,11 @@ def open_parts(job: Job, plan: Plan) -> Parts:
     example = _example(data, plan.batch.micro_size, loss)
     if job.model.loss is None:
         cut = plan.techniques.get("cut")
-        waiting = isinstance(cut, CutStrategy) and max(cut.held(plan)[-1:], default=1) > 1
-        loss = loss_for(job.model, data.task, blueprint.model, example, waiting=waiting)
+        waiting = isinstance(cut, CutStrategy) and max(cut.in_flight(plan)[-1:], default=1) > 1
+        loss = choose_loss(job.model, data.task, blueprint.model, example, waiting=waiting)
     optimizer = optimizer_factory(job.optim, job.train.seed)
     workload = Workload(blueprint.model, example, loss, optimizer)
-    return Parts(
+    return RunSetup(
         job=job,
         data=data,
         blueprint=blueprint,

@@ -82,7 +82,7 @@ def add_train_options(parser: argparse.ArgumentParser, *, starts_ranks: bool) ->
     ignored.add_argument("--deepspeed_config", help=argparse.SUPPRESS)
 
 
-class SideOptions(argparse.Namespace):
+class ComparisonOptions(argparse.Namespace):
     """What `bigtrain compare` and `bigtrain verify` were given."""
 
     job: str | None
@@ -99,7 +99,7 @@ class SideOptions(argparse.Namespace):
     optimizer: str = "sgd"
 
 
-def compare_arguments(arguments: list[str]) -> SideOptions:
+def compare_arguments(arguments: list[str]) -> ComparisonOptions:
     """Read the arguments of `bigtrain compare`.
 
     Raises:
@@ -119,7 +119,7 @@ def compare_arguments(arguments: list[str]) -> SideOptions:
     return _side_options(parser, arguments)
 
 
-def verify_arguments(arguments: list[str]) -> SideOptions:
+def verify_arguments(arguments: list[str]) -> ComparisonOptions:
     """Read the arguments of `bigtrain verify`.
 
     Raises:
@@ -218,8 +218,8 @@ def _side_parser(command: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _side_options(parser: argparse.ArgumentParser, arguments: list[str]) -> SideOptions:
-    options, rest = parser.parse_known_args(arguments, namespace=SideOptions())
+def _side_options(parser: argparse.ArgumentParser, arguments: list[str]) -> ComparisonOptions:
+    options, rest = parser.parse_known_args(arguments, namespace=ComparisonOptions())
     for name, least in (("steps", 1), ("time_limit", 1)):
         if getattr(options, name) < least:
             option = f"--{name.replace('_', '-')}"

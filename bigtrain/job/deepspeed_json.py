@@ -9,7 +9,7 @@ from typing import Any
 
 from bigtrain.errors import ConfigError
 
-AUTO = "auto"
+AUTO_VALUE = "auto"
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}
 _SCHEDULES = {
     "warmuplr": "constant",
@@ -32,7 +32,7 @@ _KERNELS = ("torch_adam", "foreach", "fused", "fp32_optimizer_states", "total_nu
 """What changes no number, or what the job says by `train.steps`."""
 
 
-def read_file(path: str) -> dict[str, Any]:
+def read_deepspeed_json(path: str) -> dict[str, Any]:
     """Read the JSON of a DeepSpeed configuration.
 
     Raises:
@@ -60,13 +60,13 @@ def read_file(path: str) -> dict[str, Any]:
     return found
 
 
-def section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+def json_section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A part of the configuration, empty where it is left out."""
     found = values.get(name)
     return found if isinstance(found, dict) else {}
 
 
-def compare_optimizer(path: str, optim: Mapping[str, Any]) -> None:
+def check_optimizer_section(path: str, optim: Mapping[str, Any]) -> None:
     """Refuse an `optimizer` or `scheduler` section that says other than the job does.
 
     Args:
@@ -76,25 +76,25 @@ def compare_optimizer(path: str, optim: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: with both keys, both values and the fix.
     """
-    given = read_file(path)
-    wanted = section(given, "optimizer")
-    kind = wanted.get("type", AUTO)
+    given = read_deepspeed_json(path)
+    wanted = json_section(given, "optimizer")
+    kind = wanted.get("type", AUTO_VALUE)
     name = _OPTIMIZERS.get(str(kind).lower())
-    if kind != AUTO and name != optim["name"]:
+    if kind != AUTO_VALUE and name != optim["name"]:
         fix = f"optim.name={name}" if name else f"optim.name=adamw with type AdamW in {path}"
         raise _refusal(path, "optimizer.type", kind, "name", optim["name"], fix)
-    params = section(wanted, "params")
-    if kind != AUTO and str(kind).lower() == "adam" and params.get("adam_w_mode") is False:
+    params = json_section(wanted, "params")
+    if kind != AUTO_VALUE and str(kind).lower() == "adam" and params.get("adam_w_mode") is False:
         raise _refusal(path, "optimizer.params.adam_w_mode", False, "name", optim["name"], "AdamW")
     expected = {k: optim[k] for k in ("lr", "weight_decay", "betas", "momentum")} | {"eps": 1e-8}
     for key, ours in expected.items():
-        value = params.get(key, AUTO)
-        if value != AUTO and not same(value, ours):
+        value = params.get(key, AUTO_VALUE)
+        if value != AUTO_VALUE and not same_value(value, ours):
             shown = list(ours) if isinstance(ours, tuple) else ours
             fix = f"optim.{key}={value}" if key != "eps" else f"eps {ours}"
             raise _refusal(path, f"optimizer.params.{key}", value, key, shown, fix)
     _refuse_others(path, "optimizer", params, expected)
-    _compare_schedule(path, section(given, "scheduler"), optim)
+    _compare_schedule(path, json_section(given, "scheduler"), optim)
 
 
 def _refuse_others(
@@ -102,10 +102,10 @@ def _refuse_others(
 ) -> None:
     """Refuse what the job has no key for and what would be left out silently."""
     for key, value in params.items():
-        if key in compared or key in _KERNELS or value == AUTO:
+        if key in compared or key in _KERNELS or value == AUTO_VALUE:
             continue
         done = _NEUTRAL.get(key)
-        if done is None or not (value == done or same(value, done)):
+        if done is None or not (value == done or same_value(value, done)):
             shown = str(value).lower() if isinstance(value, bool) else value
             here = "none" if done is None else f"{str(done).lower()} only"
             raise ConfigError(
@@ -115,30 +115,34 @@ def _refuse_others(
 
 
 def _compare_schedule(path: str, wanted: dict[str, Any], optim: Mapping[str, Any]) -> None:
-    kind = wanted.get("type", AUTO)
-    if kind != AUTO:
+    kind = wanted.get("type", AUTO_VALUE)
+    if kind != AUTO_VALUE:
         schedule = _SCHEDULES.get(str(kind).lower())
         if schedule != optim["schedule"]:
             fix = f"optim.schedule={schedule}" if schedule else "optim.schedule, and no scheduler"
             raise _refusal(path, "scheduler.type", kind, "schedule", optim["schedule"], fix)
-    params = section(wanted, "params")
+    params = json_section(wanted, "params")
     pairs = (
         ("warmup_num_steps", "warmup_steps"),
         ("warmup_max_lr", "lr"),
         ("cos_min_ratio", "final_lr_share"),
     )
     for key, ours in pairs:
-        value = params.get(key, AUTO)
-        if value != AUTO and not same(value, optim[ours]):
+        value = params.get(key, AUTO_VALUE)
+        if value != AUTO_VALUE and not same_value(value, optim[ours]):
             fix = f"optim.{ours}={value}"
             raise _refusal(path, f"scheduler.params.{key}", value, ours, optim[ours], fix)
     _refuse_others(path, "scheduler", params, [key for key, _ in pairs])
 
 
-def same(value: Any, ours: Any) -> bool:
+def same_value(value: Any, ours: Any) -> bool:
     """Whether a value of the file is one of the job's: as numbers, however they are written."""
     if isinstance(ours, tuple):
-        return isinstance(value, list) and len(value) == len(ours) and all(map(same, value, ours))
+        return (
+            isinstance(value, list)
+            and len(value) == len(ours)
+            and all(map(same_value, value, ours))
+        )
     try:
         return float(value) == float(ours)
     except (TypeError, ValueError):

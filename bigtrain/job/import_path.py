@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from bigtrain.errors import ConfigError, nearest
+from bigtrain.errors import ConfigError, did_you_mean
 
 
 def load_object(path: str, key: str) -> Callable[..., Any]:
@@ -36,7 +36,7 @@ def load_object(path: str, key: str) -> Callable[..., Any]:
         if not hasattr(found, part):
             known = [name for name in dir(found) if not name.startswith("_")]
             raise ConfigError(
-                f"{key}={path}: {module_name} has no {part!r}{nearest(part, known)} "
+                f"{key}={path}: {module_name} has no {part!r}{did_you_mean(part, known)} "
                 "Name a class or function that the module defines."
             )
         found = getattr(found, part)

@@ -14,17 +14,17 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from bigtrain.errors import ConfigError
-from bigtrain.job.presets import KeyPath, Tree, read_preset
+from bigtrain.job.presets import ConfigTree, KeyPath, read_preset
 from bigtrain.job.schema import Job
 
 
-def parse_overrides(words: Sequence[str]) -> Tree:
+def parse_overrides(words: Sequence[str]) -> ConfigTree:
     """Read `optim.lr=3e-4` and `OPTIM.LR 3e-4`, in any mixture.
 
     Raises:
         ConfigError: a key without a value, or a value that is not YAML.
     """
-    tree = Tree()
+    tree = ConfigTree()
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -82,33 +82,33 @@ def load_job(
     return _overridden(tree, words)
 
 
-def changed_job(job: Job, words: Sequence[str]) -> Job:
+def override_job(job: Job, words: Sequence[str]) -> Job:
     """A job with some keys changed, by words as on the command line; a strategy comes whole.
 
     Raises:
         ConfigError: with the key and the fix.
     """
-    tree = Tree(job.model_dump(mode="json", exclude_defaults=True))
+    tree = ConfigTree(job.model_dump(mode="json", exclude_defaults=True))
     changes = parse_overrides(words)
     if changes.preset is not None:
         tree.merge(read_preset("strategies", changes.preset, "strategy"))
     return _overridden(tree, changes)
 
 
-def _overridden(tree: Tree, words: Tree) -> Job:
+def _overridden(tree: ConfigTree, words: ConfigTree) -> Job:
     # First they displace what lower layers say, then all of them are there, in whatever order.
     for beside in (False, True):
         for path, origin in words.origins.items():
             tree.put(path, _value_at(words.values, path), origin, beside=beside)
-    return validate(Job, tree)
+    return validate_job(Job, tree)
 
 
-def job_of(strategy: str, keys: Mapping[str, Any]) -> Job:
+def job_from_keys(strategy: str, keys: Mapping[str, Any]) -> Job:
     """A job from a strategy and dotted keys alone, without a job file."""
     tree = read_preset("strategies", strategy, "strategy")
     for key, value in keys.items():
         tree.put(tuple(key.split(".")), value, f"{key}={value!r}")
-    return validate(Job, tree)
+    return validate_job(Job, tree)
 
 
 def _value_at(values: Any, path: KeyPath) -> Any:
@@ -117,15 +117,17 @@ def _value_at(values: Any, path: KeyPath) -> Any:
     return values
 
 
-def validate(kind: type[Job], tree: Tree) -> Job:
+def validate_job(kind: type[Job], tree: ConfigTree) -> Job:
     """Make the typed job, or say the first thing that is wrong with it."""
     try:
         return kind.model_validate(tree.values)
     except ValidationError as error:
-        raise ConfigError(explain(error, kind, tree)) from None
+        raise ConfigError(format_validation_error(error, kind, tree)) from None
 
 
-def explain(error: ValidationError, kind: type[BaseModel], tree: Tree | None = None) -> str:
+def format_validation_error(
+    error: ValidationError, kind: type[BaseModel], tree: ConfigTree | None = None
+) -> str:
     """One line for the first of pydantic's complaints: place, key, reason, fix."""
     first = error.errors()[0]
     cause = first.get("ctx", {}).get("error")

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from bigtrain.errors import ConfigError, nearest
+from bigtrain.errors import ConfigError, did_you_mean
 
 KeyPath = tuple[str, ...]
 PLAN_KEYS = ("mesh", "strategy", "train", "optim", "memory", "device")
@@ -18,7 +18,7 @@ PLAN_KEYS = ("mesh", "strategy", "train", "optim", "memory", "device")
 
 
 @dataclass
-class Tree:
+class ConfigTree:
     """Nested values, and for each key path the place that it was written in."""
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Tree:
         node[path[-1]] = value
         self.origins[path] = origin
 
-    def merge(self, other: Tree) -> None:
+    def merge(self, other: ConfigTree) -> None:
         """Lay another tree over this one; a strategy replaces the whole strategy."""
         if "strategy" in other.values:
             self.values.pop("strategy", None)
@@ -89,7 +89,7 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader that refuses a key written twice."""
 
 
-def read_yaml(path: Path, shown: str | None = None) -> Tree:
+def read_yaml(path: Path, shown: str | None = None) -> ConfigTree:
     """Read one YAML mapping with the line of every key.
 
     Raises:
@@ -111,10 +111,10 @@ def read_yaml(path: Path, shown: str | None = None) -> Tree:
             "Look at the indentation and the quotes there."
         ) from None
     if values is None:
-        return Tree()
+        return ConfigTree()
     if not isinstance(values, dict):
         raise ConfigError(f"{shown}: a job is a mapping like 'train: {{steps: 100}}'.")
-    return Tree(values, dict(_lines(root, (), shown)))
+    return ConfigTree(values, dict(_lines(root, (), shown)))
 
 
 def _lines(node: yaml.Node | None, path: KeyPath, shown: str) -> Iterator[tuple[KeyPath, str]]:
@@ -137,7 +137,7 @@ def preset_names(kind: str) -> list[str]:
     return sorted(f.name[:-5] for f in folder.iterdir() if f.name.endswith(".yaml"))
 
 
-def read_preset(kind: str, name: str, asked: str) -> Tree:
+def read_preset(kind: str, name: str, asked: str) -> ConfigTree:
     """Read a preset by name, or a YAML file by path.
 
     Args:
@@ -158,7 +158,9 @@ def read_preset(kind: str, name: str, asked: str) -> Tree:
         names = preset_names(kind)
         if name not in names:
             known = ", ".join(names)
-            raise ConfigError(f"{asked}: unknown {name!r}{nearest(name, names)} Known: {known}.")
+            raise ConfigError(
+                f"{asked}: unknown {name!r}{did_you_mean(name, names)} Known: {known}."
+            )
         source = resources.files("bigtrain.configs").joinpath(kind, f"{name}.yaml")
         with resources.as_file(source) as file:
             tree = read_yaml(file, shown=f"{kind}/{name}.yaml")
@@ -168,14 +170,14 @@ def read_preset(kind: str, name: str, asked: str) -> Tree:
     return tree
 
 
-def _name_strategy(tree: Tree, name: str) -> None:
+def _name_strategy(tree: ConfigTree, name: str) -> None:
     predicted = tree.values.pop("predicted", None)  # a plan file tells what it expects
     del predicted
     for key in tree.values:
         if key not in PLAN_KEYS:
             raise ConfigError(
                 f"{tree.origin((key,))}: a strategy file has no key {key!r}"
-                f"{nearest(key, PLAN_KEYS)} It may say {', '.join(PLAN_KEYS)}."
+                f"{did_you_mean(key, PLAN_KEYS)} It may say {', '.join(PLAN_KEYS)}."
             )
     strategy = tree.values.setdefault("strategy", {})
     if isinstance(strategy, dict):

@@ -19,13 +19,13 @@ from pydantic import (
 )
 
 from bigtrain.errors import ConfigError
-from bigtrain.job.deepspeed_json import compare_optimizer
+from bigtrain.job.deepspeed_json import check_optimizer_section
 from bigtrain.units import parse_bytes
 
 Precision = Literal["fp32", "bf16", "fp64"]
 Role = Literal["cut", "replicate", "recompute", "offload", "accumulate"]
 ROLES: tuple[Role, ...] = ("cut", "replicate", "recompute", "offload", "accumulate")
-ONLY_TECHNIQUE = {
+DEFAULT_TECHNIQUE = {
     "recompute": "checkpointing",
     "offload": "offload",
     "accumulate": "accumulation",
@@ -33,16 +33,16 @@ ONLY_TECHNIQUE = {
 """What a role means where its `name` is left out: these have one technique each."""
 Bytes = Annotated[int, BeforeValidator(lambda value: parse_bytes(value))]
 """A size: written '25MiB' or as a number, kept as an integer of bytes."""
-Share = Annotated[float, Field(ge=0, lt=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-class Section(BaseModel):
+class ConfigSection(BaseModel):
     """The base of every section: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class ModelConfig(Section):
+class ModelConfig(ConfigSection):
     """Which model is trained."""
 
     name: str = "gpt"
@@ -59,7 +59,7 @@ class ModelConfig(Section):
     """The linear layer that makes the logits, by its name; left out, it is found."""
 
 
-class DataConfig(Section):
+class DataConfig(ConfigSection):
     """What it is trained on."""
 
     name: str = "text"
@@ -72,7 +72,7 @@ class DataConfig(Section):
     """Processes per rank that read samples ahead; 0 reads in the training process."""
 
 
-class OptimConfig(Section):
+class OptimConfig(ConfigSection):
     """How the parameters are updated."""
 
     name: Literal["adamw", "sgd", "adafactor", "adamw_8bit", "adamw_4bit"] = "adamw"
@@ -83,7 +83,7 @@ class OptimConfig(Section):
     base_batch_size: int | None = Field(None, ge=1)
     """Linear scaling: the rate is multiplied by global_batch_size / base_batch_size."""
     weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[Share, Share] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     momentum: float = Field(0.0, ge=0, lt=1)
     warmup_steps: int = Field(0, ge=0)
     schedule: Literal["constant", "cosine", "linear"] = "constant"
@@ -151,7 +151,7 @@ def optimizer_fault(optim: OptimConfig) -> str | None:
     return None
 
 
-class TrainConfig(Section):
+class TrainConfig(ConfigSection):
     """How long, in what batches, in what precision."""
 
     steps: int | None = Field(None, ge=1)
@@ -183,7 +183,7 @@ class TrainConfig(Section):
         return self
 
 
-class MeshConfig(Section):
+class MeshConfig(ConfigSection):
     """The ranks as axes, and how they talk."""
 
     pp: int | None = Field(None, ge=1)
@@ -218,7 +218,7 @@ class RoleConfig(BaseModel):
         return dict(self.model_extra or {})
 
 
-class StrategyConfig(Section):
+class StrategyConfig(ConfigSection):
     """At most one technique for each role."""
 
     name: str = "single"
@@ -238,7 +238,7 @@ class StrategyConfig(Section):
             return _recompute(value)
         if isinstance(value, str):
             return {"name": value}
-        name = ONLY_TECHNIQUE.get(str(info.field_name))
+        name = DEFAULT_TECHNIQUE.get(str(info.field_name))
         if isinstance(value, dict) and name is not None:
             return {"name": name, **value}
         return value
@@ -280,7 +280,7 @@ def zero_from_file(replicate: RoleConfig | None, path: str) -> RoleConfig:
     return RoleConfig(name="zero", **{**options, "engine": "deepspeed", "config": path})
 
 
-class MemoryConfig(Section):
+class MemoryConfig(ConfigSection):
     """How memory is measured and predicted."""
 
     track_steps: int = Field(3, ge=0)
@@ -295,7 +295,7 @@ class MemoryConfig(Section):
     the micro-batch and the same global batch."""
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(ConfigSection):
     """When the state is saved and where it is taken from."""
 
     every: int = Field(0, ge=0)
@@ -307,7 +307,7 @@ class CheckpointConfig(Section):
     """`auto`: the run's newest, if there is one; or the path of a checkpoint."""
 
 
-class LogConfig(Section):
+class LogConfig(ConfigSection):
     """What is written while it runs."""
 
     dir: str = "runs"
@@ -318,7 +318,7 @@ class LogConfig(Section):
     tensorboard: bool = False
 
 
-class Job(Section):
+class Job(ConfigSection):
     """The typed configuration of one run."""
 
     model: ModelConfig = ModelConfig()
@@ -336,5 +336,5 @@ class Job(Section):
     def _deepspeed_agrees(self) -> Job:
         if self.strategy.deepspeed is not None:
             self.strategy.roles()  # refuses a technique that the file contradicts
-            compare_optimizer(self.strategy.deepspeed, dict(self.optim))
+            check_optimizer_section(self.strategy.deepspeed, dict(self.optim))
         return self

@@ -16,9 +16,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from bigtrain.errors import ConfigError, nearest
-from bigtrain.losses.linear_cross_entropy import CHUNK_SIZE, chunked_cross_entropy
-from bigtrain.losses.loss import CrossEntropy, Loss, check_targets, main_output
+from bigtrain.errors import ConfigError, did_you_mean
+from bigtrain.losses.linear_cross_entropy import DEFAULT_CHUNK_BYTES, chunked_cross_entropy
+from bigtrain.losses.loss import CrossEntropy, Loss, check_targets, main_logits
 
 _PASSES_ON = ("AliasBackward0", "CloneBackward0", "ToCopyBackward0", "ViewBackward0")
 
@@ -28,12 +28,12 @@ class ChunkedCrossEntropy(CrossEntropy):
     """Cross entropy over the last dim, whose logits never exist as a whole in training.
 
     The same loss and gradients as `CrossEntropy`, but for the order of additions. Where no targets
-    are `given` it is that loss of plain logits.
+    are given it is that loss of plain logits.
     """
 
     head: str
     """The linear layer whose output the model returns as its logits, by its name in the model."""
-    chunk_size: int = CHUNK_SIZE
+    chunk_size: int = DEFAULT_CHUNK_BYTES
     """Bytes of a chunk's logits in float32 (float64 where the model is)."""
 
     def __call__(self, output: Any, target: Tensor, count: float | None = None) -> Tensor:
@@ -42,27 +42,27 @@ class ChunkedCrossEntropy(CrossEntropy):
         Raises:
             ConfigError: targets were given, and the output is not what the head made of them.
         """
-        now = _now.given
+        now = _thread_state.targets
         if now is not None and now.loss is self:
-            now.check(main_output(output))
+            now.check(main_logits(output))
         return super().__call__(output, target, count)
 
     def _sum(self, logits: Tensor, target: Tensor) -> Tensor:
-        now = _now.given
+        now = _thread_state.targets
         # An auxiliary head has plain logits, which have a dim for the classes.
         if now is not None and now.loss is self and not logits.dim():
             return logits
         return super()._sum(logits, target)
 
 
-class Given:
+class HeadTargets:
     """The targets of one forward pass, and what the head made of them."""
 
     def __init__(self, loss: ChunkedCrossEntropy, targets: Tensor) -> None:
         self.loss, self.targets = loss, targets
         self._result: Tensor | None = None
 
-    def take(self, head: nn.Linear, hidden: Tensor) -> Tensor:
+    def compute(self, head: nn.Linear, hidden: Tensor) -> Tensor:
         """The summed loss of what goes into the head.
 
         Raises:
@@ -86,7 +86,7 @@ class Given:
         )
         return self._result
 
-    def made(self, output: Any) -> bool:
+    def is_result(self, output: Any) -> bool:
         """Whether an output is what the head gave, as it is."""
         result = self._result
         scalar = isinstance(output, Tensor) and not output.dim()
@@ -103,7 +103,7 @@ class Given:
         name = self.loss.head
         if self._result is None:
             what = f"model.head={name} was not called in the forward pass"
-        elif self.made(output):
+        elif self.is_result(output):
             return
         else:
             what = f"the model's output is not what model.head={name} returns, as it is"
@@ -129,15 +129,15 @@ def _passed_on(output: Tensor, result: Tensor) -> bool:
     return False
 
 
-class _Now(threading.local):
-    given: Given | None = None
+class _ThreadState(threading.local):
+    targets: HeadTargets | None = None
 
 
-_now = _Now()
+_thread_state = _ThreadState()
 
 
 @contextmanager
-def given(loss: Loss, targets: Any) -> Iterator[None]:
+def head_targets(loss: Loss, targets: Any) -> Iterator[None]:
     """Let the head return the loss of these targets, in this thread, inside of a `with` block.
 
     Around a forward pass of training and the call of the loss on its output. Nothing happens for
@@ -145,37 +145,37 @@ def given(loss: Loss, targets: Any) -> Iterator[None]:
     """
     # What another loss is given is nobody's: a head of before must make plain logits for it.
     chunked = loss if isinstance(targets, Tensor) else None
-    new = Given(chunked, targets) if isinstance(chunked, ChunkedCrossEntropy) else None
-    with _giving(new):
+    new = HeadTargets(chunked, targets) if isinstance(chunked, ChunkedCrossEntropy) else None
+    with _set_targets(new):
         yield
 
 
 @contextmanager
-def given_again(before: Given | None) -> Iterator[None]:
-    """As when `before` was `now_given`: for a forward pass that is computed again."""
-    with _giving(Given(before.loss, before.targets) if before is not None else None):
+def restored_targets(before: HeadTargets | None) -> Iterator[None]:
+    """As when `before` was `current_targets`: for a forward pass that is computed again."""
+    with _set_targets(HeadTargets(before.loss, before.targets) if before is not None else None):
         yield
 
 
 @contextmanager
-def _giving(new: Given | None) -> Iterator[None]:
-    before, _now.given = _now.given, new
+def _set_targets(new: HeadTargets | None) -> Iterator[None]:
+    before, _thread_state.targets = _thread_state.targets, new
     try:
         yield
     finally:
-        _now.given = before
+        _thread_state.targets = before
         if new is not None:
             new._result = None  # its graph may hold what holds this: a circle nobody sees
 
 
-def now_given() -> Given | None:
+def current_targets() -> HeadTargets | None:
     """What is given in this thread now."""
-    return _now.given
+    return _thread_state.targets
 
 
-def stands_for_logits(output: Any) -> bool:
+def is_head_loss(output: Any) -> bool:
     """Whether what a module returned is a loss, and whoever knows its shape expects logits."""
-    return _now.given is not None and _now.given.made(output)
+    return _thread_state.targets is not None and _thread_state.targets.is_result(output)
 
 
 class _Forward:
@@ -188,13 +188,13 @@ class _Forward:
         self._module, self._name = module, name
 
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 - as nn.Linear has it
-        now = _now.given
+        now = _thread_state.targets
         if now is None or now.loss.head != self._name:
             return type(self._module).forward(self._module, input)
-        return now.take(self._module, input)
+        return now.compute(self._module, input)
 
 
-def attach(loss: Loss, root: nn.Module) -> None:
+def attach_head(loss: Loss, root: nn.Module) -> None:
     """Give the head of a model its own forward, where the loss is chunked; again is no harm.
 
     Names, parameters and hooks stay as they are. Before wrappers, or after: they keep modules.
@@ -222,7 +222,7 @@ def check_head(name: str, root: nn.Module) -> nn.Linear:
     some = ", ".join([*linear[-3:]]) or "there is none: set model.chunked_loss=false"
     if name not in modules:
         raise ConfigError(
-            f"model.head={name}: the model has no module {name!r}{nearest(name, modules)} "
+            f"model.head={name}: the model has no module {name!r}{did_you_mean(name, modules)} "
             f"Use the name of a linear layer, such as {some}."
         )
     found = modules[name]

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bigtrain.errors import ConfigError
-from bigtrain.tensors.op_cost import rounds
+from bigtrain.tensors.op_cost import loop_starts
 from bigtrain.units import MIB
 
-CHUNK_SIZE = 32 * MIB
+DEFAULT_CHUNK_BYTES = 32 * MIB
 """Bytes of a chunk's logits where nothing else is asked for."""
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -41,7 +41,7 @@ def chunked_cross_entropy(
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    chunk_size: int = CHUNK_SIZE,
+    chunk_size: int = DEFAULT_CHUNK_BYTES,
 ) -> Tensor:
     """`F.cross_entropy(F.linear(hidden, weight, bias), target, reduction="sum")`, in chunks.
 
@@ -66,7 +66,7 @@ def chunked_cross_entropy(
     autocast = torch.is_autocast_enabled(device) and weight.dtype != torch.float64
     low = torch.get_autocast_dtype(device) if autocast else weight.dtype
     with torch.no_grad(), torch.autocast(device, enabled=False):
-        work = _Work(
+        work = _ChunkedPass(
             hidden.detach(),
             weight.detach(),
             bias if bias is None else bias.detach(),
@@ -86,12 +86,12 @@ def chunked_cross_entropy(
         if pairs:
             kept = tuple(gradient for _, gradient in pairs)
             value = total if loss is total else torch.zeros_like(total)
-            known: Tensor = _Known.apply(value, kept, *[t for t, _ in pairs])
+            known: Tensor = _PrecomputedGradient.apply(value, kept, *[t for t, _ in pairs])
             loss = known if loss is total else loss + known
     return loss
 
 
-class _Known(torch.autograd.Function):
+class _PrecomputedGradient(torch.autograd.Function):
     """A value whose gradients are there already."""
 
     @staticmethod
@@ -114,7 +114,7 @@ class _Known(torch.autograd.Function):
         return None, None, *(gradient.mul_(scale) for gradient in ctx.saved_tensors)
 
 
-class _Work:
+class _ChunkedPass:
     """One pass over all chunks; the gradients of the summed loss are made on the way.
 
     Args:
@@ -158,7 +158,7 @@ class _Work:
         room = self._hidden.new_empty((rows, vocabulary), dtype=self._full)
         products = room if self._low == self._full else room.new_empty(room.shape, dtype=self._low)
         losses = room.new_empty(number)
-        for start in rounds(self._hidden, number, rows):
+        for start in loop_starts(self._hidden, number, rows):
             part = slice(start, min(number, start + rows))
             logits, product = room[: part.stop - start], products[: part.stop - start]
             hidden = self._hidden[part].to(self._low)
@@ -222,7 +222,7 @@ class _Work:
             return
         # A product in bf16 is added to a sum in float32, a stretch of the vocabulary at a time.
         step = chunk_rows(self._chunk_size, hidden.shape[1], self._low)
-        for start in rounds(self._to_weight, len(self._to_weight), step):
+        for start in loop_starts(self._to_weight, len(self._to_weight), step):
             stretch = slice(start, start + step)
             self._to_weight[stretch].add_(low[:, stretch].t() @ hidden)
 

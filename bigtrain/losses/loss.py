@@ -47,7 +47,7 @@ class Loss(Protocol):
         ...
 
 
-def main_output(output: Any) -> Tensor:
+def main_logits(output: Any) -> Tensor:
     """The logits of a model's output, without its auxiliary heads.
 
     Args:

@@ -17,7 +17,7 @@ from bigtrain.losses.loss import (
     Loss,
     at_least_float32,
     logits_and_targets,
-    main_output,
+    main_logits,
 )
 
 
@@ -71,7 +71,7 @@ class LanguageTask(Task):
 
     def measure(self, output: Any, target: Tensor) -> dict[str, Tensor]:
         """Sums: `loss` in nats (without smoothing) and `count`."""
-        return _measure_loss(*logits_and_targets(main_output(output), target), self.ignore_index)
+        return _measure_loss(*logits_and_targets(main_logits(output), target), self.ignore_index)
 
     def summarize(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Figures: `loss` in nats per target; `bits_per_byte` for a vocabulary of bytes."""
@@ -95,7 +95,7 @@ class ClassificationTask(Task):
 
     def measure(self, output: Any, target: Tensor) -> dict[str, Tensor]:
         """Sums: `loss` in nats (without smoothing), `count`, `top1` and, from 5 classes, `top5`."""
-        logits, flat = logits_and_targets(main_output(output), target)
+        logits, flat = logits_and_targets(main_logits(output), target)
         hits = logits.topk(min(5, logits.shape[-1])).indices == flat[:, None]
         sums = _measure_loss(logits, flat, self.ignore_index)
         sums["top1"] = hits[:, 0].sum(dtype=torch.float64)
@@ -124,7 +124,7 @@ class SegmentationTask(Task):
 
     def measure(self, output: Any, target: Tensor) -> dict[str, Tensor]:
         """Sums: `loss` in nats, `count`, and `confusion` (true class, predicted class)."""
-        logits = at_least_float32(main_output(output))
+        logits = at_least_float32(main_logits(output))
         sums = _measure_loss(logits, target, self.ignore_index)
         # A model may know more classes than the data have.
         valid, size = target != self.ignore_index, max(self.num_classes, logits.shape[1])

@@ -13,14 +13,14 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
-from bigtrain.errors import ConfigError, nearest
-from bigtrain.job.presets import Tree, preset_names, read_preset
-from bigtrain.job.schema import Precision, Section
+from bigtrain.errors import ConfigError, did_you_mean
+from bigtrain.job.presets import ConfigTree, preset_names, read_preset
+from bigtrain.job.schema import ConfigSection, Precision
 from bigtrain.units import format_bytes, parse_bytes
 
-Exchange = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "send"]
+CommOp = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "send"]
 
-KIND = "clusters"
+PRESET_FOLDER = "clusters"
 """The folder of the files that come along, below configs/."""
 
 
@@ -51,19 +51,19 @@ def _number(value: object) -> object:
     return value
 
 
-Size = Annotated[int, BeforeValidator(_size), Field(gt=0)]
+ByteCount = Annotated[int, BeforeValidator(_size), Field(gt=0)]
 """Bytes, written '80GiB', '141GB' or as a number."""
-Number = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
-Share = Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)]
-Count = Annotated[int, Field(ge=1, strict=True)]
+PositiveNumber = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
+Efficiency = Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)]
+StrictCount = Annotated[int, Field(ge=1, strict=True)]
 
 
-class Flops(Section):
+class Flops(ConfigSection):
     """Floating-point operations per second of one device, by precision; dense, no sparsity."""
 
-    fp32: Number
-    bf16: Number
-    fp64: Number | None = None
+    fp32: PositiveNumber
+    bf16: PositiveNumber
+    fp64: PositiveNumber | None = None
 
     def of(self, precision: Precision) -> float:
         """The peak in a precision.
@@ -80,28 +80,28 @@ class Flops(Section):
         return found
 
 
-class DeviceFigures(Section):
+class DeviceSpec(ConfigSection):
     """One device: a GPU, or a rank's part of a node that computes on its CPU."""
 
     name: str
     kind: Literal["cuda", "cpu"]
-    memory: Size
+    memory: ByteCount
     """Bytes that a process finds; on a CPU a rank's share of the host's."""
-    reserved: Size
+    reserved: ByteCount
     """Bytes of it that are no tensors: context, workspaces, communicators."""
     flops: Flops
     """Peaks as in the data sheet. On a node whose ranks share one device (`node.shared`) these,
     and the memory's bandwidth, are the whole node's."""
-    efficiency: Share = 0.55
+    efficiency: Efficiency = 0.55
     """The share of the peak that large products reach. The default is an assumption, of the order
     of what is reported of large models; 1 where `flops` was measured."""
-    memory_bandwidth: Number
+    memory_bandwidth: PositiveNumber
     """Bytes per second, those read and those written together."""
-    launch: Number
+    launch: PositiveNumber
     """Seconds that an operation takes at least, however small."""
 
     @model_validator(mode="after")
-    def _leaves_room(self) -> DeviceFigures:
+    def _leaves_room(self) -> DeviceSpec:
         if self.reserved >= self.memory:
             raise ValueError(
                 f"device.reserved={format_bytes(self.reserved)} leaves nothing of device.memory="
@@ -115,54 +115,54 @@ class DeviceFigures(Section):
         return self.memory - self.reserved
 
 
-class NodeFigures(Section):
+class NodeSpec(ConfigSection):
     """One node."""
 
-    devices: Count
+    devices: StrictCount
     """Devices, and so ranks, of one node."""
-    host_memory: Size
+    host_memory: ByteCount
     """Bytes of the host's memory."""
-    host_link: Number | None = None
+    host_link: PositiveNumber | None = None
     """Bytes per second between a device and the host's memory, each way, while all devices of the
     node do so; null on a CPU, which is the host."""
-    host_bandwidth: Number = 2.0e11
+    host_bandwidth: PositiveNumber = 2.0e11
     """Bytes per second of the host's memory, those read and those written together, while all
     ranks update there. The default is an assumption, of the order of what one server has."""
-    disk_write: Number | None = None
+    disk_write: PositiveNumber | None = None
     """Bytes per second to the node's disks, all ranks together; null where nobody knows."""
-    disk_read: Number | None = None
+    disk_read: PositiveNumber | None = None
     shared: bool = False
     """Whether the ranks of a node share one device's computing: true on a CPU."""
-    cores: Count | None = None
+    cores: StrictCount | None = None
     """Of a node that is shared: how many ranks compute at once at full speed; more of them take
     turns. Null for as many as there are devices."""
 
 
-class LinkFigures(Section):
-    """What one kind of exchange reaches over a link, in the terms of `collective_cost.seconds`."""
+class LinkSpec(ConfigSection):
+    """What one kind of exchange reaches over a link, in the terms of `collective_seconds`."""
 
-    latency: Number
+    latency: PositiveNumber
     """Seconds of each step of its ring or chain."""
-    bandwidth: Number
+    bandwidth: PositiveNumber
     """Bytes per second that the busiest rank sends."""
 
 
-class Link(Section):
+class Link(ConfigSection):
     """How two devices talk."""
 
-    latency: Number
+    latency: PositiveNumber
     """Seconds until the first byte is there."""
-    bandwidth: Number
+    bandwidth: PositiveNumber
     """Bytes per second and device, each direction, as in the data sheet."""
-    efficiency: Share = 0.8
+    efficiency: Efficiency = 0.8
     """The share of it that large messages reach. The default is an assumption; 1 where
     `bandwidth` was measured."""
-    kinds: dict[Exchange, LinkFigures] = Field(default_factory=dict)
+    by_op: dict[CommOp, LinkSpec] = Field(default_factory=dict)
     """Of exchanges that were measured by themselves; the others have the figures above."""
 
-    def of(self, kind: Exchange) -> Link:
+    def of(self, kind: CommOp) -> Link:
         """The link as one kind of exchange finds it."""
-        found = self.kinds.get(kind)
+        found = self.by_op.get(kind)
         if found is None:
             return self
         return Link(latency=found.latency, bandwidth=found.bandwidth, efficiency=1.0)
@@ -173,14 +173,14 @@ class Link(Section):
         return self.bandwidth * self.efficiency
 
 
-class Cluster(Section):
+class Cluster(ConfigSection):
     """Equal nodes of equal devices."""
 
     name: str
     source: str
     """Where the figures come from."""
-    device: DeviceFigures
-    node: NodeFigures
+    device: DeviceSpec
+    node: NodeSpec
     inside: Link
     """Between the devices of a node."""
     between: Link | None = None
@@ -198,7 +198,7 @@ class Cluster(Section):
 
 def cluster_names() -> list[str]:
     """The names of the clusters that come along."""
-    return preset_names(KIND)
+    return preset_names(PRESET_FOLDER)
 
 
 def load_cluster(name_or_path: str) -> Cluster:
@@ -211,16 +211,16 @@ def load_cluster(name_or_path: str) -> Cluster:
         ConfigError: there is no such cluster, a figure is missing, is no positive number, or is
             one that nobody knows; with the file, the key and the fix.
     """
-    tree = read_preset(KIND, name_or_path, "--cluster")
+    tree = read_preset(PRESET_FOLDER, name_or_path, "--cluster")
     is_name = name_or_path in cluster_names()
-    shown = f"{KIND}/{name_or_path}.yaml" if is_name else name_or_path
+    shown = f"{PRESET_FOLDER}/{name_or_path}.yaml" if is_name else name_or_path
     try:
         return Cluster.model_validate(tree.values)
     except ValidationError as error:
         raise ConfigError(_refusal(error, tree, shown)) from None
 
 
-def _refusal(error: ValidationError, tree: Tree, shown: str) -> str:
+def _refusal(error: ValidationError, tree: ConfigTree, shown: str) -> str:
     """One line for the first of pydantic's complaints: file and line, key, reason, fix."""
     first = error.errors()[0]
     path = tuple(str(part) for part in first["loc"])
@@ -228,7 +228,7 @@ def _refusal(error: ValidationError, tree: Tree, shown: str) -> str:
     if first["type"] == "extra_forbidden":
         known = _keys_at(path[:-1])
         return (
-            f"{place}: a cluster has no key {key!r}{nearest(path[-1], known)} "
+            f"{place}: a cluster has no key {key!r}{did_you_mean(path[-1], known)} "
             f"Known there: {', '.join(known)}."
         )
     if first["type"] == "missing":

@@ -18,11 +18,11 @@ from collections import Counter
 from dataclasses import dataclass
 
 from bigtrain.errors import ConfigError
-from bigtrain.machine.cluster import Cluster, Exchange, Link
+from bigtrain.machine.cluster import Cluster, CommOp, Link
 
 
 @dataclass(frozen=True)
-class Spread:
+class NodeSpread:
     """How a group of ranks lies on the nodes."""
 
     nodes: int
@@ -33,7 +33,7 @@ class Spread:
     """Ranks on the node with fewest: so many send between the nodes at once."""
 
 
-def spread(ranks: int, stride: int, devices: int) -> Spread:
+def spread_over_nodes(ranks: int, stride: int, devices: int) -> NodeSpread:
     """How the first of the groups lies on nodes: its ranks are 0, stride, 2 stride, ...
 
     The axes of a mesh are (dp, pp, tp), the last the fastest, and ranks are dealt to nodes in
@@ -48,13 +48,13 @@ def spread(ranks: int, stride: int, devices: int) -> Spread:
     if min(ranks, stride, devices) < 1:
         raise ValueError(f"ranks={ranks} stride={stride} devices={devices}: each is 1 or more")
     if stride >= devices:
-        return Spread(ranks, 1, 1)
+        return NodeSpread(ranks, 1, 1)
     counts = Counter(rank * stride // devices for rank in range(ranks)).values()
-    return Spread(len(counts), max(counts), min(counts))
+    return NodeSpread(len(counts), max(counts), min(counts))
 
 
-def seconds(
-    kind: Exchange, nbytes: float, ranks: int, stride: int, cluster: Cluster, calls: int = 1
+def collective_seconds(
+    kind: CommOp, nbytes: float, ranks: int, stride: int, cluster: Cluster, calls: int = 1
 ) -> float:
     """Seconds that an exchange takes when nothing else goes on; 0 in a group of one.
 
@@ -73,7 +73,7 @@ def seconds(
         nbytes: S of all calls together: the whole tensor, as it is before a reduce-scatter and
             after an all-gather.
         ranks: of the group.
-        stride: from one rank of the group to the next; see `spread`.
+        stride: from one rank of the group to the next; see `spread_over_nodes`.
         cluster: devices of a node, and the links.
         calls: messages; each has the latency once more.
 
@@ -82,7 +82,7 @@ def seconds(
     """
     if nbytes < 0 or calls < 0:
         raise ValueError(f"nbytes={nbytes} calls={calls}: neither is below 0")
-    found = spread(ranks, stride, cluster.node.devices)
+    found = spread_over_nodes(ranks, stride, cluster.node.devices)
     if ranks == 1 or calls == 0:
         return 0.0
     if found.nodes == 1:
@@ -97,7 +97,7 @@ def seconds(
 
 
 def _over_nodes(
-    kind: Exchange, inside: Link, between: Link, found: Spread, nbytes: float, calls: int
+    kind: CommOp, inside: Link, between: Link, found: NodeSpread, nbytes: float, calls: int
 ) -> float:
     """Stage by stage; the fullest node's ring is the slowest, and the emptiest has fewest links."""
     if kind == "send":
@@ -108,7 +108,7 @@ def _over_nodes(
     return across + (half if kind in ("all_gather", "reduce_scatter") else 2 * half)
 
 
-def _on_one(kind: Exchange, link: Link, ranks: int, nbytes: float, calls: int) -> float:
+def _on_one(kind: CommOp, link: Link, ranks: int, nbytes: float, calls: int) -> float:
     """A ring or a chain over links of one kind."""
     if ranks == 1:
         return 0.0
@@ -122,12 +122,12 @@ def _on_one(kind: Exchange, link: Link, ranks: int, nbytes: float, calls: int) -
     return 2 * half if kind == "all_reduce" else half
 
 
-def sent_bytes(kind: Exchange, nbytes: float, ranks: int) -> float:
+def sent_bytes(kind: CommOp, nbytes: float, ranks: int) -> float:
     """Bytes that the busiest rank of a ring sends; the volume that theories of ZeRO count.
 
     Args:
         kind: what is done.
-        nbytes: of the whole tensor; see `seconds`.
+        nbytes: of the whole tensor; see `collective_seconds`.
         ranks: of the group.
     """
     if ranks == 1:

@@ -25,12 +25,12 @@ from rich.table import Table
 
 from bigtrain.machine.rate_cache import cache_file, cached_rates, measured_rates
 from bigtrain.machine.rates import cpu_name, usable_cores
-from bigtrain.memory.disk import IN_MEMORY, file_system, free_on_disk, scratch_folder
-from bigtrain.memory.host_memory import free_memory
-from bigtrain.memory.meter import capacity_bytes
+from bigtrain.memory.disk import MEMORY_FILE_SYSTEMS, file_system, free_disk_bytes, scratch_folder
+from bigtrain.memory.host_memory import free_host_bytes
+from bigtrain.memory.meter import device_capacity_bytes
 from bigtrain.units import format_bytes
 
-PROBE_S = 120.0
+PROBE_TIMEOUT_S = 120.0
 """Seconds that DeepSpeed, or all strategies together, may take to answer."""
 _LIBRARIES = {
     "torch": "pip install torch",
@@ -98,7 +98,7 @@ def main(arguments: list[str]) -> int:
         "--again", action="store_true", help="measure the rates, also where they are kept"
     )
     options = parser.parse_args(arguments)
-    found = examine()
+    found = examine_machine()
     if not options.no_rates:
         found["rates"] = _rates(again=options.again)
     if options.as_json:
@@ -108,7 +108,7 @@ def main(arguments: list[str]) -> int:
     return 0 if found["backends"]["gloo"] and found["strategies"]["run"] else 1
 
 
-def examine() -> dict[str, Any]:
+def examine_machine() -> dict[str, Any]:
     """Everything but the rates, as JSON values."""
     with ThreadPoolExecutor() as pool:  # both wait for processes, most of the time
         operators = pool.submit(_operators)
@@ -149,8 +149,8 @@ def _devices() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpus": [_gpu(number) for number in range(torch.cuda.device_count())],
         "memory": {
-            "total_bytes": capacity_bytes(torch.device("cpu")),
-            "free_bytes": free_memory(),
+            "total_bytes": device_capacity_bytes(torch.device("cpu")),
+            "free_bytes": free_host_bytes(),
         },
         "scratch": _scratch(),
     }
@@ -160,7 +160,7 @@ def _gpu(number: int) -> dict[str, Any]:
     found: dict[str, Any] = {"name": None, "total_bytes": None, "free_bytes": None, "problem": None}
     try:
         found["name"] = torch.cuda.get_device_name(number)
-        found["total_bytes"] = capacity_bytes(torch.device("cuda", number))
+        found["total_bytes"] = device_capacity_bytes(torch.device("cuda", number))
         found["free_bytes"] = torch.cuda.mem_get_info(number)[0]
     except RuntimeError as error:  # another process may have the GPU for itself
         found["problem"] = str(error).splitlines()[0]
@@ -171,12 +171,12 @@ def _scratch() -> dict[str, Any]:
     found: dict[str, Any] = {"folder": None, "file_system": None, "free_bytes": None}
     try:
         found["folder"] = folder = scratch_folder()
-        found["free_bytes"] = free_on_disk(folder)
+        found["free_bytes"] = free_disk_bytes(folder)
     except OSError as error:
         return {**found, "problem": f"{error}: set TMPDIR=FOLDER to one that takes files"}
     found["file_system"] = kind = file_system(folder)
     found["problem"] = None
-    if kind in IN_MEMORY:
+    if kind in MEMORY_FILE_SYSTEMS:
         found["problem"] = f"{kind} keeps files in memory: set TMPDIR=FOLDER to one on a disk"
     return found
 
@@ -218,10 +218,10 @@ def _ask(code: str) -> tuple[list[list[Any]], str | None]:
             [sys.executable, "-c", preamble + code],
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=PROBE_S,
+            timeout=PROBE_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired as error:
-        return _answers(error.stdout or b""), f"no further answer after {PROBE_S:.0f} s"
+        return _answers(error.stdout or b""), f"no further answer after {PROBE_TIMEOUT_S:.0f} s"
     if done.returncode == 0:
         return _answers(done.stdout), None
     said = done.stderr.decode("utf-8", "replace").strip().splitlines()

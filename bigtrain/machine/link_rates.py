@@ -26,13 +26,13 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from bigtrain.machine.cluster import Exchange
+from bigtrain.machine.cluster import CommOp
 from bigtrain.machine.collective_cost import sent_bytes
 from bigtrain.ranks.connect import connect
 from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.exit_status import run_guarded
 from bigtrain.ranks.launch import start_ranks
-from bigtrain.ranks.launcher_env import detect
+from bigtrain.ranks.launcher_env import detect_rank_info
 
 LARGE = 2**25
 """Bytes of the large message: as a bucket of gradients."""
@@ -44,23 +44,23 @@ def main(arguments: list[str]) -> int:
         return start_ranks(int(arguments[1]), arguments[2:], Path(__file__))
     answer, kind = arguments
     device: Literal["cpu", "cuda"] = "cuda" if kind == "cuda" else "cpu"
-    placement = detect(os.environ)
+    placement = detect_rank_info(os.environ)
     with connect(placement, device=device, setup_timeout=60, timeout=60) as context:
-        found = {kind: _rates(context, kind) for kind in get_args(Exchange)}
+        found = {kind: _rates(context, kind) for kind in get_args(CommOp)}
         if context.is_main:
             told = {"ranks": context.world_size, **found.pop("all_reduce"), "kinds": found}
             Path(answer).write_text(json.dumps(told), "utf-8")
     return 0
 
 
-def _rates(context: RunContext, kind: Exchange) -> dict[str, float]:
+def _rates(context: RunContext, kind: CommOp) -> dict[str, float]:
     """Of one kind of exchange; collective."""
     latency = _seconds(context, kind, context.world_size, warm=10, times=50)
     seconds = _seconds(context, kind, LARGE // 4, warm=2, times=7)
     return {"latency": latency, "bytes": sent_bytes(kind, LARGE, context.world_size) / seconds}
 
 
-def _seconds(context: RunContext, kind: Exchange, numbers: int, *, warm: int, times: int) -> float:
+def _seconds(context: RunContext, kind: CommOp, numbers: int, *, warm: int, times: int) -> float:
     """The median time of an exchange of so many numbers; collective."""
     whole = torch.zeros(numbers, device=context.device)
     share = torch.zeros(numbers // context.world_size, device=context.device)
@@ -75,9 +75,7 @@ def _seconds(context: RunContext, kind: Exchange, numbers: int, *, warm: int, ti
     return statistics.median(taken[warm:]) / (2 if kind == "send" else 1)
 
 
-def _exchange(
-    context: RunContext, kind: Exchange, whole: torch.Tensor, share: torch.Tensor
-) -> None:
+def _exchange(context: RunContext, kind: CommOp, whole: torch.Tensor, share: torch.Tensor) -> None:
     group = context.group()
     if group is None:
         raise ValueError("one rank has nobody to talk to")

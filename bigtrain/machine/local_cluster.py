@@ -9,20 +9,20 @@ from typing import Literal
 import torch
 
 from bigtrain.errors import ConfigError
-from bigtrain.machine.cluster import Cluster, DeviceFigures, Flops, Link, NodeFigures
+from bigtrain.machine.cluster import Cluster, DeviceSpec, Flops, Link, NodeSpec
 from bigtrain.machine.rate_cache import measured_rates
-from bigtrain.machine.rates import Rates, cpu_name, usable_cores
+from bigtrain.machine.rates import MeasuredRates, cpu_name, usable_cores
 from bigtrain.units import GIB, MIB, format_bytes
 
-LAUNCH = {"cuda": 5e-6, "cpu": 5e-6}
+LAUNCH_SECONDS = {"cuda": 5e-6, "cpu": 5e-6}
 """Seconds of the smallest operation, issued from Python: an assumption."""
-MOST_LINKED = 8
+MAX_LINKED_RANKS = 8
 """Ranks on one CPU between which links are measured; more of them are taken to talk as these do."""
-RESERVED = {"cuda": 2 * GIB, "cpu": 512 * MIB}
+PROCESS_BYTES = {"cuda": 2 * GIB, "cpu": 512 * MIB}
 """Bytes that are no tensors: an assumption. On a CPU the interpreter with torch loaded."""
 
 
-def this_cluster(ranks: int | None = None) -> Cluster:
+def measure_local_cluster(ranks: int | None = None) -> Cluster:
     """The machine at hand. Measures its rates where none are kept, which takes some seconds.
 
     Args:
@@ -32,20 +32,20 @@ def this_cluster(ranks: int | None = None) -> Cluster:
     Raises:
         ConfigError: something could not be measured.
     """
-    rates = measured_rates(ranks=None if ranks is None else min(ranks, MOST_LINKED))
+    rates = measured_rates(ranks=None if ranks is None else min(ranks, MAX_LINKED_RANKS))
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if rates.device == "cuda":
         count = torch.cuda.device_count()
         about = torch.cuda.get_device_properties(0)
         memory, name = int(about.total_memory), str(about.name)
-        return from_rates(
+        return cluster_from_rates(
             rates, devices=count, device_memory=memory, host_memory=host, device_name=name
         )
-    return from_rates(rates, devices=ranks or usable_cores(), host_memory=host)
+    return cluster_from_rates(rates, devices=ranks or usable_cores(), host_memory=host)
 
 
-def from_rates(
-    rates: Rates,
+def cluster_from_rates(
+    rates: MeasuredRates,
     *,
     devices: int,
     host_memory: int,
@@ -68,29 +68,30 @@ def from_rates(
     if kind == "cuda" and device_memory is None:
         raise ConfigError("a GPU's device_memory is missing. Give its bytes.")
     memory = device_memory or host_memory // devices
-    if memory <= RESERVED[kind]:
+    if memory <= PROCESS_BYTES[kind]:
         raise ConfigError(
             f"--devices {devices}: each has {format_bytes(memory)} of this machine's "
-            f"{format_bytes(host_memory)}, and a process takes {format_bytes(RESERVED[kind])} "
-            f"without any tensor. Use --devices {max(1, host_memory // RESERVED[kind] - 1)} or "
-            "fewer, or --cluster and a file."
+            f"{format_bytes(host_memory)}, and a process takes "
+            f"{format_bytes(PROCESS_BYTES[kind])} without any tensor. "
+            f"Use --devices {max(1, host_memory // PROCESS_BYTES[kind] - 1)} or fewer, "
+            "or --cluster and a file."
         )
     copied = _needed(rates, "memory", rates.copy_bytes)
     flops = {name: _needed(rates, "compute", rates.flops.get(name)) for name in ("fp32", "bf16")}
     return Cluster(
         name="here",
         source=f"measured on {platform.node() or 'this machine'} by bigtrain doctor",
-        device=DeviceFigures(
+        device=DeviceSpec(
             name=device_name or cpu_name(),
             kind=kind,
             memory=memory,
-            reserved=RESERVED[kind],
+            reserved=PROCESS_BYTES[kind],
             flops=Flops(fp32=flops["fp32"], bf16=flops["bf16"]),
             efficiency=1.0,
             memory_bandwidth=2 * copied,  # each byte is read and written
-            launch=LAUNCH[kind],
+            launch=LAUNCH_SECONDS[kind],
         ),
-        node=NodeFigures(
+        node=NodeSpec(
             devices=devices,
             host_memory=host_memory,
             host_link=_needed(rates, "device", rates.to_device_bytes) if kind == "cuda" else None,
@@ -103,7 +104,7 @@ def from_rates(
     )
 
 
-def _link(rates: Rates) -> Link:
+def _link(rates: MeasuredRates) -> Link:
     """The links by the steps that each kind of exchange has, one after the other."""
     ring = rates.link_ranks - 1
     steps = {"all_reduce": 2 * ring, "send": 1}
@@ -116,7 +117,7 @@ def _link(rates: Rates) -> Link:
     return Link.model_validate({**given, "efficiency": 1.0, "kinds": kinds})
 
 
-def _needed(rates: Rates, part: str, found: float | None) -> float:
+def _needed(rates: MeasuredRates, part: str, found: float | None) -> float:
     if found is None:
         why = rates.problems.get(part, "nothing was said")
         raise ConfigError(

@@ -16,7 +16,7 @@ import torch
 
 from bigtrain.machine.rates import (
     PRODUCT_TYPES,
-    Rates,
+    MeasuredRates,
     cpu_name,
     link_ranks,
     measure_rates,
@@ -25,7 +25,7 @@ from bigtrain.machine.rates import (
 from bigtrain.memory.disk import file_system, scratch_folder
 
 
-def measured_rates(again: bool = False, ranks: int | None = None) -> Rates:
+def measured_rates(again: bool = False, ranks: int | None = None) -> MeasuredRates:
     """The rates of this machine: as they were kept, or measured now, which takes some seconds.
 
     Args:
@@ -41,7 +41,7 @@ def measured_rates(again: bool = False, ranks: int | None = None) -> Rates:
     return rates
 
 
-def cached_rates(ranks: int | None = None) -> Rates | None:
+def cached_rates(ranks: int | None = None) -> MeasuredRates | None:
     """The rates that are kept for this hardware, torch and number of ranks; None without any."""
     entry = _entries().get(_key(link_ranks(ranks)))
     return None if entry is None else _rates_of(entry.get("rates"))
@@ -55,7 +55,7 @@ def cache_file() -> Path:
     return Path(folder) / "bigtrain" / "rates.json"
 
 
-def fingerprint(ranks: int | None = None) -> dict[str, Any]:
+def hardware_fingerprint(ranks: int | None = None) -> dict[str, Any]:
     """What rates belong to, as JSON values.
 
     Args:
@@ -78,7 +78,7 @@ def fingerprint(ranks: int | None = None) -> dict[str, Any]:
 
 
 def _key(ranks: int) -> str:
-    return json.dumps(fingerprint(ranks), sort_keys=True)
+    return json.dumps(hardware_fingerprint(ranks), sort_keys=True)
 
 
 def _entries() -> dict[str, dict[str, Any]]:
@@ -92,9 +92,9 @@ def _entries() -> dict[str, dict[str, Any]]:
     return {key: entry for key, entry in found.items() if isinstance(entry, dict)}
 
 
-def _rates_of(values: object) -> Rates | None:
+def _rates_of(values: object) -> MeasuredRates | None:
     """Rates from JSON values; None where these are not rates."""
-    names = {f.name for f in fields(Rates)}
+    names = {f.name for f in fields(MeasuredRates)}
     if not isinstance(values, dict) or set(values) != names or values["problems"] != {}:
         return None
     flops = values["flops"]
@@ -108,7 +108,7 @@ def _rates_of(values: object) -> Rates | None:
     numbers = [values[n] for n in single if not (n in optional and values[n] is None)]
     if not all(_is_positive(number) for number in (*numbers, *flops.values())):
         return None
-    return Rates(**values)
+    return MeasuredRates(**values)
 
 
 def _is_link(found: object) -> bool:
@@ -123,7 +123,7 @@ def _is_positive(number: object) -> bool:
     return math.isfinite(number) and number > 0
 
 
-def _keep(rates: Rates) -> None:
+def _keep(rates: MeasuredRates) -> None:
     """Write the rates beside those of other machines that share the folder.
 
     A folder that cannot be written costs the next process some seconds, and nothing else.

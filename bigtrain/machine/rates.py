@@ -23,11 +23,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from bigtrain.memory.disk import free_on_disk, scratch_folder
-from bigtrain.memory.host_memory import free_memory
+from bigtrain.memory.disk import free_disk_bytes, scratch_folder
+from bigtrain.memory.host_memory import free_host_bytes
 from bigtrain.units import MIB, format_bytes
 
-LINK_S = 120.0
+LINK_TIMEOUT_S = 120.0
 """Seconds after which two ranks that have not answered are given up."""
 _DISK_BYTES = 64 * MIB
 _Found = TypeVar("_Found")
@@ -35,7 +35,7 @@ PRODUCT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rates:
+class MeasuredRates:
     """What one process reaches on this machine, and what its ranks reach together.
 
     On a machine with GPUs, computing and copying are those of the first GPU; otherwise of the CPU
@@ -92,7 +92,7 @@ def link_ranks(ranks: int | None = None) -> int:
     return torch.cuda.device_count() if torch.cuda.device_count() > 1 else max(2, ranks or 2)
 
 
-def measure_rates(ranks: int) -> Rates:
+def measure_rates(ranks: int) -> MeasuredRates:
     """The rates of this machine, measured now; see `rate_cache.measured_rates`."""
     threads = torch.get_num_threads()
     torch.set_num_threads(usable_cores())  # launchers of several ranks allow each one thread
@@ -102,7 +102,7 @@ def measure_rates(ranks: int) -> Rates:
         torch.set_num_threads(threads)
 
 
-def _measured(ranks: int) -> Rates:
+def _measured(ranks: int) -> MeasuredRates:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     problems: dict[str, str] = {}
     flops = _part(lambda: _flops(device), "compute", problems) or {}
@@ -114,7 +114,7 @@ def _measured(ranks: int) -> Rates:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the ranks want the memory
     link = _part(lambda: _link(ranks), "link", problems) or {}
-    return Rates(
+    return MeasuredRates(
         device=device.type,
         flops=flops,
         copy_bytes=copied,
@@ -195,14 +195,14 @@ def _flops(device: torch.device) -> dict[str, float]:
 def _copy_bytes(device: torch.device) -> float:
     size = (512 if device.type == "cuda" else 128) * MIB
     if device.type == "cpu":
-        size = min(size, (free_memory() or size * 8) // 8)
+        size = min(size, (free_host_bytes() or size * 8) // 8)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return size / _seconds(lambda: target.copy_(source), device)
 
 
 def _to_device_bytes(device: torch.device) -> float:
-    size = min(256 * MIB, (free_memory() or 8 * 256 * MIB) // 8)
+    size = min(256 * MIB, (free_host_bytes() or 8 * 256 * MIB) // 8)
     source = torch.ones(size, dtype=torch.uint8).pin_memory()
     target = torch.empty(size, dtype=torch.uint8, device=device)
     return size / _seconds(lambda: target.copy_(source, non_blocking=True), device)
@@ -211,7 +211,7 @@ def _to_device_bytes(device: torch.device) -> float:
 def _disk_bytes() -> tuple[float, float]:
     """Bytes per second to and from a file in the scratch folder."""
     folder = scratch_folder()
-    free = free_on_disk(folder)
+    free = free_disk_bytes(folder)
     if free < 4 * _DISK_BYTES:
         raise OSError(
             f"{folder} has {format_bytes(free)} free, and {format_bytes(4 * _DISK_BYTES)} are "
@@ -257,9 +257,11 @@ def _link(ranks: int) -> Mapping[str, Any]:
         with said.open("w") as log:
             child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             try:
-                status = child.wait(LINK_S)
+                status = child.wait(LINK_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                raise RuntimeError(f"{ranks} ranks did not answer in {LINK_S:.0f} s") from None
+                raise RuntimeError(
+                    f"{ranks} ranks did not answer in {LINK_TIMEOUT_S:.0f} s"
+                ) from None
             finally:
                 _end(child)
         if status != 0 or not answer.is_file():

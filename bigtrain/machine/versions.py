@@ -12,7 +12,7 @@ import torch
 _LIBRARIES = ("torch", "deepspeed", "fairscale")
 
 
-def surroundings() -> dict[str, Any]:
+def hardware_and_versions() -> dict[str, Any]:
     """Hardware and versions, as JSON values."""
     versions: dict[str, str | None] = {}
     for name in _LIBRARIES:

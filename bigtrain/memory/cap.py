@@ -16,8 +16,8 @@ from contextlib import suppress
 import torch
 
 from bigtrain.errors import ConfigError
-from bigtrain.memory.host_memory import free_memory
-from bigtrain.memory.meter import capacity_bytes, status_bytes
+from bigtrain.memory.host_memory import free_host_bytes
+from bigtrain.memory.meter import device_capacity_bytes, proc_status_bytes
 from bigtrain.units import MIB, format_bytes, parse_bytes
 
 # mallopt's names for: from which size on a block is a mapping of its own; arenas.
@@ -35,7 +35,7 @@ _WORDS = (
 _ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|B|KiB|MiB|GiB|TiB)", re.IGNORECASE)
 
 
-class Cap:
+class MemoryCap:
     """The most that this process may take on its device from now on.
 
     Args:
@@ -57,7 +57,7 @@ class Cap:
         elif sys.platform == "linux":
             _warm_up()
             free = _return_freed()
-            _set_soft((status_bytes("VmData") or 0) - free + limit)
+            _set_soft((proc_status_bytes("VmData") or 0) - free + limit)
         else:
             raise ConfigError(
                 f"memory.cap={limit} is kept by Linux on a CPU, and this is {sys.platform}. "
@@ -75,7 +75,7 @@ class Cap:
 
 
 def _cap_gpu(limit: int, device: torch.device) -> None:
-    whole = capacity_bytes(device) or limit
+    whole = device_capacity_bytes(device) or limit
     if limit > whole:
         raise ConfigError(
             f"memory.cap={format_bytes(limit)} is more than the {format_bytes(whole)} of {device}. "
@@ -129,7 +129,7 @@ def _set_soft(limit: int | None) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
 
 
-def room_bytes(limit: int | None, device: torch.device, local_ranks: int) -> int | None:
+def available_bytes(limit: int | None, device: torch.device, local_ranks: int) -> int | None:
     """What one rank can take before it takes it, in bytes; None where unknown.
 
     Args:
@@ -141,7 +141,7 @@ def room_bytes(limit: int | None, device: torch.device, local_ranks: int) -> int
         return limit
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = free_memory()
+    free = free_host_bytes()
     return None if free is None else free // local_ranks
 
 
@@ -155,7 +155,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in text for word in _WORDS)
 
 
-def asked_bytes(error: BaseException) -> int | None:
+def requested_bytes(error: BaseException) -> int | None:
     """How much was asked for when memory ran out, where the error tells."""
     found = _ASKED.search(str(error))
     if found is None:
@@ -164,6 +164,6 @@ def asked_bytes(error: BaseException) -> int | None:
     return parse_bytes(found[1] + unit)
 
 
-MARGIN, BESIDE = 0.95, 8 * MIB
+USABLE_FRACTION, NON_TENSOR_BYTES = 0.95, 8 * MIB
 """Of the room a predicted peak may fill this share, less these bytes: allocators round up, and
 kernels, graphs and Python's objects need memory beside the tensors."""

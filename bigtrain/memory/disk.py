@@ -12,12 +12,12 @@ from typing import IO
 
 from bigtrain.errors import ConfigError
 
-IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 """File systems whose files are memory."""
 
 
 @dataclass(frozen=True)
-class Need:
+class SpaceRequest:
     """What one rank wants to put somewhere, and what it finds free there. Bytes."""
 
     node: str
@@ -28,7 +28,7 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Shortage:
+class SpaceShortage:
     """A place that cannot take what the ranks want to put there. Bytes."""
 
     node: str
@@ -38,19 +38,19 @@ class Shortage:
     free: int
 
 
-def find_shortage(needs: Iterable[Need]) -> Shortage | None:
+def find_shortage(needs: Iterable[SpaceRequest]) -> SpaceShortage | None:
     """The first place where the ranks together want more than is free, or None."""
-    places: dict[tuple[str, str], list[Need]] = {}
+    places: dict[tuple[str, str], list[SpaceRequest]] = {}
     for need in needs:
         places.setdefault((need.node, need.where), []).append(need)
     for (node, _), ranks in places.items():
         wanted, free = sum(need.wanted for need in ranks), min(need.free for need in ranks)
         if wanted > free:
-            return Shortage(node, len(ranks), wanted, free)
+            return SpaceShortage(node, len(ranks), wanted, free)
     return None
 
 
-def nameless_file(folder: str) -> IO[bytes]:
+def anonymous_file(folder: str) -> IO[bytes]:
     """A file without a name from the first moment on: nothing is left behind, however this ends.
 
     Raises:
@@ -65,7 +65,7 @@ def nameless_file(folder: str) -> IO[bytes]:
         ) from None
 
 
-def folder_fault(folder: str) -> str | None:
+def folder_problem(folder: str) -> str | None:
     """What is wrong with a folder that files are to be made in, with the fix; None if nothing."""
     path = Path(folder)
     if not path.exists():
@@ -81,7 +81,7 @@ def scratch_folder() -> str:
     """The system's folder for temporary files; one that is on a disk, where there is one."""
     folder = tempfile.gettempdir()
     lasting = "/var/tmp"  # noqa: S108 - a file there is opened without a name
-    if file_system(folder) in IN_MEMORY and folder_fault(lasting) is None:
+    if file_system(folder) in MEMORY_FILE_SYSTEMS and folder_problem(lasting) is None:
         return lasting
     return folder
 
@@ -103,7 +103,7 @@ def file_system(folder: str, mounts: Path = Path("/proc/self/mountinfo")) -> str
     return found
 
 
-def free_on_disk(folder: str) -> int:
+def free_disk_bytes(folder: str) -> int:
     """Bytes that this user may still write to the file system of a folder."""
     told = os.statvfs(folder)
     return told.f_bavail * told.f_frsize

@@ -8,7 +8,7 @@ from pathlib import Path
 from bigtrain.units import format_bytes
 
 
-def free_memory(root: Path = Path("/")) -> int | None:
+def free_host_bytes(root: Path = Path("/")) -> int | None:
     """Bytes of host memory that this process may still take; None where the system does not tell.
 
     The least of what the kernel calls available and what the limits of the process's control
@@ -17,15 +17,15 @@ def free_memory(root: Path = Path("/")) -> int | None:
     Args:
         root: above `proc` and `sys`.
     """
-    found = [_available(root), *_cgroup_rooms(root)]
+    found = [_available(root), *_cgroup_free_bytes(root)]
     known = [room for room in found if room is not None]
     return min(known) if known else None
 
 
-def host_line(root: Path = Path("/")) -> str:
+def host_memory_line(root: Path = Path("/")) -> str:
     """The host's memory in a few words: how much there is, and how much is free now."""
     whole = next((n for n in map(_total, _lines(root / "proc/meminfo")) if n), None)
-    free = free_memory(root)
+    free = free_host_bytes(root)
     if whole is None or free is None:
         return "host memory unknown"
     return f"host memory {format_bytes(whole)}, {format_bytes(free)} free now"
@@ -35,7 +35,7 @@ def _total(line: str) -> int | None:
     return int(line.split()[1]) * 1024 if line.startswith("MemTotal:") else None
 
 
-def kernel_kills(root: Path = Path("/")) -> int:
+def oom_kill_count(root: Path = Path("/")) -> int:
     """How many processes the kernel has ended for want of memory since the system started."""
     for line in _lines(root / "proc/vmstat"):
         if line.startswith("oom_kill "):
@@ -50,7 +50,7 @@ def _available(root: Path) -> int | None:
     return None
 
 
-def _cgroup_rooms(root: Path) -> Iterable[int | None]:
+def _cgroup_free_bytes(root: Path) -> Iterable[int | None]:
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -67,12 +67,12 @@ def _cgroup_rooms(root: Path) -> Iterable[int | None]:
         # A group's parents limit it, too; in a container its own path may be mounted as the base.
         group = base / path.lstrip("/")
         while group != base:
-            yield _group_room(group, *names)
+            yield _group_free_bytes(group, *names)
             group = group.parent
-        yield _group_room(base, *names)
+        yield _group_free_bytes(base, *names)
 
 
-def _group_room(group: Path, limit: str, usage: str, reclaimable: str) -> int | None:
+def _group_free_bytes(group: Path, limit: str, usage: str, reclaimable: str) -> int | None:
     most, used = _number(group / limit), _number(group / usage)
     if most is None or used is None:
         return None

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bigtrain.memory.timeline import Breakdown, Course, Kind, Peak, Phase
+from bigtrain.memory.timeline import Breakdown, MemoryCurve, MemoryKind, Peak, Phase
 from bigtrain.memory.tracker import StorageTracker
 
 
@@ -27,17 +27,17 @@ class ProcessPeak:
         # Forget the peak of the imports; where that is not allowed, it stays in.
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
-        self.base_bytes = status_bytes("VmRSS")
+        self.base_bytes = proc_status_bytes("VmRSS")
 
     def bytes(self) -> int | None:
         """Peak above the base in bytes, or None where the system does not tell."""
-        peak = status_bytes("VmHWM")
+        peak = proc_status_bytes("VmHWM")
         if peak is None or self.base_bytes is None:
             return None
         return max(0, peak - self.base_bytes)
 
 
-def status_bytes(field: str) -> int | None:
+def proc_status_bytes(field: str) -> int | None:
     """A size from this process's /proc/self/status, in bytes; None where there is none."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -50,7 +50,7 @@ def status_bytes(field: str) -> int | None:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MemoryMeasurement:
     """What one rank measured over the run so far. All bytes."""
 
     peak: Peak | None
@@ -62,11 +62,11 @@ class Measured:
     alloc_retries: int | None = None
     process_base_bytes: int | None = None
     """Resident memory before the model was built, above which the process's peak is counted."""
-    course: Course | None = None
+    curve: MemoryCurve | None = None
     """The last tracked step, from its beginning to its end."""
 
 
-class Meter:
+class MemoryMeter:
     """One rank's memory over a run: tracked for the first steps, then only the cheap counters.
 
     Args:
@@ -82,7 +82,7 @@ class Meter:
         if track_steps > 0:
             self._tracker = StorageTracker(device_type=device.type)
         self._tracked: Peak | None = None
-        self._course: Course | None = None
+        self._course: MemoryCurve | None = None
         self.current: Phase = "build"
         """The phase that the run is in."""
         if device.type == "cuda":
@@ -99,10 +99,10 @@ class Meter:
         if self._tracker is not None:
             self._tracker.enter_phase(phase)
 
-    def own(self, tensors: Iterable[Tensor | None], kind: Kind) -> None:
+    def label(self, tensors: Iterable[Tensor | None], kind: MemoryKind) -> None:
         """Say what kind these tensors are; nothing happens outside the window."""
         if self._tracker is not None:
-            self._tracker.own(tensors, kind)
+            self._tracker.label(tensors, kind)
 
     def window(self) -> AbstractContextManager[object]:
         """Track what happens inside, while the window is open."""
@@ -119,7 +119,7 @@ class Meter:
             if self._steps_left <= 0:
                 recorded = self._tracker.timeline()
                 self._tracked = recorded.peak()
-                self._course = recorded.course(began, self._tracker.times)
+                self._course = recorded.curve(began, self._tracker.times)
                 self._tracker.close()
                 self._tracker = None
 
@@ -131,22 +131,22 @@ class Meter:
             return self._tracker.peak_bytes
         return self._tracked.bytes if self._tracked else None
 
-    def measured(self) -> Measured:
+    def measured(self) -> MemoryMeasurement:
         """Everything measured so far."""
         peak = self._tracker.timeline().peak() if self._tracker is not None else self._tracked
         process, base = self.process.bytes(), self.process.base_bytes
         if self.device.type != "cuda":
-            return Measured(peak, process, process_base_bytes=base, course=self._course)
+            return MemoryMeasurement(peak, process, process_base_bytes=base, curve=self._course)
         stats = torch.cuda.memory_stats(self.device)
         allocated = int(stats.get("allocated_bytes.all.peak", 0))
-        return Measured(
+        return MemoryMeasurement(
             peak=_fill(peak or Peak("forward", Breakdown()), allocated),
             process_peak_bytes=process,
             reserved_bytes=int(stats.get("reserved_bytes.all.peak", 0)),
             capacity_bytes=int(torch.cuda.get_device_properties(self.device).total_memory),
             alloc_retries=int(stats.get("num_alloc_retries", 0)),
             process_base_bytes=base,
-            course=self._course,
+            curve=self._course,
         )
 
 
@@ -160,7 +160,7 @@ def _fill(peak: Peak, allocated: int) -> Peak:
     return replace(peak, breakdown=replace(parts, temporary=0, activations=activations))
 
 
-def capacity_bytes(device: torch.device) -> int | None:
+def device_capacity_bytes(device: torch.device) -> int | None:
     """What the device has: a GPU's memory, or the host's for the CPU. None where unknown."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)

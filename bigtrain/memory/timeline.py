@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Literal, NamedTuple
 
-Kind = Literal["parameters", "gradients", "optimizer", "activations", "buffers", "temporary"]
+MemoryKind = Literal["parameters", "gradients", "optimizer", "activations", "buffers", "temporary"]
 Phase = Literal["build", "forward", "backward", "step", "evaluate"]
 
 
@@ -34,10 +34,10 @@ class Breakdown:
 
     def plus(self, other: Breakdown) -> Breakdown:
         """Add part by part."""
-        return Breakdown(*(getattr(self, kind) + getattr(other, kind) for kind in KINDS))
+        return Breakdown(*(getattr(self, kind) + getattr(other, kind) for kind in MEMORY_KINDS))
 
 
-KINDS: tuple[Kind, ...] = tuple(f.name for f in fields(Breakdown))  # type: ignore[misc]
+MEMORY_KINDS: tuple[MemoryKind, ...] = tuple(f.name for f in fields(Breakdown))  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class Span(NamedTuple):
     """One storage: alive at the clock ticks `birth <= t < death`. Forecasts make millions."""
 
     nbytes: int
-    kind: Kind
+    kind: MemoryKind
     birth: int
     death: int
 
 
 @dataclass(frozen=True)
-class Visit:
+class BlockTicks:
     """When one part of a model is computed with, and what it is made of."""
 
     shapes: tuple[tuple[int, ...], ...]
@@ -76,12 +76,12 @@ class Visit:
 
 
 @dataclass(frozen=True)
-class Course:
+class MemoryCurve:
     """Memory over one step as a person looks at it: its highest moments, in seconds."""
 
     seconds: tuple[float, ...]
     """Since the step began; tracking every tensor makes a step slower than it is."""
-    parts: dict[Kind, tuple[int, ...]]
+    parts: dict[MemoryKind, tuple[int, ...]]
     """Bytes of each kind at these moments."""
     phases: tuple[tuple[float, Phase], ...]
     """When each phase began."""
@@ -97,7 +97,7 @@ class Timeline:
     def peak(self, persistent: Breakdown = Breakdown()) -> Peak:  # noqa: B008 - frozen
         """The highest moment, with `persistent` bytes alive all the time."""
         tick = self._highest_tick()
-        parts = dict.fromkeys(KINDS, 0)
+        parts = dict.fromkeys(MEMORY_KINDS, 0)
         for span in self.spans:
             if span.birth <= tick < span.death:
                 parts[span.kind] += span.nbytes
@@ -124,7 +124,7 @@ class Timeline:
                 highest, at = current, tick
         return at
 
-    def course(self, start: int, times: Sequence[float], points: int = 120) -> Course:
+    def curve(self, start: int, times: Sequence[float], points: int = 120) -> MemoryCurve:
         """What was alive from a tick on, thinned to the highest moment of each short while.
 
         Args:
@@ -134,12 +134,12 @@ class Timeline:
         """
         last = len(times) - 1
         began, whole = times[min(start, last)], max(times[-1] - times[min(start, last)], 1e-9)
-        changes: dict[int, list[tuple[Kind, int]]] = {}
+        changes: dict[int, list[tuple[MemoryKind, int]]] = {}
         for span in self.spans:
             changes.setdefault(span.birth, []).append((span.kind, span.nbytes))
             changes.setdefault(span.death, []).append((span.kind, -span.nbytes))
-        now: dict[Kind, int] = dict.fromkeys(KINDS, 0)
-        found: dict[int, tuple[float, dict[Kind, int]]] = {}
+        now: dict[MemoryKind, int] = dict.fromkeys(MEMORY_KINDS, 0)
+        found: dict[int, tuple[float, dict[MemoryKind, int]]] = {}
         for tick in sorted(changes):
             for kind, nbytes in changes[tick]:
                 now[kind] += nbytes
@@ -149,13 +149,13 @@ class Timeline:
                 if place not in found or sum(now.values()) > sum(found[place][1].values()):
                     found[place] = (second, dict(now))
         moments = [found[place] for place in sorted(found)]
-        return Course(
+        return MemoryCurve(
             tuple(second for second, _ in moments),
-            {kind: tuple(parts[kind] for _, parts in moments) for kind in KINDS},
+            {kind: tuple(parts[kind] for _, parts in moments) for kind in MEMORY_KINDS},
             tuple((times[min(t, last)] - began, p) for t, p in self.phases if t >= start),
         )
 
-    def only(self, *phases: Phase, drop: Sequence[Kind] = ()) -> Timeline:
+    def only(self, *phases: Phase, drop: Sequence[MemoryKind] = ()) -> Timeline:
         """The spans born in the given phases, less the kinds in `drop`."""
         kept = tuple(
             s for s in self.spans if s.kind not in drop and self.phase_at(s.birth) in phases
@@ -163,7 +163,7 @@ class Timeline:
         return Timeline(kept, self.phases)
 
 
-def scaled(timeline: Timeline, factor: float) -> Timeline:
+def scale_timeline(timeline: Timeline, factor: float) -> Timeline:
     """The same with every storage smaller or larger; what is a single number stays so."""
     spans = (
         s._replace(nbytes=round(s.nbytes * factor)) if s.nbytes > 8 else s for s in timeline.spans
@@ -171,6 +171,6 @@ def scaled(timeline: Timeline, factor: float) -> Timeline:
     return replace(timeline, spans=tuple(spans))
 
 
-def highest(peaks: Iterable[Peak]) -> Peak:
+def highest_peak(peaks: Iterable[Peak]) -> Peak:
     """The peak of several."""
     return max(peaks, key=lambda peak: peak.bytes)

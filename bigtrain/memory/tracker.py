@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from bigtrain.memory.timeline import Kind, Phase, Span, Timeline
+from bigtrain.memory.timeline import MemoryKind, Phase, Span, Timeline
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class _Record:
     nbytes: int
     birth: int
     death: int | None = None
-    kind: Kind | None = None
+    kind: MemoryKind | None = None
 
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -96,7 +96,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._tick()
             self._phases.append((self.clock, phase))
 
-    def own(self, tensors: Iterable[Tensor | None], kind: Kind) -> None:
+    def label(self, tensors: Iterable[Tensor | None], kind: MemoryKind) -> None:
         """Say what kind the storages of these tensors are, known to the tracker or not."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
@@ -116,16 +116,16 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             record = known[0]
             if record.nbytes == storage.nbytes():
                 return record
-            self._bury(key)  # resized by an operation: another life begins
+            self._record_death(key)  # resized by an operation: another life begins
         return self._enter(storage, None)
 
-    def _enter(self, storage: torch.UntypedStorage, kind: Kind | None) -> _Record:
+    def _enter(self, storage: torch.UntypedStorage, kind: MemoryKind | None) -> _Record:
         key: int = storage._cdata
         nbytes = storage.nbytes()
         self._tick()
         record = _Record(nbytes, self.clock, kind=kind)
         self._records.append(record)
-        self._live[key] = (record, weakref.ref(storage, lambda _: self._bury(key)))
+        self._live[key] = (record, weakref.ref(storage, lambda _: self._record_death(key)))
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return record
@@ -134,10 +134,10 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Sharded parameters come and go so: their storage stays, its size becomes zero."""
         known = self._live.get(storage._cdata)
         if known is not None:
-            self._bury(storage._cdata)
+            self._record_death(storage._cdata)
             self._enter(storage, known[0].kind)
 
-    def _bury(self, key: int) -> None:
+    def _record_death(self, key: int) -> None:
         entry = self._live.pop(key, None)
         if entry is not None:
             self._tick()
@@ -198,7 +198,7 @@ def _resizes_told(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None
 
 def _infer(
     birth: int, death: int, forwards: list[tuple[int, int]], step_ends: list[int], end: int
-) -> Kind:
+) -> MemoryKind:
     closes = next((stop for stop in step_ends if stop > birth), None)
     if closes is not None and (death > closes or death >= end):
         return "buffers"

@@ -1,7 +1,6 @@
-"""Models by name, described on the meta device and given values later; and their blocks.
+"""Models by name: bigtrain's own, torchvision's, and a user's by import path.
 
-Built-in models, torchvision's, import paths; initial weights by seed and name (deferred
-initialisation); what counts as a block; which parameters may be bf16.
+Nothing here holds weights or state; a name and its arguments become a module when asked.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bigtrain.errors import ConfigError, nearest
+from bigtrain.errors import ConfigError, did_you_mean
 from bigtrain.job.import_path import load_object
 from bigtrain.models import from_path, torchvision_models
 from bigtrain.models.gpt import GPT, PRESETS, GPTConfig
@@ -39,7 +38,7 @@ def list_models() -> list[str]:
     Raises:
         ConfigError: torchvision cannot be imported.
     """
-    return [*_OWN, *torchvision_models.names()]
+    return [*_OWN, *torchvision_models.torchvision_names()]
 
 
 def make_model(name: str, args: Mapping[str, Any]) -> nn.Module:
@@ -58,9 +57,9 @@ def make_model(name: str, args: Mapping[str, Any]) -> nn.Module:
         from_path.check_arguments(name, LeNet, args)
         return LeNet(**args)
     if ":" in name:
-        return from_path.make(name, args)
+        return from_path.make_from_path(name, args)
     _check_built_in(name)
-    return torchvision_models.make(name, args)
+    return torchvision_models.make_torchvision(name, args)
 
 
 def check_model(name: str, args: Mapping[str, Any]) -> None:
@@ -78,7 +77,7 @@ def check_model(name: str, args: Mapping[str, Any]) -> None:
         from_path.check_arguments(name, load_object(name, "model.name"), args)
     else:
         _check_built_in(name)
-        torchvision_models.check(name, args)
+        torchvision_models.check_torchvision(name, args)
 
 
 def model_defaults(
@@ -110,19 +109,19 @@ def sequence_length(name: str, args: Mapping[str, Any]) -> int | None:
 
 
 def task_of(name: str) -> str | None:
-    """The task that a built-in model is for, as in `losses.tasks`; None for a user's."""
+    """The task that a built-in model is for, as in `loss_curves.tasks`; None for a user's."""
     if ":" in name:
         return None
     if name in PRESETS:
         return "language"
-    return "segmentation" if name in torchvision_models.segmentation() else "classification"
+    return "segmentation" if name in torchvision_models.segmentation_names() else "classification"
 
 
 def _check_built_in(name: str) -> None:
     known = list_models()
     if name not in known:
         raise ConfigError(
-            f"model.name: unknown model {name!r}{nearest(name, known) or '.'} "
+            f"model.name: unknown model {name!r}{did_you_mean(name, known) or '.'} "
             f"Use {', '.join(_OWN)}, a model of torchvision such as resnet18, "
             "or your own as package.module:Class."
         )

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 
-def low_precision_names(model: nn.Module) -> list[str]:
+def bf16_parameter_names(model: nn.Module) -> list[str]:
     """The trained and frozen fp32 parameters that layers can use in bf16, by their plain names.
 
     Not among them are those of BatchNorm and its like: their running statistics stay in fp32,

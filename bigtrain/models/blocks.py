@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from bigtrain.errors import ConfigError, nearest
+from bigtrain.errors import ConfigError, did_you_mean
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -33,7 +33,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def separate_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def independent_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The blocks that can be handled by themselves: they share no parameter with anything else."""
     named = find_blocks(model)
     blocks = [block for _, block in named]
@@ -70,7 +70,7 @@ def matching_modules(model: nn.Module, patterns: Sequence[str], key: str) -> lis
         hits = [name for name in modules if _matches(name, pattern)]
         if not hits:
             raise ConfigError(
-                f"{key}: the model has no module {pattern!r}{nearest(pattern, modules)} "
+                f"{key}: the model has no module {pattern!r}{did_you_mean(pattern, modules)} "
                 f"Its blocks are {_listed([name for name, _ in find_blocks(model)])}."
             )
         lists = [name for name in hits if isinstance(modules[name], _LISTS)]

@@ -27,9 +27,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from bigtrain.errors import ConfigError, nearest
-from bigtrain.models.init_recorder import Recorder
-from bigtrain.models.init_replay import CannotDefer, Recording, TensorSpec, view
+from bigtrain.errors import ConfigError, did_you_mean
+from bigtrain.models.init_recorder import InitRecorder
+from bigtrain.models.init_replay import CannotDefer, InitRecording, TensorSpec, view_storage
 
 
 def initial_seed(seed: int, name: str) -> int:
@@ -63,7 +63,7 @@ class Blueprint:
     reason: str = ""
     """Why the model is not deferred, in one line; empty where it is."""
     _make: Callable[[], nn.Module] | None = None
-    _recording: Recording | None = None
+    _recording: InitRecording | None = None
     _origins: dict[str, _Origin] = field(default_factory=dict)
     _owners: dict[int, str] = field(default_factory=dict)
     """For each random operation, the name that its seed is made from."""
@@ -134,7 +134,7 @@ class Blueprint:
         aliases = _aliases(self.model)
         for name in only:
             if name not in aliases:
-                hint = nearest(name, aliases) or "."
+                hint = did_you_mean(name, aliases) or "."
                 raise ConfigError(
                     f"only: the model has no parameter or buffer {name!r}{hint} "
                     "Use names as in model.named_parameters()."
@@ -144,7 +144,7 @@ class Blueprint:
 
     def _replay(
         self,
-        recording: Recording,
+        recording: InitRecording,
         tensors: dict[str, torch.Tensor],
         device: torch.device,
         seed: int,
@@ -166,7 +166,7 @@ class Blueprint:
                 storage = _moved(storage, device)
             if uses[spec.storage] > 1:  # tensors that overlap keep overlapping
                 shared[spec.storage] = storage
-            _fill(self.model, tensor, view(storage, spec))
+            _fill(self.model, tensor, view_storage(storage, spec))
             del storage
 
 
@@ -197,7 +197,7 @@ def describe(make: Callable[[], nn.Module]) -> Blueprint:
 
 def _describe_on_meta(make: Callable[[], nn.Module]) -> Blueprint:
     with _kept_random_state() as state:
-        with Recorder() as recorder:
+        with InitRecorder() as recorder:
             model = make()
         recorder.check()
         if state.changed():
@@ -306,7 +306,7 @@ def _trimmed(
     if 0 in spec.size or span * spec.dtype.itemsize == storage.nbytes():
         return storage, spec
     flat = TensorSpec(spec.storage, spec.dtype, (span,), (1,), spec.offset)
-    trimmed = view(storage, flat).clone().untyped_storage()
+    trimmed = view_storage(storage, flat).clone().untyped_storage()
     return trimmed, TensorSpec(spec.storage, spec.dtype, spec.size, spec.stride, 0)
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from bigtrain.errors import ConfigError, nearest
+from bigtrain.errors import ConfigError, did_you_mean
 from bigtrain.job.import_path import first_line, load_object
 
 
-def make(path: str, args: Mapping[str, Any]) -> nn.Module:
+def make_from_path(path: str, args: Mapping[str, Any]) -> nn.Module:
     """Import and construct it.
 
     Raises:
@@ -51,7 +51,7 @@ def check_arguments(name: str, constructor: Callable[..., Any], args: Mapping[st
         for key in args:
             if key not in known:
                 raise ConfigError(
-                    f"model.args.{key}: {name} has no argument {key!r}{nearest(key, known)} "
+                    f"model.args.{key}: {name} has no argument {key!r}{did_you_mean(key, known)} "
                     f"Known: {', '.join(known) or 'none'}."
                 )
     for parameter in parameters:

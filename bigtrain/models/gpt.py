@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigtrain.errors import ConfigError, nearest
+from bigtrain.errors import ConfigError, did_you_mean
 
-BYTES = 256
+BYTE_VOCABULARY = 256
 """Vocabulary of a model that reads bytes."""
-BPE = 50257
+GPT2_VOCABULARY = 50257
 """Vocabulary of GPT-2 and GPT-3."""
 
 
@@ -35,7 +35,7 @@ class GPTConfig:
         ConfigError: a value is out of range, or `num_heads` does not divide `width`.
     """
 
-    vocab_size: int = BYTES
+    vocab_size: int = BYTE_VOCABULARY
     sequence_length: int = 128
     """The most tokens in one sample."""
     num_layers: int = 4
@@ -84,8 +84,8 @@ class GPTConfig:
         for key in args:
             if key not in known:
                 raise ConfigError(
-                    f"model.args.{key}: {name} has no argument {key!r}{nearest(key, known) or '.'} "
-                    f"Known: {', '.join(known)}."
+                    f"model.args.{key}: {name} has no argument {key!r}"
+                    f"{did_you_mean(key, known) or '.'} Known: {', '.join(known)}."
                 )
         return cls(**{**PRESETS[name], **args})
 
@@ -118,18 +118,18 @@ def _shape(
 
 PRESETS: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
-        "gpt": _shape(4, 256, 4, BYTES, 128),
-        "gpt-10m": _shape(6, 384, 6, BYTES, 256),
-        "gpt-50m": _shape(8, 512, 8, BPE, 512),
-        "gpt2": _shape(12, 768, 12, BPE, 1024),
-        "gpt-124m": _shape(12, 768, 12, BPE, 1024),
-        "gpt-350m": _shape(24, 1024, 16, BPE, 2048),
-        "gpt-760m": _shape(24, 1536, 16, BPE, 2048),
-        "gpt-1.3b": _shape(24, 2048, 16, BPE, 2048),
-        "gpt-2.7b": _shape(32, 2560, 32, BPE, 2048),
-        "gpt-6.7b": _shape(32, 4096, 32, BPE, 2048),
-        "gpt-13b": _shape(40, 5120, 40, BPE, 2048),
-        "gpt-175b": _shape(96, 12288, 96, BPE, 2048),
+        "gpt": _shape(4, 256, 4, BYTE_VOCABULARY, 128),
+        "gpt-10m": _shape(6, 384, 6, BYTE_VOCABULARY, 256),
+        "gpt-50m": _shape(8, 512, 8, GPT2_VOCABULARY, 512),
+        "gpt2": _shape(12, 768, 12, GPT2_VOCABULARY, 1024),
+        "gpt-124m": _shape(12, 768, 12, GPT2_VOCABULARY, 1024),
+        "gpt-350m": _shape(24, 1024, 16, GPT2_VOCABULARY, 2048),
+        "gpt-760m": _shape(24, 1536, 16, GPT2_VOCABULARY, 2048),
+        "gpt-1.3b": _shape(24, 2048, 16, GPT2_VOCABULARY, 2048),
+        "gpt-2.7b": _shape(32, 2560, 32, GPT2_VOCABULARY, 2048),
+        "gpt-6.7b": _shape(32, 4096, 32, GPT2_VOCABULARY, 2048),
+        "gpt-13b": _shape(40, 5120, 40, GPT2_VOCABULARY, 2048),
+        "gpt-175b": _shape(96, 12288, 96, GPT2_VOCABULARY, 2048),
     }
 )
 

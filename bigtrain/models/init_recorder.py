@@ -1,6 +1,6 @@
 """Runs a constructor on meta and records what it does to its tensors.
 
-A constructor under `Recorder` allocates nothing: its tensors are on meta, and every operation
+A constructor under `InitRecorder` allocates nothing: its tensors are on meta, and every operation
 that makes or changes one is kept. Where torch drops on meta what the replay needs (the values
 of `torch.tensor([...])`, initialisers that return early) it is caught on the way; where that
 is not possible `CannotDefer` says why, and the constructor is to be run for real.
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from bigtrain.models.init_replay import CPU, CannotDefer, Operation, Recording, view
+from bigtrain.models.init_replay import CPU, CannotDefer, InitRecording, RecordedCall, view_storage
 
 _ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted"}) | frozenset(
     {"new_empty", "new_empty_strided"}
@@ -32,7 +32,7 @@ _VALUE_READS = frozenset({"item", "tolist", "numpy", "__array__"}) | frozenset(
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
-class Recorder:
+class InitRecorder:
     """A context in which tensors are made on meta and what is done to them is recorded.
 
     Two modes share it: one below autograd sees every operation; one above sees the few calls
@@ -40,14 +40,14 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self.recording = Recording()
+        self.recording = InitRecording()
         self.busy = False
         """While True, torch works for the recorder itself and nothing is recorded."""
         self._lent: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Real tensors that lie over someone else's memory, and what was in it."""
         self._modes = (torch.device("meta"), _Calls(self), _Operations(self))
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> InitRecorder:
         for mode in self._modes:
             mode.__enter__()
         return self
@@ -91,7 +91,7 @@ class Recorder:
             if self.recording.is_random(closure):
                 raise CannotDefer("it reads values that are random")
             storage = self.recording.replay(spec.storage, closure, lambda _: 0)
-            return view(storage, spec).clone()
+            return view_storage(storage, spec).clone()
 
     def constant(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Make a tensor of given values for real, and record its copy to meta."""
@@ -156,7 +156,7 @@ class Recorder:
                 return  # a view
             frozen_args, frozen_kwargs = tree_map(self._freeze, (args, kwargs))
             reads = tuple(dict.fromkeys(r for r in read if not (whole and r == changed[0])))
-            operation = Operation(
+            operation = RecordedCall(
                 function=function,
                 args=frozen_args,
                 kwargs=frozen_kwargs,
@@ -179,7 +179,7 @@ class Recorder:
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: InitRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
 
@@ -216,7 +216,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Calls(TorchFunctionMode):
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: InitRecorder) -> None:
         super().__init__()
         self.recorder = recorder
 

@@ -39,7 +39,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class RecordedCall:
     """One call that made or changed storages; meta tensors in its arguments are specs."""
 
     function: Callable[..., Any]
@@ -64,10 +64,10 @@ class Operation:
 
 
 @dataclass
-class Recording:
+class InitRecording:
     """The operations in order, and an index from each storage to those that wrote it."""
 
-    operations: list[Operation] = field(default_factory=list)
+    operations: list[RecordedCall] = field(default_factory=list)
     writers: dict[int, list[int]] = field(default_factory=dict)
     # Held for their identity: a storage that was freed could lend its key to another.
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Recording:
             key, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         )
 
-    def append(self, operation: Operation, writes: Sequence[int]) -> None:
+    def append(self, operation: RecordedCall, writes: Sequence[int]) -> None:
         """Add an operation that wrote these storages."""
         for storage in dict.fromkeys(writes):
             self.writers.setdefault(storage, []).append(len(self.operations))
@@ -142,12 +142,12 @@ class Recording:
                 del real[key]
         return self._storage(real, storage, blank=True)
 
-    def _run(self, operation: Operation, real: dict[int, torch.UntypedStorage]) -> None:
+    def _run(self, operation: RecordedCall, real: dict[int, torch.UntypedStorage]) -> None:
         def thaw(leaf: Any) -> Any:
             if not isinstance(leaf, TensorSpec):
                 return leaf
             blank = leaf.storage != operation.overwritten
-            return view(self._storage(real, leaf.storage, blank=blank), leaf)
+            return view_storage(self._storage(real, leaf.storage, blank=blank), leaf)
 
         args, kwargs = tree_map(thaw, (operation.args, operation.kwargs))
         with _default_dtype(operation.default_dtype):
@@ -157,7 +157,7 @@ class Recording:
                 continue
             if (output.stride(), output.storage_offset()) != (spec.stride, spec.offset):
                 # Kernels may lay their output out otherwise than meta says; views rely on meta.
-                laid_out = view(self._storage(real, spec.storage, blank=True), spec)
+                laid_out = view_storage(self._storage(real, spec.storage, blank=True), spec)
                 laid_out.copy_(output)
             else:
                 real[spec.storage] = output.untyped_storage()
@@ -172,7 +172,7 @@ class Recording:
         return real[key]
 
 
-def view(storage: torch.UntypedStorage, spec: TensorSpec) -> torch.Tensor:
+def view_storage(storage: torch.UntypedStorage, spec: TensorSpec) -> torch.Tensor:
     """The tensor that a spec describes, over another storage."""
     empty = torch.empty(0, dtype=spec.dtype, device=storage.device)
     return empty.set_(storage, spec.offset, spec.size, spec.stride)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from bigtrain.errors import ConfigError
 
-SIDE = 32
+IMAGE_SIDE = 32
 """Height and width of its images, in pixels."""
 
 
@@ -50,10 +50,11 @@ class LeNet(nn.Module):
             ConfigError: the images are not 32 x 32.
         """
         height, width = images.shape[-2:]
-        if (height, width) != (SIDE, SIDE):
+        if (height, width) != (IMAGE_SIDE, IMAGE_SIDE):
             raise ConfigError(
-                f"model.name=lenet: the images are {height} x {width}, needed are {SIDE} x {SIDE}. "
-                f"Pad or resize them to {SIDE} x {SIDE}, or use model.name=resnet18."
+                f"model.name=lenet: the images are {height} x {width}, needed are "
+                f"{IMAGE_SIDE} x {IMAGE_SIDE}. Pad or resize them to "
+                f"{IMAGE_SIDE} x {IMAGE_SIDE}, or use model.name=resnet18."
             )
         logits: Tensor = self.classifier(self.features(images))
         return logits

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from bigtrain.errors import ConfigError, nearest
+from bigtrain.errors import ConfigError, did_you_mean
 from bigtrain.models.blueprint import describe
 
 # Every argument that makes torchvision fetch weights, in its current and its older spelling.
@@ -21,23 +21,23 @@ _DOWNLOADS = ("weights", "weights_backbone", "pretrained", "pretrained_backbone"
 _WITH_INIT_WEIGHTS = ("googlenet", "inception_v3")
 
 
-def names() -> list[str]:
+def torchvision_names() -> list[str]:
     """Every model of both kinds, by torchvision's name.
 
     Raises:
         ConfigError: torchvision cannot be imported.
     """
     models = _models()
-    return [*map(str, models.list_models(module=models)), *segmentation()]
+    return [*map(str, models.list_models(module=models)), *segmentation_names()]
 
 
-def segmentation() -> list[str]:
+def segmentation_names() -> list[str]:
     """The models that give a class to each pixel."""
     models = _models()
     return [str(name) for name in models.list_models(module=models.segmentation)]
 
 
-def make(name: str, args: Mapping[str, Any]) -> nn.Module:
+def make_torchvision(name: str, args: Mapping[str, Any]) -> nn.Module:
     """Construct one, with initial weights and no download.
 
     Raises:
@@ -57,13 +57,13 @@ def make(name: str, args: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-def check(name: str, args: Mapping[str, Any]) -> None:
+def check_torchvision(name: str, args: Mapping[str, Any]) -> None:
     """Refuse wrong arguments, by a construction that takes no memory.
 
     Raises:
-        ConfigError: as `make`.
+        ConfigError: as `make_torchvision`.
     """
-    describe(lambda: make(name, args))
+    describe(lambda: make_torchvision(name, args))
 
 
 def _models() -> Any:
@@ -108,5 +108,5 @@ def _explained(
     known -= {*_DOWNLOADS, "progress", "kwargs"}
     return ConfigError(
         f"model.args.{unexpected[2]}: {name} has no argument {unexpected[2]!r}"
-        f"{nearest(unexpected[2], known) or '.'} Known: {', '.join(sorted(known))}."
+        f"{did_you_mean(unexpected[2], known) or '.'} Known: {', '.join(sorted(known))}."
     )

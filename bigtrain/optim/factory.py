@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from bigtrain.job.schema import LOW_BIT, OptimConfig
 from bigtrain.optim.lean_adamw import LeanAdamW
-from bigtrain.optim.low_bit_adamw import LowBitAdamW, value_maps
+from bigtrain.optim.low_bit_adamw import LowBitAdamW, quantization_maps
 from bigtrain.optim.update import MakeOptimizer
 
 _LOOP = {"foreach": False}
@@ -30,7 +30,7 @@ def optimizer_factory(config: OptimConfig, seed: int = 0) -> MakeOptimizer:
         ConfigError: a package that the optimizer needs is not installed.
     """
     if config.name in LOW_BIT:
-        value_maps(LOW_BIT[config.name])
+        quantization_maps(LOW_BIT[config.name])
     if config.lean:
         return _lean_factory(config, seed)
     kernels = {

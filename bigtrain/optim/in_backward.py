@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from bigtrain.errors import ConfigError
-from bigtrain.memory.meter import Meter
+from bigtrain.memory.meter import MemoryMeter
 from bigtrain.optim.update import MakeOptimizer, WholeUpdate
 
 
-class ReleasedUpdate(WholeUpdate):
+class InBackwardUpdate(WholeUpdate):
     """The optimizer on the parameters themselves, one at a time, as their gradients come.
 
     Args:
@@ -32,7 +32,10 @@ class ReleasedUpdate(WholeUpdate):
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], make_optimizer: MakeOptimizer, meter: Meter
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        make_optimizer: MakeOptimizer,
+        meter: MemoryMeter,
     ) -> None:
         super().__init__(parameters, make_optimizer)
         self._meter = meter
@@ -58,7 +61,7 @@ class ReleasedUpdate(WholeUpdate):
                 "reentrant torch.utils.checkpoint. Use one micro-batch and use_reentrant=False, or "
                 "optim.release_gradients=false."
             )
-        self._meter.own([gradient], "gradients")
+        self._meter.label([gradient], "gradients")
         dtype = torch.float32 if gradient.dtype in (torch.bfloat16, torch.float16) else None
         self._norms[parameter] = torch.linalg.vector_norm(gradient, dtype=dtype)  # type: ignore[index]
         place = self._place.get(parameter)
@@ -67,7 +70,7 @@ class ReleasedUpdate(WholeUpdate):
         parameter.grad = None
         if place is not None and self._meter.tracking:
             slots = self.optimizer.state[parameter].values()
-            self._meter.own((v for v in slots if isinstance(v, Tensor)), "optimizer")
+            self._meter.label((v for v in slots if isinstance(v, Tensor)), "optimizer")
 
     def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
         groups, shown = self.optimizer.param_groups, {**group, "params": [parameter]}

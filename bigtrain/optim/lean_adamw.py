@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from bigtrain.tensors.dtensors import flat, is_dense, local
+from bigtrain.tensors.dtensors import flat_view, is_dense, local_tensor
 
-PIECE = 1 << 18
+CHUNK_ELEMENTS = 1 << 18
 """Elements that are updated at a time: 1 MiB for each temporary tensor in fp32."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -94,25 +94,25 @@ class LeanAdamW(torch.optim.Optimizer):
             slots["step"] = torch.tensor(0.0, device="cpu")
         slots["step"] += 1
         count = round(slots["step"].item())
-        held = local(parameter).detach()
+        held = local_tensor(parameter).detach()
         work = torch.float64 if held.dtype == torch.float64 else torch.float32
-        self._settle(parameter, slots, work)
+        self._store_moments(parameter, slots, work)
         generator = self._generator(parameter, count) if self._stochastic else None
         # Memory in another order, or with gaps (rare): a copy of this one parameter.
         dense = held if is_dense(held) else torch.empty_like(held).copy_(held)
-        gradient = local(parameter.grad).detach()  # type: ignore[arg-type]
+        gradient = local_tensor(parameter.grad).detach()  # type: ignore[arg-type]
         if gradient.stride() != dense.stride():
             gradient = torch.empty_like(dense).copy_(gradient)
-        values, gradients = flat(dense), flat(gradient)
-        for start in range(0, len(values), PIECE):
-            part = slice(start, min(start + PIECE, len(values)))
-            self._piece(
+        values, gradients = flat_view(dense), flat_view(gradient)
+        for start in range(0, len(values), CHUNK_ELEMENTS):
+            part = slice(start, min(start + CHUNK_ELEMENTS, len(values)))
+            self._update_chunk(
                 values[part], gradients[part].to(work), slots, part, count, generator, group
             )
         if dense is not held:
             held.copy_(dense)
 
-    def _piece(
+    def _update_chunk(
         self,
         values: Tensor,
         gradient: Tensor,
@@ -131,12 +131,12 @@ class LeanAdamW(torch.optim.Optimizer):
         updated.mul_(1 - lr * group["weight_decay"])
         updated.addcdiv_(mean, bottom, value=-lr / (1 - first**count))
         del bottom
-        write(values, updated, generator)
+        copy_rounded(values, updated, generator)
         del updated
         for key, value in zip(MOMENTS, (mean, square), strict=True):
             self._write(slots, key, part, value, generator)
 
-    def _settle(
+    def _store_moments(
         self, parameter: Tensor, slots: MutableMapping[str, Any], work: torch.dtype
     ) -> None:
         """Make the moments, or bring loaded ones to the dtype in which they are held."""
@@ -151,7 +151,7 @@ class LeanAdamW(torch.optim.Optimizer):
         self, slots: MutableMapping[str, Any], key: str, part: slice, work: torch.dtype
     ) -> Tensor:
         """A piece of a moment to compute with: the state itself where the dtype is the same."""
-        return flat(local(slots[key]))[part].to(work)
+        return flat_view(local_tensor(slots[key]))[part].to(work)
 
     def _write(
         self,
@@ -161,7 +161,7 @@ class LeanAdamW(torch.optim.Optimizer):
         value: Tensor,
         generator: torch.Generator | None,
     ) -> None:
-        write(flat(local(slots[key]))[part], value, generator)
+        copy_rounded(flat_view(local_tensor(slots[key]))[part], value, generator)
 
     def _generator(self, parameter: nn.Parameter, count: int) -> torch.Generator:
         """A generator that begins anew at every parameter and step.
@@ -177,12 +177,12 @@ class LeanAdamW(torch.optim.Optimizer):
         mixed = 0
         for number in numbers:
             mixed = (mixed * 1_000_003 + number) % 2**63
-        device = local(parameter).device
+        device = local_tensor(parameter).device
         generator = self._generators.setdefault(device, torch.Generator(device))
         return generator.manual_seed(mixed)
 
 
-def write(target: Tensor, value: Tensor, generator: torch.Generator | None) -> None:
+def copy_rounded(target: Tensor, value: Tensor, generator: torch.Generator | None) -> None:
     """Copy values into a tensor of their own dtype or a smaller one.
 
     Args:

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from bigtrain.errors import ConfigError
-from bigtrain.optim.lean_adamw import MOMENTS, PIECE, LeanAdamW, write
-from bigtrain.tensors.dtensors import flat, local
+from bigtrain.optim.lean_adamw import CHUNK_ELEMENTS, MOMENTS, LeanAdamW, copy_rounded
+from bigtrain.tensors.dtensors import flat_view, local_tensor
 
-BLOCKS = {8: 256, 4: 128}
+QUANTIZATION_BLOCK = {8: 256, 4: 128}
 """Numbers that share a scale, by the bits of a number: torchao's."""
 
-SMALLEST = 4096
+MIN_QUANTIZED_ELEMENTS = 4096
 """Elements of the smallest parameter whose moments are kept in few bits."""
 
 
@@ -51,19 +51,19 @@ class LowBitAdamW(LeanAdamW):
     state_keys: ClassVar[frozenset[str]] = frozenset({"step", *MOMENTS})
 
     def __init__(self, parameters: Iterable[nn.Parameter], bits: int, **more: Any) -> None:
-        self._maps = value_maps(bits)
+        self._maps = quantization_maps(bits)
         self._tables: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
-        self._bits, self._block = bits, BLOCKS[bits]
+        self._bits, self._block = bits, QUANTIZATION_BLOCK[bits]
         super().__init__(parameters, **more)
         keys = (f"{key}_scale{bits}" for key in MOMENTS)
         self.state_keys = frozenset({*LeanAdamW.state_keys, *keys})  # type: ignore[misc]
 
-    def _settle(
+    def _store_moments(
         self, parameter: Tensor, slots: MutableMapping[str, Any], work: torch.dtype
     ) -> None:
         size = parameter.numel()
-        if size < SMALLEST or size % self._block:
-            super()._settle(parameter, slots, work)
+        if size < MIN_QUANTIZED_ELEMENTS or size % self._block:
+            super()._store_moments(parameter, slots, work)
             return
         device = parameter.device
         for key in MOMENTS:
@@ -76,9 +76,9 @@ class LowBitAdamW(LeanAdamW):
                 slots[key] = torch.zeros(size // 2, dtype=torch.uint8, device=device)
             slots[self._scale(key)] = torch.zeros(size // self._block, device=device)
             if before is not None:  # moments of a run that kept them in full
-                elements = flat(before)
-                for start in range(0, size, PIECE):
-                    part = slice(start, min(start + PIECE, size))
+                elements = flat_view(before)
+                for start in range(0, size, CHUNK_ELEMENTS):
+                    part = slice(start, min(start + CHUNK_ELEMENTS, size))
                     self._write(slots, key, part, elements[part].to(work), None)
 
     def _scale(self, key: str) -> str:
@@ -90,7 +90,7 @@ class LowBitAdamW(LeanAdamW):
         if self._scale(key) not in slots:
             return super()._read(slots, key, part, work)
         scales = slots[self._scale(key)][part.start // self._block : part.stop // self._block]
-        codes = flat(local(slots[key]))
+        codes = flat_view(local_tensor(slots[key]))
         if self._bits == 8:
             codes = codes[part]
         else:
@@ -109,7 +109,7 @@ class LowBitAdamW(LeanAdamW):
         generator: torch.Generator | None,
     ) -> None:
         if self._scale(key) not in slots:
-            write(flat(local(slots[key]))[part], value, generator)
+            copy_rounded(flat_view(local_tensor(slots[key]))[part], value, generator)
             return
         blocks = value.float().view(-1, self._block)
         scales = blocks.abs().amax(-1).clamp_(min=1e-12)
@@ -117,7 +117,7 @@ class LowBitAdamW(LeanAdamW):
         _, middles = self._table(key, value.device)
         blocks = (blocks / scales[:, None]).view(-1)
         codes = torch.bucketize(blocks, middles, right=True, out_int32=True).to(torch.uint8)
-        target = flat(local(slots[key]))
+        target = flat_view(local_tensor(slots[key]))
         if self._bits == 8:
             target[part] = codes
         else:
@@ -132,7 +132,7 @@ class LowBitAdamW(LeanAdamW):
         return self._tables[key, device]
 
 
-def value_maps(bits: int) -> dict[str, tuple[float, ...]]:
+def quantization_maps(bits: int) -> dict[str, tuple[float, ...]]:
     """The values of torchao's codes in ascending order, of each moment: the second has no sign.
 
     Raises:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
-class Cut:
+class Slice:
     """A run of a parameter's elements that one rank updates."""
 
     name: str
@@ -19,7 +19,7 @@ class Cut:
     """Elements [start, stop) of what each rank holds of the parameter, in memory order."""
 
 
-def cut_evenly(
+def partition_evenly(
     sizes: Mapping[str, int], ranks: int, splits: bool, most: int | None = None
 ) -> list[tuple[str, int, int, int]]:
     """Give each rank an equal stretch of all parameters laid end to end.
@@ -62,9 +62,9 @@ def chunk_elements(elements: int, ranks: int) -> int:
     return max(1 << 18, math.ceil(elements / ranks / 32 / 64) * 64)
 
 
-def stretches(cuts: Iterable[Cut]) -> list[Cut]:
+def merge_slices(cuts: Iterable[Slice]) -> list[Slice]:
     """Neighbouring cuts of one owner as one."""
-    merged: list[Cut] = []
+    merged: list[Slice] = []
     for cut in cuts:
         if merged and (merged[-1].name, merged[-1].owner) == (cut.name, cut.owner):
             merged[-1] = replace(merged[-1], stop=cut.stop)

@@ -16,13 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bigtrain.optim.partition import Cut, chunk_elements, cut_evenly, stretches
-from bigtrain.optim.state_store import Home, Kept
-from bigtrain.optim.update import MakeOptimizer, counts_on_device, is_elementwise, tensors_of
-from bigtrain.tensors.dtensors import flat, is_dense, like_parts, local, part_of, whole
+from bigtrain.optim.partition import Slice, chunk_elements, merge_slices, partition_evenly
+from bigtrain.optim.state_store import StateStore, StoredTensor
+from bigtrain.optim.update import MakeOptimizer, is_elementwise, optimizer_tensors, steps_on_device
+from bigtrain.tensors.dtensors import (
+    as_dtensor_like,
+    flat_view,
+    full_tensor,
+    is_dense,
+    local_part,
+    local_tensor,
+)
 from bigtrain.tensors.source import TensorSource
 
-ELEMENTWISE = {
+ELEMENTWISE_OPTIMIZERS = {
     *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
     *("Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "LeanAdamW"),
 }
@@ -30,31 +37,31 @@ ELEMENTWISE = {
 
 
 @dataclass
-class Piece:
+class OwnedSlice:
     """A cut on its owner."""
 
-    cut: Cut
+    slice: Slice
     shard: nn.Parameter
     """What the optimizer updates: the parameter's own elements, or a copy of them."""
     copied: bool
     shape: torch.Size
     """Of the shard while it is in memory."""
-    kept: dict[str, Kept] = field(default_factory=dict)
+    stored: dict[str, StoredTensor] = field(default_factory=dict)
     """What is put away: slots of the state by their keys, the shard's own values by VALUE."""
 
 
-VALUE = ""
+VALUE_KEY = ""
 
 
 @dataclass(frozen=True)
-class Replicas:
+class ReplicaGroup:
     """The ranks that share the updates of the same parameters."""
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
 
-    def send(self, tensor: Tensor, owner: int) -> dist.Work | None:
+    def broadcast(self, tensor: Tensor, owner: int) -> dist.Work | None:
         """Begin to copy the owner's tensor to all."""
         if self.group is None or self.size == 1:
             return None
@@ -70,7 +77,7 @@ class Replicas:
         return everyone
 
 
-class PiecewiseUpdate:
+class PartitionedUpdate:
     """The optimizer on pieces of the parameters, of which each belongs to one replica.
 
     The parameters, one after the other, are cut into as many stretches of equal length as there
@@ -92,63 +99,65 @@ class PiecewiseUpdate:
         parameters: Mapping[str, nn.Parameter],
         make_optimizer: MakeOptimizer,
         *,
-        replicas: Replicas | None = None,
-        home: Home | None = None,
+        replicas: ReplicaGroup | None = None,
+        home: StateStore | None = None,
         low: Collection[str] = (),
     ) -> None:
         self._parameters = parameters
-        self._replicas, self._home = replicas or Replicas(), home or Home()
+        self._replicas, self._state_store = replicas or ReplicaGroup(), home or StateStore()
         self._low = frozenset(low)
         for parameter in parameters.values():  # a stretch of one with gaps is no view of it
-            if not is_dense(local(parameter)):
+            if not is_dense(local_tensor(parameter)):
                 parameter.data = parameter.data.contiguous()
-        splits = type(make_optimizer([nn.Parameter(torch.zeros(1))])).__name__ in ELEMENTWISE
-        chunked = self._home.moves or self._home.chunked or bool(low)
-        sizes = {name: local(p).numel() for name, p in parameters.items()}
+        splits = (
+            type(make_optimizer([nn.Parameter(torch.zeros(1))])).__name__ in ELEMENTWISE_OPTIMIZERS
+        )
+        chunked = self._state_store.updates_elsewhere or self._state_store.chunked or bool(low)
+        sizes = {name: local_tensor(p).numel() for name, p in parameters.items()}
         most = chunk_elements(sum(sizes.values()), self._replicas.size) if chunked else None
         ranks, rank = self._replicas.size, self._replicas.rank
-        self._cuts = [Cut(*cut) for cut in cut_evenly(sizes, ranks, splits, most)]
+        self._slices = [Slice(*cut) for cut in partition_evenly(sizes, ranks, splits, most)]
         self._whole_shape = not splits
-        self._pieces: dict[Cut, Piece] = {}
+        self._owned: dict[Slice, OwnedSlice] = {}
         mine = {
-            name: [c for c in self._cuts if c.name == name and c.owner == rank] for name in sizes
+            name: [c for c in self._slices if c.name == name and c.owner == rank] for name in sizes
         }
-        self._home.reserve(
+        self._state_store.ensure_space(
             sum(self._bytes(cuts) for cuts in mine.values()),
             sum(self._bytes(cuts) for name, cuts in mine.items() if self._copies(name)),
             make_optimizer,
         )
         for name, cuts in mine.items():
-            self._settle(name, cuts)
-        self._chunks = _chunks(list(self._pieces.values()), most)
+            self._make_slices(name, cuts)
+        self._chunks = _chunks(list(self._owned.values()), most)
         # A rank without a piece (fewer elements than ranks) still has an optimizer to set rates on.
-        shards = [piece.shard for piece in self._pieces.values()]
+        shards = [piece.shard for piece in self._owned.values()]
         self.optimizer = make_optimizer(shards or [nn.Parameter(torch.zeros(0))])
 
     def _copies(self, name: str) -> bool:
-        return self._home.moves or name in self._low
+        return self._state_store.updates_elsewhere or name in self._low
 
-    def _bytes(self, cuts: Iterable[Cut]) -> int:
+    def _bytes(self, cuts: Iterable[Slice]) -> int:
         return sum((c.stop - c.start) * self._parameters[c.name].element_size() for c in cuts)
 
-    def _settle(self, name: str, cuts: Sequence[Cut]) -> None:
+    def _make_slices(self, name: str, cuts: Sequence[Slice]) -> None:
         """Make the pieces of a parameter; the fp32 values first, then what is computed with."""
         copied = self._copies(name)
         for cut in cuts:
             value = self._target(cut)
-            value = self._home.settle(value.clone()) if copied else value
-            piece = Piece(cut, nn.Parameter(value), copied, value.shape)
-            self._pieces[cut] = piece
+            value = self._state_store.place(value.clone()) if copied else value
+            piece = OwnedSlice(cut, nn.Parameter(value), copied, value.shape)
+            self._owned[cut] = piece
             if copied:
-                self._put_value(piece, value)
+                self._store_value(piece, value)
         if name in self._low:
             parameter = self._parameters[name]
             parameter.data = parameter.data.to(torch.bfloat16)
 
-    def _target(self, cut: Cut) -> Tensor:
+    def _target(self, cut: Slice) -> Tensor:
         """The parameter's elements, as a view."""
-        held = local(self._parameters[cut.name]).detach()
-        return held if self._whole_shape else flat(held)[cut.start : cut.stop]
+        held = local_tensor(self._parameters[cut.name]).detach()
+        return held if self._whole_shape else flat_view(held)[cut.start : cut.stop]
 
     def step(self) -> None:
         """See `Update.step`."""
@@ -156,24 +165,28 @@ class PiecewiseUpdate:
             present = [(p, g) for p, g in zip(chunk, gradients, strict=True) if g is not None]
             if not present:
                 continue
-            self._home.expect(kept for piece, _ in present for kept in piece.kept.values())
+            self._state_store.prepare_chunk(
+                kept for piece, _ in present for kept in piece.stored.values()
+            )
             for piece, gradient in present:
-                self._fetch(piece)
+                self._load_slice(piece)
                 piece.shard.grad = gradient()
             self.optimizer.step()
             for piece, _ in present:
                 piece.shard.grad = None
                 if piece.copied:
-                    self._home.give_back(self._target(piece.cut), piece.shard.detach())
-                self._put(piece)
-        self._home.rest()
-        self._spread()
+                    self._state_store.copy_back(self._target(piece.slice), piece.shard.detach())
+                self._store_slice(piece)
+        self._state_store.finish_step()
+        self._broadcast_slices()
 
     def _with_gradients(
         self,
-    ) -> Iterator[tuple[list[Piece], list[Callable[[], Tensor] | None]]]:
+    ) -> Iterator[tuple[list[OwnedSlice], list[Callable[[], Tensor] | None]]]:
         """Each chunk with its gradients; those of the next one are on their way meanwhile."""
-        if not self._home.moves:  # nothing is under way: converted when their turn comes
+        if (
+            not self._state_store.updates_elsewhere
+        ):  # nothing is under way: converted when their turn comes
             for chunk in self._chunks:
                 yield chunk, [self._gradient(piece) for piece in chunk]
             return
@@ -184,69 +197,69 @@ class PiecewiseUpdate:
             coming = [self._gradient(piece) for piece in following]
             yield chunk, here
 
-    def _gradient(self, piece: Piece) -> Callable[[], Tensor] | None:
+    def _gradient(self, piece: OwnedSlice) -> Callable[[], Tensor] | None:
         """The piece's share of the gradient: a view where it need not be converted or moved."""
-        parameter = self._parameters[piece.cut.name]
+        parameter = self._parameters[piece.slice.name]
         if parameter.grad is None:
             return None
-        gradient, held = local(parameter.grad).detach(), local(parameter)
+        gradient, held = local_tensor(parameter.grad).detach(), local_tensor(parameter)
         if not self._whole_shape:
             if gradient.stride() != held.stride():
                 gradient = torch.empty_like(held).copy_(gradient)
-            gradient = flat(gradient)[piece.cut.start : piece.cut.stop]
-        return self._home.bring(gradient, piece.shard)
+            gradient = flat_view(gradient)[piece.slice.start : piece.slice.stop]
+        return self._state_store.begin_copy(gradient, piece.shard)
 
-    def _fetch(self, piece: Piece) -> None:
+    def _load_slice(self, piece: OwnedSlice) -> None:
         """Bring what is put away of a piece back into memory."""
-        slots = self.optimizer.state[piece.shard] if piece.kept.keys() - {VALUE} else {}
-        for key, kept in piece.kept.items():
-            if key == VALUE:
-                piece.shard.data = self._home.fetch(kept)
+        slots = self.optimizer.state[piece.shard] if piece.stored.keys() - {VALUE_KEY} else {}
+        for key, kept in piece.stored.items():
+            if key == VALUE_KEY:
+                piece.shard.data = self._state_store.load(kept)
             else:
-                slots[key] = self._home.fetch(kept)
+                slots[key] = self._state_store.load(kept)
 
-    def _put(self, piece: Piece) -> None:
+    def _store_slice(self, piece: OwnedSlice) -> None:
         """Put a piece away after its update."""
         slots = self.optimizer.state[piece.shard]
         for key in slots:
-            self._put_slot(piece, slots, key)
-        if VALUE in piece.kept:
-            self._put_value(piece, piece.shard.detach())
+            self._store_slot(piece, slots, key)
+        if VALUE_KEY in piece.stored:
+            self._store_value(piece, piece.shard.detach())
 
-    def _put_slot(self, piece: Piece, slots: dict[Any, Any], key: str) -> None:
+    def _store_slot(self, piece: OwnedSlice, slots: dict[Any, Any], key: str) -> None:
         value = slots[key]
         if isinstance(value, Tensor) and value.numel() > 1:  # step counts are read all the time
-            kept = self._home.keep(value, piece.kept.get(key))
+            kept = self._state_store.store(value, piece.stored.get(key))
             if kept is not None:
-                slots[key] = piece.kept[key] = kept
+                slots[key] = piece.stored[key] = kept
 
-    def _put_value(self, piece: Piece, value: Tensor) -> None:
-        kept = self._home.keep(value, piece.kept.get(VALUE))
+    def _store_value(self, piece: OwnedSlice, value: Tensor) -> None:
+        kept = self._state_store.store(value, piece.stored.get(VALUE_KEY))
         if kept is not None:
-            piece.kept[VALUE] = kept
+            piece.stored[VALUE_KEY] = kept
             piece.shard.data = value.new_empty(0)
 
-    def _spread(self) -> None:
+    def _broadcast_slices(self) -> None:
         """Let every replica have every piece: broadcasts in place, no second copy."""
         under_way = []
-        for cut in stretches(self._cuts):
-            held = flat(local(self._parameters[cut.name]).detach())
-            under_way.append(self._replicas.send(held[cut.start : cut.stop], cut.owner))
+        for cut in merge_slices(self._slices):
+            held = flat_view(local_tensor(self._parameters[cut.name]).detach())
+            under_way.append(self._replicas.broadcast(held[cut.start : cut.stop], cut.owner))
         for work in under_way:
             if work is not None:
                 work.wait()
 
-    def held(self) -> Iterable[Tensor]:
-        """See `Update.held`."""
-        yield from tensors_of(self.optimizer)
-        yield from (piece.shard for piece in self._pieces.values() if piece.copied)
+    def resident_tensors(self) -> Iterable[Tensor]:
+        """See `Update.resident_tensors`."""
+        yield from optimizer_tensors(self.optimizer)
+        yield from (piece.shard for piece in self._owned.values() if piece.copied)
 
     def state(self) -> dict[str, TensorSource]:
         """See `Update.state`."""
         mine: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...] | None]]] = {}
-        for cut, piece in self._pieces.items():
+        for cut, piece in self._owned.items():
             for key, value in self.optimizer.state.get(piece.shard, {}).items():
-                if isinstance(value, Tensor | Kept):
+                if isinstance(value, Tensor | StoredTensor):
                     sliced = value.shape == piece.shape and len(value.shape) > 0
                     about = (value.dtype, None if sliced else tuple(value.shape))
                     mine.setdefault(cut.name, {})[key] = about
@@ -263,7 +276,7 @@ class PiecewiseUpdate:
     def _slot(
         self, name: str, key: str, dtype: torch.dtype, shape: tuple[int, ...] | None
     ) -> TensorSource:
-        def values(piece: Piece) -> Tensor:
+        def values(piece: OwnedSlice) -> Tensor:
             return self._read(self.optimizer.state[piece.shard][key])
 
         if shape is None:
@@ -271,51 +284,53 @@ class PiecewiseUpdate:
             return TensorSource(dtype, size, lambda: self._assemble(name, dtype, values))
         return TensorSource(dtype, shape, lambda: self._scalar(name, dtype, shape, values))
 
-    def _read(self, value: Tensor | Kept) -> Tensor:
-        return self._home.fetch(value) if isinstance(value, Kept) else value
+    def _read(self, value: Tensor | StoredTensor) -> Tensor:
+        return self._state_store.load(value) if isinstance(value, StoredTensor) else value
 
-    def _assemble(self, name: str, dtype: torch.dtype, values: Callable[[Piece], Tensor]) -> Tensor:
+    def _assemble(
+        self, name: str, dtype: torch.dtype, values: Callable[[OwnedSlice], Tensor]
+    ) -> Tensor:
         parameter = self._parameters[name]
-        result = torch.empty_like(local(parameter).detach(), dtype=dtype)
-        elements = flat(result)
-        for cut in self._of(name):
+        result = torch.empty_like(local_tensor(parameter).detach(), dtype=dtype)
+        elements = flat_view(result)
+        for cut in self._slices_of(name):
             stretch = elements[cut.start : cut.stop]
-            if cut in self._pieces:
-                value = values(self._pieces[cut]).detach()
+            if cut in self._owned:
+                value = values(self._owned[cut]).detach()
                 if value.shape == result.shape:  # laid out in memory as it may be
                     result.copy_(value)
                 else:
-                    stretch.copy_(flat(value))
-            work = self._replicas.send(stretch, cut.owner)
+                    stretch.copy_(flat_view(value))
+            work = self._replicas.broadcast(stretch, cut.owner)
             if work is not None:
                 work.wait()
-        return whole(like_parts(result, parameter))
+        return full_tensor(as_dtensor_like(result, parameter))
 
     def _scalar(
         self,
         name: str,
         dtype: torch.dtype,
         shape: tuple[int, ...],
-        values: Callable[[Piece], Tensor],
+        values: Callable[[OwnedSlice], Tensor],
     ) -> Tensor:
-        first = self._of(name)[0]
-        device = local(self._parameters[name]).device
+        first = self._slices_of(name)[0]
+        device = local_tensor(self._parameters[name]).device
         result = torch.zeros(shape, dtype=dtype, device=device)
-        if first in self._pieces:
-            result.copy_(values(self._pieces[first]))
-        work = self._replicas.send(result, first.owner)
+        if first in self._owned:
+            result.copy_(values(self._owned[first]))
+        work = self._replicas.broadcast(result, first.owner)
         if work is not None:
             work.wait()
         return result
 
-    def _of(self, name: str) -> list[Cut]:
-        return [cut for cut in self._cuts if cut.name == name]
+    def _slices_of(self, name: str) -> list[Slice]:
+        return [cut for cut in self._slices if cut.name == name]
 
     def masters(self) -> dict[str, TensorSource]:
         """See `Update.masters`."""
 
-        def value(piece: Piece) -> Tensor:
-            return self._read(piece.kept.get(VALUE, piece.shard))
+        def value(piece: OwnedSlice) -> Tensor:
+            return self._read(piece.stored.get(VALUE_KEY, piece.shard))
 
         def source(name: str) -> TensorSource:
             shape, dtype = tuple(self._parameters[name].shape), torch.float32
@@ -325,7 +340,7 @@ class PiecewiseUpdate:
 
     def load_state(self, name: str, key: str, value: Tensor) -> None:
         """See `Update.load_state`."""
-        pieces = [self._pieces[cut] for cut in self._of(name) if cut in self._pieces]
+        pieces = [self._owned[cut] for cut in self._slices_of(name) if cut in self._owned]
         if not pieces:
             return
         sliced = is_elementwise(key, value, self._parameters[name].shape)
@@ -335,49 +350,49 @@ class PiecewiseUpdate:
             if elements is not None:
                 slots[key] = self._part(piece, elements)
             else:
-                device = piece.shard.device if counts_on_device(self.optimizer) else value.device
+                device = piece.shard.device if steps_on_device(self.optimizer) else value.device
                 slots[key] = value.clone().to(device)
-            self._put_slot(piece, slots, key)
+            self._store_slot(piece, slots, key)
 
     def load_master(self, name: str, value: Tensor) -> None:
         """See `Update.load_master`."""
-        pieces = [self._pieces[cut] for cut in self._of(name) if cut in self._pieces]
+        pieces = [self._owned[cut] for cut in self._slices_of(name) if cut in self._owned]
         copied = [piece for piece in pieces if piece.copied]
         if not copied:
             return
         elements = self._elements(name, value)
         for piece in copied:
             part = self._part(piece, elements)
-            if VALUE in piece.kept:
-                self._put_value(piece, part.to(piece.kept[VALUE].dtype))
+            if VALUE_KEY in piece.stored:
+                self._store_value(piece, part.to(piece.stored[VALUE_KEY].dtype))
             else:
                 piece.shard.data.copy_(part)
 
     def _elements(self, name: str, value: Tensor) -> Tensor:
         """What this rank holds of a whole tensor, in the order of the cuts."""
         parameter = self._parameters[name]
-        held = torch.empty_like(local(parameter).detach(), dtype=value.dtype)
-        return flat(held.copy_(part_of(value, parameter)))
+        held = torch.empty_like(local_tensor(parameter).detach(), dtype=value.dtype)
+        return flat_view(held.copy_(local_part(value, parameter)))
 
-    def _part(self, piece: Piece, elements: Tensor) -> Tensor:
+    def _part(self, piece: OwnedSlice, elements: Tensor) -> Tensor:
         """A piece's own copy of its elements, in the shape of its shard."""
-        part = elements[piece.cut.start : piece.cut.stop]
+        part = elements[piece.slice.start : piece.slice.stop]
         if not self._whole_shape:
             return part.to(piece.shard.device, copy=True)
-        like = local(self._parameters[piece.cut.name])
+        like = local_tensor(self._parameters[piece.slice.name])
         shaped = torch.empty_like(like, dtype=part.dtype, device=piece.shard.device)
-        flat(shaped).copy_(part)
+        flat_view(shaped).copy_(part)
         return shaped
 
     def close(self) -> None:
         """See `Update.close`."""
-        self._home.close()
+        self._state_store.close()
 
 
-def _chunks(pieces: Sequence[Piece], most: int | None) -> list[list[Piece]]:
+def _chunks(pieces: Sequence[OwnedSlice], most: int | None) -> list[list[OwnedSlice]]:
     if most is None:
         return [list(pieces)] if pieces else []
-    chunks: list[list[Piece]] = []
+    chunks: list[list[OwnedSlice]] = []
     filled = 0
     for piece in pieces:
         size = piece.shape.numel()

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from bigtrain.errors import BigtrainError, ConfigError
-from bigtrain.memory.disk import Need, find_shortage, free_on_disk, nameless_file
-from bigtrain.memory.host_memory import free_memory
-from bigtrain.optim.update import MakeOptimizer, state_slots
+from bigtrain.memory.disk import SpaceRequest, anonymous_file, find_shortage, free_disk_bytes
+from bigtrain.memory.host_memory import free_host_bytes
+from bigtrain.optim.update import MakeOptimizer, state_bytes_per_parameter_byte
 from bigtrain.ranks.context import RunContext
-from bigtrain.tensors.dtensors import flat
+from bigtrain.tensors.dtensors import flat_view
 from bigtrain.units import format_bytes
 
 T = TypeVar("T")
@@ -33,13 +33,13 @@ _ALIGN = 64
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredTensor:
     """A tensor that is put away between the steps: it stands in the optimizer's state for it."""
 
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
-    place: int
+    offset: int
     """The file's offset in bytes."""
     device: torch.device
     """Where it is used: a parameter may be on the host in a run on a GPU."""
@@ -50,15 +50,15 @@ class Kept:
         return self.shape.numel() * self.dtype.itemsize
 
 
-class Home:
+class StateStore:
     """Where fp32 copies and optimizer state live between the steps: on the parameters' device."""
 
-    moves = False
+    updates_elsewhere = False
     """Whether the optimizer updates copies that are on another device than the parameters."""
     chunked = False
     """Whether to update a chunk at a time, so that little of the state is in memory at once."""
 
-    def reserve(self, updated: int, copied: int, make_optimizer: MakeOptimizer) -> None:
+    def ensure_space(self, updated: int, copied: int, make_optimizer: MakeOptimizer) -> None:
         """Make sure of the room, before anything is moved. Collective.
 
         Args:
@@ -70,38 +70,38 @@ class Home:
             ConfigError: it does not fit; the same message on every rank.
         """
 
-    def settle(self, value: Tensor) -> Tensor:
+    def place(self, value: Tensor) -> Tensor:
         """Bring a new copy to the device where it is updated."""
         return value
 
-    def keep(self, tensor: Tensor, before: Kept | None) -> Kept | None:
+    def store(self, tensor: Tensor, before: StoredTensor | None) -> StoredTensor | None:
         """Put the values of a tensor away, over those of `before`; None: it stays in memory."""
         del tensor, before
         return None
 
-    def expect(self, kept: Iterable[Kept]) -> None:
+    def prepare_chunk(self, kept: Iterable[StoredTensor]) -> None:
         """Make room for the tensors of a chunk, which are fetched next."""
 
-    def fetch(self, kept: Kept) -> Tensor:
+    def load(self, kept: StoredTensor) -> Tensor:
         """The tensor, in memory again; within a step until the next `expect` or `rest`."""
         raise NotImplementedError
 
-    def bring(self, gradient: Tensor, like: Tensor) -> Callable[[], Tensor]:
+    def begin_copy(self, gradient: Tensor, like: Tensor) -> Callable[[], Tensor]:
         """Begin to move a gradient to where `like` is; calling the result waits for it."""
         return lambda: gradient.to(like)
 
-    def give_back(self, target: Tensor, value: Tensor) -> None:
+    def copy_back(self, target: Tensor, value: Tensor) -> None:
         """Copy updated values into the parameter; they are in it after `rest`."""
         target.copy_(value)
 
-    def rest(self) -> None:
+    def finish_step(self) -> None:
         """The step is over: whoever reads the parameters from now on finds the new values."""
 
     def close(self) -> None:
         """Let go of files."""
 
 
-class DiskHome(Home):
+class DiskStateStore(StateStore):
     """State and fp32 copies in a file of this rank, which has no name and vanishes with it.
 
     Args:
@@ -115,18 +115,20 @@ class DiskHome(Home):
         self._context, self._folder = context, folder
         self._pinned = context.device.type == "cuda"
         self._end = 0
-        self._room: Tensor | None = None
-        self._used = 0
-        self._file: IO[bytes] = nameless_file(folder)
+        self._buffer: Tensor | None = None
+        self._buffer_used = 0
+        self._file: IO[bytes] = anonymous_file(folder)
         self._fd = self._file.fileno()
 
-    def reserve(self, updated: int, copied: int, make_optimizer: MakeOptimizer) -> None:
-        """See `Home.reserve`. The blocks are taken at once, so that nobody else can have them."""
-        wanted = copied + round(updated * state_slots(make_optimizer))
-        where, free = str(os.fstat(self._fd).st_dev), free_on_disk(self._folder)
-        short = find_shortage(_everyone(self._context, where, wanted, free))
+    def ensure_space(self, updated: int, copied: int, make_optimizer: MakeOptimizer) -> None:
+        """See `StateStore.ensure_space`. The blocks are taken at once."""
+        wanted = copied + round(updated * state_bytes_per_parameter_byte(make_optimizer))
+        where, free = str(os.fstat(self._fd).st_dev), free_disk_bytes(self._folder)
+        short = find_shortage(_gather_requests(self._context, where, wanted, free))
         if short is not None:
-            raise ConfigError(disk_message(self._folder, short.wanted, short.free, short.ranks))
+            raise ConfigError(
+                disk_shortage_message(self._folder, short.wanted, short.free, short.ranks)
+            )
         fault = None
         if wanted:
             try:
@@ -137,45 +139,45 @@ class DiskHome(Home):
         if faults:
             raise ConfigError(f"{faults[0]} Set strategy.offload.path to a folder on another disk.")
 
-    def keep(self, tensor: Tensor, before: Kept | None) -> Kept:
-        """See `Home.keep`."""
+    def store(self, tensor: Tensor, before: StoredTensor | None) -> StoredTensor:
+        """See `StateStore.store`."""
         value = tensor.detach()
-        elements = flat(value)
+        elements = flat_view(value)
         in_place = elements.is_contiguous() and elements.data_ptr() == value.data_ptr()
         stride = value.stride() if in_place else value.contiguous().stride()
         nbytes = value.numel() * value.element_size()
         if before is not None and before.nbytes == nbytes:
-            place = before.place
+            place = before.offset
         else:
             place, self._end = self._end, self._end + nbytes
-        self._whole(os.pwritev, elements.contiguous().cpu(), place)
-        return Kept(value.dtype, value.shape, tuple(stride), place, value.device)
+        self._transfer_all(os.pwritev, elements.contiguous().cpu(), place)
+        return StoredTensor(value.dtype, value.shape, tuple(stride), place, value.device)
 
-    def expect(self, kept: Iterable[Kept]) -> None:
-        """See `Home.expect`. One buffer serves all chunks of a step."""
+    def prepare_chunk(self, kept: Iterable[StoredTensor]) -> None:
+        """See `StateStore.prepare_chunk`. One buffer serves all chunks of a step."""
         found = list(kept)
         size = sum(_aligned(one.nbytes) for one in found)
-        self._used = 0
-        if self._room is None or len(self._room) < size:
-            self._room = None
-            self._room = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        self._buffer_used = 0
+        if self._buffer is None or len(self._buffer) < size:
+            self._buffer = None
+            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
         if found:  # chunks lie in the file in their order: the next one is read meanwhile
-            ends = max(one.place + one.nbytes for one in found)
+            ends = max(one.offset + one.nbytes for one in found)
             with suppress(OSError):
                 os.posix_fadvise(self._fd, ends, size, os.POSIX_FADV_WILLNEED)
 
-    def fetch(self, kept: Kept) -> Tensor:
-        """See `Home.fetch`."""
-        if self._room is not None and self._used + kept.nbytes <= len(self._room):
-            elements = self._room[self._used : self._used + kept.nbytes]
-            self._used += _aligned(kept.nbytes)
+    def load(self, kept: StoredTensor) -> Tensor:
+        """See `StateStore.load`."""
+        if self._buffer is not None and self._buffer_used + kept.nbytes <= len(self._buffer):
+            elements = self._buffer[self._buffer_used : self._buffer_used + kept.nbytes]
+            self._buffer_used += _aligned(kept.nbytes)
         else:
             elements = torch.empty(kept.nbytes, dtype=torch.uint8)
-        self._whole(os.preadv, elements, kept.place)
+        self._transfer_all(os.preadv, elements, kept.offset)
         shaped = elements.view(kept.dtype).as_strided(kept.shape, kept.stride, None)
         return shaped.to(kept.device)
 
-    def _whole(self, move: Callable[..., int], tensor: Tensor, place: int) -> None:
+    def _transfer_all(self, move: Callable[..., int], tensor: Tensor, place: int) -> None:
         """Read or write all bytes of a tensor; the system may do less than it is asked for."""
         rest = tensor.view(torch.uint8).numpy().data
         while rest.nbytes:
@@ -190,45 +192,45 @@ class DiskHome(Home):
                 raise BigtrainError(f"strategy.offload.path={self._folder}: the file was cut off.")
             rest, place = rest[done:], place + done
 
-    def rest(self) -> None:
-        """See `Home.rest`."""
-        self._room, self._used = None, 0
+    def finish_step(self) -> None:
+        """See `StateStore.finish_step`."""
+        self._buffer, self._buffer_used = None, 0
 
     def close(self) -> None:
-        """See `Home.close`. The file's blocks are free again."""
-        self.rest()
+        """See `StateStore.close`. The file's blocks are free again."""
+        self.finish_step()
         self._file.close()
 
 
-class Lane(Protocol):
+class CopyQueue(Protocol):
     """Copies one after the other, beside what the device computes."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy, when what was computed so far is done."""
 
-    def mark(self) -> Callable[[], None]:
+    def completion(self) -> Callable[[], None]:
         """What waits, when it is called, for the copies so far."""
 
-    def join(self) -> None:
+    def wait_all(self) -> None:
         """What is computed from now on finds all copies done."""
 
 
-class AtOnce:
+class ImmediateCopies:
     """The lane of a device that has no streams: everything is done when it is asked for."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """See `Lane.copy`."""
+        """See `CopyQueue.copy`."""
         target.copy_(source)
 
-    def mark(self) -> Callable[[], None]:
-        """See `Lane.mark`."""
+    def completion(self) -> Callable[[], None]:
+        """See `CopyQueue.completion`."""
         return lambda: None
 
-    def join(self) -> None:
-        """See `Lane.join`."""
+    def wait_all(self) -> None:
+        """See `CopyQueue.wait_all`."""
 
 
-class Stream:
+class StreamCopies:
     """A lane on a CUDA stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
@@ -236,22 +238,22 @@ class Stream:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """See `Lane.copy`."""
+        """See `CopyQueue.copy`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
 
-    def mark(self) -> Callable[[], None]:
-        """See `Lane.mark`."""
+    def completion(self) -> Callable[[], None]:
+        """See `CopyQueue.completion`."""
         event = self._stream.record_event()
         return lambda: event.synchronize()
 
-    def join(self) -> None:
-        """See `Lane.join`."""
+    def wait_all(self) -> None:
+        """See `CopyQueue.wait_all`."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
-class HostHome(Home):
+class HostStateStore(StateStore):
     """Values and state in the host's memory: gradients come over, updated values go back.
 
     While the host updates a chunk, the next one's gradients are on their way and the last one's
@@ -263,32 +265,32 @@ class HostHome(Home):
         lane: makes the copies; left out, a CUDA stream, or none on a CPU.
     """
 
-    moves = True
+    updates_elsewhere = True
 
-    def __init__(self, context: RunContext, lane: Lane | None = None) -> None:
+    def __init__(self, context: RunContext, lane: CopyQueue | None = None) -> None:
         self._context = context
         self._pinned = context.device.type == "cuda"
-        self._lane = lane or (Stream(context.device) if self._pinned else AtOnce())
+        self._lane = lane or (StreamCopies(context.device) if self._pinned else ImmediateCopies())
 
-    def reserve(self, updated: int, copied: int, make_optimizer: MakeOptimizer) -> None:
-        """See `Home.reserve`."""
-        wanted = copied + round(updated * state_slots(make_optimizer))
-        free = free_memory()
+    def ensure_space(self, updated: int, copied: int, make_optimizer: MakeOptimizer) -> None:
+        """See `StateStore.ensure_space`."""
+        wanted = copied + round(updated * state_bytes_per_parameter_byte(make_optimizer))
+        free = free_host_bytes()
         if free is None:
             return
-        short = find_shortage(_everyone(self._context, "memory", wanted, free))
+        short = find_shortage(_gather_requests(self._context, "memory", wanted, free))
         if short is not None:
-            raise ConfigError(memory_message(short.wanted, short.free, short.ranks))
+            raise ConfigError(host_shortage_message(short.wanted, short.free, short.ranks))
 
-    def settle(self, value: Tensor) -> Tensor:
-        """See `Home.settle`."""
+    def place(self, value: Tensor) -> Tensor:
+        """See `StateStore.place`."""
         return self._like(value).copy_(value)
 
-    def bring(self, gradient: Tensor, like: Tensor) -> Callable[[], Tensor]:
-        """See `Home.bring`."""
+    def begin_copy(self, gradient: Tensor, like: Tensor) -> Callable[[], Tensor]:
+        """See `StateStore.begin_copy`."""
         here = self._like(like)
         self._lane.copy(here, gradient)
-        wait = self._lane.mark()
+        wait = self._lane.completion()
 
         def arrived() -> Tensor:
             wait()
@@ -296,20 +298,20 @@ class HostHome(Home):
 
         return arrived
 
-    def give_back(self, target: Tensor, value: Tensor) -> None:
-        """See `Home.give_back`."""
+    def copy_back(self, target: Tensor, value: Tensor) -> None:
+        """See `StateStore.copy_back`."""
         self._lane.copy(target, value)
 
-    def rest(self) -> None:
-        """See `Home.rest`."""
-        self._lane.join()
+    def finish_step(self) -> None:
+        """See `StateStore.finish_step`."""
+        self._lane.wait_all()
 
     def _like(self, tensor: Tensor) -> Tensor:
         # Pinned memory, as only that is copied while the host and the device go on.
         return torch.empty_like(tensor, device="cpu", pin_memory=self._pinned, requires_grad=False)
 
 
-def disk_message(folder: str, wanted: int, free: int, ranks: int) -> str:
+def disk_shortage_message(folder: str, wanted: int, free: int, ranks: int) -> str:
     """Why the state does not fit on a disk, with the numbers and the fix."""
     return (
         f"strategy.offload.path={folder} has {format_bytes(free)} free ({free} bytes), and the "
@@ -318,7 +320,7 @@ def disk_message(folder: str, wanted: int, free: int, ranks: int) -> str:
     )
 
 
-def memory_message(wanted: int, free: int, ranks: int) -> str:
+def host_shortage_message(wanted: int, free: int, ranks: int) -> str:
     """Why the state does not fit into the host's memory, with the numbers and the fix."""
     return (
         f"strategy.offload.optimizer=cpu: the host has {format_bytes(free)} of memory free ({free} "
@@ -336,8 +338,8 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-def _everyone(context: RunContext, where: str, wanted: int, free: int) -> list[Need]:
-    return _gather(context, Need(platform.node(), where, wanted, free))
+def _gather_requests(context: RunContext, where: str, wanted: int, free: int) -> list[SpaceRequest]:
+    return _gather(context, SpaceRequest(platform.node(), where, wanted, free))
 
 
 def _gather(context: RunContext, value: T) -> list[T]:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from bigtrain.tensors.dtensors import like_parts, local, part_of, whole
+from bigtrain.tensors.dtensors import as_dtensor_like, full_tensor, local_part, local_tensor
 from bigtrain.tensors.source import TensorSource
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -24,7 +24,7 @@ class Update(Protocol):
     def step(self) -> None:
         """Update the parameters by their gradients."""
 
-    def held(self) -> Iterable[Tensor]:
+    def resident_tensors(self) -> Iterable[Tensor]:
         """The tensors of the state that this rank holds in memory, fp32 copies included."""
 
     def state(self) -> dict[str, TensorSource]:
@@ -56,9 +56,9 @@ class WholeUpdate:
         """See `Update.step`."""
         self.optimizer.step()
 
-    def held(self) -> Iterable[Tensor]:
-        """See `Update.held`."""
-        return tensors_of(self.optimizer)
+    def resident_tensors(self) -> Iterable[Tensor]:
+        """See `Update.resident_tensors`."""
+        return optimizer_tensors(self.optimizer)
 
     def state(self) -> dict[str, TensorSource]:
         """See `Update.state`."""
@@ -66,7 +66,7 @@ class WholeUpdate:
         for name, parameter in self._parameters.items():
             for key, value in sorted(self.optimizer.state.get(parameter, {}).items()):
                 if isinstance(value, Tensor):
-                    found[f"{name}.{key}"] = source_of(value)
+                    found[f"{name}.{key}"] = tensor_source(value)
         return found
 
     def masters(self) -> dict[str, TensorSource]:
@@ -79,14 +79,14 @@ class WholeUpdate:
         if is_elementwise(key, value, parameter.shape):
             # In the parameter's own order in memory, which kernels go through side by side, and in
             # its type, but for optimizers that bring their state to the type they want.
-            held = local(parameter).detach()
+            held = local_tensor(parameter).detach()
             lean = hasattr(self.optimizer, "state_keys") or not value.is_floating_point()
             piece = torch.empty_like(held, dtype=value.dtype if lean else held.dtype)
-            piece.copy_(part_of(value, parameter))
-            self.optimizer.state[parameter][key] = like_parts(piece, parameter)
+            piece.copy_(local_part(value, parameter))
+            self.optimizer.state[parameter][key] = as_dtensor_like(piece, parameter)
             return
         # A step count is on the host, but for the kernels that read it on the device.
-        device = local(parameter).device if counts_on_device(self.optimizer) else value.device
+        device = local_tensor(parameter).device if steps_on_device(self.optimizer) else value.device
         self.optimizer.state[parameter][key] = value.to(device)
 
     def load_master(self, name: str, value: Tensor) -> None:
@@ -108,17 +108,17 @@ def is_elementwise(key: str, value: Tensor, shape: tuple[int, ...]) -> bool:
     return tuple(value.shape) == tuple(shape) and (len(shape) > 0 or key not in _ONCE)
 
 
-def state_factor(make_optimizer: MakeOptimizer) -> float:
+def bytes_per_parameter_byte(make_optimizer: MakeOptimizer) -> float:
     """Bytes held for each byte of a parameter: itself, its gradient, the optimizer's state."""
-    return 2.0 + sum(state_widths(make_optimizer, side=64).values()) / 4
+    return 2.0 + sum(state_bytes_by_slot(make_optimizer, side=64).values()) / 4
 
 
-def state_slots(make_optimizer: MakeOptimizer) -> float:
+def state_bytes_per_parameter_byte(make_optimizer: MakeOptimizer) -> float:
     """Bytes of state for each byte of an fp32 parameter, found out by one step on a few numbers."""
-    return sum(state_widths(make_optimizer).values()) / 4
+    return sum(state_bytes_by_slot(make_optimizer).values()) / 4
 
 
-def state_widths(make_optimizer: MakeOptimizer, side: int = 32) -> dict[str, float]:
+def state_bytes_by_slot(make_optimizer: MakeOptimizer, side: int = 32) -> dict[str, float]:
     """Bytes of each slot of the state for each number of an fp32 matrix; step counts left out."""
     parameter = nn.Parameter(torch.zeros(side, side))
     parameter.grad = torch.zeros_like(parameter)
@@ -132,17 +132,17 @@ def state_widths(make_optimizer: MakeOptimizer, side: int = 32) -> dict[str, flo
     }
 
 
-def source_of(tensor: Tensor) -> TensorSource:
+def tensor_source(tensor: Tensor) -> TensorSource:
     """A tensor of which this rank holds all or, as a DTensor, a part."""
-    return TensorSource(tensor.dtype, tuple(tensor.shape), lambda: whole(tensor.detach()))
+    return TensorSource(tensor.dtype, tuple(tensor.shape), lambda: full_tensor(tensor.detach()))
 
 
-def tensors_of(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
     """The tensors of an optimizer's state."""
     for slots in optimizer.state.values():
         yield from (value for value in slots.values() if isinstance(value, Tensor))
 
 
-def counts_on_device(optimizer: torch.optim.Optimizer) -> bool:
+def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Whether step counts live on the device: the kernels that read them there."""
     return bool(optimizer.defaults.get("fused") or optimizer.defaults.get("capturable"))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 
-class DeferredStatistics:
+class DeferredBatchNorm:
     """Keeps the running statistics of these modules' BatchNorms still, until `commit`.
 
     Args:
@@ -25,7 +25,9 @@ class DeferredStatistics:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         found = {id(m): m for module in modules for m in module.modules()}
-        self._seen = [_Seen(m) for m in found.values() if isinstance(m, _NormBase) and _tracks(m)]
+        self._seen = [
+            _BatchNormSums(m) for m in found.values() if isinstance(m, _NormBase) and _tracks(m)
+        ]
 
     def commit(self) -> None:
         """Let the running statistics follow all that was seen since the last time."""
@@ -33,7 +35,7 @@ class DeferredStatistics:
             seen.commit()
 
 
-class _Seen:
+class _BatchNormSums:
     """The sums of one BatchNorm's inputs, in float64 on their device."""
 
     def __init__(self, norm: _NormBase) -> None:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from bigtrain.cutting.stage import Stage
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
-from bigtrain.tensors.tree import map_tensors, tensors_of
+from bigtrain.tensors.tree import map_tensors, tree_tensors
 
 
-class Chain(nn.Module):
+class StageChain(nn.Module):
     """Calls the stages in order and carries what crosses the cuts from device to device.
 
     It has the parameters and modules of `model` under their own names.
@@ -50,7 +50,7 @@ class Chain(nn.Module):
                 tensor.data = tensor.data.to(device)
             stage.to_device(device)
 
-    def train(self, mode: bool = True) -> Chain:  # noqa: FBT001, FBT002 - as nn.Module has it
+    def train(self, mode: bool = True) -> StageChain:  # noqa: FBT001, FBT002 - as nn.Module has it
         """See `nn.Module.train`."""
         super().train(mode)
         for stage in self._stages:
@@ -67,7 +67,7 @@ class Chain(nn.Module):
     def forward(self, inputs: Any) -> Any:
         """The model's output, on the device of the inputs."""
         self.follow_mode()
-        leaves = tensors_of(inputs)
+        leaves = tree_tensors(inputs)
         home = leaves[0].device if leaves else self._devices[0]
         wires: Any = ()
         for stage, device in zip(self._stages, self._devices, strict=True):

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from bigtrain.ranks.context import RunContext
 
 
-class Relay:
+class StageTransport:
     """Sends wires between the stages of a pipeline.
 
     Args:
@@ -31,23 +31,23 @@ class Relay:
         self._peers = [members[rank] for rank in ranks]
         self._here = context.rank
         self._open: list[tuple[dist.Work | None, Tensor]] = []
-        self._handed: dict[tuple[int, int], list[Tensor]] = {}
+        self._local: dict[tuple[int, int], list[Tensor]] = {}
 
-    def give(self, tensors: Sequence[Tensor], source: int, target: int) -> None:
+    def send(self, tensors: Sequence[Tensor], source: int, target: int) -> None:
         """Send tensors from a stage of this rank to a neighbour, which may be here, too."""
         if self._peers[target] == self._here:
-            self._handed[source, target] = [tensor.detach() for tensor in tensors]
+            self._local[source, target] = [tensor.detach() for tensor in tensors]
             return
-        self.settle()
+        self.wait_sends()
         for tensor in tensors:
             sent = tensor.detach().contiguous()
             work = dist.isend(sent, dst=self._peers[target], group=self._group)
             self._open.append((work, sent))
 
-    def take(self, metas: Sequence[Tensor], source: int, target: int) -> list[Tensor]:
+    def receive(self, metas: Sequence[Tensor], source: int, target: int) -> list[Tensor]:
         """Receive tensors of these shapes and types from a neighbour."""
         if self._peers[source] == self._here:
-            return self._handed.pop((source, target))
+            return self._local.pop((source, target))
         taken = [torch.empty(meta.shape, dtype=meta.dtype, device=self._device) for meta in metas]
         peer = self._peers[source]
         for work in [dist.irecv(tensor, src=peer, group=self._group) for tensor in taken]:
@@ -55,7 +55,7 @@ class Relay:
                 work.wait()
         return taken
 
-    def settle(self) -> None:
+    def wait_sends(self) -> None:
         """Wait until everything that was sent has arrived."""
         for work, _ in self._open:
             if work is not None:
@@ -63,8 +63,8 @@ class Relay:
         self._open.clear()
 
 
-def through(
-    relay: Relay,
+def forward_through(
+    relay: StageTransport,
     stages: Mapping[int, Any],
     shapes: Mapping[int, tuple[Sequence[Tensor], Sequence[Tensor]]],
     compute: Callable[[Any, Sequence[Tensor]], Any],
@@ -86,7 +86,7 @@ def through(
     result = None
     for index in sorted(stages):
         stage = stages[index]
-        wires = relay.take(shapes[index][0], index - 1, index) if index else []
+        wires = relay.receive(shapes[index][0], index - 1, index) if index else []
         for wire, meta in zip(wires, shapes[index][0], strict=True):
             wire.requires_grad_(meta.requires_grad and torch.is_grad_enabled())
         output = compute(stage, wires)
@@ -99,18 +99,18 @@ def through(
         if last:
             result = output
         else:
-            relay.give(outputs, index, index + 1)
+            relay.send(outputs, index, index + 1)
     return result
 
 
-def back(
-    relay: Relay,
+def backward_through(
+    relay: StageTransport,
     count: int,
     kept: dict[int, tuple[Sequence[Tensor], Sequence[GradientEdge | None]]],
     shapes: Mapping[int, tuple[Sequence[Tensor], Sequence[Tensor]]],
     backward: Callable[[], Callable[[], None]],
 ) -> None:
-    """The backward pass of the micro-batch that went `through`.
+    """The backward pass of the micro-batch that went forward through `forward_through`.
 
     Args:
         relay: to the neighbours.
@@ -125,11 +125,11 @@ def back(
         given: list[Tensor | None] = [None]
         if index < count - 1:
             wanted = [meta for meta in outgoing if meta.requires_grad]
-            arrived = iter(relay.take(wanted, index + 1, index))
+            arrived = iter(relay.receive(wanted, index + 1, index))
             given = [next(arrived) if meta.requires_grad else None for meta in outgoing]
             # Who sends a gradient has what it is the gradient of.
             if wanted:
-                relay.settle()
+                relay.wait_sends()
         pairs = [(edge, g) for edge, g in zip(roots, given, strict=True) if edge is not None]
         finish = backward()
         if pairs:
@@ -139,4 +139,4 @@ def back(
         if index:
             needed = [w for w, meta in zip(wires, incoming, strict=True) if meta.requires_grad]
             found = [torch.zeros_like(w) if w.grad is None else w.grad for w in needed]
-            relay.give(found, index, index - 1)
+            relay.send(found, index, index - 1)

@@ -27,22 +27,28 @@ from bigtrain.core.loop import StepRunner, check_finite, load_tensors, total_nor
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import CheckpointError, ConfigError
-from bigtrain.optim.update import source_of
-from bigtrain.pipeline.one_at_a_time import Relay, back, through
-from bigtrain.pipeline.state import all_names, everywhere
-from bigtrain.pipeline.tied_parameters import Tie, Ties
-from bigtrain.pipeline.torch_stage import Call, Failure, LiveStage, StageModule, is_sharded
-from bigtrain.schedules.orders import TORCH, check_schedule, stage_ranks
-from bigtrain.tensors.dtensors import whole
+from bigtrain.optim.update import tensor_source
+from bigtrain.pipeline.one_at_a_time import StageTransport, backward_through, forward_through
+from bigtrain.pipeline.state import gather_names, gather_state
+from bigtrain.pipeline.tied_parameters import TiedGradients, TiedParameter
+from bigtrain.pipeline.torch_stage import (
+    FixedShapeStage,
+    StageCaller,
+    StageFailure,
+    StageModule,
+    is_sharded,
+)
+from bigtrain.schedules.orders import TORCH_SCHEDULES, check_schedule, stage_ranks
+from bigtrain.tensors.dtensors import full_tensor
 from bigtrain.tensors.source import TensorSource
 
 _KEPT = 64
 """Schedules that are kept for shapes seen before; sequences of every length would be many."""
-_CLASSES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", **TORCH}
+_CLASSES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", **TORCH_SCHEDULES}
 
-Shapes = tuple[Sequence[Tensor], Sequence[Tensor]]
+StageShapes = tuple[Sequence[Tensor], Sequence[Tensor]]
 """The wires that come into a stage and go out of it, on the meta device."""
-Signature = tuple[Any, ...]
+BatchSignature = tuple[Any, ...]
 
 
 class PipelineRunner(StepRunner):
@@ -61,19 +67,19 @@ class PipelineRunner(StepRunner):
         stages: Sequence[StageModule],
         schedule: str,
         *,
-        ties: Sequence[Tie] = (),
+        ties: Sequence[TiedParameter] = (),
     ) -> None:
         context, meter = assembly.context, assembly.meter
         self._stages = {stage.index: stage for stage in sorted(stages, key=lambda s: s.index)}
-        self._homes: dict[str, int] = {}
+        self._stage_of: dict[str, int] = {}
         parameters: dict[str, nn.Parameter] = {}
         for index, stage in self._stages.items():
-            meter.own(stage.parameters(), "parameters")
-            meter.own(stage.buffers(), "buffers")
+            meter.label(stage.parameters(), "parameters")
+            meter.label(stage.buffers(), "buffers")
             for name, parameter in stage.named_parameters():
                 if name not in parameters:
                     parameters[name] = parameter
-                    self._homes[name] = index
+                    self._stage_of[name] = index
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         if not trained:  # torch's optimizers want something
             made = assembly.make_optimizer
@@ -84,23 +90,23 @@ class PipelineRunner(StepRunner):
         self._count = stages[0].count
         self._per_rank = self._count // context.pp_size
         ranks = stage_ranks(schedule, context.pp_size, self._per_rank)
-        self._ties = Ties(ties, ranks, parameters, context)
-        self._relay = Relay(context, ranks)
+        self._ties = TiedGradients(ties, ranks, parameters, context)
+        self._transport = StageTransport(context, ranks)
         self._average = assembly.average
         self._sharded = any(is_sharded(stage) for stage in stages)
-        self._built: OrderedDict[tuple[Signature, int], Any] = OrderedDict()
+        self._built: OrderedDict[tuple[BatchSignature, int], Any] = OrderedDict()
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> float:
         """See `Runner.forward_backward`."""
         context = self.context
-        self._relay.settle()
+        self._transport.wait_sends()
         self._set_mode(training=self.module.training)
         # All ranks of a pipeline have the same targets: they count once.
         total = sum(context.all_gather_numbers(sum(m.count for m in micro_batches), "dp"))
         # Replicas average their gradients; a sum is wanted, so undo that here.
         scale = context.dp_size / max(total, 1)
         for micro_batch in micro_batches:
-            self.own_batch(micro_batch)
+            self.label_batch(micro_batch)
         losses: list[Tensor] = []
         left = len(micro_batches)
         for group in self._groups(micro_batches):
@@ -109,9 +115,9 @@ class PipelineRunner(StepRunner):
         mine = float(torch.stack(losses).double().sum()) if losses else 0.0
         everyone = context.all_gather_numbers(mine)
         check_finite(dict(enumerate(everyone)))
-        self._ties.add_up()
+        self._ties.sum_gradients()
         self._average_gradients()
-        self.own_gradients()
+        self.label_gradients()
         # Each pipeline's last stage has `scale` times its sum, the other ranks have nothing.
         return math.fsum(everyone) / (context.world_size // context.pp_size)
 
@@ -167,9 +173,9 @@ class PipelineRunner(StepRunner):
         return 0
 
     def _scheduled(
-        self, signature: Signature, part: Sequence[MicroBatch], scale: float, *, final: bool
+        self, signature: BatchSignature, part: Sequence[MicroBatch], scale: float, *, final: bool
     ) -> list[Tensor]:
-        schedule = self._kept((signature, len(part)), lambda: self._build(part))
+        schedule = self._cached((signature, len(part)), lambda: self._build(part))
         last = len(part) - 1
         kwargs = [
             {"micro_batch": m, "scale": scale, "final": final and number == last}
@@ -184,11 +190,11 @@ class PipelineRunner(StepRunner):
                 losses=losses,
                 return_outputs=False,
             )
-        except Failure as failure:
+        except StageFailure as failure:
             raise failure.error from None
         return [loss.detach() for loss in losses]
 
-    def _kept(self, key: Any, make: Callable[[], Any]) -> Any:
+    def _cached(self, key: Any, make: Callable[[], Any]) -> Any:
         """What was made for this key, or what is made now; the least used one goes."""
         if key not in self._built:
             self._built[key] = make()
@@ -200,10 +206,10 @@ class PipelineRunner(StepRunner):
     def _build(self, part: Sequence[MicroBatch]) -> Any:
         """Make torch's schedule for micro-batches of this shape. Collective at its first step."""
         context = self.context
-        shapes = self._agreed(self.place(part[0]))
+        shapes = self._agreed_shapes(self.place_batch(part[0]))
         stages = [
-            LiveStage(
-                Call(stage, self._compute),
+            FixedShapeStage(
+                StageCaller(stage, self._compute),
                 incoming,
                 # The last stage's output goes nowhere.
                 outgoing or ((torch.empty((), device="meta"),) if index == self._count - 1 else ()),
@@ -216,10 +222,10 @@ class PipelineRunner(StepRunner):
             )
         ]
         make = getattr(torch_schedules, _CLASSES[self._schedule])
-        given = stages if self._schedule in TORCH else stages[0]
+        given = stages if self._schedule in TORCH_SCHEDULES else stages[0]
         return make(given, len(part), loss_fn=lambda output, _target: output, scale_grads=False)
 
-    def _agreed(self, placed: MicroBatch) -> dict[int, Shapes]:
+    def _agreed_shapes(self, placed: MicroBatch) -> dict[int, StageShapes]:
         """The shapes, where all ranks of the pipeline go through the model alike. Collective.
 
         Raises:
@@ -237,7 +243,7 @@ class PipelineRunner(StepRunner):
                 )
         return found
 
-    def _shapes(self, placed: MicroBatch) -> dict[int, Shapes]:
+    def _shapes(self, placed: MicroBatch) -> dict[int, StageShapes]:
         with self.autocast():
             return {
                 index: (
@@ -248,18 +254,20 @@ class PipelineRunner(StepRunner):
             }
 
     def _relayed(
-        self, signature: Signature, micro_batch: MicroBatch, scale: float, *, final: bool
+        self, signature: BatchSignature, micro_batch: MicroBatch, scale: float, *, final: bool
     ) -> list[Tensor]:
-        shapes = self._kept((signature, 0), lambda: self._agreed(self.place(micro_batch)))
+        shapes = self._cached(
+            (signature, 0), lambda: self._agreed_shapes(self.place_batch(micro_batch))
+        )
         kept: dict[int, tuple[Sequence[Tensor], Sequence[GradientEdge | None]]] = {}
-        loss = through(
-            self._relay,
+        loss = forward_through(
+            self._transport,
             self._stages,
             shapes,
             lambda stage, wires: self._compute(stage, wires, micro_batch, scale, final),
             keep=lambda index, wires, edges: kept.update({index: (wires, edges)}),
         )
-        back(self._relay, self._count, kept, shapes, self._begin_backward)
+        backward_through(self._transport, self._count, kept, shapes, self._begin_backward)
         return [] if loss is None else [loss.detach()]
 
     def _compute(
@@ -271,14 +279,14 @@ class PipelineRunner(StepRunner):
         final: bool,  # noqa: FBT001 - handed on
     ) -> Any:
         self.meter.phase("forward")
-        placed = self.place(micro_batch)
-        self.own_batch(placed)
+        placed = self.place_batch(micro_batch)
+        self.label_batch(placed)
         with self.autocast():
             return stage(*wires, micro_batch=placed, scale=scale, final=final)
 
     def _begin_backward(self) -> Callable[[], None]:
         self.meter.phase("backward")
-        return self.own_gradients
+        return self.label_gradients
 
     def _average_gradients(self) -> None:
         """Let all replicas have the average, also of what only some of them have a gradient of."""
@@ -297,13 +305,13 @@ class PipelineRunner(StepRunner):
 
     def norm(self) -> Tensor:
         """The norm over all stages; a tied parameter counts once. Collective."""
-        elsewhere = self._ties.elsewhere
+        elsewhere = self._ties.owned_elsewhere
         counted = [
             p.grad
             for name, p in self._named.items()
             if p.grad is not None and name not in elsewhere
         ]
-        own = whole(total_norm(counted)).to(self.context.device)
+        own = full_tensor(total_norm(counted)).to(self.context.device)
         square = self.context.all_reduce_sum(own.double().square(), "pp")
         dtype = torch.float64 if self._precision == "fp64" else torch.float32
         return square.sqrt().to(dtype)
@@ -311,19 +319,19 @@ class PipelineRunner(StepRunner):
     def gradients(self) -> dict[str, TensorSource]:
         """See `Runner.gradients`."""
         mine = {
-            name: (self._homes[name], source_of(parameter.grad))
+            name: (self._stage_of[name], tensor_source(parameter.grad))
             for name, parameter in self._named.items()
             if parameter.grad is not None
         }
-        return everywhere(self.context, mine)
+        return gather_state(self.context, mine)
 
     def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor] | None:
         """See `Runner.predict`."""
         self._set_mode(training=False)
-        placed = self.place(micro_batch)
+        placed = self.place_batch(micro_batch)
         with torch.no_grad(), self.autocast():
-            output = through(
-                self._relay,
+            output = forward_through(
+                self._transport,
                 self._stages,
                 self._shapes(placed),
                 lambda stage, wires: stage(*wires, micro_batch=placed),
@@ -332,11 +340,11 @@ class PipelineRunner(StepRunner):
 
     def state(self) -> dict[str, TensorSource]:
         """See `Runner.state`."""
-        masters, elsewhere = self._update.masters(), self._ties.elsewhere
+        masters, elsewhere = self._update.masters(), self._ties.owned_elsewhere
         mine: dict[str, tuple[int, TensorSource]] = {}
         for index, stage in self._stages.items():
             # First of all: this puts gathered parameters back into shards, other objects.
-            values = {name: source_of(tensor) for name, tensor in stage.state_dict().items()}
+            values = {name: tensor_source(tensor) for name, tensor in stage.state_dict().items()}
             first = {id(p): n for n, p in stage.named_parameters()}
             for name, parameter in stage.named_parameters(remove_duplicate=False):
                 if name in values and first[id(parameter)] in masters:
@@ -347,15 +355,15 @@ class PipelineRunner(StepRunner):
         for key, source in self._update.state().items():
             name = key.rpartition(".")[0]
             if name not in elsewhere:
-                mine[f"optimizer.{key}"] = (self._count + self._homes[name], source)
-        return everywhere(self.context, mine)
+                mine[f"optimizer.{key}"] = (self._count + self._stage_of[name], source)
+        return gather_state(self.context, mine)
 
     def load_state(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
         """See `Runner.load_state`."""
         stored = set(names)
         current = {n: t for stage in self._stages.values() for n, t in stage.state_dict().items()}
-        load_tensors(current, all_names(self.context, current), read, stored, self._update)
-        trained = all_names(self.context, self._named)
+        load_tensors(current, gather_names(self.context, current), read, stored, self._update)
+        trained = gather_names(self.context, self._named)
         for full in sorted(stored):
             if not full.startswith("optimizer."):
                 continue
@@ -367,7 +375,7 @@ class PipelineRunner(StepRunner):
 
     def close(self) -> None:
         """See `Runner.close`."""
-        self._relay.settle()
+        self._transport.wait_sends()
         super().close()
 
 
@@ -376,7 +384,7 @@ def _nothing() -> nn.Parameter:
     return nn.Parameter(torch.zeros(0))
 
 
-def _signature(micro_batch: MicroBatch) -> Signature:
+def _signature(micro_batch: MicroBatch) -> BatchSignature:
     """What decides the shapes inside the model: those of a batch, and what in it is no tensor."""
     leaves = tree_leaves((micro_batch.inputs, micro_batch.targets))
     return tuple(

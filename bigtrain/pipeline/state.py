@@ -12,11 +12,11 @@ from torch import Tensor
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.source import TensorSource
 
-Numbered = Mapping[str, tuple[int, TensorSource]]
+StageTensors = Mapping[str, tuple[int, TensorSource]]
 """By name: the stage, which says where in the order it stands, and the tensor."""
 
 
-def everywhere(context: RunContext, mine: Numbered) -> dict[str, TensorSource]:
+def gather_state(context: RunContext, mine: StageTensors) -> dict[str, TensorSource]:
     """What all ranks of a pipeline hold, in the order of stages. Collective over the pp axis.
 
     A name that several ranks have is read where its first stage is.
@@ -31,7 +31,7 @@ def everywhere(context: RunContext, mine: Numbered) -> dict[str, TensorSource]:
     about = [(stage, name, s.dtype, s.shape) for name, (stage, s) in mine.items()]
     if context.pp_group is None or context.pp_size == 1:
         return {name: source for name, (_, source) in mine.items()}
-    found = gathered(context, about)
+    found = gather_over_stages(context, about)
     rows = [
         (row[0], owner, place) for owner, part in enumerate(found) for place, row in enumerate(part)
     ]
@@ -45,12 +45,12 @@ def everywhere(context: RunContext, mine: Numbered) -> dict[str, TensorSource]:
     return result
 
 
-def all_names(context: RunContext, mine: Iterable[str]) -> set[str]:
+def gather_names(context: RunContext, mine: Iterable[str]) -> set[str]:
     """The names that any rank of the pipeline has. Collective over the pp axis."""
-    return {name for part in gathered(context, list(mine)) for name in part}
+    return {name for part in gather_over_stages(context, list(mine)) for name in part}
 
 
-def gathered(context: RunContext, value: Any) -> list[Any]:
+def gather_over_stages(context: RunContext, value: Any) -> list[Any]:
     """Every rank's object in the order of the pp axis, on every rank of the pipeline."""
     if context.pp_group is None:
         return [value]

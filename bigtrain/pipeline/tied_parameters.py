@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bigtrain.ranks.context import RunContext
-from bigtrain.tensors.dtensors import like_parts, local
+from bigtrain.tensors.dtensors import as_dtensor_like, local_tensor
 
-Tie = tuple[str, tuple[int, ...]]
+TiedParameter = tuple[str, tuple[int, ...]]
 """A parameter's first name in the whole model, and the stages that use it."""
 
 
@@ -26,7 +26,7 @@ class _Shared:
     """The pp ranks that have a copy, in order."""
 
 
-class Ties:
+class TiedGradients:
     """The sums over the copies of tied parameters' gradients.
 
     Args:
@@ -38,7 +38,7 @@ class Ties:
 
     def __init__(
         self,
-        ties: Sequence[Tie],
+        ties: Sequence[TiedParameter],
         ranks: Sequence[int],
         parameters: Mapping[str, nn.Parameter],
         context: RunContext,
@@ -51,11 +51,11 @@ class Ties:
                 self._shared.append(_Shared(name, parameters[name], owners))
 
     @property
-    def elsewhere(self) -> set[str]:
+    def owned_elsewhere(self) -> set[str]:
         """Names that another rank answers for: in the norm, and in a checkpoint."""
         return {s.name for s in self._shared if s.owners[0] != self._context.pp_rank}
 
-    def add_up(self) -> None:
+    def sum_gradients(self) -> None:
         """Make each copy's gradient the sum over all copies, in the same order on each rank.
 
         Each rank sends its own to the others: for two, as they mostly are, as little as can be.
@@ -63,9 +63,9 @@ class Ties:
         for shared in self._shared:
             if shared.parameter.grad is None:
                 shared.parameter.grad = torch.zeros_like(shared.parameter)
-            mine = local(shared.parameter.grad).detach()
+            mine = local_tensor(shared.parameter.grad).detach()
             total = self._sum(mine.contiguous(), shared.owners)
-            shared.parameter.grad = like_parts(total.view_as(mine), shared.parameter.grad)
+            shared.parameter.grad = as_dtensor_like(total.view_as(mine), shared.parameter.grad)
 
     def _sum(self, mine: Tensor, owners: Sequence[int]) -> Tensor:
         context = self._context

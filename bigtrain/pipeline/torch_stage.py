@@ -3,7 +3,7 @@
 Facts of torch 2.15 (`torch.distributed.pipelining`) that this answers:
 
 * An error in a stage is wrapped in a long one, and the schedule waits for its open sends before
-  it lets it go, while the peer may wait for this rank. `Failure` is no Exception, so it passes.
+  it lets it go, while the peer may wait for this rank. `StageFailure` is no Exception: it passes.
 * For an FSDP module torch keeps parameters whole from the first forward pass to the end of the
   step, and gradients whole and unreduced, too: what sharding is to save. Here the stage is inside
   a plain module, so each micro-batch gathers and reduces for itself, as without a pipeline.
@@ -82,7 +82,7 @@ class StageModule(Protocol):
         """See `nn.Module.state_dict`."""
 
 
-class Failure(BaseException):
+class StageFailure(BaseException):
     """An error of a stage on its way through torch's schedule."""
 
     def __init__(self, error: Exception) -> None:
@@ -90,14 +90,14 @@ class Failure(BaseException):
         self.error = error
 
 
-Compute = Callable[..., Any]
+ComputeFn = Callable[..., Any]
 """A stage's forward pass with all that is around it: (stage, wires, micro_batch, scale, final)."""
 
 
-class Call(nn.Module):
+class StageCaller(nn.Module):
     """A stage as the schedule calls it: the runner's surroundings, and errors as they are."""
 
-    def __init__(self, stage: StageModule, compute: Compute) -> None:
+    def __init__(self, stage: StageModule, compute: ComputeFn) -> None:
         super().__init__()
         self.stage = cast(nn.Module, stage)
         self._compute = compute
@@ -107,7 +107,7 @@ class Call(nn.Module):
         try:
             return self._compute(self.stage, wires, micro_batch, scale, final)
         except Exception as error:
-            raise Failure(error) from error
+            raise StageFailure(error) from error
 
 
 def is_sharded(stage: StageModule) -> bool:
@@ -115,7 +115,7 @@ def is_sharded(stage: StageModule) -> bool:
     return any(isinstance(module, FSDPModule) for module in stage.modules())
 
 
-class LiveStage(PipelineStage):
+class FixedShapeStage(PipelineStage):
     """torch's stage with fixed shapes: nothing is sent but wires and their gradients.
 
     Args:
@@ -129,7 +129,7 @@ class LiveStage(PipelineStage):
 
     def __init__(
         self,
-        call: Call,
+        call: StageCaller,
         incoming: Sequence[Tensor],
         outgoing: Sequence[Tensor],
         device: torch.device,
@@ -204,7 +204,7 @@ class LiveStage(PipelineStage):
             return tuple(g if g is None else g.contiguous() for g in gradients), groups
         except Exception as error:
             cause = error.__cause__
-            raise Failure(cause if isinstance(cause, Exception) else error) from error
+            raise StageFailure(cause if isinstance(cause, Exception) else error) from error
         finally:
             finish()
 

@@ -13,20 +13,20 @@ import torch
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.data.loader import MicroBatch
-from bigtrain.engine.choose_loss import loss_for
-from bigtrain.engine.setup import Parts, check_job, open_parts
+from bigtrain.engine.choose_loss import choose_loss
+from bigtrain.engine.setup import RunSetup, check_job, open_setup
 from bigtrain.errors import ConfigError
-from bigtrain.job.load import ONE_PROCESS, changed_job
+from bigtrain.job.load import ONE_PROCESS, override_job
 from bigtrain.job.schema import Job
 from bigtrain.losses.loss import Loss
 from bigtrain.machine.cluster import Cluster
-from bigtrain.memory.cap import BESIDE, MARGIN
-from bigtrain.planner.evaluate import Judge
-from bigtrain.planner.search import Answer, Search
-from bigtrain.planner.space import Space
-from bigtrain.planner.step_time import Clock
-from bigtrain.prediction.residuals import safety
-from bigtrain.prediction.section_library import Anatomy, resized
+from bigtrain.memory.cap import NON_TENSOR_BYTES, USABLE_FRACTION
+from bigtrain.planner.evaluate import PlanEvaluator
+from bigtrain.planner.search import PlanSearch, SearchResult
+from bigtrain.planner.space import SearchSpace
+from bigtrain.planner.step_time import StepTimer
+from bigtrain.prediction.residuals import safety_margin
+from bigtrain.prediction.section_library import SectionLibrary, resize_micro_batch
 from bigtrain.units import format_bytes, parse_bytes
 
 
@@ -55,18 +55,18 @@ class Question:
         """Bytes of memory, or of the cap, with which a forecast of an engine would fit."""
         needed = math.ceil(peak_bytes * (1 + self.margins.get(engine, 0.0))) + 1
         if self.capped:
-            return math.ceil((needed + BESIDE) / MARGIN) + 1
+            return math.ceil((needed + NON_TENSOR_BYTES) / USABLE_FRACTION) + 1
         return needed + self.memory - self.limit
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedAnswer:
     """A question, and what the search has found."""
 
     question: Question
-    parts: Parts
-    answer: Answer
-    search: Search
+    setup: RunSetup
+    result: SearchResult
+    search: PlanSearch
     num_parameters: int
     step_flops: float
     """Arithmetic of the model for one global batch, forward and backward, nothing twice."""
@@ -94,7 +94,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def ask(question: Question) -> Planned:
+def ask(question: Question) -> PlannedAnswer:
     """Search the plans of a job.
 
     Raises:
@@ -102,22 +102,22 @@ def ask(question: Question) -> Planned:
     """
     check_question(question)
     with _uncollected():
-        return _asked(question)
+        return _search(question)
 
 
-def _asked(question: Question) -> Planned:
-    alone = changed_job(
+def _search(question: Question) -> PlannedAnswer:
+    alone = override_job(
         question.job, [*ONE_PROCESS, "strategy=single", "train.global_batch_size=1"]
     )
     check_job(alone)
-    parts = open_parts(alone, make_plan(alone, 1, "cpu"))
+    parts = open_setup(alone, make_plan(alone, 1, "cpu"))
     model, example = parts.workload.model, parts.workload.micro_batch
     given = (_losses(parts, example), parts.workload.make_optimizer, torch.device("cpu"))
-    anatomy = Anatomy(model, example, *given)
-    clock, cut = Clock(question.cluster), question.devices > 1
-    judge = Judge(question.job, anatomy, clock, question.margins, cut=cut)
-    first = judge.whole(2)
-    space = Space(
+    anatomy = SectionLibrary(model, example, *given)
+    clock, cut = StepTimer(question.cluster), question.devices > 1
+    judge = PlanEvaluator(question.job, anatomy, clock, question.margins, cut=cut)
+    first = judge.whole_model(2)
+    space = SearchSpace(
         devices=question.devices,
         per_node=question.cluster.node.devices,
         global_batch_size=question.global_batch_size,
@@ -126,9 +126,9 @@ def _asked(question: Question) -> Planned:
         dp=question.dp,
         rows=question.rows,
         engines=tuple(question.margins),
-        elsewhere="cpu" if question.cluster.device.kind == "cuda" else "disk",
+        fallback_tier="cpu" if question.cluster.device.kind == "cuda" else "disk",
     )
-    search = Search(judge, space)
+    search = PlanSearch(judge, space)
     answer = search.run(question.limit)
     flops = sum(
         float(((w.flops + w.low_flops) * w.times).sum())
@@ -137,7 +137,7 @@ def _asked(question: Question) -> Planned:
     )
     samples = question.global_batch_size
     targets = example.count // max(1, example.rows) if parts.data.task.name == "language" else 1
-    return Planned(
+    return PlannedAnswer(
         question,
         parts,
         answer,
@@ -148,7 +148,7 @@ def _asked(question: Question) -> Planned:
     )
 
 
-def _losses(parts: Parts, example: MicroBatch) -> Callable[[bool, int], Loss]:
+def _losses(parts: RunSetup, example: MicroBatch) -> Callable[[bool, int], Loss]:
     """The loss of a run, which depends on whether several micro-batches wait at the head."""
     job = parts.job
     if job.model.loss is not None:
@@ -156,8 +156,13 @@ def _losses(parts: Parts, example: MicroBatch) -> Callable[[bool, int], Loss]:
 
     @cache
     def loss(waiting: bool, rows: int) -> Loss:  # noqa: FBT001
-        given = (job.model, parts.data.task, parts.workload.model, resized(example, rows))
-        return loss_for(*given, waiting=waiting)
+        given = (
+            job.model,
+            parts.data.task,
+            parts.workload.model,
+            resize_micro_batch(example, rows),
+        )
+        return choose_loss(*given, waiting=waiting)
 
     return loss
 
@@ -194,7 +199,7 @@ def check_question(question: Question) -> None:
         )
 
 
-def room(cluster: Cluster, *, memory: str | None, cap: str | None) -> tuple[int, int, str]:
+def rank_limits(cluster: Cluster, *, memory: str | None, cap: str | None) -> tuple[int, int, str]:
     """What a rank has, how much of it tensors may be, and a line on the difference.
 
     Args:
@@ -204,15 +209,15 @@ def room(cluster: Cluster, *, memory: str | None, cap: str | None) -> tuple[int,
     """
     if cap is not None:
         size = parse_bytes(cap)
-        limit = int(size * MARGIN) - BESIDE
+        limit = int(size * USABLE_FRACTION) - NON_TENSOR_BYTES
         return size, limit, f"of the cap {format_bytes(size - limit)} are kept for what is beside"
     size = parse_bytes(memory) if memory is not None else cluster.device.memory
     free = size - cluster.device.reserved
     return size, free, f"{format_bytes(cluster.device.reserved)} are kept for what is no tensor"
 
 
-def margins(engines: Iterable[str]) -> tuple[dict[str, float], str]:
+def engine_margins(engines: Iterable[str]) -> tuple[dict[str, float], str]:
     """By what share each engine's forecasts are enlarged, and a line on why."""
-    found = {engine: safety(engine) for engine in engines}
-    lines = [f"{engine}: {one.line}" for engine, one in found.items()]
+    found = {engine: safety_margin(engine) for engine in engines}
+    lines = [f"{engine}: {one.explanation}" for engine, one in found.items()]
     return {engine: one.margin for engine, one in found.items()}, "; ".join(lines)

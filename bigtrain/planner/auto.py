@@ -13,19 +13,19 @@ from bigtrain.job.arguments import TrainOptions
 from bigtrain.job.load import load_job
 from bigtrain.job.schema import Job
 from bigtrain.machine.cluster import Cluster, cluster_names, load_cluster
-from bigtrain.machine.local_cluster import from_rates
+from bigtrain.machine.local_cluster import cluster_from_rates
 from bigtrain.machine.rate_cache import cached_rates
-from bigtrain.planner.ask import Planned, Question, ask, margins, room
-from bigtrain.planner.show import computed_again, misses, nothing_fits
-from bigtrain.ranks.launcher_env import Placement
+from bigtrain.planner.ask import PlannedAnswer, Question, ask, engine_margins, rank_limits
+from bigtrain.planner.show import no_fit_lines, recompute_summary, rejection_lines
+from bigtrain.ranks.launcher_env import RankInfo
 from bigtrain.units import format_bytes
 
-AUTO = "auto"
-ENGINES = ("torch",)
+AUTO_STRATEGY = "auto"
+AUTO_ENGINES = ("torch",)
 """Whose plans are chosen from: those whose forecasts are closest."""
 
 
-def read_job(options: TrainOptions, placement: Placement) -> tuple[Job, list[str]]:
+def read_job(options: TrainOptions, placement: RankInfo) -> tuple[Job, list[str]]:
     """The job of a run, and what there is to say of its choice: nothing but for `auto`.
 
     Every rank plans for itself and comes to the same, as nothing is measured: rates are those that
@@ -34,7 +34,7 @@ def read_job(options: TrainOptions, placement: Placement) -> tuple[Job, list[str
     Raises:
         ConfigError: as `load_job`, or no plan fits.
     """
-    if options.strategy != AUTO:
+    if options.strategy != AUTO_STRATEGY:
         given = (options.config, options.strategy, options.overrides)
         return load_job(*given, plan=options.plan), []
     if options.plan is not None:
@@ -44,8 +44,8 @@ def read_job(options: TrainOptions, placement: Placement) -> tuple[Job, list[str
     job = load_job(options.config, "single", options.overrides)
     cluster, whence = _cluster(device_type_of(job), placement)
     cap = None if job.memory.cap is None else str(job.memory.cap)
-    memory, limit, kept = room(cluster, memory=None, cap=cap)
-    shares, why = margins(ENGINES)
+    memory, limit, kept = rank_limits(cluster, memory=None, cap=cap)
+    shares, why = engine_margins(AUTO_ENGINES)
     samples = job.train.global_batch_size
     if samples is None:
         raise ConfigError(
@@ -67,17 +67,17 @@ def read_job(options: TrainOptions, placement: Placement) -> tuple[Job, list[str
             capped=cap is not None,
         )
     )
-    if not planned.answer.best:
-        raise ConfigError(" ".join(nothing_fits(planned)))
-    return planned.answer.best[0].job, [*_reasons(planned), f"auto: rates {whence}; {kept}; {why}"]
+    if not planned.result.best:
+        raise ConfigError(" ".join(no_fit_lines(planned)))
+    return planned.result.best[0].job, [*_reasons(planned), f"auto: rates {whence}; {kept}; {why}"]
 
 
-def _reasons(planned: Planned) -> Iterator[str]:
-    first, *others = planned.answer.best
+def _reasons(planned: PlannedAnswer) -> Iterator[str]:
+    first, *others = planned.result.best
     one = first.candidate
     yield (
         f"auto: {one.label} (pp {one.pp} x dp {one.dp}, micro-batch {one.rows} x "
-        f"{one.micro_batches}, computed again: {computed_again(first)}): predicted peak "
+        f"{one.micro_batches}, computed again: {recompute_summary(first)}): predicted peak "
         f"{format_bytes(first.peak.bytes)} of {format_bytes(planned.question.limit)}, "
         f"{first.seconds.total:.3g} s a step"
     )
@@ -87,22 +87,22 @@ def _reasons(planned: Planned) -> Iterator[str]:
             f"{other.candidate.dp}): {format_bytes(other.peak.bytes)}, "
             f"{other.seconds.total:.3g} s a step"
         )
-    for line in [*misses(planned)][:2]:
+    for line in [*rejection_lines(planned)][:2]:
         yield f"auto: {line}"
 
 
-def _cluster(device_type: str, placement: Placement) -> tuple[Cluster, str]:
+def _cluster(device_type: str, placement: RankInfo) -> tuple[Cluster, str]:
     """Where this run is, without measuring: ranks that measured would find different rates."""
     ranks = placement.local_world_size
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     rates = cached_rates(ranks) or cached_rates() if placement.one_node else None
     if rates is not None and rates.device == device_type:
         if device_type == "cpu":
-            found = from_rates(rates, devices=ranks, host_memory=host)
+            found = cluster_from_rates(rates, devices=ranks, host_memory=host)
         else:
             about = torch.cuda.get_device_properties(0)
             size, name = int(about.total_memory), str(about.name)
-            found = from_rates(
+            found = cluster_from_rates(
                 rates, devices=ranks, host_memory=host, device_memory=size, device_name=name
             )
         return found, "measured by bigtrain doctor"

@@ -14,11 +14,18 @@ from bigtrain.job.arguments import PlanOptions, plan_arguments
 from bigtrain.job.load import load_job
 from bigtrain.job.schema import Job
 from bigtrain.machine.cluster import Cluster, load_cluster
-from bigtrain.planner.ask import Planned, Question, ask, margins, room
-from bigtrain.planner.show import document, misses, nothing_fits, plan_text, plans_table, searched
-from bigtrain.planner.space import ENGINES
+from bigtrain.planner.ask import PlannedAnswer, Question, ask, engine_margins, rank_limits
+from bigtrain.planner.show import (
+    no_fit_lines,
+    plan_document,
+    plan_text,
+    plans_table,
+    rejection_lines,
+    search_line,
+)
+from bigtrain.planner.space import PLANNED_ENGINES
 
-MOST_MISSES = 6
+MAX_REJECTIONS_SHOWN = 6
 """Lines on plans that do not fit."""
 
 
@@ -28,21 +35,21 @@ def main(arguments: list[str]) -> int:
     _check_picture(options.picture)
     job = load_job(options.job, "single", options.overrides)
     cluster = load_cluster(options.cluster) if options.cluster else _here(options.devices)
-    question, margin = asked(job, cluster, options)
+    question, margin = make_question(job, cluster, options)
     planned = ask(question)
     words = ["bigtrain", "plan", *arguments]
     if options.as_json:
-        sys.stdout.write(json.dumps(document(planned, margin), indent=1) + "\n")
-    if not planned.answer.best:
-        lines = nothing_fits(planned)
+        sys.stdout.write(json.dumps(plan_document(planned, margin), indent=1) + "\n")
+    if not planned.result.best:
+        lines = no_fit_lines(planned)
         if not options.as_json:
-            for line in [*misses(planned)][:MOST_MISSES]:
+            for line in [*rejection_lines(planned)][:MAX_REJECTIONS_SHOWN]:
                 Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
         for line in lines:
             sys.stderr.write(f"{line}\n")
         return 1
     path = Path(options.output or "plan.yaml")
-    _write(path, plan_text(planned, planned.answer.best[0], shlex.join(words)))
+    _write(path, plan_text(planned, planned.result.best[0], shlex.join(words)))
     if options.picture is not None:
         from bigtrain.planner.front_picture import write_front
 
@@ -52,21 +59,21 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def asked(job: Job, cluster: Cluster, options: PlanOptions) -> tuple[Question, str]:
+def make_question(job: Job, cluster: Cluster, options: PlanOptions) -> tuple[Question, str]:
     """The question that the options put, and the line on its margin.
 
     Raises:
         ConfigError: a size that is none.
     """
     engines = tuple(name.strip() for name in options.engines.split(",") if name.strip())
-    unknown = [name for name in engines if name not in ENGINES]
+    unknown = [name for name in engines if name not in PLANNED_ENGINES]
     if unknown or not engines:
         raise ConfigError(
             f"--engines {options.engines}: {unknown[0] if unknown else 'nothing'} is none that is "
-            f"planned with. Use --engines {','.join(ENGINES)}"
+            f"planned with. Use --engines {','.join(PLANNED_ENGINES)}"
         )
-    memory, limit, line = room(cluster, memory=options.memory, cap=options.cap)
-    shares, why = margins(engines)
+    memory, limit, line = rank_limits(cluster, memory=options.memory, cap=options.cap)
+    shares, why = engine_margins(engines)
     samples = options.global_batch_size
     if samples is None:
         samples = job.train.global_batch_size or 32
@@ -96,9 +103,9 @@ def _given(words: list[str], key: str) -> int | None:
 
 
 def _here(devices: int | None) -> Cluster:
-    from bigtrain.machine.local_cluster import this_cluster
+    from bigtrain.machine.local_cluster import measure_local_cluster
 
-    return this_cluster(devices if devices is not None and devices > 0 else None)
+    return measure_local_cluster(devices if devices is not None and devices > 0 else None)
 
 
 def _check_picture(path: str | None) -> None:
@@ -114,10 +121,10 @@ def _write(path: Path, text: str) -> None:
         raise ConfigError(f"--output {path}: cannot be written: {error.strerror}.") from error
 
 
-def _show(planned: Planned, margin: str, path: Path, options: PlanOptions) -> None:
+def _show(planned: PlannedAnswer, margin: str, path: Path, options: PlanOptions) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=160)
     console.print(plans_table(planned))
-    lines = [searched(planned), margin, *list(misses(planned))[:MOST_MISSES]]
+    lines = [search_line(planned), margin, *list(rejection_lines(planned))[:MAX_REJECTIONS_SHOWN]]
     lines.append(f"plan: {path}")
     job = f" --config {options.job}" if options.job else ""
     words = "".join(f" {shlex.quote(word)}" for word in options.overrides)

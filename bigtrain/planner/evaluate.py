@@ -7,33 +7,33 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bigtrain.activations.policy import Choice
+from bigtrain.activations.policy import BlockPolicy
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.core.strategy import CutStrategy, ModelFacts, Plan
-from bigtrain.costs.floors import Widths, bounding_stage, states_floor
+from bigtrain.costs.floors import StateWidths, bounding_stage, min_state_bytes
 from bigtrain.costs.forecast import Profile
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Job
 from bigtrain.memory.timeline import Breakdown, Peak
-from bigtrain.planner.fit import Fit, shorter
-from bigtrain.planner.recompute_levels import LADDER, Ladder, Stage
+from bigtrain.planner.fit import StageFitter, with_fewer_micro_batches
+from bigtrain.planner.recompute_levels import RECOMPUTE_LEVELS, RecomputeLevels, SectionRange
 from bigtrain.planner.space import Candidate
-from bigtrain.planner.step_time import Clock, Pace, StepSeconds, closed_bubble
-from bigtrain.prediction.compose import num_parameters, states
-from bigtrain.prediction.section_library import Anatomy, Body
-from bigtrain.prediction.split_backward import Halved
-from bigtrain.schedules.orders import SPLIT
+from bigtrain.planner.step_time import PassSeconds, StepSeconds, StepTimer, closed_form_bubble
+from bigtrain.prediction.compose import count_parameters, section_states
+from bigtrain.prediction.section_library import ModelSections, SectionLibrary
+from bigtrain.prediction.split_backward import SplitPasses
+from bigtrain.schedules.orders import SPLIT_BACKWARD_SCHEDULES
 from bigtrain.units import format_bytes
 
-UNLIKE = 0.1
+BOUND_SLACK = 0.1
 """The share of a step that may be saved by what the bound on its time does not see."""
-HOPELESS = 2
+HOPELESS_FACTOR = 2
 """Times the limit, from which on cutting a model elsewhere is not tried: a rank's lowest peak is
 far more than moving blocks to others takes off."""
 
 
 @dataclass(frozen=True)
-class Judged:
+class EvaluatedPlan:
     """A candidate with its plan and what is expected of it."""
 
     candidate: Candidate
@@ -43,24 +43,24 @@ class Judged:
     peaks: Mapping[int, Peak]
     """By pp rank, of those that were looked at."""
     seconds: StepSeconds
-    recomputed: Mapping[str, Choice]
+    recomputed: Mapping[str, BlockPolicy]
     """The blocks that keep less than everything."""
     cuts: tuple[str, ...]
     """The blocks that stages begin with."""
 
     @property
-    def worst(self) -> int:
+    def fullest_rank(self) -> int:
         """The pp rank with the highest peak."""
         return max(self.peaks, key=lambda rank: self.peaks[rank].bytes)
 
     @property
     def peak(self) -> Peak:
         """The highest of all ranks."""
-        return self.peaks[self.worst]
+        return self.peaks[self.fullest_rank]
 
 
 @dataclass(frozen=True)
-class Refused:
+class RejectedPlan:
     """A candidate that cannot be run, or does not fit."""
 
     candidate: Candidate
@@ -69,7 +69,7 @@ class Refused:
     """The lowest that was found, where it is memory."""
 
 
-class Judge:
+class PlanEvaluator:
     """Judges the candidates for one job on one cluster.
 
     Args:
@@ -83,8 +83,8 @@ class Judge:
     def __init__(
         self,
         job: Job,
-        anatomy: Anatomy,
-        clock: Clock,
+        anatomy: SectionLibrary,
+        clock: StepTimer,
         margins: Mapping[str, float],
         *,
         cut: bool = False,
@@ -93,13 +93,13 @@ class Judge:
         self._device_type, self._margins = clock.cluster.device.kind, margins
         self._cut = cut
         self._composed: dict[object, Profile] = {}
-        self._paces: dict[int, Pace] = {}
-        self._fits: dict[Candidate, Fit] = {}
+        self._paces: dict[int, PassSeconds] = {}
+        self._fits: dict[Candidate, StageFitter] = {}
 
-    def shallower(self, blocks: int) -> Judge:
+    def shallower(self, blocks: int) -> PlanEvaluator:
         """For the same model with its first blocks alone."""
         anatomy = self._anatomy.shallower(blocks)
-        return Judge(self._job, anatomy, self._clock, self._margins, cut=self._cut)
+        return PlanEvaluator(self._job, anatomy, self._clock, self._margins, cut=self._cut)
 
     def most_blocks(self, candidate: Candidate, limit: int) -> tuple[int, int] | None:
         """How many of the model's blocks fit, and the parameters with them; None: not one does.
@@ -111,11 +111,11 @@ class Judge:
         low, high, plan = 0, self._anatomy.num_blocks, self.plan_of(candidate)
         while high - low > 1:
             middle = (low + high) // 2
-            found = self.shallower(middle).judge(candidate, plan, limit)
-            low, high = (middle, high) if isinstance(found, Judged) else (low, middle)
+            found = self.shallower(middle).evaluate(candidate, plan, limit)
+            low, high = (middle, high) if isinstance(found, EvaluatedPlan) else (low, middle)
         if low == 0:
             return None
-        return low, num_parameters(self.shallower(low).whole(candidate.rows).sections)
+        return low, count_parameters(self.shallower(low).whole_model(candidate.rows).sections)
 
     def plan_of(self, candidate: Candidate) -> Plan:
         """The plan of a candidate, as a run of it would make it.
@@ -126,10 +126,10 @@ class Judge:
         job = candidate.job(self._job)
         return make_plan(job, candidate.pp * candidate.dp, self._device_type)
 
-    def whole(self, rows: int) -> Body:
+    def whole_model(self, rows: int) -> ModelSections:
         """The model's sections in one process, everything kept."""
         alone = Candidate(1, 1, "single", rows, 1)
-        return self._anatomy.body(self.plan_of(alone), rows, "keep", cut=self._cut)
+        return self._anatomy.model_sections(self.plan_of(alone), rows, "keep", cut=self._cut)
 
     def least_seconds(self, candidate: Candidate) -> float:
         """No plan of this candidate is faster: its work, evenly dealt, and the bubble, less a bit.
@@ -138,16 +138,16 @@ class Judge:
         that convert fewer parameters than the one process that the work is counted in.
         """
         whole = self._whole(candidate.rows)
-        seconds = candidate.micro_batches * whole.both / candidate.pp
-        crowded = self._clock.crowd * seconds
+        seconds = candidate.micro_batches * whole.total / candidate.pp
+        crowded = self._clock.oversubscription * seconds
         if candidate.schedule is not None:
             given = (candidate.schedule, candidate.pp, candidate.micro_batches)
             # Replicas that want whole backward passes wait no less.
-            splits = candidate.schedule in SPLIT
-            share = closed_bubble(*given, candidate.stages_per_rank, splits=splits)
+            splits = candidate.schedule in SPLIT_BACKWARD_SCHEDULES
+            share = closed_form_bubble(*given, candidate.stages_per_rank, splits=splits)
             through = whole.forward + whole.backward / 2  # to the inputs: all stages in a row
             seconds = max(seconds, through) if share is None else seconds / (1.0 - share)
-        return max(seconds, crowded) * (1 - UNLIKE)
+        return max(seconds, crowded) * (1 - BOUND_SLACK)
 
     def even_seconds(self, candidate: Candidate, plan: Plan) -> float:
         """The same with what is exchanged and updated: all stages have as many blocks.
@@ -157,11 +157,11 @@ class Judge:
         """
         fit = self._fit(candidate, plan)
         pace = self._whole(candidate.rows)
-        share = Pace(pace.forward / candidate.stages, pace.backward / candidate.stages)
+        share = PassSeconds(pace.forward / candidate.stages, pace.backward / candidate.stages)
         paces = [share] * candidate.stages
         update = self._update(fit, plan, None)
-        found = self._clock.step(plan, paces, [fit.even()], update, played=False)
-        return found.total * (1 - UNLIKE)
+        found = self._clock.step(plan, paces, [fit.even_stage()], update, played=False)
+        return found.total * (1 - BOUND_SLACK)
 
     def kept_seconds(self, candidate: Candidate, plan: Plan) -> float:
         """No plan of this candidate is faster: it is cut for speed, and blocks keep everything.
@@ -170,12 +170,12 @@ class Judge:
             ConfigError: it cannot be cut so.
         """
         fit = self._fit(candidate, plan)
-        return self._seconds(plan, fit, fit.keeping(fit.edges(None))).total
+        return self._seconds(plan, fit, fit.keeping_all(fit.edges(None))).total
 
-    def _whole(self, rows: int) -> Pace:
+    def _whole(self, rows: int) -> PassSeconds:
         """A micro-batch through the whole model, everything kept, in one process."""
         if rows not in self._paces:
-            self._paces[rows] = self._clock.pace(self.whole(rows).sections)
+            self._paces[rows] = self._clock.pass_seconds(self.whole_model(rows).sections)
         return self._paces[rows]
 
     def floor_bytes(self, candidate: Candidate, plan: Plan) -> int:
@@ -188,12 +188,12 @@ class Judge:
 
     def least_bytes(self, candidate: Candidate, plan: Plan, *, gradients: bool = True) -> int:
         """No plan of this candidate holds less on its fullest rank: its share of the states."""
-        held = states(self.whole(candidate.rows).sections)
+        held = section_states(self.whole_model(candidate.rows).sections)
         numbers = self._numbers(held, plan)
         low = plan.bf16_parameters and plan.master_weights
         own = candidate.fully_sharded
         state = held.optimizer / numbers + (4.0 if low and not own else 0.0)
-        widths = Widths(
+        widths = StateWidths(
             (4.0 if own else 2.0) if low else held.parameters / numbers,
             0.0 if plan.release_gradients else 2.0 if low else held.gradients / numbers,
             0.0 if candidate.offload != "device" else state,
@@ -202,9 +202,11 @@ class Judge:
             widths = replace(widths, gradients=0.0)
         stage = bounding_stage(candidate.engine, candidate.zero_stage)
         ranks = candidate.shard_ranks or candidate.dp
-        return states_floor(numbers // candidate.pp, widths, stage, ranks)
+        return min_state_bytes(numbers // candidate.pp, widths, stage, ranks)
 
-    def judge(self, candidate: Candidate, plan: Plan, limit: int) -> Judged | Refused:
+    def evaluate(
+        self, candidate: Candidate, plan: Plan, limit: int
+    ) -> EvaluatedPlan | RejectedPlan:
         """Cut it, let its blocks keep as much as fits, and say what comes of it.
 
         Args:
@@ -215,18 +217,18 @@ class Judge:
         limit = int(limit / (1 + self._margins.get(candidate.engine, 0.0)))
         over = self._over_host(candidate, plan)
         if over is not None:
-            return Refused(candidate, over)
+            return RejectedPlan(candidate, over)
         try:
             fit = self._fit(candidate, plan)
             found = fit.fitted(fit.edges(None), limit)
         except ConfigError as error:
-            return Refused(candidate, str(error))
-        is_near = isinstance(found, Peak) and found.bytes < HOPELESS * limit
+            return RejectedPlan(candidate, str(error))
+        is_near = isinstance(found, Peak) and found.bytes < HOPELESS_FACTOR * limit
         if is_near and candidate.stages > 1:
             with suppress(ConfigError):  # no cut fits
                 found = fit.fitted(fit.edges(limit), limit)
         if isinstance(found, Peak):
-            return Refused(candidate, _too_much(found, limit), found)
+            return RejectedPlan(candidate, _too_much(found, limit), found)
         return self._judged(candidate, plan, fit, *found)
 
     def _over_host(self, candidate: Candidate, plan: Plan) -> str | None:
@@ -234,7 +236,7 @@ class Judge:
         if candidate.offload != "cpu":
             return None
         node = self._clock.cluster.node
-        held = states(self.whole(candidate.rows).sections)
+        held = section_states(self.whole_model(candidate.rows).sections)
         shards = candidate.pp * plan.state_ranks
         # Gradients come to the host beside its fp32 values.
         each = (held.optimizer + 2 * 4 * self._numbers(held, plan)) // shards
@@ -252,50 +254,50 @@ class Judge:
         size = 8 if plan.precision == "fp64" else 4 if plan.master_weights else 2
         return max(1, held.gradients // size)
 
-    def _fit(self, candidate: Candidate, plan: Plan) -> Fit:
+    def _fit(self, candidate: Candidate, plan: Plan) -> StageFitter:
         if candidate not in self._fits:
             ladder = self._ladder(plan, candidate)
-            weight = max(1, states(ladder["keep"].sections).parameters)
+            weight = max(1, section_states(ladder["keep"].sections).parameters)
             share = candidate.pp / weight
             factors = (
                 self.least_bytes(candidate, plan, gradients=False) * share,
                 self.least_bytes(candidate, plan) * share,
             )
             given = (plan, candidate, ladder, self._clock, self._composed, factors)
-            fit = Fit(*given, self._halves(plan, candidate))
+            fit = StageFitter(*given, self._halves(plan, candidate))
             plan.check_model(ModelFacts(shared=fit.shared))
             self._fits[candidate] = fit
         return self._fits[candidate]
 
     def _halves(
         self, plan: Plan, candidate: Candidate
-    ) -> Callable[[], Mapping[str, Halved] | None] | None:
+    ) -> Callable[[], Mapping[str, SplitPasses] | None] | None:
         """What is asked for the sections in halves; None where they go back in one part."""
         if not plan.splits_backward:
             return None
         kind = {"waiting": _waits(plan), "cut": plan.pp > 1}
-        return lambda: self._anatomy.halves(plan, candidate.rows, **kind)
+        return lambda: self._anatomy.split_passes(plan, candidate.rows, **kind)
 
-    def _ladder(self, plan: Plan, candidate: Candidate) -> Ladder:
+    def _ladder(self, plan: Plan, candidate: Candidate) -> RecomputeLevels:
         """The model's sections for each choice that this plan can run."""
         kind = {"waiting": _waits(plan), "cut": plan.pp > 1}
 
-        def body(choice: Choice) -> Body:
-            return self._anatomy.body(plan, candidate.rows, choice, **kind)
+        def body(choice: BlockPolicy) -> ModelSections:
+            return self._anatomy.model_sections(plan, candidate.rows, choice, **kind)
 
-        usual = [c for c in LADDER if c != "selective" or plan.keeps_products]
+        usual = [c for c in RECOMPUTE_LEVELS if c != "selective" or plan.keeps_products]
         # A backward pass in two parts would compute every block again in both of them, and what
         # it holds then is more than any of its parts has.
-        return Ladder(["keep"] if plan.splits_backward else usual, body)
+        return RecomputeLevels(["keep"] if plan.splits_backward else usual, body)
 
     def _judged(
         self,
         candidate: Candidate,
         plan: Plan,
-        fit: Fit,
-        stages: tuple[Stage, ...],
+        fit: StageFitter,
+        stages: tuple[SectionRange, ...],
         peaks: Mapping[int, Peak],
-    ) -> Judged:
+    ) -> EvaluatedPlan:
         chosen = [fit.sections(stage) for stage in stages]
         recomputed = {
             section.name: choice
@@ -304,28 +306,28 @@ class Judge:
             if choice != "keep"
         }
         cuts = tuple(sections[0].name for sections in chosen[1:])
-        blocks = sum(bool(section.name) for section in fit.ladder["keep"].sections)
+        blocks = sum(bool(section.name) for section in fit.levels["keep"].sections)
         job = candidate.job(self._job, **_written(cuts, recomputed, blocks))
         seconds = self._seconds(plan, fit, stages)
-        return Judged(candidate, plan, job, peaks, seconds, recomputed, cuts)
+        return EvaluatedPlan(candidate, plan, job, peaks, seconds, recomputed, cuts)
 
-    def _seconds(self, plan: Plan, fit: Fit, stages: Sequence[Stage]) -> StepSeconds:
-        paces = [self._clock.pace(fit.sections(stage)) for stage in stages]
+    def _seconds(self, plan: Plan, fit: StageFitter, stages: Sequence[SectionRange]) -> StepSeconds:
+        paces = [self._clock.pass_seconds(fit.sections(stage)) for stage in stages]
         telling = sorted({0, len(stages) // 2, len(stages) - 1})
         profiles = [fit.profile(stages[place]) for place in telling]
         most = max(profile.trained_elements for profile in profiles)
         update = self._update(fit, plan, most)
         return self._clock.step(plan, paces, profiles, update)
 
-    def _update(self, fit: Fit, plan: Plan, most: int | None) -> float:
+    def _update(self, fit: StageFitter, plan: Plan, most: int | None) -> float:
         """Seconds of the optimizer's step on so many numbers; None for a rank's even share."""
-        base = fit.ladder["keep"].base
+        base = fit.levels["keep"].base
         run_on = sum(t.numbers for s in base.sections for t in s.tensors if t.trained)
         if most is None:
             most = fit.trained // fit.ranks
         work = base.step_work.scaled(most / max(1, run_on))
-        on_host = plan.offloaded.optimizer == "cpu" and plan.device_type == "cuda"
-        return self._clock.host_work(work) if on_host else self._clock.work(work)
+        on_host = plan.offload_tiers.optimizer == "cpu" and plan.device_type == "cuda"
+        return self._clock.host_op_seconds(work) if on_host else self._clock.op_seconds(work)
 
 
 def _waits(plan: Plan) -> bool:
@@ -333,10 +335,12 @@ def _waits(plan: Plan) -> bool:
     technique = plan.techniques.get("cut")
     if not isinstance(technique, CutStrategy):
         return False
-    return max(technique.held(shorter(plan))[-1:], default=1) > 1
+    return max(technique.in_flight(with_fewer_micro_batches(plan))[-1:], default=1) > 1
 
 
-def _written(cuts: Sequence[str], recomputed: Mapping[str, Choice], blocks: int) -> dict[str, Any]:
+def _written(
+    cuts: Sequence[str], recomputed: Mapping[str, BlockPolicy], blocks: int
+) -> dict[str, Any]:
     """What stands in the plan beside the candidate's own: where it is cut, what blocks keep."""
     found: dict[str, Any] = {}
     if cuts:

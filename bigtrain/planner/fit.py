@@ -13,28 +13,28 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 
-from bigtrain.activations.policy import Choice
+from bigtrain.activations.policy import BlockPolicy
 from bigtrain.core.strategy import CutStrategy, Plan
 from bigtrain.costs.forecast import Forecast, Profile
-from bigtrain.cutting.partition import Pieces, partition
-from bigtrain.memory.timeline import Peak, highest
-from bigtrain.planner.recompute_levels import Ladder, Stage
+from bigtrain.cutting.partition import AtomicUnits, partition
+from bigtrain.memory.timeline import Peak, highest_peak
+from bigtrain.planner.recompute_levels import RecomputeLevels, SectionRange
 from bigtrain.planner.space import Candidate
-from bigtrain.planner.step_time import Clock
-from bigtrain.prediction.compose import compose, states
-from bigtrain.prediction.predict import forecast
+from bigtrain.planner.step_time import StepTimer
+from bigtrain.prediction.compose import compose_profile, section_states
+from bigtrain.prediction.predict import forecast_step
 from bigtrain.prediction.sections import Section
-from bigtrain.prediction.split_backward import Halved, in_halves
-from bigtrain.schedules.in_flight import held_at_fullest, held_by_stage
+from bigtrain.prediction.split_backward import SplitPasses, split_profile
+from bigtrain.schedules.in_flight import in_flight_at_peak, in_flight_by_stage
 from bigtrain.schedules.orders import stage_ranks
 
-ALIKE = 0.02
+SIMILARITY = 0.02
 """The share by which what blocks save may differ, so that any of them can stand for all."""
-EARLY = 3
+STEADY_ROUNDS = 3
 """Times its ranks' number of micro-batches after which a schedule's memory repeats itself."""
 
 
-class Fit:
+class StageFitter:
     """One candidate's stages.
 
     Args:
@@ -52,13 +52,13 @@ class Fit:
         self,
         plan: Plan,
         candidate: Candidate,
-        ladder: Ladder,
-        clock: Clock,
+        ladder: RecomputeLevels,
+        clock: StepTimer,
         composed: dict[object, Profile],
         state_factors: tuple[float, float],
-        halves: Callable[[], Mapping[str, Halved] | None] | None = None,
+        halves: Callable[[], Mapping[str, SplitPasses] | None] | None = None,
     ) -> None:
-        self.ladder = ladder
+        self.levels = ladder
         self._plan, self._candidate = plan, candidate
         self._clock, self._composed = clock, composed
         self._edges: dict[int | None, list[int]] = {}
@@ -66,15 +66,15 @@ class Fit:
         self._factors, self._halves = state_factors, halves
         given = (str(candidate.schedule), candidate.pp, candidate.stages_per_rank)
         self._ranks = stage_ranks(*given)
-        steps = shorter(plan).batch.accumulation_steps
+        steps = with_fewer_micro_batches(plan).batch.accumulation_steps
         self._in_flight: tuple[int, ...] = (1,)
         # When the rank's stages have most in flight: of all moments, and when there are gradients.
         self._fullest: tuple[tuple[int, ...], tuple[int, ...]] = (1,), (int(steps > 1),)
         if candidate.stages > 1:
             splits = plan.splits_backward
-            self._in_flight = held_by_stage(*given, steps, splits=splits)
+            self._in_flight = in_flight_by_stage(*given, steps, splits=splits)
             first, later = (
-                held_at_fullest(*given, steps, splits=splits, later=k) for k in (False, True)
+                in_flight_at_peak(*given, steps, splits=splits, later=k) for k in (False, True)
             )
             self._fullest = first, later
 
@@ -91,7 +91,7 @@ class Fit:
             return [0, len(self._all)]
         if limit in self._edges:
             return self._edges[limit]
-        least = self.ladder["keep" if limit is None else self.ladder.least]
+        least = self.levels["keep" if limit is None else self.levels.least]
         # A rank's stages have as much each: dealing its memory out to them would take seconds.
         each = None if limit is None else limit // self._candidate.stages_per_rank
         found = partition(
@@ -105,22 +105,22 @@ class Fit:
         self._edges[limit] = [0, *found.cuts, len(self._all)]
         return self._edges[limit]
 
-    def keeping(self, edges: Sequence[int]) -> list[Stage]:
+    def keeping_all(self, edges: Sequence[int]) -> list[SectionRange]:
         """The stages between edges, all of whose blocks keep everything."""
-        return [Stage(a, b, _keeping(b - a)) for a, b in pairwise(edges)]
+        return [SectionRange(a, b, _keeping(b - a)) for a, b in pairwise(edges)]
 
-    def even(self) -> Profile:
+    def even_stage(self) -> Profile:
         """The profile of a stage with its even share of the blocks, or of the whole model."""
         count = len(self._all)
         if self._candidate.stages == 1:
-            return self.profile(Stage(0, count, _keeping(count)))
+            return self.profile(SectionRange(0, count, _keeping(count)))
         share = max(1, (count - 2) // self._candidate.stages)
         return self.profile(self._middle(share, _keeping(share)))
 
-    def _middle(self, blocks: int, choices: tuple[Choice, ...]) -> Stage:
+    def _middle(self, blocks: int, choices: tuple[BlockPolicy, ...]) -> SectionRange:
         """A stage of so many blocks, with nothing of what is before or after all of them."""
         first = max(1, (len(self._all) - blocks) // 2)
-        return Stage(first, first + blocks, choices)
+        return SectionRange(first, first + blocks, choices)
 
     @property
     def ranks(self) -> int:
@@ -140,10 +140,10 @@ class Fit:
         """Numbers of the model that are trained."""
         return sum(t.numbers for section in self._all for t in section.tensors if t.trained)
 
-    def _pieces(self, kept: Sequence[Section]) -> Pieces:
+    def _pieces(self, kept: Sequence[Section]) -> AtomicUnits:
         """A piece for what is before the blocks, one for each block, the last with what follows."""
         last = len(self._all) - 2
-        paces = [self._clock.pace([section]).both for section in self._all]
+        paces = [self._clock.pass_seconds([section]).total for section in self._all]
         seconds = [*paces[:last], paces[last] + paces[last + 1]]
         params: dict[str, tuple[int, set[int]]] = {}
         for place, section in enumerate(self._all):
@@ -153,11 +153,11 @@ class Fit:
                 params[key] = size, uses | {min(place, last)}
         saved = [(s.passes[0].saved, [min(place, last)]) for place, s in enumerate(kept)]
         crossing = [section.incoming for section in self._all[: last + 1]]
-        return Pieces(seconds, crossing, [(s, sorted(u)) for s, u in params.values()], saved)
+        return AtomicUnits(seconds, crossing, [(s, sorted(u)) for s, u in params.values()], saved)
 
     def fitted(
         self, edges: Sequence[int], limit: int
-    ) -> tuple[tuple[Stage, ...], dict[int, Peak]] | Peak:
+    ) -> tuple[tuple[SectionRange, ...], dict[int, Peak]] | Peak:
         """Stages whose blocks keep as much as fits, and the peaks of the ranks looked at.
 
         Args:
@@ -168,7 +168,7 @@ class Fit:
             The lowest peak of the first rank that does not fit; with a limit of 0, where none
             does, the highest of all ranks' lowest.
         """
-        stages = self.keeping(edges)
+        stages = self.keeping_all(edges)
         peaks: dict[int, Peak] = {}
         least: list[Peak] = []
         for rank, like in enumerate(self._alike(stages)):
@@ -184,9 +184,9 @@ class Fit:
             least.append(found)
             if limit > 0:
                 break
-        return highest(least) if least else (tuple(stages), peaks)
+        return highest_peak(least) if least else (tuple(stages), peaks)
 
-    def _alike(self, stages: Sequence[Stage]) -> list[int]:
+    def _alike(self, stages: Sequence[SectionRange]) -> list[int]:
         """For each rank itself, where it is to be looked at, or one that holds no less.
 
         That is one before it with stages of the same kinds, if it has as much in flight of each.
@@ -203,7 +203,7 @@ class Fit:
             others = looked.setdefault(kind, [])
             most = [[held[place] for place in own[rank]] for held in moments]
             like = next((o for o in others if _no_less(moments, own[o], most)), None)
-            if like is None and others and self.ladder.is_single and rank != last[kind]:
+            if like is None and others and self.levels.is_single and rank != last[kind]:
                 like = others[0]
             if like is None:
                 others.append(rank)
@@ -213,22 +213,22 @@ class Fit:
     def _stages_of(self, rank: int) -> list[int]:
         return [place for place, whose in enumerate(self._ranks) if whose == rank]
 
-    def _rank(self, stages: list[Stage], own: Sequence[int], rank: int, limit: int) -> Peak:
+    def _rank(self, stages: list[SectionRange], own: Sequence[int], rank: int, limit: int) -> Peak:
         """Let the blocks of one rank keep as much as fits; in place. The peak that comes of it."""
         spans = [self._all[stages[place].first : stages[place].stop] for place in own]
         blocks = sum(bool(section.name) for sections in spans for section in sections)
 
-        def let(less: Choice, more: Choice, count: int) -> None:
+        def let(less: BlockPolicy, more: BlockPolicy, count: int) -> None:
             """The first blocks, as many as are counted, keep less and the others more."""
             left = count
             for place, sections in zip(own, spans, strict=True):
-                picks: list[Choice] = []
+                picks: list[BlockPolicy] = []
                 for section in sections:
                     picks.append("keep" if not section.name else more if left <= 0 else less)
                     left -= bool(section.name)
                 stages[place] = replace(stages[place], choices=tuple(picks))
 
-        def tried(less: Choice, more: Choice, count: int) -> Peak:
+        def tried(less: BlockPolicy, more: BlockPolicy, count: int) -> Peak:
             let(less, more, count)
             return self._peak(stages, own, rank)
 
@@ -239,11 +239,11 @@ class Fit:
             if lowest.bytes <= limit:
                 return lowest
             over = lowest.bytes
-        smallest = tried(self.ladder.least, self.ladder.least, blocks)
+        smallest = tried(self.levels.least, self.levels.least, blocks)
         if smallest.bytes > limit:
             return smallest
-        for more, less in pairwise(self.ladder.choices):
-            found = smallest if less == self.ladder.least else tried(less, more, blocks)
+        for more, less in pairwise(self.levels.choices):
+            found = smallest if less == self.levels.least else tried(less, more, blocks)
             if found.bytes > limit:
                 over = found.bytes
                 continue
@@ -261,10 +261,10 @@ class Fit:
             return best
         return smallest
 
-    def _roughly(self, stages: Sequence[Stage], own: Sequence[int]) -> int:
+    def _roughly(self, stages: Sequence[SectionRange], own: Sequence[int]) -> int:
         """No rank with these stages holds less: its states and what micro-batches keep."""
         parts = {place: self.sections(stages[place]) for place in own}
-        parameters = sum(states(sections).parameters for sections in parts.values())
+        parameters = sum(section_states(sections).parameters for sections in parts.values())
         saved = {place: sum(s.passes[0].saved for s in part) for place, part in parts.items()}
         return max(
             int(factor * parameters) + sum(held[place] * saved[place] for place in own)
@@ -279,12 +279,12 @@ class Fit:
         bytes beside that: N is at most the sum of M / w, so M is at least N over the sum of 1 / w.
         """
         blocks, least = (
-            [section for section in self.ladder[choice].sections if section.name]
-            for choice in ("keep", self.ladder.least)
+            [section for section in self.levels[choice].sections if section.name]
+            for choice in ("keep", self.levels.least)
         )
         if not blocks:
             return 0
-        parameters = min(states([block]).parameters for block in blocks)
+        parameters = min(section_states([block]).parameters for block in blocks)
         saved = [section.passes[0].saved for section in least]
         pairs = zip(blocks, saved, strict=True)
         again = max(0, min(block.passes[0].saved - size for block, size in pairs))
@@ -296,8 +296,10 @@ class Fit:
             if min(each) > 0:
                 beside = again if min(fewest) else 0
                 found = max(found, beside + int(len(blocks) / sum(1 / size for size in each)))
-        is_alike = max(saved) <= (1 + ALIKE) * min(saved)
-        is_alike = is_alike and all(states([block]).parameters == parameters for block in blocks)
+        is_alike = max(saved) <= (1 + SIMILARITY) * min(saved)
+        is_alike = is_alike and all(
+            section_states([block]).parameters == parameters for block in blocks
+        )
         return max(found, self._fullest_stage(len(blocks)) if is_alike else 0)
 
     def _fullest_stage(self, blocks: int) -> int:
@@ -305,14 +307,14 @@ class Fit:
         if self._candidate.stages == 1:
             return 0  # its forecast says it, at the same price
         share = -(-blocks // self._candidate.stages)
-        choices: list[Choice] = [self.ladder.least] * share
+        choices: list[BlockPolicy] = [self.levels.least] * share
         profile = self.profile(self._middle(share, tuple(choices)))
-        sent: int = sum(vars(profile.wires).values())  # the first stage is sent nothing
-        return int(forecast(profile, self._plan).peak().bytes / (1 + ALIKE)) - sent
+        sent: int = sum(vars(profile.boundary).values())  # the first stage is sent nothing
+        return int(forecast_step(profile, self._plan).peak().bytes / (1 + SIMILARITY)) - sent
 
-    def _peak(self, stages: Sequence[Stage], own: Sequence[int], rank: int) -> Peak:
+    def _peak(self, stages: Sequence[SectionRange], own: Sequence[int], rank: int) -> Peak:
         cut = self._plan.techniques.get("cut")
-        parts = {place: forecast(self.profile(stages[place]), self._plan) for place in own}
+        parts = {place: forecast_step(self.profile(stages[place]), self._plan) for place in own}
         if not isinstance(cut, CutStrategy):
             return parts[own[0]].peak()
         halves = self._in_halves({place: stages[place] for place in own if place})
@@ -321,9 +323,9 @@ class Fit:
                 {place: _own_names(one, place) for place, one in found.items()}
                 for found in (parts, halves)
             )
-        return cut.replayed(parts, shorter(self._plan), rank, halves).peak()
+        return cut.replay_rank(parts, with_fewer_micro_batches(self._plan), rank, halves).peak()
 
-    def _in_halves(self, stages: Mapping[int, Stage]) -> dict[int, Forecast]:
+    def _in_halves(self, stages: Mapping[int, SectionRange]) -> dict[int, Forecast]:
         """Of the stages that go back in two parts; without it the whole pass stands in for both."""
         found = self._halves() if self._halves is not None else None
         if found is None:
@@ -333,29 +335,29 @@ class Fit:
             key = ("halves", self._kind(stage))
             if key not in self._composed:
                 parts = [found[section.name] for section in self.sections(stage)]
-                self._composed[key] = in_halves(self.profile(stage), parts)
-            taken[place] = forecast(self._composed[key], self._plan)
+                self._composed[key] = split_profile(self.profile(stage), parts)
+            taken[place] = forecast_step(self._composed[key], self._plan)
         return taken
 
-    def sections(self, stage: Stage) -> list[Section]:
+    def sections(self, stage: SectionRange) -> list[Section]:
         """The sections of a stage, each with what it keeps."""
         places = range(stage.first, stage.stop)
         picks = zip(places, stage.choices, strict=True)
-        return [self.ladder[choice].sections[place] for place, choice in picks]
+        return [self.levels[choice].sections[place] for place, choice in picks]
 
-    def _kind(self, stage: Stage) -> object:
+    def _kind(self, stage: SectionRange) -> object:
         """What stages that are alike have in common."""
         passes = [id(section.passes) for section in self.sections(stage)]
         return (*passes, stage.stop < len(self._all))
 
-    def profile(self, stage: Stage) -> Profile:
+    def profile(self, stage: SectionRange) -> Profile:
         """The profile of a stage, or of a whole model."""
-        base = self.ladder["keep"].base
+        base = self.levels["keep"].base
         key = (self._kind(stage), id(base), self._plan.release_gradients)
         if key not in self._composed:
             sections = self.sections(stage)
             picks = zip(sections, stage.choices, strict=True)
-            self._composed[key] = compose(
+            self._composed[key] = compose_profile(
                 base,
                 sections,
                 after=self._all[stage.stop] if stage.stop < len(self._all) else None,
@@ -365,12 +367,12 @@ class Fit:
         return self._composed[key]
 
 
-def shorter(plan: Plan) -> Plan:
+def with_fewer_micro_batches(plan: Plan) -> Plan:
     """The plan with fewer micro-batches where further ones change no peak.
 
     torch's own schedules keep the gradients that they send until the step is over: each counts.
     """
-    steps, most = plan.batch.accumulation_steps, EARLY * plan.pp
+    steps, most = plan.batch.accumulation_steps, STEADY_ROUNDS * plan.pp
     if plan.pp == 1 or plan.cut is None or plan.cut.schedule not in ("1f1b", "naive"):
         return plan
     if steps <= most:
@@ -385,8 +387,8 @@ def _no_less(
     return all(held[p] >= n for held, ns in pairs for p, n in zip(places, ns, strict=True))
 
 
-def _keeping(count: int) -> tuple[Choice, ...]:
-    keeping: list[Choice] = ["keep"] * count
+def _keeping(count: int) -> tuple[BlockPolicy, ...]:
+    keeping: list[BlockPolicy] = ["keep"] * count
     return tuple(keeping)
 
 

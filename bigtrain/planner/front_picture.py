@@ -6,31 +6,31 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from bigtrain.planner.ask import Planned
-from bigtrain.planner.evaluate import Judged
-from bigtrain.planner.show import computed_again
-from bigtrain.report.plot_style import styled
+from bigtrain.planner.ask import PlannedAnswer
+from bigtrain.planner.evaluate import EvaluatedPlan
+from bigtrain.planner.show import recompute_summary
+from bigtrain.report.plot_style import plot_style
 from bigtrain.units import GIB, MIB
 
 _FRONT, _OTHER, _LIMIT = "#0072B2", "#A0A0A0", "#D55E00"
 """Of the palette of Okabe and Ito."""
 
 
-def write_front(path: Path, planned: Planned) -> None:
+def write_front(path: Path, planned: PlannedAnswer) -> None:
     """Draw every plan that was told of, and the front through those that no other beats.
 
     Args:
         path: ends in .svg or .png.
         planned: has at least one plan.
     """
-    with styled():
-        figure = front(planned)
+    with plot_style():
+        figure = front_figure(planned)
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def front(planned: Planned) -> Figure:
+def front_figure(planned: PlannedAnswer) -> Figure:
     """The figure: peak memory of the fullest rank to the right, seconds of a step upwards."""
-    answer, question = planned.answer, planned.question
+    answer, question = planned.result, planned.question
     unit, name = (GIB, "GiB") if question.limit >= GIB else (MIB, "MiB")
     figure = Figure(figsize=(8.0, 4.6), layout="constrained")
     axes = figure.add_subplot()
@@ -39,7 +39,7 @@ def front(planned: Planned) -> Figure:
     axes.plot(*_places(answer.front, unit), color=_FRONT, marker="o", label="none beats these")
     for one in answer.front:
         mesh = f"pp {one.candidate.pp} x dp {one.candidate.dp}"
-        said = f"{one.candidate.label}\n{mesh}, again: {computed_again(one)}"
+        said = f"{one.candidate.label}\n{mesh}, again: {recompute_summary(one)}"
         at = (one.peak.bytes / unit, one.seconds.total)
         axes.annotate(said, at, xytext=(6, 6), textcoords="offset points", fontsize=7)
     axes.axvline(question.limit / unit, color=_LIMIT, linestyle="--", linewidth=1)
@@ -52,5 +52,5 @@ def front(planned: Planned) -> Figure:
     return figure
 
 
-def _places(plans: list[Judged], unit: int) -> tuple[list[float], list[float]]:
+def _places(plans: list[EvaluatedPlan], unit: int) -> tuple[list[float], list[float]]:
     return [one.peak.bytes / unit for one in plans], [one.seconds.total for one in plans]

@@ -6,26 +6,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from bigtrain.activations.policy import Choice
+from bigtrain.activations.policy import BlockPolicy
 from bigtrain.errors import ConfigError
-from bigtrain.prediction.section_library import Body
+from bigtrain.prediction.section_library import ModelSections
 
-LADDER: tuple[Choice, ...] = ("keep", "selective", "full")
+RECOMPUTE_LEVELS: tuple[BlockPolicy, ...] = ("keep", "selective", "full")
 """What blocks may keep, from the fastest to the smallest."""
 
 
 @dataclass(frozen=True)
-class Stage:
+class SectionRange:
     """Some of the model's sections, and what each of them keeps."""
 
     first: int
     """The first section."""
     stop: int
-    choices: tuple[Choice, ...]
+    choices: tuple[BlockPolicy, ...]
     """Of the sections; those that are no block keep everything."""
 
 
-class Ladder:
+class RecomputeLevels:
     """The sections of a model by what its blocks keep, made when they are asked for.
 
     Args:
@@ -33,31 +33,33 @@ class Ladder:
         body: gives the sections.
     """
 
-    def __init__(self, usual: Sequence[Choice], body: Callable[[Choice], Body]) -> None:
+    def __init__(
+        self, usual: Sequence[BlockPolicy], body: Callable[[BlockPolicy], ModelSections]
+    ) -> None:
         self._usual, self._body = usual, body
-        self._found: dict[Choice, Body] = {}
+        self._found: dict[BlockPolicy, ModelSections] = {}
 
     @property
     def is_single(self) -> bool:
         """Whether there is nothing to choose."""
         return len(self._usual) == 1
 
-    def __getitem__(self, choice: Choice) -> Body:
+    def __getitem__(self, choice: BlockPolicy) -> ModelSections:
         if choice not in self._found:
             self._found[choice] = self._body(choice)
         return self._found[choice]
 
     @cached_property
-    def least(self) -> Choice:
+    def least(self) -> BlockPolicy:
         """The last of those that work with this model, too."""
         return next(choice for choice in reversed(self._usual) if self._works(choice))
 
     @cached_property
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[BlockPolicy]:
         """All of those."""
         return [choice for choice in self._usual if self._works(choice)]
 
-    def _works(self, choice: Choice) -> bool:
+    def _works(self, choice: BlockPolicy) -> bool:
         """Not every choice works with every model, or leaves its blocks one after the other."""
         try:
             found = self[choice]

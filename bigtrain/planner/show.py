@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 from rich.table import Table
 
-from bigtrain.planner.ask import Planned
-from bigtrain.planner.evaluate import Judged, Refused
+from bigtrain.planner.ask import PlannedAnswer
+from bigtrain.planner.evaluate import EvaluatedPlan, RejectedPlan
 from bigtrain.units import MIB, format_bytes, format_count
 
 _SHORT = {
@@ -23,7 +23,7 @@ _SHORT = {
 }
 
 
-def plans_table(planned: Planned) -> Table:
+def plans_table(planned: PlannedAnswer) -> Table:
     """The fastest plans that fit, the fastest first."""
     question = planned.question
     table = Table(
@@ -38,14 +38,14 @@ def plans_table(planned: Planned) -> Table:
         table.add_column(name, justify="right" if name != "parts" else "left")
     table.add_column(_unit(planned), justify="right")
     table.add_column("MFU", justify="right")
-    for place, one in enumerate(planned.answer.best, start=1):
-        figures = figures_of(planned, one)
+    for place, one in enumerate(planned.result.best, start=1):
+        figures = plan_figures(planned, one)
         table.add_row(
             str(place),
             one.candidate.label,
             f"{one.candidate.pp} x {one.candidate.dp}",
             f"{one.candidate.rows} x {one.candidate.micro_batches}",
-            computed_again(one),
+            recompute_summary(one),
             format_bytes(one.peak.bytes),
             _parts(one),
             _seconds(one.seconds.total),
@@ -55,35 +55,35 @@ def plans_table(planned: Planned) -> Table:
     return table
 
 
-def _unit(planned: Planned) -> str:
-    return "tokens/s" if planned.parts.data.task.name == "language" else "samples/s"
+def _unit(planned: PlannedAnswer) -> str:
+    return "tokens/s" if planned.setup.data.task.name == "language" else "samples/s"
 
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
-def _parts(one: Judged) -> str:
+def _parts(one: EvaluatedPlan) -> str:
     """The largest parts of the peak on the worst rank."""
     parts = vars(one.peak.breakdown)
     largest = sorted(parts, key=lambda kind: -parts[kind])[:3]
-    where = f" (pp rank {one.worst})" if one.candidate.pp > 1 else ""
+    where = f" (pp rank {one.fullest_rank})" if one.candidate.pp > 1 else ""
     return " ".join(f"{_SHORT[k]} {format_bytes(parts[k])}" for k in largest if parts[k]) + where
 
 
-def computed_again(one: Judged) -> str:
+def recompute_summary(one: EvaluatedPlan) -> str:
     """How many blocks keep less than everything."""
     counts = Counter(one.recomputed.values())
     return ", ".join(f"{count} {choice}" for choice, count in sorted(counts.items())) or "none"
 
 
-def figures_of(planned: Planned, one: Judged) -> dict[str, Any]:
+def plan_figures(planned: PlannedAnswer, one: EvaluatedPlan) -> dict[str, Any]:
     """What is expected of a plan: bytes per rank, seconds, shares."""
     seconds = one.seconds.total
     return {
         "peak_bytes": one.peak.bytes,
         "phase": one.peak.phase,
-        "pp_rank": one.worst,
+        "pp_rank": one.fullest_rank,
         "breakdown": dict(vars(one.peak.breakdown)),
         "step_seconds": seconds,
         "seconds": {key: round(value, 9) for key, value in vars(one.seconds).items()},
@@ -92,11 +92,11 @@ def figures_of(planned: Planned, one: Judged) -> dict[str, Any]:
     }
 
 
-def misses(planned: Planned) -> Iterator[str]:
+def rejection_lines(planned: PlannedAnswer) -> Iterator[str]:
     """What is in the way of the others, a line for each kind, the nearest miss first."""
-    answer = planned.answer
-    nearest: dict[str, Refused] = {}
-    for one in answer.refused:
+    answer = planned.result
+    nearest: dict[str, RejectedPlan] = {}
+    for one in answer.rejected:
         if one.peak is None:
             continue
         label = one.candidate.label
@@ -106,29 +106,29 @@ def misses(planned: Planned) -> Iterator[str]:
     for label, one in sorted(nearest.items(), key=lambda pair: _peak(pair[1])):
         mesh = f"pp {one.candidate.pp} x dp {one.candidate.dp}, micro-batch {one.candidate.rows}"
         yield f"does not fit: {label} ({mesh}): {one.reason}"
-    if answer.floored:
+    if answer.below_bound:
         yield (
-            f"{answer.floored} plans were left out because their parameters, gradients, optimizer "
-            "state and what micro-batches keep are more, however they are cut"
+            f"{answer.below_bound} plans were left out because their parameters, gradients, "
+            "optimizer state and what micro-batches keep are more, however they are cut"
         )
 
 
-def _peak(refused: Refused) -> int:
+def _peak(refused: RejectedPlan) -> int:
     return refused.peak.bytes if refused.peak is not None else 0
 
 
-def searched(planned: Planned) -> str:
+def search_line(planned: PlannedAnswer) -> str:
     """One line on how much was looked at."""
-    answer = planned.answer
+    answer = planned.result
     return (
-        f"{answer.candidates} plans in {answer.seconds:.1f} s; the memory of {answer.judged} was "
-        "forecast, the others cannot be faster or hold too much"
+        f"{answer.candidates} plans in {answer.seconds:.1f} s; the memory of {answer.evaluated} "
+        "was forecast, the others cannot be faster or hold too much"
     )
 
 
-def document(planned: Planned, margin: str) -> dict[str, Any]:
+def plan_document(planned: PlannedAnswer, margin: str) -> dict[str, Any]:
     """All of it, for machines. Bytes are integers, seconds floats."""
-    question, answer = planned.question, planned.answer
+    question, answer = planned.question, planned.result
     return {
         "model": question.job.model.model_dump(mode="json"),
         "num_parameters": planned.num_parameters,
@@ -139,19 +139,19 @@ def document(planned: Planned, margin: str) -> dict[str, Any]:
         "margin": margin,
         "global_batch_size": question.global_batch_size,
         "candidates": answer.candidates,
-        "judged": answer.judged,
+        "judged": answer.evaluated,
         "search_seconds": answer.seconds,
         "plans": [_row(planned, one) for one in answer.best],
         "front": [_row(planned, one) for one in answer.front],
-        "not_fitting": list(misses(planned)),
+        "not_fitting": list(rejection_lines(planned)),
     }
 
 
-def _row(planned: Planned, one: Judged) -> dict[str, Any]:
+def _row(planned: PlannedAnswer, one: EvaluatedPlan) -> dict[str, Any]:
     return {"label": one.candidate.label, **plan_values(planned, one)}
 
 
-def plan_values(planned: Planned, one: Judged) -> dict[str, Any]:
+def plan_values(planned: PlannedAnswer, one: EvaluatedPlan) -> dict[str, Any]:
     """A plan as values for YAML, which `--plan` reads back."""
     strategy = one.job.strategy.model_dump(mode="json", exclude_defaults=True)
     strategy["name"] = "planned"
@@ -164,11 +164,11 @@ def plan_values(planned: Planned, one: Judged) -> dict[str, Any]:
             "accumulation_steps": None,
             "precision": one.plan.precision,
         },
-        "predicted": figures_of(planned, one),
+        "predicted": plan_figures(planned, one),
     }
 
 
-def plan_text(planned: Planned, one: Judged, command: str) -> str:
+def plan_text(planned: PlannedAnswer, one: EvaluatedPlan, command: str) -> str:
     """A plan file that a person can read and change."""
     head = (
         f"# {command}\n# {one.candidate.label}: predicted peak {format_bytes(one.peak.bytes)} on "
@@ -179,7 +179,7 @@ def plan_text(planned: Planned, one: Judged, command: str) -> str:
     return head + yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
 
 
-def nothing_fits(planned: Planned) -> list[str]:
+def no_fit_lines(planned: PlannedAnswer) -> list[str]:
     """What to say where no plan fits: the least that would do, what takes it, and what to do."""
     question = planned.question
     smallest = planned.search.smallest()
@@ -192,7 +192,7 @@ def nothing_fits(planned: Planned) -> list[str]:
     kind = max(parts, key=lambda part: parts[part])
     needed = question.memory_for(peak.bytes, smallest.candidate.engine)
     option = "--cap" if question.capped else "--memory"
-    most = planned.search.judge.most_blocks(smallest.candidate, question.limit)
+    most = planned.search.evaluator.most_blocks(smallest.candidate, question.limit)
     smaller = ""
     if most is not None:
         smaller = (

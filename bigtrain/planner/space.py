@@ -14,25 +14,31 @@ from typing import Any
 from bigtrain.errors import ConfigError
 from bigtrain.job.presets import read_preset
 from bigtrain.job.schema import Job, StrategyConfig
-from bigtrain.schedules.orders import V_SHAPED
+from bigtrain.schedules.orders import V_SHAPED_SCHEDULES
 
-REPLICATE = (
+REPLICATE_PRESETS = (
     *("ddp", "zero1_torch", "fsdp_zero2", "fsdp"),
     *("zero1", "zero2", "zero3"),
     *("oss", "sharded_ddp"),
 )
 """How replicas share their state: the presets of these names."""
-ENGINES = ("torch", "deepspeed", "fairscale")
+PLANNED_ENGINES = ("torch", "deepspeed", "fairscale")
 """Whose implementations there are."""
-BESIDE_A_CUT = ("ddp", "zero1_torch", "fsdp_zero2", "fsdp")
-SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zbv_zero_bubble", "interleaved_zero_bubble")
+PIPELINE_REPLICATE_PRESETS = ("ddp", "zero1_torch", "fsdp_zero2", "fsdp")
+SEARCHED_SCHEDULES = (
+    "1f1b",
+    "gpipe",
+    "interleaved_1f1b",
+    "zbv_zero_bubble",
+    "interleaved_zero_bubble",
+)
 """Of the schedules those that differ in what they are good for: time, memory, or both."""
-MOST_ROWS = 64
+MAX_ROWS = 64
 """Rows of a micro-batch from which on more do not make a device faster."""
 
 
 @cache
-def options_of(preset: str) -> Mapping[str, Any]:
+def replicate_options(preset: str) -> Mapping[str, Any]:
     """What a preset says of the replicate role."""
     found = read_preset("strategies", preset, "plan").values["strategy"]
     options = found.get("replicate", "single")
@@ -62,12 +68,12 @@ class Candidate:
     @property
     def engine(self) -> str:
         """Who shares the replicas' state."""
-        return str(options_of(self.replicate).get("engine", "torch"))
+        return str(replicate_options(self.replicate).get("engine", "torch"))
 
     @property
     def zero_stage(self) -> int:
         """Of ZeRO; 0 where every replica has everything."""
-        return int(options_of(self.replicate).get("stage", 0))
+        return int(replicate_options(self.replicate).get("stage", 0))
 
     @property
     def fully_sharded(self) -> bool:
@@ -96,7 +102,7 @@ class Candidate:
 
     def strategy(self, **more: Any) -> StrategyConfig:
         """The section of a job."""
-        replicate = dict(options_of(self.replicate))
+        replicate = dict(replicate_options(self.replicate))
         if self.shard_ranks is not None:
             replicate["shard_ranks"] = self.shard_ranks
         values: dict[str, Any] = {"name": "planned", "replicate": replicate, **more}
@@ -124,7 +130,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """What is open, and what is given."""
 
     devices: int
@@ -137,7 +143,7 @@ class Space:
     dp: int | None = None
     rows: int | None = None
     engines: tuple[str, ...] = ("torch", "deepspeed")
-    elsewhere: str | None = None
+    fallback_tier: str | None = None
     """Where the optimizer's state may be instead, where nothing fits with it on the device."""
 
     def meshes(self) -> list[tuple[int, int]]:
@@ -190,14 +196,14 @@ class Space:
     def _rows(self, share: int) -> list[int]:
         if self.rows is not None:
             return [self.rows] if share % self.rows == 0 else []
-        return [n for n in range(1, min(share, MOST_ROWS) + 1) if share % n == 0 and _is_round(n)]
+        return [n for n in range(1, min(share, MAX_ROWS) + 1) if share % n == 0 and _is_round(n)]
 
     def _replicate(self, pp: int, dp: int) -> Iterator[tuple[str, int | None]]:
         if dp == 1:
             yield "single", None
             return
-        for name in REPLICATE if pp == 1 else BESIDE_A_CUT:
-            if options_of(name).get("engine", "torch") in self.engines:
+        for name in REPLICATE_PRESETS if pp == 1 else PIPELINE_REPLICATE_PRESETS:
+            if replicate_options(name).get("engine", "torch") in self.engines:
                 yield name, None
         if self.per_node < dp and dp % self.per_node == 0 and pp == 1:
             yield "fsdp", self.per_node  # hybrid: gathered inside of a node
@@ -206,12 +212,12 @@ class Space:
         if pp == 1:
             yield None, 1
             return
-        for schedule in SCHEDULES:
+        for schedule in SEARCHED_SCHEDULES:
             if schedule.startswith("interleaved"):
                 for per_rank in (2, 4):
                     if pp * per_rank <= self.num_blocks + 1 and micro_batches >= pp:
                         yield schedule, per_rank
-            elif schedule in V_SHAPED:
+            elif schedule in V_SHAPED_SCHEDULES:
                 if 2 * pp <= self.num_blocks + 1:
                     yield schedule, 2
             else:

@@ -14,14 +14,14 @@ import numpy as np
 
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Profile
-from bigtrain.costs.traffic import MOVES, Traffic
+from bigtrain.costs.traffic import HOST_TRANSFERS, Traffic
 from bigtrain.machine.cluster import Cluster
-from bigtrain.machine.collective_cost import seconds as exchange_seconds
-from bigtrain.prediction.sections import Section, Work
-from bigtrain.schedules.bubble import StageSeconds, bubble, bubble_share
-from bigtrain.schedules.orders import order, stage_ranks
+from bigtrain.machine.collective_cost import collective_seconds as exchange_seconds
+from bigtrain.prediction.sections import OpLog, Section
+from bigtrain.schedules.bubble import StageSeconds, bubble_share, simulate_step
+from bigtrain.schedules.orders import schedule_orders, stage_ranks
 
-PLAYED = 4096
+MAX_SIMULATED_ACTIONS = 4096
 """Actions of a step up to which its schedule is played through; above, a step is as long as the
 closed form of equal stages says of the slowest."""
 
@@ -48,19 +48,19 @@ class StepSeconds:
 
 
 @dataclass(frozen=True)
-class Pace:
+class PassSeconds:
     """One micro-batch on one stage, in seconds."""
 
     forward: float
     backward: float
 
     @property
-    def both(self) -> float:
+    def total(self) -> float:
         """There and back."""
         return self.forward + self.backward
 
 
-class Clock:
+class StepTimer:
     """Times on one cluster.
 
     Args:
@@ -71,7 +71,7 @@ class Clock:
         self.cluster = cluster
         device, node = cluster.device, cluster.node
         at_once = min(node.devices, node.cores or node.devices) if node.shared else 1
-        self.crowd = node.devices / at_once if node.shared else 1.0
+        self.oversubscription = node.devices / at_once if node.shared else 1.0
         """Ranks of a node for each that computes at full speed, at which the times below are."""
         share = 1.0 / at_once
         self._flops = device.flops.fp32 * device.efficiency * share
@@ -80,20 +80,20 @@ class Clock:
         self._launch = device.launch
         self._known: dict[tuple[int, bool], tuple[Section, float]] = {}
 
-    def work(self, work: Work) -> float:
+    def op_seconds(self, work: OpLog) -> float:
         """Seconds of the operations of a pass, one after the other."""
         arithmetic = work.flops / self._flops + work.low_flops / self._low_flops
         longer = np.maximum(arithmetic, work.nbytes / self._nbytes)
         return float(((longer + self._launch) * work.times).sum())
 
-    def host_work(self, work: Work) -> float:
+    def host_op_seconds(self, work: OpLog) -> float:
         """Seconds of the same on the host of a GPU, whose memory its ranks share."""
         node = self.cluster.node
         return float((work.nbytes * work.times).sum()) * node.devices / node.host_bandwidth
 
-    def pace(self, sections: Sequence[Section]) -> Pace:
+    def pass_seconds(self, sections: Sequence[Section]) -> PassSeconds:
         """One micro-batch through some sections and back."""
-        return Pace(
+        return PassSeconds(
             sum(self._pass(s, back=False) for s in sections),
             sum(self._pass(s, back=True) for s in sections),
         )
@@ -102,13 +102,13 @@ class Clock:
         work = section.backward if back else section.forward
         key = (id(work), back)
         if key not in self._known:  # the section is kept, so that its work's id stays its own
-            self._known[key] = (section, self.work(work))
+            self._known[key] = (section, self.op_seconds(work))
         return self._known[key][1]
 
     def step(
         self,
         plan: Plan,
-        paces: Sequence[Pace],
+        paces: Sequence[PassSeconds],
         profiles: Sequence[Profile],
         update: float,
         *,
@@ -126,22 +126,22 @@ class Clock:
         """
         micro_batches = plan.batch.accumulation_steps
         compute, idle = self._computing(plan, paces, profiles, played=played)
-        slowest = max(paces, key=lambda pace: pace.both)
+        slowest = max(paces, key=lambda pace: pace.total)
         exchange = moving = 0.0
         for profile in profiles:
             talked, moved = self._traffic(plan, profile, slowest, micro_batches)
             exchange, moving = max(exchange, talked), max(moving, moved)
         shards = plan.state_ranks
-        return StepSeconds(compute, idle, exchange, moving, self.crowd * update / shards)
+        return StepSeconds(compute, idle, exchange, moving, self.oversubscription * update / shards)
 
     def _computing(
-        self, plan: Plan, paces: Sequence[Pace], profiles: Sequence[Profile], *, played: bool
+        self, plan: Plan, paces: Sequence[PassSeconds], profiles: Sequence[Profile], *, played: bool
     ) -> tuple[float, float]:
         """Seconds of the busiest rank, and those in which it waits."""
         micro_batches = plan.batch.accumulation_steps
         cut = plan.cut
         if plan.pp == 1 or cut is None:
-            return self.crowd * micro_batches * sum(pace.both for pace in paces), 0.0
+            return self.oversubscription * micro_batches * sum(pace.total for pace in paces), 0.0
         schedule = cut.schedule
         sending = self._sending(plan, profiles)
         splits = plan.splits_backward
@@ -149,50 +149,52 @@ class Clock:
         ranks = stage_ranks(schedule, plan.pp, len(paces) // plan.pp)
         busy = [0.0] * plan.pp
         for rank, pace in zip(ranks, paces, strict=True):
-            busy[rank] += micro_batches * pace.both
+            busy[rank] += micro_batches * pace.total
         per_rank = len(paces) // plan.pp
-        is_short = 2 * len(paces) * micro_batches <= PLAYED
+        is_short = 2 * len(paces) * micro_batches <= MAX_SIMULATED_ACTIONS
         share = None
         if not (played and is_short):
-            share = closed_bubble(schedule, plan.pp, micro_batches, per_rank, splits=splits)
+            share = closed_form_bubble(schedule, plan.pp, micro_batches, per_rank, splits=splits)
         if share is not None:
             full = [0.0] * plan.pp
             for rank, one in zip(ranks, stages, strict=True):
                 full[rank] += micro_batches * sum(one)
             total = max(full) / (1.0 - share)
         elif played:
-            total = bubble(order(schedule, plan.pp, per_rank, micro_batches), stages).seconds
+            total = simulate_step(
+                schedule_orders(schedule, plan.pp, per_rank, micro_batches), stages
+            ).seconds
         else:  # one micro-batch goes there and back through all stages
             total = sum(one.forward + one.inputs for one in stages)
         # Where ranks take turns on the cores, those that wait leave them to the others.
-        total = max(total, self.crowd * sum(busy) / len(busy))
+        total = max(total, self.oversubscription * sum(busy) / len(busy))
         return max(busy), max(0.0, total - max(busy))
 
     def _sending(self, plan: Plan, profiles: Sequence[Profile]) -> float:
         """Seconds for what crosses a cut; on a GPU it hides but for where a rank waits for it."""
-        nbytes = max((p.wires.incoming for p in profiles), default=0)
+        nbytes = max((p.boundary.incoming for p in profiles), default=0)
         return exchange_seconds("send", nbytes, 2, plan.tp, self.cluster)
 
     def _traffic(
-        self, plan: Plan, profile: Profile, pace: Pace, micro_batches: int
+        self, plan: Plan, profile: Profile, pace: PassSeconds, micro_batches: int
     ) -> tuple[float, float]:
         """Seconds that are not hidden: of exchanges between replicas, and of moves."""
         beside: dict[str, list[tuple[Traffic, float]]] = {}
         for technique in plan.techniques.values():
             for one in technique.traffic(profile, plan):
-                beside.setdefault(f"{one.every} {one.beside}", []).append((one, self._one(one)))
+                beside.setdefault(f"{one.every} {one.overlaps}", []).append((one, self._one(one)))
         talked = moved = 0.0
         for key, taken in beside.items():
             times = micro_batches if key.startswith("micro_batch") else 1
             whole = sum(each for _, each in taken)
             shown = max(0.0, whole - self._hides(key, pace))
-            moves = sum(each for one, each in taken if one.kind in MOVES)
+            moves = sum(each for one, each in taken if one.kind in HOST_TRANSFERS)
             share = moves / whole if whole else 0.0
             talked += times * shown * (1 - share)
             moved += times * shown * share
         return talked, moved
 
-    def _hides(self, key: str, pace: Pace) -> float:
+    def _hides(self, key: str, pace: PassSeconds) -> float:
         """Seconds of computing behind which something may hide; on a CPU both want the cores."""
         if self.cluster.node.shared:
             return 0.0
@@ -210,7 +212,7 @@ class Clock:
 
 
 @cache
-def closed_bubble(
+def closed_form_bubble(
     schedule: str, pp: int, micro_batches: int, stages_per_rank: int, *, splits: bool
 ) -> float | None:
     """The share of a step in which ranks with equal stages wait; None without a closed form.
@@ -219,7 +221,7 @@ def closed_bubble(
         schedule: one of `orders.SCHEDULES`.
         pp: number of ranks.
         micro_batches: of one step.
-        stages_per_rank: as in `orders.order`.
+        stages_per_rank: as in `orders.schedule_orders`.
         splits: whether backward passes go in two parts, see `Plan.splits_backward`.
     """
     shares = (1.0, 1.0, 1.0) if splits else (1.0, 2.0, 0.0)
@@ -229,7 +231,7 @@ def closed_bubble(
         return None
 
 
-def _seconds(pace: Pace, sending: float, *, splits: bool) -> StageSeconds:
+def _seconds(pace: PassSeconds, sending: float, *, splits: bool) -> StageSeconds:
     """With sending. Where backward passes are split, that for the weights is half of them."""
     weights = pace.backward / 2 if splits else 0.0
     return StageSeconds(pace.forward + sending, pace.backward - weights + sending, weights)

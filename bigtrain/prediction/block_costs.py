@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from bigtrain.activations.recompute import is_dear
-from bigtrain.cutting.choose import Rates
+from bigtrain.activations.recompute import is_saved_op
+from bigtrain.cutting.choose import DeviceRates
 from bigtrain.data.loader import MicroBatch
 from bigtrain.tensors.fake import fake_model, fake_tensor
 from bigtrain.tensors.op_cost import bytes_touched, flops_of
@@ -33,7 +33,7 @@ def block_costs(
     model: nn.Module,
     names: Iterable[str],
     micro_batch: MicroBatch,
-    rates: Rates,
+    rates: DeviceRates,
     device: torch.device,
     *,
     bf16: bool = False,
@@ -62,7 +62,7 @@ def block_costs(
                 module.register_forward_hook(lambda *_: _close(open_now))
         inputs = tree_map(lambda t: fake_tensor(t, device), micro_batch.inputs)
         cast = torch.autocast(device.type, dtype=torch.bfloat16) if bf16 else nullcontext()
-        with cast, _Stopwatch(open_now, rates):
+        with cast, _CostMode(open_now, rates):
             fake(inputs)
     return costs
 
@@ -71,10 +71,10 @@ def _close(open_now: list[BlockCost]) -> None:
     open_now.pop()
 
 
-class _Stopwatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _CostMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds each operation to all that are open."""
 
-    def __init__(self, open_now: list[BlockCost], rates: Rates) -> None:
+    def __init__(self, open_now: list[BlockCost], rates: DeviceRates) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._open, self._rates = open_now, rates
 
@@ -88,7 +88,7 @@ class _Stopwatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         work = flops_of(func, args, kwargs, result) / self._rates.flops
         seconds = max(work, bytes_touched(given, made) / self._rates.nbytes)
-        dear = is_dear(func, args, kwargs)
+        dear = is_saved_op(func, args, kwargs)
         for cost in self._open:
             cost.whole += seconds
             cost.between += 0.0 if dear else seconds

@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from bigtrain.memory.timeline import Visit
+from bigtrain.memory.timeline import BlockTicks
 from bigtrain.memory.tracker import StorageTracker
-from bigtrain.models.blocks import separate_blocks
+from bigtrain.models.blocks import independent_blocks
 
 
-class Visits:
+class BlockTickRecorder:
     """The clock ticks at which blocks begin and end; nothing is kept alive by the noting.
 
     Args:
@@ -27,7 +27,7 @@ class Visits:
         self, model: nn.Module, tracker: StorageTracker, names: Iterable[str] | None = None
     ) -> None:
         self._tracker = tracker
-        named = separate_blocks(model)
+        named = independent_blocks(model)
         if names is not None:
             named = [(n, m) for n, m in ((n, _module(model, n)) for n in names) if m is not None]
         self._names = [name for name, _ in named]
@@ -67,14 +67,14 @@ class Visits:
     def _note(self, number: int, what: str) -> None:
         self._notes.append((self._tracker.clock, number, what))
 
-    def blocks(self, start: int, stop: int) -> list[Visit]:
+    def blocks(self, start: int, stop: int) -> list[BlockTicks]:
         """The blocks in the order of a pass between two ticks; those that did not run are left out.
 
         A block whose inputs need no gradient is taken to be done at the end of the pass.
         """
         return list(self.named(start, stop).values())
 
-    def named(self, start: int, stop: int) -> dict[str, Visit]:
+    def named(self, start: int, stop: int) -> dict[str, BlockTicks]:
         """The same with their names."""
         found = []
         together = self._together(start, stop)
@@ -90,7 +90,7 @@ class Visits:
             if ends in together:  # its own part of that gradient is there with its last parameter's
                 ends = max(ticks.get("parameter's gradient", [ends]))
             forward = (min(ticks["forward begins"]), max(ticks["forward ends"]))
-            visit = _visit(list(block.parameters()), forward, (begins, max(begins, ends)))
+            visit = _block_ticks(list(block.parameters()), forward, (begins, max(begins, ends)))
             found.append((self._names[number], visit))
         return dict(sorted(found, key=lambda pair: pair[1].forward))
 
@@ -102,9 +102,9 @@ class Visits:
                 last[number] = max(tick, last.get(number, tick))
         return {tick for tick, times in Counter(last.values()).items() if times > 1}
 
-    def rest(self, start: int, stop: int) -> Visit:
+    def outside_blocks(self, start: int, stop: int) -> BlockTicks:
         """What is in no block: there from the first moment of a pass to the last."""
-        return _visit(self._rest, (start, stop), (start, stop))
+        return _block_ticks(self._rest, (start, stop), (start, stop))
 
 
 def _module(model: nn.Module, name: str) -> nn.Module | None:
@@ -114,10 +114,10 @@ def _module(model: nn.Module, name: str) -> nn.Module | None:
         return None
 
 
-def _visit(
+def _block_ticks(
     parameters: list[nn.Parameter], forward: tuple[int, int], backward: tuple[int, int]
-) -> Visit:
-    return Visit(
+) -> BlockTicks:
+    return BlockTicks(
         tuple(tuple(p.shape) for p in parameters),
         tuple(p.requires_grad for p in parameters),
         forward,

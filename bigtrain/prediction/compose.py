@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bigtrain.costs.forecast import Profile, Wires
-from bigtrain.memory.timeline import Breakdown, Phase, Timeline, Visit, scaled
-from bigtrain.prediction.record_sections import Dissected
-from bigtrain.prediction.sections import Section, Tensor, placed
+from bigtrain.costs.forecast import BoundaryBytes, Profile
+from bigtrain.memory.timeline import BlockTicks, Breakdown, Phase, Timeline, scale_timeline
+from bigtrain.prediction.record_sections import RecordedSections
+from bigtrain.prediction.sections import Section, SectionTensor, concatenate_sections
 
 _ALIKE = 4
 """A step whose highest moment is at most so many of the largest parameters goes one by one."""
 
 
-def compose(
-    base: Dissected,
+def compose_profile(
+    base: RecordedSections,
     sections: Sequence[Section],
     *,
     after: Section | None = None,
@@ -38,7 +38,7 @@ def compose(
     elements = sum(t.numbers for t in trained)
     timelines, visits, stops = [], [], []
     for number in (0, 1):
-        spans, seen, turn, stop = placed(sections, number, is_sent=after is not None)
+        spans, seen, turn, stop = concatenate_sections(sections, number, is_sent=after is not None)
         stops.append(stop)
         phases: tuple[tuple[int, Phase], ...] = ((0, "forward"), (turn + 1, "backward"))
         timelines.append(Timeline(spans, phases))
@@ -68,15 +68,15 @@ def compose(
         next=timelines[1],
         step=_step(base, trained),
         blocks=tuple(zip(*visits, strict=True)),
-        rest=_rest(sections, tensors, stops[0]),
-        wires=_wires(sections, after),
+        outside_blocks=_rest(sections, tensors, stops[0]),
+        boundary=_wires(sections, after),
         windows=windows,
         recomputed=frozenset(recomputed),
         tensors=tuple((name, t.nbytes, t.kind) for name, t in named),
     )
 
 
-def states(sections: Sequence[Section]) -> Breakdown:
+def section_states(sections: Sequence[Section]) -> Breakdown:
     """The states of some sections, bytes of one process that has them whole."""
     tensors = _distinct(sections)
     return Breakdown(
@@ -87,25 +87,27 @@ def states(sections: Sequence[Section]) -> Breakdown:
     )
 
 
-def num_parameters(sections: Sequence[Section]) -> int:
+def count_parameters(sections: Sequence[Section]) -> int:
     """The parameters of some sections, each once."""
     return sum(t.numbers for t in _distinct(sections) if not t.is_buffer)
 
 
-def _distinct(sections: Sequence[Section]) -> list[Tensor]:
+def _distinct(sections: Sequence[Section]) -> list[SectionTensor]:
     """Every tensor once: those of blocks as they are, those outside by their names."""
     outside = {t.name: t for s in sections if not s.name for t in s.tensors}
     return [*outside.values(), *(t for s in sections if s.name for t in s.tensors)]
 
 
-def _rest(sections: Sequence[Section], tensors: Sequence[Tensor], stop: int) -> Visit:
+def _rest(sections: Sequence[Section], tensors: Sequence[SectionTensor], stop: int) -> BlockTicks:
     outside = {t.name for s in sections if not s.name for t in s.tensors}
     own = [t for t in tensors if t.name in outside and not t.is_buffer]
     own = list({t.name: t for t in own}.values())
-    return Visit(tuple(t.shape for t in own), tuple(t.trained for t in own), (0, stop), (0, stop))
+    return BlockTicks(
+        tuple(t.shape for t in own), tuple(t.trained for t in own), (0, stop), (0, stop)
+    )
 
 
-def _step(base: Dissected, trained: Sequence[Tensor]) -> Timeline:
+def _step(base: RecordedSections, trained: Sequence[SectionTensor]) -> Timeline:
     """The optimizer's step on other parameters than those that it was run on.
 
     Where it works on all of them at once what it needs grows with them; where it goes through them
@@ -116,13 +118,13 @@ def _step(base: Dissected, trained: Sequence[Tensor]) -> Timeline:
     numbers = sum(t.numbers for t in run_on if t.trained)
     if base.step.peak().bytes <= _ALIKE * largest or not numbers:
         return base.step
-    return scaled(base.step, sum(t.numbers for t in trained) / numbers)
+    return scale_timeline(base.step, sum(t.numbers for t in trained) / numbers)
 
 
-def _wires(sections: Sequence[Section], after: Section | None) -> Wires:
+def _wires(sections: Sequence[Section], after: Section | None) -> BoundaryBytes:
     first = sections[0]
     outgoing = (0, 0) if after is None else (after.incoming, after.incoming_gradients)
-    return Wires(first.incoming, first.incoming_gradients, *outgoing)
+    return BoundaryBytes(first.incoming, first.incoming_gradients, *outgoing)
 
 
 def renamed(section: Section, name: str) -> Section:

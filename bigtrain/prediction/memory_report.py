@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from bigtrain.memory.meter import Measured
-from bigtrain.memory.timeline import Kind, Peak
-from bigtrain.prediction.residuals import EngineName, Entry
+from bigtrain.memory.meter import MemoryMeasurement
+from bigtrain.memory.timeline import MemoryKind, Peak
+from bigtrain.prediction.residuals import EngineName, PeakRecord
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,12 @@ class RankMemory:
     """One rank: what was measured, and what had been predicted. All bytes."""
 
     rank: int
-    measured: Measured
+    measured: MemoryMeasurement
     predicted: Peak | None
     note: str | None = None
     """Why there is no prediction, where there is none."""
 
-    def error_bytes(self, kind: Kind | None = None) -> int | None:
+    def error_bytes(self, kind: MemoryKind | None = None) -> int | None:
         """Predicted less measured: of a part, or of the peak, to which the parts' errors sum.
 
         None where either is missing.
@@ -77,13 +77,13 @@ class MemoryReport:
 
     def course(self) -> dict[str, Any] | None:
         """The content of timeline.json: one step of the rank with the highest peak."""
-        seen = [r for r in self.ranks if r.measured.peak and r.measured.course]
+        seen = [r for r in self.ranks if r.measured.peak and r.measured.curve]
         if not seen:
             return None
         most = max(seen, key=lambda r: r.measured.peak.bytes if r.measured.peak else 0)
-        return {"rank": most.rank, **asdict(most.measured.course)} if most.measured.course else None
+        return {"rank": most.rank, **asdict(most.measured.curve)} if most.measured.curve else None
 
-    def residuals(self, engine: EngineName, precision: str) -> list[Entry]:
+    def residuals(self, engine: EngineName, precision: str) -> list[PeakRecord]:
         """What the run says about predictions: an entry for each rank that has both figures."""
         now = datetime.now(timezone.utc).isoformat(timespec="microseconds")
         found = []
@@ -92,7 +92,7 @@ class MemoryReport:
             if measured.peak is None or predicted is None or predicted.bytes == 0:
                 continue
             reserved, process = measured.reserved_bytes, measured.process_peak_bytes
-            entry = Entry(
+            entry = PeakRecord(
                 when=now,
                 engine=engine,
                 strategy=self.strategy,

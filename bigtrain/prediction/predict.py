@@ -9,7 +9,7 @@ from bigtrain.core.strategy import CutStrategy, ModelFacts, Plan
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.memory.timeline import Peak
-from bigtrain.prediction.record import make_profile, reason_of
+from bigtrain.prediction.record import make_profile, untraceable_reason
 from bigtrain.prediction.record_stage import profile_stage
 
 
@@ -21,7 +21,7 @@ class Prediction:
     """Of the fullest replica."""
     note: str | None = None
     advice: list[str] = field(default_factory=list)
-    own: Peak | None = None
+    own_peak: Peak | None = None
     """Of the replica that was asked about."""
 
 
@@ -39,19 +39,19 @@ def predict(
     Raises:
         ConfigError: a technique cannot work with a model of this size.
     """
-    found, plan = rank_of(resolved, workload, pp_rank), resolved.plan
+    found, plan = forecast_rank(resolved, workload, pp_rank), resolved.plan
     if found.forecast is None:
         return Prediction(None, found.note)
     peak = found.forecast.peak()
     if _by_stages(resolved):
         return Prediction(peak, None, [], peak)
     profile = found.profiles[0]
-    own = forecast(profile, replace(plan, dp_rank=dp_rank)).peak()
-    return Prediction(peak, None, advice(profile, plan), own)
+    own = forecast_step(profile, replace(plan, dp_rank=dp_rank)).peak()
+    return Prediction(peak, None, collect_advice(profile, plan), own)
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankForecast:
     """One rank before anything is built."""
 
     forecast: Forecast | None
@@ -60,11 +60,11 @@ class Rank:
     """Why not."""
     profiles: tuple[Profile, ...] = ()
     """Of the model, or of each of the rank's stages."""
-    parts: tuple[Forecast, ...] = ()
+    unit_forecasts: tuple[Forecast, ...] = ()
     """What the techniques make of each profile: of one micro-batch."""
 
 
-def rank_of(resolved: ResolvedPlan, workload: Workload, pp_rank: int = 0) -> Rank:
+def forecast_rank(resolved: ResolvedPlan, workload: Workload, pp_rank: int = 0) -> RankForecast:
     """Profile what is on one rank, and forecast its step. See `predict`.
 
     Raises:
@@ -74,14 +74,16 @@ def rank_of(resolved: ResolvedPlan, workload: Workload, pp_rank: int = 0) -> Ran
     cut = plan.techniques.get("cut")
     if layout is None or not isinstance(cut, CutStrategy) or not _by_stages(resolved):
         profile = make_profile(workload, resolved)
-        if profile.missing is not None:
-            plan.check_model(ModelFacts(missing=profile.missing))
-            return Rank(None, f"the model does not run on fake tensors ({profile.missing})")
+        if profile.untraceable is not None:
+            plan.check_model(ModelFacts(untraceable=profile.untraceable))
+            return RankForecast(
+                None, f"the model does not run on fake tensors ({profile.untraceable})"
+            )
         plan.check_model(ModelFacts(profile=profile))
         if layout is not None and "recompute" in plan.techniques:
             _try_stages(workload, resolved, len(layout.ranks))
-        found = forecast(profile, plan)
-        return Rank(found, None, (profile,), (found,))
+        found = forecast_step(profile, plan)
+        return RankForecast(found, None, (profile,), (found,))
     profiles: dict[int, Profile] = {}
     halves: dict[int, Forecast] = {}
     try:
@@ -91,14 +93,14 @@ def rank_of(resolved: ResolvedPlan, workload: Workload, pp_rank: int = 0) -> Ran
             plan.check_model(ModelFacts(profile=profiles[stage]))
             if plan.splits_backward:
                 split = profile_stage(workload, resolved, stage, split=True)
-                halves[stage] = forecast(split, plan)
+                halves[stage] = forecast_step(split, plan)
     except (RuntimeError, TypeError, NotImplementedError) as error:
-        reason = reason_of(error)
-        plan.check_model(ModelFacts(missing=reason))
-        return Rank(None, f"a stage does not run on fake tensors ({reason})")
-    parts = {stage: forecast(profile, plan) for stage, profile in profiles.items()}
-    step = cut.replayed(parts, plan, pp_rank, halves)
-    return Rank(step, None, tuple(profiles.values()), tuple(parts.values()))
+        reason = untraceable_reason(error)
+        plan.check_model(ModelFacts(untraceable=reason))
+        return RankForecast(None, f"a stage does not run on fake tensors ({reason})")
+    parts = {stage: forecast_step(profile, plan) for stage, profile in profiles.items()}
+    step = cut.replay_rank(parts, plan, pp_rank, halves)
+    return RankForecast(step, None, tuple(profiles.values()), tuple(parts.values()))
 
 
 def _try_stages(workload: Workload, resolved: ResolvedPlan, stages: int) -> None:
@@ -111,16 +113,16 @@ def _try_stages(workload: Workload, resolved: ResolvedPlan, stages: int) -> None
         try:
             profile_stage(workload, resolved, stage)
         except RuntimeError as error:
-            resolved.plan.check_model(ModelFacts(missing=reason_of(error)))
+            resolved.plan.check_model(ModelFacts(untraceable=untraceable_reason(error)))
 
 
 def _by_stages(resolved: ResolvedPlan) -> bool:
     cut = resolved.plan.techniques.get("cut")
     is_cut = resolved.layout is not None
-    return is_cut and isinstance(cut, CutStrategy) and cut.replays(resolved.plan)
+    return is_cut and isinstance(cut, CutStrategy) and cut.predicts_by_stage(resolved.plan)
 
 
-def advice(profile: Profile, plan: Plan) -> list[str]:
+def collect_advice(profile: Profile, plan: Plan) -> list[str]:
     """What each technique has to say where it cannot help, a line each."""
     lines = []
     predicted = Forecast.of(profile)
@@ -132,7 +134,7 @@ def advice(profile: Profile, plan: Plan) -> list[str]:
     return lines
 
 
-def forecast(profile: Profile, plan: Plan) -> Forecast:
+def forecast_step(profile: Profile, plan: Plan) -> Forecast:
     """Predict one rank's memory: each technique turns the forecast of those before it."""
     predicted = Forecast.of(profile)
     for technique in plan.in_order:

@@ -18,25 +18,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from bigtrain.activations.policy import Choice, recomputed_names, shape
+from bigtrain.activations.policy import BlockPolicy, apply_policies, recomputed_names
 from bigtrain.core.loop import LoopRunner
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile
 from bigtrain.data.loader import MicroBatch
-from bigtrain.losses.chunked_cross_entropy import attach
-from bigtrain.memory.meter import Meter
-from bigtrain.memory.timeline import Breakdown, Phase, Span, Timeline, Visit
+from bigtrain.losses.chunked_cross_entropy import attach_head
+from bigtrain.memory.meter import MemoryMeter
+from bigtrain.memory.timeline import BlockTicks, Breakdown, Phase, Span, Timeline
 from bigtrain.memory.tracker import StorageTracker
-from bigtrain.models.bf16_parameters import low_precision_names
-from bigtrain.optim.update import MakeOptimizer, state_widths
-from bigtrain.prediction.block_ticks import Visits
+from bigtrain.models.bf16_parameters import bf16_parameter_names
+from bigtrain.optim.update import MakeOptimizer, state_bytes_by_slot
+from bigtrain.prediction.block_ticks import BlockTickRecorder
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.fake import fake_model, fake_tensor
 
 
-class FakeMeter(Meter):
+class FakeMeter(MemoryMeter):
     """A meter that does nothing but track."""
 
     def __init__(self, tracker: StorageTracker, device: torch.device) -> None:  # no super: no reset
@@ -56,9 +56,9 @@ def make_profile(workload: Workload, resolved: ResolvedPlan) -> Profile:
     """
     try:
         device = torch.device(resolved.plan.device_type)
-        return profile_of(run_on_fakes(workload, resolved, device), resolved.plan)
+        return profile_from_run(record_steps(workload, resolved, device), resolved.plan)
     except Exception as error:  # noqa: BLE001 - user code of any kind runs here
-        return states_only(workload.model, workload.micro_batch, reason_of(error))
+        return profile_states_only(workload.model, workload.micro_batch, untraceable_reason(error))
 
 
 @dataclass(frozen=True)
@@ -68,32 +68,32 @@ class FakeRun:
     model: nn.Module
     """The fake twin."""
     optimizer: torch.optim.Optimizer
-    choices: Mapping[str, Choice]
+    choices: Mapping[str, BlockPolicy]
     timeline: Timeline
     marks: tuple[int, ...]
     """The ticks of the second step: its begin, the ends of its micro-batches, its end."""
-    visits: Visits
-    followed: Visits
+    visits: BlockTickRecorder
+    followed: BlockTickRecorder
     """The modules of which something else than all is kept, or may be."""
     batch_bytes: int
     widths: Mapping[str, float]
-    earlier: FakeRun | None = None
+    first_step: FakeRun | None = None
     """The first step, where it was taken with two micro-batches of another size."""
 
-    def piece(self, number: int) -> Timeline:
+    def window(self, number: int) -> Timeline:
         """The first micro-batch, the next, or the step: 0, 1, 2."""
-        return piece_of(self.timeline, *self.marks[number : number + 2])
+        return timeline_window(self.timeline, *self.marks[number : number + 2])
 
 
-Watch = Callable[[nn.Module, StorageTracker], AbstractContextManager[object]]
+InstallHooks = Callable[[nn.Module, StorageTracker], AbstractContextManager[object]]
 """Given the fake twin and the clock; entered around all passes."""
 
 
-def run_on_fakes(
+def record_steps(
     workload: Workload,
     resolved: ResolvedPlan,
     device: torch.device,
-    watch: Watch | None = None,
+    watch: InstallHooks | None = None,
     before: MicroBatch | None = None,
     make_runner: Callable[[Assembly], LoopRunner] = LoopRunner,
 ) -> FakeRun:
@@ -111,21 +111,24 @@ def run_on_fakes(
         Exception: of any kind that the model's own code raises where it sees no numbers.
     """
     plan, model, loss = resolved.plan, workload.model, workload.loss
-    widths = state_widths(workload.make_optimizer)
+    widths = state_bytes_by_slot(workload.make_optimizer)
     tracker = StorageTracker(fake=True)
     meter = FakeMeter(tracker, device)
     with FakeTensorMode(), tracker:
         fake = fake_model(model, device, double=plan.precision == "fp64")
-        attach(loss, fake)
+        attach_head(loss, fake)
         if plan.bf16_parameters:
-            for name in low_precision_names(fake):
+            for name in bf16_parameter_names(fake):
                 parameter = fake.get_parameter(name)
                 parameter.data = parameter.data.to(torch.bfloat16)
         last = workload.micro_batch
         batches = [_faked(given, device) for given in (before or last, last)]
         choices = resolved.policies
-        shape(fake, choices, plan.mover(device, fake=True))
-        visits, followed = Visits(fake, tracker), Visits(fake, tracker, choices)
+        apply_policies(fake, choices, plan.make_offloader(device, fake=True))
+        visits, followed = (
+            BlockTickRecorder(fake, tracker),
+            BlockTickRecorder(fake, tracker, choices),
+        )
         runner = make_runner(
             Assembly(
                 context=RunContext.alone(device),
@@ -133,7 +136,7 @@ def run_on_fakes(
                 loss=loss,
                 meter=meter,
                 model=fake,
-                make_optimizer=numberless(workload.make_optimizer),
+                make_optimizer=fake_safe_optimizer(workload.make_optimizer),
                 module=fake,
                 materialize=lambda _names: None,
             )
@@ -143,7 +146,7 @@ def run_on_fakes(
             small = batches[:1] if before is None else batches[:1] * 2
             marks = [_step(runner, small, tracker), _step(runner, batches[1:] * 2, tracker)]
         timeline = tracker.timeline()
-        sizes = [bytes_of(tree_leaves((batch.inputs, batch.targets))) for batch in batches]
+        sizes = [storage_bytes(tree_leaves((batch.inputs, batch.targets))) for batch in batches]
     given = (fake, runner.optimizer, choices, timeline)
     noted = (visits, followed)
     earlier = None
@@ -159,7 +162,7 @@ def _step(
     ticks = [tracker.clock]
     for batch in batches:
         runner.begin_step()  # where gradients are released there is no second one
-        runner.one(batch, 1.0)
+        runner.run_micro_batch(batch, 1.0)
         ticks.append(tracker.clock)
     runner.meter.phase("step")
     runner.clip()
@@ -175,9 +178,9 @@ def _faked(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
     return MicroBatch(inputs, targets, max(1, micro_batch.count), micro_batch.rows)
 
 
-def profile_of(run: FakeRun, plan: Plan) -> Profile:
+def profile_from_run(run: FakeRun, plan: Plan) -> Profile:
     """What a run on fake tensors says of a whole model."""
-    states = states_of(run.model, run.optimizer)
+    states = state_bytes(run.model, run.optimizer)
     passes = tuple(pairwise(run.marks[:3]))
     return Profile(
         parameter_bytes=states.parameters,
@@ -185,24 +188,26 @@ def profile_of(run: FakeRun, plan: Plan) -> Profile:
         buffer_bytes=states.buffers,
         optimizer_bytes=states.optimizer,
         batch_bytes=run.batch_bytes,
-        **slots_of(run.model, run.optimizer, run.widths),
-        first=run.piece(0),
-        next=run.piece(1),
-        step=run.piece(2),
+        **optimizer_state_figures(run.model, run.optimizer, run.widths),
+        first=run.window(0),
+        next=run.window(1),
+        step=run.window(2),
         blocks=tuple(zip(*(run.visits.blocks(*w) for w in passes), strict=True)),
-        rest=run.visits.rest(*passes[0]),
-        windows=windows_of(run.followed, run.marks),
+        outside_blocks=run.visits.outside_blocks(*passes[0]),
+        windows=block_windows(run.followed, run.marks),
         recomputed=recomputed_names(run.choices),
     )
 
 
-def windows_of(visits: Visits, marks: Sequence[int]) -> tuple[tuple[str, Visit, Visit], ...]:
+def block_windows(
+    visits: BlockTickRecorder, marks: Sequence[int]
+) -> tuple[tuple[str, BlockTicks, BlockTicks], ...]:
     """When the followed modules ran in the first and the second micro-batch."""
     first, second = (visits.named(start, stop) for start, stop in pairwise(marks[:3]))
     return tuple((name, first[name], second[name]) for name in first if name in second)
 
 
-def piece_of(timeline: Timeline, start: int, stop: int) -> Timeline:
+def timeline_window(timeline: Timeline, start: int, stop: int) -> Timeline:
     """The spans born in one stretch; what outlives it is cut off at its end."""
     spans = tuple(
         Span(s.nbytes, s.kind, s.birth, min(s.death, stop + 1))
@@ -214,18 +219,18 @@ def piece_of(timeline: Timeline, start: int, stop: int) -> Timeline:
     return Timeline(spans, ((start, before), *inside))
 
 
-def states_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Breakdown:
+def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Breakdown:
     """Bytes of parameters, their gradients, buffers and optimizer state."""
     slots = optimizer.state.values() if optimizer else ()
     return Breakdown(
-        parameters=bytes_of(model.parameters()),
-        gradients=bytes_of(p for p in model.parameters() if p.requires_grad),
-        buffers=bytes_of(model.buffers()),
-        optimizer=bytes_of(value for state in slots for value in state.values()),
+        parameters=storage_bytes(model.parameters()),
+        gradients=storage_bytes(p for p in model.parameters() if p.requires_grad),
+        buffers=storage_bytes(model.buffers()),
+        optimizer=storage_bytes(value for state in slots for value in state.values()),
     )
 
 
-class _Ones(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ScalarOnes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers 1 where an optimizer reads a number from a tensor: fake ones have none."""
 
     def __torch_dispatch__(
@@ -241,7 +246,7 @@ class _Ones(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def numberless(make_optimizer: MakeOptimizer) -> MakeOptimizer:
+def fake_safe_optimizer(make_optimizer: MakeOptimizer) -> MakeOptimizer:
     """Make the optimizer such that its step runs on fake tensors."""
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -249,7 +254,7 @@ def numberless(make_optimizer: MakeOptimizer) -> MakeOptimizer:
         plain = optimizer.step
 
         def step() -> None:
-            with _Ones():  # type: ignore[no-untyped-call]
+            with _ScalarOnes():  # type: ignore[no-untyped-call]
                 plain()
 
         optimizer.step = step  # type: ignore[assignment, method-assign]
@@ -258,7 +263,7 @@ def numberless(make_optimizer: MakeOptimizer) -> MakeOptimizer:
     return make
 
 
-def slots_of(
+def optimizer_state_figures(
     model: nn.Module, optimizer: torch.optim.Optimizer, widths: Mapping[str, float]
 ) -> dict[str, Any]:
     """How the optimizer's state goes with the number of trained elements.
@@ -266,7 +271,7 @@ def slots_of(
     Args:
         model: profiled.
         optimizer: after a step on it.
-        widths: of `state_widths`: bf16 parameters are updated in fp32 by those who shard state.
+        widths: of `state_bytes_by_slot`: those who shard state update bf16 parameters in fp32.
     """
     elements, numbers, scalars = 0, 0.0, 0
     for parameter in model.parameters():
@@ -284,7 +289,7 @@ def slots_of(
     return {"trained_elements": elements, "state_slots": slots, "state_scalars": scalars}
 
 
-def bytes_of(leaves: Iterable[object]) -> int:
+def storage_bytes(leaves: Iterable[object]) -> int:
     """Bytes of the distinct storages below some tensors; a meta tensor counts as if real."""
     seen: dict[int, int] = {}
     for leaf in leaves:
@@ -294,20 +299,20 @@ def bytes_of(leaves: Iterable[object]) -> int:
     return sum(seen.values())
 
 
-def states_only(model: nn.Module, micro_batch: MicroBatch, reason: str) -> Profile:
+def profile_states_only(model: nn.Module, micro_batch: MicroBatch, reason: str) -> Profile:
     """The profile of a model that cannot run on fake tensors."""
-    states = states_of(model, None)
+    states = state_bytes(model, None)
     return Profile(
         parameter_bytes=states.parameters,
         gradient_bytes=states.gradients,
         buffer_bytes=states.buffers,
         optimizer_bytes=0,
-        batch_bytes=bytes_of(tree_leaves((micro_batch.inputs, micro_batch.targets))),
-        missing=reason,
+        batch_bytes=storage_bytes(tree_leaves((micro_batch.inputs, micro_batch.targets))),
+        untraceable=reason,
     )
 
 
-def reason_of(error: Exception) -> str:
+def untraceable_reason(error: Exception) -> str:
     """One line on why a model cannot run without its numbers."""
     name = type(error).__name__
     if name in ("DataDependentOutputException", "DynamicOutputShapeException"):

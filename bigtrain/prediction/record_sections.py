@@ -25,30 +25,36 @@ from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
-from bigtrain.memory.timeline import Timeline, Visit
+from bigtrain.memory.timeline import BlockTicks, Timeline
 from bigtrain.memory.tracker import StorageTracker
-from bigtrain.models.blocks import separate_blocks
-from bigtrain.prediction.record import FakeRun, profile_of, reason_of, run_on_fakes, slots_of
-from bigtrain.prediction.sections import (
-    Pass,
-    Section,
-    Tensor,
-    Window,
-    Work,
-    spans_in,
-    with_gradients,
+from bigtrain.models.blocks import independent_blocks
+from bigtrain.prediction.record import (
+    FakeRun,
+    optimizer_state_figures,
+    profile_from_run,
+    record_steps,
+    untraceable_reason,
 )
-from bigtrain.tensors.op_cost import STANDS_FOR, bytes_touched, flops_of
+from bigtrain.prediction.sections import (
+    OpLog,
+    Section,
+    SectionPass,
+    SectionTensor,
+    SectionWindow,
+    mark_gradients,
+    section_spans,
+)
+from bigtrain.tensors.op_cost import REPEAT_COUNT, bytes_touched, flops_of
 
 
 @dataclass(frozen=True)
-class Dissected:
+class RecordedSections:
     """A model as sections in the order of its forward pass, and its optimizer's step."""
 
     sections: tuple[Section, ...]
     """The first and the last are what is before and after all blocks."""
     step: Timeline
-    step_work: Work
+    step_work: OpLog
     """Of the optimizer and the clipping."""
     batch_bytes: int
     rows: int
@@ -56,16 +62,16 @@ class Dissected:
     """See `Profile.state_slots`."""
     profile: Profile | None = None
     """Of the whole model, where it is one section: its blocks do not follow one another."""
-    relaid: bool = False
+    copies_gradient: bool = False
     """Whether a block's output lies otherwise in memory than the gradient that came back for it:
     between ranks that gradient is sent as the output lies, and may have to be copied."""
 
 
-class CannotRunError(Exception):
+class UntraceableError(Exception):
     """A model that does not run on fake tensors."""
 
 
-class Notes:
+class SectionHooks:
     """Notes when blocks begin and end, and what every operation does.
 
     Args:
@@ -76,7 +82,7 @@ class Notes:
     def __init__(self, names: Sequence[str], *, as_sent: bool = False) -> None:
         self.names = tuple(names)
         self.relaid = False
-        """See `Dissected.relaid`."""
+        """See `RecordedSections.copies_gradient`."""
         self._as_sent = as_sent
         self.ticks: list[tuple[int, int, str]] = []
         """(clock, block, what)"""
@@ -89,8 +95,8 @@ class Notes:
         self._owners: dict[int, str] = {}
         self.clock: Callable[[], int] = lambda: 0
 
-    def watch(self, fake: nn.Module, tracker: StorageTracker) -> AbstractContextManager[object]:
-        """Put hooks on the blocks, for good; see `record.Watch`."""
+    def install(self, fake: nn.Module, tracker: StorageTracker) -> AbstractContextManager[object]:
+        """Put hooks on the blocks, for good; see `record.InstallHooks`."""
         self.clock = lambda: tracker.clock
         for number, name in enumerate(self.names):
             block = fake.get_submodule(name)
@@ -99,7 +105,7 @@ class Notes:
         for tensors in (fake.named_parameters(), fake.named_buffers()):
             for name, tensor in tensors:
                 self._owners[tensor.untyped_storage()._cdata] = name
-        return _Watching(self)
+        return _OpLogMode(self)
 
     def note(self, number: int, what: str) -> None:
         """Note a moment of a block."""
@@ -155,11 +161,11 @@ class Notes:
         low = any(t.dtype in (torch.bfloat16, torch.float16) for t in given)
         nbytes = float(bytes_touched(given, made))
         sizes = (0.0 if low else flops, flops if low else 0.0, nbytes)
-        self.work.append((clock, *sizes, STANDS_FOR.get()))
+        self.work.append((clock, *sizes, REPEAT_COUNT.get()))
 
 
-class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, notes: Notes) -> None:
+class _OpLogMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, notes: SectionHooks) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._notes = notes
 
@@ -172,14 +178,14 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def dissect(
+def record_sections(
     workload: Workload,
     micro_batches: Sequence[MicroBatch],
     plan: Plan,
     device: torch.device,
     *,
     as_sent: bool = False,
-) -> tuple[Dissected, ...]:
+) -> tuple[RecordedSections, ...]:
     """Run a model on fake tensors and take the run apart; see `record.make_profile`.
 
     Args:
@@ -187,7 +193,7 @@ def dissect(
         micro_batches: one, or two of different sizes: both are taken in one run.
         plan: as in the run.
         device: whose kernels decide what is saved.
-        as_sent: see `Notes`.
+        as_sent: see `SectionHooks`.
 
     Returns:
         One for each micro-batch.
@@ -196,19 +202,19 @@ def dissect(
         CannotRunError: the model's own code raises where it sees no numbers; the cause says what.
         ConfigError: a technique refuses the model.
     """
-    notes = Notes([name for name, _ in separate_blocks(workload.model)], as_sent=as_sent)
+    notes = SectionHooks([name for name, _ in independent_blocks(workload.model)], as_sent=as_sent)
     try:
         *before, last = micro_batches
         given = (replace(workload, example=last), ResolvedPlan.of(plan, workload.model), device)
-        run = run_on_fakes(*given, notes.watch, before[0] if before else None)
+        run = record_steps(*given, notes.install, before[0] if before else None)
     except ConfigError:
         raise
     except Exception as error:  # user code of any kind runs here
-        raise CannotRunError(reason_of(error)) from error
-    found = Apart(run, notes, plan).dissected(last.rows)
-    if run.earlier is None:
+        raise UntraceableError(untraceable_reason(error)) from error
+    found = SectionSplitter(run, notes, plan).dissected(last.rows)
+    if run.first_step is None:
         return (found,)
-    small = Apart(run.earlier, notes, plan).dissected(before[0].rows)
+    small = SectionSplitter(run.first_step, notes, plan).dissected(before[0].rows)
     # In the first step the optimizer has made its state; the second is like all others.
     profile = small.profile and replace(small.profile, step=found.step)
     return replace(small, step=found.step, step_work=found.step_work, profile=profile), found
@@ -222,15 +228,15 @@ class _Moments:
     backward: tuple[int, int]
 
 
-class Apart:
+class SectionSplitter:
     """A run and its notes, to be cut into sections."""
 
-    def __init__(self, run: FakeRun, notes: Notes, plan: Plan) -> None:
+    def __init__(self, run: FakeRun, notes: SectionHooks, plan: Plan) -> None:
         self._run, self._notes, self._plan = run, notes, plan
         self.order = self._in_order()
         """The blocks in the order of the pass; none where they do not follow one another."""
 
-    def dissected(self, rows: int) -> Dissected:
+    def dissected(self, rows: int) -> RecordedSections:
         """The sections of the run."""
         run = self._run
         windows = [self.windows(number) for number in (0, 1)]
@@ -241,22 +247,22 @@ class Apart:
         sections = []
         for place, name in enumerate(names):
             first, later = (self._pass(n, place, windows[n], tensors) for n in (0, 1))
-            passes = with_gradients(first, later)
+            passes = mark_gradients(first, later)
             forward, backward = self._works(windows[1][place])
             incoming = (0, 0)
             if 0 < place < len(names) - 1:
                 incoming = self._incoming(self.order[place - 1])
             sections.append(Section(name, passes, forward, backward, tensors[place], *incoming))
         begin, stop = run.marks[2], run.marks[3]
-        slots = slots_of(run.model, run.optimizer, run.widths)["state_slots"]
-        return Dissected(
+        slots = optimizer_state_figures(run.model, run.optimizer, run.widths)["state_slots"]
+        return RecordedSections(
             tuple(sections),
-            run.piece(2),
+            run.window(2),
             self._work(begin, stop),
             run.batch_bytes,
             rows,
             slots,
-            None if self.order else profile_of(run, self._plan),
+            None if self.order else profile_from_run(run, self._plan),
             self._notes.relaid,
         )
 
@@ -298,7 +304,7 @@ class Apart:
         phases = self._run.timeline.phases
         return next((t for t, p in phases if p == "backward" and start < t <= stop), stop)
 
-    def windows(self, which: int) -> list[Window]:
+    def windows(self, which: int) -> list[SectionWindow]:
         """Of what is before the blocks, of each block, of what is after them."""
         start, stop = self._run.marks[which], self._run.marks[which + 1]
         turn = self._turn(which)
@@ -313,38 +319,45 @@ class Apart:
             back.append(turn)
         there.append(turn)
         back.append(turn)
-        return [Window(there[n], there[n + 1], back[n + 1], back[n]) for n in range(len(there) - 1)]
+        return [
+            SectionWindow(there[n], there[n + 1], back[n + 1], back[n])
+            for n in range(len(there) - 1)
+        ]
 
     def _pass(
-        self, which: int, place: int, windows: list[Window], tensors: list[tuple[Tensor, ...]]
-    ) -> Pass:
+        self,
+        which: int,
+        place: int,
+        windows: list[SectionWindow],
+        tensors: list[tuple[SectionTensor, ...]],
+    ) -> SectionPass:
         window, stop = windows[place], self._run.marks[which + 1]
-        found = spans_in(self._run.piece(which).spans, windows, place, stop)
+        found = section_spans(self._run.window(which).spans, windows, place, stop)
         visit = None
         if self.order and 0 < place <= len(self.order):
             moments = self._moments(self.order[place - 1], which)
             parameters = [t for t in tensors[place] if not t.is_buffer]
             forward, backward = moments.forward, moments.backward
             behind = window.forward - window.c
-            visit = Visit(
+            visit = BlockTicks(
                 tuple(t.shape for t in parameters),
                 tuple(t.trained for t in parameters),
                 (forward[0] - window.a, forward[1] - window.a),
                 (max(backward[0], window.c) + behind, backward[1] + behind),
             )
-        return replace(found, visit=visit)
+        return replace(found, ticks=visit)
 
-    def _works(self, window: Window) -> tuple[Work, Work]:
+    def _works(self, window: SectionWindow) -> tuple[OpLog, OpLog]:
         return self._work(window.a, window.b), self._work(window.c, window.d)
 
-    def _work(self, after: int, until: int) -> Work:
+    def _work(self, after: int, until: int) -> OpLog:
         rows = np.array([r[1:] for r in self._notes.work if after < r[0] <= until]).reshape(-1, 4)
-        return Work(*rows.T)
+        return OpLog(*rows.T)
 
-    def _tensors(self, windows: list[Window]) -> list[tuple[Tensor, ...]]:
+    def _tensors(self, windows: list[SectionWindow]) -> list[tuple[SectionTensor, ...]]:
         """Each section's parameters and buffers; outside of blocks by their first use."""
         blocks = {self._notes.names[n]: place + 1 for place, n in enumerate(self.order)}
-        found: list[list[Tensor]] = [[] for _ in windows]
+        found: list[list[SectionTensor]] = [[] for _ in windows]
         model, state = self._run.model, self._run.optimizer.state
         for name, parameter in model.named_parameters():
             slots = [v for v in state.get(parameter, {}).values() if isinstance(v, torch.Tensor)]
@@ -359,11 +372,11 @@ class Apart:
                 str(parameter.dtype),
             )
             for place in self._places(name, blocks, len(windows)):
-                found[place].append(Tensor(*given, False, sum(sizes), counts))
+                found[place].append(SectionTensor(*given, False, sum(sizes), counts))
         for name, buffer in model.named_buffers():
             size = buffer.numel() * buffer.element_size()
             for place in self._places(name, blocks, len(windows)):
-                found[place].append(Tensor(name, tuple(buffer.shape), size, is_buffer=True))
+                found[place].append(SectionTensor(name, tuple(buffer.shape), size, is_buffer=True))
         return [tuple(own) for own in found]
 
     def _places(self, name: str, blocks: dict[str, int], sections: int) -> list[int]:

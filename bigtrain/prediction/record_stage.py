@@ -12,29 +12,29 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from bigtrain.activations.policy import recomputed_names, shape
+from bigtrain.activations.policy import apply_policies, recomputed_names
 from bigtrain.core.loop import LoopRunner
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.workload import Workload
-from bigtrain.costs.forecast import Profile, Wires
+from bigtrain.costs.forecast import BoundaryBytes, Profile
 from bigtrain.cutting.layout import Layout
 from bigtrain.cutting.stage import Stage
-from bigtrain.cutting.stage_program import Script
+from bigtrain.cutting.stage_program import StageProgram
 from bigtrain.data.loader import MicroBatch
 from bigtrain.memory.timeline import Timeline
 from bigtrain.memory.tracker import StorageTracker
-from bigtrain.models.bf16_parameters import low_precision_names
-from bigtrain.optim.update import state_widths
-from bigtrain.prediction.block_ticks import Visits
+from bigtrain.models.bf16_parameters import bf16_parameter_names
+from bigtrain.optim.update import state_bytes_by_slot
+from bigtrain.prediction.block_ticks import BlockTickRecorder
 from bigtrain.prediction.record import (
     FakeMeter,
-    bytes_of,
-    numberless,
-    piece_of,
-    slots_of,
-    states_of,
-    windows_of,
+    block_windows,
+    fake_safe_optimizer,
+    optimizer_state_figures,
+    state_bytes,
+    storage_bytes,
+    timeline_window,
 )
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.fake import fake_model, fake_tensor
@@ -62,35 +62,38 @@ def profile_stage(
     real = _placed(workload.micro_batch, double=plan.precision == "fp64")
     cut = layout.chosen.cut
     # The script is traced under a fake mode of its own, so before ours.
-    script = cut.rehearsal.script(real, training=True, places=cut.places)
-    widths = state_widths(workload.make_optimizer)
+    script = cut.traced_model.program(real, training=True, places=cut.call_sites)
+    widths = state_bytes_by_slot(workload.make_optimizer)
     tracker = StorageTracker(fake=True)
     meter = FakeMeter(tracker, device)
     with FakeTensorMode(), tracker:
         stage, fake = _fake_stage(workload, resolved, layout, index)
         batch = _faked(real, device)
         choices = {n: c for n, c in resolved.policies.items() if n not in stage.cut_through}
-        visits, followed = Visits(stage, tracker), Visits(stage, tracker, choices)
+        visits, followed = (
+            BlockTickRecorder(stage, tracker),
+            BlockTickRecorder(stage, tracker, choices),
+        )
         runner = _runner(stage, fake, workload, plan, meter)
-        taking = _Taking(stage, batch, runner, meter, tracker, split=split)
+        taking = _StageRecorder(stage, batch, runner, meter, tracker, split=split)
         taking.step()  # the optimizer makes its state in it
         marks, parts = taking.step()
         final = taking.step(final=True)[0] if stage.recompute == "except_last" else None
         timeline = tracker.timeline()
-        states = states_of(fake, runner.optimizer)
+        states = state_bytes(fake, runner.optimizer)
     blocks = zip(*(visits.blocks(marks[n], marks[n + 1]) for n in (0, 1)), strict=True)
     held = (states.parameters, states.gradients, states.buffers, states.optimizer)
     return Profile(
         *held,
-        bytes_of(tree_leaves((batch.inputs, batch.targets))),
-        **slots_of(fake, runner.optimizer, widths),
-        first=_split(piece_of(timeline, marks[0], marks[1]), parts[0]),
-        next=_split(piece_of(timeline, marks[1], marks[2]), parts[1]),
-        step=piece_of(timeline, marks[2], marks[3]),
+        storage_bytes(tree_leaves((batch.inputs, batch.targets))),
+        **optimizer_state_figures(fake, runner.optimizer, widths),
+        first=_split(timeline_window(timeline, marks[0], marks[1]), parts[0]),
+        next=_split(timeline_window(timeline, marks[1], marks[2]), parts[1]),
+        step=timeline_window(timeline, marks[2], marks[3]),
         blocks=tuple(blocks),
-        rest=visits.rest(*marks[:2]),
-        wires=replace(_wires(script, index), outgoing=taking.only_sent),
-        windows=windows_of(followed, marks),
+        outside_blocks=visits.outside_blocks(*marks[:2]),
+        boundary=replace(_wires(script, index), outgoing=taking.only_sent),
+        windows=block_windows(followed, marks),
         recomputed=recomputed_names(choices),
         tensors=tuple(
             (n, p.nbytes, str(p.dtype)) for n, p in stage.named_parameters() if p.requires_grad
@@ -108,7 +111,7 @@ def _runner(
         loss=workload.loss,
         meter=meter,
         model=fake,
-        make_optimizer=numberless(workload.make_optimizer),
+        make_optimizer=fake_safe_optimizer(workload.make_optimizer),
         module=stage,
         materialize=lambda _names: None,
     )
@@ -116,7 +119,9 @@ def _runner(
 
 
 def _passes(timeline: Timeline, marks: Sequence[int]) -> tuple[Timeline, Timeline]:
-    return piece_of(timeline, marks[0], marks[1]), piece_of(timeline, marks[1], marks[2])
+    return timeline_window(timeline, marks[0], marks[1]), timeline_window(
+        timeline, marks[1], marks[2]
+    )
 
 
 def _fake_stage(
@@ -126,14 +131,14 @@ def _fake_stage(
     plan, cut = resolved.plan, layout.chosen.cut
     device = torch.device(plan.device_type)
     fake = fake_model(workload.model, device, double=plan.precision == "fp64")
-    for name in low_precision_names(fake) if plan.bf16_parameters else ():
+    for name in bf16_parameter_names(fake) if plan.bf16_parameters else ():
         parameter = fake.get_parameter(name)
         parameter.data = parameter.data.to(torch.bfloat16)
     cut.strip(fake, [index], device)
     stage = cut.stage(fake, index, workload.loss, device)
     if plan.cut is not None:
         stage.recompute = plan.cut.recompute
-    shape(stage, resolved.policies, plan.mover(device, fake=True))
+    apply_policies(stage, resolved.policies, plan.make_offloader(device, fake=True))
     return stage, fake
 
 
@@ -146,14 +151,14 @@ def _faked(batch: MicroBatch, device: torch.device) -> MicroBatch:
     return replace(batch, inputs=inputs, targets=targets)
 
 
-def _wires(script: Script, index: int) -> Wires:
-    sides = [(), *script.wires, ()][index : index + 2]
+def _wires(script: StageProgram, index: int) -> BoundaryBytes:
+    sides = [(), *script.boundaries, ()][index : index + 2]
     sizes = []
     for side in sides:
-        sent = [wire.sent for wire in side]
+        sent = [wire.packed_meta for wire in side]
         sizes.append(sum(t.numel() * t.element_size() for t in sent))
         sizes.append(sum(t.numel() * t.element_size() for t in sent if t.requires_grad))
-    return Wires(*sizes)
+    return BoundaryBytes(*sizes)
 
 
 def _placed(micro_batch: MicroBatch, *, double: bool) -> MicroBatch:
@@ -174,7 +179,7 @@ def _split(timeline: Timeline, at: int | None) -> Timeline:
     return replace(timeline, phases=(*timeline.phases, (at, "backward")))
 
 
-class _Taking:
+class _StageRecorder:
     """Takes micro-batches through a stage, between made-up neighbours."""
 
     def __init__(
@@ -224,7 +229,7 @@ class _Taking:
             gradients = [torch.empty(*s, dtype=d, device=stage.device) for s, d in shapes]
         backward = self._in_parts if self._split and stage.index > 0 else self._whole
         part = backward(roots, gradients, wires) if roots else self._tracker.clock
-        self._meter.own((p.grad for p in stage.parameters()), "gradients")
+        self._meter.label((p.grad for p in stage.parameters()), "gradients")
         return part if self._split else None
 
     def _whole(self, roots: list[Any], gradients: list[Tensor] | None, wires: Any) -> int:

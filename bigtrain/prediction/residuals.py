@@ -35,19 +35,19 @@ _Number = TypeVar("_Number", int, float)
 
 QUANTILE = 0.99
 """The margin was enough for this share of the ranks seen."""
-LEAST = 20
+MIN_RANKS = 20
 """Ranks of an engine from which on the margin is read off; of fewer the default applies. Up to
 100 ranks the quantile is the highest one seen."""
-MOST = 500
+MAX_ENTRIES = 500
 """Entries that are kept for a device: the newest."""
 DEFAULT_MARGIN: dict[EngineName, float] = {"torch": 0.005, "deepspeed": 0.05, "fairscale": 0.05}
 """Share of the predicted peak, by engine: the bars that the benchmarks hold."""
-LOCK_S = 5.0
+LOCK_TIMEOUT_S = 5.0
 """Seconds after which a run that cannot have the lock leaves its entries out."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class PeakRecord:
     """One rank of one run that came to its end."""
 
     when: str
@@ -79,25 +79,25 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Safety:
+class SafetyMargin:
     """What to add to a prediction before it is held against a limit."""
 
     margin: float
     """Share by which a predicted peak is to be enlarged: 0.01 is 1 %."""
     beside_bytes: int
     """To be added per rank: the same quantile of the bytes that are no tensors, in the meaning of
-    `Entry.process_bytes`; 0 where no run of the engine has told."""
+    `PeakRecord.process_bytes`; 0 where no run of the engine has told."""
     quantile: float
     """Of the ranks seen, this share needed no more than either."""
     runs: int
     """Runs of the engine on the device that are kept."""
     ranks: int
     """Ranks of these runs."""
-    line: str
+    explanation: str
     """The margin and where it is from, in one sentence."""
 
 
-def record(entries: Iterable[Entry]) -> None:
+def record_residuals(entries: Iterable[PeakRecord]) -> None:
     """Add the ranks of a run; to be called by its main rank alone.
 
     The device is that of the caller. A cache that cannot be written is left as it is.
@@ -111,27 +111,27 @@ def record(entries: Iterable[Entry]) -> None:
         with _alone(path.with_suffix(".lock")):
             kept = _read(path)
             for entry in added:
-                kept.setdefault(key_of(entry.device), []).append(asdict(entry))
-            _write(path, {key: ranks[-MOST:] for key, ranks in kept.items()})
+                kept.setdefault(hardware_key(entry.device), []).append(asdict(entry))
+            _write(path, {key: ranks[-MAX_ENTRIES:] for key, ranks in kept.items()})
 
 
-def safety(engine: str, *, device_key: str | None = None) -> Safety:
+def safety_margin(engine: str, *, device_key: str | None = None) -> SafetyMargin:
     """The margin for an engine on a device, from the runs that were seen there.
 
     Args:
         engine: 'torch', 'deepspeed' or 'fairscale'; see `engine_of`.
-        device_key: of `key_of`; left out, this machine's GPUs, or its CPU where it has none.
+        device_key: of `hardware_key`; left out, this machine's GPUs, or its CPU where it has none.
     """
     if device_key is None:
-        device_key = key_of("cuda" if torch.cuda.is_available() else "cpu")
+        device_key = hardware_key("cuda" if torch.cuda.is_available() else "cpu")
     seen = [entry for entry in _seen(device_key) if entry.engine == engine]
     beside = [entry.beside_bytes for entry in seen if entry.beside_bytes is not None]
-    if len(seen) < LEAST:
+    if len(seen) < MIN_RANKS:
         # What is not known is trusted as little as the engine that is trusted least.
         defaults = cast("dict[str, float]", DEFAULT_MARGIN)
         margin = defaults.get(engine, max(defaults.values()))
         line = (
-            f"margin {_percent(margin)}: the default of {engine}, as fewer than {LEAST} ranks "
+            f"margin {_percent(margin)}: the default of {engine}, as fewer than {MIN_RANKS} ranks "
             f"({len(seen)}) have run on this device"
         )
     else:
@@ -140,13 +140,13 @@ def safety(engine: str, *, device_key: str | None = None) -> Safety:
             f"margin {_percent(margin)}: {QUANTILE * 100:.0f} % of {len(seen)} ranks on this "
             "device needed no more"
         )
-    return Safety(
+    return SafetyMargin(
         margin=margin,
         beside_bytes=_quantile(beside) if beside else 0,
         quantile=QUANTILE,
         runs=len({entry.when for entry in seen}),
         ranks=len(seen),
-        line=line,
+        explanation=line,
     )
 
 
@@ -163,7 +163,7 @@ def engine_of(plan: Plan) -> EngineName | None:
     return next((name for name in foreign if name in named), "torch")
 
 
-def key_of(device: str) -> str:
+def hardware_key(device: str) -> str:
     """What residuals of 'cuda' or 'cpu' on this machine are kept under: hardware and torch.
 
     Neither the number of GPUs nor that of threads counts: a rank's tensors are the same.
@@ -198,7 +198,7 @@ def _alone(path: Path) -> Iterator[None]:
         OSError: it cannot be made, or others have had it for too long.
     """
     with path.open("a") as file:
-        ends = time.monotonic() + LOCK_S
+        ends = time.monotonic() + LOCK_TIMEOUT_S
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -245,7 +245,7 @@ def _write(path: Path, kept: dict[str, list[dict[str, Any]]]) -> None:
             raise
 
 
-def _seen(key: str) -> list[Entry]:
+def _seen(key: str) -> list[PeakRecord]:
     try:
         ranks = _read(residuals_file()).get(key, [])
     except OSError:
@@ -254,9 +254,9 @@ def _seen(key: str) -> list[Entry]:
     return [entry for entry in found if entry is not None]
 
 
-def _entry_of(values: dict[str, Any]) -> Entry | None:
+def _entry_of(values: dict[str, Any]) -> PeakRecord | None:
     """An entry from JSON values; None where these are none."""
-    if set(values) != {f.name for f in fields(Entry)}:
+    if set(values) != {f.name for f in fields(PeakRecord)}:
         return None
     words = ("when", "engine", "strategy", "device", "precision")
     sizes = [values["predicted_bytes"], values["tracked_bytes"]]
@@ -267,4 +267,4 @@ def _entry_of(values: dict[str, Any]) -> Entry | None:
     # A bool is an int, too, and no size.
     if not all(type(size) is int and size >= 0 for size in sizes) or sizes[0] == 0:
         return None
-    return Entry(**values)
+    return PeakRecord(**values)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map
 
-from bigtrain.activations.policy import Choice
+from bigtrain.activations.policy import BlockPolicy
 from bigtrain.core.registry import make_technique
 from bigtrain.core.strategy import Plan
 from bigtrain.core.workload import Workload
@@ -26,27 +26,27 @@ from bigtrain.errors import ConfigError
 from bigtrain.job.schema import RoleConfig
 from bigtrain.losses.loss import Loss
 from bigtrain.memory.timeline import Span, Timeline
-from bigtrain.models.blocks import separate_blocks
+from bigtrain.models.blocks import independent_blocks
 from bigtrain.optim.update import MakeOptimizer
-from bigtrain.prediction.record_sections import CannotRunError, Dissected, dissect
-from bigtrain.prediction.sections import Far, Pass, Section, Work
-from bigtrain.prediction.shorten import shortened, untied
-from bigtrain.prediction.split_backward import Halved, between_halves, halve
+from bigtrain.prediction.record_sections import RecordedSections, UntraceableError, record_sections
+from bigtrain.prediction.sections import DistantSpan, OpLog, Section, SectionPass
+from bigtrain.prediction.shorten import shorten_model, untie_parameters
+from bigtrain.prediction.split_backward import SplitPasses, interpolate_split, record_split_backward
 
-SIZES = (1, 2)
+RECORDED_ROWS = (1, 2)
 """Rows of the two runs that others are read off."""
-WITH_STATISTICS = (2, 4)
+BATCH_NORM_ROWS = (2, 4)
 """The same where layers take statistics over a batch: they refuse to train on one row."""
-TOGETHER = 64
+TICK_TOLERANCE = 64
 """Ticks by which two runs may let go of the same storage at different times: what goes at one
 moment (autocast's copies of weights) goes in the order of addresses."""
 
 
 @dataclass(frozen=True)
-class Body:
+class ModelSections:
     """A model's sections for one micro-batch size, all blocks choosing alike."""
 
-    base: Dissected
+    base: RecordedSections
     sections: tuple[Section, ...]
     """What is before the blocks, every block of the model, what is after them."""
 
@@ -58,15 +58,15 @@ class _Kind(NamedTuple):
     """See `Plan.bf16_parameters`."""
     moves: bool
     """See `Plan.moves_activations`."""
-    choice: Choice
+    choice: BlockPolicy
     waiting: bool
     cut: bool
     """Whether tied parameters are several."""
     as_sent: bool
-    """Whether blocks get gradients as other ranks send them; see `Dissected.relaid`."""
+    """Whether gradients come as other ranks send them; see `RecordedSections.copies_gradient`."""
 
 
-class Anatomy:
+class SectionLibrary:
     """The sections of one model.
 
     Args:
@@ -91,33 +91,39 @@ class Anatomy:
     ) -> None:
         self._model, self._example, self._loss = model, example, loss
         self._make_optimizer, self._device = make_optimizer, device
-        self._runs: dict[object, tuple[Dissected, ...]] = {}
-        self._bodies: dict[object, Body] = {}
-        self._halved: dict[object, tuple[dict[str, Halved], ...] | None] = {}
+        self._runs: dict[object, tuple[RecordedSections, ...]] = {}
+        self._bodies: dict[object, ModelSections] = {}
+        self._halved: dict[object, tuple[dict[str, SplitPasses], ...] | None] = {}
         self._short: dict[bool, tuple[nn.Module, Mapping[str, str]]] = {}
         names = list(model.named_parameters(remove_duplicate=False))
         self._ties = len({id(p) for _, p in names}) < len(names)
         statistics = any(isinstance(module, _NormBase) for module in model.modules())
-        self._sizes = WITH_STATISTICS if statistics else SIZES
+        self._sizes = BATCH_NORM_ROWS if statistics else RECORDED_ROWS
         self._aliases: dict[str, str] = {}
         self._relaid = False
-        """Whether a run has shown it: see `Dissected.relaid`."""
-        self._named = [name for name, _ in separate_blocks(model)]
+        """Whether a run has shown it: see `RecordedSections.copies_gradient`."""
+        self._named = [name for name, _ in independent_blocks(model)]
 
     @property
     def num_blocks(self) -> int:
         """Of the model."""
         return len(self._named)
 
-    def shallower(self, blocks: int) -> Anatomy:
+    def shallower(self, blocks: int) -> SectionLibrary:
         """The same model with its first blocks alone; runs are shared."""
         found = copy(self)
         found._named, found._bodies = self._named[:blocks], {}
         return found
 
-    def body(
-        self, plan: Plan, rows: int, choice: Choice, *, waiting: bool = False, cut: bool = False
-    ) -> Body:
+    def model_sections(
+        self,
+        plan: Plan,
+        rows: int,
+        choice: BlockPolicy,
+        *,
+        waiting: bool = False,
+        cut: bool = False,
+    ) -> ModelSections:
         """The sections in a run of this plan.
 
         Args:
@@ -137,10 +143,12 @@ class Anatomy:
         if (kind, rows) not in self._bodies:
             self._bodies[kind, rows] = self._body(plan, kind, rows)
             if cut and self._relaid and not kind.as_sent:  # it has shown it
-                return self.body(plan, rows, choice, waiting=waiting, cut=cut)
+                return self.model_sections(plan, rows, choice, waiting=waiting, cut=cut)
         return self._bodies[kind, rows]
 
-    def _kind(self, plan: Plan, rows: int, choice: Choice, *, waiting: bool, cut: bool) -> _Kind:
+    def _kind(
+        self, plan: Plan, rows: int, choice: BlockPolicy, *, waiting: bool, cut: bool
+    ) -> _Kind:
         return _Kind(
             plan.bf16_parameters,
             plan.moves_activations,
@@ -154,10 +162,10 @@ class Anatomy:
         """Whether micro-batches of so many rows have another loss where several wait."""
         return self._loss(True, rows) != self._loss(False, rows)
 
-    def _body(self, plan: Plan, kind: _Kind, rows: int) -> Body:
+    def _body(self, plan: Plan, kind: _Kind, rows: int) -> ModelSections:
         loss = self._loss(kind.waiting, rows)
 
-        def run(sizes: tuple[int, ...]) -> tuple[Dissected, ...]:
+        def run(sizes: tuple[int, ...]) -> tuple[RecordedSections, ...]:
             if (kind, sizes) not in self._runs:
                 self._runs[kind, sizes] = self._run(plan, sizes, kind, loss)
             return self._runs[kind, sizes]
@@ -168,12 +176,12 @@ class Anatomy:
             found = run((rows,))[0]
         else:
             small, large = run(self._sizes)
-            found = between(small, large, rows) or run((rows,))[0]
-        return Body(found, self._whole(found, cut=kind.cut))
+            found = interpolate_sections(small, large, rows) or run((rows,))[0]
+        return ModelSections(found, self._whole(found, cut=kind.cut))
 
-    def halves(
+    def split_passes(
         self, plan: Plan, rows: int, *, waiting: bool = False, cut: bool = False
-    ) -> dict[str, Halved] | None:
+    ) -> dict[str, SplitPasses] | None:
         """The blocks by their names, and what is after them under "", going back in two parts.
 
         Args:
@@ -188,12 +196,14 @@ class Anatomy:
         kind = self._kind(plan, rows, "keep", waiting=waiting, cut=cut)
         loss = self._loss(kind.waiting, rows)
 
-        def run(sizes: tuple[int, ...]) -> tuple[dict[str, Halved], ...] | None:
+        def run(sizes: tuple[int, ...]) -> tuple[dict[str, SplitPasses], ...] | None:
             if (kind, sizes) not in self._halved:
-                batches = [resized(self._example, size) for size in sizes]
+                batches = [resize_micro_batch(self._example, size) for size in sizes]
                 workload = self._workload(loss, cut=kind.cut)
-                keeping = _choosing(plan, "keep")
-                found = halve(workload, batches, keeping, self._device, as_sent=kind.as_sent)
+                keeping = _with_policy(plan, "keep")
+                found = record_split_backward(
+                    workload, batches, keeping, self._device, as_sent=kind.as_sent
+                )
                 self._halved[kind, sizes] = found
             return self._halved[kind, sizes]
 
@@ -201,10 +211,10 @@ class Anatomy:
         if both is None:
             return None
         if rows in self._sizes:
-            found: dict[str, Halved] | None = both[self._sizes.index(rows)]
+            found: dict[str, SplitPasses] | None = both[self._sizes.index(rows)]
         else:
             share = (rows - self._sizes[0]) / (self._sizes[1] - self._sizes[0])
-            found = between_halves(both[0], both[1], lambda a, b: _spans(a, b, share))
+            found = interpolate_split(both[0], both[1], lambda a, b: _spans(a, b, share))
             found = found or (run((rows,)) or (None,))[0]
         _, stands_for = self._shortened(cut=kind.cut)
         if found is None:
@@ -214,18 +224,23 @@ class Anatomy:
 
     def _run(
         self, plan: Plan, sizes: Sequence[int], kind: _Kind, loss: Loss
-    ) -> tuple[Dissected, ...]:
-        batches = [resized(self._example, rows) for rows in sizes]
-        workload, choosing = self._workload(loss, cut=kind.cut), _choosing(plan, kind.choice)
-        is_whole = len(separate_blocks(workload.model)) == len(self._named)
+    ) -> tuple[RecordedSections, ...]:
+        batches = [resize_micro_batch(self._example, rows) for rows in sizes]
+        workload, with_policies = (
+            self._workload(loss, cut=kind.cut),
+            _with_policy(plan, kind.choice),
+        )
+        is_whole = len(independent_blocks(workload.model)) == len(self._named)
         try:
-            found = dissect(workload, batches, choosing, self._device, as_sent=kind.as_sent)
-        except CannotRunError as error:
+            found = record_sections(
+                workload, batches, with_policies, self._device, as_sent=kind.as_sent
+            )
+        except UntraceableError as error:
             if is_whole:
                 raise ConfigError(_untraceable(str(error), error.__cause__)) from error
         else:
             if is_whole or any(section.name for section in found[0].sections):
-                self._relaid = self._relaid or found[-1].relaid
+                self._relaid = self._relaid or found[-1].copies_gradient
                 return found
         # It does not take being shortened, or its blocks do not follow one another: from now on
         # it is run whole, if it runs so.
@@ -248,24 +263,24 @@ class Anatomy:
     def _untied(self, *, cut: bool) -> nn.Module:
         if not cut:
             return self._model
-        copied, self._aliases = untied(self._model)
+        copied, self._aliases = untie_parameters(self._model)
         return copied
 
     def _shortened(self, *, cut: bool) -> tuple[nn.Module, Mapping[str, str]]:
         """The model to be run, and for each block of the whole one that which stands for it."""
         if cut not in self._short:
             model = self._untied(cut=cut)
-            found = shortened(model)
+            found = shorten_model(model)
             if found is None:
                 self._short[cut] = model, {name: name for name in self._named}
             else:
                 short, order = found
-                left = [name for name, _ in separate_blocks(short)]
+                left = [name for name, _ in independent_blocks(short)]
                 pairs = zip(self._named, order, strict=True)
                 self._short[cut] = short, {name: left[place] for name, place in pairs}
         return self._short[cut]
 
-    def _whole(self, found: Dissected, *, cut: bool) -> tuple[Section, ...]:
+    def _whole(self, found: RecordedSections, *, cut: bool) -> tuple[Section, ...]:
         """Every block of the model, in the order of the pass."""
         _, stands_for = self._shortened(cut=cut)
         places = {section.name: place for place, section in enumerate(found.sections)}
@@ -280,7 +295,7 @@ class Anatomy:
         return replace(section, tensors=tuple(tensors))
 
 
-def resized(example: MicroBatch, rows: int) -> MicroBatch:
+def resize_micro_batch(example: MicroBatch, rows: int) -> MicroBatch:
     """A micro-batch of so many rows, all of them the first of the example."""
 
     def grow(leaf: object) -> object:
@@ -293,7 +308,7 @@ def resized(example: MicroBatch, rows: int) -> MicroBatch:
     return MicroBatch(inputs, targets, count, rows)
 
 
-def _choosing(plan: Plan, choice: Choice) -> Plan:
+def _with_policy(plan: Plan, choice: BlockPolicy) -> Plan:
     """The plan with this choice for every block, whatever it had."""
     techniques = dict(plan.techniques)
     techniques.pop("recompute", None)
@@ -320,7 +335,9 @@ def _where(error: BaseException | None) -> str:
     return f" (in {own[-1].name}, {own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
-def between(small: Dissected, large: Dissected, rows: int) -> Dissected | None:
+def interpolate_sections(
+    small: RecordedSections, large: RecordedSections, rows: int
+) -> RecordedSections | None:
     """A run with other rows, read off two; None where they differ in more than sizes."""
     share = (rows - small.rows) / (large.rows - small.rows)
     if len(small.sections) != len(large.sections) or small.profile is not None:
@@ -342,13 +359,13 @@ def between(small: Dissected, large: Dissected, rows: int) -> Dissected | None:
 
 
 def _section(one: Section, other: Section, share: float) -> Section | None:
-    passes: list[Pass] = []
+    passes: list[SectionPass] = []
     for a, b in zip(one.passes, other.passes, strict=True):
         spans, far = _spans(a.spans, b.spans, share), _far(a.far, b.far, share)
         if (
             spans is None
             or far is None
-            or (a.forward, a.backward, a.visit) != (b.forward, b.backward, b.visit)
+            or (a.forward, a.backward, a.ticks) != (b.forward, b.backward, b.ticks)
         ):
             return None
         passes.append(replace(a, spans=spans, far=far))
@@ -367,14 +384,16 @@ def _spans(some: Sequence[Span], others: Sequence[Span], share: float) -> tuple[
         return None
     found = []
     for a, b in zip(some, others, strict=True):
-        if (a.kind, a.birth) != (b.kind, b.birth) or abs(a.death - b.death) > TOGETHER:
+        if (a.kind, a.birth) != (b.kind, b.birth) or abs(a.death - b.death) > TICK_TOLERANCE:
             return None
         nbytes = a.nbytes if a.nbytes == b.nbytes else _line(a.nbytes, b.nbytes, share)
         found.append(Span(nbytes, a.kind, a.birth, max(a.death, b.death)))
     return tuple(found)
 
 
-def _far(some: Sequence[Far], others: Sequence[Far], share: float) -> tuple[Far, ...] | None:
+def _far(
+    some: Sequence[DistantSpan], others: Sequence[DistantSpan], share: float
+) -> tuple[DistantSpan, ...] | None:
     if len(some) != len(others):
         return None
     found = []
@@ -389,14 +408,14 @@ def _line(small: float, large: float, share: float) -> int:
     return max(0, round(small + (large - small) * share))
 
 
-def _work(one: Work, other: Work, share: float) -> Work:
+def _work(one: OpLog, other: OpLog, share: float) -> OpLog:
     sizes = ("flops", "low_flops", "nbytes", "times")
     if len(one.times) != len(other.times):  # those of the larger run, so that sums are right
         found = [_share_of(getattr(one, k), getattr(other, k), share) for k in sizes[:3]]
-        return Work(found[0], found[1], found[2], other.times)
+        return OpLog(found[0], found[1], found[2], other.times)
     rows = [(getattr(one, key), getattr(other, key)) for key in sizes]
     found = [(a + (b - a) * share).clip(min=0.0) for a, b in rows]
-    return Work(found[0], found[1], found[2], found[3])
+    return OpLog(found[0], found[1], found[2], found[3])
 
 
 def _share_of(small: Any, large: Any, share: float) -> Any:

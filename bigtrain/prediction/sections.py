@@ -19,14 +19,14 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from bigtrain.memory.timeline import Kind, Span, Visit
+from bigtrain.memory.timeline import BlockTicks, MemoryKind, Span
 
-FOREVER = -1
+UNTIL_OPTIMIZER = -1
 """The death of what stays until the optimizer has used it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class SectionWindow:
     """Ticks a < t <= b of the forward pass and c < t <= d of the backward pass."""
 
     a: int
@@ -46,7 +46,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Tensor:
+class SectionTensor:
     """A parameter or buffer of a section."""
 
     name: str
@@ -69,7 +69,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Work:
+class OpLog:
     """The operations of a pass, one to a row."""
 
     flops: NDArray[np.float64]
@@ -81,18 +81,18 @@ class Work:
     times: NDArray[np.float64]
     """How often each is done."""
 
-    def scaled(self, factor: float) -> Work:
+    def scaled(self, factor: float) -> OpLog:
         """Operations that are larger or smaller."""
         flops, low_flops, nbytes = (a * factor for a in (self.flops, self.low_flops, self.nbytes))
-        return Work(flops, low_flops, nbytes, self.times)
+        return OpLog(flops, low_flops, nbytes, self.times)
 
 
 @dataclass(frozen=True, slots=True)
-class Far:
+class DistantSpan:
     """A storage that is let go of neither in its own section nor in the next one."""
 
     nbytes: int
-    kind: Kind
+    kind: MemoryKind
     birth: int
     """In the ticks of its own section."""
     forward: bool
@@ -103,15 +103,15 @@ class Far:
 
 
 @dataclass(frozen=True)
-class Pass:
+class SectionPass:
     """One micro-batch through a section and back."""
 
     forward: int
     backward: int
     spans: tuple[Span, ...]
-    visit: Visit | None
+    ticks: BlockTicks | None
     """Of the block, in the section's own ticks; None of what is in no block."""
-    far: tuple[Far, ...] = ()
+    far: tuple[DistantSpan, ...] = ()
     gradients: tuple[int, ...] = ()
     """Which spans are gradients, those that are added to others, too."""
     wires: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
@@ -125,21 +125,21 @@ class Pass:
             span.nbytes
             for span in self.spans
             if span.birth <= self.forward
-            and span.death != FOREVER
+            and span.death != UNTIL_OPTIMIZER
             and span.death > self.forward + 1
         )
 
-    def at_an_end(self, side: int) -> Pass:
+    def at_stage_end(self, side: int) -> SectionPass:
         """Where a stage begins with it (0), or ends with it (1)."""
         found = list(self.spans)
         for place in self.wires[side]:
-            found[place] = found[place]._replace(death=FOREVER)
+            found[place] = found[place]._replace(death=UNTIL_OPTIMIZER)
         return replace(self, spans=tuple(found))
 
     @cached_property
     def flat(self) -> tuple[Span, ...]:
         """What others see of it: what waits between its passes, and its gradients."""
-        sums: dict[Kind, int] = {}
+        sums: dict[MemoryKind, int] = {}
         for span in self.spans:
             if span.birth <= self.forward and span.death > self.forward + 1:
                 sums[span.kind] = sums.get(span.kind, 0) + span.nbytes
@@ -154,18 +154,18 @@ class Section:
 
     name: str
     """Of the block; empty for what is in none."""
-    passes: tuple[Pass, Pass]
+    passes: tuple[SectionPass, SectionPass]
     """The first micro-batch of a step, and every other one."""
-    forward: Work
-    backward: Work
-    tensors: tuple[Tensor, ...]
+    forward: OpLog
+    backward: OpLog
+    tensors: tuple[SectionTensor, ...]
     incoming: int = 0
     """Bytes of the tensors that a block is called with."""
     incoming_gradients: int = 0
     """Of those that a gradient goes back to."""
 
 
-def with_gradients(first: Pass, later: Pass) -> tuple[Pass, Pass]:
+def mark_gradients(first: SectionPass, later: SectionPass) -> tuple[SectionPass, SectionPass]:
     """The passes of a section with their gradients told: by the first, in which they stay."""
     before, after = (
         sorted((span.birth, place, span.nbytes) for place, span in enumerate(one.spans))
@@ -182,7 +182,9 @@ def with_gradients(first: Pass, later: Pass) -> tuple[Pass, Pass]:
     )
 
 
-def spans_in(spans: Iterable[Span], windows: Sequence[Window], place: int, stop: int) -> Pass:
+def section_spans(
+    spans: Iterable[Span], windows: Sequence[SectionWindow], place: int, stop: int
+) -> SectionPass:
     """What of a timeline belongs to a section, in its own ticks.
 
     What comes from the section before belongs to it from the beginning of its window on, where it
@@ -198,7 +200,7 @@ def spans_in(spans: Iterable[Span], windows: Sequence[Window], place: int, stop:
     before = windows[place - 1].a if place else w.a
     behind = windows[place + 1].c if place + 1 < len(windows) else w.b
     found: list[Span] = []
-    far: list[Far] = []
+    far: list[DistantSpan] = []
     wires: tuple[list[int], list[int]] = [], []
     for span in spans:
         birth, death = span.birth, span.death
@@ -206,12 +208,12 @@ def spans_in(spans: Iterable[Span], windows: Sequence[Window], place: int, stop:
         if made and _is_far_behind(death, windows, place, stop):
             born = birth - w.a if birth <= w.b else w.forward + birth - w.c
             at = death - windows[0].c
-            far.append(Far(span.nbytes, span.kind, born, forward=False, after=at))
+            far.append(DistantSpan(span.nbytes, span.kind, born, forward=False, after=at))
             continue
         if w.a < birth <= w.b:  # made in the forward pass
             if _is_far_ahead(death, windows, place):
                 at = death - windows[-1].a
-                far.append(Far(span.nbytes, span.kind, birth - w.a, forward=True, after=at))
+                far.append(DistantSpan(span.nbytes, span.kind, birth - w.a, forward=True, after=at))
                 continue
             if w.b + 1 < death <= w.c + 1:
                 death = w.b + 1  # only the next section uses it
@@ -232,35 +234,37 @@ def spans_in(spans: Iterable[Span], windows: Sequence[Window], place: int, stop:
             continue
         found.append(_local(span.nbytes, span.kind, birth, death, w, stop))
     both = tuple(wires[0]), tuple(wires[1])
-    return Pass(w.forward, w.backward, tuple(found), None, tuple(far), wires=both)
+    return SectionPass(w.forward, w.backward, tuple(found), None, tuple(far), wires=both)
 
 
-def _local(nbytes: int, kind: Kind, birth: int, death: int, w: Window, stop: int) -> Span:
+def _local(
+    nbytes: int, kind: MemoryKind, birth: int, death: int, w: SectionWindow, stop: int
+) -> Span:
     born = birth - w.a if birth <= w.b else w.forward + birth - w.c
     if death > stop and kind == "gradients":
-        return Span(nbytes, kind, born, FOREVER)
+        return Span(nbytes, kind, born, UNTIL_OPTIMIZER)
     died = death - w.a if death <= w.b + 1 else w.forward + death - w.c
     return Span(nbytes, kind, born, died)
 
 
-def _is_far_ahead(death: int, windows: Sequence[Window], place: int) -> bool:
+def _is_far_ahead(death: int, windows: Sequence[SectionWindow], place: int) -> bool:
     """Whether it is let go of in the last section's forward pass, and not next door."""
     last = windows[-1]
     return place + 2 < len(windows) and last.a + 1 < death <= last.b + 1
 
 
-def _is_far_behind(death: int, windows: Sequence[Window], place: int, stop: int) -> bool:
+def _is_far_behind(death: int, windows: Sequence[SectionWindow], place: int, stop: int) -> bool:
     first = windows[0]
     return place > 1 and first.c + 1 < death <= min(first.d + 1, stop)
 
 
-DETAILED = 2
+DETAILED_ENDS = 2
 """Sections at either end of a row of equal ones that are laid out tick by tick."""
 
 
-def placed(
+def concatenate_sections(
     sections: Sequence[Section], number: int, *, is_sent: bool = False
-) -> tuple[tuple[Span, ...], list[Visit | None], int, int]:
+) -> tuple[tuple[Span, ...], list[BlockTicks | None], int, int]:
     """Sections one after another, there and back.
 
     In a row of equal sections each has a little more or less waiting beside it than the one before,
@@ -278,26 +282,30 @@ def placed(
     """
     passes = [section.passes[number] for section in sections]
     if sections[0].name:
-        passes[0] = passes[0].at_an_end(0)
+        passes[0] = passes[0].at_stage_end(0)
     if is_sent:
-        passes[-1] = passes[-1].at_an_end(1)
+        passes[-1] = passes[-1].at_stage_end(1)
     turn = sum(one.forward for one in passes)
     # Where a block comes first there is a tick after its way back, in which the rest is done.
     back = turn + sum(one.backward for one in passes)
     stop = back + (1 if sections[0].name else 0)
     spans: list[Span] = []
-    visits: list[Visit | None] = []
+    visits: list[BlockTicks | None] = []
     there = 0
     last, first = turn - passes[-1].forward, stop - passes[0].backward
     for place, one in enumerate(passes):
         back -= one.backward
         ahead, behind = there, back - one.forward
         turned = one.forward + 1
-        around = passes[max(0, place - DETAILED) : place + DETAILED + 1]
-        is_inside = len(around) > 2 * DETAILED and all(other is one for other in around)
+        around = passes[max(0, place - DETAILED_ENDS) : place + DETAILED_ENDS + 1]
+        is_inside = len(around) > 2 * DETAILED_ENDS and all(other is one for other in around)
         for nbytes, kind, birth, death in one.flat if is_inside else one.spans:
             birth += ahead if birth < turned else behind
-            death = stop + 1 if death == FOREVER else death + (ahead if death <= turned else behind)
+            death = (
+                stop + 1
+                if death == UNTIL_OPTIMIZER
+                else death + (ahead if death <= turned else behind)
+            )
             if death > birth:  # otherwise its window is empty
                 spans.append(Span(nbytes, kind, birth, death))
         for away in one.far:
@@ -307,13 +315,13 @@ def placed(
             death = end + 1 if over else min(begin + away.after, end + 1)
             if death > birth:
                 spans.append(Span(away.nbytes, away.kind, birth, death))
-        visits.append(None if one.visit is None else _moved(one.visit, ahead, behind, turn))
+        visits.append(None if one.ticks is None else _moved(one.ticks, ahead, behind, turn))
         there += one.forward
     return tuple(spans), visits, turn, stop
 
 
-def _moved(visit: Visit, ahead: int, behind: int, turn: int) -> Visit:
+def _moved(visit: BlockTicks, ahead: int, behind: int, turn: int) -> BlockTicks:
     forward = visit.forward[0] + ahead, visit.forward[1] + ahead
     # The last of a stage begins with its backward pass, not before.
     backward = max(visit.backward[0] + behind, turn + 1), visit.backward[1] + behind
-    return Visit(visit.shapes, visit.trained, forward, backward)
+    return BlockTicks(visit.shapes, visit.trained, forward, backward)

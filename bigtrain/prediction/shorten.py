@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from bigtrain.models.blocks import separate_blocks
+from bigtrain.models.blocks import independent_blocks
 
 
-def shortened(model: nn.Module, most: int = 3) -> tuple[nn.Module, tuple[int, ...]] | None:
+def shorten_model(model: nn.Module, most: int = 3) -> tuple[nn.Module, tuple[int, ...]] | None:
     """A copy with fewer of the blocks that are alike, and for each original block that of the copy.
 
     Args:
@@ -21,7 +21,7 @@ def shortened(model: nn.Module, most: int = 3) -> tuple[nn.Module, tuple[int, ..
     Returns:
         None where there is nothing to leave out.
     """
-    named = separate_blocks(model)
+    named = independent_blocks(model)
     groups: dict[str, list[str]] = {}
     for name, _ in named:
         groups.setdefault(name.rpartition(".")[0], []).append(name)
@@ -55,7 +55,7 @@ def _spare(model: nn.Module, parent: str, names: Sequence[str], most: int) -> li
         return []
     if [f"{parent}.{n}".lstrip(".") for n, _ in container.named_children()] != list(names):
         return []
-    runs = _runs([signature(model.get_submodule(name)) for name in names])
+    runs = _runs([block_signature(model.get_submodule(name)) for name in names])
     return [names[place] for run in runs for place in list(run)[max(1, most - 1) : -1]]
 
 
@@ -69,7 +69,7 @@ def _runs(signatures: Sequence[str]) -> list[range]:
     return found
 
 
-def signature(block: nn.Module) -> str:
+def block_signature(block: nn.Module) -> str:
     """What two blocks that compute alike have in common: modules, options, shapes."""
     shapes = [
         (name, tuple(t.shape), t.dtype, t.requires_grad)
@@ -79,7 +79,7 @@ def signature(block: nn.Module) -> str:
     return f"{type(block).__module__}.{type(block).__qualname__}{block!r}{shapes}"
 
 
-def untied(model: nn.Module) -> tuple[nn.Module, dict[str, str]]:
+def untie_parameters(model: nn.Module) -> tuple[nn.Module, dict[str, str]]:
     """A copy in which nothing is tied: as stages have it, each with a parameter of its own.
 
     Args:

@@ -25,22 +25,22 @@ from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile
 from bigtrain.data.loader import MicroBatch
-from bigtrain.memory.timeline import Kind, Span, Timeline
+from bigtrain.memory.timeline import MemoryKind, Span, Timeline
 from bigtrain.memory.tracker import StorageTracker
-from bigtrain.models.blocks import separate_blocks
-from bigtrain.prediction.record import FakeRun, run_on_fakes
-from bigtrain.prediction.record_sections import Apart, Notes
-from bigtrain.prediction.sections import FOREVER
-from bigtrain.prediction.sections import Window as Whole
+from bigtrain.models.blocks import independent_blocks
+from bigtrain.prediction.record import FakeRun, record_steps
+from bigtrain.prediction.record_sections import SectionHooks, SectionSplitter
+from bigtrain.prediction.sections import UNTIL_OPTIMIZER
+from bigtrain.prediction.sections import SectionWindow as Whole
 
-TO_THE_TURN, TO_THE_END = -2, -3
+UNTIL_TURN, UNTIL_END = -2, -3
 """The deaths of what stays until all forward passes are done, or the micro-batch."""
-DETAILED = 2
+SPLIT_DETAILED_ENDS = 2
 """As in `sections`."""
 
 
 @dataclass(frozen=True)
-class Halves:
+class SplitPass:
     """One micro-batch through a section, there and back in two parts."""
 
     forward: int
@@ -59,31 +59,31 @@ class Halves:
         """As a section has it with which a stage begins, or ends."""
         found = list(self.spans)
         for place in (*(self.wires if begins else ()), *(self.arriving if ends else ())):
-            found[place] = found[place]._replace(death=TO_THE_END)
+            found[place] = found[place]._replace(death=UNTIL_END)
         return tuple(found)
 
     @cached_property
     def flat(self) -> tuple[Span, ...]:
         """What others see of it: what waits between its windows, and its gradients."""
         there, back = self.forward, self.forward + self.inputs
-        sums: dict[tuple[Kind, int, int], int] = {}
+        sums: dict[tuple[MemoryKind, int, int], int] = {}
         kept = []
         for nbytes, kind, birth, death in self.spans:
             ends = death if death < 0 else back + self.weights if death > back + 1 else there + 2
-            if death == FOREVER:
+            if death == UNTIL_OPTIMIZER:
                 kept.append(Span(nbytes, kind, birth, death))
-            elif birth <= there and (death == TO_THE_END or death > there + 1):
+            elif birth <= there and (death == UNTIL_END or death > there + 1):
                 sums[kind, there, ends] = sums.get((kind, there, ends), 0) + nbytes
-            elif there < birth <= back and (death == TO_THE_END or death > back + 1):
+            elif there < birth <= back and (death == UNTIL_END or death > back + 1):
                 sums[kind, back, ends] = sums.get((kind, back, ends), 0) + nbytes
         return (*(Span(n, kind, a, b) for (kind, a, b), n in sums.items()), *kept)
 
 
-Halved = tuple[Halves, Halves]
+SplitPasses = tuple[SplitPass, SplitPass]
 """The first micro-batch of a step, and every other one."""
 
 
-class Window(NamedTuple):
+class SplitWindow(NamedTuple):
     """Ticks a < t <= b forward, c < t <= d for the inputs, e < t <= f for the weights."""
 
     a: int
@@ -94,38 +94,38 @@ class Window(NamedTuple):
     f: int
 
 
-def halve(
+def record_split_backward(
     workload: Workload,
     micro_batches: Sequence[MicroBatch],
     plan: Plan,
     device: torch.device,
     *,
     as_sent: bool = False,
-) -> tuple[dict[str, Halved], ...] | None:
-    """Run a model with its backward pass in two parts; see `record_sections.dissect`.
+) -> tuple[dict[str, SplitPasses], ...] | None:
+    """Run a model with its backward pass in two parts; see `record_sections.record_sections`.
 
     Returns:
         For each micro-batch the blocks by their names, and under "" what is after them; None where
         the model does not run so.
     """
-    notes = Notes([name for name, _ in separate_blocks(workload.model)], as_sent=as_sent)
-    parts = _Parts(notes)
+    notes = SectionHooks([name for name, _ in independent_blocks(workload.model)], as_sent=as_sent)
+    parts = _SplitBackwardRecorder(notes)
     *before, last = micro_batches
-    noting = (parts.watch, before[0] if before else None, parts.runner)
+    noting = (parts.install, before[0] if before else None, parts.runner)
     try:
         resolved = ResolvedPlan.of(plan, workload.model)
-        run = run_on_fakes(replace(workload, example=last), resolved, device, *noting)
+        run = record_steps(replace(workload, example=last), resolved, device, *noting)
     except Exception:  # noqa: BLE001 - user code of any kind runs here; the whole pass stands in
         return None
-    runs = [run] if run.earlier is None else [run.earlier, run]
-    found = [_halved(one, notes, parts, plan) for one in runs]
+    runs = [run] if run.first_step is None else [run.first_step, run]
+    found = [_split_passes(one, notes, parts, plan) for one in runs]
     return tuple(found) if all(found) else None
 
 
-class _Parts:
+class _SplitBackwardRecorder:
     """Takes the backward pass apart, and notes when the parts of each block are done."""
 
-    def __init__(self, notes: Notes) -> None:
+    def __init__(self, notes: SectionHooks) -> None:
         self._notes = notes
         self.wires: list[Tensor] = []
         """What the first block is called with in this micro-batch."""
@@ -136,16 +136,16 @@ class _Parts:
 
     def runner(self, assembly: Assembly) -> LoopRunner:
         """The plain loop, but for its backward pass."""
-        return _InParts(assembly, self)
+        return _SplitLoopRunner(assembly, self)
 
-    def watch(self, fake: nn.Module, tracker: StorageTracker) -> AbstractContextManager[object]:
-        """See `record.Watch`. The first block's inputs are cut off before others see them."""
+    def install(self, fake: nn.Module, tracker: StorageTracker) -> AbstractContextManager[object]:
+        """See `record.InstallHooks`. The first block's inputs are cut off before."""
         for name in self._notes.names:
             block = fake.get_submodule(name)
-            block.register_forward_pre_hook(self._cut_off, with_kwargs=True)
-        return self._notes.watch(fake, tracker)
+            block.register_forward_pre_hook(self._detach_inputs, with_kwargs=True)
+        return self._notes.install(fake, tracker)
 
-    def _cut_off(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _detach_inputs(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.wires:
             return None
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -189,8 +189,8 @@ class _Parts:
         return next((n for n in self._notes.names if parameter.startswith(f"{n}.")), "")
 
 
-class _InParts(LoopRunner):
-    def __init__(self, assembly: Assembly, parts: _Parts) -> None:
+class _SplitLoopRunner(LoopRunner):
+    def __init__(self, assembly: Assembly, parts: _SplitBackwardRecorder) -> None:
         super().__init__(assembly)
         self._parts = parts
 
@@ -199,9 +199,11 @@ class _InParts(LoopRunner):
         self._parts.backward(loss, named)
 
 
-def _halved(run: FakeRun, notes: Notes, parts: _Parts, plan: Plan) -> dict[str, Halved]:
+def _split_passes(
+    run: FakeRun, notes: SectionHooks, parts: _SplitBackwardRecorder, plan: Plan
+) -> dict[str, SplitPasses]:
     """The blocks of a run and what is after them; nothing where they do not follow one another."""
-    apart = Apart(run, notes, plan)
+    apart = SectionSplitter(run, notes, plan)
     if not apart.order:
         return {}
     names = [*(notes.names[number] for number in apart.order), ""]
@@ -210,23 +212,29 @@ def _halved(run: FakeRun, notes: Notes, parts: _Parts, plan: Plan) -> dict[str, 
 
 
 def _passes(
-    run: FakeRun, which: int, found: Sequence[Whole], names: Sequence[str], parts: _Parts
-) -> list[Halves]:
+    run: FakeRun,
+    which: int,
+    found: Sequence[Whole],
+    names: Sequence[str],
+    parts: _SplitBackwardRecorder,
+) -> list[SplitPass]:
     start, stop = run.marks[which], run.marks[which + 1]
     begin = next((tick for tick in parts.starts if start < tick <= stop), stop)
     ends = {name: tick for tick, name in parts.done if start < tick <= stop}
-    windows: list[Window] = []
+    windows: list[SplitWindow] = []
     done = begin
     for w, name in zip(found, names, strict=True):
         until = max(done, ends.get(name, done))
-        windows.append(Window(w.a, w.b, min(w.c, begin), min(w.d, begin), done, until))
+        windows.append(SplitWindow(w.a, w.b, min(w.c, begin), min(w.d, begin), done, until))
         done = until
     windows[-1] = windows[-1]._replace(f=stop)
-    spans = run.piece(which).spans
+    spans = run.window(which).spans
     return [_section(spans, windows, place, stop) for place in range(len(windows))]
 
 
-def _section(spans: Sequence[Span], windows: Sequence[Window], place: int, stop: int) -> Halves:
+def _section(
+    spans: Sequence[Span], windows: Sequence[SplitWindow], place: int, stop: int
+) -> SplitPass:
     w = windows[place]
     owner = _Owner(windows, place, stop)
     pairs = [(span, owner.owned(span)) for span in spans]
@@ -234,13 +242,13 @@ def _section(spans: Sequence[Span], windows: Sequence[Window], place: int, stop:
     wires = tuple(n for n, (span, _) in enumerate(kept) if owner.is_wire(span))
     arriving = tuple(n for n, (span, _) in enumerate(kept) if owner.is_arriving(span))
     sizes = (w.b - w.a, w.d - w.c, w.f - w.e)
-    return Halves(*sizes, tuple(own for _, own in kept), wires, arriving)
+    return SplitPass(*sizes, tuple(own for _, own in kept), wires, arriving)
 
 
 class _Owner:
-    """A section that takes of a timeline what belongs to it, as `sections.spans_in` does."""
+    """A section that takes of a timeline what belongs to it, as `sections.section_spans` does."""
 
-    def __init__(self, windows: Sequence[Window], place: int, stop: int) -> None:
+    def __init__(self, windows: Sequence[SplitWindow], place: int, stop: int) -> None:
         self._w = windows[place]
         self._before = windows[place - 1] if place else None
         self._after = windows[place + 1] if place + 1 < len(windows) else None
@@ -258,7 +266,7 @@ class _Owner:
         if w.e < span.birth <= w.f:
             born = self._back + span.birth - w.e
             is_kept = span.death > self._stop and span.kind == "gradients"
-            died = FOREVER if is_kept else self._back + min(span.death, w.f + 1) - w.e
+            died = UNTIL_OPTIMIZER if is_kept else self._back + min(span.death, w.f + 1) - w.e
             return span._replace(birth=born, death=died)
         if span.birth <= w.a and (self._before is None or span.birth > self._before.a):
             return self._come_in(span)
@@ -289,7 +297,7 @@ class _Owner:
             # The section after has it from then on.
             return span._replace(birth=born, death=self._there + 1)
         if death <= self._turn + 1:
-            return span._replace(birth=born, death=TO_THE_TURN)
+            return span._replace(birth=born, death=UNTIL_TURN)
         return self._until(span, born)
 
     def _made_back(self, span: Span) -> Span:
@@ -309,17 +317,17 @@ class _Owner:
     def _until(self, span: Span, born: int) -> Span:
         w, death = self._w, span.death
         if death > self._stop and span.kind == "gradients":
-            death = FOREVER
+            death = UNTIL_OPTIMIZER
         elif w.c + 1 <= death <= w.d + 1:
             death = self._there + death - w.c
         elif _in(death, w.e, w.f):
             death = self._back + death - w.e
         else:
-            death = TO_THE_END
+            death = UNTIL_END
         return span._replace(birth=born, death=death)
 
 
-def _goes(span: Span, w: Window) -> bool:
+def _goes(span: Span, w: SplitWindow) -> bool:
     """Whether it is let go of on the way back through a section, in either part."""
     return _in(span.death, w.c, w.d) or _in(span.death, w.e, w.f)
 
@@ -328,7 +336,7 @@ def _in(death: int, begin: int, end: int) -> bool:
     return begin + 1 < death <= end + 1
 
 
-def in_halves(whole: Profile, sections: Sequence[Halved]) -> Profile:
+def split_profile(whole: Profile, sections: Sequence[SplitPasses]) -> Profile:
     """The profile of a stage with its backward pass in two parts.
 
     Args:
@@ -340,7 +348,7 @@ def in_halves(whole: Profile, sections: Sequence[Halved]) -> Profile:
     return replace(whole, first=first, next=later, **nothing)
 
 
-def _placed(passes: Sequence[Halves]) -> Timeline:
+def _placed(passes: Sequence[SplitPass]) -> Timeline:
     """Sections one after another: there, back for the inputs, there again for the weights."""
     turn = sum(one.forward for one in passes)
     begin = turn + sum(one.inputs for one in passes)
@@ -349,14 +357,14 @@ def _placed(passes: Sequence[Halves]) -> Timeline:
     there, back, again = 0, begin, begin
     for place, one in enumerate(passes):
         back -= one.inputs
-        around = passes[max(0, place - DETAILED) : place + DETAILED + 1]
-        is_inside = len(around) > 2 * DETAILED and all(other is one for other in around)
-        moves = _Moves(one, there, back, again, {FOREVER: stop + 1, TO_THE_END: stop + 1})
+        around = passes[max(0, place - SPLIT_DETAILED_ENDS) : place + SPLIT_DETAILED_ENDS + 1]
+        is_inside = len(around) > 2 * SPLIT_DETAILED_ENDS and all(other is one for other in around)
+        moves = _Moves(one, there, back, again, {UNTIL_OPTIMIZER: stop + 1, UNTIL_END: stop + 1})
         ends = place == len(passes) - 1
         seen = one.flat if is_inside else one.at_edges(begins=place == 0, ends=ends)
         for nbytes, kind, birth, death in seen:
             born = moves.at(birth)
-            died = turn + 1 if death == TO_THE_TURN else moves.until(death)
+            died = turn + 1 if death == UNTIL_TURN else moves.until(death)
             if died > born:
                 spans.append(Span(nbytes, kind, born, died))
         there += one.forward
@@ -368,7 +376,7 @@ def _placed(passes: Sequence[Halves]) -> Timeline:
 class _Moves(NamedTuple):
     """From a section's own ticks to those of the stage."""
 
-    one: Halves
+    one: SplitPass
     there: int
     back: int
     again: int
@@ -386,9 +394,9 @@ class _Moves(NamedTuple):
         return self.marked[tick] if tick < 0 else self.at(tick - 1) + 1
 
 
-def between_halves(
-    small: dict[str, Halved], large: dict[str, Halved], join: Callable[..., Any]
-) -> dict[str, Halved] | None:
+def interpolate_split(
+    small: dict[str, SplitPasses], large: dict[str, SplitPasses], join: Callable[..., Any]
+) -> dict[str, SplitPasses] | None:
     """Those of another micro-batch size, read off two.
 
     Args:
@@ -396,7 +404,7 @@ def between_halves(
         large: of more.
         join: of two tuples of spans the one between them, or None.
     """
-    found: dict[str, Halved] = {}
+    found: dict[str, SplitPasses] = {}
     for name, pair in small.items():
         joined = list(_joined(pair, large[name], join))
         if len(joined) != len(pair):
@@ -405,7 +413,9 @@ def between_halves(
     return found
 
 
-def _joined(small: Halved, large: Halved, join: Callable[..., Any]) -> Iterator[Halves]:
+def _joined(
+    small: SplitPasses, large: SplitPasses, join: Callable[..., Any]
+) -> Iterator[SplitPass]:
     for a, b in zip(small, large, strict=True):
         spans = join(a.spans, b.spans)
         if spans is not None and replace(a, spans=()) == replace(b, spans=()):

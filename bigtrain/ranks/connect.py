@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from bigtrain.errors import ConfigError, LaunchError
 from bigtrain.ranks.context import AXES, RunContext, resolve_mesh, set_timeouts
 from bigtrain.ranks.cpu_threads import share_cores
-from bigtrain.ranks.exit_status import is_echo
-from bigtrain.ranks.failure_guard import guard
-from bigtrain.ranks.launcher_env import SINGLE, Placement
-from bigtrain.ranks.rendezvous import Meeting, meet, name_resolves_here
+from bigtrain.ranks.exit_status import is_peer_failure
+from bigtrain.ranks.failure_guard import guard_ranks
+from bigtrain.ranks.launcher_env import SINGLE_RANK, RankInfo
+from bigtrain.ranks.rendezvous import Rendezvous, hostname_resolves, open_rendezvous
 
 # Set where every rank has its own view of the GPUs: it then sees one, and that is number 0.
 _OWN_GPU_VARIABLES = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
@@ -33,7 +33,7 @@ _OWN_GPU_VARIABLES = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_T
 
 @contextlib.contextmanager
 def connect(
-    placement: Placement = SINGLE,
+    placement: RankInfo = SINGLE_RANK,
     *,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto",
@@ -53,7 +53,7 @@ def connect(
     is a way to finish, not a failure.
 
     Args:
-        placement: where this process stands; see `bigtrain.ranks.launcher_env.detect`.
+        placement: where this process stands; see `bigtrain.ranks.launcher_env.detect_rank_info`.
         device: "auto" is CUDA where there is any.
         backend: "auto" is nccl on CUDA and gloo on the CPU.
         pp: ranks on the pipeline axis.
@@ -83,8 +83,8 @@ def connect(
     if placement.world_size == 1 and not force_group:
         yield RunContext(**numbers, device=where, mesh=None, seed=seed)
         return
-    meeting = meet(placement, os.environ, timeout_s=setup_timeout, path=store_path)
-    with _only_group(), guard(placement, meeting), share_cores(placement, meeting):
+    meeting = open_rendezvous(placement, os.environ, timeout_s=setup_timeout, path=store_path)
+    with _only_group(), guard_ranks(placement, meeting), share_cores(placement, meeting):
         mesh = _open_mesh(placement, meeting, where, chosen, sizes, setup_timeout, timeout)
         yield RunContext(**numbers, device=where, mesh=mesh, seed=seed)
 
@@ -93,7 +93,7 @@ _SHARED_FIELDS = ("rank", "local_rank", "world_size", "local_world_size", "launc
 
 
 def pick_device(
-    wanted: Literal["auto", "cpu", "cuda"], placement: Placement, environ: Mapping[str, str]
+    wanted: Literal["auto", "cpu", "cuda"], placement: RankInfo, environ: Mapping[str, str]
 ) -> torch.device:
     """Return the device of this rank.
 
@@ -151,8 +151,8 @@ def pick_backend(
 
 
 def _open_mesh(
-    placement: Placement,
-    meeting: Meeting,
+    placement: RankInfo,
+    meeting: Rendezvous,
     device: torch.device,
     backend: Literal["gloo", "nccl", "mpi"],
     sizes: tuple[int, int, int],
@@ -179,7 +179,7 @@ def _open_mesh(
             mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
         dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
     except (RuntimeError, OSError) as error:
-        if not is_echo(error):
+        if not is_peer_failure(error):
             raise
         raise LaunchError(
             f"rank {placement.rank} of {placement.world_size} could not connect to the others "
@@ -214,10 +214,10 @@ def _destroy() -> None:
 
 
 @contextlib.contextmanager
-def _local_gloo(placement: Placement) -> Iterator[None]:
+def _local_gloo(placement: RankInfo) -> Iterator[None]:
     """Let gloo use the loopback where this host's own name leads nowhere (containers, laptops)."""
     name = "GLOO_SOCKET_IFNAME"
-    if name in os.environ or not placement.one_node or name_resolves_here():
+    if name in os.environ or not placement.one_node or hostname_resolves():
         yield
         return
     os.environ[name] = "lo" if sys.platform == "linux" else "lo0"

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import torch
 
-from bigtrain.ranks.launcher_env import Placement
-from bigtrain.ranks.rendezvous import Meeting
+from bigtrain.ranks.launcher_env import RankInfo
+from bigtrain.ranks.rendezvous import Rendezvous
 
 
 @contextlib.contextmanager
-def share_cores(placement: Placement, meeting: Meeting) -> Iterator[None]:
+def share_cores(placement: RankInfo, meeting: Rendezvous) -> Iterator[None]:
     """Give each rank its share of the node's cores, unless OMP_NUM_THREADS says how many.
 
     mpiexec and srun may have bound each rank to cores of its own or all to the same ones: a core

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from bigtrain.errors import BigtrainError
-from bigtrain.ranks.failure_hub import end_process
-from bigtrain.ranks.launcher_env import in_slurm_step, launch_key, process_began
-from bigtrain.ranks.restart import RestartRequest, begin_anew
+from bigtrain.ranks.failure_hub import exit_process
+from bigtrain.ranks.launcher_env import in_slurm_step, launch_key, process_start_time
+from bigtrain.ranks.restart import RestartRequest, restart_process
 
 REQUEUE_STATUS = 75
 """Exit status of a run that saved and stopped because it was told to; it may be started again."""
@@ -50,18 +50,18 @@ def exit_status_of(error: BaseException) -> int:
     return 1
 
 
-def is_orderly(error: BaseException) -> bool:
+def is_clean_exit(error: BaseException) -> bool:
     """Whether this is a way to finish, which must not end the other ranks."""
     return isinstance(error, SystemExit) and exit_status_of(error) in (0, REQUEUE_STATUS)
 
 
-def is_stop(error: BaseException) -> bool:
+def is_interrupt(error: BaseException) -> bool:
     """Whether somebody outside stopped the process; then nothing is to be explained."""
     stopped = (128 + signal.SIGINT, 128 + signal.SIGTERM)
     return isinstance(error, KeyboardInterrupt | SystemExit) and exit_status_of(error) in stopped
 
 
-def is_echo(error: BaseException) -> bool:
+def is_peer_failure(error: BaseException) -> bool:
     """Whether an error may be the echo of another rank's end: a collective that broke or timed out.
 
     Only a hint: it decides how long to wait for news of the other ranks, not who is at fault.
@@ -72,13 +72,13 @@ def is_echo(error: BaseException) -> bool:
     return any(word in text for word in _ECHOES)
 
 
-def one_line(error: BaseException) -> str:
+def error_summary(error: BaseException) -> str:
     """Return type and first line of an error, at most 300 characters."""
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
-def mark_first(error: BaseException) -> None:
+def mark_reporting_rank(error: BaseException) -> None:
     """Note on the error that all ranks have agreed to hear this one; `run_guarded` then says it."""
     error.bigtrain_first = True  # type: ignore[attr-defined]
 
@@ -108,7 +108,7 @@ def run_guarded(main: Callable[[], int | None]) -> int:
     try:
         return main() or 0
     except RestartRequest as error:
-        begin_anew(error.restart.text())
+        restart_process(error.restart.text())
         return error.exit_status
     except SystemExit as error:
         if isinstance(error.code, str):
@@ -127,20 +127,20 @@ def _show(error: BaseException) -> int:
     if speaks is not None and not hasattr(error, "bigtrain_first"):
         if not speaks(error):
             return exit_status_of(error)
-        mark_first(error)
+        mark_reporting_rank(error)
     if isinstance(error, BigtrainError):
-        if getattr(error, "bigtrain_first", False) or speaks_first(os.environ):
+        if getattr(error, "bigtrain_first", False) or is_first_to_report(os.environ):
             sys.stderr.write(f"bigtrain: {error}\n")
     else:
         # The frame of run_guarded says nothing to the user.
         shown = error.__traceback__.tb_next if error.__traceback__ else None
         traceback.print_exception(type(error), error, shown)
     if getattr(error, "bigtrain_first", False):
-        end_process(exit_status_of(error))
+        exit_process(exit_status_of(error))
     return exit_status_of(error)
 
 
-def speaks_first(environ: Mapping[str, str]) -> bool:
+def is_first_to_report(environ: Mapping[str, str]) -> bool:
     """Whether this rank is the first of its launch on this node to ask.
 
     Before the ranks are connected all of them find the same fault in the user's input; a file
@@ -159,7 +159,7 @@ def speaks_first(environ: Mapping[str, str]) -> bool:
     try:
         # Ranks started by hand have one shell as their parent, launch after launch. What was said
         # before this process began was said of an earlier one.
-        if said.stat().st_mtime < process_began() - 1:
+        if said.stat().st_mtime < process_start_time() - 1:
             said.unlink()
     except OSError:
         pass

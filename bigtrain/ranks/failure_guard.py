@@ -16,17 +16,17 @@ from typing import Any
 
 from bigtrain.errors import OutOfMemoryError
 from bigtrain.ranks.exit_status import (
+    error_summary,
     exit_status_of,
-    is_echo,
-    is_orderly,
-    is_stop,
-    mark_first,
-    one_line,
+    is_clean_exit,
+    is_interrupt,
+    is_peer_failure,
+    mark_reporting_rank,
     write_error_file,
 )
-from bigtrain.ranks.failure_hub import Ending, Hub, Watch, end_process
-from bigtrain.ranks.launcher_env import Placement
-from bigtrain.ranks.rendezvous import Meeting
+from bigtrain.ranks.failure_hub import FailureHub, FailureListener, RunEnd, exit_process
+from bigtrain.ranks.launcher_env import RankInfo
+from bigtrain.ranks.rendezvous import Rendezvous
 from bigtrain.ranks.restart import RestartRequest
 
 # A peer's death is known within milliseconds of the collective that broke by it.
@@ -38,7 +38,7 @@ _FINISH_S = 20.0
 
 
 @contextlib.contextmanager
-def guard(placement: Placement, meeting: Meeting) -> Iterator[None]:
+def guard_ranks(placement: RankInfo, meeting: Rendezvous) -> Iterator[None]:
     """Watch over the ranks for the length of a `with` block.
 
     In the rank that fails first the exception goes on. Every other rank ends quietly with the
@@ -47,7 +47,7 @@ def guard(placement: Placement, meeting: Meeting) -> Iterator[None]:
     if placement.world_size == 1:
         yield
         return
-    watch = _join_watch(placement, meeting)
+    watch = _connect_listener(placement, meeting)
     try:
         with _signals(watch), _last_words(watch):
             yield
@@ -61,64 +61,64 @@ def guard(placement: Placement, meeting: Meeting) -> Iterator[None]:
         _ask_for_restart(watch, error)
         raise
     except BaseException as error:
-        if is_orderly(error):
+        if is_clean_exit(error):
             _close(watch)
             raise
         ending = _report(watch, error)
-        if is_stop(error):
+        if is_interrupt(error):
             raise
         if ending is not None and watch is not None:
-            watch.leave()
+            watch.grace()
             raise SystemExit(ending.status) from None
         write_error_file(error)
-        mark_first(error)
+        mark_reporting_rank(error)
         _end_later(exit_status_of(error))
         raise
     _close(watch)
 
 
-def _join_watch(placement: Placement, meeting: Meeting) -> Watch | None:
+def _connect_listener(placement: RankInfo, meeting: Rendezvous) -> FailureListener | None:
     """Connect to the hub; None where a firewall is between, then only the collectives tell."""
     if placement.rank == 0:
-        hub = Hub(one_node=placement.one_node)
+        hub = FailureHub(one_node=placement.one_node)
         meeting.store.set("hub", f"{hub.port} {hub.token}")
     port, token = meeting.store.get("hub").decode().split()
     host = "127.0.0.1" if placement.one_node or placement.rank == 0 else meeting.host
     try:
-        return Watch(host, int(port), token, placement.rank)
+        return FailureListener(host, int(port), token, placement.rank)
     except OSError:
         return None
 
 
-def _report(watch: Watch | None, error: BaseException) -> Ending | None:
+def _report(watch: FailureListener | None, error: BaseException) -> RunEnd | None:
     """Tell the others; return why the run had ended before, None where this rank is the first."""
     if watch is None:
         return None
-    patience = _ECHO_PATIENCE_S if is_echo(error) else 0.0
-    return watch.report(one_line(error), exit_status_of(error), patience_s=patience)
+    patience = _ECHO_PATIENCE_S if is_peer_failure(error) else 0.0
+    return watch.report(error_summary(error), exit_status_of(error), patience_s=patience)
 
 
-def _ask_for_restart(watch: Watch | None, error: RestartRequest) -> None:
+def _ask_for_restart(watch: FailureListener | None, error: RestartRequest) -> None:
     """Have all ranks begin anew; not where the run has ended already, or nobody can be told."""
     if watch is None:
         text = f"{error}, but the other ranks cannot be told: no connection to rank 0's host"
         failure = OutOfMemoryError(text)
         write_error_file(failure)
-        mark_first(failure)
+        mark_reporting_rank(failure)
         raise failure from None
     ending = watch.report(error.restart.text(), error.exit_status)
     if ending is not None and ending.status != error.exit_status:
-        watch.leave()
+        watch.grace()
         raise SystemExit(ending.status) from None
 
 
-def _close(watch: Watch | None) -> None:
+def _close(watch: FailureListener | None) -> None:
     if watch is not None:
         watch.close()
 
 
 @contextlib.contextmanager
-def _last_words(watch: Watch | None) -> Iterator[None]:
+def _last_words(watch: FailureListener | None) -> Iterator[None]:
     """Speak for a block that nobody leaves: a library's user may hold it open to the very end."""
     if watch is None:
         yield
@@ -129,7 +129,7 @@ def _last_words(watch: Watch | None) -> Iterator[None]:
         if _report(watch, error) is None:
             write_error_file(error)
             return True
-        watch.leave()
+        watch.grace()
         return False
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -156,7 +156,7 @@ def _end_later(status: int) -> None:
 
 
 @contextlib.contextmanager
-def _signals(watch: Watch | None) -> Iterator[None]:
+def _signals(watch: FailureListener | None) -> Iterator[None]:
     """Let Ctrl-C and SIGTERM end a rank that is blocked, and end it as a stop, not as a loss.
 
     A handler in Python waits until the main thread runs Python again, in a collective that is
@@ -179,7 +179,7 @@ def _signals(watch: Watch | None) -> Iterator[None]:
                 continue
             watch.report("", 128 + number[0])
             if not handled.wait(_SIGNAL_PATIENCE_S):
-                end_process(128 + number[0])
+                exit_process(128 + number[0])
 
     threading.Thread(target=attend, name="bigtrain-signals", daemon=True).start()
     try:

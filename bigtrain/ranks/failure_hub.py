@@ -24,14 +24,14 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bigtrain.memory.host_memory import host_line
-from bigtrain.ranks.restart import RESTART_STATUS, begin_anew
+from bigtrain.memory.host_memory import host_memory_line
+from bigtrain.ranks.restart import RESTART_STATUS, restart_process
 
 # A rank that must end leaves the failing one this long to print and to exit first: launchers
 # name the first rank that exits as the culprit, and look about once a second.
-YIELD_S = 3.0
+PRINT_GRACE_S = 3.0
 # What a main thread that is already on its way out gets before the process is ended for it.
-LEAVE_S = 10.0
+EXIT_GRACE_S = 10.0
 _REPLY_S = 5.0
 _CONNECT_S = 15.0
 # Bytes that a stranger may send without the end of a line.
@@ -39,7 +39,7 @@ _LONGEST_HELLO = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class RunEnd:
     """Why the run ends: what the first rank reported, or that one was lost."""
 
     rank: int
@@ -51,16 +51,16 @@ class Ending:
     """The rank that prints the line; -1 where the failing rank speaks for itself."""
 
 
-def lost_line(rank: int, lost: int) -> str:
+def lost_rank_message(rank: int, lost: int) -> str:
     """Return what a survivor says when a rank ended without a word."""
     return (
         f"bigtrain: rank {rank} lost rank {lost}: it ended without a message "
         "(killed by the system? exit status -9 or 137 means that host memory ran out; "
-        f"{host_line()})"
+        f"{host_memory_line()})"
     )
 
 
-class Hub:
+class FailureHub:
     """The hub beside rank 0: one daemon thread, one connection for each rank."""
 
     def __init__(self, *, one_node: bool) -> None:
@@ -80,7 +80,7 @@ class Hub:
         self.port: int = self._server.getsockname()[1]
         # A stranger on the network who finds the port can say nothing without it.
         self.token = secrets.token_hex(16)
-        self._ending: Ending | None = None
+        self._ending: RunEnd | None = None
         self._ranks: dict[socket.socket, int] = {}
         self._buffers: dict[socket.socket, bytes] = {}
         self._left: set[int] = set()
@@ -142,7 +142,7 @@ class Hub:
         elif kind == "end":
             rank = self._ranks[connection]
             if self._ending is None:
-                self._end(Ending(rank, message["text"], int(message["status"])), connection)
+                self._end(RunEnd(rank, message["text"], int(message["status"])), connection)
             # A rank may say it twice, from its signal thread and from its main thread.
             first = self._ending is not None and self._ending.rank == rank
             _send(connection, kind="verdict", first=first)
@@ -153,9 +153,9 @@ class Hub:
         if rank is None or rank in self._left or self._ending:
             return
         speaker = min((r for r in self._ranks.values() if r not in self._left), default=-1)
-        self._end(Ending(rank, lost_line(speaker, rank), 1, speaker), None)
+        self._end(RunEnd(rank, lost_rank_message(speaker, rank), 1, speaker), None)
 
-    def _end(self, ending: Ending, reporter: socket.socket | None) -> None:
+    def _end(self, ending: RunEnd, reporter: socket.socket | None) -> None:
         self._ending = ending
         for connection in self._ranks:
             if connection is not reporter:
@@ -168,7 +168,7 @@ class Hub:
         connection.close()
 
 
-class Watch:
+class FailureListener:
     """One rank's connection to the hub, and the thread that ends this process when it must."""
 
     def __init__(self, host: str, port: int, token: str, rank: int) -> None:
@@ -184,7 +184,7 @@ class Watch:
             OSError: the hub cannot be reached.
         """
         self.rank = rank
-        self.ending: Ending | None = None
+        self.ending: RunEnd | None = None
         self._ended = threading.Event()
         self._leaving = threading.Event()
         self._closing = threading.Event()
@@ -197,7 +197,7 @@ class Watch:
         self._thread.start()
         self._reply()
 
-    def report(self, text: str, status: int, *, patience_s: float = 0.0) -> Ending | None:
+    def report(self, text: str, status: int, *, patience_s: float = 0.0) -> RunEnd | None:
         """Say that this rank ends the run.
 
         Args:
@@ -217,10 +217,10 @@ class Watch:
         self._ended.wait(_REPLY_S)
         return self.ending
 
-    def leave(self) -> None:
+    def grace(self) -> None:
         """Give the failing rank its time, then return so that this process ends by itself."""
         self._leaving.set()
-        threading.Event().wait(YIELD_S)
+        threading.Event().wait(PRINT_GRACE_S)
 
     def close(self) -> None:
         """Take leave in good order: from here on the end of this process is no news."""
@@ -255,18 +255,18 @@ class Watch:
                 if kind == "unwatched":
                     self._unwatched = True
                 elif kind == "end":
-                    self._end(Ending(**message))
+                    self._end(RunEnd(**message))
                 else:
                     self._replies.put(message)
         self._replies.put({})
         if not (self._unwatched or self._closing.is_set() or self.ending):
-            self._end(Ending(0, lost_line(self.rank, 0), 1, self.rank))
+            self._end(RunEnd(0, lost_rank_message(self.rank, 0), 1, self.rank))
 
-    def _end(self, ending: Ending) -> None:
+    def _end(self, ending: RunEnd) -> None:
         """Take note, speak where it is this rank's turn, and see that the process ends."""
         self.ending = ending
         if ending.status == RESTART_STATUS:
-            begin_anew(ending.text, relays=self.rank == 0)
+            restart_process(ending.text, relays=self.rank == 0)
         if ending.speaker == self.rank and not self._closing.is_set():
             sys.stderr.write(ending.text + "\n")
         self._ended.set()
@@ -274,17 +274,17 @@ class Watch:
             target=self._enforce, args=(ending,), name="bigtrain-end", daemon=True
         ).start()
 
-    def _enforce(self, ending: Ending) -> None:
+    def _enforce(self, ending: RunEnd) -> None:
         # The main thread may sit in a collective, a system call or a long kernel, where no
         # exception reaches it: after its time the process ends from here.
-        threading.Event().wait(YIELD_S)
+        threading.Event().wait(PRINT_GRACE_S)
         if self._leaving.is_set():
-            threading.Event().wait(LEAVE_S)
+            threading.Event().wait(EXIT_GRACE_S)
         if not self._closing.is_set():
-            end_process(ending.status)
+            exit_process(ending.status)
 
 
-def end_process(status: int) -> None:
+def exit_process(status: int) -> None:
     """End this process from any thread, with what it has printed, whatever the main thread does."""
     # The blocked main thread may hold the lock of a stream: flushing gets a second, no more.
     flush = threading.Thread(target=_flush, daemon=True)

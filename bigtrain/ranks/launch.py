@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigtrain.errors import ConfigError
-from bigtrain.memory.host_memory import host_line, kernel_kills
+from bigtrain.memory.host_memory import host_memory_line, oom_kill_count
 from bigtrain.ranks.exit_status import REQUEUE_STATUS
-from bigtrain.ranks.launcher_env import Placement
+from bigtrain.ranks.launcher_env import RankInfo
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -53,7 +53,7 @@ def start_ranks(num_ranks: int, arguments: list[str], script: Path) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    kills = kernel_kills()
+    kills = oom_kill_count()
     with (
         tempfile.TemporaryDirectory(prefix="bigtrain-launch-") as folder,
         _agent_surroundings(num_ranks),
@@ -69,7 +69,7 @@ def start_ranks(num_ranks: int, arguments: list[str], script: Path) -> int:
     return 0
 
 
-def launcher_hint(placement: Placement, cpu_count: int, *, has_gpu: bool = False) -> str | None:
+def launcher_hint(placement: RankInfo, cpu_count: int, *, has_gpu: bool = False) -> str | None:
     """Return one line on how to start more ranks, where one rank leaves a CPU's cores unused.
 
     Args:
@@ -123,11 +123,12 @@ def _status(first: tuple[int, ProcessFailure], kills_before: int) -> int:
         number = -failure.exitcode
         cause = "a crash in native code?"
         if number == signal.SIGKILL:
-            cause = f"host memory ran out? ({host_line()})"
-            if kernel_kills() > kills_before:
+            cause = f"host memory ran out? ({host_memory_line()})"
+            if oom_kill_count() > kills_before:
                 cause = (
-                    f"the kernel ended it, because host memory ran out ({host_line()}). Use fewer "
-                    "ranks, a smaller train.micro_batch_size, or --cap SIZE for an explanation."
+                    f"the kernel ended it, because host memory ran out ({host_memory_line()}). Use "
+                    "fewer ranks, a smaller train.micro_batch_size, or --cap SIZE for an "
+                    "explanation."
                 )
         sys.stderr.write(
             f"bigtrain: rank {rank} was killed (signal {number}): {cause} "

@@ -1,7 +1,7 @@
 """Which rank this process is, read from the variables that the launchers set.
 
 Every launcher says the same four numbers under other names. They are read here, once, from a
-mapping, so that the rest of bigtrain knows one `Placement` and no launcher. Nothing here imports
+mapping, so that the rest of bigtrain knows one `RankInfo` and no launcher. Nothing here imports
 torch: the command line asks before it decides whether torch is needed at all.
 """
 
@@ -36,7 +36,7 @@ _LAUNCHER_PROCESSES = ("slurmstepd", "hydra_pmi", "mpiexec", "mpirun", "orterun"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
+class RankInfo:
     """Where this process stands among the ranks of one run; plain numbers, no torch."""
 
     rank: int
@@ -56,10 +56,10 @@ class Placement:
         return self.world_size == self.local_world_size
 
 
-SINGLE = Placement(rank=0, local_rank=0, world_size=1, local_world_size=1, launcher="python")
+SINGLE_RANK = RankInfo(rank=0, local_rank=0, world_size=1, local_world_size=1, launcher="python")
 
 
-def detect(environ: Mapping[str, str]) -> Placement:
+def detect_rank_info(environ: Mapping[str, str]) -> RankInfo:
     """Read the placement of this process.
 
     RANK and WORLD_SIZE win over MPI's variables, and those over Slurm's: a launcher that was
@@ -83,7 +83,7 @@ def detect(environ: Mapping[str, str]) -> Placement:
         return _read(environ, list(names), "mpich")
     if in_step:
         return _from_slurm(environ)
-    return SINGLE
+    return SINGLE_RANK
 
 
 def in_slurm_step(environ: Mapping[str, str]) -> bool:
@@ -115,14 +115,14 @@ def _has_pmi(environ: Mapping[str, str]) -> bool:
     return "PMI_RANK" in environ or "PMI_SIZE" in environ
 
 
-def _from_torch_variables(environ: Mapping[str, str]) -> Placement:
+def _from_torch_variables(environ: Mapping[str, str]) -> RankInfo:
     launcher: Launcher = "env"
     if "TORCHELASTIC_RUN_ID" in environ:
         launcher = "torchrun"
     elif "LOCAL_SIZE" in environ:
         launcher = "deepspeed"
     if environ.get("WORLD_SIZE") == "1" and environ.get("RANK", "0") == "0":
-        placement = Placement(
+        placement = RankInfo(
             rank=0, local_rank=0, world_size=1, local_world_size=1, launcher=launcher
         )
     else:
@@ -136,7 +136,7 @@ def _from_torch_variables(environ: Mapping[str, str]) -> Placement:
     return placement
 
 
-def _refuse_smaller_world(environ: Mapping[str, str], placement: Placement) -> None:
+def _refuse_smaller_world(environ: Mapping[str, str], placement: RankInfo) -> None:
     """Refuse a WORLD_SIZE left in the shell when srun or mpiexec started more ranks than that."""
     outer = "OMPI_COMM_WORLD_SIZE"
     if in_slurm_step(environ):
@@ -150,7 +150,7 @@ def _refuse_smaller_world(environ: Mapping[str, str], placement: Placement) -> N
         )
 
 
-def _from_slurm(environ: Mapping[str, str]) -> Placement:
+def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     world_size = _number(environ, size)
     layout = "SLURM_STEP_TASKS_PER_NODE"
@@ -170,7 +170,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Placement:
     )
 
 
-def _read(environ: Mapping[str, str], names: list[str], launcher: Launcher) -> Placement:
+def _read(environ: Mapping[str, str], names: list[str], launcher: Launcher) -> RankInfo:
     """Read rank, local rank, size and local size, in this order, and hold them to their ranges."""
     rank, local_rank, size, local_size = (_number(environ, name) for name in names)
     for name, value, limit_name, limit in (
@@ -183,7 +183,7 @@ def _read(environ: Mapping[str, str], names: list[str], launcher: Launcher) -> P
                 f"{name}={environ[name]} is out of range for {limit_name}={environ[limit_name]}. "
                 f"Start the ranks with one launcher, or run: unset {' '.join(names)}"
             )
-    return Placement(
+    return RankInfo(
         rank=rank,
         local_rank=local_rank,
         world_size=size,
@@ -219,7 +219,7 @@ def _starter() -> tuple[str, str]:
     return str(parent), _process(parent)[2]
 
 
-def process_began() -> float:
+def process_start_time() -> float:
     """Return when this process was started, in seconds since 1970; 0 where that is not known."""
     ticks = _process(os.getpid())[2]
     if not ticks or not hasattr(time, "CLOCK_BOOTTIME"):

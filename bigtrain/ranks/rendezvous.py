@@ -25,20 +25,20 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from bigtrain.errors import ConfigError, LaunchError
-from bigtrain.ranks.launcher_env import Placement, first_host, launch_key
+from bigtrain.ranks.launcher_env import RankInfo, first_host, launch_key
 
 _DEFAULT_PORT = 29500
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """An open store, and where rank 0's host is reached."""
 
     store: Store
     host: str
 
 
-def master_address(placement: Placement, environ: Mapping[str, str]) -> tuple[str, int] | None:
+def master_address(placement: RankInfo, environ: Mapping[str, str]) -> tuple[str, int] | None:
     """Return where rank 0 listens, or None where the ranks of one node meet by a file.
 
     Raises:
@@ -83,9 +83,9 @@ def master_address(placement: Placement, environ: Mapping[str, str]) -> tuple[st
     return host, int(port or _DEFAULT_PORT)
 
 
-def meet(
-    placement: Placement, environ: Mapping[str, str], *, timeout_s: float, path: Path | None = None
-) -> Meeting:
+def open_rendezvous(
+    placement: RankInfo, environ: Mapping[str, str], *, timeout_s: float, path: Path | None = None
+) -> Rendezvous:
     """Open the store that all ranks of this launch share.
 
     Args:
@@ -100,16 +100,16 @@ def meet(
     """
     timeout = timedelta(seconds=timeout_s)
     if placement.world_size == 1:
-        return Meeting(HashStore(), "127.0.0.1")
+        return Rendezvous(HashStore(), "127.0.0.1")
     address = master_address(placement, environ) if path is None else None
     if address is not None:
-        return _meet_at(address, placement, timeout)
+        return _rendezvous_by_address(address, placement, timeout)
     if path is None:
         path = Path(tempfile.gettempdir()) / f"bigtrain-{launch_key(environ)}"
-    return Meeting(_meet_by_file(path, placement, timeout), "127.0.0.1")
+    return Rendezvous(_rendezvous_by_file(path, placement, timeout), "127.0.0.1")
 
 
-def _meet_by_file(path: Path, placement: Placement, timeout: timedelta) -> Store:
+def _rendezvous_by_file(path: Path, placement: RankInfo, timeout: timedelta) -> Store:
     """Let rank 0 write in a file at which free port it listens.
 
     The file lives only until everyone has come: nothing is left behind, however the run ends, and
@@ -153,7 +153,7 @@ def _meet_by_file(path: Path, placement: Placement, timeout: timedelta) -> Store
     return store
 
 
-def _not_met(placement: Placement, timeout: timedelta, reason: str) -> str:
+def _not_met(placement: RankInfo, timeout: timedelta, reason: str) -> str:
     return (
         f"the {placement.world_size} ranks did not all meet within {timeout.total_seconds():.0f} s "
         f"(said by rank {placement.rank}): {reason}. Look for what ended or held up the missing "
@@ -165,7 +165,9 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
 
 
-def _meet_at(address: tuple[str, int], placement: Placement, timeout: timedelta) -> Meeting:
+def _rendezvous_by_address(
+    address: tuple[str, int], placement: RankInfo, timeout: timedelta
+) -> Rendezvous:
     rank, size = placement.rank, placement.world_size
     host = "127.0.0.1" if placement.one_node else address[0]
     try:
@@ -181,10 +183,10 @@ def _meet_at(address: tuple[str, int], placement: Placement, timeout: timedelta)
     except (RuntimeError, OSError) as error:
         where = f"at {address[0]}:{address[1]}: {_first_line(error)}"
         raise LaunchError(_not_met(placement, timeout, where)) from error
-    return Meeting(PrefixStore(f"bigtrain{turn}", store), host)
+    return Rendezvous(PrefixStore(f"bigtrain{turn}", store), host)
 
 
-def name_resolves_here() -> bool:
+def hostname_resolves() -> bool:
     """Whether this host's name leads to an address of this host, which gloo takes for granted."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)

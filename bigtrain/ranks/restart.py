@@ -21,7 +21,7 @@ from bigtrain.errors import BigtrainError
 
 RESTART_STATUS = 76
 """With this status a rank asks all ranks to begin anew; no process ends with it."""
-VARIABLE = "BIGTRAIN_RESTART"
+RESTART_VARIABLE = "BIGTRAIN_RESTART"
 # Rank 0 relays the news: it begins anew when all have them.
 _RELAY_S = 0.5
 
@@ -38,7 +38,7 @@ class Restart:
     @classmethod
     def taken(cls, environ: MutableMapping[str, str]) -> Restart | None:
         """What an earlier life of this process left, which is thereby taken."""
-        text = environ.pop(VARIABLE, None)
+        text = environ.pop(RESTART_VARIABLE, None)
         if text is None:
             return None
         values = json.loads(text)
@@ -59,7 +59,7 @@ class RestartRequest(BigtrainError):
         self.restart = Restart(tuple(words), said)
 
 
-def begin_anew(text: str, *, relays: bool = False) -> None:
+def restart_process(text: str, *, relays: bool = False) -> None:
     """Start this process's program again; does not return.
 
     Args:
@@ -68,7 +68,7 @@ def begin_anew(text: str, *, relays: bool = False) -> None:
     """
     if relays:
         time.sleep(_RELAY_S)
-    os.environ[VARIABLE] = text
+    os.environ[RESTART_VARIABLE] = text
     for child in multiprocessing.active_children():
         child.kill()
     for stream in (sys.stdout, sys.stderr):

@@ -12,11 +12,11 @@ from rich.console import Console
 from bigtrain.assembly.make_plan import describe_plan
 from bigtrain.core.strategy import Plan
 from bigtrain.engine.engine import Engine
-from bigtrain.engine.out_of_memory import foresee
-from bigtrain.engine.remedies import Subject
-from bigtrain.engine.setup import Parts
+from bigtrain.engine.out_of_memory import predict_out_of_memory
+from bigtrain.engine.remedies import ForecastInputs
+from bigtrain.engine.setup import RunSetup
 from bigtrain.job.schema import Job
-from bigtrain.memory.timeline import Peak, highest
+from bigtrain.memory.timeline import Peak, highest_peak
 from bigtrain.prediction.predict import predict
 from bigtrain.report.run_log import predicted_line
 from bigtrain.units import format_count
@@ -27,7 +27,7 @@ def console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=100)
 
 
-def opening_lines(parts: Parts, engine: Engine, resumed: Path | None) -> Iterator[str]:
+def opening_lines(parts: RunSetup, engine: Engine, resumed: Path | None) -> Iterator[str]:
     """What will be trained, on what, in which batches, and the predicted peak."""
     context = engine.context
     yield f"{model_line(parts)}, {parts.job.train.precision}"
@@ -41,26 +41,26 @@ def opening_lines(parts: Parts, engine: Engine, resumed: Path | None) -> Iterato
     if engine.layout is not None:
         yield from engine.layout.lines()
     yield from parts.resolved.notes
-    yield predicted_line(engine.foreseen, engine.prediction_note)
+    yield predicted_line(engine.predicted_fullest, engine.prediction_note)
     yield from engine.advice
     if resumed is not None:
         yield f"continues after step {engine.steps_done} from {resumed}"
 
 
-def closing_lines(parts: Parts, folder: Path) -> Iterator[str]:
+def closing_lines(parts: RunSetup, folder: Path) -> Iterator[str]:
     """What a model that learned nothing would reach, and where the results are."""
     for name, value in parts.data.baseline.items():
         yield f"for comparison, without learning: {name} {value:.4f}"
     yield f"results: {folder}"
 
 
-def model_line(parts: Parts) -> str:
+def model_line(parts: RunSetup) -> str:
     """The model and its size."""
     count = parts.parameters
     return f"{parts.job.model.name}: {format_count(count)} parameters"
 
 
-def batch_line(parts: Parts) -> str:
+def batch_line(parts: RunSetup) -> str:
     """The batch equation with its numbers, and the length of the run."""
     batch = parts.plan.batch
     return (
@@ -70,7 +70,7 @@ def batch_line(parts: Parts) -> str:
     )
 
 
-def dry_run_lines(job: Job, plan: Plan, parts: Parts) -> Iterator[str]:
+def dry_run_lines(job: Job, plan: Plan, parts: RunSetup) -> Iterator[str]:
     """The resolved job, the plan, and the predicted peak of one rank."""
     yield yaml.safe_dump(job.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
     yield yaml.safe_dump(describe_plan(parts.plan), sort_keys=False)
@@ -93,8 +93,8 @@ def dry_run_lines(job: Job, plan: Plan, parts: Parts) -> Iterator[str]:
                 yield f"  {kind:12} {size:>15,} bytes"
             peaks.append(found.peak)
     if peaks and job.memory.cap is not None:
-        subject = Subject(job, parts.resolved, workload)
-        yield from foresee(subject, highest(peaks), job.memory.cap)
+        subject = ForecastInputs(job, parts.resolved, workload)
+        yield from predict_out_of_memory(subject, highest_peak(peaks), job.memory.cap)
 
 
 def _ranks(number: int) -> str:

@@ -7,10 +7,10 @@ from typing import Any
 
 from matplotlib import rc_context
 
-from bigtrain.memory.timeline import Kind
+from bigtrain.memory.timeline import MemoryKind
 
 # The palette of Okabe and Ito, which people who see few colours can tell apart.
-COLOURS: dict[Kind, str] = {
+COLOURS: dict[MemoryKind, str] = {
     "parameters": "#0072B2",
     "gradients": "#56B4E9",
     "optimizer": "#009E73",
@@ -27,6 +27,6 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def styled() -> AbstractContextManager[None]:
+def plot_style() -> AbstractContextManager[None]:
     """The context in which figures are made."""
     return rc_context(STYLE)

@@ -28,10 +28,10 @@ from bigtrain.core.strategy import Plan
 from bigtrain.engine.engine import StepResult
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Job
-from bigtrain.memory.meter import capacity_bytes
+from bigtrain.memory.meter import device_capacity_bytes
 from bigtrain.memory.timeline import Peak
 from bigtrain.prediction.memory_report import MemoryReport
-from bigtrain.prediction.residuals import engine_of, record
+from bigtrain.prediction.residuals import engine_of, record_residuals
 from bigtrain.ranks.context import RunContext
 from bigtrain.report.folders import folder_numbers, next_folder
 from bigtrain.report.tables import memory_notes, memory_table
@@ -124,7 +124,7 @@ class RunLog:
         self._main = context.is_main
         self._console = console
         self._total = total_steps
-        self._capacity = capacity_bytes(context.device)
+        self._capacity = device_capacity_bytes(context.device)
         self._files: dict[str, IO[str]] = {}
         self._progress: Progress | None = None
         self._board: Any = None
@@ -176,7 +176,7 @@ class RunLog:
         if self._progress is not None:
             self._progress.update(self._task, completed=result.step, description=self._line(result))
         elif result.step % self._job.log.every == 0 or result.step in (1, self._total):
-            self.say(f"step {result.step}/{self._total}  {self._line(result)}")
+            self.print_line(f"step {result.step}/{self._total}  {self._line(result)}")
 
     def validation(self, step: int, measured: dict[str, float]) -> None:
         """One validation."""
@@ -185,14 +185,14 @@ class RunLog:
         self._append("validation.jsonl", {"step": step, **measured})
         self._board_scalars("validation", measured, step)
         figures = "  ".join(f"{name} {value:.4f}" for name, value in measured.items())
-        self.say(f"validation at step {step}: {figures}")
+        self.print_line(f"validation at step {step}: {figures}")
 
     def memory(self, report: MemoryReport | None) -> None:
         """The end table, memory.json, and what it says for the predictions of later runs."""
         if not self._main or report is None:
             return
         if not self._stepped:
-            self.say("no step was left to do: there is no memory to report")
+            self.print_line("no step was left to do: there is no memory to report")
             return
         text = json.dumps(report.as_json(), indent=1)
         (self.folder / "memory.json").write_text(text + "\n", "utf-8")
@@ -202,12 +202,12 @@ class RunLog:
         self._stop_bar()
         self._console.print(memory_table(report))
         for line in memory_notes(report):
-            self.say(line)
+            self.print_line(line)
         engine = engine_of(self._plan)
         if engine is not None:
-            record(report.residuals(engine, self._plan.precision))
+            record_residuals(report.residuals(engine, self._plan.precision))
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """A line for a person."""
         if self._main:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from bigtrain.memory.timeline import KINDS, Kind, Peak
+from bigtrain.memory.timeline import MEMORY_KINDS, MemoryKind, Peak
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory
 from bigtrain.units import format_bytes
 
@@ -25,7 +25,7 @@ def memory_table(report: MemoryReport) -> Table:
         table.add_column(f"rank {rank.rank}", justify="right")
         table.add_column("predicted", justify="right", style="dim")
         table.add_column("error", justify="right")
-    for kind in KINDS:
+    for kind in MEMORY_KINDS:
         table.add_row(kind, *(c for r in shown for c in (*_pair(r, kind), _error(r, kind))))
     table.add_section()
     table.add_row("peak", *(c for r in shown for c in (*_peaks(r), _error(r))), style="bold")
@@ -88,7 +88,7 @@ def _reserved(rank: RankMemory) -> str:
     return format_bytes(reserved) if reserved is not None else "-"
 
 
-def _error(rank: RankMemory, kind: Kind | None = None) -> str:
+def _error(rank: RankMemory, kind: MemoryKind | None = None) -> str:
     difference, peak = rank.error_bytes(kind), rank.measured.peak
     if difference is None or peak is None or peak.bytes == 0:
         return "-"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from bigtrain.schedules.orders import V_SHAPED, Action, Orders, check_schedule
+from bigtrain.schedules.orders import V_SHAPED_SCHEDULES, Action, Orders, check_schedule
 
 
 class StageSeconds(NamedTuple):
@@ -33,7 +33,7 @@ class Bubble(NamedTuple):
         return 1.0 - sum(self.busy) / (len(self.busy) * self.seconds)
 
 
-def bubble(orders: Orders, seconds: Sequence[StageSeconds]) -> Bubble:
+def simulate_step(orders: Orders, seconds: Sequence[StageSeconds]) -> Bubble:
     """Play a step through: each action as early as its rank and what it needs allow.
 
     F needs the F of the stage before; B and I need the F of their own stage and the B or I of the
@@ -108,7 +108,7 @@ def bubble_share(
     inputs: float = 1.0,
     weights: float = 1.0,
 ) -> float:
-    """Idle time over all time of a step, `bubble.Bubble.share`, where all stages are alike.
+    """Idle time over all time of a step, `Bubble.share`, where all stages are alike.
 
     Idle time of each rank, F, I and W being one stage's seconds: GPipe, 1F1B, interleaved and
     LoopedBFS (p-1)(F+I+W); interleaved zero bubble (p-1)(F+I - min(F, I, W)), which is ZB-H1's
@@ -121,7 +121,7 @@ def bubble_share(
         schedule: one of `orders.SCHEDULES`.
         pp: number of ranks.
         micro_batches: of one step.
-        stages_per_rank: as in `orders.order`.
+        stages_per_rank: as in `orders.schedule_orders`.
         forward: seconds of one micro-batch on one stage.
         inputs: of its backward pass to the stage's inputs.
         weights: of its backward pass to the weights.
@@ -129,7 +129,7 @@ def bubble_share(
     Raises:
         ConfigError: see `orders.check_schedule`.
         ValueError: a split schedule with so few micro-batches, or a V with so unequal seconds, that
-            only playing it through (`bubble.bubble`) tells.
+            only playing it through (`simulate_step`) tells.
     """
     p, m, v = pp, micro_batches, stages_per_rank
     check_schedule(schedule, p, v, m)
@@ -139,7 +139,7 @@ def bubble_share(
         return 0.0
     split = forward == inputs == weights
     is_whole = weights == 0 and inputs >= forward
-    uneven = schedule in V_SHAPED and not (split or is_whole)
+    uneven = schedule in V_SHAPED_SCHEDULES and not (split or is_whole)
     if uneven or m < least.get(schedule, 1):
         raise ValueError(
             f"{schedule} with {p} ranks and {m} micro-batches of {forward}, {inputs} and {weights} "
@@ -147,7 +147,7 @@ def bubble_share(
         )
     if schedule == "naive":
         idle = m * (p - 1) * whole
-    elif schedule in V_SHAPED and is_whole:
+    elif schedule in V_SHAPED_SCHEDULES and is_whole:
         idle = 2 * (p - 1) * inputs
         if schedule == "dualpipev":
             idle -= min(forward, (p - 1) * (inputs - forward))

@@ -6,10 +6,15 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 
-from bigtrain.schedules.orders import HELD_CHANGE, Action, order, unsplit
+from bigtrain.schedules.orders import (
+    IN_FLIGHT_CHANGE,
+    Action,
+    merge_split_backward,
+    schedule_orders,
+)
 
 
-def in_flight(actions: Sequence[Action]) -> dict[int, int]:
+def peak_in_flight(actions: Sequence[Action]) -> dict[int, int]:
     """The most micro-batches that each stage of a rank holds saved tensors of at one moment.
 
     One is held from its F to its B, or to its W: torch's I keeps the graph (`retain_graph=True` in
@@ -18,52 +23,52 @@ def in_flight(actions: Sequence[Action]) -> dict[int, int]:
     held: dict[int, int] = {}
     most: dict[int, int] = {}
     for stage, kind, _ in actions:
-        held[stage] = held.get(stage, 0) + HELD_CHANGE[kind]
+        held[stage] = held.get(stage, 0) + IN_FLIGHT_CHANGE[kind]
         most[stage] = max(most.get(stage, 0), held[stage])
     return most
 
 
 @lru_cache(maxsize=1024)
-def held_by_stage(
+def in_flight_by_stage(
     schedule: str, pp: int, stages_per_rank: int, micro_batches: int, *, splits: bool
 ) -> tuple[int, ...]:
     """For each stage the most micro-batches that it has in flight in a step.
 
     Args:
-        schedule: see `order`.
-        pp: see `order`.
-        stages_per_rank: see `order`.
-        micro_batches: see `order`.
+        schedule: see `schedule_orders`.
+        pp: see `schedule_orders`.
+        stages_per_rank: see `schedule_orders`.
+        micro_batches: see `schedule_orders`.
         splits: see `Plan.splits_backward`.
     """
     held: dict[int, int] = {}
-    for actions in order(schedule, pp, stages_per_rank, micro_batches):
-        held |= in_flight(actions if splits else unsplit(actions))
+    for actions in schedule_orders(schedule, pp, stages_per_rank, micro_batches):
+        held |= peak_in_flight(actions if splits else merge_split_backward(actions))
     return tuple(held[stage] for stage in range(pp * stages_per_rank))
 
 
 @lru_cache(maxsize=1024)
-def held_at_fullest(
+def in_flight_at_peak(
     schedule: str, pp: int, stages_per_rank: int, micro_batches: int, *, splits: bool, later: bool
 ) -> tuple[int, ...]:
     """For each stage those that it has in flight when the stages of its rank have most together.
 
     Args:
-        schedule: see `order`.
-        pp: see `order`.
-        stages_per_rank: see `order`.
-        micro_batches: see `order`.
+        schedule: see `schedule_orders`.
+        pp: see `schedule_orders`.
+        stages_per_rank: see `schedule_orders`.
+        micro_batches: see `schedule_orders`.
         splits: see `Plan.splits_backward`.
         later: only moments at which every stage of the rank has made its gradients.
     """
     found: dict[int, int] = {}
-    for actions in order(schedule, pp, stages_per_rank, micro_batches):
+    for actions in schedule_orders(schedule, pp, stages_per_rank, micro_batches):
         held = dict.fromkeys((stage for stage, _, _ in actions), 0)
         waiting = set(held) if later else set()
         most, then = -1, dict(held)
-        for stage, kind, _ in actions if splits else unsplit(actions):
-            held[stage] += HELD_CHANGE[kind]
-            if HELD_CHANGE[kind] < 0:
+        for stage, kind, _ in actions if splits else merge_split_backward(actions):
+            held[stage] += IN_FLIGHT_CHANGE[kind]
+            if IN_FLIGHT_CHANGE[kind] < 0:
                 waiting.discard(stage)
             if not waiting and sum(held.values()) > most:
                 most, then = sum(held.values()), dict(held)
@@ -73,4 +78,4 @@ def held_at_fullest(
 
 def in_flight_together(actions: Sequence[Action]) -> int:
     """The same over all stages of a rank: pairs of a stage and a micro-batch, at one moment."""
-    return max(accumulate(HELD_CHANGE[action.kind] for action in actions), default=0)
+    return max(accumulate(IN_FLIGHT_CHANGE[action.kind] for action in actions), default=0)

@@ -12,13 +12,13 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, get_args
 
-from bigtrain.errors import ConfigError, nearest
+from bigtrain.errors import ConfigError, did_you_mean
 
-Kind = Literal["F", "B", "I", "W"]
+ActionKind = Literal["F", "B", "I", "W"]
 """Forward; whole backward; its part for the stage's inputs; its part for the weights."""
-ONE_STAGE = ("naive", "gpipe", "1f1b")
+SINGLE_STAGE_SCHEDULES = ("naive", "gpipe", "1f1b")
 """With one stage on each rank."""
-TORCH = {
+TORCH_SCHEDULES = {
     "interleaved_1f1b": "ScheduleInterleaved1F1B",
     "looped_bfs": "ScheduleLoopedBFS",
     "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble",
@@ -26,31 +26,31 @@ TORCH = {
     "dualpipev": "ScheduleDualPipeV",
 }
 """With several, and torch's class."""
-PLACED_EXACTLY = 512
+MAX_PLACED_ACTIONS = 512
 """Actions of a kind up to which torch's placing of sends and receives is asked for."""
-V_SHAPED = ("zbv_zero_bubble", "dualpipev")
+V_SHAPED_SCHEDULES = ("zbv_zero_bubble", "dualpipev")
 """Rank r has the stages r and 2 pp - 1 - r; elsewhere it has r, r + pp, r + 2 pp, ..."""
-SPLIT = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
+SPLIT_BACKWARD_SCHEDULES = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
 """Those that compute the gradients of inputs and of weights apart."""
-SCHEDULES = (*ONE_STAGE, *TORCH)
+SCHEDULES = (*SINGLE_STAGE_SCHEDULES, *TORCH_SCHEDULES)
 
 
 class Action(NamedTuple):
     """What a rank does next."""
 
     stage: int
-    kind: Kind
+    kind: ActionKind
     micro_batch: int
 
 
-HELD_CHANGE: dict[Kind, int] = {"F": 1, "I": 0, "B": -1, "W": -1}
+IN_FLIGHT_CHANGE: dict[ActionKind, int] = {"F": 1, "I": 0, "B": -1, "W": -1}
 Orders = tuple[tuple[Action, ...], ...]
 """The actions of each rank, in order."""
 
 
 def stage_ranks(schedule: str, pp: int, stages_per_rank: int) -> tuple[int, ...]:
     """The rank of each stage."""
-    if schedule in V_SHAPED:
+    if schedule in V_SHAPED_SCHEDULES:
         return (*range(pp), *reversed(range(pp)))
     return tuple(stage % pp for stage in range(pp * stages_per_rank))
 
@@ -64,9 +64,11 @@ def check_schedule(schedule: str, pp: int, stages_per_rank: int, micro_batches: 
     if schedule not in SCHEDULES:
         raise ConfigError(
             f"strategy.cut: schedule={schedule!r} is none of {', '.join(SCHEDULES)}"
-            f"{nearest(schedule, SCHEDULES)}"
+            f"{did_you_mean(schedule, SCHEDULES)}"
         )
-    wanted = 1 if schedule in ONE_STAGE else 2 if schedule in V_SHAPED else None
+    wanted = (
+        1 if schedule in SINGLE_STAGE_SCHEDULES else 2 if schedule in V_SHAPED_SCHEDULES else None
+    )
     if wanted is not None and stages_per_rank != wanted:
         raise ConfigError(
             f"strategy.cut: schedule={schedule} has {wanted} stage{'s' * (wanted > 1)} on each "
@@ -91,7 +93,7 @@ def check_schedule(schedule: str, pp: int, stages_per_rank: int, micro_batches: 
 
 
 @lru_cache(maxsize=256)
-def order(schedule: str, pp: int, stages_per_rank: int, micro_batches: int) -> Orders:
+def schedule_orders(schedule: str, pp: int, stages_per_rank: int, micro_batches: int) -> Orders:
     """What each rank does in a step.
 
     `naive` lets a micro-batch through all stages and back before the next one begins.
@@ -106,8 +108,8 @@ def order(schedule: str, pp: int, stages_per_rank: int, micro_batches: int) -> O
         ConfigError: see `check_schedule`.
     """
     check_schedule(schedule, pp, stages_per_rank, micro_batches)
-    if schedule in TORCH:
-        return _from_torch(TORCH[schedule], pp, stages_per_rank, micro_batches)
+    if schedule in TORCH_SCHEDULES:
+        return _from_torch(TORCH_SCHEDULES[schedule], pp, stages_per_rank, micro_batches)
     ahead = {
         "naive": [1] * pp,
         "gpipe": [micro_batches] * pp,
@@ -174,11 +176,11 @@ def _actions(row: Sequence[Any]) -> Iterator[Action]:
             yield from _actions(action.sub_actions)
             continue
         kind = action.computation_type.value
-        if kind not in get_args(Kind):
+        if kind not in get_args(ActionKind):
             raise ValueError(f"torch's schedule has an action {action!r}, which is not known here")
         yield Action(action.stage_index, kind, action.microbatch_index)
 
 
-def unsplit(actions: Sequence[Action]) -> tuple[Action, ...]:
+def merge_split_backward(actions: Sequence[Action]) -> tuple[Action, ...]:
     """The same where backward passes stay whole: I is all of one, and W is nothing."""
     return tuple(a._replace(kind="B") if a.kind == "I" else a for a in actions if a.kind != "W")

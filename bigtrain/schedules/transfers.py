@@ -8,30 +8,30 @@ from functools import lru_cache
 from typing import Any, get_args
 
 from bigtrain.schedules.orders import (
-    PLACED_EXACTLY,
-    TORCH,
+    MAX_PLACED_ACTIONS,
+    TORCH_SCHEDULES,
     Action,
-    Kind,
-    order,
+    ActionKind,
     pipeline_table,
+    schedule_orders,
     stage_ranks,
 )
 
-Underway = Mapping[tuple[int, str], int]
+InTransit = Mapping[tuple[int, str], int]
 """Micro-batches whose wires are on their way: (stage, RECV_F | SEND_F | RECV_B | SEND_B)."""
 
 
 @lru_cache(maxsize=256)
 def transfers(
     schedule: str, pp: int, stages_per_rank: int, micro_batches: int
-) -> tuple[tuple[Underway, ...], ...]:
+) -> tuple[tuple[InTransit, ...], ...]:
     """For each rank and each of its actions what is on its way beside it, as torch places it.
 
     What is received lies in a buffer from when it is asked for; what is sent is kept until it is
     known to have arrived. Where torch's placing would take long it is foretold, and what is
     received is taken to come in time.
     """
-    orders = order(schedule, pp, stages_per_rank, micro_batches)
+    orders = schedule_orders(schedule, pp, stages_per_rank, micro_batches)
     if schedule == "1f1b":
         return tuple(tuple(_one_ahead(actions)) for actions in orders)
     if schedule == "naive":  # the last stage hears of its gradient's arrival with the next output
@@ -39,17 +39,19 @@ def transfers(
     if schedule == "gpipe":  # torch waits for what is sent at the end of each half
         kept = {"F": "SEND_F", "B": "SEND_B"}
         return tuple(tuple({(s, kept[k]): n} for s, k, n in actions) for actions in orders)
-    if schedule not in TORCH:
+    if schedule not in TORCH_SCHEDULES:
         return tuple(tuple({} for _ in actions) for actions in orders)
-    if pp * stages_per_rank * micro_batches > PLACED_EXACTLY:
+    if pp * stages_per_rank * micro_batches > MAX_PLACED_ACTIONS:
         ranks = stage_ranks(schedule, pp, stages_per_rank)
         return tuple(tuple(_waited_late(actions, ranks)) for actions in orders)
-    table = pipeline_table(TORCH[schedule], pp, stages_per_rank, micro_batches, sending=True)
+    table = pipeline_table(
+        TORCH_SCHEDULES[schedule], pp, stages_per_rank, micro_batches, sending=True
+    )
     rows = table.pipeline_order_with_comms
-    return tuple(tuple(_underway(rows[rank])) for rank in range(pp))
+    return tuple(tuple(_in_transit(rows[rank])) for rank in range(pp))
 
 
-def _one_ahead(actions: Sequence[Action]) -> Iterator[Underway]:
+def _one_ahead(actions: Sequence[Action]) -> Iterator[InTransit]:
     """In torch's 1F1B a gradient is let go when the next one is there, also while F comes first.
 
     An output is let go when the next one is there as long as nothing goes back, then at once.
@@ -64,7 +66,7 @@ def _one_ahead(actions: Sequence[Action]) -> Iterator[Underway]:
         before, back = kind, back or kind == "B"
 
 
-def _waited_late(actions: Sequence[Action], ranks: Sequence[int]) -> Iterator[Underway]:
+def _waited_late(actions: Sequence[Action], ranks: Sequence[int]) -> Iterator[InTransit]:
     """Outputs are waited for at their micro-batch's backward pass, gradients never, as torch does.
 
     They keep them until the step is over.
@@ -80,7 +82,7 @@ def _waited_late(actions: Sequence[Action], ranks: Sequence[int]) -> Iterator[Un
             open_[stage, "SEND_F" if kind == "F" else "SEND_B"] += 1
 
 
-def _one_behind(actions: Sequence[Action], pp: int) -> Iterator[Underway]:
+def _one_behind(actions: Sequence[Action], pp: int) -> Iterator[InTransit]:
     done: set[int] = set()
     for stage, kind, _ in actions:
         counts = kind == "F" or stage == pp - 1
@@ -89,7 +91,7 @@ def _one_behind(actions: Sequence[Action], pp: int) -> Iterator[Underway]:
             done.add(stage)
 
 
-def _underway(row: Sequence[Any]) -> Iterator[Underway]:
+def _in_transit(row: Sequence[Any]) -> Iterator[InTransit]:
     """What is to be sent is there from when it is made: of a pair of actions, beside the second."""
     parts = [part for action in row for part in action.sub_actions or (action,)]
     named = [(p.stage_index, p.computation_type.value, p.microbatch_index) for p in parts]
@@ -100,7 +102,7 @@ def _underway(row: Sequence[Any]) -> Iterator[Underway]:
             open_[stage, kind] += 1
         elif kind in ("WAIT_SEND_F", "WAIT_SEND_B"):
             open_[stage, kind.removeprefix("WAIT_")] -= 1
-        elif kind in get_args(Kind):
+        elif kind in get_args(ActionKind):
             # Its own wires are the action's from now on.
             arrived = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}.get(kind)
             if arrived is not None and open_[stage, arrived]:

@@ -6,22 +6,22 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor: a DTensor's own piece, any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor. Collective for a DTensor: all its ranks call it."""
     if not isinstance(tensor, DTensor):
         return tensor
-    if is_moved(tensor):  # the ranks exchange on their devices
-        moved = like_parts(local(tensor).to(tensor.device_mesh.device_type), tensor)
-        return whole(moved)
+    if is_offloaded(tensor):  # the ranks exchange on their devices
+        moved = as_dtensor_like(local_tensor(tensor).to(tensor.device_mesh.device_type), tensor)
+        return full_tensor(moved)
     return tensor.full_tensor()
 
 
-def is_moved(tensor: Tensor) -> bool:
+def is_offloaded(tensor: Tensor) -> bool:
     """Whether a DTensor's piece lies on the host while its ranks exchange on GPUs."""
     return (
         isinstance(tensor, DTensor)
@@ -29,7 +29,7 @@ def is_moved(tensor: Tensor) -> bool:
     )
 
 
-def part_of(full: Tensor, like: Tensor) -> Tensor:
+def local_part(full: Tensor, like: Tensor) -> Tensor:
     """What this rank holds of `full`, were it laid out as `like` is; no exchange.
 
     Args:
@@ -39,7 +39,7 @@ def part_of(full: Tensor, like: Tensor) -> Tensor:
     Returns:
         A plain tensor on `like`'s device.
     """
-    placed = full.to(local(like).device)
+    placed = full.to(local_tensor(like).device)
     if not isinstance(like, DTensor):
         return placed
     return distribute_tensor(
@@ -47,7 +47,7 @@ def part_of(full: Tensor, like: Tensor) -> Tensor:
     ).to_local()
 
 
-def like_parts(piece: Tensor, like: Tensor) -> Tensor:
+def as_dtensor_like(piece: Tensor, like: Tensor) -> Tensor:
     """The tensor with `piece` as its local part, laid out as `like` is: a DTensor for a DTensor."""
     if not isinstance(like, DTensor):
         return piece
@@ -61,7 +61,7 @@ def like_parts(piece: Tensor, like: Tensor) -> Tensor:
     )
 
 
-def flat(tensor: Tensor) -> Tensor:
+def flat_view(tensor: Tensor) -> Tensor:
     """All elements in the order in which they lie in memory: a view where there are no gaps."""
     if tensor.is_contiguous():
         return tensor.view(-1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 
-def skeleton(model: nn.Module) -> nn.Module:
+def meta_copy(model: nn.Module) -> nn.Module:
     """A copy of a model without its numbers, on the meta device: to be profiled later.
 
     Once a technique has sharded a model, the model as it was is gone.

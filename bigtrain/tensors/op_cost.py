@@ -11,15 +11,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-STANDS_FOR: ContextVar[int] = ContextVar("STANDS_FOR", default=1)
+REPEAT_COUNT: ContextVar[int] = ContextVar("STANDS_FOR", default=1)
 """How often what is done now is done in a run: on fake tensors a loop's equal rounds go once."""
 
 
-def rounds(tensor: Tensor, number: int, step: int) -> Iterator[int]:
+def loop_starts(tensor: Tensor, number: int, step: int) -> Iterator[int]:
     """The starts of a loop's rounds: all of them, and on fake tensors only those that differ.
 
     Without numbers every round but the first and the last takes what another takes. One of them is
-    gone through, and says by `STANDS_FOR` how many it stands for.
+    gone through, and says by `REPEAT_COUNT` how many it stands for.
 
     Args:
         tensor: that the loop works on.
@@ -31,15 +31,15 @@ def rounds(tensor: Tensor, number: int, step: int) -> Iterator[int]:
         yield from starts
         return
     yield starts[0]
-    token = STANDS_FOR.set(STANDS_FOR.get() * (len(starts) - 2))
+    token = REPEAT_COUNT.set(REPEAT_COUNT.get() * (len(starts) - 2))
     try:
         yield starts[1]
     finally:
-        STANDS_FOR.reset(token)
+        REPEAT_COUNT.reset(token)
     yield starts[-1]
 
 
-def changed_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def mutated_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that an operation changes in place."""
     found = []
     for place, argument in enumerate(func._schema.arguments):

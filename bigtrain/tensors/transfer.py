@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 
 from bigtrain.errors import BigtrainError
-from bigtrain.memory.disk import nameless_file
+from bigtrain.memory.disk import anonymous_file
 
-Wait = Callable[[], None]
+WaitFn = Callable[[], None]
 """Returns when a copy is done, as far as what is computed next on the calling thread can see."""
 
 _ALIGN = 4096
 """Tensors begin at multiples of so many bytes in the file: no page of it is written twice."""
 
 
-class Carrier(Protocol):
+class Transfer(Protocol):
     """Copies bytes of a device away and back, in the order asked for, beside what is computed."""
 
-    def put(self, source: Tensor) -> tuple[Any, Wait]:
+    def copy_out(self, source: Tensor) -> tuple[Any, WaitFn]:
         """Begin to copy away a tensor of uint8 in one piece; it must live until it is waited for.
 
         Returns:
@@ -38,7 +38,7 @@ class Carrier(Protocol):
             where the place took less.
         """
 
-    def take(self, spot: Any, target: Tensor) -> Wait:
+    def copy_in(self, spot: Any, target: Tensor) -> WaitFn:
         """Begin to copy back what `put` has put there, into uint8; the target must live as long."""
 
     def free(self, spot: Any) -> None:
@@ -48,31 +48,31 @@ class Carrier(Protocol):
         """Let go of threads, files and memory."""
 
 
-class NoCarrier:
+class NullTransfer:
     """Copies nothing: for fake tensors, which have no numbers."""
 
-    def put(self, source: Tensor) -> tuple[Any, Wait]:
-        """See `Carrier.put`."""
+    def copy_out(self, source: Tensor) -> tuple[Any, WaitFn]:
+        """See `Transfer.copy_out`."""
         del source
         return (), _arrived
 
-    def take(self, spot: Any, target: Tensor) -> Wait:
-        """See `Carrier.take`."""
+    def copy_in(self, spot: Any, target: Tensor) -> WaitFn:
+        """See `Transfer.copy_in`."""
         del spot, target
         return _arrived
 
     def free(self, spot: Any) -> None:
-        """See `Carrier.free`."""
+        """See `Transfer.free`."""
 
     def close(self) -> None:
-        """See `Carrier.close`."""
+        """See `Transfer.close`."""
 
 
 def _arrived() -> None:
     """Nothing is under way."""
 
 
-class HostCarrier:
+class HostTransfer:
     """To pinned memory of the host and back, on a CUDA stream of its own.
 
     Nothing waits on the host: what is waited for is put before what the device computes next.
@@ -83,16 +83,16 @@ class HostCarrier:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def put(self, source: Tensor) -> tuple[Any, Wait]:
-        """See `Carrier.put`."""
+    def copy_out(self, source: Tensor) -> tuple[Any, WaitFn]:
+        """See `Transfer.copy_out`."""
         spot = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
         return spot, self._copy(spot, source)
 
-    def take(self, spot: Any, target: Tensor) -> Wait:
-        """See `Carrier.take`."""
+    def copy_in(self, spot: Any, target: Tensor) -> WaitFn:
+        """See `Transfer.copy_in`."""
         return self._copy(target, spot)
 
-    def _copy(self, target: Tensor, source: Tensor) -> Wait:
+    def _copy(self, target: Tensor, source: Tensor) -> WaitFn:
         # After what is computed so far: it makes the source, or last used the target's memory.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -102,14 +102,14 @@ class HostCarrier:
         return lambda: torch.cuda.current_stream(self._device).wait_event(event)
 
     def free(self, spot: Any) -> None:
-        """See `Carrier.free`. Torch does it, when the last reference goes."""
+        """See `Transfer.free`. Torch does it, when the last reference goes."""
 
     def close(self) -> None:
-        """See `Carrier.close`."""
+        """See `Transfer.close`."""
         self._stream.synchronize()
 
 
-class DiskCarrier:
+class DiskTransfer:
     """To a file of this rank and back, by a thread of its own.
 
     The file has no name and vanishes with the process; the room of what is free in it is used
@@ -124,21 +124,21 @@ class DiskCarrier:
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
-        file = nameless_file(folder)
+        file = anonymous_file(folder)
         self._fd = file.fileno()
-        self._space = Space()
+        self._space = FileAllocator()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="bigtrain-disk")
         self._shut = weakref.finalize(self, _shut, self._worker, file)
 
-    def put(self, source: Tensor) -> tuple[Any, Wait]:
-        """See `Carrier.put`."""
+    def copy_out(self, source: Tensor) -> tuple[Any, WaitFn]:
+        """See `Transfer.copy_out`."""
         size = source.numel()
-        place = self._space.take(size)
+        place = self._space.allocate(size)
         job = self._worker.submit(_whole, os.pwritev, self._fd, [source.cpu()], place)
         return (place, size), lambda: self._wait(job)
 
-    def take(self, spot: Any, target: Tensor) -> Wait:
-        """See `Carrier.take`."""
+    def copy_in(self, spot: Any, target: Tensor) -> WaitFn:
+        """See `Transfer.copy_in`."""
         here = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
         job = self._worker.submit(_whole, os.preadv, self._fd, [here], spot[0])
 
@@ -159,11 +159,11 @@ class DiskCarrier:
             ) from None
 
     def free(self, spot: Any) -> None:
-        """See `Carrier.free`."""
-        self._space.give(*spot)
+        """See `Transfer.free`."""
+        self._space.release(*spot)
 
     def close(self) -> None:
-        """See `Carrier.close`. The file's blocks are free again."""
+        """See `Transfer.close`. The file's blocks are free again."""
         self._shut()
 
 
@@ -192,7 +192,7 @@ def _whole(move: Callable[..., int], fd: int, box: list[Tensor], place: int) -> 
         rest, place = rest[done:], place + done
 
 
-class Space:
+class FileAllocator:
     """Which parts of a file are free; the first that is large enough is taken. Bytes."""
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ class Space:
         """How long the file has become."""
         self._free: list[tuple[int, int]] = []  # place and size, sorted, none next to another
 
-    def take(self, size: int) -> int:
+    def allocate(self, size: int) -> int:
         """The place of so many bytes that nobody else has."""
         size = _aligned(size)
         for number, (place, room) in enumerate(self._free):
@@ -211,7 +211,7 @@ class Space:
         self.end += size
         return self.end - size
 
-    def give(self, place: int, size: int) -> None:
+    def release(self, place: int, size: int) -> None:
         """Take back what `take` gave."""
         size = _aligned(size)
         number = bisect_left(self._free, (place, 0))

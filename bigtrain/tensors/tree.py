@@ -29,7 +29,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return _object(value, change)
 
 
-def tensors_of(value: Any) -> list[Tensor]:
+def tree_tensors(value: Any) -> list[Tensor]:
     """The tensors in a structure, in the order of `map_tensors`."""
     found: list[Tensor] = []
 
@@ -41,7 +41,7 @@ def tensors_of(value: Any) -> list[Tensor]:
     return found
 
 
-def tensors_like(template: Any, value: Any) -> list[Tensor]:
+def matching_tensors(template: Any, value: Any) -> list[Tensor]:
     """The tensors that a structure has where a template has some, in the template's order.
 
     Raises:
@@ -68,10 +68,10 @@ def tensors_like(template: Any, value: Any) -> list[Tensor]:
             for name, item in fields.items()
             if isinstance(item, (Tensor, tuple, list, Mapping))
         ]
-    return [leaf for one, other in pairs for leaf in tensors_like(one, other)]
+    return [leaf for one, other in pairs for leaf in matching_tensors(one, other)]
 
 
-def hidden_tensors(value: Any) -> list[Tensor]:
+def nested_tensors(value: Any) -> list[Tensor]:
     """The tensors in a structure, and all that its objects hold, at any depth."""
     found: list[Tensor] = []
     seen: set[int] = set()

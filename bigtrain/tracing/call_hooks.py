@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 
-class Watcher(Protocol):
+class CallHandler(Protocol):
     """Who is asked."""
 
     def call(
@@ -23,13 +23,13 @@ class Watcher(Protocol):
 
 
 class _Current(threading.local):
-    watcher: Watcher | None = None
+    watcher: CallHandler | None = None
 
 
 _current = _Current()
 
 
-def watch(modules: Iterable[tuple[str, nn.Module]]) -> None:
+def intercept_calls(modules: Iterable[tuple[str, nn.Module]]) -> None:
     """Let every call of these modules ask the watcher of its thread, if there is one.
 
     The place is the one that `nn.Module.compile` uses: before all hooks of the module, copied
@@ -39,8 +39,8 @@ def watch(modules: Iterable[tuple[str, nn.Module]]) -> None:
         module._compiled_call_impl = partial(_called, name, module)
 
 
-def unwatch(modules: Iterable[nn.Module]) -> None:
-    """Undo `watch`."""
+def release_calls(modules: Iterable[nn.Module]) -> None:
+    """Undo `intercept_calls`."""
     for module in modules:
         module._compiled_call_impl = None
 
@@ -54,7 +54,7 @@ def _called(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def watching(watcher: Watcher | None) -> Iterator[None]:
+def handling_calls(watcher: CallHandler | None) -> Iterator[None]:
     """Ask this watcher in this thread, for the length of a `with` block; None asks nobody."""
     before = _current.watcher
     _current.watcher = watcher
@@ -65,7 +65,7 @@ def watching(watcher: Watcher | None) -> Iterator[None]:
 
 
 @contextmanager
-def blindly(on: bool = True) -> Iterator[None]:  # noqa: FBT001, FBT002
+def pretend_compiling(on: bool = True) -> Iterator[None]:  # noqa: FBT001, FBT002
     """Tell the code that asks `torch.compiler.is_compiling()` not to look at values.
 
     What every stage runs must go the same way as its rehearsal, which has none. Libraries that
@@ -79,7 +79,7 @@ def blindly(on: bool = True) -> Iterator[None]:  # noqa: FBT001, FBT002
         torch.compiler._is_compiling_flag = before
 
 
-def tensors_given(result: Any) -> list[Tensor]:
+def returned_tensors(result: Any) -> list[Tensor]:
     """The tensors that a function of torch returns; none within a transform as vmap is."""
     if torch._C._are_functorch_transforms_active():
         return []

@@ -20,10 +20,10 @@ from bigtrain.errors import ConfigError
 Attribute = tuple[str, str]
 """A module's name, and its attribute's."""
 TABLES = ("_parameters", "_buffers", "_modules")
-UNSEEN = {*TABLES, "_compiled_call_impl", "training"}
+UNTRACED = {*TABLES, "_compiled_call_impl", "training"}
 
 
-class Snapshot:
+class ModuleSnapshot:
     """All that the modules hold by reference, to be compared and put back."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -65,7 +65,7 @@ class Snapshot:
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for key, value in module.__dict__.items():
-        if key not in UNSEEN:
+        if key not in UNTRACED:
             yield key, value
     for table in TABLES:
         yield from module.__dict__[table].items()
@@ -108,7 +108,7 @@ def _same_all(one: Any, other: Any) -> bool:
 
 
 @contextmanager
-def watched(
+def traced_attributes(
     model: nn.Module, attributes: set[Attribute], touched: Callable[[Attribute], None]
 ) -> Iterator[None]:
     """Say so whenever one of these attributes is read or written, inside of a `with` block.
@@ -154,7 +154,7 @@ def _watching_class(
 
 
 @contextmanager
-def draws_nothing() -> Iterator[None]:
+def refuse_host_randomness() -> Iterator[None]:
     """Refuse random numbers of Python and numpy: each stage would draw its own.
 
     Raises:
@@ -220,7 +220,7 @@ def _functions(value: Any) -> list[FunctionType]:
     return []
 
 
-def constants(model: nn.Module) -> list[Tensor]:
+def constant_tensors(model: nn.Module) -> list[Tensor]:
     """Tensors that modules hold as plain attributes, or in lists, tuples and dicts."""
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     found: dict[int, Tensor] = {}
@@ -238,6 +238,6 @@ def constants(model: nn.Module) -> list[Tensor]:
 
     for module in model.modules():
         for key, value in module.__dict__.items():
-            if key not in UNSEEN and "hook" not in key:
+            if key not in UNTRACED and "hook" not in key:
                 note(value)
     return list(found.values())

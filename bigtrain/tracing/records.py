@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-FOREVER = 1 << 60
+END_OF_PASS = 1 << 60
 
 
 @dataclass
-class Call:
+class ModuleCall:
     """One call of a module."""
 
     name: str
@@ -24,16 +24,16 @@ class Call:
     parent: int
     """The call within which it happens; -1 for the model's own."""
     begin: int
-    end: int = FOREVER
+    end: int = END_OF_PASS
     outputs: list[int] = field(default_factory=list)
     """Values in what it returns, in the order of `map_tensors`."""
-    given: list[int] = field(default_factory=list)
+    argument_values: list[int] = field(default_factory=list)
     """Values in its arguments."""
     result: Any = None
 
 
 @dataclass
-class Value:
+class TracedValue:
     """One tensor object."""
 
     tensor: Tensor
@@ -53,7 +53,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Write:
+class InPlaceWrite:
     """A change of a storage in place."""
 
     tick: int
@@ -64,7 +64,7 @@ class Write:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class UncuttableRange:
     """A stretch of a forward pass that must be within one stage."""
 
     first: int
@@ -74,7 +74,7 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Cost:
+class OpCost:
     """One operation's work, forward only."""
 
     tick: int
@@ -84,21 +84,21 @@ class Cost:
 
 
 @dataclass
-class Trace:
+class ForwardTrace:
     """All that was seen."""
 
-    calls: list[Call]
-    values: list[Value]
+    calls: list[ModuleCall]
+    values: list[TracedValue]
     events: list[tuple[int, int, tuple[int, ...]]]
     """In order: (frame, call, ()) at the beginning of a call, (frame, -1, values) where a
     function of torch has returned tensors to a frame's own code."""
-    costs: list[Cost]
+    costs: list[OpCost]
     saved: dict[int, tuple[int, list[int]]]
     """By storage: bytes, and the ticks at which autograd kept it for the backward pass."""
     output: Any
-    writes: dict[int, list[Write]] = field(default_factory=dict)
+    writes: dict[int, list[InPlaceWrite]] = field(default_factory=dict)
     """By storage."""
-    whole: list[Stretch] = field(default_factory=list)
+    whole: list[UncuttableRange] = field(default_factory=list)
     sealed: dict[int, str] = field(default_factory=dict)
     """Calls that no cut may go through, and why."""
     enclosed: dict[int, str] = field(default_factory=dict)

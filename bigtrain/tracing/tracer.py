@@ -21,20 +21,40 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bigtrain.errors import ConfigError
-from bigtrain.tensors.op_cost import bytes_touched, changed_by, flops_of
-from bigtrain.tensors.tree import map_tensors, tensors_of
-from bigtrain.tracing.call_hooks import blindly, tensors_given, unwatch, watch, watching
-from bigtrain.tracing.module_state import Attribute, Snapshot, constants, draws_nothing, watched
-from bigtrain.tracing.records import FOREVER, Call, Cost, Stretch, Trace, Value, Write
+from bigtrain.tensors.op_cost import bytes_touched, flops_of, mutated_tensors
+from bigtrain.tensors.tree import map_tensors, tree_tensors
+from bigtrain.tracing.call_hooks import (
+    handling_calls,
+    intercept_calls,
+    pretend_compiling,
+    release_calls,
+    returned_tensors,
+)
+from bigtrain.tracing.module_state import (
+    Attribute,
+    ModuleSnapshot,
+    constant_tensors,
+    refuse_host_randomness,
+    traced_attributes,
+)
+from bigtrain.tracing.records import (
+    END_OF_PASS,
+    ForwardTrace,
+    InPlaceWrite,
+    ModuleCall,
+    OpCost,
+    TracedValue,
+    UncuttableRange,
+)
 
 
-def trace(
+def trace_forward(
     model: nn.Module,
     run: Callable[[nn.Module], Any],
     mode: FakeTensorMode,
     inputs: Any,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> Trace:
+) -> ForwardTrace:
     """Run a model of fake tensors once.
 
     Args:
@@ -47,10 +67,10 @@ def trace(
     Raises:
         ConfigError: the model cannot run without values; the message names the submodule.
     """
-    before = Snapshot(model)
+    before = ModuleSnapshot(model)
     recorder = _Recorder(model, inputs)
     try:
-        with draws_nothing():
+        with refuse_host_randomness():
             output = _record(recorder, model, run, mode, around)
         changed = before.changed()
         if changed:
@@ -59,8 +79,8 @@ def trace(
     finally:
         before.restore()
     for index in recorder.ids_of(output):
-        recorder.values[index].uses.append(FOREVER)
-    return recorder.found(output)
+        recorder.values[index].uses.append(END_OF_PASS)
+    return recorder.finish(output)
 
 
 def _record(
@@ -71,17 +91,25 @@ def _record(
     around: Callable[[], AbstractContextManager[Any]],
 ) -> Any:
     modules = list(model.named_modules())
-    watch(modules)
+    intercept_calls(modules)
     try:
         noting = (recorder.operations, around(), recorder.saving(), recorder.functions)
-        with mode, noting[0], noting[1], noting[2], noting[3], watching(recorder), blindly():
+        with (
+            mode,
+            noting[0],
+            noting[1],
+            noting[2],
+            noting[3],
+            handling_calls(recorder),
+            pretend_compiling(),
+        ):
             return run(model)
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(recorder.complaint(error)) from error
     finally:
-        unwatch(module for _, module in modules)
+        release_calls(module for _, module in modules)
 
 
 def _watch_state(
@@ -104,7 +132,7 @@ def _watch_state(
         def touched(attribute: Attribute, to: _Recorder = again) -> None:
             touches.setdefault(attribute, []).append((to.clock, to.frame))
 
-        with watched(model, changed, touched), draws_nothing():
+        with traced_attributes(model, changed, touched), refuse_host_randomness():
             _record(again, model, run, mode, around)
         every.append(again)
     first, second = (again.signatures() for again in every)
@@ -116,7 +144,7 @@ def _watch_state(
         why = f"what changes in {f'{name}.{key}' if name else key!r} is needed before and after it"
         if first != second:  # ticks differ: take the calls around, as they were the first time
             ticks = [edge for _, frame in found for edge in _edges(recorder, frame, every)]
-        recorder.whole.append(Stretch(min(ticks), max(ticks), why))
+        recorder.whole.append(UncuttableRange(min(ticks), max(ticks), why))
 
 
 def _edges(recorder: _Recorder, frame: int, every: list[_Recorder]) -> tuple[int, int]:
@@ -127,20 +155,20 @@ def _edges(recorder: _Recorder, frame: int, every: list[_Recorder]) -> tuple[int
             for call in recorder.calls:
                 if (call.name, call.number) == place:
                     return call.begin, call.end
-    return 0, FOREVER
+    return 0, END_OF_PASS
 
 
 class _Recorder:
-    """Watches calls, functions and operations; see `Trace`."""
+    """Watches calls, functions and operations; see `ForwardTrace`."""
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
-        self.calls: list[Call] = []
-        self.values: list[Value] = []
+        self.calls: list[ModuleCall] = []
+        self.values: list[TracedValue] = []
         self.events: list[tuple[int, int, tuple[int, ...]]] = []
-        self.costs: list[Cost] = []
+        self.costs: list[OpCost] = []
         self.saved: dict[int, tuple[int, list[int]]] = {}
-        self.writes: dict[int, list[Write]] = {}
-        self.whole: list[Stretch] = []
+        self.writes: dict[int, list[InPlaceWrite]] = {}
+        self.whole: list[UncuttableRange] = []
         self.sealed: dict[int, str] = {}
         self.enclosed: dict[int, str] = {}
         self.random: set[int] = set()
@@ -157,13 +185,13 @@ class _Recorder:
         self._storages: dict[int, int] = {}
         self._failed = ""
         self._modules = dict(model.named_modules())
-        for tensor in tensors_of(inputs):
+        for tensor in tree_tensors(inputs):
             self._reach[0].add(self.add(tensor, "input", known=True))
         for name, parameter in model.named_parameters():
             self.add(parameter, "parameter", name)
         for name, buffer in model.named_buffers():
             self.add(buffer, "buffer", name)
-        for tensor in constants(model):
+        for tensor in constant_tensors(model):
             self.add(tensor, "constant", known=True)
 
     def add(self, tensor: Tensor, root: str = "", name: str = "", *, known: bool = False) -> int:
@@ -173,21 +201,21 @@ class _Recorder:
             if not root and not isinstance(tensor, FakeTensor):
                 root, known = "constant", True
             index = self._index[id(tensor)] = len(self.values)
-            self.values.append(Value(tensor, root, name, self.clock, self.frame, known=known))
+            self.values.append(TracedValue(tensor, root, name, self.clock, self.frame, known=known))
             if root:
                 storage = tensor.untyped_storage()._cdata
                 self._own.add(storage)
                 self._storages[index] = storage
         return index
 
-    def found(self, output: Any) -> Trace:
+    def finish(self, output: Any) -> ForwardTrace:
         """All that was seen."""
         for index, storage in self._storages.items():
             value = self.values[index]
             if value.uses and value.tensor.untyped_storage()._cdata != storage:
                 why = f"{value.name!r} gets other data in the forward pass"
-                self.whole.append(Stretch(min(value.uses), max(value.uses), why))
-        return Trace(
+                self.whole.append(UncuttableRange(min(value.uses), max(value.uses), why))
+        return ForwardTrace(
             self.calls,
             self.values,
             self.events,
@@ -220,27 +248,29 @@ class _Recorder:
         return self._stack[-1] if self._stack else -1
 
     def ids_of(self, structure: Any) -> list[int]:
-        return [self.add(tensor) for tensor in tensors_of(structure)]
+        return [self.add(tensor) for tensor in tree_tensors(structure)]
 
     def call(
         self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """See `Watcher.call`."""
+        """See `CallHandler.call`."""
         self.clock += 1
         number = self._numbers[name] = self._numbers.get(name, -1) + 1
-        call = Call(name, number, self.frame, self.clock, given=self.ids_of((args, kwargs)))
-        self._reached(call.given)
+        call = ModuleCall(
+            name, number, self.frame, self.clock, argument_values=self.ids_of((args, kwargs))
+        )
+        self._note_uses(call.argument_values)
         self.events.append((self.frame, len(self.calls), ()))
-        why = closed(self._modules[name])
+        why = why_sealed(self._modules[name])
         if why:
             self.sealed[len(self.calls)] = why
-        why = enclosed() if self._stack else ""
+        why = why_enclosed() if self._stack else ""
         if why:
             self.enclosed[len(self.calls)] = why
         self._stack.append(len(self.calls))
-        self._reach.append(set(call.given))
+        self._reach.append(set(call.argument_values))
         self.calls.append(call)
-        held = contents((args, kwargs))
+        held = container_contents((args, kwargs))
         try:
             result = run(*args, **kwargs)
         except Exception:
@@ -253,9 +283,9 @@ class _Recorder:
         self.clock += 1
         call.end = self.clock
         call.result, call.outputs = result, self.ids_of(result)
-        if contents((args, kwargs)) != held:
-            self.whole.append(Stretch(self.clock, FOREVER, _GIVEN))
-        self._reached(call.outputs)
+        if container_contents((args, kwargs)) != held:
+            self.whole.append(UncuttableRange(self.clock, END_OF_PASS, _GIVEN))
+        self._note_uses(call.outputs)
         self._stack.pop()
         self._reach.pop()
         self._reach[-1].update(call.outputs)
@@ -263,7 +293,7 @@ class _Recorder:
 
     def function(self, func: Any, args: Any, result: Any) -> None:
         """A function of torch has returned to the code of the current frame."""
-        leaves = tensors_given(result)
+        leaves = returned_tensors(result)
         if leaves:
             found = tuple(self.add(leaf) for leaf in leaves)
             self.events.append((self.frame, -1, found))
@@ -272,18 +302,18 @@ class _Recorder:
             given = [self.add(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
             born = [self.values[value].born for value in given]
             self.clock += 1
-            self.whole.append(Stretch(min(born, default=0), self.clock, _IN_FORWARD))
+            self.whole.append(UncuttableRange(min(born, default=0), self.clock, _IN_FORWARD))
             if func not in _HOOKS:
                 self.backward.append((self.clock, self.frame))
 
-    def _reached(self, values: Iterable[int]) -> None:
+    def _note_uses(self, values: Iterable[int]) -> None:
         """Note which of these values the current frame's code has otherwise than by its calls."""
         frame, reach = self.frame, self._reach[-1]
         for value in values:
             found = self.values[value]
             if value in reach or found.frame == frame or found.root not in ("", "input"):
                 continue
-            self.whole.append(Stretch(found.born, self.clock, _STRAY))
+            self.whole.append(UncuttableRange(found.born, self.clock, _STRAY))
 
     def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """One operation has been done."""
@@ -293,15 +323,15 @@ class _Recorder:
         sources = tuple(self.add(tensor) for tensor in given)
         for source in sources:
             self.values[source].uses.append(self.clock)
-        self._reached(sources)
+        self._note_uses(sources)
         random = torch.Tag.nondeterministic_seeded in func.tags
         if random:
             self.random.add(self.frame)
-        for tensor in changed_by(func, args, kwargs):
+        for tensor in mutated_tensors(func, args, kwargs):
             value = self.values[self.add(tensor)]
             value.changed = self.clock
             storage = tensor.untyped_storage()._cdata
-            write = Write(self.clock, self.frame, sources, random)
+            write = InPlaceWrite(self.clock, self.frame, sources, random)
             self.writes.setdefault(storage, []).append(write)
         known = not random and all(self.values[source].known for source in sources)
         for tensor in made:
@@ -309,7 +339,7 @@ class _Recorder:
                 index = self.add(tensor, known=known)
                 self.values[index].sources = sources
         flops = flops_of(func, args, kwargs, result)
-        self.costs.append(Cost(self.clock, flops, bytes_touched(given, made)))
+        self.costs.append(OpCost(self.clock, flops, bytes_touched(given, made)))
 
     def saving(self) -> AbstractContextManager[Any]:
         """Notes what autograd keeps, as long as it is entered."""
@@ -374,7 +404,7 @@ _OF_GRAPHS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward, *_H
 """Functions that look at the graph behind their arguments: it must be in one stage."""
 
 
-def contents(structure: Any) -> list[object]:
+def container_contents(structure: Any) -> list[object]:
     """What lists, mappings and objects hold, by identity; plain numbers by their value."""
     found: list[object] = []
 
@@ -398,14 +428,14 @@ def contents(structure: Any) -> list[object]:
     return found[1:]
 
 
-def closed(module: nn.Module) -> str:
+def why_sealed(module: nn.Module) -> str:
     """Why no cut may go through a module's calls, or ''."""
     if module._backward_hooks or module._backward_pre_hooks:
         return "a backward hook is on a module around it"
     return ""
 
 
-def enclosed() -> str:
+def why_enclosed() -> str:
     """Why the frame that makes a call cannot be left and entered there, or ''."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not _Recorder.call.__code__:

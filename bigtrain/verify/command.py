@@ -12,15 +12,15 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from bigtrain.compare.contenders import Contender, find_contenders, without_strategy
-from bigtrain.compare.subprocess_runs import Ended, run_bigtrain
+from bigtrain.compare.contenders import ComparedStrategy, find_strategies, without_strategy
+from bigtrain.compare.subprocess_runs import RunOutcome, run_bigtrain
 from bigtrain.core.strategy import Plan
 from bigtrain.errors import BigtrainError, ConfigError
-from bigtrain.job.arguments import SideOptions, verify_arguments
+from bigtrain.job.arguments import ComparisonOptions, verify_arguments
 from bigtrain.job.load import ONE_PROCESS
 from bigtrain.job.schema import Precision
 from bigtrain.report.folders import results_folder
-from bigtrain.verify.differences import Differences, Tolerance, compare
+from bigtrain.verify.differences import Differences, Tolerance, compare_recordings
 
 _SGD = (
     *("optim.name=sgd", "optim.momentum=0.9", "optim.lr=0.01", "optim.warmup_steps=0"),
@@ -37,7 +37,7 @@ Verdict = Literal["pass", "differs", "refused", "failed"]
 
 
 @dataclass(frozen=True)
-class Checked:
+class VerifiedStrategy:
     """One strategy's row."""
 
     strategy: str
@@ -60,14 +60,14 @@ def main(arguments: list[str]) -> int:
     """
     options = verify_arguments(arguments)
     words = [*(_SGD if options.optimizer == "sgd" else ()), *_QUIET, f"train.steps={options.steps}"]
-    contenders = find_contenders(options, words)
+    contenders = find_strategies(options, words)
     if all(c.plan is None for c in contenders):
         first = contenders[0]
         raise ConfigError(f"none of these strategies can run. {first.label}: {first.refusal}")
     folder = results_folder(options.output, "verify")
     speaks = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     speaks.print(f"{len(contenders)} strategies, one after the other; results in {folder}")
-    rows: list[Checked] = []
+    rows: list[VerifiedStrategy] = []
     stopped = False
     bench = _Bench(options, words, folder)
     try:
@@ -90,17 +90,17 @@ class _Bench:
     a sample gives depends on its micro-batch, so the reference's are those of the strategy.
     """
 
-    def __init__(self, options: SideOptions, words: Sequence[str], folder: Path) -> None:
+    def __init__(self, options: ComparisonOptions, words: Sequence[str], folder: Path) -> None:
         self._options = options
         self._words = words
         self._folder = folder
         self._references: dict[tuple[str, ...], Path] = {}
 
-    def check(self, contender: Contender) -> Checked:
+    def check(self, contender: ComparedStrategy) -> VerifiedStrategy:
         """Run one strategy and hold it against the reference."""
         label, ranks = contender.label, contender.num_ranks
         if contender.plan is None:
-            return Checked(label, ranks, "refused", "fp32", contender.refusal)
+            return VerifiedStrategy(label, ranks, "refused", "fp32", contender.refusal)
         precision = contender.plan.precision
         reference = self._reference(contender.plan)
         folder = self._folder / label
@@ -108,12 +108,14 @@ class _Bench:
         ended = self._record(folder, contender.strategy, ranks, words)
         if ended.reason is not None:
             verdict: Verdict = "refused" if ended.status == 2 else "failed"
-            return Checked(label, ranks, verdict, precision, ended.reason)
-        found = compare(reference, folder)
+            return VerifiedStrategy(label, ranks, verdict, precision, ended.reason)
+        found = compare_recordings(reference, folder)
         losses_only = self._options.optimizer == "job"
         passed = found.passed(Tolerance.of(precision), losses_only=losses_only)
         _forget(folder)
-        return Checked(label, ranks, "pass" if passed else "differs", precision, None, found)
+        return VerifiedStrategy(
+            label, ranks, "pass" if passed else "differs", precision, None, found
+        )
 
     def close(self) -> None:
         """Remove the tensors, which are as large as the model, for each step."""
@@ -147,7 +149,7 @@ class _Bench:
             self._references[of_plan] = folder
         return self._references[of_plan]
 
-    def _record(self, folder: Path, strategy: str, ranks: int, words: Sequence[str]) -> Ended:
+    def _record(self, folder: Path, strategy: str, ranks: int, words: Sequence[str]) -> RunOutcome:
         folder.mkdir()
         line = ["record", "-n", str(ranks), "--record", str(folder), "--strategy", strategy]
         if self._options.job is not None:
@@ -171,20 +173,20 @@ def _refuse_chance(folder: Path) -> None:
         )
 
 
-def _status(options: SideOptions, rows: Sequence[Checked]) -> int:
+def _status(options: ComparisonOptions, rows: Sequence[VerifiedStrategy]) -> int:
     named = options.strategies != "all"
     bad = ("differs", "failed", "refused") if named else ("differs", "failed")
     passed = any(row.verdict == "pass" for row in rows)
     return 1 if not passed or any(row.verdict in bad for row in rows) else 0
 
 
-def _line(row: Checked) -> str:
+def _line(row: VerifiedStrategy) -> str:
     if row.differences is None:
         return f"{row.strategy}: {row.verdict}: {row.reason}"
     return f"{row.strategy}: {row.verdict}, loss {row.differences.loss:.1e}"
 
 
-def _show(options: SideOptions, rows: Sequence[Checked], folder: Path) -> None:
+def _show(options: ComparisonOptions, rows: Sequence[VerifiedStrategy], folder: Path) -> None:
     document = {
         "optimizer": options.optimizer,
         "steps": options.steps,
@@ -202,7 +204,7 @@ def _show(options: SideOptions, rows: Sequence[Checked], folder: Path) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _table(rows: Sequence[Checked]) -> Table:
+def _table(rows: Sequence[VerifiedStrategy]) -> Table:
     table = Table(title="Largest relative differences from one process", title_justify="left")
     table.add_column("strategy", no_wrap=True)
     for heading in ("ranks", "precision", "loss", "norm", "gradients", "updates"):
@@ -218,7 +220,7 @@ def _table(rows: Sequence[Checked]) -> Table:
     return table
 
 
-def _notes(options: SideOptions, rows: Sequence[Checked]) -> Iterator[str]:
+def _notes(options: ComparisonOptions, rows: Sequence[VerifiedStrategy]) -> Iterator[str]:
     for row in rows:
         if row.reason is not None:
             yield f"{row.strategy}: {row.verdict}: {row.reason}"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bigtrain.job.schema import Precision
 
-FLOOR = 1e-4
+GRADIENT_FLOOR = 1e-4
 """A gradient that is everywhere below this share of the model's largest is all rounding: what is
 compared is then held against that share."""
 
@@ -74,7 +74,7 @@ class Differences:
         return max(self.norm, self.gradient or 0.0, self.update) <= tolerance.tensors
 
 
-def compare(reference: Path, other: Path) -> Differences:
+def compare_recordings(reference: Path, other: Path) -> Differences:
     """Compare two folders that `bigtrain.verify.record` has written, a tensor at a time."""
     one, two = _record(reference), _record(other)
     gradients: dict[str, float] = {}
@@ -178,7 +178,7 @@ def _since(tensor: Tensor, changes: _Before | None, name: str, side: int) -> Ten
 def _difference(expected: Tensor, found: Tensor, largest: float, place: float) -> float:
     """How far two tensors are apart, less what is `place`, against the first's largest value."""
     apart = _highest(expected - found)
-    scale = max(_highest(expected), largest * FLOOR, 1e-30)
+    scale = max(_highest(expected), largest * GRADIENT_FLOOR, 1e-30)
     return max(0.0, apart - place) / scale if math.isfinite(apart) else math.inf
 
 

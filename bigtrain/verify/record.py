@@ -34,20 +34,20 @@ def main(arguments: list[str]) -> int:
     """Train the job's first steps and write down what was computed; returns the exit status."""
     options = bigtrain.train_arguments(arguments, records=True)
     job = bigtrain.load_job(options.config, options.strategy, options.overrides)
-    placement = bigtrain.detect(os.environ)
+    placement = bigtrain.detect_rank_info(os.environ)
     plan = bigtrain.make_plan(job, placement.world_size, bigtrain.device_type_of(job))
     bigtrain.check_job(job)
-    parts = bigtrain.open_parts(job, plan)
-    without_chance(parts.workload.model)
+    parts = bigtrain.open_setup(job, plan)
+    disable_dropout(parts.workload.model)
     folder = Path(options.record)
     with bigtrain.connect_job(job, plan, placement) as context:
-        record(job, parts, context, folder, job.train.steps or 1)
+        record_run(job, parts, context, folder, job.train.steps or 1)
     return 0
 
 
-def record(
+def record_run(
     job: bigtrain.Job,
-    parts: bigtrain.Parts,
+    parts: bigtrain.RunSetup,
     context: bigtrain.RunContext,
     folder: Path,
     steps: int,
@@ -67,36 +67,36 @@ def record(
                 found["no_gradients"] = str(error)
             else:
                 step = engine.steps_done + 1
-                keep_tensors(folder / f"gradients-{step}.safetensors", gradients, context)
+                write_shared_tensors(folder / f"gradients-{step}.safetensors", gradients, context)
             return update()
 
         engine.runner.update = keep  # type: ignore[method-assign]
-        keep_weights(folder / "weights-before.safetensors", engine, names)
+        write_weights(folder / "weights-before.safetensors", engine, names)
         for batch in parts.training_steps(context, 0):
             alone = context.world_size == 1 and not job.optim.release_gradients
             if engine.steps_done == 0 and alone:
-                found["chance"] = chance(engine, batch)
+                found["chance"] = random_losses(engine, batch)
             result = engine.step(batch)
             found["losses"].append(result.loss)
             found["norms"].append(result.grad_norm)
             if engine.steps_done == steps:
                 break
-        keep_weights(folder / "weights-after.safetensors", engine, names)
+        write_weights(folder / "weights-after.safetensors", engine, names)
     if context.is_main:
         found["has_batchnorm"] = norms
         (folder / "record.json").write_text(json.dumps(found) + "\n", "utf-8")
 
 
-def keep_weights(path: Path, engine: bigtrain.Engine, names: Collection[str]) -> None:
+def write_weights(path: Path, engine: bigtrain.Engine, names: Collection[str]) -> None:
     """Write the parameters as they are now; collective."""
     prefix = "model."
     state = engine.runner.state().items()
     named = {name.removeprefix(prefix): value for name, value in state if name.startswith(prefix)}
     weights = {name: value for name, value in named.items() if name in names}
-    keep_tensors(path, weights, engine.context)
+    write_shared_tensors(path, weights, engine.context)
 
 
-def keep_tensors(
+def write_shared_tensors(
     path: Path, tensors: Mapping[str, TensorSource], context: bigtrain.RunContext
 ) -> None:
     """Write tensors that may lie in pieces on the ranks; collective."""
@@ -107,7 +107,7 @@ def keep_tensors(
             source.read()
 
 
-def chance(engine: bigtrain.Engine, batch: Step) -> tuple[float, float] | None:
+def random_losses(engine: bigtrain.Engine, batch: Step) -> tuple[float, float] | None:
     """The losses of two passes over one batch, where they differ: the model draws lots."""
     found = []
     for seed in (1, 2):
@@ -119,7 +119,7 @@ def chance(engine: bigtrain.Engine, batch: Step) -> tuple[float, float] | None:
     return None if same else (found[0], found[1])
 
 
-def without_chance(model: nn.Module) -> None:
+def disable_dropout(model: nn.Module) -> None:
     """Turn dropout off, in place: what ranks draw is theirs, and no two numbers are alike."""
     for module in model.modules():
         kind = type(module).__name__.lower()

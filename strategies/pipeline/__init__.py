@@ -19,16 +19,16 @@ import torch
 from pydantic import Field
 
 from bigtrain.core.strategy import Assembly, CutStrategy, Plan
-from bigtrain.core.traits import CutTraits, Recompute
+from bigtrain.core.traits import CutTraits, StageRecompute
 from bigtrain.core.workload import Workload
-from bigtrain.cutting.choose import RATES, Wanted, choose_cut
-from bigtrain.cutting.layout import Layout, numerics
-from bigtrain.cutting.traced_model import Rehearsal
+from bigtrain.cutting.choose import NOMINAL_RATES, CutRequest, choose_cut
+from bigtrain.cutting.layout import Layout, numerics_for
+from bigtrain.cutting.traced_model import TracedModel
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Bytes, Role
-from bigtrain.optim.update import state_factor
-from bigtrain.pipeline.deferred_batch_norm import DeferredStatistics, has_running_statistics
-from bigtrain.schedules.orders import ONE_STAGE
+from bigtrain.optim.update import bytes_per_parameter_byte
+from bigtrain.pipeline.deferred_batch_norm import DeferredBatchNorm, has_running_statistics
+from bigtrain.schedules.orders import SINGLE_STAGE_SCHEDULES
 
 BATCH_NORM = {
     "micro_batch": "BatchNorm: each micro-batch by its own statistics, and the running ones follow",
@@ -66,7 +66,7 @@ class Pipeline(CutStrategy):
     """Stages on each rank; left out, as the schedule needs: 1, or 2."""
     at: tuple[str, ...] = ()
     """Modules before which the cuts stand; left out, the stages are balanced."""
-    checkpoint: Recompute = "never"
+    checkpoint: StageRecompute = "never"
     """Which micro-batches keep only a stage's inputs and compute the rest again (GPipe)."""
     batch_norm: Literal["micro_batch", "deferred"] = "micro_batch"
     """Running statistics follow each micro-batch, or the whole batch of a step at its end."""
@@ -75,7 +75,7 @@ class Pipeline(CutStrategy):
 
     def per_rank(self) -> int:
         """Stages on each rank."""
-        return self.stages_per_rank or (1 if self.schedule in ONE_STAGE else 2)
+        return self.stages_per_rank or (1 if self.schedule in SINGLE_STAGE_SCHEDULES else 2)
 
     @property
     def traits(self) -> CutTraits:
@@ -98,17 +98,19 @@ class Pipeline(CutStrategy):
     def lay_out(self, workload: Workload, plan: Plan) -> Layout:
         """See `CutStrategy.lay_out`."""
         ranks = self.ranks(plan)
-        wanted = Wanted(
+        wanted = CutRequest(
             stages=len(ranks),
             at=self.at,
-            in_flight=self.held(plan),
+            in_flight=self.in_flight(plan),
             devices=ranks,
             memory=self.memory,
-            state_factor=state_factor(workload.make_optimizer),
-            rates=RATES[plan.device_type],
+            state_factor=bytes_per_parameter_byte(workload.make_optimizer),
+            rates=NOMINAL_RATES[plan.device_type],
         )
-        kinds = numerics(plan.precision, bf16_parameters=plan.bf16_parameters)
-        rehearsal = Rehearsal(workload.model, workload.loss, torch.device(plan.device_type), kinds)
+        kinds = numerics_for(plan.precision, bf16_parameters=plan.bf16_parameters)
+        rehearsal = TracedModel(
+            workload.model, workload.loss, torch.device(plan.device_type), kinds
+        )
         return Layout(
             choose_cut(rehearsal, workload.micro_batch, wanted),
             ranks,
@@ -119,7 +121,7 @@ class Pipeline(CutStrategy):
     def apply(self, assembly: Assembly) -> None:
         """To be called when the stages are made: deferred statistics follow at a step's end."""
         if self.batch_norm == "deferred":
-            assembly.before_update.append(DeferredStatistics(assembly.roots).commit)
+            assembly.before_update.append(DeferredBatchNorm(assembly.roots).commit)
 
 
 def refuse_no_ranks(options: Pipeline, plan: Plan) -> None:
@@ -159,7 +161,7 @@ def refuse_wrong_places(options: Pipeline, stages: int, where: str) -> None:
         )
 
 
-def cpu_or_local(assembly: Assembly, count: int) -> list[torch.device]:
+def local_devices(assembly: Assembly, count: int) -> list[torch.device]:
     """The devices of this process: on GPUs those after the other local ranks'."""
     here = assembly.context.device
     if here.type != "cuda":

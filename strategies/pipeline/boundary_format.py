@@ -18,7 +18,7 @@ INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """By size of an element."""
 
 
-class Carrier:
+class BoundaryFormat:
     """Packs the wires of one cut, and unpacks them on its other side.
 
     Args:

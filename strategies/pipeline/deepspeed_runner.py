@@ -31,13 +31,13 @@ from bigtrain.cutting.stage import Stage
 from bigtrain.data.loader import MicroBatch
 from bigtrain.optim.update import Update, WholeUpdate
 from bigtrain.pipeline.runner import PipelineRunner
-from bigtrain.pipeline.state import everywhere
-from bigtrain.pipeline.tied_parameters import Tie
-from bigtrain.strategies.pipeline.deepspeed_start import make_engine
+from bigtrain.pipeline.state import gather_state
+from bigtrain.pipeline.tied_parameters import TiedParameter
+from bigtrain.strategies.pipeline.deepspeed_start import make_pipeline_engine
 from bigtrain.tensors.source import TensorSource
 
 
-class _Part(nn.Module):
+class _StageLayer(nn.Module):
     """A stage as DeepSpeed calls it: the wires in, the wires or the loss out."""
 
     def __init__(self, stage: Stage) -> None:
@@ -50,7 +50,7 @@ class _Part(nn.Module):
         return self.compute(wires)
 
 
-class Sharded(Update, Protocol):
+class ShardedUpdate(Update, Protocol):
     """An update whose states are in shards over the replicas, the gradients as well."""
 
     def clip(self, elsewhere: Collection[str]) -> float:
@@ -63,7 +63,7 @@ class Sharded(Update, Protocol):
     def gradients(self) -> dict[str, TensorSource]:
         """The whole gradients by name. Collective over the replicas."""
 
-    def spread(self) -> None:
+    def update_parameters(self) -> None:
         """Let the parameters follow what was loaded."""
 
 
@@ -88,15 +88,22 @@ class DeepSpeedPipelineRunner(PipelineRunner):
     """
 
     def __init__(
-        self, assembly: Assembly, stage: Stage, config: dict[str, Any], *, ties: Sequence[Tie] = ()
+        self,
+        assembly: Assembly,
+        stage: Stage,
+        config: dict[str, Any],
+        *,
+        ties: Sequence[TiedParameter] = (),
     ) -> None:
         self._closing = ExitStack()
-        self._part = _Part(stage)
+        self._part = _StageLayer(stage)
         context = assembly.context
         engines: list[Any] = []
 
         def start(optimizer: torch.optim.Optimizer, more: Mapping[str, Any]) -> Any:
-            made = make_engine(self._part, optimizer, {**config, **more}, context, self._closing)
+            made = make_pipeline_engine(
+                self._part, optimizer, {**config, **more}, context, self._closing
+            )
             engines.append(made)
             return made
 
@@ -153,7 +160,7 @@ class DeepSpeedPipelineRunner(PipelineRunner):
     def _run(self, group: Sequence[MicroBatch], scale: float, *, final: bool) -> list[Tensor]:
         del final
         engine = self._engine
-        self._batches = [self.place(micro_batch) for micro_batch in group]
+        self._batches = [self.place_batch(micro_batch) for micro_batch in group]
         self._scale, self._arrived = scale, 0
         engine.module.train(self.module.training)
         engine.total_loss = None
@@ -260,22 +267,22 @@ class DeepSpeedPipelineRunner(PipelineRunner):
         """See `StepRunner.clip`; what shards the gradients has their norm, and clips by it."""
         if not self._sharding:
             return super().clip()
-        norm = cast(Sharded, self._update).clip(self._ties.elsewhere)
+        norm = cast(ShardedUpdate, self._update).clip(self._ties.owned_elsewhere)
         return torch.tensor(norm, dtype=torch.float64)
 
     def gradients(self) -> dict[str, TensorSource]:
         """See `Runner.gradients`."""
         if not self._sharding:
             return super().gradients()
-        found = cast(Sharded, self._update).gradients()
-        mine = {name: (self._homes[name], source) for name, source in found.items()}
-        return everywhere(self.context, mine)
+        found = cast(ShardedUpdate, self._update).gradients()
+        mine = {name: (self._stage_of[name], source) for name, source in found.items()}
+        return gather_state(self.context, mine)
 
     def load_state(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
         """See `Runner.load_state`."""
         super().load_state(read, names)
         if self._sharding:
-            cast(Sharded, self._update).spread()
+            cast(ShardedUpdate, self._update).update_parameters()
 
     def _average_gradients(self) -> None:
         if not self._sharding:

@@ -23,7 +23,7 @@ from bigtrain.ranks.context import RunContext
 _MODULES = ("deepspeed", "deepspeed.comm.torch", "deepspeed.pipe", "deepspeed.runtime.pipe.p2p")
 
 
-def load_deepspeed(device_type: str) -> Any:
+def load_deepspeed_pipeline(device_type: str) -> Any:
     """Import DeepSpeed, silently, for one kind of device.
 
     Raises:
@@ -32,7 +32,7 @@ def load_deepspeed(device_type: str) -> Any:
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     before = set(os.environ)
     # Left to itself it takes a GPU that it finds, whatever device the job is on.
-    with environment(DS_ACCELERATOR=device_type), warnings.catch_warnings():
+    with default_environment(DS_ACCELERATOR=device_type), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loaded = [import_module(name) for name in _MODULES][0]
     for key in os.environ.keys() - before:  # it leaves some behind
@@ -41,7 +41,7 @@ def load_deepspeed(device_type: str) -> Any:
 
 
 @contextmanager
-def environment(**values: str) -> Iterator[None]:
+def default_environment(**values: str) -> Iterator[None]:
     """Set what is not set, for a while."""
     missing = {key: value for key, value in values.items() if key not in os.environ}
     os.environ.update(missing)
@@ -52,7 +52,7 @@ def environment(**values: str) -> Iterator[None]:
             os.environ.pop(key, None)
 
 
-def make_engine(
+def make_pipeline_engine(
     part: nn.Module,
     optimizer: torch.optim.Optimizer,
     config: dict[str, Any],
@@ -71,9 +71,9 @@ def make_engine(
     Raises:
         RuntimeError: DeepSpeed's grid is another one than the mesh.
     """
-    deepspeed = load_deepspeed(context.device.type)
+    deepspeed = load_deepspeed_pipeline(context.device.type)
     # Only some launchers set it, and DeepSpeed reads it all the time.
-    closing.enter_context(environment(LOCAL_RANK=str(context.local_rank)))
+    closing.enter_context(default_environment(LOCAL_RANK=str(context.local_rank)))
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         _connect(deepspeed, context)

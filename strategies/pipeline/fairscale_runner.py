@@ -33,16 +33,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bigtrain.activations.recompute import statistics_kept
+from bigtrain.activations.recompute import freeze_running_statistics
 from bigtrain.core.loop import LoopRunner
-from bigtrain.core.traits import Recompute
+from bigtrain.core.traits import StageRecompute
 from bigtrain.cutting.stage import Stage
 from bigtrain.data.loader import MicroBatch
-from bigtrain.pipeline.local_chain import Chain
-from bigtrain.strategies.pipeline.boundary_format import Carrier
+from bigtrain.pipeline.local_chain import StageChain
+from bigtrain.strategies.pipeline.boundary_format import BoundaryFormat
 
 
-class _Now:
+class _StepState:
     """What the parts need to know of the step that is done."""
 
     def __init__(self) -> None:
@@ -58,7 +58,11 @@ class _Part(nn.Module):
     """
 
     def __init__(
-        self, stage: Stage, device: torch.device, now: _Now, around: AbstractContextManager[Any]
+        self,
+        stage: Stage,
+        device: torch.device,
+        now: _StepState,
+        around: AbstractContextManager[Any],
     ) -> None:
         super().__init__()
         self.stage = stage
@@ -71,20 +75,20 @@ class _Part(nn.Module):
         stage, again = self.stage, is_recomputing()
         *sent, mark = given
         batch = self._now.batches[mark.shape[0]].to(self._device, non_blocking=True)
-        with self._around, statistics_kept(stage) if again else nullcontext():
-            wires = Carrier(stage.incoming(batch)).unpack(sent)
+        with self._around, freeze_running_statistics(stage) if again else nullcontext():
+            wires = BoundaryFormat(stage.incoming(batch)).unpack(sent)
             output = stage(*wires, micro_batch=batch, scale=self._now.scale)
             if stage.last:
                 sent = [output]
             else:
-                sent = Carrier(stage.outgoing(batch)).pack(output)
+                sent = BoundaryFormat(stage.outgoing(batch)).pack(output)
         sent.append(mark.detach())
         if again:
             sent = [t if t.requires_grad else t.detach().requires_grad_() for t in sent]
         return tuple(sent)
 
 
-class _Here:
+class _InlineQueue:
     """A queue of Pipe's whose tasks are done as they are put."""
 
     def __init__(self, device: torch.device) -> None:
@@ -118,7 +122,7 @@ class _Unseen:
         self.module = module
 
 
-class PipedChain(Chain):
+class PipedStages(StageChain):
     """All stages of a model: one micro-batch after the other, or a whole step through Pipe.
 
     Args:
@@ -136,7 +140,7 @@ class PipedChain(Chain):
         devices: Sequence[torch.device],
         model: nn.Module,
         chunks: int,
-        checkpoint: Recompute,
+        checkpoint: StageRecompute,
         *,
         autocast: bool,
     ) -> None:
@@ -144,7 +148,7 @@ class PipedChain(Chain):
         from fairscale.nn.pipe.worker import join_workers
 
         super().__init__(stages, devices, model)
-        self._now = _Now()
+        self._now = _StepState()
         self._checkpoint, self._home = checkpoint, devices[0]
         parts = [
             _Part(stage, device, self._now, torch.autocast(device.type, torch.bfloat16))
@@ -163,10 +167,10 @@ class PipedChain(Chain):
             )
         pipeline = made.pipeline
         join_workers(pipeline.in_queues, pipeline.out_queues)
-        pipeline.in_queues = pipeline.out_queues = [_Here(device) for device in devices]
+        pipeline.in_queues = pipeline.out_queues = [_InlineQueue(device) for device in devices]
         self._pipe = _Unseen(made)
 
-    def train(self, mode: bool = True) -> PipedChain:  # noqa: FBT001, FBT002 - as nn.Module has it
+    def train(self, mode: bool = True) -> PipedStages:  # noqa: FBT001, FBT002 - as nn.Module has it
         """See `nn.Module.train`."""
         super().train(mode)
         self._pipe.module.train(mode)
@@ -198,7 +202,7 @@ class PipedChain(Chain):
 
 
 class FairscaleRunner(LoopRunner):
-    """All micro-batches of a step through a `PipedChain`, wrapped or not, and back."""
+    """All micro-batches of a step through a `PipedStages`, wrapped or not, and back."""
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> float:
         """See `Runner.forward_backward`."""
@@ -206,12 +210,12 @@ class FairscaleRunner(LoopRunner):
         # Wrappers average gradients over the replicas; a sum is wanted, so undo that here.
         scale = self.context.dp_size / max(total, 1)
         self.meter.phase("forward")
-        placed = [self.place(micro_batch) for micro_batch in micro_batches]
+        placed = [self.place_batch(micro_batch) for micro_batch in micro_batches]
         for micro_batch in (*micro_batches, *placed):
-            self.own_batch(micro_batch)
+            self.label_batch(micro_batch)
         with self._sync(True):  # noqa: FBT003 - the last one of the step, and the only one
             losses = self._wrapped(placed, scale)
             self.meter.phase("backward")
             losses.sum().backward()
-        self.own_gradients()
-        return self._agree(float(losses.detach().double().sum()) / scale, total)
+        self.label_gradients()
+        return self._check_finite_loss(float(losses.detach().double().sum()) / scale, total)

@@ -20,11 +20,11 @@ from bigtrain.core.runner import Runner
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.traits import CutTraits
 from bigtrain.costs.forecast import Forecast
-from bigtrain.costs.rank_replay import joined
+from bigtrain.costs.rank_replay import join_stages
 from bigtrain.errors import ConfigError
 from bigtrain.schedules.orders import Action
 from bigtrain.strategies.pipeline import Pipeline, refuse_no_ranks, refuse_wrong_places
-from bigtrain.strategies.pipeline.deepspeed_start import load_deepspeed
+from bigtrain.strategies.pipeline.deepspeed_start import load_deepspeed_pipeline
 
 
 class DeepSpeedPipeline(Pipeline):
@@ -33,7 +33,7 @@ class DeepSpeedPipeline(Pipeline):
     @property
     def traits(self) -> CutTraits:
         """See `Strategy.traits`: ZeRO on DeepSpeed is done by the same engine."""
-        return replace(super().traits, optimizer_gets="copies", joins=True)
+        return replace(super().traits, optimizer_gets="copies", takes_over=True)
 
     def check(self, plan: Plan) -> None:
         """Refuse what DeepSpeed's pipelines cannot do."""
@@ -50,7 +50,7 @@ class DeepSpeedPipeline(Pipeline):
         refuse_no_ranks(self, plan)
         refuse_wrong_places(self, plan.pp, f"mesh.pp={plan.pp}")
         self._check_replicas(plan)
-        away = plan.offloaded
+        away = plan.offload_tiers
         if (away.optimizer, away.parameters) != ("device", "device"):
             raise ConfigError(
                 "strategy.cut.engine=deepspeed keeps all its states on the device, and "
@@ -58,7 +58,7 @@ class DeepSpeedPipeline(Pipeline):
                 "Leave strategy.offload out, or set strategy.cut.engine=torch."
             )
         try:
-            load_deepspeed(plan.device_type)
+            load_deepspeed_pipeline(plan.device_type)
         except Exception as error:  # noqa: BLE001 - an extension that does not fit raises anything
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ConfigError(
@@ -70,7 +70,7 @@ class DeepSpeedPipeline(Pipeline):
         replicate = plan.techniques["replicate"]
         if replicate.name in ("single", "ddp"):
             return
-        if not plan.joined:
+        if not plan.shares_engine:
             raise ConfigError(
                 f"strategy.cut.engine=deepspeed steps the optimizer itself, and "
                 f"strategy.replicate={replicate.name} shards it in another way. Set "
@@ -83,7 +83,7 @@ class DeepSpeedPipeline(Pipeline):
         steps = plan.batch.accumulation_steps
         return tuple(min(steps, plan.pp - rank) for rank in range(plan.pp))
 
-    def replayed(
+    def replay_rank(
         self,
         forecasts: Mapping[int, Forecast],
         plan: Plan,
@@ -101,7 +101,7 @@ class DeepSpeedPipeline(Pipeline):
             for number in range(steps)
         ]
         actions = [action for _, action in sorted(ticks)]
-        return joined(actions, forecasts, halves, bucket=plan.averaging_bucket)
+        return join_stages(actions, forecasts, halves, bucket=plan.averaging_bucket)
 
     def apply(self, assembly: Assembly) -> None:
         """Make this rank's stage, and let DeepSpeed own the step."""

@@ -18,12 +18,12 @@ import torch
 
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.traits import CutTraits
-from bigtrain.costs.forecast import NOTHING, Forecast, Profile
-from bigtrain.costs.rank_replay import joined
+from bigtrain.costs.forecast import EMPTY_TIMELINE, Forecast, Profile
+from bigtrain.costs.rank_replay import join_stages
 from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import Timeline
-from bigtrain.schedules.orders import Action, Kind
-from bigtrain.strategies.pipeline import Pipeline, cpu_or_local, refuse_wrong_places
+from bigtrain.schedules.orders import Action, ActionKind
+from bigtrain.strategies.pipeline import Pipeline, local_devices, refuse_wrong_places
 
 
 class FairscalePipe(Pipeline):
@@ -93,8 +93,8 @@ class FairscalePipe(Pipeline):
         """All of a step."""
         return (plan.batch.accumulation_steps,) * (self.devices or 1)
 
-    def replays(self, plan: Plan) -> bool:
-        """See `CutStrategy.replays`: what a stage hands to the next is in the process once."""
+    def predicts_by_stage(self, plan: Plan) -> bool:
+        """See `CutStrategy.predicts_by_stage`: what is handed on is in the process once."""
         return self.checkpoint != "never" or plan.dp > 1
 
     def estimate(
@@ -104,16 +104,18 @@ class FairscalePipe(Pipeline):
         plan: Plan,
     ) -> Forecast:
         """The whole model's micro-batches, unless by stages: all forward, then all back."""
-        if self.replays(plan):
+        if self.predicts_by_stage(plan):
             return forecast
         number = plan.batch.accumulation_steps
         actions = [Action(0, "F", place) for place in range(number)]
         actions += [Action(0, "B", place) for place in reversed(range(number))]
         after = replace(forecast, first=profile.first, next=profile.next)
         # All of a step are in it: none comes through when the gradients are there.
-        return replace(forecast, first=joined(actions, {0: after}, {}).first, next=NOTHING)
+        return replace(
+            forecast, first=join_stages(actions, {0: after}, {}).first, next=EMPTY_TIMELINE
+        )
 
-    def replayed(
+    def replay_rank(
         self,
         forecasts: Mapping[int, Forecast],
         plan: Plan,
@@ -131,25 +133,25 @@ class FairscalePipe(Pipeline):
         ]
         actions = [Action(stage, "F", place) for cycle in cycles for stage, place in cycle]
         again = self.checkpoint != "never"
-        kinds: tuple[Kind, ...] = ("I", "W") if again else ("B",)
+        kinds: tuple[ActionKind, ...] = ("I", "W") if again else ("B",)
         for cycle in reversed(cycles):
             for kind in kinds:
                 actions += [Action(stage, kind, place) for stage, place in reversed(cycle)]
         if again:
             halves = {stage: _in_parts(found) for stage, found in forecasts.items()}
-        return joined(actions, forecasts, halves)
+        return join_stages(actions, forecasts, halves)
 
     def apply(self, assembly: Assembly) -> None:
         """Put Pipe around the stages, before a replicate technique wraps the whole."""
         if assembly.layout is None or self.devices is None:
             return
-        from bigtrain.strategies.pipeline.fairscale_runner import FairscaleRunner, PipedChain
+        from bigtrain.strategies.pipeline.fairscale_runner import FairscaleRunner, PipedStages
 
         stages = assembly.make_stages(range(self.devices))
-        devices = cpu_or_local(assembly, self.devices)
+        devices = local_devices(assembly, self.devices)
         chunks = assembly.plan.batch.accumulation_steps
         bf16 = assembly.plan.precision == "bf16"
-        assembly.module = PipedChain(
+        assembly.module = PipedStages(
             stages, devices, assembly.model, chunks, self.checkpoint, autocast=bf16
         )
         assembly.runner = FairscaleRunner

@@ -13,9 +13,14 @@ from bigtrain.core.runner import Runner
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.traits import CutTraits
 from bigtrain.costs.forecast import Forecast
-from bigtrain.costs.rank_replay import joined
-from bigtrain.schedules.in_flight import in_flight
-from bigtrain.schedules.orders import SPLIT, check_schedule, order, stage_ranks
+from bigtrain.costs.rank_replay import join_stages
+from bigtrain.schedules.in_flight import peak_in_flight
+from bigtrain.schedules.orders import (
+    SPLIT_BACKWARD_SCHEDULES,
+    check_schedule,
+    schedule_orders,
+    stage_ranks,
+)
 from bigtrain.schedules.transfers import transfers
 from bigtrain.strategies.pipeline import Pipeline, refuse_no_ranks, refuse_wrong_places
 
@@ -26,7 +31,7 @@ class TorchPipeline(Pipeline):
     @property
     def traits(self) -> CutTraits:
         """See `Strategy.traits`."""
-        return replace(super().traits, splits_backward=self.schedule in SPLIT)
+        return replace(super().traits, splits_backward=self.schedule in SPLIT_BACKWARD_SCHEDULES)
 
     def check(self, plan: Plan) -> None:
         """Refuse a mesh without a pp axis, and micro-batches that the schedule cannot use."""
@@ -41,13 +46,13 @@ class TorchPipeline(Pipeline):
         return stage_ranks(self.schedule, plan.pp, self.per_rank())
 
     def held(self, plan: Plan) -> tuple[int, ...]:
-        """See `CutStrategy.held`."""
+        """See `CutStrategy.in_flight`."""
         steps = plan.batch.accumulation_steps
-        orders = order(self.schedule, plan.pp, self.per_rank(), steps)
-        held = {stage: n for actions in orders for stage, n in in_flight(actions).items()}
+        orders = schedule_orders(self.schedule, plan.pp, self.per_rank(), steps)
+        held = {stage: n for actions in orders for stage, n in peak_in_flight(actions).items()}
         return tuple(held[stage] for stage in range(len(held)))
 
-    def replayed(
+    def replay_rank(
         self,
         forecasts: Mapping[int, Forecast],
         plan: Plan,
@@ -59,7 +64,7 @@ class TorchPipeline(Pipeline):
         given = (self.schedule, plan.pp, self.per_rank(), steps)
         underway = transfers(*given)[pp_rank]
         bucket = plan.averaging_bucket
-        return joined(order(*given)[pp_rank], forecasts, halves, underway, bucket)
+        return join_stages(schedule_orders(*given)[pp_rank], forecasts, halves, underway, bucket)
 
     def apply(self, assembly: Assembly) -> None:
         """Make this rank's stages, and let the schedule own the step."""

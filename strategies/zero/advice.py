@@ -9,7 +9,7 @@ from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.strategies.zero import Zero
 from bigtrain.units import format_bytes
 
-MOSTLY = 0.6
+ACTIVATION_DOMINANCE = 0.6
 """The share of activations in the peak from which on ZeRO is not the means."""
 
 
@@ -32,7 +32,7 @@ def advise(
     name = f"ZeRO stage {options.stage}"
     if plan.dp == 1:
         return f"{name} has nothing to shard on one rank. Use --strategy single, or more ranks."
-    if profile.missing is not None:
+    if profile.untraceable is not None:
         return None
     replicated = _replicated(forecast_before, profile, plan)
     before, after = replicated.peak().bytes, forecast_after.peak()
@@ -42,7 +42,7 @@ def advise(
             f"DDP {format_bytes(before)}: its buffers exceed what it saves. Use --strategy ddp."
         )
     share = after.breakdown.activations / after.bytes
-    if share > MOSTLY:
+    if share > ACTIVATION_DOMINANCE:
         return (
             f"{share:.0%} of the predicted peak of {format_bytes(after.bytes)} are activations, "
             f"which {name} does not touch. Use a smaller train.micro_batch_size "

@@ -16,19 +16,19 @@ from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.workload import Workload
 from bigtrain.data import open_data
 from bigtrain.data.loader import MicroBatch
-from bigtrain.engine.setup import check_job, open_parts
+from bigtrain.engine.setup import check_job, open_setup
 from bigtrain.errors import BigtrainError
 from bigtrain.job.arguments import plan_arguments
-from bigtrain.job.load import changed_job, job_of, load_job
+from bigtrain.job.load import job_from_keys, load_job, override_job
 from bigtrain.job.presets import preset_names
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.machine.cluster import load_cluster
 from bigtrain.models import check_model
 from bigtrain.optim.factory import optimizer_factory
 from bigtrain.planner.ask import ask
-from bigtrain.planner.command import asked
-from bigtrain.planner.show import document, nothing_fits, plan_text
-from bigtrain.prediction.predict import advice, forecast, rank_of
+from bigtrain.planner.command import make_question
+from bigtrain.planner.show import no_fit_lines, plan_document, plan_text
+from bigtrain.prediction.predict import collect_advice, forecast_rank, forecast_step
 from golden.nets import NETS
 
 GPT = [
@@ -83,7 +83,7 @@ def rank_forecasts(
 
 def _peaks(net: str, strategy: str, ranks: int, keys: Mapping[str, Any]) -> list[int]:
     resolved, workload = _resolved(net, strategy, ranks, keys)
-    found = [rank_of(resolved, workload, rank).forecast for rank in range(resolved.plan.pp)]
+    found = [forecast_rank(resolved, workload, rank).forecast for rank in range(resolved.plan.pp)]
     return [one.peak().bytes for one in found if one is not None]
 
 
@@ -95,10 +95,10 @@ def _resolved(
         words = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
         job = load_job("default", strategy, [*GPT, *words])
         check_job(job)
-        parts = open_parts(job, make_plan(job, ranks, "cpu"))
+        parts = open_setup(job, make_plan(job, ranks, "cpu"))
         return parts.resolved, parts.workload
     make, batch = NETS[net]
-    job = job_of(strategy, keys)
+    job = job_from_keys(strategy, keys)
     plan = make_plan(job, ranks, "cpu")
     rows, loss = plan.batch.micro_size, CrossEntropy()
     inputs, targets = batch(rows)
@@ -122,7 +122,7 @@ def _forecasts(net: str, strategy: str, ranks: int, keys: Mapping[str, Any]) -> 
     if kept:
         found["keeps"] = kept
     for rank in range(plan.pp):
-        found |= _rank(plan, rank, rank_of(resolved, workload, rank))
+        found |= _rank(plan, rank, forecast_rank(resolved, workload, rank))
     return found
 
 
@@ -144,12 +144,12 @@ def _rank(plan: Any, rank: int, predicted: Any) -> dict[str, Any]:
     found[f"{at} profiles"] = [_profile(profile) for profile in profiles]
     if "cut" not in plan.techniques:
         own = [
-            _peak(forecast(profiles[0], replace(plan, dp_rank=replica)).peak())
+            _peak(forecast_step(profiles[0], replace(plan, dp_rank=replica)).peak())
             for replica in range(plan.dp)
         ]
         if any(one != peak for one in own):
             found["replicas"] = own
-        lines = advice(profiles[0], plan)
+        lines = collect_advice(profiles[0], plan)
         if lines:
             found["advice"] = lines
     sent = _traffic(plan, profiles)
@@ -177,7 +177,7 @@ def _traffic(plan: Any, profiles: Sequence[Any]) -> list[list[str]]:
     """Of each stage what the techniques state, in their order."""
     return [
         [
-            f"{one.kind} {one.nbytes} in {one.calls}, each {one.every}, beside {one.beside}, "
+            f"{one.kind} {one.nbytes} in {one.calls}, each {one.every}, beside {one.overlaps}, "
             f"ranks {one.ranks} by {one.stride}"
             for technique in plan.in_order
             for one in technique.traffic(profile, plan)
@@ -190,13 +190,13 @@ def planner_document(arguments: Sequence[str]) -> dict[str, Any]:
     """What `bigtrain plan --json` says to these arguments, the best plan's file and what to do."""
     options = plan_arguments([*arguments])
     job = load_job(options.job, "single", options.overrides)
-    question, margin = asked(job, load_cluster(options.cluster), options)
+    question, margin = make_question(job, load_cluster(options.cluster), options)
     planned = ask(question)
-    found = json.loads(json.dumps(document(planned, margin)))
-    if planned.answer.best:
-        found["file"] = plan_text(planned, planned.answer.best[0], "bigtrain plan")
+    found = json.loads(json.dumps(plan_document(planned, margin)))
+    if planned.result.best:
+        found["file"] = plan_text(planned, planned.result.best[0], "bigtrain plan")
     else:
-        found["nothing fits"] = nothing_fits(planned)
+        found["nothing fits"] = no_fit_lines(planned)
     return found
 
 
@@ -207,12 +207,12 @@ def loaded(words: Sequence[str], config: str | None, strategy: str | None) -> st
 
 def changed(strategy: str, words: Sequence[str]) -> str | None:
     """The refusal of words that change a job."""
-    return refused(lambda: changed_job(job_of(strategy, {}), words))
+    return refused(lambda: override_job(job_from_keys(strategy, {}), words))
 
 
 def planned(strategy: str, keys: Mapping[str, Any], ranks: int) -> str | None:
     """The refusal of a plan."""
-    return refused(lambda: make_plan(job_of(strategy, keys), ranks, "cpu"))
+    return refused(lambda: make_plan(job_from_keys(strategy, keys), ranks, "cpu"))
 
 
 def opened(strategy: str, words: Sequence[str], ranks: int) -> str | None:
@@ -221,7 +221,7 @@ def opened(strategy: str, words: Sequence[str], ranks: int) -> str | None:
     def call() -> None:
         job = load_job("default", strategy, words)
         check_job(job)
-        open_parts(job, make_plan(job, ranks, "cpu"))
+        open_setup(job, make_plan(job, ranks, "cpu"))
 
     return refused(call)
 

@@ -12,9 +12,9 @@ import time
 from bigtrain.errors import ConfigError
 from bigtrain.ranks.connect import connect
 from bigtrain.ranks.exit_status import run_guarded
-from bigtrain.ranks.launcher_env import detect
+from bigtrain.ranks.launcher_env import detect_rank_info
 
-connection = connect(detect(os.environ), device="cpu", timeout=60)
+connection = connect(detect_rank_info(os.environ), device="cpu", timeout=60)
 context = connection.__enter__()
 context.barrier()
 if sys.argv[1] == "fail":

@@ -19,7 +19,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.ranks.connect import connect
 from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.exit_status import run_guarded
-from bigtrain.ranks.launcher_env import detect
+from bigtrain.ranks.launcher_env import detect_rank_info
 
 
 class Deliberate(Exception):
@@ -60,7 +60,7 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=1)
     parser.add_argument("--linger", action="store_true", help="the chosen rank sleeps instead")
     options = parser.parse_args()
-    placement = detect(os.environ)
+    placement = detect_rank_info(os.environ)
     if options.early:
         raise ConfigError("train.steps=0 is too few. Use train.steps=1")
     for _ in range(options.times):

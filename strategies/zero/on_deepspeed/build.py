@@ -27,9 +27,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from bigtrain.core.strategy import Assembly
 from bigtrain.errors import ConfigError
-from bigtrain.job.deepspeed_json import section
+from bigtrain.job.deepspeed_json import json_section
 from bigtrain.models.names import names_of
-from bigtrain.optim.partitioned import ELEMENTWISE
+from bigtrain.optim.partitioned import ELEMENTWISE_OPTIMIZERS
 from bigtrain.ranks.context import RunContext
 
 _MODULES = (
@@ -111,11 +111,11 @@ def _environment(**values: str) -> Iterator[None]:
 
 
 @dataclass
-class Built:
+class BuiltEngine:
     """A DeepSpeed engine, and what was put aside for it."""
 
     engine: Any
-    exact: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
+    fp32_values: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
     """fp32 values by the id of a parameter, and where they begin in it: what this rank updates
     of it, or more."""
     closing: ExitStack = field(default_factory=ExitStack)
@@ -124,7 +124,9 @@ class Built:
     """Whether memory is being tracked now."""
 
 
-def build(assembly: Assembly, config: dict[str, Any], stage: int, path: str | None) -> Built:
+def build_engine(
+    assembly: Assembly, config: dict[str, Any], stage: int, path: str | None
+) -> BuiltEngine:
     """Fill the model in, shard it, and put DeepSpeed's engine around it.
 
     Args:
@@ -136,7 +138,7 @@ def build(assembly: Assembly, config: dict[str, Any], stage: int, path: str | No
     context = assembly.context
     deepspeed = load_deepspeed(context.device.type)
     meter = assembly.meter
-    built = Built(None, tracking=lambda: meter.tracking)
+    built = BuiltEngine(None, tracking=lambda: meter.tracking)
     with ExitStack() as failing, warnings.catch_warnings():
         failing.enter_context(built.closing)
         # Only some launchers set it, and DeepSpeed reads it all the time.
@@ -249,7 +251,7 @@ def optimizer_and_names(
     stand_ins = {n: nn.Parameter(number.expand(p.shape)) for n, p in named.items()}
     optimizer = assembly.make_optimizer(list(stand_ins.values()))
     kind = type(optimizer).__name__
-    if kind not in ELEMENTWISE:
+    if kind not in ELEMENTWISE_OPTIMIZERS:
         raise ConfigError(
             f"DeepSpeed gives the optimizer flat stretches of parameters, and {kind} may need "
             "whole ones. Use --strategy zero1_torch."
@@ -262,11 +264,11 @@ def optimizer_and_names(
 
 def _is_dealt_out(config: dict[str, Any]) -> bool:
     """Whether DeepSpeed puts the parameters into another order than they come in."""
-    return bool(section(config, "zero_optimization").get("round_robin_gradients", False))
+    return bool(json_section(config, "zero_optimization").get("round_robin_gradients", False))
 
 
 def _fill_flat(
-    assembly: Assembly, groups: list[list[str]], built: Built, *, low: bool, whole: bool
+    assembly: Assembly, groups: list[list[str]], built: BuiltEngine, *, low: bool, whole: bool
 ) -> None:
     """Stages 1 and 2: each group's parameters one after the other in one buffer.
 
@@ -288,10 +290,10 @@ def _fill_flat(
             stop = offset + values.numel()
             first, last = max(offset, mine.start), min(stop, mine.stop)
             if low and whole:
-                built.exact[id(parameter)] = (0, values.reshape(-1).clone())
+                built.fp32_values[id(parameter)] = (0, values.reshape(-1).clone())
             elif low and first < last:
                 kept = values.reshape(-1)[first - offset : last - offset].clone()
-                built.exact[id(parameter)] = (first - offset, kept)
+                built.fp32_values[id(parameter)] = (first - offset, kept)
             place = flat[offset:stop].view(values.shape)
             place.copy_(values)
             parameter.data = place
@@ -300,7 +302,7 @@ def _fill_flat(
 
 
 def _fill_in_shards(
-    deepspeed: Any, assembly: Assembly, config: dict[str, Any], built: Built, *, low: bool
+    deepspeed: Any, assembly: Assembly, config: dict[str, Any], built: BuiltEngine, *, low: bool
 ) -> None:
     """Stage 3: module by module, so that no rank ever has more than one module whole."""
     parts: Any = import_module("deepspeed.runtime.zero.partition_parameters")
@@ -323,7 +325,7 @@ def _fill_in_shards(
                     size = -(-parameter.numel() // ranks)
                     start = rank * size
                     kept = parameter.detach().reshape(-1)[start : start + size].clone()
-                    built.exact[id(parameter)] = (start, kept)
+                    built.fp32_values[id(parameter)] = (start, kept)
                 parameter.data = parameter.data.to(torch.bfloat16)
             # Every rank has made the same values, so that nothing need be sent.
             init._convert_to_deepspeed_param(parameter)

@@ -6,13 +6,13 @@ from typing import Any
 
 from bigtrain.core.strategy import Plan
 from bigtrain.errors import ConfigError
-from bigtrain.job.deepspeed_json import read_file, same, section
+from bigtrain.job.deepspeed_json import json_section, read_deepspeed_json, same_value
 from bigtrain.strategies.zero import Zero
 
-AUTO = "auto"
+_AUTO = "auto"
 
 
-def stage_of(options: Zero) -> int:
+def zero_stage_of(options: Zero) -> int:
     """The stage that is run: the file's, where there is one.
 
     Raises:
@@ -20,8 +20,8 @@ def stage_of(options: Zero) -> int:
     """
     if options.config is None:
         return options.stage
-    stage = section(read_file(options.config), "zero_optimization").get("stage", 0)
-    if stage == AUTO:
+    stage = json_section(read_deepspeed_json(options.config), "zero_optimization").get("stage", 0)
+    if stage == _AUTO:
         return options.stage
     if not isinstance(stage, int) or stage not in range(4):
         raise ConfigError(
@@ -40,7 +40,7 @@ def precision_of(plan: Plan) -> int:
     return 2 if plan.bf16_parameters else 4
 
 
-def settings(options: Zero, plan: Plan, elements: int) -> dict[str, Any]:
+def deepspeed_settings(options: Zero, plan: Plan, elements: int) -> dict[str, Any]:
     """The dictionary that DeepSpeed is given.
 
     Args:
@@ -52,7 +52,7 @@ def settings(options: Zero, plan: Plan, elements: int) -> dict[str, Any]:
         ConfigError: the file contradicts the job.
     """
     batch, bf16 = plan.batch, plan.precision == "bf16"
-    stage = stage_of(options)
+    stage = zero_stage_of(options)
     ours: dict[str, Any] = {
         "train_batch_size": batch.global_size,
         "train_micro_batch_size_per_gpu": batch.micro_size,
@@ -68,7 +68,7 @@ def settings(options: Zero, plan: Plan, elements: int) -> dict[str, Any]:
         ours["data_types"] = {"grad_accum_dtype": "fp32"}
     if options.config is None:
         return ours
-    given = read_file(options.config)
+    given = read_deepspeed_json(options.config)
     _refuse_contradictions(options.config, given, ours, plan)
     filled: dict[str, Any] = _fill(given, ours)
     filled.pop("optimizer", None)  # compared with optim.* when the job was read
@@ -118,7 +118,7 @@ def _zero(options: Zero, plan: Plan, stage: int, elements: int) -> dict[str, Any
             # Gathered one by one, a parameter is not held twice.
             "stage3_allgather_sequential": not cuda,
         }
-    away = plan.offloaded
+    away = plan.offload_tiers
     if away.optimizer != "device":
         chosen["offload_optimizer"] = _offload(away.optimizer, away.path, plan)
     if away.parameters != "device":
@@ -152,9 +152,9 @@ def _fill(given: Any, ours: Any) -> Any:
         return given
     known = ours if isinstance(ours, dict) else {}
     return {
-        key: known[key] if value == AUTO else _fill(value, known.get(key))
+        key: known[key] if value == _AUTO else _fill(value, known.get(key))
         for key, value in given.items()
-        if value != AUTO or key in known
+        if value != _AUTO or key in known
     }
 
 
@@ -165,52 +165,52 @@ def _refuse_contradictions(
     pairs: list[tuple[str, object, str, object]] = [
         (
             "train_batch_size",
-            given.get("train_batch_size", AUTO),
+            given.get("train_batch_size", _AUTO),
             "train.global_batch_size",
             batch.global_size,
         ),
         (
             "train_micro_batch_size_per_gpu",
-            given.get("train_micro_batch_size_per_gpu", AUTO),
+            given.get("train_micro_batch_size_per_gpu", _AUTO),
             "train.micro_batch_size",
             batch.micro_size,
         ),
         (
             "gradient_accumulation_steps",
-            given.get("gradient_accumulation_steps", AUTO),
+            given.get("gradient_accumulation_steps", _AUTO),
             "train.accumulation_steps",
             batch.accumulation_steps,
         ),
     ]
     for key, value, ours_key, ours_value in pairs:
-        if value not in (AUTO, ours_value):
+        if value not in (_AUTO, ours_value):
             raise _contradiction(path, key, value, ours_key, ours_value, f"{ours_key}={value}")
-    clip = given.get("gradient_clipping", AUTO)
-    if clip != AUTO and not same(clip, ours["gradient_clipping"]):
+    clip = given.get("gradient_clipping", _AUTO)
+    if clip != _AUTO and not same_value(clip, ours["gradient_clipping"]):
         wanted = clip or "null"
         raise _contradiction(
             path, "gradient_clipping", clip, "optim.clip_norm", plan.clip_norm,
             f"optim.clip_norm={wanted}",
         )  # fmt: skip
-    if section(given, "fp16").get("enabled") is True:
+    if json_section(given, "fp16").get("enabled") is True:
         raise ConfigError(
             f"{path}: fp16.enabled=true, and train.precision={plan.precision}: there is no fp16 "
             "here. Write bf16 instead of fp16 in the file, and use train.precision=bf16."
         )
-    bf16 = section(given, "bf16").get("enabled", AUTO)
-    if bf16 not in (AUTO, ours["bf16"]["enabled"]):
+    bf16 = json_section(given, "bf16").get("enabled", _AUTO)
+    if bf16 not in (_AUTO, ours["bf16"]["enabled"]):
         wanted = "bf16" if bf16 else "fp32"
         raise _contradiction(
             path, "bf16.enabled", bf16, "train.precision", plan.precision,
             f"train.precision={wanted}",
         )  # fmt: skip
     for name, place in (
-        ("offload_optimizer", plan.offloaded.optimizer),
-        ("offload_param", plan.offloaded.parameters),
+        ("offload_optimizer", plan.offload_tiers.optimizer),
+        ("offload_param", plan.offload_tiers.parameters),
     ):
-        device = section(section(given, "zero_optimization"), name).get("device", AUTO)
+        device = json_section(json_section(given, "zero_optimization"), name).get("device", _AUTO)
         known = {"none": "device", "cpu": "cpu", "nvme": "disk"}.get(str(device), device)
-        if place != "device" and known not in (AUTO, place):
+        if place != "device" and known not in (_AUTO, place):
             key = "optimizer" if name == "offload_optimizer" else "parameters"
             raise _contradiction(
                 path, f"zero_optimization.{name}.device", device, f"strategy.offload.{key}",

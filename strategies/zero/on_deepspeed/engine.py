@@ -35,16 +35,20 @@ from bigtrain.costs.traffic import Traffic
 from bigtrain.errors import ConfigError
 from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.advice import advise
-from bigtrain.strategies.zero.on_deepspeed.build import build, check_file, load_deepspeed
-from bigtrain.strategies.zero.on_deepspeed.config import bucket_elements, settings, stage_of
-from bigtrain.strategies.zero.on_deepspeed.in_pipeline import share, shared_forecast
-from bigtrain.strategies.zero.on_deepspeed.memory import forecast_of
+from bigtrain.strategies.zero.on_deepspeed.build import build_engine, check_file, load_deepspeed
+from bigtrain.strategies.zero.on_deepspeed.config import (
+    bucket_elements,
+    deepspeed_settings,
+    zero_stage_of,
+)
+from bigtrain.strategies.zero.on_deepspeed.in_pipeline import share_engine, shared_forecast
+from bigtrain.strategies.zero.on_deepspeed.memory import forecast_deepspeed
 from bigtrain.strategies.zero.on_deepspeed.offload import check_offload, offload_advice
 from bigtrain.strategies.zero.on_deepspeed.runner import DeepSpeedRunner
-from bigtrain.strategies.zero.on_deepspeed.traffic import shared_traffic, traffic_of
+from bigtrain.strategies.zero.on_deepspeed.traffic import deepspeed_traffic, shared_traffic
 from bigtrain.strategies.zero.on_deepspeed.update import DeepSpeedUpdate
 
-INSTEAD = {0: "ddp", 1: "zero1_torch", 2: "fsdp_zero2", 3: "fsdp"}
+DEEPSPEED_ALTERNATIVES = {0: "ddp", 1: "zero1_torch", 2: "fsdp_zero2", 3: "fsdp"}
 """The preset on torch's own parts that does the same stage."""
 
 
@@ -68,11 +72,11 @@ class DeepSpeed(Zero):
 
     def check(self, plan: Plan) -> None:
         """Refuse what DeepSpeed cannot do, and a file that contradicts the job."""
-        if plan.joined:
+        if plan.shares_engine:
             self._check_in_pipeline(plan)
             return
-        stage = stage_of(self)
-        instead = INSTEAD[stage]
+        stage = zero_stage_of(self)
+        instead = DEEPSPEED_ALTERNATIVES[stage]
         if stage == 0:
             raise ConfigError(
                 f"{self.config}: zero_optimization.stage=0 shards nothing. Use --strategy ddp, "
@@ -94,7 +98,7 @@ class DeepSpeed(Zero):
                 f"strategy.replicate.shard_ranks={self.shard_ranks} is for engine=torch, and "
                 "engine is deepspeed. Leave it out, or set strategy.replicate.engine=torch."
             )
-        config = settings(self, plan, elements=1)
+        config = deepspeed_settings(self, plan, elements=1)
         check_offload(config, plan, stage, instead)
         try:
             load_deepspeed(plan.device_type)
@@ -131,35 +135,35 @@ class DeepSpeed(Zero):
     def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:
         """Say where sharding, or DeepSpeed's offload, cannot help."""
         after = self.estimate(forecast, profile, plan)
-        staged = self.model_copy(update={"stage": stage_of(self)})
+        staged = self.model_copy(update={"stage": zero_stage_of(self)})
         return advise(staged, forecast, after, profile, plan) or offload_advice(plan)
 
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
         """Shards, DeepSpeed's buffers, and what passes; see `deepspeed_forecast`."""
-        if plan.joined:
+        if plan.shares_engine:
             return shared_forecast(self, forecast, profile, plan)
-        config = settings(self, plan, profile.trained_elements)
-        return forecast_of(config, forecast, profile, plan)
+        config = deepspeed_settings(self, plan, profile.trained_elements)
+        return forecast_deepspeed(config, forecast, profile, plan)
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
         """See `deepspeed_traffic`."""
-        if plan.joined:
+        if plan.shares_engine:
             bucket = bucket_elements(self, plan, profile.trained_elements)
             return shared_traffic(bucket, profile, plan)
-        config = settings(self, plan, profile.trained_elements)
-        return traffic_of(config, profile, plan)
+        config = deepspeed_settings(self, plan, profile.trained_elements)
+        return deepspeed_traffic(config, profile, plan)
 
     def apply(self, assembly: Assembly) -> None:
         """Let the runner build the model under DeepSpeed, when everything else has its shape."""
-        if assembly.plan.joined:
-            share(self, assembly)
+        if assembly.plan.shares_engine:
+            share_engine(self, assembly)
             return
-        stage = stage_of(self)
+        stage = zero_stage_of(self)
         trained = sum(p.numel() for p in assembly.model.parameters() if p.requires_grad)
-        config = settings(self, assembly.plan, trained)
+        config = deepspeed_settings(self, assembly.plan, trained)
 
         def runner(final: Assembly) -> Runner:
-            built = build(final, config, stage, self.config)
+            built = build_engine(final, config, stage, self.config)
             update = DeepSpeedUpdate(built, final.context, final.model, stage)
             final.update = update
             return DeepSpeedRunner(final, update)

@@ -19,22 +19,22 @@ from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.memory.timeline import Span, Timeline
 from bigtrain.models.names import names_of
 from bigtrain.strategies.zero import Zero
-from bigtrain.strategies.zero.on_deepspeed.build import Built, optimizer_and_names
-from bigtrain.strategies.zero.on_deepspeed.config import bucket_elements, settings
+from bigtrain.strategies.zero.on_deepspeed.build import BuiltEngine, optimizer_and_names
+from bigtrain.strategies.zero.on_deepspeed.config import bucket_elements, deepspeed_settings
 from bigtrain.strategies.zero.on_deepspeed.update import DeepSpeedUpdate
 
 
-def share(options: Zero, into: Assembly) -> None:
+def share_engine(options: Zero, into: Assembly) -> None:
     """Tell the engine of the cut how this technique takes part in it."""
 
-    def shard(assembly: Assembly, start: Callable[..., Any]) -> PipelineShare:
+    def shard(assembly: Assembly, start: Callable[..., Any]) -> PipelineZeroUpdate:
         model = assembly.model
         assembly.materialize(names_of(model))
         optimizer, names = optimizer_and_names(assembly)
         for group, members in zip(optimizer.param_groups, names, strict=True):
             group["params"] = [model.get_parameter(name) for name in members]
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        config = settings(options, assembly.plan, trained)
+        config = deepspeed_settings(options, assembly.plan, trained)
         more = {
             # In a pipeline it reduces when all micro-batches are through.
             "zero_optimization": config["zero_optimization"] | {"overlap_comm": False},
@@ -43,13 +43,13 @@ def share(options: Zero, into: Assembly) -> None:
         engine = start(optimizer, more)
         engine.step = engine._exec_optimizer_step
         meter = assembly.meter
-        built = Built(engine, tracking=lambda: meter.tracking)
-        return PipelineShare(built, assembly.context, model, 1)
+        built = BuiltEngine(engine, tracking=lambda: meter.tracking)
+        return PipelineZeroUpdate(built, assembly.context, model, 1)
 
     into.shard = shard
 
 
-class PipelineShare(DeepSpeedUpdate):
+class PipelineZeroUpdate(DeepSpeedUpdate):
     """The optimizer of one stage, its state sharded over the replicas."""
 
     def clip(self, elsewhere: Collection[str]) -> float:
@@ -64,7 +64,7 @@ class PipelineShare(DeepSpeedUpdate):
             if gradient is not None:
                 squares.append(_square(gradient))
         for name in elsewhere:
-            stretch = self.shards.stretches.get(id(self.parameters[name]))
+            stretch = self.shards.slices.get(id(self.parameters[name]))
             gradient = None if stretch is None else self.shards.gradient(stretch.piece)
             if stretch is not None and gradient is not None:
                 flat = gradient.view(-1)
@@ -72,7 +72,7 @@ class PipelineShare(DeepSpeedUpdate):
         mine = max(0.0, math.fsum(squares))
         norm = math.sqrt(math.fsum(self._context.all_gather_numbers(mine)))
         device = self.shards.pieces[0].device
-        self.shards.give_norm(torch.tensor(norm, dtype=torch.float32, device=device))
+        self.shards.set_norm(torch.tensor(norm, dtype=torch.float32, device=device))
         return norm
 
     def load_master(self, name: str, value: torch.Tensor) -> None:

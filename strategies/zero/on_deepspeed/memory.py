@@ -14,15 +14,15 @@ from typing import Any
 
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Forecast, Profile
-from bigtrain.job.deepspeed_json import section
-from bigtrain.memory.timeline import Kind, Span, Timeline, scaled
+from bigtrain.job.deepspeed_json import json_section
+from bigtrain.memory.timeline import MemoryKind, Span, Timeline, scale_timeline
 from bigtrain.strategies.zero.on_deepspeed.config import accumulates_in_fp32, precision_of
 
-ADDED = 3
+GRADIENT_TICKS = 3
 """Ticks from when a layer has made a gradient until it is where it belongs."""
 
 
-def forecast_of(
+def forecast_deepspeed(
     config: dict[str, Any], forecast: Forecast, profile: Profile, plan: Plan
 ) -> Forecast:
     """Turn a forecast into that of a rank under DeepSpeed.
@@ -36,7 +36,7 @@ def forecast_of(
     zero = config["zero_optimization"]
     bucket = int(zero.get("reduce_bucket_size", 500_000_000)) * precision_of(plan)
     found = (_cut if zero["stage"] == 3 else _flat)(zero, forecast, profile, plan, bucket)
-    device = section(zero, "offload_optimizer").get("device", "none")
+    device = json_section(zero, "offload_optimizer").get("device", "none")
     return found if device == "none" else _offloaded(zero, found, profile, plan)
 
 
@@ -191,7 +191,7 @@ def _passing(span: Span) -> Span:
     """A gradient that goes as soon as it is there; all else as it is."""
     if span.kind != "gradients":
         return span
-    return span._replace(death=min(span.death, span.birth + ADDED))
+    return span._replace(death=min(span.death, span.birth + GRADIENT_TICKS))
 
 
 def _again(profile: Profile, which: int) -> tuple[tuple[int, int], ...]:
@@ -208,15 +208,15 @@ def _optimizer_bytes(profile: Profile, plan: Plan, share: int) -> int:
 
 def _on_shard(step: Timeline, plan: Plan) -> Timeline:
     """The optimizer's own temporaries, on fp32 shards."""
-    return scaled(step, 4 / precision_of(plan) / plan.dp)
+    return scale_timeline(step, 4 / precision_of(plan) / plan.dp)
 
 
-def _throughout(timeline: Timeline, kind: Kind, nbytes: int) -> Timeline:
+def _throughout(timeline: Timeline, kind: MemoryKind, nbytes: int) -> Timeline:
     """A timeline with something more alive all the time."""
     return _from(timeline.phases[0][0], timeline, kind, nbytes)
 
 
-def _from(begin: int, timeline: Timeline, kind: Kind, nbytes: int) -> Timeline:
+def _from(begin: int, timeline: Timeline, kind: MemoryKind, nbytes: int) -> Timeline:
     """A timeline with something more alive from a tick on."""
     end = max((span.death for span in timeline.spans), default=begin)
     more = Span(nbytes, kind, begin, max(end, begin + 1))

@@ -6,7 +6,7 @@ from typing import Any
 
 from bigtrain.core.strategy import Plan
 from bigtrain.errors import ConfigError
-from bigtrain.job.deepspeed_json import section
+from bigtrain.job.deepspeed_json import json_section
 
 
 def check_offload(config: dict[str, Any], plan: Plan, stage: int, instead: str) -> None:
@@ -15,15 +15,15 @@ def check_offload(config: dict[str, Any], plan: Plan, stage: int, instead: str) 
     Raises:
         ConfigError: with the key and the fix.
     """
-    away = plan.offloaded
+    away = plan.offload_tiers
     if away.parameters != "device" and stage < 3:
         raise ConfigError(
             f"strategy.offload.parameters={away.parameters}: stage {stage} of DeepSpeed keeps "
             "whole parameters on the device. Use --strategy zero3."
         )
-    zero = section(config, "zero_optimization")
+    zero = json_section(config, "zero_optimization")
     for name in ("offload_optimizer", "offload_param"):
-        if section(zero, name).get("device") == "nvme":
+        if json_section(zero, name).get("device") == "nvme":
             # Its pieces are then not in memory between the steps, where norms, clipping and
             # checkpoints look for them; and its operator takes libaio and minutes of compiling.
             raise ConfigError(
@@ -35,7 +35,7 @@ def check_offload(config: dict[str, Any], plan: Plan, stage: int, instead: str) 
 
 def offload_advice(plan: Plan) -> str | None:
     """Say where nothing is moved: on a machine without an accelerator the host is the device."""
-    away = plan.offloaded
+    away = plan.offload_tiers
     if plan.device_type == "cpu" and "cpu" in (away.optimizer, away.parameters):
         key = "optimizer" if away.optimizer == "cpu" else "parameters"
         return (

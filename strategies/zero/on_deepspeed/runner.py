@@ -19,7 +19,7 @@ from bigtrain.core.loop import LoopRunner
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import CheckpointError
-from bigtrain.losses.chunked_cross_entropy import given
+from bigtrain.losses.chunked_cross_entropy import head_targets
 from bigtrain.strategies.zero.on_deepspeed.update import DeepSpeedUpdate, shape_of
 from bigtrain.tensors.source import TensorSource
 
@@ -79,42 +79,44 @@ class DeepSpeedRunner(LoopRunner):
         def fetch_and_own(module: nn.Module, forward: bool) -> None:
             fetch(module, forward)
             if self.meter.tracking:
-                self.meter.own(module.parameters(recurse=False), "parameters")
+                self.meter.label(module.parameters(recurse=False), "parameters")
 
         coordinator.fetch_sub_module = fetch_and_own
 
     def _own_states(self) -> None:
         if self.meter.tracking:
             zero = self._sharded.zero
-            self.meter.own(self._sharded.held(), "optimizer")
-            self.meter.own(getattr(zero, "bit16_groups_flat", ()), "parameters")
-            self.meter.own([getattr(zero, "lp_param_buffer", None)], "parameters")
-            self.meter.own([getattr(zero, "grad_partitions_flat_buffer", None)], "gradients")
+            self.meter.label(self._sharded.resident_tensors(), "optimizer")
+            self.meter.label(getattr(zero, "bit16_groups_flat", ()), "parameters")
+            self.meter.label([getattr(zero, "lp_param_buffer", None)], "parameters")
+            self.meter.label([getattr(zero, "grad_partitions_flat_buffer", None)], "gradients")
             for bucket in zero.ipg_buckets.values():
                 buffers = bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
-                self.meter.own(buffers, "buffers")
+                self.meter.label(buffers, "buffers")
 
-    def one(self, micro_batch: MicroBatch, scale: float, *, check: bool = False) -> Tensor:
-        """See `LoopRunner.one`."""
+    def run_micro_batch(
+        self, micro_batch: MicroBatch, scale: float, *, check: bool = False
+    ) -> Tensor:
+        """See `LoopRunner.run_micro_batch`."""
         self.meter.phase("forward")
-        placed = self.place(micro_batch)
-        self.own_batch(placed)
+        placed = self.place_batch(micro_batch)
+        self.label_batch(placed)
         self._follow_buffers()
-        with given(self.loss, placed.targets):
+        with head_targets(self.loss, placed.targets):
             output = self._wrapped(placed.inputs)
             loss = self.loss(output, placed.targets, micro_batch.count)
         if micro_batch.count == 0:  # padding, or nothing valid: it only keeps the ranks in step
             loss = loss * 0.0
         del output
         if check:
-            self._agree(float(loss.detach()), 1)
+            self._check_finite_loss(float(loss.detach()), 1)
         self.meter.phase("backward")
         self._engine.backward(loss * scale, scale_wrt_gas=False)
         if self.meter.tracking:
             shards = self._sharded.shards
             found = (shards.gradient(number) for number in range(len(shards.pieces)))
-            self.meter.own(found, "gradients")
-            self.meter.own((p.grad for p in self._trained), "gradients")
+            self.meter.label(found, "gradients")
+            self.meter.label((p.grad for p in self._trained), "gradients")
         return loss.detach()
 
     def _follow_buffers(self) -> None:
@@ -128,7 +130,7 @@ class DeepSpeedRunner(LoopRunner):
         """See `LoopRunner.clip`; DeepSpeed itself scales the gradients, in its step."""
         norm = self._sharded.norm()
         device = self._sharded.shards.pieces[0].device
-        self._sharded.shards.give_norm(torch.tensor(norm, dtype=torch.float32, device=device))
+        self._sharded.shards.set_norm(torch.tensor(norm, dtype=torch.float32, device=device))
         return torch.tensor(norm, dtype=torch.float64)
 
     def gradients(self) -> dict[str, TensorSource]:
@@ -138,7 +140,7 @@ class DeepSpeedRunner(LoopRunner):
     def load_state(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
         """See `Runner.load_state`."""
         super().load_state(read, names)
-        self._sharded.spread()
+        self._sharded.update_parameters()
 
     def _load_model(self, read: Callable[[str], Tensor], stored: set[str]) -> None:
         kept = {name.removeprefix("model.") for name in stored if name.startswith("model.")}

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bigtrain.strategies.zero.on_deepspeed.build import Built
+from bigtrain.strategies.zero.on_deepspeed.build import BuiltEngine
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ShardSlice:
     """What this rank updates of a parameter: elements of it, and where they lie."""
 
     piece: int
@@ -31,14 +31,14 @@ class Stretch:
     length: int
 
 
-class Shards:
+class OptimizerShards:
     """The flat pieces of one of DeepSpeed's two optimizers; what differs between the stages."""
 
-    def __init__(self, zero: Any, built: Built) -> None:
+    def __init__(self, zero: Any, built: BuiltEngine) -> None:
         self.zero = zero
-        self.stretches: dict[int, Stretch] = {}
+        self.slices: dict[int, ShardSlice] = {}
         """By the id of a parameter: those that this rank has elements of."""
-        self.places: dict[int, int] = {}
+        self.piece_of: dict[int, int] = {}
         """By the id of a parameter: the piece in which it lies, whoever has its elements."""
         self._built = built
 
@@ -51,11 +51,11 @@ class Shards:
         """The averaged gradient of a piece, between the backward pass and the step."""
         raise NotImplementedError
 
-    def spread(self) -> None:
+    def update_parameters(self) -> None:
         """Let the parameters follow the pieces. Collective."""
         raise NotImplementedError
 
-    def give_norm(self, norm: Tensor) -> None:
+    def set_norm(self, norm: Tensor) -> None:
         """Let DeepSpeed clip by this norm and work out none itself.
 
         It would do so in fp64, through copies of whole gradients.
@@ -69,15 +69,15 @@ class Shards:
         """
         raise NotImplementedError
 
-    def take_exact(self) -> None:
+    def restore_fp32(self) -> None:
         """Give the pieces the values that were put aside before they were rounded to bf16."""
-        exact = self._built.exact
+        exact = self._built.fp32_values
         with torch.no_grad():
-            for key, stretch in self.stretches.items():
+            for key, stretch in self.slices.items():
                 if key in exact:
                     start, values = exact[key]
                     mine = values[stretch.start - start :][: stretch.length]
-                    self.of(self.pieces, stretch).copy_(mine)
+                    self.slice_of(self.pieces, stretch).copy_(mine)
         exact.clear()
 
     def _sent(self, parameters: Iterable[nn.Parameter]) -> list[StorageWeakRef]:
@@ -92,7 +92,7 @@ class Shards:
         ]
 
     @staticmethod
-    def of(flats: list[Tensor], stretch: Stretch) -> Tensor:
+    def slice_of(flats: list[Tensor], stretch: ShardSlice) -> Tensor:
         """A stretch of flat tensors, as a view."""
         flat = flats[stretch.piece].detach().view(-1)
         return flat[stretch.offset : stretch.offset + stretch.length]
@@ -113,21 +113,21 @@ def _until_gone(sent: list[StorageWeakRef]) -> None:
             time.sleep(2e-4)
 
 
-class FlatShards(Shards):
+class FlatShards(OptimizerShards):
     """Stages 1 and 2: one flat buffer for each parameter group, an equal part for each rank."""
 
-    def __init__(self, zero: Any, built: Built) -> None:
+    def __init__(self, zero: Any, built: BuiltEngine) -> None:
         super().__init__(zero, built)
         for number, group in enumerate(zero.round_robin_bit16_groups):
             size = int(zero.partition_size[number])
             begin = size * dist.get_rank(group=zero.real_dp_process_group[number])
             offsets = zero.round_robin_bit16_offsets[number]
             for parameter, offset in zip(group, offsets, strict=True):
-                self.places[id(parameter)] = number
+                self.piece_of[id(parameter)] = number
                 first = max(offset, begin)
                 last = min(offset + parameter.numel(), begin + size)
                 if first < last:
-                    self.stretches[id(parameter)] = Stretch(
+                    self.slices[id(parameter)] = ShardSlice(
                         number, first - begin, first - offset, last - first
                     )
         if not zero.cpu_offload:
@@ -135,7 +135,7 @@ class FlatShards(Shards):
                 self._update_in_place()
             self._reduce_into_one_buffer()
         self._reduce_the_rest()
-        self.take_exact()
+        self.restore_fp32()
 
     def _update_in_place(self) -> None:
         """Drop the fp32 copy of fp32 parameters: 4P/N bytes."""
@@ -216,7 +216,7 @@ class FlatShards(Shards):
         zero._offload_accumulated_param_ids = accumulated
 
     def clear(self) -> None:
-        """See `Shards.clear`; without offload they are in a buffer that goes with the step."""
+        """See `OptimizerShards.clear`; without offload they are in a buffer gone with the step."""
         if self.zero.cpu_offload:
             for piece in self.zero.single_partition_of_fp32_groups:
                 if piece.grad is not None:
@@ -226,39 +226,39 @@ class FlatShards(Shards):
 
     @property
     def pieces(self) -> list[Tensor]:
-        """See `Shards.pieces`."""
+        """See `OptimizerShards.pieces`."""
         return list(self.zero.single_partition_of_fp32_groups)
 
     def gradient(self, piece: int) -> Tensor | None:
-        """See `Shards.gradient`."""
+        """See `OptimizerShards.gradient`."""
         if self.zero.cpu_offload:
             found: Tensor | None = self.zero.single_partition_of_fp32_groups[piece].grad
             return found
         return getattr(self.zero.averaged_gradients.get(piece), "flat_partition", None)
 
-    def spread(self) -> None:
-        """See `Shards.spread`."""
+    def update_parameters(self) -> None:
+        """See `OptimizerShards.update_parameters`."""
         self.zero.update_lp_params()
 
-    def give_norm(self, norm: Tensor) -> None:
-        """See `Shards.give_norm`."""
+    def set_norm(self, norm: Tensor) -> None:
+        """See `OptimizerShards.set_norm`."""
         self.zero.scaled_global_norm = lambda norm_type=2: norm  # noqa: ARG005
 
 
-class CutShards(Shards):
+class PartitionedShards(OptimizerShards):
     """Stage 3: each parameter cut into as many equal parts as there are ranks."""
 
-    def __init__(self, zero: Any, built: Built) -> None:
+    def __init__(self, zero: Any, built: BuiltEngine) -> None:
         super().__init__(zero, built)
         self._offsets = [0]
         for group in zero.fp16_groups:
             for parameter in group:
                 piece, offset, size = zero.grad_position[zero.get_param_id(parameter)]
-                self.places[id(parameter)] = piece
+                self.piece_of[id(parameter)] = piece
                 start = size * dist.get_rank(group=parameter.ds_process_group)
                 length = min(size, parameter.ds_numel - start)
                 if length > 0:
-                    self.stretches[id(parameter)] = Stretch(piece, offset, start, length)
+                    self.slices[id(parameter)] = ShardSlice(piece, offset, start, length)
             self._offsets.append(self._offsets[-1] + sum(p.partition_numel() for p in group))
         self._away = zero.offload_optimizer
         if not self._away:
@@ -268,7 +268,7 @@ class CutShards(Shards):
             self._send_when_full()
         else:
             self._take_all_from_host()
-        self.take_exact()
+        self.restore_fp32()
 
     def _send_when_full(self) -> None:
         """Reduce a full bucket at once, and not when the next gradient is there as well."""
@@ -299,7 +299,7 @@ class CutShards(Shards):
         zero.independent_gradient_partition_epilogue = finish_all
 
     def clear(self) -> None:
-        """See `Shards.clear`."""
+        """See `OptimizerShards.clear`."""
         zero = self.zero
         zero.grad_partitions_flat_buffer.zero_()
         if self._away:
@@ -326,11 +326,11 @@ class CutShards(Shards):
 
     @property
     def pieces(self) -> list[Tensor]:
-        """See `Shards.pieces`."""
+        """See `OptimizerShards.pieces`."""
         return list(self.zero.fp32_partitioned_groups_flat)
 
     def gradient(self, piece: int) -> Tensor | None:
-        """See `Shards.gradient`."""
+        """See `OptimizerShards.gradient`."""
         if self._away:
             found: Tensor | None = self.zero.fp32_partitioned_groups_flat[piece].grad
             return found
@@ -338,8 +338,8 @@ class CutShards(Shards):
         flat: Tensor = self.zero.grad_partitions_flat_buffer
         return flat[start:stop]
 
-    def spread(self) -> None:
-        """See `Shards.spread`."""
+    def update_parameters(self) -> None:
+        """See `OptimizerShards.update_parameters`."""
         zero = self.zero
         zero._partition_all_parameters()
         for number in range(len(zero.fp16_groups)):
@@ -347,6 +347,6 @@ class CutShards(Shards):
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
-    def give_norm(self, norm: Tensor) -> None:
-        """See `Shards.give_norm`."""
+    def set_norm(self, norm: Tensor) -> None:
+        """See `OptimizerShards.set_norm`."""
         self.zero._get_norm_groups = lambda: [norm]

@@ -15,13 +15,20 @@ from typing import Any
 
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Profile
-from bigtrain.costs.traffic import Behind, Kind, Traffic, followed, packed, tensors_of
-from bigtrain.job.deepspeed_json import section
-from bigtrain.memory.timeline import Visit
+from bigtrain.costs.traffic import (
+    OverlapPhase,
+    Traffic,
+    TrafficKind,
+    buffer_broadcast_traffic,
+    message_count,
+    parameter_shapes,
+)
+from bigtrain.job.deepspeed_json import json_section
+from bigtrain.memory.timeline import BlockTicks
 from bigtrain.strategies.zero.on_deepspeed.config import accumulates_in_fp32, precision_of
 
 
-def traffic_of(config: dict[str, Any], profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+def deepspeed_traffic(config: dict[str, Any], profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
     """What a rank exchanges and moves.
 
     Args:
@@ -34,7 +41,9 @@ def traffic_of(config: dict[str, Any], profile: Profile, plan: Plan) -> tuple[Tr
     if plan.dp > 1:
         found += _cut(zero, profile, plan) if zero["stage"] == 3 else _flat(zero, profile, plan)
         if profile.buffer_bytes:
-            found.append(followed(profile, plan.dp, plan.pp * plan.tp, "micro_batch"))
+            found.append(
+                buffer_broadcast_traffic(profile, plan.dp, plan.pp * plan.tp, "micro_batch")
+            )
     if plan.device_type == "cuda":  # a CPU is the host
         found += (_cut_moves if zero["stage"] == 3 else _flat_moves)(zero, profile, plan)
     return tuple(found)
@@ -65,7 +74,7 @@ def _flat(zero: dict[str, Any], profile: Profile, plan: Plan) -> list[Traffic]:
     to_owner = zero.get("reduce_scatter", True) and not zero.get(
         "use_multi_rank_bucket_allreduce", True
     )
-    kind: Kind = "reduce" if to_owner else "all_reduce"
+    kind: TrafficKind = "reduce" if to_owner else "all_reduce"
     calls = _reductions(profile, int(zero.get("reduce_bucket_size", 500_000_000)), plan)
     beside = _beside(zero, plan, "backward")
     # Stage 1 adds whole gradients up, and reduces with the last micro-batch.
@@ -78,16 +87,16 @@ def _flat(zero: dict[str, Any], profile: Profile, plan: Plan) -> list[Traffic]:
 def _cut(zero: dict[str, Any], profile: Profile, plan: Plan) -> list[Traffic]:
     """Stage 3; what persists is gathered once, after the step."""
     group, size = (plan.dp, plan.pp * plan.tp), precision_of(plan)
-    _, persisting = _persistence(zero, tensors_of(profile, trained=False))
+    _, persisting = _persistence(zero, parameter_shapes(profile, trained=False))
     found = []
     for behind, tensors in _gathered(zero, profile):
         nbytes, beside = size * _padded(tensors, plan.dp), _beside(zero, plan, behind)
         calls = _gatherings(zero, tensors)
         found.append(Traffic("all_gather", nbytes, calls, "micro_batch", beside, *group))
     bucket = int(zero.get("reduce_bucket_size", 500_000_000))
-    trained = tensors_of(profile)
+    trained = parameter_shapes(profile)
     nbytes, beside = size * _padded(trained, plan.dp), _beside(zero, plan, "backward")
-    calls = packed(map(math.prod, reversed(trained)), bucket)
+    calls = message_count(map(math.prod, reversed(trained)), bucket)
     found.append(Traffic("reduce_scatter", nbytes, calls, "micro_batch", beside, *group))
     if persisting:
         nbytes, calls = size * _padded(persisting, plan.dp), _gatherings(zero, persisting)
@@ -97,10 +106,10 @@ def _cut(zero: dict[str, Any], profile: Profile, plan: Plan) -> list[Traffic]:
 
 def _flat_moves(zero: dict[str, Any], profile: Profile, plan: Plan) -> list[Traffic]:
     """Stages 1 and 2 with the update on the host: gradients over, values back."""
-    if section(zero, "offload_optimizer").get("device", "none") == "none":
+    if json_section(zero, "offload_optimizer").get("device", "none") == "none":
         return []
     mine = -(-profile.trained_elements // plan.dp)
-    calls = -(-len(tensors_of(profile)) // plan.dp)
+    calls = -(-len(parameter_shapes(profile)) // plan.dp)
     low, steps = precision_of(plan) * mine, plan.batch.accumulation_steps
     found = [
         Traffic("to_host", 4 * mine, calls, "step", "backward"),
@@ -117,14 +126,14 @@ def _cut_moves(zero: dict[str, Any], profile: Profile, plan: Plan) -> list[Traff
     """Stage 3: parameters come for each gathering; gradients go, and come back to be added to."""
     size, mine = precision_of(plan), -(-profile.trained_elements // plan.dp)
     found = []
-    away = section(zero, "offload_param").get("device", "none") != "none"
+    away = json_section(zero, "offload_param").get("device", "none") != "none"
     if away:
         for behind, tensors in _gathered(zero, profile):
             nbytes = size * _padded(tensors, plan.dp) // plan.dp
             beside = _beside(zero, plan, behind)
             found.append(Traffic("from_host", nbytes, len(tensors), "micro_batch", beside))
-    if section(zero, "offload_optimizer").get("device", "none") != "none":
-        calls = len(tensors_of(profile))
+    if json_section(zero, "offload_optimizer").get("device", "none") != "none":
+        calls = len(parameter_shapes(profile))
         waiting = (4 if accumulates_in_fp32(plan, 3) else size) * mine
         found += [
             Traffic("to_host", waiting, calls, "micro_batch", "backward"),
@@ -136,14 +145,14 @@ def _cut_moves(zero: dict[str, Any], profile: Profile, plan: Plan) -> list[Traff
     return found
 
 
-def _beside(zero: dict[str, Any], plan: Plan, behind: Behind) -> Behind:
+def _beside(zero: dict[str, Any], plan: Plan, behind: OverlapPhase) -> OverlapPhase:
     """A CPU has no streams, and without `overlap_comm` there is one."""
     return behind if plan.device_type == "cuda" and zero.get("overlap_comm", True) else "nothing"
 
 
 def _reductions(profile: Profile, bucket: int, plan: Plan) -> int:
     """Buckets, and where one holds gradients of two ranks, one message to each."""
-    return packed(map(math.prod, reversed(tensors_of(profile))), bucket) + plan.dp - 1
+    return message_count(map(math.prod, reversed(parameter_shapes(profile))), bucket) + plan.dp - 1
 
 
 def _padded(tensors: Sequence[tuple[int, ...]], ranks: int) -> int:
@@ -175,9 +184,11 @@ def _persistence(
     return coming, persisting
 
 
-def _gathered(zero: dict[str, Any], profile: Profile) -> list[tuple[Behind, list[tuple[int, ...]]]]:
+def _gathered(
+    zero: dict[str, Any], profile: Profile
+) -> list[tuple[OverlapPhase, list[tuple[int, ...]]]]:
     """What comes in the two passes of a micro-batch."""
-    coming, _ = _persistence(zero, tensors_of(profile, trained=False))
+    coming, _ = _persistence(zero, parameter_shapes(profile, trained=False))
     return [("forward", coming), ("backward", [*coming, *_again(zero, profile)])]
 
 
@@ -193,7 +204,7 @@ def _again(zero: dict[str, Any], profile: Profile) -> list[tuple[int, ...]]:
     return _persistence(zero, found)[0]
 
 
-def _without_last(block: Visit) -> list[tuple[int, ...]]:
+def _without_last(block: BlockTicks) -> list[tuple[int, ...]]:
     """The parameters of a block but for its last matrix and what follows it."""
     shapes = list(block.shapes)
     while shapes and len(shapes[-1]) < 2:

@@ -13,10 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bigtrain.optim.update import counts_on_device, is_elementwise, tensors_of
+from bigtrain.optim.update import is_elementwise, optimizer_tensors, steps_on_device
 from bigtrain.ranks.context import RunContext
-from bigtrain.strategies.zero.on_deepspeed.build import Built
-from bigtrain.strategies.zero.on_deepspeed.shards import CutShards, FlatShards, Shards, Stretch
+from bigtrain.strategies.zero.on_deepspeed.build import BuiltEngine
+from bigtrain.strategies.zero.on_deepspeed.shards import (
+    FlatShards,
+    OptimizerShards,
+    PartitionedShards,
+    ShardSlice,
+)
 from bigtrain.tensors.source import TensorSource
 
 
@@ -30,12 +35,16 @@ class DeepSpeedUpdate:
         stage: 1, 2 or 3.
     """
 
-    def __init__(self, built: Built, context: RunContext, model: nn.Module, stage: int) -> None:
+    def __init__(
+        self, built: BuiltEngine, context: RunContext, model: nn.Module, stage: int
+    ) -> None:
         self._built = built
         self.engine, self.zero = built.engine, built.engine.optimizer
         self._context, self._stage = context, stage
         self.parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
-        self.shards: Shards = (CutShards if stage == 3 else FlatShards)(self.zero, built)
+        self.shards: OptimizerShards = (PartitionedShards if stage == 3 else FlatShards)(
+            self.zero, built
+        )
         self.optimizer: torch.optim.Optimizer = self.zero.optimizer
 
     def step(self) -> None:
@@ -53,9 +62,9 @@ class DeepSpeedUpdate:
                 squares.append(norm * norm)
         return math.sqrt(math.fsum(self._context.all_gather_numbers(math.fsum(squares))))
 
-    def held(self) -> Iterable[Tensor]:
-        """See `Update.held`."""
-        yield from tensors_of(self.optimizer)
+    def resident_tensors(self) -> Iterable[Tensor]:
+        """See `Update.resident_tensors`."""
+        yield from optimizer_tensors(self.optimizer)
         if self.zero.dtype != torch.float32:
             yield from self.shards.pieces
 
@@ -64,14 +73,14 @@ class DeepSpeedUpdate:
         found = {}
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
-                gradient = self.shards.gradient(self.shards.places[id(parameter)])
+                gradient = self.shards.gradient(self.shards.piece_of[id(parameter)])
                 if gradient is None:  # nothing of this piece takes part in the loss
                     gradient = torch.zeros_like(self._piece_of(parameter))
                 found[name] = self._source(parameter, _stretches_of(gradient))
         return found
 
     def _piece_of(self, parameter: nn.Parameter) -> Tensor:
-        return self.shards.pieces[self.shards.places[id(parameter)]].detach()
+        return self.shards.pieces[self.shards.piece_of[id(parameter)]].detach()
 
     def state(self) -> dict[str, TensorSource]:
         """See `Update.state`."""
@@ -80,7 +89,7 @@ class DeepSpeedUpdate:
         for name, parameter in self.parameters.items():
             if not parameter.requires_grad:
                 continue
-            piece = pieces[self.shards.places[id(parameter)]]
+            piece = pieces[self.shards.piece_of[id(parameter)]]
             for key, value in sorted(self.optimizer.state.get(piece, {}).items()):
                 if not isinstance(value, Tensor):
                     continue
@@ -97,7 +106,7 @@ class DeepSpeedUpdate:
         pieces = self.shards.pieces
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
-                piece = pieces[self.shards.places[id(parameter)]]
+                piece = pieces[self.shards.piece_of[id(parameter)]]
                 found[name] = self._source(parameter, _stretches_of(piece))
             else:
                 shape = shape_of(parameter)
@@ -113,8 +122,10 @@ class DeepSpeedUpdate:
 
         return read
 
-    def _source(self, parameter: nn.Parameter, part: Callable[[Stretch], Tensor]) -> TensorSource:
-        stretch, shape = self.shards.stretches.get(id(parameter)), shape_of(parameter)
+    def _source(
+        self, parameter: nn.Parameter, part: Callable[[ShardSlice], Tensor]
+    ) -> TensorSource:
+        stretch, shape = self.shards.slices.get(id(parameter)), shape_of(parameter)
 
         def read() -> Tensor:
             if stretch is None:
@@ -139,37 +150,37 @@ class DeepSpeedUpdate:
     def load_state(self, name: str, key: str, value: Tensor) -> None:
         """See `Update.load_state`."""
         parameter = self.parameters[name]
-        piece = self.shards.pieces[self.shards.places[id(parameter)]]
+        piece = self.shards.pieces[self.shards.piece_of[id(parameter)]]
         slots = self.optimizer.state[piece]
         if is_elementwise(key, value, shape_of(parameter)):
             if key not in slots:
                 slots[key] = torch.zeros_like(piece.detach())
-            stretch = self.shards.stretches.get(id(parameter))
+            stretch = self.shards.slices.get(id(parameter))
             if stretch is not None:
                 mine = value.reshape(-1)[stretch.start : stretch.start + stretch.length]
                 flat = slots[key].view(-1)
                 flat[stretch.offset : stretch.offset + stretch.length].copy_(mine)
             return
-        device = piece.device if counts_on_device(self.optimizer) else value.device
+        device = piece.device if steps_on_device(self.optimizer) else value.device
         slots[key] = value.to(device, copy=True)
 
     def load_master(self, name: str, value: Tensor) -> None:
         """See `Update.load_master`."""
         parameter = self.parameters[name]
-        stretch = self.shards.stretches.get(id(parameter))
+        stretch = self.shards.slices.get(id(parameter))
         if stretch is not None:
             mine = value.reshape(-1)[stretch.start : stretch.start + stretch.length]
-            self.shards.of(self.shards.pieces, stretch).copy_(mine)
+            self.shards.slice_of(self.shards.pieces, stretch).copy_(mine)
         elif not parameter.requires_grad and self._stage < 3:
             parameter.data.copy_(value)
         elif not parameter.requires_grad:
             part, start = _part_of(parameter)
             part.copy_(value.reshape(-1)[start : start + part.numel()])
 
-    def spread(self) -> None:
+    def update_parameters(self) -> None:
         """Let the parameters follow what was loaded. Collective."""
         with torch.no_grad():
-            self.shards.spread()
+            self.shards.update_parameters()
 
     def close(self) -> None:
         """See `Update.close`."""
@@ -182,10 +193,10 @@ def shape_of(parameter: Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def _stretches_of(flat: Tensor) -> Callable[[Stretch], Tensor]:
+def _stretches_of(flat: Tensor) -> Callable[[ShardSlice], Tensor]:
     """Reads a stretch of a flat tensor."""
 
-    def read(stretch: Stretch) -> Tensor:
+    def read(stretch: ShardSlice) -> Tensor:
         return flat.detach().view(-1)[stretch.offset : stretch.offset + stretch.length]
 
     return read

@@ -25,22 +25,22 @@ import torch
 from torch import Tensor, nn
 
 from bigtrain.core.loop import LoopRunner
-from bigtrain.core.replicas import Sync, wrap
+from bigtrain.core.replicas import LastMicroBatchSync, wrap_ddp
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.traits import Traits
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic
 from bigtrain.errors import ConfigError
-from bigtrain.memory.timeline import scaled
-from bigtrain.optim.partitioned import Replicas
-from bigtrain.optim.update import MakeOptimizer, counts_on_device, is_elementwise, tensors_of
+from bigtrain.memory.timeline import scale_timeline
+from bigtrain.optim.partitioned import ReplicaGroup
+from bigtrain.optim.update import MakeOptimizer, is_elementwise, optimizer_tensors, steps_on_device
 from bigtrain.strategies.zero import Zero
-from bigtrain.strategies.zero.on_fairscale.memory import Deal, deals, in_flight
-from bigtrain.strategies.zero.on_fairscale.traffic import traffic_of
+from bigtrain.strategies.zero.on_fairscale.memory import RankShare, deal_parameters, in_flight_bytes
+from bigtrain.strategies.zero.on_fairscale.traffic import fairscale_traffic
 from bigtrain.tensors.source import TensorSource
 from bigtrain.units import MIB, format_bytes
 
-INSTEAD = {1: "zero1_torch", 2: "fsdp_zero2", 3: "fsdp"}
+FAIRSCALE_ALTERNATIVES = {1: "zero1_torch", 2: "fsdp_zero2", 3: "fsdp"}
 """The preset on torch's own parts that does the same stage."""
 
 
@@ -51,7 +51,7 @@ def refuse_common(options: Zero, plan: Plan) -> None:
         ConfigError: fairscale is not installed or does not load, the model is cut, states are
             to live elsewhere, or an option is another engine's.
     """
-    instead = INSTEAD[options.stage]
+    instead = FAIRSCALE_ALTERNATIVES[options.stage]
     try:
         import fairscale.nn.data_parallel
         import fairscale.optim  # noqa: F401
@@ -66,7 +66,7 @@ def refuse_common(options: Zero, plan: Plan) -> None:
             f"(mesh.pp={plan.pp} mesh.tp={plan.tp}) gives each rank a part of one. "
             "Set strategy.replicate.engine=torch, or mesh.pp=1 mesh.tp=1."
         )
-    away = plan.offloaded
+    away = plan.offload_tiers
     if (away.optimizer, away.parameters) != ("device", "device"):
         raise ConfigError(
             f"strategy.replicate.engine=fairscale keeps all its states on the device, and "
@@ -97,7 +97,7 @@ class FairscaleEngine(Zero):
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
         """See `fairscale_traffic`."""
-        return traffic_of(self, profile, plan)
+        return fairscale_traffic(self, profile, plan)
 
     def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:
         """Say where nothing is shared, or where sharing saves nothing."""
@@ -131,13 +131,13 @@ class FairscaleOSS(FairscaleEngine):
         """DDP's gradients, and the optimizer state of the fullest rank."""
         if plan.dp == 1:
             return forecast
-        share = deals(profile, plan.dp)[0].share
+        share = deal_parameters(profile, plan.dp)[0].share
         states = replace(
             forecast.states,
             gradients=profile.gradient_bytes,
             optimizer=round(profile.optimizer_bytes * share),
         )
-        step = scaled(forecast.step, share)
+        step = scale_timeline(forecast.step, share)
         return replace(forecast, states=states, first=profile.next, step=step)
 
     def apply(self, assembly: Assembly) -> None:
@@ -145,9 +145,11 @@ class FairscaleOSS(FairscaleEngine):
         if assembly.plan.dp == 1:
             return  # nothing to share: it runs as `single`
         assembly.update = OSSUpdate(assembly)
-        wrapped = wrap(assembly.module, assembly.context, bucket_size=self.bucket_size or 25 * MIB)
+        wrapped = wrap_ddp(
+            assembly.module, assembly.context, bucket_size=self.bucket_size or 25 * MIB
+        )
         assembly.module = wrapped
-        assembly.sync = Sync(wrapped)
+        assembly.sync = LastMicroBatchSync(wrapped)
         assembly.keep_gradients = assembly.plan.batch.accumulation_steps > 1
 
 
@@ -158,23 +160,23 @@ class FairscaleShardedDDP(FairscaleEngine):
         """The states of the fullest rank; the gradients of others while they are sent."""
         if plan.dp == 1:
             return forecast
-        most = in_flight(self, profile.gradient_bytes)
+        most = in_flight_bytes(self, profile.gradient_bytes)
         accumulates = plan.batch.accumulation_steps > 1
 
-        def of(deal: Deal) -> Forecast:
+        def of(deal: RankShare) -> Forecast:
             optimizer = round(profile.optimizer_bytes * deal.share)
             return replace(
                 forecast,
                 states=replace(forecast.states, optimizer=optimizer),
                 first=deal.passing(profile.first, most),
-                step=scaled(forecast.step, deal.share),
+                step=scale_timeline(forecast.step, deal.share),
                 gradients=round(profile.gradient_bytes * deal.share),
             )
 
         def peak(one: Forecast) -> int:
             return (replace(one, next=profile.next) if accumulates else one).peak().bytes
 
-        return max((of(deal) for deal in deals(profile, plan.dp)), key=peak)
+        return max((of(deal) for deal in deal_parameters(profile, plan.dp)), key=peak)
 
     def apply(self, assembly: Assembly) -> None:
         """Wrap the model around OSS's way of dealing out the parameters."""
@@ -196,14 +198,14 @@ class FairscaleShardedDDP(FairscaleEngine):
         )
         wrapped.refresh_trainable()  # now and not in the first forward pass
         sizes = sum(_bytes(p) for p in update.parameters.values())
-        _limit_in_flight(wrapped, update, in_flight(self, sizes))
+        _limit_in_flight(wrapped, update, in_flight_bytes(self, sizes))
         assembly.update = update
         assembly.module = wrapped
         _reaverage(wrapped, update)
         assembly.runner = ShardedGradients
 
 
-class ShareUpdate:
+class OwnedUpdate:
     """An `Update` where each rank has gradients and state of a share of the parameters."""
 
     optimizer: torch.optim.Optimizer
@@ -212,9 +214,9 @@ class ShareUpdate:
         """The whole gradients by plain names. Collective, and so is reading each."""
         raise NotImplementedError
 
-    def held(self) -> Iterable[Tensor]:
-        """See `Update.held`."""
-        return tensors_of(self.optimizer)
+    def resident_tensors(self) -> Iterable[Tensor]:
+        """See `Update.resident_tensors`."""
+        return optimizer_tensors(self.optimizer)
 
     def masters(self) -> dict[str, TensorSource]:
         """See `Update.masters`: there are none, the parameters are fp32."""
@@ -227,7 +229,7 @@ class ShareUpdate:
         """See `Update.close`."""
 
 
-class OSSUpdate(ShareUpdate):
+class OSSUpdate(OwnedUpdate):
     """fairscale's sharded optimizer around the job's; see `bigtrain.optim.update.Update`.
 
     Args:
@@ -251,7 +253,7 @@ class OSSUpdate(ShareUpdate):
                 f"the model has {found}. Use --strategy zero1_torch."
             )
         context = assembly.context
-        self._replicas = Replicas(context.rank, context.world_size, context.group())
+        self._replicas = ReplicaGroup(context.rank, context.world_size, context.group())
         # Dealing out the largest first leaves the ranks with the most equal shares.
         ordered = sorted(self.parameters.values(), key=lambda p: p.numel(), reverse=True)
         make = _in_groups(assembly.make_optimizer)
@@ -275,7 +277,7 @@ class OSSUpdate(ShareUpdate):
         self.oss.step()
 
     def gradients(self) -> dict[str, TensorSource]:
-        """See `ShareUpdate.gradients`."""
+        """See `OwnedUpdate.gradients`."""
         mine = {n: {"grad": p.grad} for n, p in self.mine.items() if p.grad is not None}
         return {name: found["grad"] for name, found in self.sources(mine).items()}
 
@@ -323,7 +325,7 @@ class OSSUpdate(ShareUpdate):
                 result = torch.empty(shape, dtype=dtype, device=device)
             else:
                 result = value.detach().to(device).contiguous()
-            work = self._replicas.send(result, self.owners[name])
+            work = self._replicas.broadcast(result, self.owners[name])
             if work is not None:
                 work.wait()
             return result
@@ -335,7 +337,7 @@ class OSSUpdate(ShareUpdate):
         parameter = self.mine.get(name)
         if parameter is None:
             return
-        there = is_elementwise(key, value, parameter.shape) or counts_on_device(self.optimizer)
+        there = is_elementwise(key, value, parameter.shape) or steps_on_device(self.optimizer)
         device = parameter.device if there else value.device
         self.optimizer.state[parameter][key] = value.to(device, copy=True)
 
@@ -371,7 +373,7 @@ class ShardedGradients(LoopRunner):
     def gradients(self) -> dict[str, TensorSource]:
         """See `Runner.gradients`."""
         update = self._update
-        return update.gradients() if isinstance(update, ShareUpdate) else super().gradients()
+        return update.gradients() if isinstance(update, OwnedUpdate) else super().gradients()
 
 
 def _reaverage(wrapped: Any, update: OSSUpdate) -> None:

@@ -25,17 +25,17 @@ from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.traits import Traits
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.errors import CheckpointError, ConfigError
-from bigtrain.memory.timeline import scaled
-from bigtrain.models.blocks import separate_blocks
+from bigtrain.memory.timeline import scale_timeline
+from bigtrain.models.blocks import independent_blocks
 from bigtrain.models.names import names_of
-from bigtrain.optim.partitioned import ELEMENTWISE
-from bigtrain.optim.update import MakeOptimizer, counts_on_device, is_elementwise
+from bigtrain.optim.partitioned import ELEMENTWISE_OPTIMIZERS
+from bigtrain.optim.update import MakeOptimizer, is_elementwise, steps_on_device
 from bigtrain.strategies.zero.on_fairscale.engine import (
     FairscaleEngine,
+    OwnedUpdate,
     ShardedGradients,
-    ShareUpdate,
 )
-from bigtrain.strategies.zero.on_fairscale.memory import reduced
+from bigtrain.strategies.zero.on_fairscale.memory import reduce_gradients
 from bigtrain.tensors.source import TensorSource
 from bigtrain.units import MIB
 
@@ -81,8 +81,8 @@ class FairscaleFSDP(FairscaleEngine):
                 parameters=states.parameters + states.parameters // ranks,
                 optimizer=states.optimizer // ranks,
             ),
-            first=reduced(profile.first, ranks, self.bucket_size or 25 * MIB),
-            step=scaled(forecast.step, 1 / ranks),
+            first=reduce_gradients(profile.first, ranks, self.bucket_size or 25 * MIB),
+            step=scale_timeline(forecast.step, 1 / ranks),
             gradients=forecast.gradients // ranks,
         )
 
@@ -114,7 +114,7 @@ class FairscaleFSDP(FairscaleEngine):
 
         places = {id(module): name for name, module in model.named_modules()}
         wrapped = {}
-        for _, unit in separate_blocks(model):
+        for _, unit in independent_blocks(model):
             path = places[id(unit)]
             assembly.materialize([f"{path}.{name}" for name in names_of(unit)])
             wrapped[path] = shard(unit)
@@ -124,11 +124,11 @@ class FairscaleFSDP(FairscaleEngine):
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, module)
         assembly.module = shard(model)
-        assembly.update = StretchUpdate(assembly)
+        assembly.update = FlatShardUpdate(assembly)
         assembly.runner = FullyShardedRunner
 
 
-class StretchUpdate(ShareUpdate):
+class FlatShardUpdate(OwnedUpdate):
     """The job's optimizer on a stretch of every parameter, in one dimension."""
 
     def __init__(self, assembly: Assembly) -> None:
@@ -142,7 +142,7 @@ class StretchUpdate(ShareUpdate):
         self.optimizer.step()
 
     def gradients(self) -> dict[str, TensorSource]:
-        """See `ShareUpdate.gradients`."""
+        """See `OwnedUpdate.gradients`."""
         return {
             name: self.source(parameter.grad, parameter)
             for name, parameter in self.parameters.items()
@@ -185,7 +185,7 @@ class StretchUpdate(ShareUpdate):
         if is_elementwise(key, value, whole_size(parameter)):
             self.optimizer.state[parameter][key] = self.stretch(value, parameter)
             return
-        device = parameter.device if counts_on_device(self.optimizer) else value.device
+        device = parameter.device if steps_on_device(self.optimizer) else value.device
         self.optimizer.state[parameter][key] = value.to(device, copy=True)
 
 
@@ -230,8 +230,8 @@ class FullyShardedRunner(ShardedGradients):
                 raise CheckpointError(f"the checkpoint has a state for {name!r}, the model has not")
             update.load_state(name, key, read(full))
 
-    def _stretches(self) -> StretchUpdate:
-        if not isinstance(self._update, StretchUpdate):
+    def _stretches(self) -> FlatShardUpdate:
+        if not isinstance(self._update, FlatShardUpdate):
             raise TypeError("FullyShardedRunner runs on a StretchUpdate only")
         return self._update
 
@@ -267,14 +267,14 @@ def _plain(name: str) -> str:
 
 def _tell_owner(assembly: Assembly) -> Callable[..., None]:
     def own(module: nn.Module, _inputs: Any) -> None:
-        assembly.meter.own(module.parameters(), "parameters")
+        assembly.meter.label(module.parameters(), "parameters")
 
     return own
 
 
 def _refuse_whole_optimizers(make_optimizer: MakeOptimizer) -> None:
     kind = type(make_optimizer([nn.Parameter(torch.zeros(1))])).__name__
-    if kind not in ELEMENTWISE:
+    if kind not in ELEMENTWISE_OPTIMIZERS:
         raise ConfigError(
             f"fairscale's FullyShardedDataParallel gives the optimizer stretches of parameters, "
             f"and {kind} may need whole ones. Use --strategy zero1_torch."

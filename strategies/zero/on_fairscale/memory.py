@@ -10,13 +10,13 @@ from bigtrain.memory.timeline import Span, Timeline
 from bigtrain.strategies.zero import Zero
 
 
-def in_flight(options: Zero, gradient_bytes: int) -> int:
+def in_flight_bytes(options: Zero, gradient_bytes: int) -> int:
     """Bytes of other ranks' gradients that may be on their way while backward goes on."""
     return options.bucket_size or gradient_bytes // 32
 
 
 @dataclass(frozen=True)
-class Deal:
+class RankShare:
     """What falls to one rank of the gradients of a profile."""
 
     share: float
@@ -46,7 +46,7 @@ class Deal:
         return Timeline(spans, timeline.phases)
 
 
-def deals(profile: Profile, ranks: int, most: int = 8) -> list[Deal]:
+def deal_parameters(profile: Profile, ranks: int, most: int = 8) -> list[RankShare]:
     """Deal as OSS does: the largest first, each to the rank with least so far.
 
     Returns:
@@ -62,13 +62,15 @@ def deals(profile: Profile, ranks: int, most: int = 8) -> list[Deal]:
         births[rank].add(span.birth)
     total = sum(loads)
     fullest = sorted(range(ranks), key=lambda rank: -loads[rank])[:most]
-    return [Deal(loads[r] / total if total else 1 / ranks, frozenset(births[r])) for r in fullest]
+    return [
+        RankShare(loads[r] / total if total else 1 / ranks, frozenset(births[r])) for r in fullest
+    ]
 
 
-def reduced(timeline: Timeline, ranks: int, most: int) -> Timeline:
+def reduce_gradients(timeline: Timeline, ranks: int, most: int) -> Timeline:
     """The first micro-batch where every gradient is reduced to a part of it on each rank."""
     kept = tuple(
         s._replace(nbytes=s.nbytes // ranks) for s in timeline.spans if s.kind == "gradients"
     )
-    sent = Deal(1 / ranks, frozenset()).passing(timeline, most)
+    sent = RankShare(1 / ranks, frozenset()).passing(timeline, most)
     return Timeline(sent.spans + kept, timeline.phases)

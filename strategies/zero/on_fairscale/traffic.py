@@ -6,12 +6,18 @@ import math
 
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Profile
-from bigtrain.costs.traffic import Traffic, averaged, followed, packed, tensors_of
+from bigtrain.costs.traffic import (
+    Traffic,
+    buffer_broadcast_traffic,
+    gradient_average_traffic,
+    message_count,
+    parameter_shapes,
+)
 from bigtrain.strategies.zero import Zero
 from bigtrain.units import MIB
 
 
-def traffic_of(options: Zero, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+def fairscale_traffic(options: Zero, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
     """What a rank exchanges.
 
     Args:
@@ -28,7 +34,7 @@ def _averaged(options: Zero, profile: Profile, plan: Plan) -> tuple[Traffic, ...
     """DDP's average; then each rank's buffer of updated parameters to all others."""
     bucket, stride = options.bucket_size or 25 * MIB, plan.pp * plan.tp
     return (
-        *averaged(profile, plan.dp, stride, bucket=bucket, overlaps=True),
+        *gradient_average_traffic(profile, plan.dp, stride, bucket=bucket, overlaps=True),
         _spread(profile, plan),
     )
 
@@ -39,19 +45,21 @@ def _reduced(
     plan: Plan,
 ) -> tuple[Traffic, ...]:
     """Each micro-batch sends each gradient to its owner; buffers follow at each forward pass."""
-    group, calls = (plan.dp, plan.pp * plan.tp), len(tensors_of(profile))
+    group, calls = (plan.dp, plan.pp * plan.tp), len(parameter_shapes(profile))
     sent = Traffic("reduce", profile.gradient_bytes, calls, "micro_batch", "backward", *group)
-    follow = [followed(profile, *group, "micro_batch")] if profile.buffer_bytes else []
+    follow = (
+        [buffer_broadcast_traffic(profile, *group, "micro_batch")] if profile.buffer_bytes else []
+    )
     return (sent, *follow, _spread(profile, plan))
 
 
 def _gathered(options: Zero, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
     """Each parameter by itself, forward and backward; gradients in buckets. All in fp32."""
     group = (plan.dp, plan.pp * plan.tp)
-    every, trained = tensors_of(profile, trained=False), tensors_of(profile)
+    every, trained = parameter_shapes(profile, trained=False), parameter_shapes(profile)
     whole = [4 * -(-math.prod(shape) // plan.dp) * plan.dp for shape in every]
     back = [4 * -(-math.prod(shape) // plan.dp) * plan.dp for shape in trained]
-    calls = packed(reversed(back), options.bucket_size or 25 * MIB)
+    calls = message_count(reversed(back), options.bucket_size or 25 * MIB)
     return (
         Traffic("all_gather", sum(whole), len(every), "micro_batch", "forward", *group),
         Traffic("all_gather", sum(whole), len(every), "micro_batch", "backward", *group),

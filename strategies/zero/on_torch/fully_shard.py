@@ -29,15 +29,15 @@ from torch.nn.modules.batchnorm import _NormBase
 from bigtrain.core.strategy import Assembly, ModelFacts, Plan
 from bigtrain.core.traits import Traits
 from bigtrain.costs.forecast import Forecast, Profile
-from bigtrain.costs.traffic import Behind, Traffic, units_of
+from bigtrain.costs.traffic import OverlapPhase, Traffic, comm_units
 from bigtrain.errors import ConfigError
-from bigtrain.memory.timeline import Visit
-from bigtrain.models.blocks import separate_blocks
+from bigtrain.memory.timeline import BlockTicks
+from bigtrain.models.blocks import independent_blocks
 from bigtrain.models.names import names_of
 from bigtrain.ranks.context import RunContext
 from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.advice import advise
-from bigtrain.strategies.zero.on_torch.fully_shard_memory import forecast_of
+from bigtrain.strategies.zero.on_torch.fully_shard_memory import forecast_fully_shard
 
 
 class FullySharded(Zero):
@@ -81,13 +81,13 @@ class FullySharded(Zero):
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
         """States in shards, and the units that are whole at each moment."""
         ranks = self.shard_ranks or plan.dp
-        return forecast_of(forecast, profile, plan, stage=self.stage, ranks=ranks)
+        return forecast_fully_shard(forecast, profile, plan, stage=self.stage, ranks=ranks)
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-        """Each micro-batch gathers every unit and reduces its gradients; see `_Flow`."""
+        """Each micro-batch gathers every unit and reduces its gradients; see `_UnitTraffic`."""
         ranks = self.shard_ranks or plan.dp
-        flow = _Flow(units_of(profile), plan, ranks)
-        again = [unit for unit in flow.units if unit is not profile.rest]
+        flow = _UnitTraffic(comm_units(profile), plan, ranks)
+        again = [unit for unit in flow.units if unit is not profile.outside_blocks]
         found = flow.gathered(flow.units, "forward")
         if self.stage == 3:
             found += flow.gathered(again, "backward")
@@ -105,7 +105,7 @@ class FullySharded(Zero):
             "mesh": shard_mesh(assembly.context, self.shard_ranks),
             "reshard_after_forward": self.stage == 3,
         }
-        if plan.offloaded.parameters == "cpu":  # shards, gradients and state on the host
+        if plan.offload_tiers.parameters == "cpu":  # shards, gradients and state on the host
             on_gpu = plan.device_type == "cuda"
             settings["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
         whole = MixedPrecisionPolicy()
@@ -121,7 +121,7 @@ class FullySharded(Zero):
             # The code of a module that a cut goes through runs in several stages, and its forward
             # pass as such, to which hooks belong, in none.
             through: Collection[str] = getattr(root, "cut_through", ())
-            for name, unit in separate_blocks(root):
+            for name, unit in independent_blocks(root):
                 if name in through:
                     continue
                 assembly.materialize([f"{name}.{inner}" for inner in names_of(unit)])
@@ -135,7 +135,7 @@ class FullySharded(Zero):
             _tell_owner(root, assembly)
 
 
-class _Flow:
+class _UnitTraffic:
     """What the units of a rank send and move for one micro-batch.
 
     Gathered is in the precision of the computation (BatchNorm, which is gathered in fp32, is not
@@ -148,15 +148,15 @@ class _Flow:
         ranks: over how many the states are sharded.
     """
 
-    def __init__(self, units: Sequence[Visit], plan: Plan, ranks: int) -> None:
+    def __init__(self, units: Sequence[BlockTicks], plan: Plan, ranks: int) -> None:
         self.units = units
         self._plan, self._ranks = plan, ranks
         self._kept = 8 if plan.precision == "fp64" else 4
         self._used = 2 if plan.bf16_parameters else self._kept
         self._on_gpu = plan.device_type == "cuda"
-        self._away = plan.offloaded.parameters == "cpu" and self._on_gpu
+        self._away = plan.offload_tiers.parameters == "cpu" and self._on_gpu
 
-    def gathered(self, units: Sequence[Visit], behind: Behind) -> list[Traffic]:
+    def gathered(self, units: Sequence[BlockTicks], behind: OverlapPhase) -> list[Traffic]:
         """Parameters come together; from the host first, where the shards live there."""
         numbers, found = sum(self._padded(unit) for unit in units), []
         if self._away and units:
@@ -176,7 +176,7 @@ class _Flow:
         groups = self._plan.dp // self._ranks
         if groups > 1 and units:
             stride = self._ranks * self._plan.pp * self._plan.tp
-            behind: Behind = "backward" if self._on_gpu else "nothing"
+            behind: OverlapPhase = "backward" if self._on_gpu else "nothing"
             found.append(
                 Traffic("all_reduce", shard, len(units), "micro_batch", behind, groups, stride)
             )
@@ -186,13 +186,17 @@ class _Flow:
         return found
 
     def _exchange(
-        self, kind: Literal["all_gather", "reduce_scatter"], nbytes: int, calls: int, behind: Behind
+        self,
+        kind: Literal["all_gather", "reduce_scatter"],
+        nbytes: int,
+        calls: int,
+        behind: OverlapPhase,
     ) -> Traffic:
-        beside: Behind = behind if self._on_gpu else "nothing"
+        beside: OverlapPhase = behind if self._on_gpu else "nothing"
         stride = self._plan.pp * self._plan.tp
         return Traffic(kind, nbytes, calls, "micro_batch", beside, self._ranks, stride)
 
-    def _padded(self, unit: Visit, *, trained: bool = False) -> int:
+    def _padded(self, unit: BlockTicks, *, trained: bool = False) -> int:
         """Numbers of a unit: rows are dealt out evenly, the last ranks' padded to the same."""
         return self._ranks * sum(
             math.ceil(shape[0] / self._ranks) * math.prod(shape[1:]) if shape else 1
@@ -228,7 +232,7 @@ def _tell_owner(unit: nn.Module, assembly: Assembly) -> None:
     """Unsharded parameters are parameters, too; they are there from the pre-forward hook on."""
 
     def own(module: nn.Module, _inputs: Iterable[Any]) -> None:
-        assembly.meter.own(module.parameters(), "parameters")
+        assembly.meter.label(module.parameters(), "parameters")
 
     if isinstance(unit, FSDPModule):
         unit.register_forward_pre_hook(own)

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Forecast, Profile
-from bigtrain.memory.timeline import Kind, Span, Timeline, Visit, scaled
+from bigtrain.memory.timeline import BlockTicks, MemoryKind, Span, Timeline, scale_timeline
 
 
-def forecast_of(
+def forecast_fully_shard(
     forecast: Forecast, profile: Profile, plan: Plan, *, stage: int, ranks: int
 ) -> Forecast:
     """Turn a forecast into that of a rank under fully_shard.
@@ -32,10 +32,10 @@ def forecast_of(
         stage: 2 keeps gathered units from the forward to the backward pass, 3 does not.
         ranks: over how many ranks the states are sharded.
     """
-    if profile.rest is None:
+    if profile.outside_blocks is None:
         return forecast
     sizes = _Sizes(4 if plan.precision != "fp64" else 8, plan, ranks)
-    units = [*(first for first, _ in profile.blocks), profile.rest]
+    units = [*(first for first, _ in profile.blocks), profile.outside_blocks]
     shards = sum(sizes.shard(unit) for unit in units)
     trained = sum(sizes.shard(unit, trained=True) for unit in units)
     whole = profile.trained_elements * sizes.kept
@@ -50,12 +50,12 @@ def forecast_of(
     )
     # Whole gradients are new ones in every micro-batch, and only their shards are added up: each
     # goes as the first of one process.
-    only, first = _Pass(sizes, units[:-1], stage), (profile.first, profile.rest)
+    only, first = _Pass(sizes, units[:-1], stage), (profile.first, profile.outside_blocks)
     again = None
     if plan.batch.accumulation_steps > 1:
         again = only.timeline(*first, fresh=False)
     # On a GPU shards, gradients and state are then the host's; what is gathered stays.
-    if plan.offloaded.parameters == "cpu" and plan.device_type == "cuda":
+    if plan.offload_tiers.parameters == "cpu" and plan.device_type == "cuda":
         return replace(
             forecast,
             states=replace(states, parameters=0, optimizer=0),
@@ -71,7 +71,10 @@ def forecast_of(
             only.timeline(*first, fresh=True, resumed=True),
             only.timeline(*first, fresh=False, resumed=True),
         )
-        strayed = only.strayed(usual, profile.rest), only.strayed(again or usual, profile.rest)
+        strayed = (
+            only.strayed(usual, profile.outside_blocks),
+            only.strayed(again or usual, profile.outside_blocks),
+        )
     return replace(
         forecast,
         states=states,
@@ -80,7 +83,7 @@ def forecast_of(
         resumed=resumed,
         strayed=strayed,
         last=None,  # as the others: no less than it needs
-        step=scaled(forecast.step, share * sizes.kept / sizes.used),
+        step=scale_timeline(forecast.step, share * sizes.kept / sizes.used),
         gradients=0 if plan.release_gradients else trained,
     )
 
@@ -93,14 +96,14 @@ class _Sizes:
     """Bytes of a number in a shard: of parameters and gradients alike."""
     plan: Plan
     ranks: int
-    _known: dict[tuple[int, bool], tuple[Visit, int]] = field(default_factory=dict)
+    _known: dict[tuple[int, bool], tuple[BlockTicks, int]] = field(default_factory=dict)
 
     @property
     def used(self) -> int:
         """Bytes of a number in a gathered unit."""
         return 2 if self.plan.bf16_parameters else self.kept
 
-    def shard(self, unit: Visit, *, trained: bool = False) -> int:
+    def shard(self, unit: BlockTicks, *, trained: bool = False) -> int:
         """Rows are dealt out evenly, and the last ranks' are padded to the same number."""
         key = (id(unit), trained)
         if key not in self._known:  # the unit is kept, so that its id stays its own
@@ -112,15 +115,15 @@ class _Sizes:
             self._known[key] = unit, self.kept * numbers
         return self._known[key][1]
 
-    def padded(self, unit: Visit) -> int:
+    def padded(self, unit: BlockTicks) -> int:
         """Bytes of a gathered unit, padding included."""
         return self.shard(unit) * self.ranks * self.used // self.kept
 
-    def whole(self, unit: Visit) -> int:
+    def whole(self, unit: BlockTicks) -> int:
         """Bytes of a gathered unit after it is copied out of the flat buffer."""
         return self.padded(unit)
 
-    def reduced(self, unit: Visit) -> int:
+    def reduced(self, unit: BlockTicks) -> int:
         """Bytes of a unit's gradients in the buffer that is reduced."""
         return self.shard(unit, trained=True) * self.ranks
 
@@ -137,12 +140,12 @@ class _Pass:
     """One micro-batch: forward and backward over the units, on a clock `_FINE` times as fine."""
 
     sizes: _Sizes
-    units: Sequence[Visit]
+    units: Sequence[BlockTicks]
     """The blocks in the order of the forward pass; the ticks are those of the timeline."""
     stage: int
 
     def timeline(
-        self, plain: Timeline, rest: Visit, *, fresh: bool, resumed: bool = False
+        self, plain: Timeline, rest: BlockTicks, *, fresh: bool, resumed: bool = False
     ) -> Timeline:
         """The pass of one process with what gathering and reducing add.
 
@@ -180,7 +183,7 @@ class _Pass:
         phases = tuple((tick * _FINE, phase) for tick, phase in plain.phases)
         return Timeline(tuple(spans), phases)
 
-    def strayed(self, usual: Timeline, rest: Visit) -> Timeline:
+    def strayed(self, usual: Timeline, rest: BlockTicks) -> Timeline:
         """The same where several forward passes came before.
 
         Units are gathered ahead in the reverse of all their forward passes. So the last unit of the
@@ -211,7 +214,7 @@ class _Pass:
                 spans.append(Span(nbytes, kind, birth * _FINE, death * _FINE))
         return spans
 
-    def _gathered_forward(self, units: Sequence[Visit], begin: int, back: int) -> list[Span]:
+    def _gathered_forward(self, units: Sequence[BlockTicks], begin: int, back: int) -> list[Span]:
         """The flat buffers that units arrive in, each until the next one's is there."""
         starts = [begin if n == 0 else unit.forward[0] for n, unit in enumerate(units)]
         ends = [*((tick, _NEXT_HAS) for tick in starts[1:]), (back, 0)]
@@ -230,7 +233,7 @@ class _Pass:
             for unit in self.units
         ]  # fmt: skip
 
-    def _kept_before(self, rest: Visit, back: int, end: int) -> list[Span]:
+    def _kept_before(self, rest: BlockTicks, back: int, end: int) -> list[Span]:
         """What is in no block comes whole at the beginning of the backward pass."""
         whole, buffer = self.sizes.whole(rest), self.sizes.padded(rest)
         return [
@@ -251,7 +254,7 @@ class _Pass:
             ahead = (at, _PREFETCH)
         return spans
 
-    def _reduced(self, rest: Visit, end: int, *, fresh: bool) -> list[Span]:
+    def _reduced(self, rest: BlockTicks, end: int, *, fresh: bool) -> list[Span]:
         """Each unit's gradients in one buffer until the next unit's, and the shard made of it."""
         spans = []
         order = sorted(self.units, key=lambda unit: unit.backward[1])
@@ -261,12 +264,12 @@ class _Pass:
             whole, shard = self.sizes.reduced(unit), self.sizes.shard(unit, trained=True)
             spans.append(_span(whole, "temporary", at, _REDUCING, *until))
             spans.append(_span(whole, "temporary", at, _EXCHANGE, at, _EXCHANGED))
-            kind: Kind = "gradients" if fresh else "temporary"
+            kind: MemoryKind = "gradients" if fresh else "temporary"
             over = (end + 1, 0) if fresh else (at, _EXCHANGED)
             spans.append(_span(shard, kind, at, _SHARD, *over))
         return spans
 
 
-def _span(nbytes: int, kind: Kind, tick: int, place: int, end: int, end_place: int) -> Span:
+def _span(nbytes: int, kind: MemoryKind, tick: int, place: int, end: int, end_place: int) -> Span:
     birth = tick * _FINE + place
     return Span(nbytes, kind, birth, max(birth + 1, end * _FINE + end_place))

@@ -13,16 +13,16 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from bigtrain.core.replicas import Average, Sync, wrap
+from bigtrain.core.replicas import GradientAverager, LastMicroBatchSync, wrap_ddp
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.traits import Traits
 from bigtrain.costs.forecast import Forecast, Profile
-from bigtrain.costs.traffic import Traffic, averaged, tensors_of
+from bigtrain.costs.traffic import Traffic, gradient_average_traffic, parameter_shapes
 from bigtrain.errors import ConfigError
-from bigtrain.memory.timeline import Span, Timeline, scaled
-from bigtrain.models.bf16_parameters import low_precision_names
+from bigtrain.memory.timeline import Span, Timeline, scale_timeline
+from bigtrain.models.bf16_parameters import bf16_parameter_names
 from bigtrain.optim.partition import chunk_elements
-from bigtrain.optim.partitioned import PiecewiseUpdate, Replicas
+from bigtrain.optim.partitioned import PartitionedUpdate, ReplicaGroup
 from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.advice import advise
 from bigtrain.units import MIB
@@ -73,8 +73,8 @@ class ShardedOptimizer(Zero):
             chunk = 4 * min(share, chunk_elements(profile.trained_elements, plan.dp))
             begin = step.phases[0][0]
             step = Timeline((Span(chunk, "temporary", begin, begin + 1),), step.phases)
-        elif plan.offloaded.optimizer == "device":
-            step = scaled(step, 1 / plan.dp)
+        elif plan.offload_tiers.optimizer == "device":
+            step = scale_timeline(step, 1 / plan.dp)
         if plan.dp == 1 or plan.pp > 1:  # no buckets
             return replace(forecast, states=states, step=step)
         states = replace(states, gradients=profile.gradient_bytes)
@@ -86,10 +86,12 @@ class ShardedOptimizer(Zero):
             return ()
         stride = plan.pp * plan.tp
         # A stretch ends with its parameter, and where the next rank's share begins.
-        calls = len(tensors_of(profile)) + plan.dp - 1
+        calls = len(parameter_shapes(profile)) + plan.dp - 1
         spread = profile.gradient_bytes  # the trained parameters, in the precision of their use
         return (
-            *averaged(profile, plan.dp, stride, bucket=self._bucket, overlaps=plan.pp == 1),
+            *gradient_average_traffic(
+                profile, plan.dp, stride, bucket=self._bucket, overlaps=plan.pp == 1
+            ),
             Traffic("broadcast", spread, calls, "step", "nothing", plan.dp, stride),
         )
 
@@ -103,22 +105,22 @@ class ShardedOptimizer(Zero):
         context = assembly.context
         trained = assembly.trained()
         roots = assembly.roots if assembly.plan.bf16_parameters else []
-        low = {name for root in roots for name in low_precision_names(root)}
+        low = {name for root in roots for name in bf16_parameter_names(root)}
         # Before the wrapper exists: the pieces take the fp32 values, and DDP sees bf16 ones.
-        assembly.update = PiecewiseUpdate(
+        assembly.update = PartitionedUpdate(
             trained,
             assembly.make_optimizer,
-            replicas=Replicas(context.dp_rank, context.dp_size, context.dp_group),
-            home=assembly.home,
+            replicas=ReplicaGroup(context.dp_rank, context.dp_size, context.dp_group),
+            home=assembly.state_store,
             low=[name for name in low if name in trained],
         )
         if assembly.plan.dp == 1:
             return
         if assembly.plan.pp > 1:
             follow = [b for root in assembly.roots for b in root.buffers()]
-            assembly.average = Average(context, self._bucket, follow)
+            assembly.average = GradientAverager(context, self._bucket, follow)
             return
-        wrapped = wrap(assembly.module, context, bucket_size=self._bucket)
+        wrapped = wrap_ddp(assembly.module, context, bucket_size=self._bucket)
         assembly.module = wrapped
-        assembly.sync = Sync(wrapped)
+        assembly.sync = LastMicroBatchSync(wrapped)
         assembly.keep_gradients = assembly.plan.batch.accumulation_steps > 1
