@@ -113,10 +113,7 @@ def _record(
 
 
 def _watch_state(
-    recorder: _Recorder,
-    model: nn.Module,
-    ways: tuple[Any, Any, Any, Any],
-    changed: set[Attribute],
+    recorder: _Recorder, model: nn.Module, ways: tuple[Any, Any, Any, Any], changed: set[Attribute]
 ) -> None:
     """Run twice more, the second time with what the first has left, and see who reads it.
 
