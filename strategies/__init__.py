@@ -1,1 +1,5 @@
-"""The techniques, one module each."""
+"""The techniques, one module or package each: what it refuses, costs, sends and does.
+
+Data parallelism, ZeRO on three engines, pipelines, activation checkpointing, offload,
+accumulation: each with its options.
+"""

@@ -1,1 +1,5 @@
-"""From a job to a plan to a runner: the order of composition."""
+"""From a job to a plan, and from a plan to a live runner.
+
+Mesh, techniques and batch of a plan; why each step of composition stands where it does; when
+weights get values; whether optimizer and strategy fit; what blocks keep under a recompute budget.
+"""

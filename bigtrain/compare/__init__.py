@@ -1,1 +1,5 @@
-"""Every strategy side by side on one job: measured, predicted, drawn."""
+"""Strategies side by side on one job: `bigtrain compare` and `bigtrain strategies`.
+
+Which strategies can run, and why not; their processes and time limits; the page and its pictures;
+`--largest`.
+"""

@@ -1,1 +1,5 @@
-"""The contract of strategies, the plain loop, replicas, the table of techniques."""
+"""What a strategy is, and the plain loop that runs wherever no strategy owns the step.
+
+The contract (`Strategy`, `Plan`, `Assembly`, `Runner`); the order of composition; forward,
+backward, clipping, update; averaging over replicas; the table of techniques.
+"""

@@ -1,4 +1,8 @@
-"""Data: sources by name, the global order of samples, and the micro-batches of a rank."""
+"""Samples: sources by name, one global order for any number of ranks, and micro-batches.
+
+Each data source; the order of samples; which samples a rank gets; padding; random numbers of
+augmentation.
+"""
 
 from bigtrain.data.catalog import SOURCES, check_data, open_data, prepare_data
 from bigtrain.data.loader import MicroBatch, Step, StepLoader, validation_batches

@@ -1,6 +1,7 @@
-"""Models by name: bigtrain's own, torchvision's, and a user's by import path.
+"""Models by name, described on the meta device and given values later; and their blocks.
 
-Nothing here holds weights or state; a name and its arguments become a module when asked.
+Built-in models, torchvision's, import paths; initial weights by seed and name (deferred
+initialisation); what counts as a block; which parameters may be bf16.
 """
 
 from __future__ import annotations

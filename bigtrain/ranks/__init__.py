@@ -1,1 +1,5 @@
-"""Who this process is, how ranks meet, how one failure ends all."""
+"""The processes of one run: who each is, how they connect, how one failure ends all of them.
+
+Launchers' variables, and `bigtrain train -n N` without a launcher; rendezvous; mesh, backends and
+timeouts; CPU threads of a rank; exit statuses; starting anew in the same process.
+"""

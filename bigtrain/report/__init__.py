@@ -1,1 +1,5 @@
-"""What a run leaves behind and what a person sees of it."""
+"""What a run prints, and the files that it leaves.
+
+The run's folder, metrics and memory files; log lines and tables; the text of a dry run; the look
+of pictures.
+"""

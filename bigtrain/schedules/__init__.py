@@ -1,1 +1,5 @@
-"""Who does what in which order in a pipeline. Pure."""
+"""Pipeline schedules as data: which rank runs which stage of which micro-batch, and when.
+
+The order of actions; micro-batches in flight; what is in transit between ranks; idle time (the
+bubble).
+"""

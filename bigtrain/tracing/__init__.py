@@ -1,1 +1,5 @@
-"""A forward pass on fake tensors, written down."""
+"""A forward pass on fake tensors, recorded.
+
+What is seen of a model: calls of modules, tensors with their makers and users, in-place writes,
+state of modules, costs of operations.
+"""

@@ -1,1 +1,4 @@
-"""Proof on the user's own model: a strategy computes what one process computes."""
+"""Proof of the same numbers as one process: `bigtrain verify`.
+
+What is recorded of a run; how two recordings are compared; the tolerance.
+"""

@@ -1,0 +1,256 @@
+"""The pages: as short as they promise to be, and every name, path and figure in them there.
+
+`python tests/test_docs.py --write` makes the table of rooms anew from the rooms' docstrings.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from rooms import ORDER, sources, tree
+from support.zygote import forked_cli
+
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.job import arguments
+from bigtrain.job.load import load_job
+from bigtrain.job.presets import preset_names
+
+ROOT = Path(__file__).resolve().parents[1]
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+MARK = "<!-- rooms -->"
+GROUPS = {
+    "ground": ("job", "memory", "ranks", "machine", "tensors"),
+    "learning": ("losses", "data", "models", "activations", "optim"),
+    "stages": ("schedules", "tracing", "cutting"),
+    "contract": ("costs", "core", "pipeline", "prediction", "strategies"),
+    "a run": ("assembly", "engine", "report"),
+    "commands": ("planner", "compare", "verify"),
+}
+MOST_LINES = {"README.md": 150, "architecture.md": 150, "measured.md": 150, "CONTRIBUTING.md": 200}
+OTHERS = {"Sequential", "run_ranks", "vit_b_16"}
+"""Names in the pages that are torch's, torchvision's, or of the tests."""
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def room_table() -> str:
+    """The rooms from the ground up: what each is for, and what is decided there."""
+    lines = ["| package | what it is for | what is decided there |", "| --- | --- | --- |"]
+    for group, rooms in GROUPS.items():
+        lines.append(f"| **{group}** | | |")
+        for room in rooms:
+            purpose, _, decided = (ast.get_docstring(tree(sources()[room])) or "").partition("\n\n")
+            lines.append(f"| `{room}` | {purpose} | {' '.join(decided.split())} |")
+    return "\n".join(lines)
+
+
+def with_table(page: str) -> str:
+    """The page with the table as it should be."""
+    before, _, after = page.split(MARK)
+    return f"{before}{MARK}\n{room_table()}\n{MARK}{after}"
+
+
+def test_the_table_of_rooms_is_that_of_the_docstrings():
+    page = ARCHITECTURE.read_text(encoding="utf-8")
+    assert page == with_table(page), "run: python tests/test_docs.py --write"
+    assert [room for rooms in GROUPS.values() for room in rooms] == [
+        room for room in ORDER if (ROOT / "bigtrain" / room).is_dir()
+    ]
+
+
+@pytest.mark.parametrize("room", [room for rooms in GROUPS.values() for room in rooms])
+def test_every_room_says_in_a_line_what_it_is_for_and_then_what_is_decided_there(room):
+    lines = (ast.get_docstring(tree(sources()[room])) or "").splitlines()
+    assert lines[0].endswith(".")
+    assert lines[1] == ""
+    assert 1 <= len(lines[2:]) <= 4
+
+
+def test_the_drawing_has_every_room():
+    drawing = re.findall(r"```\n(.*?)```", ARCHITECTURE.read_text(encoding="utf-8"), re.DOTALL)[0]
+    rows = {
+        name.strip(): tuple(rooms.split())
+        for name, rooms in (line.split("|") for line in drawing.splitlines())
+    }
+    assert rows == GROUPS
+
+
+@each_page
+def test_pages_are_short(page):
+    lines = len(page.read_text(encoding="utf-8").splitlines())
+    assert lines <= MOST_LINES.get(page.name, 120), f"{page.name} has {lines} lines"
+
+
+def test_pages_on_one_subject_end_in_files_to_read():
+    for page in (ROOT / "docs").glob("*.md"):
+        if page.name in ("architecture.md", "measured.md", "optimizers.md"):
+            continue
+        last = page.read_text(encoding="utf-8").rpartition("\n## ")[2]
+        assert last.startswith("Read these files in this order\n"), page.name
+        assert len(re.findall(r"^\d\. `\S+\.py`", last, re.MULTILINE)) >= 3, page.name
+
+
+@each_page
+def test_links_lead_to_files(page):
+    for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text(encoding="utf-8")):
+        assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def code_in(page: Path) -> list[str]:
+    """What stands in backticks in a page, and the lines of its blocks."""
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
+    plain = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    indented = re.findall(r"^    (.*)$", plain, re.MULTILINE)
+    lines = [line for block in blocks for line in block.splitlines()]
+    return [*re.findall(r"`([^`\n]+)`", plain), *indented, *lines]
+
+
+@each_page
+def test_paths_and_modules_exist(page):
+    for code in code_in(page):
+        for path in re.findall(
+            r"(?<![\w/.])(?:bigtrain|strategies|configs|benchmarks|tests|docs)/[\w./-]*", code
+        ):
+            written = path.rstrip(".").endswith(("NAME.py", "NAME.yaml"))
+            assert written or (ROOT / path.rstrip(".")).exists(), f"{page.name}: {path}"
+        for name in re.findall(r"\bbigtrain((?:\.[a-z_]\w*)+)", code):
+            module = name[1:]
+            while module and module not in sources():
+                module, _, attribute = module.rpartition(".")
+                assert attribute in words(), f"{page.name}: bigtrain{name}"
+
+
+@cache
+def words() -> set[str]:
+    """Every word of the sources and the presets."""
+    files = [*sources().values(), *(ROOT / "configs").rglob("*.yaml")]
+    text = " ".join(path.read_text(encoding="utf-8") for path in files)
+    return set(re.findall(r"\w+", text)) | {path.stem for path in files}
+
+
+@each_page
+def test_names_in_backticks_are_names_of_the_project(page):
+    """Classes, functions, keys: a word that is written in backticks and has the form of one."""
+    for code in re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8")):
+        for name in re.findall(r"^(?:[\w.]*\.)?([A-Z][a-z]\w+|[a-z]+_\w+)(?:\(.*\))?$", code):
+            assert name in words() | OTHERS, f"{page.name}: `{code}`"
+
+
+def test_names_of_the_flow_are_names_of_the_project():
+    text = ARCHITECTURE.read_text(encoding="utf-8").partition("## The flow")[2]
+    (flow,) = re.findall(r"```\n(.*?)```", text.partition("## ")[0], re.DOTALL)
+    defined = {
+        node.name
+        for path in sources().values()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    functions = re.findall(r"-([a-z_]+)--+>", flow)
+    classes = re.findall(r"\b[A-Z][a-z]+[A-Za-z]*[a-z]\b", flow)
+    assert len(functions) > 5
+    assert not {*functions, *classes} - defined
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """Every command in the pages, without its launcher: page, and words."""
+    starts = re.compile(r"^(?:\$ )?(?:bigtrain|torchrun|deepspeed|srun|mpiexec|python) .*")
+    found = []
+    for page in PAGES:
+        text = "\n".join(code_in(page)).replace("\\\n", "")
+        for line in filter(starts.match, text.splitlines()):
+            found.append((page.name, shlex.split(line.removeprefix("$ "), comments=True)))
+    return found
+
+
+OPTIONS = {
+    "train": lambda given: arguments.train_arguments(given, starts_ranks=True),
+    "plan": arguments.plan_arguments,
+    "compare": arguments.compare_arguments,
+    "verify": arguments.verify_arguments,
+}
+LAUNCHERS = {"-n", "--num_accelerators", "--nproc-per-node"}
+
+
+def trained(given: list[str]) -> list[str]:
+    """A command that trains as `bigtrain train -n N` would have it; any other as it is."""
+    if "bigtrain/train.py" not in given:
+        return ["2" if word == "N" else word for word in given]
+    place = given.index("bigtrain/train.py")
+    number = next((given[k + 1] for k, word in enumerate(given[:place]) if word in LAUNCHERS), "1")
+    return ["bigtrain", "train", "-n", number, *given[place + 1 :]]
+
+
+@pytest.mark.parametrize(("page", "given"), commands(), ids=lambda value: " ".join(value))
+def test_commands_in_the_pages_can_be_read(page, given):
+    given = trained(given)
+    if given[0] == "python":
+        assert (ROOT / given[1]).exists() or given[1].startswith("-"), given
+        return
+    assert given[0] == "bigtrain", given
+    assert given[1] in {*OPTIONS, "strategies", "doctor"}, given
+    if given[1] not in OPTIONS:
+        return
+    options = OPTIONS[given[1]](given[2:])  # an unknown option ends in SystemExit
+    whole = " ".join(given)
+    if given[1] in ("compare", "verify"):
+        for name in options.strategies.split(","):
+            assert name == "all" or load_job(None, name), given
+    if given[1] == "train" and not re.search(r"NAME|auto|\.yaml|PATH|\.json", whole):
+        job = load_job(options.config, options.strategy, options.overrides)
+        make_plan(job, options.num_ranks or 1, "cpu")
+
+
+STARTED = [
+    given
+    for page, given in commands()
+    if page == "README.md" and given[:3] == ["bigtrain", "train", "-n"]
+    if not any("mylib" in word for word in given)  # the reader's own
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("given", STARTED, ids=" ".join)
+def test_the_train_commands_of_the_readme_run_dry(given, tmp_path):
+    done = forked_cli([*given[1:], "--dry-run"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "predicted peak" in done.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+@each_page
+def test_names_of_presets_are_presets(page):
+    text = page.read_text(encoding="utf-8")
+    for row in re.findall(r"^\| (`\S+`(?:, `\S+`)*) \|", text, re.MULTILINE):
+        if page.name == "README.md":
+            for name in re.findall(r"`([^`]+)`", row):
+                assert set(name.split("+")) <= set(preset_names("strategies")), name
+
+
+def test_figures_of_the_readme_are_those_of_the_result_file():
+    """The first table: each row is one of the comparison that was measured."""
+    parts = ("parameters", "gradients", "optimizer", "activations", "temporary")
+    document = json.loads((ROOT / "benchmarks" / "results" / "compare.json").read_text("utf-8"))
+    measured = set()
+    for row in document["rows"]:
+        if row["status"] == "ok":
+            sizes = (row["peak_bytes"], row["predicted_peak_bytes"])
+            sizes += tuple(row["breakdown"][part] for part in parts)
+            shown = [f"{size / 2**20:.1f}" for size in sizes]
+            measured.add((str(row["num_ranks"]), *shown, f"{row['step_seconds']:.2f} s"))
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `\S+` \| (\d \| .*) \|$", text, re.MULTILINE)
+    assert len(rows) > 9
+    for row in rows:
+        assert tuple(row.split(" | ")) in measured, row
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["--write"]:
+    ARCHITECTURE.write_text(with_table(ARCHITECTURE.read_text("utf-8")), "utf-8")
