@@ -25,8 +25,9 @@ from bigtrain.compare import list_strategies
 from bigtrain.core.registry import TECHNIQUES, make_technique, technique_class
 from bigtrain.job import arguments
 from bigtrain.job.load import load_job
-from bigtrain.job.presets import preset_names, read_preset
+from bigtrain.job.presets import preset_names
 from bigtrain.job.schema import ROLES, Job, Role
+from bigtrain.job.strategy_words import read_strategy
 from bigtrain.machine import doctor
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,7 +56,6 @@ COMMANDS = {
     "doctor": {"-h", "--help", "--json", "--no-rates", "--again"},
 }
 HEADINGS = ("Memory:", "Communication:", "Constraints:", "Example:")
-WITHOUT_PRESET = {"accumulation": "always there: the batch keys of `train` say how often it runs"}
 READ_INDIRECTLY = {f"strategy.{role}": "by name, in StrategyConfig.roles" for role in ROLES}
 
 
@@ -243,19 +243,15 @@ def _reads_options(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "options")
 
 
-def test_every_technique_has_a_preset_or_a_reason():
-    presets = [
-        read_preset("strategies", n, "").values["strategy"] for n in preset_names("strategies")
-    ]
+def test_every_technique_has_a_preset():
+    presets = [read_strategy(n, "").values["strategy"] for n in preset_names("strategies")]
     for role, name in LISTED:
         forms = (preset.get(role) for preset in presets)
         has = any(
             form == name or (isinstance(form, dict) and form.get("name", name) == name)
             for form in forms
         )
-        assert has != (name in WITHOUT_PRESET), (
-            f"{name}: write configs/strategies/{name}.yaml, or say in WITHOUT_PRESET why not"
-        )
+        assert has, f"{name}: write configs/strategies/{name}.yaml"
 
 
 def test_every_key_of_a_job_is_read_somewhere():

@@ -15,7 +15,7 @@ import pytest
 import torch
 from programs import environment
 
-from bigtrain.job.presets import preset_names
+from bigtrain.job.strategy_words import whole_strategies
 from bigtrain.machine import doctor, rates
 from bigtrain.machine.rate_cache import (
     cache_file,
@@ -88,7 +88,7 @@ def test_the_machine_is_described(first):
 @pytest.mark.slow
 def test_every_preset_either_runs_or_says_what_it_lacks(first):
     strategies = first["strategies"]
-    assert sorted([*strategies["run"], *strategies["refused"]]) == preset_names("strategies")
+    assert sorted([*strategies["run"], *strategies["refused"]]) == whole_strategies()
     assert strategies["run"]["single"] == 1
     assert strategies["run"]["1f1b"] == 2
     if not torch.cuda.is_available():

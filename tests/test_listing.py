@@ -14,7 +14,7 @@ from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.compare.list_strategies import ADDITIONS, RANKS, main, strategy_list
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import load_job
-from bigtrain.job.presets import preset_names
+from bigtrain.job.strategy_words import whole_strategies
 
 COMMAND = [sys.executable, "-m", "bigtrain", "strategies"]
 NEEDS_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -30,7 +30,7 @@ def rows() -> dict[str, dict[str, Any]]:
 
 
 def test_every_preset_is_there_with_all_that_the_json_promises(rows):
-    assert list(rows) == preset_names("strategies")
+    assert list(rows) == whole_strategies()
     for row in rows.values():
         assert row["summary"]
         assert row["roles"]
@@ -129,10 +129,12 @@ def test_the_table_has_a_row_for_every_preset(capsys):
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines[: lines.index("")])) <= 150
-    for name in preset_names("strategies"):
+    for name in whole_strategies():
         assert any(line.startswith(f"{name} ") for line in lines), name
     (fsdp,) = (line for line in lines if line.startswith("fsdp "))
     assert "yes" in fsdp
+    assert "Words that add to one with +, as in ddp+full (some take a value, as every_3):" in lines
+    assert "  strategy.recompute: budget, every, full, selective" in lines
 
 
 def test_one_is_explained(rows, capsys):

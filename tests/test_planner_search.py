@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,38 @@ def test_nothing_that_fits_is_faster_than_what_is_found(roomy: PlannedAnswer) ->
     assert len(best) == min(MAX_PLANS, len(found))
 
 
+@cache
+def on_four(limit: int) -> PlannedAnswer:
+    """On four devices with so many MiB."""
+    return ask(question(4, limit * MIB))
+
+
+@pytest.mark.parametrize(("limit", "modes"), [(40, {None}), (3, {None}), (2, {None, "full"})])
+def test_what_the_table_calls_a_plan_is_typed_back(limit: int, modes: set[str | None]) -> None:
+    found = set()
+    for one in on_four(limit).result.best:
+        given = one.candidate
+        mesh = [
+            f"mesh.pp={given.pp}",
+            f"mesh.dp={given.dp}",
+            f"train.micro_batch_size={given.rows}",
+        ]
+        typed = make_plan(load_job(None, one.label, [*GPT, *mesh]), 4, "cpu")
+        for role in ("replicate", "offload"):
+            assert typed.techniques.get(role) == one.plan.techniques.get(role)
+        if given.schedule is not None:
+            assert typed.techniques["cut"].schedule == given.schedule
+            assert typed.techniques["cut"].per_rank() == given.stages_per_rank
+        recompute = typed.techniques.get("recompute")
+        if len(set(one.recomputed.values())) < 2 and recompute is not None:
+            assert recompute == one.plan.techniques["recompute"]
+        found.add(None if recompute is None else recompute.mode)
+    assert found == modes
+
+
 @pytest.mark.parametrize("limit", [40, 3, 2])
 def test_a_plan_is_forecast_as_the_run_of_its_file(limit: int, tmp_path: Path) -> None:
-    planned = ask(question(4, limit * MIB))
+    planned = on_four(limit)
     for one in planned.result.best[:3]:
         file = tmp_path / "plan.yaml"
         file.write_text(plan_text(planned, one, "bigtrain plan"))
@@ -243,7 +273,7 @@ def test_where_nothing_fits_the_optimizers_state_goes_elsewhere(name: str) -> No
     assert all(one.candidate.offload == "device" for one in roomy.result.best)
     best = asked(least.peak.bytes - 1).result.best[0]
     place = "disk" if name == "cpu" else "cpu"
-    assert best.candidate.label == f"single + optimizer on {place}"
+    assert best.candidate.label == f"single+offload_{place}"
     assert best.job.strategy.offload.model_dump()["optimizer"] == place
     assert best.peak.bytes < least.peak.bytes
     kept = [one for one in roomy.result.best if one.candidate.rows == best.candidate.rows]
@@ -362,6 +392,6 @@ def test_a_step_adds_up() -> None:
 
 def test_candidates_say_what_they_are() -> None:
     one = Candidate(2, 4, "zero1_torch", 2, 8, "interleaved_1f1b", 2, "cpu")
-    assert one.label == "interleaved_1f1b + zero1_torch + optimizer on cpu"
+    assert one.label == "interleaved_1f1b+zero1_torch+offload_cpu"
     assert one.stages == 4
     assert Candidate(1, 1, "single", 1, 1).label == "single"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -15,8 +14,8 @@ from bigtrain.engine.setup import check_job, open_setup
 from bigtrain.errors import ConfigError
 from bigtrain.job.arguments import ComparisonOptions
 from bigtrain.job.load import ONE_PROCESS, load_job
-from bigtrain.job.presets import preset_names, read_preset
 from bigtrain.job.schema import Job
+from bigtrain.job.strategy_words import read_strategy, strategy_label, whole_strategies
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class ComparedStrategy:
     """One strategy on one job."""
 
     strategy: str
-    """As it was named: a preset, or a file."""
+    """As it was named: presets and files, with `+` between them."""
     label: str
     """Its name in tables, and of its folder."""
     num_ranks: int
@@ -39,13 +38,13 @@ _FIRST = ("single", "ddp")
 
 
 def named_strategies(text: str) -> list[str]:
-    """The strategies that a person lists: names and files with commas between, or `all`.
+    """The strategies that a person lists: words with commas between, or `all` that are whole.
 
     Raises:
         ConfigError: none is named, or one twice.
     """
     if text == "all":  # what the others are held against comes first
-        names = preset_names("strategies")
+        names = whole_strategies()
         return sorted(names, key=lambda name: (name not in _FIRST, name != "single", name))
     names = [name.strip() for name in text.split(",") if name.strip()]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -89,10 +88,10 @@ def find_strategies(
     num_ranks = ranks_to_start(options.num_ranks, device_type_of(base))
     found: list[ComparedStrategy] = []
     for strategy in named_strategies(options.strategies):
-        label = Path(strategy).stem if strategy.endswith((".yaml", ".yml")) else strategy
+        read_strategy(strategy, "--strategies")  # an unknown name ends everything
+        label = strategy_label(strategy)
         taken = sum(other.label.split("~")[0] == label for other in found)
         label = f"{label}~{taken + 1}" if taken else label
-        read_preset("strategies", strategy, "--strategies")  # an unknown name ends everything
         try:
             job = load_job(options.job, strategy, words)
         except ConfigError as error:  # this strategy contradicts the job, the others need not

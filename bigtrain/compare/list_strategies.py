@@ -1,5 +1,7 @@
 """`bigtrain strategies`: what each preset is, on how many ranks it runs, what it combines with.
 
+A name may be several with `+` between them, which are explained as one.
+
 What combines is written down nowhere: each addition is put to `make_plan`, which refuses what
 cannot run, and its reason is what is shown.
 """
@@ -27,6 +29,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.job.presets import preset_names
 from bigtrain.job.schema import Job, Role, RoleConfig
+from bigtrain.job.strategy_words import KIND, whole_strategies
 from bigtrain.ranks.exit_status import error_summary
 
 RANKS = (1, 2, 4)
@@ -122,10 +125,13 @@ def main(arguments: list[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="bigtrain strategies",
-        description="List the strategies and what they combine with, or explain one.",
+        description="List the strategies and what they combine with, or explain one; several with "
+        "+ between them are one.",
         allow_abbrev=False,
     )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="the one to explain")
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="the one to explain: NAME, or NAME+NAME"
+    )
     parser.add_argument(
         "--json", dest="as_json", action="store_true", help="one JSON document on standard output"
     )
@@ -144,18 +150,19 @@ def strategy_list(names: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """One entry for each preset: what it is, needs and combines with, as JSON values.
 
     Args:
-        names: presets or files; left out, all presets.
+        names: presets, files, or several with `+` between them; left out, all presets that are
+            more than a word to add.
 
     Raises:
         ConfigError: an unknown name.
     """
     with _quiet():
-        return [_row(name) for name in (preset_names("strategies") if names is None else names)]
+        return [_row(name) for name in (whole_strategies() if names is None else names)]
 
 
 def refusals() -> Iterator[tuple[str, int | None, str | None]]:
     """For each preset its name, the smallest number of ranks, and why it cannot run here."""
-    for name in preset_names("strategies"):
+    for name in whole_strategies():
         with _quiet():
             tried = _try_alone(job_from_keys(name, {}))
         yield name, tried.ranks, tried.reason
@@ -289,6 +296,12 @@ def _show_table(rows: Sequence[Mapping[str, Any]]) -> None:
         "strategies NAME` says why; own: the strategy does it already. "
         f"Tried on {tried} ranks ({device})."
     )
+    added: dict[str, list[str]] = {}
+    for name in sorted(set(preset_names(KIND)) - set(whole_strategies())):
+        added.setdefault("".join(job_from_keys(name, {}).strategy.roles()), []).append(name)
+    console.print("Words that add to one with +, as in ddp+full (some take a value, as every_3):")
+    for role, names in added.items():
+        console.print(f"  strategy.{role}: {', '.join(names)}")
     console.print("To use one: bigtrain train -n 2 --strategy NAME. See also: bigtrain doctor")
 
 

@@ -64,7 +64,9 @@ def add_train_options(parser: argparse.ArgumentParser, *, starts_ranks: bool) ->
         )
     parser.add_argument("--config", metavar="JOB", help="a YAML file, or a name in configs/jobs")
     parser.add_argument(
-        "--strategy", metavar="NAME", help="a name in configs/strategies, a YAML file, or auto"
+        *("--strategy",),
+        metavar="WORDS",
+        help="names in configs/strategies and YAML files with + between them, or auto",
     )
     parser.add_argument("--plan", metavar="FILE", help="a plan.yaml to follow")
     parser.add_argument(
@@ -203,7 +205,10 @@ def _side_parser(command: str, description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", metavar="JOB", help="the same as JOB")
     parser.add_argument(
-        "--strategies", default="all", metavar="A,B", help="names and files, or all (default)"
+        *("--strategies",),
+        default="all",
+        metavar="A,B+C",
+        help="as train's --strategy, with commas between them, or all (default)",
     )
     parser.add_argument(
         "-n", "--num-ranks", type=int, metavar="N", help="ranks of each run (default: GPUs, or 2)"

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from bigtrain.errors import ConfigError
 from bigtrain.job.presets import ConfigTree, KeyPath, read_preset
 from bigtrain.job.schema import Job
+from bigtrain.job.strategy_words import read_strategy, words_in
 
 
 def parse_overrides(words: Sequence[str]) -> ConfigTree:
@@ -28,14 +29,16 @@ def parse_overrides(words: Sequence[str]) -> ConfigTree:
     rest = list(words)
     while rest:
         word = rest.pop(0)
+        if word.startswith("+"):
+            raise ConfigError(f"{word!r}: a strategy's words have no space between: ddp+full.")
         key, equals, text = word.partition("=")
         if not equals:
             if not rest:
                 raise ConfigError(f"{word!r} has no value. Write {word.lower()}=VALUE.")
             text = rest.pop(0)
         key = key.lower() if key.isupper() else key
-        if key == "strategy" and text and not text.lstrip().startswith("{"):
-            tree.preset = text
+        if key in ("strategy", "strategy.name") and not text.lstrip().startswith("{"):
+            tree.strategy = text
             continue
         if not key or key.startswith("-"):
             raise ConfigError(
@@ -45,7 +48,13 @@ def parse_overrides(words: Sequence[str]) -> ConfigTree:
             value = yaml.safe_load(text) if text else None
         except yaml.YAMLError:
             raise ConfigError(f"{key}={text}: not a value. Put quotes around it.") from None
-        tree.put(tuple(key.split(".")), value, f"command line, {key}", beside=True)
+        said: dict[KeyPath, Any] = {tuple(key.split(".")): value}
+        if key == "strategy":
+            tree.strategy, inner = words_in(value, key)
+            if tree.strategy is not None:
+                said = {(key, name): config for name, config in inner.items()}
+        for path, config in said.items():
+            tree.put(path, config, f"command line, {key}", beside=True)
     return tree
 
 
@@ -60,7 +69,7 @@ def load_job(
 
     Args:
         config: a path, or the name of a preset under configs/jobs; None is `default`.
-        strategy: a preset under configs/strategies, or a path.
+        strategy: presets under configs/strategies and paths, with `+` between them.
         overrides: words as on the command line.
         plan: a plan file.
 
@@ -69,17 +78,25 @@ def load_job(
     """
     tree = read_preset("jobs", config or "default", "--config")
     words = parse_overrides(overrides)
-    if ("strategy", "deepspeed") in words.origins and not (strategy or plan or words.preset):
-        tree.values["strategy"] = {"name": "deepspeed"}  # the file says which, not the job
-    for asked, name in (("--strategy", strategy), ("--plan", plan), ("strategy", words.preset)):
-        if name is not None:
-            tree.merge(read_preset("strategies", str(name), asked))
-    inner = tree.values.get("strategy")
-    if isinstance(inner, str):
-        preset = read_preset("strategies", inner, "strategy")
-        tree.values.pop("strategy")
-        tree.merge(preset)
+    named = (("--strategy", strategy), ("--plan", plan), ("strategy", words.strategy))
+    for asked, text in named:
+        if text is not None:
+            tree.merge(read_strategy(str(text), asked))
+    if all(text is None for _, text in named):
+        if ("strategy", "deepspeed") in words.origins:  # the file says which, not the job
+            tree.values["strategy"] = {"name": "deepspeed"}
+        else:
+            _resolve_strategy(tree)
     return _overridden(tree, words)
+
+
+def _resolve_strategy(tree: ConfigTree) -> None:
+    """Put what a job's own words for its strategy mean in their place; keys beside them stay."""
+    asked = f"{tree.origin(('strategy',))}: strategy"
+    text, beside = words_in(tree.values.get("strategy", {}), asked)
+    if text is not None:
+        tree.merge(read_strategy(text, asked))
+        tree.lay(ConfigTree({"strategy": beside}))
 
 
 def override_job(job: Job, words: Sequence[str]) -> Job:
@@ -90,8 +107,8 @@ def override_job(job: Job, words: Sequence[str]) -> Job:
     """
     tree = ConfigTree(job.model_dump(mode="json", exclude_defaults=True))
     changes = parse_overrides(words)
-    if changes.preset is not None:
-        tree.merge(read_preset("strategies", changes.preset, "strategy"))
+    if changes.strategy is not None:
+        tree.merge(read_strategy(changes.strategy, "strategy"))
     return _overridden(tree, changes)
 
 
@@ -105,7 +122,7 @@ def _overridden(tree: ConfigTree, words: ConfigTree) -> Job:
 
 def job_from_keys(strategy: str, keys: Mapping[str, Any]) -> Job:
     """A job from a strategy and dotted keys alone, without a job file."""
-    tree = read_preset("strategies", strategy, "strategy")
+    tree = read_strategy(strategy, "strategy")
     for key, value in keys.items():
         tree.put(tuple(key.split(".")), value, f"{key}={value!r}")
     return validate_job(Job, tree)

@@ -13,8 +13,6 @@ import yaml
 from bigtrain.errors import ConfigError, did_you_mean
 
 KeyPath = tuple[str, ...]
-PLAN_KEYS = ("mesh", "strategy", "train", "optim", "memory", "device")
-"""What a strategy or plan file may say about a job."""
 
 
 @dataclass
@@ -23,8 +21,8 @@ class ConfigTree:
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[KeyPath, str] = field(default_factory=dict)
-    preset: str | None = None
-    """The strategy that `strategy=NAME` names; `strategy.KEY=...` may stand beside it."""
+    strategy: str | None = None
+    """The words that `strategy=WORDS` names; `strategy.KEY=...` may stand beside them."""
 
     def origin(self, path: KeyPath) -> str | None:
         """Where the nearest enclosing key was written."""
@@ -61,6 +59,10 @@ class ConfigTree:
         """Lay another tree over this one; a strategy replaces the whole strategy."""
         if "strategy" in other.values:
             self.values.pop("strategy", None)
+        self.lay(other)
+
+    def lay(self, other: ConfigTree) -> None:
+        """Lay another tree over this one, key by key."""
         _merge(self.values, other.values, ())
         self.origins.update(other.origins)
 
@@ -132,7 +134,7 @@ def _lines(node: yaml.Node | None, path: KeyPath, shown: str) -> Iterator[tuple[
 
 
 def preset_names(kind: str) -> list[str]:
-    """The names of the YAML presets of a kind: 'jobs' or 'strategies'."""
+    """The names of the YAML presets of a kind: 'jobs', 'strategies' or 'clusters'."""
     folder = resources.files("bigtrain.configs").joinpath(kind)
     return sorted(f.name[:-5] for f in folder.iterdir() if f.name.endswith(".yaml"))
 
@@ -141,44 +143,29 @@ def read_preset(kind: str, name: str, asked: str) -> ConfigTree:
     """Read a preset by name, or a YAML file by path.
 
     Args:
-        kind: 'jobs' or 'strategies'.
+        kind: 'jobs', 'strategies' or 'clusters'.
         name: a preset's name or a path that ends in .yaml, .yml or holds a separator.
         asked: the argument or key that named it, for the message.
 
     Raises:
         ConfigError: neither; the message has the nearest name and the known ones.
     """
-    path = Path(name)
-    if path.suffix in (".yaml", ".yml") or "/" in name:
+    if is_file(name):
+        path = Path(name)
         if not path.is_file():
             raise ConfigError(f"{asked}: there is no file {name!r} (looked from {Path.cwd()}).")
-        tree = read_yaml(path)
-        stem = path.stem
-    else:
-        names = preset_names(kind)
-        if name not in names:
-            known = ", ".join(names)
-            raise ConfigError(
-                f"{asked}: unknown {name!r}{did_you_mean(name, names)} Known: {known}."
-            )
-        source = resources.files("bigtrain.configs").joinpath(kind, f"{name}.yaml")
-        with resources.as_file(source) as file:
-            tree = read_yaml(file, shown=f"{kind}/{name}.yaml")
-        stem = name
-    if kind == "strategies":
-        _name_strategy(tree, stem)
-    return tree
+        return read_yaml(path)
+    names = preset_names(kind)
+    if name not in names:
+        known = ", ".join(names)
+        raise ConfigError(
+            f"{asked}: unknown {name!r}{did_you_mean(name.lower(), names)} Known: {known}."
+        )
+    source = resources.files("bigtrain.configs").joinpath(kind, f"{name}.yaml")
+    with resources.as_file(source) as file:
+        return read_yaml(file, shown=f"{kind}/{name}.yaml")
 
 
-def _name_strategy(tree: ConfigTree, name: str) -> None:
-    predicted = tree.values.pop("predicted", None)  # a plan file tells what it expects
-    del predicted
-    for key in tree.values:
-        if key not in PLAN_KEYS:
-            raise ConfigError(
-                f"{tree.origin((key,))}: a strategy file has no key {key!r}"
-                f"{did_you_mean(key, PLAN_KEYS)} It may say {', '.join(PLAN_KEYS)}."
-            )
-    strategy = tree.values.setdefault("strategy", {})
-    if isinstance(strategy, dict):
-        strategy.setdefault("name", name)
+def is_file(name: str) -> bool:
+    """Whether a name is meant as the path of a YAML file, and not as that of a preset."""
+    return name.endswith((".yaml", ".yml")) or "/" in name

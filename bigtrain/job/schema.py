@@ -222,7 +222,8 @@ class StrategyConfig(ConfigSection):
     """At most one technique for each role."""
 
     name: str = "single"
-    """What the reports call it: the preset's name."""
+    """What the reports call it: the words that it was named by. Without a cut, replicas or
+    DeepSpeed's file beside it, it names them: {name: ddp+full}."""
     deepspeed: str | None = None
     """A DeepSpeed configuration file (JSON): `zero` on DeepSpeed, as the file says."""
     cut: RoleConfig | None = None
@@ -234,14 +235,7 @@ class StrategyConfig(ConfigSection):
     @field_validator(*ROLES, mode="before")
     @classmethod
     def _short_form(cls, value: object, info: ValidationInfo) -> object:
-        if isinstance(value, str) and info.field_name == "recompute" and ":" not in value:
-            return _recompute(value)
-        if isinstance(value, str):
-            return {"name": value}
-        name = DEFAULT_TECHNIQUE.get(str(info.field_name))
-        if isinstance(value, dict) and name is not None:
-            return {"name": name, **value}
-        return value
+        return long_form(str(info.field_name), value)
 
     def roles(self) -> dict[Role, RoleConfig]:
         """The roles that are filled, in the order of composition."""
@@ -253,6 +247,18 @@ class StrategyConfig(ConfigSection):
             if config is not None:
                 filled[role] = config
         return filled
+
+
+def long_form(role: str, value: object) -> object:
+    """What a role says as a mapping with its technique's name, where it is a word or has none."""
+    if isinstance(value, str) and role == "recompute" and ":" not in value:
+        return _recompute(value)
+    if isinstance(value, str):
+        return {"name": value}
+    name = DEFAULT_TECHNIQUE.get(role)
+    if isinstance(value, dict) and name is not None:
+        return {"name": name, **value}
+    return value
 
 
 def _recompute(word: str) -> dict[str, Any]:

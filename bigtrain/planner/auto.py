@@ -76,14 +76,14 @@ def _reasons(planned: PlannedAnswer) -> Iterator[str]:
     first, *others = planned.result.best
     one = first.candidate
     yield (
-        f"auto: {one.label} (pp {one.pp} x dp {one.dp}, micro-batch {one.rows} x "
+        f"auto: {first.label} (pp {one.pp} x dp {one.dp}, micro-batch {one.rows} x "
         f"{one.micro_batches}, computed again: {recompute_summary(first)}): predicted peak "
         f"{format_bytes(first.peak.bytes)} of {format_bytes(planned.question.limit)}, "
         f"{first.seconds.total:.3g} s a step"
     )
     for other in [o for o in others if o.candidate.label != one.label][:2]:
         yield (
-            f"auto: next {other.candidate.label} (pp {other.candidate.pp} x dp "
+            f"auto: next {other.label} (pp {other.candidate.pp} x dp "
             f"{other.candidate.dp}): {format_bytes(other.peak.bytes)}, "
             f"{other.seconds.total:.3g} s a step"
         )

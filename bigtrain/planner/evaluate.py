@@ -49,6 +49,13 @@ class EvaluatedPlan:
     """The blocks that stages begin with."""
 
     @property
+    def label(self) -> str:
+        """The candidate's words, and what blocks keep where that is the same for all."""
+        recompute = self.job.strategy.roles().get("recompute")
+        mode = None if recompute is None else recompute.options.get("mode")
+        return self.candidate.label if mode is None else f"{self.candidate.label}+{mode}"
+
+    @property
     def fullest_rank(self) -> int:
         """The pp rank with the highest peak."""
         return max(self.peaks, key=lambda rank: self.peaks[rank].bytes)

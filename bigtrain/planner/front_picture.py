@@ -39,7 +39,7 @@ def front_figure(planned: PlannedAnswer) -> Figure:
     axes.plot(*_places(answer.front, unit), color=_FRONT, marker="o", label="none beats these")
     for one in answer.front:
         mesh = f"pp {one.candidate.pp} x dp {one.candidate.dp}"
-        said = f"{one.candidate.label}\n{mesh}, again: {recompute_summary(one)}"
+        said = f"{one.label}\n{mesh}, again: {recompute_summary(one)}"
         at = (one.peak.bytes / unit, one.seconds.total)
         axes.annotate(said, at, xytext=(6, 6), textcoords="offset points", fontsize=7)
     axes.axvline(question.limit / unit, color=_LIMIT, linestyle="--", linewidth=1)

@@ -42,7 +42,7 @@ def plans_table(planned: PlannedAnswer) -> Table:
         figures = plan_figures(planned, one)
         table.add_row(
             str(place),
-            one.candidate.label,
+            one.label,
             f"{one.candidate.pp} x {one.candidate.dp}",
             f"{one.candidate.rows} x {one.candidate.micro_batches}",
             recompute_summary(one),
@@ -148,7 +148,7 @@ def plan_document(planned: PlannedAnswer, margin: str) -> dict[str, Any]:
 
 
 def _row(planned: PlannedAnswer, one: EvaluatedPlan) -> dict[str, Any]:
-    return {"label": one.candidate.label, **plan_values(planned, one)}
+    return {"label": one.label, **plan_values(planned, one)}
 
 
 def plan_values(planned: PlannedAnswer, one: EvaluatedPlan) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def plan_values(planned: PlannedAnswer, one: EvaluatedPlan) -> dict[str, Any]:
 def plan_text(planned: PlannedAnswer, one: EvaluatedPlan, command: str) -> str:
     """A plan file that a person can read and change."""
     head = (
-        f"# {command}\n# {one.candidate.label}: predicted peak {format_bytes(one.peak.bytes)} on "
+        f"# {command}\n# {one.label}: predicted peak {format_bytes(one.peak.bytes)} on "
         f"a rank, {_seconds(one.seconds.total)} a step on {planned.question.cluster.name}.\n"
         "# What stands under `predicted` is for the reader; the rest is followed.\n"
     )

@@ -12,8 +12,8 @@ from functools import cache
 from typing import Any
 
 from bigtrain.errors import ConfigError
-from bigtrain.job.presets import read_preset
 from bigtrain.job.schema import Job, StrategyConfig
+from bigtrain.job.strategy_words import read_strategy
 from bigtrain.schedules.orders import V_SHAPED_SCHEDULES
 
 REPLICATE_PRESETS = (
@@ -33,6 +33,8 @@ SEARCHED_SCHEDULES = (
     "interleaved_zero_bubble",
 )
 """Of the schedules those that differ in what they are good for: time, memory, or both."""
+WORDS = {"zbv_zero_bubble": "zbv", "interleaved_zero_bubble": "zero_bubble"}
+"""What presets call them, where that is not the schedule's own name."""
 MAX_ROWS = 64
 """Rows of a micro-batch from which on more do not make a device faster."""
 
@@ -40,9 +42,8 @@ MAX_ROWS = 64
 @cache
 def replicate_options(preset: str) -> Mapping[str, Any]:
     """What a preset says of the replicate role."""
-    found = read_preset("strategies", preset, "plan").values["strategy"]
-    options = found.get("replicate", "single")
-    options = {"name": options} if isinstance(options, str) else options
+    found = read_strategy(preset, "plan").values["strategy"]
+    options: dict[str, Any] = found["replicate"]
     # DeepSpeed is zero's own default, and a preset need not say it.
     return {"engine": "deepspeed", **options} if options["name"] == "zero" else options
 
@@ -90,15 +91,17 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """A name for tables."""
-        words = [self.replicate] if self.dp > 1 or self.pp == 1 else []
+        """Its name in tables: words that `--strategy` takes; the mesh is not among them."""
+        words = []
         if self.schedule is not None:
-            words.insert(0, self.schedule)
-        if self.shard_ranks is not None:
-            words.append(f"in groups of {self.shard_ranks}")
+            stages = f"_{self.stages_per_rank}" if self.stages_per_rank > 2 else ""
+            words.append(WORDS.get(self.schedule, self.schedule) + stages)
+        if self.dp > 1 or self.pp == 1:
+            hybrid = self.shard_ranks is not None
+            words.append(f"hybrid_{self.shard_ranks}" if hybrid else self.replicate)
         if self.offload != "device":
-            words.append(f"optimizer on {self.offload}")
-        return " + ".join(words)
+            words.append(f"offload_{self.offload}")
+        return "+".join(words)
 
     def strategy(self, **more: Any) -> StrategyConfig:
         """The section of a job."""

@@ -1,0 +1,184 @@
+"""Strategies by words: presets and files with `+` between them, laid over one another in order.
+
+    --strategy 1f1b+fsdp+full          three presets of one role each
+    strategy: zero2+my.yaml            in a job, a strategy file or a plan
+    strategy: {name: fsdp, recompute: {every: 2}}
+
+A preset or file may itself name its strategy by words; what else it says lies over them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from bigtrain.errors import ConfigError, did_you_mean
+from bigtrain.job.presets import ConfigTree, KeyPath, is_file, preset_names, read_preset
+from bigtrain.job.schema import ROLES, long_form
+
+KIND = "strategies"
+"""The folder of the presets, below configs/."""
+PLAN_KEYS = ("mesh", "strategy", "train", "optim", "memory", "device")
+"""What a strategy or plan file may say about a job."""
+_WHOLE = (("strategy", "cut"), ("strategy", "replicate"))
+"""Roles with several techniques are said by one word; to the options of the others words add."""
+_SPELLED_OUT = frozenset({"cut", "replicate", "deepspeed"})
+"""Beside one of these `strategy.name` is a label."""
+
+
+def words_in(strategy: object, asked: str) -> tuple[str | None, dict[str, Any]]:
+    """The words by which a `strategy:` section names its strategy, and what it says beside them.
+
+    Returns:
+        None in place of words where the section has the roles themselves.
+
+    Raises:
+        ConfigError: it is neither words nor a mapping.
+    """
+    if isinstance(strategy, str):
+        return strategy, {}
+    if not isinstance(strategy, dict):
+        raise ConfigError(f"{asked}: {strategy!r} names none. Write words, as ddp+full.")
+    name = strategy.get("name")
+    if _SPELLED_OUT & strategy.keys() or not isinstance(name, str):
+        return None, strategy
+    return name, {key: value for key, value in strategy.items() if key != "name"}
+
+
+def split_words(text: str, asked: str) -> list[str]:
+    """The words of a strategy.
+
+    Raises:
+        ConfigError: there is nothing beside a `+`, something else between words, or `auto`, which
+            is none.
+    """
+    if is_file(text) and Path(text).is_file():  # a path may have a + in it
+        return [text]
+    words = [word.strip() for word in text.split("+")]
+    if "" in words:
+        fault = "has no word beside a +" if text.strip() else "names no strategy"
+        raise ConfigError(f"{asked}: {text!r} {fault}. Write words like ddp+full.")
+    for word in words:
+        if not is_file(word) and re.search(r"[,;&|\s]", word):
+            raise ConfigError(f"{asked}: {word!r}: between words stands a +, as in ddp+full.")
+    if "auto" in words:
+        raise ConfigError(
+            f"{asked}: {text!r} names auto, which chooses the whole strategy, and only on the "
+            "command line of a run. Use bigtrain train --strategy auto, alone, or leave auto out."
+        )
+    return words
+
+
+def strategy_label(text: str) -> str:
+    """Words as tables and folders show them: of a file the name, without folder and ending."""
+    return "+".join(map(_label, split_words(text, "strategy")))
+
+
+def _label(word: str) -> str:
+    return Path(word).stem if is_file(word) else word
+
+
+def whole_strategies() -> list[str]:
+    """The presets that say how a model is laid over ranks; the others are words that add to one."""
+    found = {name: read_strategy(name, "").values["strategy"] for name in preset_names(KIND)}
+    return [name for name, strategy in found.items() if _SPELLED_OUT & strategy.keys()]
+
+
+def read_strategy(text: str, asked: str, within: tuple[str, ...] = ()) -> ConfigTree:
+    """Read a strategy by its words.
+
+    Args:
+        text: names of presets and paths of YAML files, with `+` between them.
+        asked: the argument or key that named it, for the message.
+        within: the files and presets that are being read.
+
+    Returns:
+        What they say about a job, with every role in its long form; `strategy.name` is the words.
+
+    Raises:
+        ConfigError: an unknown word (with the nearest), a file that is not there, or two words
+            that say unequal things of one key.
+    """
+    words = split_words(text, asked)
+    if len(words) > 1:
+        asked = f"{asked}{' ' if asked.startswith('--') else '='}{'+'.join(words)}"
+    whole, said, names = ConfigTree(), dict[KeyPath, tuple[str, Any]](), []
+    for word in words:
+        tree = _read_word(word, asked, within)
+        names.append(tree.values["strategy"].pop("name"))
+        for path, value in _leaves(tree.values):
+            shown = (tree.origin(path) or word) if is_file(word) else word
+            before, first = said.setdefault(path, (shown, value))
+            if first != value:
+                one, other = _sides(first, value)
+                raise ConfigError(
+                    f"{asked}: {before} and {shown} both say {'.'.join(path)} ({one}, {other}). "
+                    "Keep one of them."
+                )
+        whole.lay(tree)
+    whole.values["strategy"]["name"] = "+".join(names)
+    return whole
+
+
+def _read_word(word: str, asked: str, within: tuple[str, ...]) -> ConfigTree:
+    """One preset or file; where it names words itself, those with its other keys over them."""
+    key = str(Path(word).resolve()) if is_file(word) else word
+    if key in within:
+        raise ConfigError(f"{asked}: {word} names itself. Name another strategy there.")
+    tree = read_preset(KIND, word, asked) if is_file(word) else _read_preset_word(word, asked)
+    tree.values.pop("predicted", None)  # a plan file tells what it expects
+    for section in tree.values:
+        if section not in PLAN_KEYS:
+            raise ConfigError(
+                f"{tree.origin((section,))}: a strategy file has no key {section!r}"
+                f"{did_you_mean(section, PLAN_KEYS)} It may say {', '.join(PLAN_KEYS)}."
+            )
+    place = f"{tree.origin(('strategy',))}: strategy"
+    inner, own = words_in(tree.values.get("strategy", {}), place)
+    own = {role: long_form(role, said) if role in ROLES else said for role, said in own.items()}
+    tree.values["strategy"] = own
+    if inner is not None:
+        base = read_strategy(inner, place, (*within, key))
+        base.values["strategy"].pop("name")
+        base.lay(tree)
+        tree = base
+    tree.values["strategy"].setdefault("name", _label(word))
+    return tree
+
+
+def _read_preset_word(word: str, asked: str) -> ConfigTree:
+    """A preset by name, or with a value after it for the key that it `takes`: every_2."""
+    names = preset_names(KIND)
+    base, _, value = word.rpartition("_")
+    if word not in names and base in names and value[:1].isdigit():
+        tree = read_preset(KIND, base, asked)
+        takes = tree.values.pop("takes", None)
+        if takes is not None:
+            number = int(value) if value.isdigit() else value
+            tree.put(tuple(takes.split(".")), number, f"{asked}: {word}")
+            return tree
+    tree = read_preset(KIND, word, asked)
+    tree.values.pop("takes", None)
+    return tree
+
+
+def _leaves(values: Mapping[str, Any], above: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    for key, value in values.items():
+        path = (*above, key)
+        if isinstance(value, dict) and path not in _WHOLE:
+            yield from _leaves(value, path)
+        else:
+            yield path, value
+
+
+def _sides(one: object, other: object) -> tuple[str, str]:
+    """Two techniques by their names, or where these are equal with their options."""
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return str(one), str(other)
+    if one.get("name") != other.get("name"):
+        return str(one.get("name")), str(other.get("name"))
+    options = ([f"{k}={v}" for k, v in said.items() if k != "name"] for said in (one, other))
+    first, second = (" ".join([str(one.get("name")), *words]) for words in options)
+    return first, second
