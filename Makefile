@@ -48,7 +48,7 @@ test: $(READY) system check
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/codespell bigtrain strategies configs benchmarks docs *.md *.py Makefile
+	$(BIN)/codespell bigtrain strategies configs benchmarks examples docs *.md *.py Makefile
 	$(BIN)/mypy
 
 clean:
