@@ -160,7 +160,7 @@ class ActivationOffloader:
         self._clear_up()
         leaving = []
         for visit in live_referents(self._staying):
-            for record in () if visit.begun else visit.records():
+            for record in () if visit.backward_begun else visit.records():
                 if record.data is None or record.spot is not None:
                     continue
                 record.spot, wait = self._open_transfer().copy_out(record.data)
