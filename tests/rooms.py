@@ -27,7 +27,6 @@ ORDER = (
     *("planner", "compare", "verify"),
     *("train", "cli", "__main__"),
 )
-MOST_MODULES = {"prediction": 13}
 
 
 @cache

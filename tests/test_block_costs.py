@@ -8,7 +8,7 @@ from torch import nn
 
 from bigtrain.cutting.choose import DeviceRates
 from bigtrain.data import MicroBatch
-from bigtrain.prediction.block_costs import block_costs
+from bigtrain.prediction.operation_log import block_costs
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 
-from rooms import MOST_MODULES, ORDER, sources, tree, uses
+from rooms import ORDER, sources, tree, uses
 
 
 def room(module: str) -> str:
@@ -38,11 +38,7 @@ def test_rooms_are_small_enough_to_look_around_in():
     sizes = Counter(
         module.rpartition(".")[0] for module, path in sources().items() if path.stem != "__init__"
     )
-    large = {
-        name: size
-        for name, size in sizes.items()
-        if size > (8 if not name else MOST_MODULES.get(name, 12))
-    }
+    large = {name: size for name, size in sizes.items() if size > (8 if not name else 12)}
     assert not large, f"more than 12 modules (8 at the root): {large}"
 
 

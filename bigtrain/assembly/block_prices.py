@@ -17,7 +17,7 @@ from bigtrain.activations.budget_solver import PolicyCost, solution_peak
 from bigtrain.activations.policy import BlockPolicy
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.memory.timeline import BlockTicks, Timeline
-from bigtrain.prediction.block_costs import BlockCost
+from bigtrain.prediction.operation_log import BlockCost
 
 OFFLOAD_BYTES_PER_SECOND = {"cpu": 2.5e10, "disk": 1e9, "device": math.inf}
 """Bytes to the host over PCIe 4, and to a common solid-state disk: orders of magnitude."""

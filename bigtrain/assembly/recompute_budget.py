@@ -20,7 +20,7 @@ from bigtrain.cutting.layout import Layout
 from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import Peak
 from bigtrain.models.blocks import find_blocks
-from bigtrain.prediction.block_costs import BlockCost, block_costs
+from bigtrain.prediction.operation_log import BlockCost, block_costs
 from bigtrain.prediction.predict import forecast_rank
 from bigtrain.prediction.record import untraceable_reason
 from bigtrain.units import format_bytes

@@ -21,7 +21,7 @@ from bigtrain.planner.space import Candidate
 from bigtrain.planner.step_time import PassSeconds, StepSeconds, StepTimer, closed_form_bubble
 from bigtrain.prediction.compose import count_parameters, section_states
 from bigtrain.prediction.section_library import ModelSections, SectionLibrary
-from bigtrain.prediction.split_backward import SplitPasses
+from bigtrain.prediction.sections import PassPair
 from bigtrain.schedules.orders import SPLIT_BACKWARD_SCHEDULES
 from bigtrain.units import format_bytes
 
@@ -278,7 +278,7 @@ class PlanEvaluator:
 
     def _halves(
         self, plan: Plan, candidate: Candidate
-    ) -> Callable[[], Mapping[str, SplitPasses] | None] | None:
+    ) -> Callable[[], Mapping[str, PassPair] | None] | None:
         """What is asked for the sections in halves; None where they go back in one part."""
         if not plan.splits_backward:
             return None

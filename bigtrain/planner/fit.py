@@ -21,10 +21,9 @@ from bigtrain.memory.timeline import Peak, highest_peak
 from bigtrain.planner.recompute_levels import RecomputeLevels, SectionRange
 from bigtrain.planner.space import Candidate
 from bigtrain.planner.step_time import StepTimer
-from bigtrain.prediction.compose import compose_profile, section_states
+from bigtrain.prediction.compose import compose_profile, section_states, split_profile
 from bigtrain.prediction.predict import forecast_step
-from bigtrain.prediction.sections import Section
-from bigtrain.prediction.split_backward import SplitPasses, split_profile
+from bigtrain.prediction.sections import PassPair, Section
 from bigtrain.schedules.in_flight import in_flight_at_peak, in_flight_by_stage
 from bigtrain.schedules.orders import stage_ranks
 
@@ -56,7 +55,7 @@ class StageFitter:
         clock: StepTimer,
         composed: dict[object, Profile],
         state_factors: tuple[float, float],
-        halves: Callable[[], Mapping[str, SplitPasses] | None] | None = None,
+        halves: Callable[[], Mapping[str, PassPair] | None] | None = None,
     ) -> None:
         self.levels = ladder
         self._plan, self._candidate = plan, candidate

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -13,6 +13,10 @@ from bigtrain.memory.timeline import BlockTicks
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.models.blocks import independent_blocks
 
+Moment = Literal[
+    "forward begins", "forward ends", "backward begins", "backward ends", "parameter's gradient"
+]
+
 
 class BlockTickRecorder:
     """The clock ticks at which blocks begin and end; nothing is kept alive by the noting.
@@ -20,69 +24,80 @@ class BlockTickRecorder:
     Args:
         model: hooks are put on its blocks, for good: give a copy.
         tracker: whose clock it is.
-        names: of the modules to follow; left out, the blocks that share no parameter.
+        names: of modules that are followed beside the blocks that share no parameter.
     """
 
     def __init__(
-        self, model: nn.Module, tracker: StorageTracker, names: Iterable[str] | None = None
+        self, model: nn.Module, tracker: StorageTracker, names: Iterable[str] = ()
     ) -> None:
         self._tracker = tracker
-        named = independent_blocks(model)
-        if names is not None:
-            named = [(n, m) for n, m in ((n, _module(model, n)) for n in names) if m is not None]
-        self._names = [name for name, _ in named]
-        self._blocks = [block for _, block in named]
-        inside = {id(p) for block in self._blocks for p in block.parameters()}
+        self._modules = dict(independent_blocks(model))
+        self.names = tuple(self._modules)
+        """Of the blocks that share no parameter."""
+        inside = {id(p) for block in self._modules.values() for p in block.parameters()}
         self._rest = [p for p in model.parameters() if id(p) not in inside]
-        self._notes: list[tuple[int, int, str]] = []
-        for number, block in enumerate(self._blocks):
-            for parameter in block.parameters():
+        for name in names:
+            module = _module(model, name)
+            if module is not None:
+                self._modules.setdefault(name, module)
+        self._notes: dict[str, list[tuple[int, Moment]]] = {name: [] for name in self._modules}
+        for name, module in self._modules.items():
+            for parameter in module.parameters():
                 if parameter.requires_grad:
-                    parameter.register_hook(self._at_gradient(number))  # type: ignore[no-untyped-call]
-            block.register_forward_pre_hook(self._before(number), with_kwargs=True)
-            block.register_forward_hook(self._after(number))
+                    self._at_gradient(parameter, name, "parameter's gradient")
+            module.register_forward_pre_hook(self._before(name), with_kwargs=True)
+            module.register_forward_hook(self._after(name))
 
-    def _at_gradient(self, number: int) -> Any:
-        return lambda _: self._note(number, "parameter's gradient")
-
-    def _before(self, number: int) -> Any:
+    def _before(self, name: str) -> Any:
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._note(number, "forward begins")
-            self._on_gradients(number, (args, kwargs), "backward ends")
+            self._note(name, "forward begins")
+            self._at_gradients((args, kwargs), name, "backward ends")
 
         return hook
 
-    def _after(self, number: int) -> Any:
+    def _after(self, name: str) -> Any:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            self._note(number, "forward ends")
-            self._on_gradients(number, output, "backward begins")
+            self._note(name, "forward ends")
+            self._at_gradients(output, name, "backward begins")
 
         return hook
 
-    def _on_gradients(self, number: int, tree: Any, what: str) -> None:
+    def _at_gradients(self, tree: Any, name: str, what: Moment) -> None:
         for leaf in tree_leaves(tree):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda _: self._note(number, what))  # type: ignore[no-untyped-call]
+                self._at_gradient(leaf, name, what)
 
-    def _note(self, number: int, what: str) -> None:
-        self._notes.append((self._tracker.clock, number, what))
+    def _at_gradient(self, tensor: Tensor, name: str, what: Moment) -> None:
+        tensor.register_hook(lambda _: self._note(name, what))  # type: ignore[no-untyped-call]
 
-    def blocks(self, start: int, stop: int) -> list[BlockTicks]:
-        """The blocks in the order of a pass between two ticks; those that did not run are left out.
+    def _note(self, name: str, what: Moment) -> None:
+        self._notes[name].append((self._tracker.clock, what))
+
+    def ticks(self, name: str, start: int, stop: int) -> dict[Moment, list[int]]:
+        """The moments of a block between two ticks, both included."""
+        found: dict[Moment, list[int]] = {}
+        for tick, what in self._notes[name]:
+            if start <= tick <= stop:
+                found.setdefault(what, []).append(tick)
+        return found
+
+    def visits(
+        self, start: int, stop: int, names: Iterable[str] | None = None
+    ) -> dict[str, BlockTicks]:
+        """The modules that ran in a pass between two ticks, in their order.
 
         A block whose inputs need no gradient is taken to be done at the end of the pass.
-        """
-        return list(self.named(start, stop).values())
 
-    def named(self, start: int, stop: int) -> dict[str, BlockTicks]:
-        """The same with their names."""
+        Args:
+            start: of the pass.
+            stop: of the pass.
+            names: of modules that are followed; left out, the blocks that share no parameter.
+        """
+        wanted = self.names if names is None else [n for n in names if n in self._modules]
+        every = {name: self.ticks(name, start, stop) for name in wanted}
+        together = _together(every)
         found = []
-        together = self._together(start, stop)
-        for number, block in enumerate(self._blocks):
-            ticks: dict[str, list[int]] = {}
-            for tick, whose, what in self._notes:
-                if whose == number and start <= tick <= stop:
-                    ticks.setdefault(what, []).append(tick)
+        for name, ticks in every.items():
             if "forward begins" not in ticks:
                 continue
             begins = min(ticks.get("backward begins", [stop]))
@@ -90,21 +105,19 @@ class BlockTickRecorder:
             if ends in together:  # its own part of that gradient is there with its last parameter's
                 ends = max(ticks.get("parameter's gradient", [ends]))
             forward = (min(ticks["forward begins"]), max(ticks["forward ends"]))
-            visit = _block_ticks(list(block.parameters()), forward, (begins, max(begins, ends)))
-            found.append((self._names[number], visit))
+            own = list(self._modules[name].parameters())
+            found.append((name, _block_ticks(own, forward, (begins, max(begins, ends)))))
         return dict(sorted(found, key=lambda pair: pair[1].forward))
-
-    def _together(self, start: int, stop: int) -> set[int]:
-        """Ticks at which the gradient of an input is there that several blocks have."""
-        last: dict[int, int] = {}
-        for tick, number, what in self._notes:
-            if what == "backward ends" and start <= tick <= stop:
-                last[number] = max(tick, last.get(number, tick))
-        return {tick for tick, times in Counter(last.values()).items() if times > 1}
 
     def outside_blocks(self, start: int, stop: int) -> BlockTicks:
         """What is in no block: there from the first moment of a pass to the last."""
         return _block_ticks(self._rest, (start, stop), (start, stop))
+
+
+def _together(every: Mapping[str, Mapping[Moment, list[int]]]) -> set[int]:
+    """Ticks at which the gradient of an input is there that several blocks have."""
+    last = (max(ticks["backward ends"]) for ticks in every.values() if "backward ends" in ticks)
+    return {tick for tick, times in Counter(last).items() if times > 1}
 
 
 def _module(model: nn.Module, name: str) -> nn.Module | None:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bigtrain.costs.forecast import BoundaryBytes, Profile
-from bigtrain.memory.timeline import BlockTicks, Breakdown, Phase, Timeline, scale_timeline
+from bigtrain.memory.timeline import BlockTicks, Breakdown, Timeline, scale_timeline
 from bigtrain.prediction.record_sections import RecordedSections
-from bigtrain.prediction.sections import Section, SectionTensor, concatenate_sections
+from bigtrain.prediction.sections import PassPair, Section, SectionTensor, concatenate_sections
 
 _ALIKE = 4
 """A step whose highest moment is at most so many of the largest parameters goes one by one."""
@@ -38,11 +38,12 @@ def compose_profile(
     elements = sum(t.numbers for t in trained)
     timelines, visits, stops = [], [], []
     for number in (0, 1):
-        spans, seen, turn, stop = concatenate_sections(sections, number, is_sent=after is not None)
+        passes = [section.passes[number] for section in sections]
+        begins, is_sent = bool(sections[0].name), after is not None
+        timeline, seen, stop = concatenate_sections(passes, begins=begins, is_sent=is_sent)
+        timelines.append(timeline)
+        visits.append(seen)
         stops.append(stop)
-        phases: tuple[tuple[int, Phase], ...] = ((0, "forward"), (turn + 1, "backward"))
-        timelines.append(Timeline(spans, phases))
-        visits.append([visit for visit in seen if visit is not None])
     names = [section.name for section in sections if section.name]
     named = [
         (f"{section.name} {t.name}".strip(), t)
@@ -74,6 +75,20 @@ def compose_profile(
         recomputed=frozenset(recomputed),
         tensors=tuple((name, t.nbytes, t.kind) for name, t in named),
     )
+
+
+def split_profile(whole: Profile, sections: Sequence[PassPair]) -> Profile:
+    """The profile of a stage with its backward pass in two parts.
+
+    Args:
+        whole: of the same stage, in one part.
+        sections: of the stage.
+    """
+    first, later = (
+        concatenate_sections([passes[number] for passes in sections], begins=True, is_sent=True)[0]
+        for number in (0, 1)
+    )
+    return replace(whole, first=first, next=later, blocks=(), windows=(), recomputed=frozenset())
 
 
 def section_states(sections: Sequence[Section]) -> Breakdown:

@@ -9,8 +9,8 @@ from bigtrain.core.strategy import CutStrategy, ModelFacts, Plan
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.memory.timeline import Peak
+from bigtrain.prediction.loops import profile_stage
 from bigtrain.prediction.record import make_profile, untraceable_reason
-from bigtrain.prediction.record_stage import profile_stage
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ the tensors are missing. So the timelines are those of the run, storage by stora
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from bigtrain.activations.policy import BlockPolicy, apply_policies, recomputed_names
 from bigtrain.core.loop import LoopRunner
@@ -26,14 +27,16 @@ from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile
 from bigtrain.data.loader import MicroBatch
 from bigtrain.losses.chunked_cross_entropy import attach_head
+from bigtrain.losses.loss import Loss
 from bigtrain.memory.meter import MemoryMeter
-from bigtrain.memory.timeline import BlockTicks, Breakdown, Phase, Span, Timeline
+from bigtrain.memory.timeline import Breakdown, Phase, Span, Timeline
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.models.bf16_parameters import bf16_parameter_names
 from bigtrain.optim.update import MakeOptimizer, state_bytes_by_slot
 from bigtrain.prediction.block_ticks import BlockTickRecorder
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.fake import fake_model, fake_tensor
+from bigtrain.tensors.tree import map_tensors
 
 
 class FakeMeter(MemoryMeter):
@@ -67,18 +70,19 @@ class FakeRun:
 
     model: nn.Module
     """The fake twin."""
-    optimizer: torch.optim.Optimizer
+    runner: LoopRunner
     choices: Mapping[str, BlockPolicy]
     timeline: Timeline
     marks: tuple[int, ...]
     """The ticks of the second step: its begin, the ends of its micro-batches, its end."""
-    visits: BlockTickRecorder
-    followed: BlockTickRecorder
-    """The modules of which something else than all is kept, or may be."""
+    ticks: BlockTickRecorder
     batch_bytes: int
     widths: Mapping[str, float]
+    """See `state_bytes_by_slot`."""
     first_step: FakeRun | None = None
     """The first step, where it was taken with two micro-batches of another size."""
+    later: FakeRun | None = None
+    """The third step, where there is one."""
 
     def window(self, number: int) -> Timeline:
         """The first micro-batch, the next, or the step: 0, 1, 2."""
@@ -87,76 +91,106 @@ class FakeRun:
 
 InstallHooks = Callable[[nn.Module, StorageTracker], AbstractContextManager[object]]
 """Given the fake twin and the clock; entered around all passes."""
+TakeStep = Callable[[LoopRunner, Sequence[MicroBatch]], tuple[int, ...]]
+"""Takes these micro-batches through a loop; returns `FakeRun.marks`."""
+
+
+class WholeModel:
+    """What of a model goes through the loop: here all of it."""
+
+    def placed(self, micro_batch: MicroBatch, plan: Plan) -> MicroBatch:  # noqa: ARG002
+        """A real micro-batch as the loop takes it, before anything is fake."""
+        return micro_batch
+
+    def root(self, fake: nn.Module, loss: Loss, plan: Plan, device: torch.device) -> nn.Module:
+        """What the forward pass calls, of a fake twin of the whole model."""
+        del plan, device
+        attach_head(loss, fake)
+        return fake
+
+    def runner(self, assembly: Assembly, tracker: StorageTracker) -> LoopRunner:  # noqa: ARG002
+        """The loop."""
+        return LoopRunner(assembly)
+
+    def steps(
+        self, runner: LoopRunner, batches: Sequence[MicroBatch], step: TakeStep
+    ) -> list[tuple[int, ...]]:
+        """All steps; the optimizer makes its state in the first.
+
+        Args:
+            runner: of this.
+            batches: one, or two of different sizes.
+            step: takes one.
+        """
+        first, last = batches[0], batches[-1]
+        small = [first] if len(batches) == 1 else [first, first]
+        return [step(runner, small), step(runner, [last, last])]
+
+
+WHOLE_MODEL = WholeModel()
 
 
 def record_steps(
     workload: Workload,
     resolved: ResolvedPlan,
     device: torch.device,
-    watch: InstallHooks | None = None,
+    unit: WholeModel = WHOLE_MODEL,
+    hooks: Sequence[InstallHooks] = (),
     before: MicroBatch | None = None,
-    make_runner: Callable[[Assembly], LoopRunner] = LoopRunner,
 ) -> FakeRun:
-    """Run the plain loop on a fake twin of a model.
+    """Take a fake twin of a model, or of a part of it, through the plain loop.
 
     Args:
         workload: with an example.
         resolved: as in the run; its layout is not looked at.
         device: whose kernels decide what is saved.
-        watch: what else is noted.
+        unit: what of the model.
+        hooks: what else is noted.
         before: a micro-batch of another size, for the first step.
-        make_runner: of the loop.
 
     Raises:
         Exception: of any kind that the model's own code raises where it sees no numbers.
     """
-    plan, model, loss = resolved.plan, workload.model, workload.loss
+    plan, last = resolved.plan, workload.micro_batch
+    real = [unit.placed(one, plan) for one in ([last] if before is None else [before, last])]
     widths = state_bytes_by_slot(workload.make_optimizer)
     tracker = StorageTracker(fake=True)
-    meter = FakeMeter(tracker, device)
     with FakeTensorMode(), tracker:
-        fake = fake_model(model, device, double=plan.precision == "fp64")
-        attach_head(loss, fake)
-        if plan.bf16_parameters:
-            for name in bf16_parameter_names(fake):
-                parameter = fake.get_parameter(name)
-                parameter.data = parameter.data.to(torch.bfloat16)
-        last = workload.micro_batch
-        batches = [_faked(given, device) for given in (before or last, last)]
-        choices = resolved.policies
-        apply_policies(fake, choices, plan.make_offloader(device, fake=True))
-        visits, followed = (
-            BlockTickRecorder(fake, tracker),
-            BlockTickRecorder(fake, tracker, choices),
+        fake = fake_model(workload.model, device, double=plan.precision == "fp64")
+        for name in bf16_parameter_names(fake) if plan.bf16_parameters else ():
+            parameter = fake.get_parameter(name)
+            parameter.data = parameter.data.to(torch.bfloat16)
+        root = unit.root(fake, workload.loss, plan, device)
+        apply_policies(root, resolved.policies, plan.make_offloader(device, fake=True))
+        batches = [_faked(micro_batch, device) for micro_batch in real]
+        assembly = Assembly(
+            context=RunContext.alone(device),
+            plan=plan,
+            loss=workload.loss,
+            meter=FakeMeter(tracker, device),
+            model=fake,
+            make_optimizer=fake_safe_optimizer(workload.make_optimizer),
+            module=root,
+            materialize=lambda _names: None,
         )
-        runner = make_runner(
-            Assembly(
-                context=RunContext.alone(device),
-                plan=plan,
-                loss=loss,
-                meter=meter,
-                model=fake,
-                make_optimizer=fake_safe_optimizer(workload.make_optimizer),
-                module=fake,
-                materialize=lambda _names: None,
-            )
-        )
-        with watch(fake, tracker) if watch is not None else nullcontext():
-            # The optimizer makes its state in the first step.
-            small = batches[:1] if before is None else batches[:1] * 2
-            marks = [_step(runner, small, tracker), _step(runner, batches[1:] * 2, tracker)]
+        runner = unit.runner(assembly, tracker)
+        cut_through = getattr(root, "cut_through", ())
+        choices = {n: choice for n, choice in resolved.policies.items() if n not in cut_through}
+        with ExitStack() as noting:
+            for hook in hooks:  # before the ticks: what they do to a gradient comes before it
+                noting.enter_context(hook(fake, tracker))
+            ticks = BlockTickRecorder(root, tracker, choices)
+            marks = unit.steps(runner, batches, partial(_step, tracker))
         timeline = tracker.timeline()
         sizes = [storage_bytes(tree_leaves((batch.inputs, batch.targets))) for batch in batches]
-    given = (fake, runner.optimizer, choices, timeline)
-    noted = (visits, followed)
-    earlier = None
-    if before is not None:
-        earlier = FakeRun(*given, marks[0], *noted, sizes[0], widths)
-    return FakeRun(*given, marks[1], *noted, sizes[1], widths, earlier)
+    given = (fake, runner, choices, timeline)
+    first, *others = (FakeRun(*given, one, ticks, sizes[-1], widths) for one in marks)
+    earlier = replace(first, batch_bytes=sizes[0]) if len(batches) > 1 else None
+    return replace(others[0], first_step=earlier, later=others[1] if others[1:] else None)
 
 
 def _step(
-    runner: LoopRunner, batches: Sequence[MicroBatch], tracker: StorageTracker
+    tracker: StorageTracker, runner: LoopRunner, batches: Sequence[MicroBatch]
 ) -> tuple[int, ...]:
     """One step; the ticks of its begin, the ends of its micro-batches, its end."""
     ticks = [tracker.clock]
@@ -171,40 +205,43 @@ def _step(
 
 
 def _faked(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
-    def fake(leaf: Any) -> Any:
-        return fake_tensor(leaf, device)
+    def fake(tensor: Tensor) -> Any:
+        return fake_tensor(tensor, device)
 
-    inputs, targets = tree_map(fake, (micro_batch.inputs, micro_batch.targets))
-    return MicroBatch(inputs, targets, max(1, micro_batch.count), micro_batch.rows)
+    inputs, targets = (
+        map_tensors(tree, fake) for tree in (micro_batch.inputs, micro_batch.targets)
+    )
+    count = max(1, micro_batch.count)
+    return replace(micro_batch, inputs=inputs, targets=targets, count=count)
 
 
 def profile_from_run(run: FakeRun, plan: Plan) -> Profile:
-    """What a run on fake tensors says of a whole model."""
-    states = state_bytes(run.model, run.optimizer)
-    passes = tuple(pairwise(run.marks[:3]))
+    """What a run on fake tensors says of a model, or of what was run of it."""
+    states = state_bytes(run.model, run.runner.optimizer)
+    first, later = tuple(pairwise(run.marks[:3]))
+    blocks, followed = (
+        [run.ticks.visits(*window, names) for window in (first, later)]
+        for names in (None, run.choices)
+    )
     return Profile(
         parameter_bytes=states.parameters,
         gradient_bytes=0 if plan.release_gradients else states.gradients,
         buffer_bytes=states.buffers,
         optimizer_bytes=states.optimizer,
         batch_bytes=run.batch_bytes,
-        **optimizer_state_figures(run.model, run.optimizer, run.widths),
+        **optimizer_state_figures(run.model, run.runner.optimizer, run.widths),
         first=run.window(0),
         next=run.window(1),
         step=run.window(2),
-        blocks=tuple(zip(*(run.visits.blocks(*w) for w in passes), strict=True)),
-        outside_blocks=run.visits.outside_blocks(*passes[0]),
-        windows=block_windows(run.followed, run.marks),
+        blocks=tuple(zip(*(one.values() for one in blocks), strict=True)),
+        outside_blocks=run.ticks.outside_blocks(*first),
+        windows=tuple(
+            (name, visit, followed[1][name])
+            for name, visit in followed[0].items()
+            if name in followed[1]
+        ),
         recomputed=recomputed_names(run.choices),
     )
-
-
-def block_windows(
-    visits: BlockTickRecorder, marks: Sequence[int]
-) -> tuple[tuple[str, BlockTicks, BlockTicks], ...]:
-    """When the followed modules ran in the first and the second micro-batch."""
-    first, second = (visits.named(start, stop) for start, stop in pairwise(marks[:3]))
-    return tuple((name, first[name], second[name]) for name in first if name in second)
 
 
 def timeline_window(timeline: Timeline, start: int, stop: int) -> Timeline:
@@ -271,7 +308,7 @@ def optimizer_state_figures(
     Args:
         model: profiled.
         optimizer: after a step on it.
-        widths: of `state_bytes_by_slot`: those who shard state update bf16 parameters in fp32.
+        widths: of `state_bytes_by_slot`: bf16 ones are updated in fp32 by those who shard state.
     """
     elements, numbers, scalars = 0, 0.0, 0
     for parameter in model.parameters():

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bigtrain.core.resolved import ResolvedPlan
@@ -28,8 +28,12 @@ from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import BlockTicks, Timeline
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.models.blocks import independent_blocks
+from bigtrain.prediction.loops import SplitBackward
+from bigtrain.prediction.operation_log import Operation, OperationLog
 from bigtrain.prediction.record import (
+    WHOLE_MODEL,
     FakeRun,
+    WholeModel,
     optimizer_state_figures,
     profile_from_run,
     record_steps,
@@ -37,14 +41,16 @@ from bigtrain.prediction.record import (
 )
 from bigtrain.prediction.sections import (
     OpLog,
+    PassPair,
     Section,
     SectionPass,
     SectionTensor,
     SectionWindow,
+    Windows,
     mark_gradients,
     section_spans,
 )
-from bigtrain.tensors.op_cost import REPEAT_COUNT, bytes_touched, flops_of
+from bigtrain.tensors.op_cost import REPEAT_COUNT
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class UntraceableError(Exception):
 
 
 class SectionHooks:
-    """Notes when blocks begin and end, and what every operation does.
+    """Notes what every operation does, and what blocks are called with.
 
     Args:
         names: of the blocks.
@@ -81,14 +87,12 @@ class SectionHooks:
 
     def __init__(self, names: Sequence[str], *, as_sent: bool = False) -> None:
         self.names = tuple(names)
-        self.relaid = False
+        self.copies_gradient = False
         """See `RecordedSections.copies_gradient`."""
         self._as_sent = as_sent
-        self.ticks: list[tuple[int, int, str]] = []
-        """(clock, block, what)"""
         self.work: list[tuple[int, float, float, float, int]] = []
         """(clock, flops, flops in bf16, bytes, how often it is done) of each operation."""
-        self.incoming: list[tuple[int, int, tuple[int, int]]] = []
+        self.incoming: list[tuple[int, str, tuple[int, int]]] = []
         """(clock, block, bytes that it is called with, those that a gradient goes back to)"""
         self.used: dict[str, set[int]] = {}
         """When each tensor of the model was used in the first micro-batch of all."""
@@ -98,84 +102,54 @@ class SectionHooks:
     def install(self, fake: nn.Module, tracker: StorageTracker) -> AbstractContextManager[object]:
         """Put hooks on the blocks, for good; see `record.InstallHooks`."""
         self.clock = lambda: tracker.clock
-        for number, name in enumerate(self.names):
+        for name in self.names:
             block = fake.get_submodule(name)
-            block.register_forward_pre_hook(self._before(number), with_kwargs=True)
-            block.register_forward_hook(self._after(number))
+            block.register_forward_pre_hook(self._before(name), with_kwargs=True)
+            is_sent = self._as_sent and name != self.names[-1]  # the last one's is not sent
+            block.register_forward_hook(self._after(is_sent=is_sent))
         for tensors in (fake.named_parameters(), fake.named_buffers()):
             for name, tensor in tensors:
                 self._owners[tensor.untyped_storage()._cdata] = name
-        return _OpLogMode(self)
+        return OperationLog(self._operation)
 
-    def note(self, number: int, what: str) -> None:
-        """Note a moment of a block."""
-        self.ticks.append((self.clock(), number, what))
-
-    def _before(self, number: int) -> Any:
+    def _before(self, name: str) -> Any:
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            self.note(number, "forward begins")
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             sizes = [leaf.numel() * leaf.element_size() for leaf in given]
             wanted = [s for s, leaf in zip(sizes, given, strict=True) if leaf.requires_grad]
-            self.incoming.append((self.clock(), number, (sum(sizes), sum(wanted))))
-            for tensor in given:
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda _: self.note(number, "backward ends"))  # type: ignore[no-untyped-call]
+            self.incoming.append((self.clock(), name, (sum(sizes), sum(wanted))))
 
         return hook
 
-    def _after(self, number: int) -> Any:
+    def _after(self, *, is_sent: bool) -> Any:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            self.note(number, "forward ends")
-            given = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-            for tensor in given:
-                if tensor.requires_grad:
-                    tensor.register_hook(self._arrived(number, tensor.stride()))  # type: ignore[no-untyped-call]
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._arrived(tensor.stride(), is_sent=is_sent))  # type: ignore[no-untyped-call]
 
         return hook
 
-    def _arrived(self, number: int, strides: tuple[int, ...]) -> Any:
+    def _arrived(self, strides: tuple[int, ...], *, is_sent: bool) -> Any:
         def hook(gradient: torch.Tensor) -> torch.Tensor:
             pairs = zip(gradient.shape, gradient.stride(), strides, strict=True)
             if any(own != sent for size, own, sent in pairs if size > 1):
-                self.relaid = True
-                if self._as_sent and number < len(self.names) - 1:  # the last one's is not sent
-                    gradient = gradient.new_empty_strided(gradient.shape, strides)
-            self.note(number, "backward begins")
+                self.copies_gradient = True
+                if is_sent:
+                    return gradient.new_empty_strided(gradient.shape, strides)
             return gradient
 
         return hook
 
-    def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Note an operation that was done."""
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-        if not made:  # a question about a tensor
-            return
+    def _operation(self, operation: Operation) -> None:
         clock = self.clock()
-        for tensor in given:
+        for tensor in operation.given:
             owner = self._owners.get(tensor.untyped_storage()._cdata)
             if owner is not None:
                 self.used.setdefault(owner, set()).add(clock)
-        flops = float(flops_of(func, args, kwargs, result))
-        low = any(t.dtype in (torch.bfloat16, torch.float16) for t in given)
-        nbytes = float(bytes_touched(given, made))
-        sizes = (0.0 if low else flops, flops if low else 0.0, nbytes)
+        flops = operation.flops
+        low = any(t.dtype in (torch.bfloat16, torch.float16) for t in operation.given)
+        sizes = (0.0 if low else flops, flops if low else 0.0, operation.nbytes)
         self.work.append((clock, *sizes, REPEAT_COUNT.get()))
-
-
-class _OpLogMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, notes: SectionHooks) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._notes = notes
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        if func is torch.ops.prim.device.default:
-            return args[0].fake_device
-        result = func(*args, **(kwargs or {}))
-        self._notes.operation(func, args, kwargs or {}, result)
-        return result
 
 
 def record_sections(
@@ -204,20 +178,31 @@ def record_sections(
     """
     notes = SectionHooks([name for name, _ in independent_blocks(workload.model)], as_sent=as_sent)
     try:
-        *before, last = micro_batches
-        given = (replace(workload, example=last), ResolvedPlan.of(plan, workload.model), device)
-        run = record_steps(*given, notes.install, before[0] if before else None)
+        run = _recorded(workload, micro_batches, plan, device, notes)
     except ConfigError:
         raise
     except Exception as error:  # user code of any kind runs here
         raise UntraceableError(untraceable_reason(error)) from error
-    found = SectionSplitter(run, notes, plan).dissected(last.rows)
+    found = SectionSplitter(run, notes, plan).dissected(micro_batches[-1].rows)
     if run.first_step is None:
         return (found,)
-    small = SectionSplitter(run.first_step, notes, plan).dissected(before[0].rows)
+    small = SectionSplitter(run.first_step, notes, plan).dissected(micro_batches[0].rows)
     # In the first step the optimizer has made its state; the second is like all others.
     profile = small.profile and replace(small.profile, step=found.step)
     return replace(small, step=found.step, step_work=found.step_work, profile=profile), found
+
+
+def _recorded(
+    workload: Workload,
+    micro_batches: Sequence[MicroBatch],
+    plan: Plan,
+    device: torch.device,
+    notes: SectionHooks,
+    unit: WholeModel = WHOLE_MODEL,
+) -> FakeRun:
+    *before, last = micro_batches
+    given = (replace(workload, example=last), ResolvedPlan.of(plan, workload.model), device)
+    return record_steps(*given, unit, [notes.install], before[0] if before else None)
 
 
 @dataclass(frozen=True)
@@ -241,20 +226,18 @@ class SectionSplitter:
         run = self._run
         windows = [self.windows(number) for number in (0, 1)]
         tensors = self._tensors(windows[0])
-        names = ["", *(self._notes.names[n] for n in self.order), ""]
-        if not self.order:
-            names = ["", ""]
+        names = ["", *self.order, ""]
         sections = []
         for place, name in enumerate(names):
             first, later = (self._pass(n, place, windows[n], tensors) for n in (0, 1))
             passes = mark_gradients(first, later)
-            forward, backward = self._works(windows[1][place])
+            forward, backward = (self._work(*window) for window in windows[1][place])
             incoming = (0, 0)
             if 0 < place < len(names) - 1:
                 incoming = self._incoming(self.order[place - 1])
             sections.append(Section(name, passes, forward, backward, tensors[place], *incoming))
         begin, stop = run.marks[2], run.marks[3]
-        slots = optimizer_state_figures(run.model, run.optimizer, run.widths)["state_slots"]
+        slots = optimizer_state_figures(run.model, run.runner.optimizer, run.widths)["state_slots"]
         return RecordedSections(
             tuple(sections),
             run.window(2),
@@ -263,38 +246,34 @@ class SectionSplitter:
             rows,
             slots,
             None if self.order else profile_from_run(run, self._plan),
-            self._notes.relaid,
+            self._notes.copies_gradient,
         )
 
-    def _incoming(self, number: int) -> tuple[int, int]:
+    def _incoming(self, name: str) -> tuple[int, int]:
         start, stop = self._run.marks[:2]
         seen = self._notes.incoming
-        return next(sizes for tick, n, sizes in seen if n == number and start <= tick <= stop)
+        return next(sizes for tick, n, sizes in seen if n == name and start <= tick <= stop)
 
-    def _in_order(self) -> list[int]:
+    def _in_order(self) -> list[str]:
         """The blocks in the order of the pass; none where they do not follow one another."""
-        start, stop = self._run.marks[0], self._run.marks[1]
-        begins = {}
-        for tick, number, what in self._notes.ticks:
-            if what == "forward begins" and start <= tick <= stop:
-                if number in begins:  # called twice
-                    return []
-                begins[number] = tick
-        order = sorted(begins, key=lambda number: begins[number])
+        begins: dict[str, int] = {}
+        for name in self._notes.names:
+            ticks = self._run.ticks.ticks(name, *self._run.marks[:2]).get("forward begins", [])
+            if len(ticks) > 1:  # called twice
+                return []
+            begins.update((name, tick) for tick in ticks)
+        order = sorted(begins, key=lambda name: begins[name])
         for which in (0, 1):
-            moments = [self._moments(number, which) for number in order]
+            moments = [self._moments(name, which) for name in order]
             there = [t for m in moments for t in m.forward]
             back = [t for m in reversed(moments) for t in m.backward]
             if there != sorted(there) or back != sorted(back):
                 return []
         return order
 
-    def _moments(self, number: int, which: int) -> _Moments:
+    def _moments(self, name: str, which: int) -> _Moments:
         start, stop = self._run.marks[which], self._run.marks[which + 1]
-        ticks: dict[str, list[int]] = {}
-        for tick, whose, what in self._notes.ticks:
-            if whose == number and start <= tick <= stop:
-                ticks.setdefault(what, []).append(tick)
+        ticks = self._run.ticks.ticks(name, start, stop)
         forward = min(ticks["forward begins"]), max(ticks.get("forward ends", [stop]))
         begins = min(ticks.get("backward begins", [stop]))
         return _Moments(forward, (begins, max(ticks.get("backward ends", [stop]))))
@@ -304,11 +283,11 @@ class SectionSplitter:
         phases = self._run.timeline.phases
         return next((t for t, p in phases if p == "backward" and start < t <= stop), stop)
 
-    def windows(self, which: int) -> list[SectionWindow]:
+    def windows(self, which: int) -> list[Windows]:
         """Of what is before the blocks, of each block, of what is after them."""
         start, stop = self._run.marks[which], self._run.marks[which + 1]
         turn = self._turn(which)
-        moments = [self._moments(number, which) for number in self.order]
+        moments = [self._moments(name, which) for name in self.order]
         there = [start, *(m.forward[0] for m in moments)]
         back = [stop, *(m.backward[1] for m in moments)]
         if moments:
@@ -319,46 +298,44 @@ class SectionSplitter:
             back.append(turn)
         there.append(turn)
         back.append(turn)
+        pairs = zip(pairwise(there), pairwise(back), strict=True)
         return [
-            SectionWindow(there[n], there[n + 1], back[n + 1], back[n])
-            for n in range(len(there) - 1)
+            (SectionWindow(*forward), SectionWindow(*reversed(backward)))
+            for forward, backward in pairs
         ]
 
     def _pass(
         self,
         which: int,
         place: int,
-        windows: list[SectionWindow],
+        windows: list[Windows],
         tensors: list[tuple[SectionTensor, ...]],
     ) -> SectionPass:
-        window, stop = windows[place], self._run.marks[which + 1]
+        (there, back), stop = windows[place], self._run.marks[which + 1]
         found = section_spans(self._run.window(which).spans, windows, place, stop)
         visit = None
         if self.order and 0 < place <= len(self.order):
             moments = self._moments(self.order[place - 1], which)
             parameters = [t for t in tensors[place] if not t.is_buffer]
             forward, backward = moments.forward, moments.backward
-            behind = window.forward - window.c
+            behind = there.length - back.begin
             visit = BlockTicks(
                 tuple(t.shape for t in parameters),
                 tuple(t.trained for t in parameters),
-                (forward[0] - window.a, forward[1] - window.a),
-                (max(backward[0], window.c) + behind, backward[1] + behind),
+                (forward[0] - there.begin, forward[1] - there.begin),
+                (max(backward[0], back.begin) + behind, backward[1] + behind),
             )
-        return replace(found, ticks=visit)
-
-    def _works(self, window: SectionWindow) -> tuple[OpLog, OpLog]:
-        return self._work(window.a, window.b), self._work(window.c, window.d)
+        return replace(found, visit=visit)
 
     def _work(self, after: int, until: int) -> OpLog:
         rows = np.array([r[1:] for r in self._notes.work if after < r[0] <= until]).reshape(-1, 4)
         return OpLog(*rows.T)
 
-    def _tensors(self, windows: list[SectionWindow]) -> list[tuple[SectionTensor, ...]]:
+    def _tensors(self, windows: list[Windows]) -> list[tuple[SectionTensor, ...]]:
         """Each section's parameters and buffers; outside of blocks by their first use."""
-        blocks = {self._notes.names[n]: place + 1 for place, n in enumerate(self.order)}
+        blocks = {name: place for place, name in enumerate(self.order, start=1)}
         found: list[list[SectionTensor]] = [[] for _ in windows]
-        model, state = self._run.model, self._run.optimizer.state
+        model, state = self._run.model, self._run.runner.optimizer.state
         for name, parameter in model.named_parameters():
             slots = [v for v in state.get(parameter, {}).values() if isinstance(v, torch.Tensor)]
             sizes = [v.numel() * v.element_size() for v in slots]
@@ -397,6 +374,62 @@ class SectionSplitter:
     def _first_forward(self) -> tuple[int, int, int]:
         """Of the very first forward pass: when the blocks begin, when they end, when it ends."""
         turn = next(t for t, phase in self._run.timeline.phases if phase == "backward")
-        noted = [n for n in self._notes.ticks if n[0] <= turn]
-        begins = min(t for t, _, what in noted if what == "forward begins")
-        return begins, max(t for t, _, what in noted if what == "forward ends"), turn
+        every = [self._run.ticks.ticks(name, 0, turn) for name in self._notes.names]
+        begins = min(tick for ticks in every for tick in ticks.get("forward begins", ()))
+        ends = max(tick for ticks in every for tick in ticks.get("forward ends", ()))
+        return begins, ends, turn
+
+
+def record_split_backward(
+    workload: Workload,
+    micro_batches: Sequence[MicroBatch],
+    plan: Plan,
+    device: torch.device,
+    *,
+    as_sent: bool = False,
+) -> tuple[dict[str, PassPair], ...] | None:
+    """Run a model with its backward pass in two parts; see `record_sections`.
+
+    It goes back to the first block: a stage that begins before it goes back in one part.
+
+    Returns:
+        For each micro-batch the blocks by their names, and under "" what is after them; None where
+        the model does not run so.
+    """
+    notes = SectionHooks([name for name, _ in independent_blocks(workload.model)], as_sent=as_sent)
+    unit = SplitBackward(notes.names)
+    try:
+        run = _recorded(workload, micro_batches, plan, device, notes, unit)
+    except Exception:  # noqa: BLE001 - user code of any kind runs here; the whole pass stands in
+        return None
+    runs = [run] if run.first_step is None else [run.first_step, run]
+    found = [_split_sections(SectionSplitter(one, notes, plan), one, unit) for one in runs]
+    return tuple(found) if all(found) else None
+
+
+def _split_sections(
+    apart: SectionSplitter, run: FakeRun, unit: SplitBackward
+) -> dict[str, PassPair]:
+    """The blocks of a run and what is after them; nothing where they do not follow one another."""
+    if not apart.order:
+        return {}
+    names = [*apart.order, ""]
+    first, later = (_split_passes(apart, run, unit, which) for which in (0, 1))
+    return dict(zip(names, zip(first, later, strict=True), strict=True))
+
+
+def _split_passes(
+    apart: SectionSplitter, run: FakeRun, unit: SplitBackward, which: int
+) -> list[SectionPass]:
+    start, stop = run.marks[which], run.marks[which + 1]
+    begin = next((tick for tick in unit.starts if start < tick <= stop), stop)
+    ends = {name: tick for tick, name in unit.done if start < tick <= stop}
+    windows: list[Windows] = []
+    done = begin
+    for name, (there, back) in zip([*apart.order, ""], apart.windows(which)[1:], strict=True):
+        until = max(done, ends.get(name, done)) if name else stop
+        inputs = SectionWindow(min(back.begin, begin), min(back.end, begin))
+        windows.append((there, inputs, SectionWindow(done, until)))
+        done = until
+    spans = run.window(which).spans
+    return [section_spans(spans, windows, place, stop) for place in range(len(windows))]

@@ -28,10 +28,14 @@ from bigtrain.losses.loss import Loss
 from bigtrain.memory.timeline import Span, Timeline
 from bigtrain.models.blocks import independent_blocks
 from bigtrain.optim.update import MakeOptimizer
-from bigtrain.prediction.record_sections import RecordedSections, UntraceableError, record_sections
-from bigtrain.prediction.sections import DistantSpan, OpLog, Section, SectionPass
+from bigtrain.prediction.record_sections import (
+    RecordedSections,
+    UntraceableError,
+    record_sections,
+    record_split_backward,
+)
+from bigtrain.prediction.sections import Anchor, OpLog, PassPair, Section, SectionPass, Storage
 from bigtrain.prediction.shorten import shorten_model, untie_parameters
-from bigtrain.prediction.split_backward import SplitPasses, interpolate_split, record_split_backward
 
 RECORDED_ROWS = (1, 2)
 """Rows of the two runs that others are read off."""
@@ -93,7 +97,7 @@ class SectionLibrary:
         self._make_optimizer, self._device = make_optimizer, device
         self._runs: dict[object, tuple[RecordedSections, ...]] = {}
         self._bodies: dict[object, ModelSections] = {}
-        self._halved: dict[object, tuple[dict[str, SplitPasses], ...] | None] = {}
+        self._halved: dict[object, tuple[dict[str, PassPair], ...] | None] = {}
         self._short: dict[bool, tuple[nn.Module, Mapping[str, str]]] = {}
         names = list(model.named_parameters(remove_duplicate=False))
         self._ties = len({id(p) for _, p in names}) < len(names)
@@ -181,14 +185,14 @@ class SectionLibrary:
 
     def split_passes(
         self, plan: Plan, rows: int, *, waiting: bool = False, cut: bool = False
-    ) -> dict[str, SplitPasses] | None:
+    ) -> dict[str, PassPair] | None:
         """The blocks by their names, and what is after them under "", going back in two parts.
 
         Args:
-            plan: as all others: see `body`.
+            plan: as all others: see `model_sections`.
             rows: of a micro-batch.
-            waiting: see `body`.
-            cut: see `body`.
+            waiting: see `model_sections`.
+            cut: see `model_sections`.
 
         Returns:
             None where the model does not run so.
@@ -196,7 +200,7 @@ class SectionLibrary:
         kind = self._kind(plan, rows, "keep", waiting=waiting, cut=cut)
         loss = self._loss(kind.waiting, rows)
 
-        def run(sizes: tuple[int, ...]) -> tuple[dict[str, SplitPasses], ...] | None:
+        def run(sizes: tuple[int, ...]) -> tuple[dict[str, PassPair], ...] | None:
             if (kind, sizes) not in self._halved:
                 batches = [resize_micro_batch(self._example, size) for size in sizes]
                 workload = self._workload(loss, cut=kind.cut)
@@ -211,11 +215,13 @@ class SectionLibrary:
         if both is None:
             return None
         if rows in self._sizes:
-            found: dict[str, SplitPasses] | None = both[self._sizes.index(rows)]
+            found: dict[str, PassPair] | None = both[self._sizes.index(rows)]
         else:
             share = (rows - self._sizes[0]) / (self._sizes[1] - self._sizes[0])
-            found = interpolate_split(both[0], both[1], lambda a, b: _spans(a, b, share))
-            found = found or (run((rows,)) or (None,))[0]
+            joined = {name: _passes(one, both[1][name], share) for name, one in both[0].items()}
+            found = {name: passes for name, passes in joined.items() if passes is not None}
+            if len(found) < len(joined):
+                found = (run((rows,)) or (None,))[0]
         _, stands_for = self._shortened(cut=kind.cut)
         if found is None:
             return None
@@ -226,15 +232,10 @@ class SectionLibrary:
         self, plan: Plan, sizes: Sequence[int], kind: _Kind, loss: Loss
     ) -> tuple[RecordedSections, ...]:
         batches = [resize_micro_batch(self._example, rows) for rows in sizes]
-        workload, with_policies = (
-            self._workload(loss, cut=kind.cut),
-            _with_policy(plan, kind.choice),
-        )
+        workload, choosing = self._workload(loss, cut=kind.cut), _with_policy(plan, kind.choice)
         is_whole = len(independent_blocks(workload.model)) == len(self._named)
         try:
-            found = record_sections(
-                workload, batches, with_policies, self._device, as_sent=kind.as_sent
-            )
+            found = record_sections(workload, batches, choosing, self._device, as_sent=kind.as_sent)
         except UntraceableError as error:
             if is_whole:
                 raise ConfigError(_untraceable(str(error), error.__cause__)) from error
@@ -359,24 +360,59 @@ def interpolate_sections(
 
 
 def _section(one: Section, other: Section, share: float) -> Section | None:
-    passes: list[SectionPass] = []
-    for a, b in zip(one.passes, other.passes, strict=True):
-        spans, far = _spans(a.spans, b.spans, share), _far(a.far, b.far, share)
-        if (
-            spans is None
-            or far is None
-            or (a.forward, a.backward, a.ticks) != (b.forward, b.backward, b.ticks)
-        ):
-            return None
-        passes.append(replace(a, spans=spans, far=far))
+    passes = _passes(one.passes, other.passes, share)
+    if passes is None:
+        return None
     return replace(
         one,
-        passes=(passes[0], passes[1]),
+        passes=passes,
         forward=_work(one.forward, other.forward, share),
         backward=_work(one.backward, other.backward, share),
         incoming=_line(one.incoming, other.incoming, share),
         incoming_gradients=_line(one.incoming_gradients, other.incoming_gradients, share),
     )
+
+
+def _passes(some: PassPair, others: PassPair, share: float) -> PassPair | None:
+    first, later = (interpolate(a, b, share) for a, b in zip(some, others, strict=True))
+    return None if first is None or later is None else (first, later)
+
+
+def interpolate(small: SectionPass, large: SectionPass, share: float) -> SectionPass | None:
+    """A micro-batch of another size through a section, read off two.
+
+    Args:
+        small: of fewer rows.
+        large: of more.
+        share: of the way from one to the other; more than 1 is beyond.
+
+    Returns:
+        None where the two differ in more than sizes.
+    """
+    if (small.lengths, small.visit) != (large.lengths, large.visit):
+        return None
+    if len(small.storages) != len(large.storages):
+        return None
+    found = []
+    for a, b in zip(small.storages, large.storages, strict=True):
+        if (a.kind, a.window, a.birth) != (b.kind, b.window, b.birth):
+            return None
+        later = _later(a, b, small.lengths)
+        if later is None:
+            return None
+        nbytes = a.nbytes if a.nbytes == b.nbytes else _line(a.nbytes, b.nbytes, share)
+        found.append(later._replace(nbytes=nbytes))
+    return replace(small, storages=tuple(found))
+
+
+def _later(a: Storage, b: Storage, lengths: Sequence[int]) -> Storage | None:
+    """The one that dies later of two that die at about the same time; None of others."""
+    if max(a.until, b.until) > Anchor.WEIGHTS:
+        return a if a.until == b.until else None
+    one, other = (sum(lengths[: s.until]) + s.death for s in (a, b))
+    if abs(one - other) > TICK_TOLERANCE:
+        return None
+    return a if one >= other else b
 
 
 def _spans(some: Sequence[Span], others: Sequence[Span], share: float) -> tuple[Span, ...] | None:
@@ -388,19 +424,6 @@ def _spans(some: Sequence[Span], others: Sequence[Span], share: float) -> tuple[
             return None
         nbytes = a.nbytes if a.nbytes == b.nbytes else _line(a.nbytes, b.nbytes, share)
         found.append(Span(nbytes, a.kind, a.birth, max(a.death, b.death)))
-    return tuple(found)
-
-
-def _far(
-    some: Sequence[DistantSpan], others: Sequence[DistantSpan], share: float
-) -> tuple[DistantSpan, ...] | None:
-    if len(some) != len(others):
-        return None
-    found = []
-    for a, b in zip(some, others, strict=True):
-        if (a.kind, a.birth, a.forward) != (b.kind, b.birth, b.forward):
-            return None
-        found.append(replace(a, nbytes=_line(a.nbytes, b.nbytes, share)))
     return tuple(found)
 
 

@@ -1,12 +1,10 @@
 """A model in sections: what one micro-batch does to memory and time in each, forward and back.
 
 A section is a block of the model, or what runs before the first block or after the last. It has a
-window of clock ticks in the forward pass and one in the backward pass. What is recorded of it is
-cut to its own windows, so that sections can be put together in another number and order than they
-were recorded in: a block a hundred times, a stage's blocks alone, blocks that keep less.
-
-Ticks are a section's own: 1 to `forward` in the forward pass, `forward + 1` to `forward + backward`
-in the backward pass.
+window of clock ticks in the forward pass and one in the backward pass, or two, where that goes for
+the inputs' gradients first and for the weights' later. What is recorded of it is cut to its own
+windows, so that sections can be put together in another number and order than they were recorded
+in: a block a hundred times, a stage's blocks alone, blocks that keep less.
 """
 
 from __future__ import annotations
@@ -14,35 +12,76 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bigtrain.memory.timeline import BlockTicks, MemoryKind, Span
+from bigtrain.memory.timeline import BlockTicks, MemoryKind, Phase, Span, Timeline
 
-UNTIL_OPTIMIZER = -1
-"""The death of what stays until the optimizer has used it."""
+DETAILED_ENDS = 2
+"""Sections at either end of a row of equal ones that are laid out tick by tick."""
 
 
-@dataclass(frozen=True, slots=True)
-class SectionWindow:
-    """Ticks a < t <= b of the forward pass and c < t <= d of the backward pass."""
+class Anchor(IntEnum):
+    """What the ticks of a birth or a death count from."""
 
-    a: int
-    b: int
-    c: int
-    d: int
+    FORWARD = 0
+    """The beginning of the section's own forward pass, and likewise:"""
+    INPUTS = 1
+    """Its backward pass; where that is in two parts the one for the inputs' gradients."""
+    WEIGHTS = 2
+    """The part for the weights' gradients."""
+    TURN = 3
+    """The end of all forward passes."""
+    END = 4
+    """The end of the micro-batch."""
+    OPTIMIZER = 5
+    """The same, of what stays until the optimizer has used it."""
+    FIRST = 6
+    """The beginning of the first section's backward pass (a tied parameter's gradient)."""
+    LAST = 7
+    """The beginning of the last section's forward pass (what autocast has converted)."""
+
+
+class Storage(NamedTuple):
+    """One storage as a section has it: born in one of its windows. There are very many."""
+
+    nbytes: int
+    kind: MemoryKind
+    window: Anchor
+    """In which it is made."""
+    birth: int
+    """Ticks after that window has begun."""
+    until: Anchor
+    death: int
+    """Ticks after that."""
+
+
+class SectionWindow(NamedTuple):
+    """Ticks begin < t <= end of one pass through a section."""
+
+    begin: int
+    end: int
 
     @property
-    def forward(self) -> int:
-        """Ticks of the forward window."""
-        return self.b - self.a
+    def length(self) -> int:
+        """Ticks."""
+        return self.end - self.begin
 
-    @property
-    def backward(self) -> int:
-        """Ticks of the backward window."""
-        return self.d - self.c
+    def is_result(self, span: Span) -> bool:
+        """Whether a storage is made in it."""
+        return self.begin < span.birth <= self.end
+
+    def frees(self, span: Span) -> bool:
+        """Whether a storage is let go of in it."""
+        return self.begin + 1 < span.death <= self.end + 1
+
+
+Windows = tuple[SectionWindow, ...]
+"""Of a section: forward and backward; or forward, for the inputs, for the weights."""
 
 
 @dataclass(frozen=True)
@@ -87,33 +126,18 @@ class OpLog:
         return OpLog(flops, low_flops, nbytes, self.times)
 
 
-@dataclass(frozen=True, slots=True)
-class DistantSpan:
-    """A storage that is let go of neither in its own section nor in the next one."""
-
-    nbytes: int
-    kind: MemoryKind
-    birth: int
-    """In the ticks of its own section."""
-    forward: bool
-    """Whether it goes in the forward pass of the last section (what autocast has converted), or
-    in the backward pass of the first (a tied parameter's gradient)."""
-    after: int
-    """Ticks after that pass of that section has begun."""
-
-
 @dataclass(frozen=True)
 class SectionPass:
     """One micro-batch through a section and back."""
 
-    forward: int
-    backward: int
-    spans: tuple[Span, ...]
-    ticks: BlockTicks | None
-    """Of the block, in the section's own ticks; None of what is in no block."""
-    far: tuple[DistantSpan, ...] = ()
+    lengths: tuple[int, ...]
+    """Ticks of its windows: see `Windows`."""
+    storages: tuple[Storage, ...]
+    visit: BlockTicks | None = None
+    """Of the block, in the section's own ticks, 1 to the sum of `lengths`; None of what is in no
+    block."""
     gradients: tuple[int, ...] = ()
-    """Which spans are gradients, those that are added to others, too."""
+    """Which storages are gradients, those that are added to others, too."""
     wires: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
     """Which of them are what the section before hands over, and the gradient that the section after
     hands back: at the ends of a stage they come from other ranks, and stay until the end."""
@@ -121,31 +145,34 @@ class SectionPass:
     @cached_property
     def saved(self) -> int:
         """Bytes that it keeps from its forward to its backward pass."""
-        return sum(
-            span.nbytes
-            for span in self.spans
-            if span.birth <= self.forward
-            and span.death != UNTIL_OPTIMIZER
-            and span.death > self.forward + 1
-        )
+        own = (Anchor.INPUTS, Anchor.WEIGHTS)
+        return sum(s.nbytes for s in self.storages if not s.window and s.until in own)
 
     def at_stage_end(self, side: int) -> SectionPass:
         """Where a stage begins with it (0), or ends with it (1)."""
-        found = list(self.spans)
+        found = list(self.storages)
         for place in self.wires[side]:
-            found[place] = found[place]._replace(death=UNTIL_OPTIMIZER)
-        return replace(self, spans=tuple(found))
+            found[place] = found[place]._replace(until=Anchor.END, death=1)
+        return replace(self, storages=tuple(found))
 
     @cached_property
-    def flat(self) -> tuple[Span, ...]:
-        """What others see of it: what waits between its passes, and its gradients."""
-        sums: dict[MemoryKind, int] = {}
-        for span in self.spans:
-            if span.birth <= self.forward and span.death > self.forward + 1:
-                sums[span.kind] = sums.get(span.kind, 0) + span.nbytes
-        begin, end = self.forward, self.forward + 2
-        made = (self.spans[place] for place in self.gradients)
-        return (*(Span(n, kind, begin, end) for kind, n in sums.items()), *made)
+    def flat(self) -> tuple[Storage, ...]:
+        """What others see of it: what waits between its windows, and what they let go of."""
+        sums: dict[tuple[MemoryKind, Anchor, Anchor], int] = {}
+        seen = [self.storages[place] for place in self.gradients]
+        seen += [one for one in self.storages if one.until >= Anchor.FIRST]
+        for one in self.storages:
+            if one.window < one.until <= Anchor.WEIGHTS or one.until == Anchor.END:
+                key = one.kind, one.window, one.until
+                sums[key] = sums.get(key, 0) + one.nbytes
+        for (kind, window, until), nbytes in sums.items():
+            death = {Anchor.INPUTS: 2, Anchor.END: 1}.get(until) or self.lengths[until]
+            seen.append(Storage(nbytes, kind, window, self.lengths[window], until, death))
+        return tuple(seen)
+
+
+PassPair = tuple[SectionPass, SectionPass]
+"""The first micro-batch of a step, and every other one."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +181,7 @@ class Section:
 
     name: str
     """Of the block; empty for what is in none."""
-    passes: tuple[SectionPass, SectionPass]
-    """The first micro-batch of a step, and every other one."""
+    passes: PassPair
     forward: OpLog
     backward: OpLog
     tensors: tuple[SectionTensor, ...]
@@ -165,17 +191,21 @@ class Section:
     """Of those that a gradient goes back to."""
 
 
-def mark_gradients(first: SectionPass, later: SectionPass) -> tuple[SectionPass, SectionPass]:
+def mark_gradients(first: SectionPass, later: SectionPass) -> PassPair:
     """The passes of a section with their gradients told: by the first, in which they stay."""
-    before, after = (
-        sorted((span.birth, place, span.nbytes) for place, span in enumerate(one.spans))
+    near, others = (
+        [(place, s) for place, s in enumerate(one.storages) if s.until < Anchor.FIRST]
         for one in (first, later)
     )
-    made = [place for place, span in enumerate(first.spans) if span.kind == "gradients"]
-    added = {place for place, span in enumerate(later.spans) if span.kind == "gradients"}
+    before, after = (
+        sorted((s.window, s.birth, place, s.nbytes) for place, s in every)
+        for every in (near, others)
+    )
+    made = [place for place, s in near if s.kind == "gradients"]
+    added = {place for place, s in others if s.kind == "gradients"}
     if [size for *_, size in before] == [size for *_, size in after]:
         pairs = zip(before, after, strict=True)
-        added |= {place for (_, was, _), (_, place, _) in pairs if was in made}
+        added |= {place for (*_, was, _), (*_, place, _) in pairs if was in made}
     return (
         replace(first, gradients=tuple(made)),
         replace(later, gradients=tuple(sorted(added))),
@@ -183,9 +213,9 @@ def mark_gradients(first: SectionPass, later: SectionPass) -> tuple[SectionPass,
 
 
 def section_spans(
-    spans: Iterable[Span], windows: Sequence[SectionWindow], place: int, stop: int
+    spans: Iterable[Span], windows: Sequence[Windows], place: int, stop: int
 ) -> SectionPass:
-    """What of a timeline belongs to a section, in its own ticks.
+    """What of a timeline belongs to a section.
 
     What comes from the section before belongs to it from the beginning of its window on, where it
     lets go of it. What goes to the section after belongs to it until its window ends.
@@ -196,75 +226,158 @@ def section_spans(
         place: of the section.
         stop: the last tick of the micro-batch; what lives on stays for the optimizer.
     """
-    w = windows[place]
-    before = windows[place - 1].a if place else w.a
-    behind = windows[place + 1].c if place + 1 < len(windows) else w.b
-    found: list[Span] = []
-    far: list[DistantSpan] = []
+    owner = (_Owner if len(windows[place]) == len(_WHOLE) else _SplitOwner)(windows, place, stop)
+    storages: list[Storage] = []
     wires: tuple[list[int], list[int]] = [], []
     for span in spans:
-        birth, death = span.birth, span.death
-        made = w.a < birth <= w.b or w.c < birth <= w.d
-        if made and _is_far_behind(death, windows, place, stop):
-            born = birth - w.a if birth <= w.b else w.forward + birth - w.c
-            at = death - windows[0].c
-            far.append(DistantSpan(span.nbytes, span.kind, born, forward=False, after=at))
-            continue
-        if w.a < birth <= w.b:  # made in the forward pass
-            if _is_far_ahead(death, windows, place):
-                at = death - windows[-1].a
-                far.append(DistantSpan(span.nbytes, span.kind, birth - w.a, forward=True, after=at))
-                continue
-            if w.b + 1 < death <= w.c + 1:
-                death = w.b + 1  # only the next section uses it
-            elif not (death > stop and span.kind == "gradients"):
-                death = min(death, w.d + 1)
-        elif w.c < birth <= w.d:  # made in the backward pass
-            if death <= stop or span.kind != "gradients":
-                death = min(death, w.d + 1)
-        elif death > stop:  # another section's gradients
-            continue
-        elif before < birth <= w.a and (w.a + 1 < death <= w.b + 1 or w.c + 1 < death <= w.d + 1):
-            birth = w.a + 1
-            wires[0].append(len(found))
-        elif behind < birth <= w.c and w.c + 1 < death <= w.d + 1:
-            birth = w.c + 1
-            wires[1].append(len(found))
-        else:
-            continue
-        found.append(_local(span.nbytes, span.kind, birth, death, w, stop))
+        found = owner.owned(span)
+        if found is not None:
+            side = owner.side(span)
+            if side is not None:
+                wires[side].append(len(storages))
+            storages.append(found)
+    gradients = (n for n, s in enumerate(storages) if s.until == Anchor.OPTIMIZER)
+    lengths = tuple(window.length for window in windows[place])
     both = tuple(wires[0]), tuple(wires[1])
-    return SectionPass(w.forward, w.backward, tuple(found), None, tuple(far), wires=both)
+    return SectionPass(lengths, tuple(storages), gradients=tuple(gradients), wires=both)
 
 
-def _local(
-    nbytes: int, kind: MemoryKind, birth: int, death: int, w: SectionWindow, stop: int
-) -> Span:
-    born = birth - w.a if birth <= w.b else w.forward + birth - w.c
-    if death > stop and kind == "gradients":
-        return Span(nbytes, kind, born, UNTIL_OPTIMIZER)
-    died = death - w.a if death <= w.b + 1 else w.forward + death - w.c
-    return Span(nbytes, kind, born, died)
+_WHOLE = (Anchor.FORWARD, Anchor.INPUTS)
 
 
-def _is_far_ahead(death: int, windows: Sequence[SectionWindow], place: int) -> bool:
-    """Whether it is let go of in the last section's forward pass, and not next door."""
-    last = windows[-1]
-    return place + 2 < len(windows) and last.a + 1 < death <= last.b + 1
+class _Owner:
+    """A section that takes of a timeline what belongs to it; the backward pass is in one part.
+
+    What lives on beyond its windows for a little is let go of where they end.
+    """
+
+    def __init__(self, windows: Sequence[Windows], place: int, stop: int) -> None:
+        self._own, self._all, self._place, self._stop = windows[place], windows, place, stop
+        self._before = windows[place - 1] if place else None
+        self._after = windows[place + 1] if place + 1 < len(windows) else None
+
+    def owned(self, span: Span) -> Storage | None:
+        """In the section's own ticks; None of what is another's."""
+        forward, backward = self._own
+        born = Anchor(int(backward.is_result(span)))
+        if forward.is_result(span) or backward.is_result(span):
+            first, last = self._all[0][1], self._all[-1][0]
+            if self._place > 1 and span.death <= self._stop and first.frees(span):
+                return self._storage(span, born, Anchor.FIRST, span.death - first.begin)
+            if not born and self._place + 2 < len(self._all) and last.frees(span):
+                return self._storage(span, born, Anchor.LAST, span.death - last.begin)
+            if self._stays(span):
+                return self._storage(span, born, Anchor.OPTIMIZER, 1)
+            if not born and span.death <= backward.begin + 1:  # only the next section uses it
+                death = min(span.death, forward.end + 1) - forward.begin
+                return self._storage(span, born, Anchor.FORWARD, death)
+            death = min(span.death, backward.end + 1) - backward.begin
+            return self._storage(span, born, Anchor.INPUTS, death)
+        side = self.side(span)
+        if side is None:
+            return None
+        window = Anchor.FORWARD if forward.frees(span) else Anchor.INPUTS
+        death = span.death - self._own[window].begin
+        return Storage(span.nbytes, span.kind, Anchor(side), 1, window, death)
+
+    def side(self, span: Span) -> int | None:
+        """0 of what comes from the section before, 1 of what the section after hands back."""
+        forward, backward = self._own
+        if span.death > self._stop:
+            return None
+        freed = backward.frees(span)
+        if self._before and self._before[0].begin < span.birth <= forward.begin:
+            return 0 if freed or forward.frees(span) else None
+        behind = self._after[1].begin if self._after else forward.end
+        return 1 if freed and behind < span.birth <= backward.begin else None
+
+    def _stays(self, span: Span) -> bool:
+        return span.death > self._stop and span.kind == "gradients"
+
+    def _storage(self, span: Span, window: Anchor, until: Anchor, death: int) -> Storage:
+        birth = span.birth - self._own[window].begin
+        return Storage(span.nbytes, span.kind, window, birth, until, death)
 
 
-def _is_far_behind(death: int, windows: Sequence[SectionWindow], place: int, stop: int) -> bool:
-    first = windows[0]
-    return place > 1 and first.c + 1 < death <= min(first.d + 1, stop)
+class _SplitOwner(_Owner):
+    """The same where the backward pass is in two parts; what lives on stays until the end."""
+
+    def owned(self, span: Span) -> Storage | None:
+        """See `_Owner.owned`."""
+        forward, inputs, weights = self._own
+        before, after = self._before, self._after
+        if forward.is_result(span):
+            return self._made_there(span)
+        if inputs.is_result(span):
+            if before is not None and _goes(span, before):
+                return self._storage(span, Anchor.INPUTS, Anchor.INPUTS, inputs.length + 1)
+            return self._storage(span, Anchor.INPUTS, *self._until(span))
+        if weights.is_result(span):
+            until = Anchor.WEIGHTS, min(span.death, weights.end + 1) - weights.begin
+            if self._stays(span):
+                until = Anchor.OPTIMIZER, 1
+            return self._storage(span, Anchor.WEIGHTS, *until)
+        arrived = (span.nbytes, span.kind)
+        if span.birth <= forward.begin and (before is None or span.birth > before[0].begin):
+            if span.death <= self._turn + 1:
+                death = span.death - forward.begin
+                given = (*arrived, Anchor.FORWARD, 1, Anchor.FORWARD, death)
+                return Storage(*given) if forward.frees(span) else None
+            is_own = _goes(span, self._own) or (before is None and span.death > self._stop)
+            return Storage(*arrived, Anchor.FORWARD, 1, *self._until(span)) if is_own else None
+        if after is not None and after[1].is_result(span) and _goes(span, self._own):
+            # The gradient of what goes out.
+            return Storage(*arrived, Anchor.INPUTS, 1, *self._until(span))
+        return None
+
+    def side(self, span: Span) -> int | None:
+        """See `_Owner.side`; 0 also of the gradient that goes back to the section before."""
+        forward, inputs, _ = self._own
+        before, after = self._before, self._after
+        if before is not None and (
+            _goes(span, before)
+            if inputs.is_result(span)
+            else before[0].begin < span.birth <= forward.begin and _goes(span, self._own)
+        ):
+            return 0
+        return 1 if after is not None and after[1].is_result(span) else None
+
+    @property
+    def _turn(self) -> int:
+        return self._all[-1][0].end
+
+    def _made_there(self, span: Span) -> Storage:
+        forward, after = self._own[0], self._after
+        until = self._until(span)
+        if span.death <= forward.end + 1:
+            until = Anchor.FORWARD, span.death - forward.begin
+        elif after is not None and (span.death <= after[0].end + 1 or _goes(span, after)):
+            until = Anchor.FORWARD, forward.length + 1  # the section after has it from then on
+        elif span.death <= self._turn + 1:
+            until = Anchor.TURN, 1
+        return self._storage(span, Anchor.FORWARD, *until)
+
+    def _until(self, span: Span) -> tuple[Anchor, int]:
+        forward, inputs, weights = self._own
+        if self._stays(span):
+            return Anchor.OPTIMIZER, 1
+        if span.death == inputs.begin + 1:
+            return Anchor.FORWARD, forward.length + 1
+        if inputs.frees(span):
+            return Anchor.INPUTS, span.death - inputs.begin
+        if weights.frees(span):
+            return Anchor.WEIGHTS, span.death - weights.begin
+        return Anchor.END, 1
 
 
-DETAILED_ENDS = 2
-"""Sections at either end of a row of equal ones that are laid out tick by tick."""
+def _goes(span: Span, windows: Windows) -> bool:
+    """Whether it is let go of on the way back through a section, in either part."""
+    return any(window.frees(span) for window in windows[1:])
 
 
 def concatenate_sections(
-    sections: Sequence[Section], number: int, *, is_sent: bool = False
-) -> tuple[tuple[Span, ...], list[BlockTicks | None], int, int]:
+    passes: Sequence[SectionPass], *, begins: bool, is_sent: bool
+) -> tuple[Timeline, list[BlockTicks], int]:
     """Sections one after another, there and back.
 
     In a row of equal sections each has a little more or less waiting beside it than the one before,
@@ -272,52 +385,45 @@ def concatenate_sections(
     them, which is much quicker.
 
     Args:
-        sections: in the order of the forward pass.
-        number: of the pass: 0 for the first micro-batch, 1 for every other.
+        passes: in the order of the forward pass.
+        begins: whether what comes in is from another rank.
         is_sent: whether what comes out goes to another rank.
 
     Returns:
-        Spans and visits on one clock that begins with tick 1, the tick after which the backward
-        pass begins, and the last tick.
+        Storages and phases on one clock that begins with tick 1, the visits of blocks, and the last
+        tick.
     """
-    passes = [section.passes[number] for section in sections]
-    if sections[0].name:
+    passes = list(passes)
+    if begins:
         passes[0] = passes[0].at_stage_end(0)
     if is_sent:
         passes[-1] = passes[-1].at_stage_end(1)
-    turn = sum(one.forward for one in passes)
-    # Where a block comes first there is a tick after its way back, in which the rest is done.
-    back = turn + sum(one.backward for one in passes)
-    stop = back + (1 if sections[0].name else 0)
+    turn, *later = (sum(lengths) for lengths in zip(*(one.lengths for one in passes), strict=True))
+    there, back, stop = 0, turn + later[0], turn + sum(later)
+    again = back
+    # The backward pass ends with a tick in which the rest is done, where a block comes first.
+    stop += 1 if begins and len(later) == 1 else 0
+    far = stop - passes[0].lengths[1], turn if is_sent else turn - passes[-1].lengths[0]
     spans: list[Span] = []
-    visits: list[BlockTicks | None] = []
-    there = 0
-    last, first = turn - passes[-1].forward, stop - passes[0].backward
+    visits: list[BlockTicks] = []
     for place, one in enumerate(passes):
-        back -= one.backward
-        ahead, behind = there, back - one.forward
-        turned = one.forward + 1
+        back -= one.lengths[1]
+        bases = (there, back, again, turn, stop, stop, *far)
         around = passes[max(0, place - DETAILED_ENDS) : place + DETAILED_ENDS + 1]
         is_inside = len(around) > 2 * DETAILED_ENDS and all(other is one for other in around)
-        for nbytes, kind, birth, death in one.flat if is_inside else one.spans:
-            birth += ahead if birth < turned else behind
-            death = (
-                stop + 1
-                if death == UNTIL_OPTIMIZER
-                else death + (ahead if death <= turned else behind)
-            )
-            if death > birth:  # otherwise its window is empty
-                spans.append(Span(nbytes, kind, birth, death))
-        for away in one.far:
-            birth = away.birth + (ahead if away.birth <= one.forward else behind)
-            begin, end = (last, turn) if away.forward else (first, stop)
-            over = away.forward and is_sent  # the last section is another rank's
-            death = end + 1 if over else min(begin + away.after, end + 1)
-            if death > birth:
-                spans.append(Span(away.nbytes, away.kind, birth, death))
-        visits.append(None if one.ticks is None else _moved(one.ticks, ahead, behind, turn))
-        there += one.forward
-    return tuple(spans), visits, turn, stop
+        for nbytes, kind, window, birth, until, death in one.flat if is_inside else one.storages:
+            born, died = bases[window] + birth, bases[until] + death
+            if until >= Anchor.FIRST:
+                died = min(died, (stop if until == Anchor.FIRST else turn) + 1)
+            if died > born:  # otherwise its window is empty
+                spans.append(Span(nbytes, kind, born, died))
+        if one.visit is not None:
+            visits.append(_moved(one.visit, there, back - one.lengths[0], turn))
+        there += one.lengths[0]
+        again += sum(one.lengths[2:])
+    starts = (turn + 1, turn + later[0] + 1)[: len(later)]
+    phases: list[tuple[int, Phase]] = [(0, "forward"), *((tick, "backward") for tick in starts)]
+    return Timeline(tuple(spans), tuple(phases)), visits, stop
 
 
 def _moved(visit: BlockTicks, ahead: int, behind: int, turn: int) -> BlockTicks:

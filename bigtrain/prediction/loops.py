@@ -1,0 +1,283 @@
+"""Loops over fake tensors beside the plain one: of a stage of a model, of a backward pass in parts.
+
+torch keeps a stage's whole graph between the two parts of a backward pass, with all that was saved,
+and at each layer with weights the gradient that came there. So both are recorded as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves, tree_map
+
+from bigtrain.core.loop import LoopRunner
+from bigtrain.core.resolved import ResolvedPlan
+from bigtrain.core.strategy import Assembly, Plan
+from bigtrain.core.workload import Workload
+from bigtrain.costs.forecast import BoundaryBytes, Profile
+from bigtrain.cutting.layout import Layout
+from bigtrain.cutting.stage import Stage
+from bigtrain.cutting.stage_program import StageProgram
+from bigtrain.data.loader import MicroBatch
+from bigtrain.losses.loss import Loss
+from bigtrain.memory.timeline import Timeline
+from bigtrain.memory.tracker import StorageTracker
+from bigtrain.prediction.record import TakeStep, WholeModel, profile_from_run, record_steps
+from bigtrain.tensors.tree import map_tensors
+
+_NO_LOSS = torch.zeros(())
+
+
+def profile_stage(
+    workload: Workload, resolved: ResolvedPlan, index: int, *, split: bool = False
+) -> Profile:
+    """Run two micro-batches and two optimizer steps of a stage on fake tensors.
+
+    Args:
+        workload: with an example.
+        resolved: with a layout.
+        index: the stage.
+        split: whether the backward pass is two phases, for the inputs and for the weights.
+
+    Returns:
+        As `record.make_profile`, with what comes in and the gradients that come back.
+    """
+    if resolved.layout is None:
+        raise ValueError("the model is not cut")
+    unit = _OneStage(resolved.layout, index, split=split)
+    run = record_steps(workload, resolved, torch.device(resolved.plan.device_type), unit)
+    profile, loop = profile_from_run(run, resolved.plan), unit.loop
+    if split:  # the first step has one micro-batch, and this is the second step
+        begins = loop.weights_begin[1:3]
+        first, later = (_split(run.window(n), begin) for n, begin in enumerate(begins))
+        profile = replace(profile, first=first, next=later)
+    return replace(
+        profile,
+        boundary=replace(_wires(unit.script, index), outgoing=loop.only_sent),
+        tensors=tuple(
+            (n, p.nbytes, str(p.dtype)) for n, p in unit.stage.named_parameters() if p.requires_grad
+        ),
+        last=(run.later.window(0), run.later.window(1)) if run.later is not None else None,
+    )
+
+
+class _OneStage(WholeModel):
+    """One stage of a cut model."""
+
+    stage: Stage
+    script: StageProgram
+    loop: StageLoop
+
+    def __init__(self, layout: Layout, index: int, *, split: bool) -> None:
+        self._cut, self._index, self._split = layout.chosen.cut, index, split
+
+    def placed(self, micro_batch: MicroBatch, plan: Plan) -> MicroBatch:
+        """See `WholeModel.placed`. Every stage of a run has the batch as it is computed with."""
+
+        def change(tensor: Tensor) -> Tensor:
+            return tensor.double() if tensor.is_floating_point() else tensor
+
+        if plan.precision == "fp64":
+            given = (micro_batch.inputs, micro_batch.targets)
+            inputs, targets = (map_tensors(tree, change) for tree in given)
+            micro_batch = replace(micro_batch, inputs=inputs, targets=targets)
+        cut, real = self._cut, replace(micro_batch, count=max(1, micro_batch.count))
+        # The script is traced under a fake mode of its own, so before ours.
+        self.script = cut.traced_model.program(real, training=True, places=cut.call_sites)
+        return real
+
+    def root(self, fake: nn.Module, loss: Loss, plan: Plan, device: torch.device) -> nn.Module:
+        """See `WholeModel.root`. The twin is stripped to the stage."""
+        self._cut.strip(fake, [self._index], device)
+        self.stage = self._cut.stage(fake, self._index, loss, device)
+        if plan.cut is not None:
+            self.stage.recompute = plan.cut.recompute
+        return self.stage
+
+    def runner(self, assembly: Assembly, tracker: StorageTracker) -> LoopRunner:
+        """See `WholeModel.runner`."""
+        self.loop = StageLoop(assembly, self.stage, tracker, split=self._split)
+        return self.loop
+
+    def steps(
+        self, runner: LoopRunner, batches: Sequence[MicroBatch], step: TakeStep
+    ) -> list[tuple[int, ...]]:
+        """See `WholeModel.steps`. Where the last micro-batch alone goes otherwise, it goes, too."""
+        marks = super().steps(runner, batches, step)
+        if self.stage.recompute == "except_last":
+            self.loop.final = True
+            marks.append(step(runner, [*batches, *batches]))
+        return marks
+
+
+class StageLoop(LoopRunner):
+    """The plain loop over a stage, between made-up neighbours.
+
+    Args:
+        assembly: its module is the stage.
+        stage: the same.
+        tracker: of the storages.
+        split: whether it goes back in two parts.
+    """
+
+    def __init__(
+        self, assembly: Assembly, stage: Stage, tracker: StorageTracker, *, split: bool
+    ) -> None:
+        super().__init__(assembly)
+        self._stage, self._tracker, self._split = stage, tracker, split
+        self.final = False
+        """Whether micro-batches go as the last of a step does."""
+        self.only_sent = 0
+        """Bytes of what goes out and is not kept for the backward pass."""
+        self.weights_begin: list[int] = []
+        """For each micro-batch the tick at which the backward pass for the weights begins."""
+
+    def run_micro_batch(
+        self, micro_batch: MicroBatch, scale: float, *, check: bool = False
+    ) -> Tensor:
+        """See `LoopRunner.run_micro_batch`; what it returns says nothing: no loss is known."""
+        del check
+        stage = self._stage
+        self.meter.phase("forward")
+        wires = [self._arrived(meta) for meta in stage.incoming(micro_batch)]
+        with self.autocast():
+            output = stage(*wires, micro_batch=micro_batch, scale=scale, final=self.final)
+        outputs = [output] if isinstance(output, Tensor) else list(output)
+        wanted = [out for out in outputs if out.requires_grad]
+        shapes = [(out.shape, out.dtype) for out in wanted]
+        sent = {out.untyped_storage()._cdata: out.untyped_storage().nbytes() for out in outputs}
+        del output, outputs
+        # What is sent on is let go; the graph is kept by its edges, as torch's stages do.
+        roots: list[Any] = wanted if stage.last else [get_gradient_edge(out) for out in wanted]
+        del wanted
+        self.only_sent = sum(size for key, size in sent.items() if not self._tracker.lives(key))
+        self.meter.phase("backward")
+        gradients = None
+        if not stage.last:
+            gradients = [torch.empty(*s, dtype=d, device=stage.device) for s, d in shapes]
+        self.weights_begin.append(self._tracker.clock)
+        if roots:
+            self._go_back(roots, gradients, wires)
+        self.label_gradients()
+        return _NO_LOSS
+
+    def _go_back(
+        self, roots: list[Any], gradients: list[Tensor] | None, wires: list[Tensor]
+    ) -> None:
+        if not self._split or self._stage.index == 0:
+            # A first stage's inputs want nothing: all of it is for the weights.
+            torch.autograd.backward(roots, gradients)
+            return
+        from torch.distributed.pipelining import _backward
+
+        for_inputs: Callable[..., Any] = _backward.stage_backward_input
+        for_weights: Callable[..., Any] = _backward.stage_backward_weight
+        _, groups = for_inputs(roots, gradients, wires, self._stage.parameters())
+        self.weights_begin[-1] = self._tracker.clock
+        for_weights(self._stage.parameters(), groups)
+
+    def _arrived(self, meta: Tensor) -> Tensor:
+        wire = torch.empty(meta.shape, dtype=meta.dtype, device=self._stage.device)
+        return wire.requires_grad_(meta.requires_grad)
+
+
+def _split(timeline: Timeline, at: int) -> Timeline:
+    """With a second backward phase, for the weights."""
+    return replace(timeline, phases=(*timeline.phases, (at, "backward")))
+
+
+def _wires(script: StageProgram, index: int) -> BoundaryBytes:
+    sides = [(), *script.boundaries, ()][index : index + 2]
+    sizes = []
+    for side in sides:
+        sent = [wire.packed_meta for wire in side]
+        sizes.append(sum(t.numel() * t.element_size() for t in sent))
+        sizes.append(sum(t.numel() * t.element_size() for t in sent if t.requires_grad))
+    return BoundaryBytes(*sizes)
+
+
+class SplitBackward(WholeModel):
+    """All of a model, whose backward pass is in two parts: for the inputs, for the weights.
+
+    Args:
+        names: of the blocks.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self.wires: list[Tensor] = []
+        """What the first block is called with in this micro-batch."""
+        self.starts: list[int] = []
+        """When the parts for the weights begin, one for each micro-batch."""
+        self.done: list[tuple[int, str]] = []
+        """(clock, block) when the weights of a block are done; "" for what is in none."""
+
+    def runner(self, assembly: Assembly, tracker: StorageTracker) -> LoopRunner:
+        """The plain loop, but for its backward pass."""
+        self._tracker = tracker
+        return _SplitLoop(assembly, self)
+
+    def root(self, fake: nn.Module, loss: Loss, plan: Plan, device: torch.device) -> nn.Module:
+        """See `WholeModel.root`. The first block's inputs are cut off before others see them."""
+        for name in self._names:
+            block = fake.get_submodule(name)
+            block.register_forward_pre_hook(self._detach_inputs, with_kwargs=True)
+        return super().root(fake, loss, plan, device)
+
+    def _detach_inputs(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.wires:
+            return None
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        wanted = [t for t in leaves if t.requires_grad]
+        wanted = wanted or [t for t in leaves if t.is_floating_point()]
+        ids = {id(t) for t in wanted}
+
+        def cut(leaf: Any) -> Any:
+            if id(leaf) not in ids:
+                return leaf
+            wire = leaf.detach().requires_grad_()
+            self.wires.append(wire)
+            return wire
+
+        return tree_map(cut, (args, kwargs))
+
+    def backward(self, loss: Tensor, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Both parts; what is in no block comes last, and so keeps what it has longest."""
+        from torch.distributed.pipelining import _backward
+
+        for_inputs: Callable[..., Any] = _backward.stage_backward_input
+        for_weights: Callable[..., Any] = _backward.stage_backward_weight
+        parameters = [parameter for _, parameter in named]
+        wires, self.wires = self.wires, []
+        _, groups = for_inputs([loss], None, wires, iter(parameters))
+        owners = {get_gradient_edge(p).node: self._block(name) for name, p in named}
+        places = {name: place for place, name in enumerate(self._names)}
+
+        def place(group: Any) -> tuple[int, str]:
+            return min(
+                (places.get(o, len(places)), o) for o in (owners[n] for n in group["params"])
+            )
+
+        self.starts.append(self._tracker.clock)
+        for group in sorted(groups, key=place):
+            name = place(group)[1]
+            for_weights(iter(parameters), [group])
+            self.done.append((self._tracker.clock, name))
+
+    def _block(self, parameter: str) -> str:
+        return next((n for n in self._names if parameter.startswith(f"{n}.")), "")
+
+
+class _SplitLoop(LoopRunner):
+    def __init__(self, assembly: Assembly, parts: SplitBackward) -> None:
+        super().__init__(assembly)
+        self._parts = parts
+
+    def backward(self, loss: Tensor) -> None:
+        named = [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
+        self._parts.backward(loss, named)

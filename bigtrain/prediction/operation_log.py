@@ -1,0 +1,121 @@
+"""What the operations of a run on fake tensors take: arithmetic, and bytes read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from bigtrain.activations.recompute import is_saved_op
+from bigtrain.cutting.choose import DeviceRates
+from bigtrain.data.loader import MicroBatch
+from bigtrain.tensors.fake import fake_model, fake_tensor
+from bigtrain.tensors.op_cost import bytes_touched, flops_of
+
+
+class Operation(NamedTuple):
+    """One operation as it was called."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    result: Any
+    given: list[Tensor]
+    is_result: list[Tensor]
+
+    @property
+    def flops(self) -> float:
+        """Of matrix products, convolutions and attention."""
+        return float(flops_of(self.func, self.args, self.kwargs, self.result))
+
+    @property
+    def nbytes(self) -> float:
+        """Read and written."""
+        return float(bytes_touched(self.given, self.is_result))
+
+
+class OperationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells of each operation on fake tensors that makes one, once it is done."""
+
+    def __init__(self, note: Callable[[Operation], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See `TorchDispatchMode`."""
+        del types
+        if func is torch.ops.prim.device.default:  # asked more often than all else together
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        if made:  # otherwise it is a question about a tensor
+            given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            self._note(Operation(func, args, kwargs, result, given, made))
+        return result
+
+
+@dataclass
+class BlockCost:
+    """Seconds of one forward pass of one micro-batch, at given rates."""
+
+    whole: float = 0.0
+    between: float = 0.0
+    """Of what `selective` computes again."""
+
+
+def block_costs(
+    model: nn.Module,
+    names: Iterable[str],
+    micro_batch: MicroBatch,
+    rates: DeviceRates,
+    device: torch.device,
+    *,
+    bf16: bool = False,
+) -> dict[str, BlockCost]:
+    """What each of these modules takes in a forward pass; `""` is the whole model.
+
+    An operation takes as long as its arithmetic or its reading and writing, whichever is longer
+    (Williams et al. 2009, Roofline).
+
+    Args:
+        model: on any device; it is left as it is.
+        names: of the modules.
+        micro_batch: one of the run's size.
+        rates: of the device.
+        device: whose kernels are meant.
+        bf16: whether autocast is on.
+    """
+    costs = {"": BlockCost(), **{name: BlockCost() for name in names}}
+    open_now = [costs[""]]
+
+    def note(operation: Operation) -> None:
+        seconds = max(operation.flops / rates.flops, operation.nbytes / rates.nbytes)
+        dear = is_saved_op(operation.func, operation.args, operation.kwargs)
+        for cost in open_now:
+            cost.whole += seconds
+            cost.between += 0.0 if dear else seconds
+
+    with FakeTensorMode():
+        fake = fake_model(model, device, double=False)
+        for name, cost in costs.items():
+            if name:
+                module = fake.get_submodule(name)
+                module.register_forward_pre_hook(lambda *_, cost=cost: open_now.append(cost))
+                module.register_forward_hook(lambda *_: _close(open_now))
+        inputs = tree_map(lambda t: fake_tensor(t, device), micro_batch.inputs)
+        cast = torch.autocast(device.type, dtype=torch.bfloat16) if bf16 else nullcontext()
+        with cast, OperationLog(note):
+            fake(inputs)
+    return costs
+
+
+def _close(open_now: list[BlockCost]) -> None:
+    open_now.pop()
