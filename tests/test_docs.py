@@ -117,7 +117,8 @@ def code_in(page: Path) -> list[str]:
 def test_paths_and_modules_exist(page):
     for code in code_in(page):
         for path in re.findall(
-            r"(?<![\w/.])(?:bigtrain|strategies|configs|benchmarks|tests|docs)/[\w./-]*", code
+            r"(?<![\w/.])(?:bigtrain|strategies|configs|benchmarks|examples|tests|docs)/[\w./-]*",
+            code,
         ):
             written = path.rstrip(".").endswith(("NAME.py", "NAME.yaml"))
             assert written or (ROOT / path.rstrip(".")).exists(), f"{page.name}: {path}"
