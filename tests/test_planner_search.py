@@ -95,9 +95,11 @@ def test_what_the_table_calls_a_plan_is_typed_back(limit: int, modes: set[str | 
             assert typed.techniques["cut"].schedule == given.schedule
             assert typed.techniques["cut"].per_rank() == given.stages_per_rank
         recompute = typed.techniques.get("recompute")
-        if len(set(one.recomputed.values())) < 2 and recompute is not None:
-            assert recompute == one.plan.techniques["recompute"]
-        found.add(None if recompute is None else recompute.mode)
+        mode = None if recompute is None else recompute.mode
+        # Blocks that differ are named in the plan's file alone.
+        alike = set(one.recomputed.values()) if len(one.recomputed) == 4 else set()
+        assert mode == (alike.pop() if len(alike) == 1 else None)
+        found.add(mode)
     assert found == modes
 
 
