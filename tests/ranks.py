@@ -1,14 +1,15 @@
 """Run a function on several real ranks from a test: `run_ranks(fn, 2, *args)`.
 
-The ranks are forked from a zygote that has torch and bigtrain loaded (DeepSpeed or fairscale, too,
-where a test names that flavour), so a call costs a fork and a connection and not an import. They
-meet by a file in a folder of their own: no fixed port, no retry.
+The ranks are forked from a zygote that has torch and bigtrain loaded (DeepSpeed, too, where a
+strategy runs on it), so a call costs a fork and a connection and not an import. They meet by a
+file in a folder of their own: no fixed port, no retry.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import os
 import pickle
@@ -17,13 +18,15 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
 from support.zygote import Child, Flavour, zygote
 
+from bigtrain.job.load import job_from_keys
+from bigtrain.job.presets import preset_names
 from bigtrain.ranks.launcher_env import RankInfo
 
 # A rank that is told to end by the failing one does so within this time.
@@ -50,7 +53,7 @@ def run_ranks(
     timeout: float = 30.0,
     seed: int = 0,
     force_group: bool = False,
-    flavour: Flavour = "plain",
+    flavour: Flavour | None = None,
 ) -> list[Any]:
     """Call `fn(context, *args)` on every rank and return the results in the order of ranks.
 
@@ -65,7 +68,8 @@ def run_ranks(
         timeout: seconds a collective may take.
         seed: the seed in the context.
         force_group: one rank has a process group, too.
-        flavour: what the ranks have imported when they begin.
+        flavour: what the ranks have imported when they begin; where left out, DeepSpeed where an
+            argument names a strategy that runs on it.
 
     Raises:
         RankFailure: a rank raised or was killed; the first one counts.
@@ -78,6 +82,7 @@ def run_ranks(
         processes: list[Child] = []
         pipes: list[Connection] = []
         try:
+            flavour = flavour or _flavour_for(args)
             for rank in range(world_size):
                 mine, theirs = Pipe(duplex=False)
                 pipes.append(mine)
@@ -88,6 +93,28 @@ def run_ranks(
             return _collect(processes, pipes, folder, time.monotonic() + timeout_s, timeout_s)
         finally:
             _end(processes, pipes)
+
+
+def _flavour_for(arguments: Iterable[Any]) -> Flavour:
+    for found in arguments:
+        if isinstance(found, list | tuple) and _flavour_for(found) == "deepspeed":
+            return "deepspeed"
+        if isinstance(found, str) and found in _on_deepspeed():
+            return "deepspeed"
+    return "plain"
+
+
+@functools.cache
+def _on_deepspeed() -> frozenset[str]:
+    """The presets that run on DeepSpeed."""
+    found = set()
+    for name in preset_names("strategies"):
+        said = job_from_keys(name, {}).strategy.model_dump(exclude={"name"}, exclude_none=True)
+        for role in said.values():
+            usual = "deepspeed" if role["name"] == "zero" else "torch"
+            if role.get("engine", usual) == "deepspeed":
+                found.add(name)
+    return frozenset(found)
 
 
 def _collect(

@@ -151,7 +151,7 @@ def test_single_is_what_an_empty_environment_gives() -> None:
     assert detect_rank_info({}) == SINGLE_RANK
 
 
-@pytest.mark.parametrize("module", ["environment", "launch", "failures"])
+@pytest.mark.parametrize("module", ["launcher_env", "launch", "exit_status"])
 def test_no_torch_is_imported(module: str) -> None:
-    code = f"import sys, bigtrain.{module}; sys.exit('torch' in sys.modules)"
+    code = f"import sys, bigtrain.ranks.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=dict(os.environ)).returncode == 0

@@ -34,9 +34,10 @@ from typing import Any, Literal
 
 from support.zygote_python import SUFFIX
 
-Flavour = Literal["plain", "deepspeed", "fairscale"]
+Flavour = Literal["plain", "deepspeed"]
 
 _HERE = Path(__file__).parent
+_ROOT = _HERE.parents[1]
 _PATIENCE_S = 5.0
 _running: dict[str, Zygote] = {}
 
@@ -237,6 +238,12 @@ def interpreter(flavour: Flavour = "plain") -> str:
     return zygote(flavour).python
 
 
+def surroundings() -> dict[str, str]:
+    """This process's variables, with the checkout and its tests on the path, and one thread."""
+    path = f"{_ROOT}{os.pathsep}{_HERE.parent}"
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
 def forked_cli(
     words: Sequence[str],
     cwd: str | os.PathLike[str] | None = None,
@@ -244,7 +251,15 @@ def forked_cli(
     timeout: float | None = 120,
     flavour: Flavour = "plain",
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -m bigtrain WORDS` to its end, with what it prints as text."""
+    """Run `python -m bigtrain WORDS` to its end, with what it prints as text.
+
+    Args:
+        words: its command line.
+        cwd: its folder; this process's where left out.
+        env: all of its variables; `surroundings()` where left out.
+        timeout: seconds after which it is killed and TimeoutExpired is raised.
+        flavour: what it has imported when it begins.
+    """
     return _run([interpreter(flavour), "-m", "bigtrain", *words], cwd, env, timeout)
 
 
@@ -256,7 +271,7 @@ def forked_script(
     timeout: float | None = 120,
     flavour: Flavour = "plain",
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python PATH WORDS` to its end, with what it prints as text."""
+    """Run `python PATH WORDS` to its end, as `forked_cli` does."""
     return _run([interpreter(flavour), str(path), *words], cwd, env, timeout)
 
 
@@ -266,6 +281,7 @@ def _run(
     env: Mapping[str, str] | None,
     timeout: float | None,
 ) -> subprocess.CompletedProcess[str]:
+    env = surroundings() if env is None else env
     return subprocess.run(
         command, cwd=cwd, env=env, timeout=timeout, capture_output=True, text=True
     )
@@ -276,6 +292,7 @@ def _environ(environ: Mapping[str, str]) -> dict[bytes, bytes]:
 
 
 def _plain_surroundings() -> dict[str, str]:
-    """The variables with which a server imports: of no test, and with one thread."""
+    """The variables with which a server imports: of no test, and with one thread on the CPU."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    return {**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return {**kept, **one, "DS_ACCELERATOR": "cpu"}

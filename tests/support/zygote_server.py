@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -44,8 +45,15 @@ def flavours() -> dict[str, list[str]]:
             "pytest",
             *_modules("bigtrain"),
         ],
-        "deepspeed": ["deepspeed"],
-        "fairscale": ["fairscale.nn", "fairscale.optim"],
+        "deepspeed": [
+            "deepspeed.comm.torch",
+            "deepspeed.pipe",
+            "deepspeed.runtime.pipe.p2p",
+            "deepspeed.runtime.zero.muon.muon_optimizer",  # torch's compiler with it
+            "deepspeed.runtime.zero.partition_parameters",
+            "deepspeed.runtime.zero.stage3",
+            "deepspeed.runtime.zero.stage_1_and_2",
+        ],
     }
 
 
@@ -78,8 +86,10 @@ class Server:
     """
 
     def __init__(self, flavour: str, listener: int, life: int) -> None:
-        for name in flavours()[flavour]:
-            importlib.import_module(name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name in flavours()[flavour]:
+                importlib.import_module(name)
         self._life = life
         self._children: dict[int, socket.socket] = {}
         self._listener = socket.socket(fileno=listener)
@@ -220,10 +230,7 @@ def run(request: dict[str, Any], files: list[int]) -> NoReturn:
     _seed()
     _streams(unbuffered=request["unbuffered"])
     if request["kind"] == "serve":
-        flavour = request["flavour"]
-        if flavour == "deepspeed":
-            os.environ["DS_ACCELERATOR"] = "cpu"
-        main(flavour, *files[STANDARD:])
+        main(request["flavour"], *files[STANDARD:])
     if request["kind"] == "call":
         import pickle
 
