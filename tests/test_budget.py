@@ -53,14 +53,15 @@ def test_it_is_the_best_of_all(seed):
         assert lowest_peak(menu, tail, waiting).peak <= answer.peak
 
 
-def test_two_hundred_different_blocks_with_five_choices_are_chosen_for_in_seconds():
+@pytest.mark.parametrize("blocks", [60, pytest.param(200, marks=pytest.mark.full)])
+def test_many_different_blocks_with_five_choices_are_chosen_for_in_seconds(blocks):
     rng = random.Random(1)
     menu = [
         [
             PolicyCost(rng.randint(1, 10**9), rng.randint(10**9, 2 * 10**9), rng.random())
             for _ in range(5)
         ]
-        for _ in range(200)
+        for _ in range(blocks)
     ]
     least = lowest_peak(menu, waiting=3).peak
     answer = fastest_within(menu, int(1.5 * least), waiting=3)

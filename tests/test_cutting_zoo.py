@@ -5,7 +5,7 @@ every buffer in training, and the output in evaluation, against the whole model.
 takes seconds for each of these, so its stages run on fake tensors: shapes and types of the loss,
 of every buffer and of the output, for 4 stages also which parameters get a gradient, against the
 whole model. Of each family of models one at least is compared in numbers, if need be a large one
-(`LARGE`).
+(`LARGE`). One of each family is always tested, the others are marked `full`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.zoo import FAMILIES, NAMES, SEGMENTATION, each_model, family_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision import models
@@ -36,12 +37,7 @@ CPU = torch.device("cpu")
 NUMBERS = 30_000_000
 LARGE = {"alexnet", "vgg11", "vit_b_32"}
 NEAR = 1e-5
-SEGMENTATION = models.list_models(module=models.segmentation)
-NAMES = [*models.list_models(module=models), *SEGMENTATION]
-NOT_CUT: dict[str, str] = {}
-"""Models that cannot be cut, and why."""
 SIZES = {"vit": 224, "maxvit": 224, "inception": 299, "googlenet": 32, "alexnet": 63}
-worked: dict[str, str] = {}
 
 
 def on_the_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,7 +145,7 @@ def fresh(model: nn.Module, *, numbers: bool) -> nn.Module:
     return copy.deepcopy(model) if numbers else fake_model(model, CPU, double=False)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in NOT_CUT])
+@pytest.mark.parametrize("name", each_model())
 @pytest.mark.filterwarnings("ignore:The given NumPy array:UserWarning")
 def test_a_cut_model_is_the_whole_model(name: str) -> None:
     torch.manual_seed(0)
@@ -183,12 +179,11 @@ def test_a_cut_model_is_the_whole_model(name: str) -> None:
                 if numbers and tensor.numel():
                     scale = max(1.0, float(tensor.abs().max()))
                     assert float((tensor - other).abs().max()) <= NEAR * scale, key
-    worked[name] = "numbers" if numbers else "shapes"
 
 
-def test_they_all_work() -> None:
-    if len(worked) + len(NOT_CUT) < len(NAMES):
-        pytest.skip("the models were not all run")
-    kinds = list(worked.values())
-    print(f"{kinds.count('numbers')} in numbers, {kinds.count('shapes')} in shapes, {NOT_CUT}")
-    assert len(worked) == len(NAMES) == 86
+def test_every_family_of_models_has_one_that_is_always_cut() -> None:
+    assert len(NAMES) == 86
+    for family, name in FAMILIES.items():
+        assert name in NAMES
+        assert family_of(name) == family
+    assert {family_of(name) for name in NAMES} == set(FAMILIES)

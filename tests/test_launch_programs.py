@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster import find, free_port, slurm
@@ -15,7 +16,7 @@ from programs import HELLO, ROOT, Finished, environment, finish, run, start
 
 from bigtrain.ranks.launcher_env import first_host
 
-pytestmark = [pytest.mark.launcher, pytest.mark.slow]
+pytestmark = pytest.mark.launcher
 
 LAUNCHERS = ["torchrun", "deepspeed", "srun", "openmpi", "mpich", "start_ranks"]
 # All ranks are to be gone this many seconds after one failed; the rest is the start.
@@ -27,6 +28,15 @@ LOST = r"bigtrain: rank 0 lost rank 1: it ended without a message \(killed by th
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     with slurm(tmp_path_factory.mktemp("slurm") / "run") as variables:
         yield variables
+
+
+def with_each_launcher(others: list[str]) -> list[Any]:
+    """Every launcher with one of what the other ranks do in turn; the rest of the product full."""
+    return [
+        pytest.param(launcher, other, marks=[] if (n - m) % len(others) == 0 else pytest.mark.full)
+        for n, launcher in enumerate(LAUNCHERS)
+        for m, other in enumerate(others)
+    ]
 
 
 def launch(request: pytest.FixtureRequest, launcher: str, *arguments: str) -> Finished:
@@ -68,8 +78,9 @@ def test_the_ranks_find_each_other(request: pytest.FixtureRequest, launcher: str
     finished.assert_all_gone()
 
 
-@pytest.mark.parametrize("others", ["collective", "sleep", "compute"])
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    ("launcher", "others"), with_each_launcher(["collective", "sleep", "compute"])
+)
 def test_one_failure_ends_all(request: pytest.FixtureRequest, launcher: str, others: str) -> None:
     failing = "0" if others == "compute" else "1"
     finished = launch(request, launcher, "--fail", "raise", "--on", failing, "--others", others)
@@ -85,8 +96,7 @@ def test_one_failure_ends_all(request: pytest.FixtureRequest, launcher: str, oth
     assert "lost rank" not in finished.output
 
 
-@pytest.mark.parametrize("others", ["collective", "sleep"])
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(("launcher", "others"), with_each_launcher(["sleep", "collective"]))
 def test_a_killed_rank_ends_all(request: pytest.FixtureRequest, launcher: str, others: str) -> None:
     finished = launch(request, launcher, "--fail", "kill", "--others", others)
     finished.assert_all_gone()
@@ -139,8 +149,15 @@ def test_a_killed_rank_in_one_line(request: pytest.FixtureRequest) -> None:
     assert finished.status == 1
 
 
-@pytest.mark.parametrize("others", ["sleep", "collective"])
-@pytest.mark.parametrize(("signal_name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.parametrize(
+    ("signal_name", "status", "others"),
+    [
+        ("SIGINT", 130, "sleep"),
+        ("SIGTERM", 143, "collective"),
+        pytest.param("SIGINT", 130, "collective", marks=pytest.mark.full),
+        pytest.param("SIGTERM", 143, "sleep", marks=pytest.mark.full),
+    ],
+)
 def test_a_stop_ends_all_quietly(signal_name: str, status: int, others: str) -> None:
     import signal
 

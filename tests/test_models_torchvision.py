@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torchvision.models
+from support.zoo import CLASSIFICATION, each_model
 from torch import nn
 
 from bigtrain.errors import ConfigError
 from bigtrain.models import check_model, make_model
 from bigtrain.models.blueprint import describe
 
-CLASSIFICATION = torchvision.models.list_models(module=torchvision.models)
-SEGMENTATION = torchvision.models.list_models(module=torchvision.models.segmentation)
 FULL = 25 * 10**6
 """Up to this size a model is also built as usual, to compare with."""
 ALSO_FULL = ("convnext_tiny", "swin_t", "swin_v2_t")
@@ -29,7 +28,7 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-@pytest.mark.parametrize("name", CLASSIFICATION + SEGMENTATION)
+@pytest.mark.parametrize("name", each_model())
 def test_every_torchvision_model_is_deferred_and_initialised_as_usual(name: str) -> None:
     blueprint = describe(lambda: make_model(name, {}))
     assert blueprint.deferred, blueprint.reason

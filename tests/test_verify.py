@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from support.zygote import forked_cli
 
 from bigtrain.engine.checkpoint import write_tensors
 from bigtrain.ranks.exit_status import run_guarded
@@ -18,30 +15,20 @@ from bigtrain.verify.command import main
 from bigtrain.verify.differences import Tolerance, compare_recordings
 from bigtrain.verify.record import disable_dropout
 
-ROOT = Path(__file__).parents[1]
 NET = [
     *("model.name=odd_strategies:Net", "data.name=synthetic", "data.args.kind=classification"),
     *("data.args.input_shape=[1,8,8]", "train.global_batch_size=8"),
 ]
 
 
-def bigtrain(folder, *words, timeout=300):
-    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
-    return subprocess.run(
-        [sys.executable, "-m", "bigtrain", "verify", *words],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+def bigtrain(folder, *words):
+    return forked_cli(["verify", *words], cwd=folder, timeout=300)
 
 
 def verdicts(done):
     return {row["strategy"]: row for row in json.loads(done.stdout)["rows"]}
 
 
-@pytest.mark.slow
 def test_users_own_model_passes_in_double_precision(tmp_path):
     names = "ddp,fsdp,1f1b"
     words = ("--strategies", names, "-n", "2", "--json", "train.precision=fp64")
@@ -81,11 +68,17 @@ def test_model_that_draws_lots_is_refused(tmp_path):
     assert "draws random numbers that verify cannot turn off" in done.stderr
 
 
-@pytest.mark.slow
-def test_batchnorm_is_compared_in_equal_micro_batches(tmp_path):
-    words = ["model.name=resnet18", "data.name=synthetic", "data.args.kind=classification"]
-    words += ["data.args.input_shape=[3,32,32]", "train.global_batch_size=8"]
-    words += ["train.precision=fp64", "--steps", "2"]
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        ("nets:TinyConv", "[1,8,8]"),
+        pytest.param("resnet18", "[3,32,32]", marks=pytest.mark.full),
+    ],
+)
+def test_batchnorm_is_compared_in_equal_micro_batches(tmp_path, model, shape):
+    words = [f"model.name={model}", "data.name=synthetic", "data.args.kind=classification"]
+    words += [f"data.args.input_shape={shape}", "train.global_batch_size=8"]
+    words += ["model.args.num_classes=10", "train.precision=fp64", "--steps", "2"]
     done = bigtrain(tmp_path, "--strategies", "ddp,fsdp", "-n", "2", "--json", *words)
     assert done.returncode == 0, done.stderr + done.stdout
     assert all(row["differences"]["gradient"] < 1e-8 for row in verdicts(done).values())
