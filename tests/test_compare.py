@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.zygote import forked_cli, interpreter, surroundings
 
 from bigtrain.compare.command import main
 from bigtrain.compare.largest import find_largest
@@ -19,7 +20,6 @@ from bigtrain.compare.rows import ComparisonRow
 from bigtrain.compare.subprocess_runs import reason_in
 from bigtrain.ranks.exit_status import run_guarded
 
-ROOT = Path(__file__).parents[1]
 LENET = [
     *("model.name=lenet", "data.name=synthetic", "data.args.kind=classification"),
     *("data.args.input_shape=[1,32,32]", "train.global_batch_size=8"),
@@ -30,20 +30,8 @@ ODD = {
 }
 
 
-def environ():
-    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-
-
-def bigtrain(folder, *words, timeout=300):
-    return subprocess.run(
-        [sys.executable, "-m", "bigtrain", *words],
-        cwd=folder,
-        env=environ(),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+def bigtrain(folder, *words):
+    return forked_cli(words, cwd=folder, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -195,16 +183,17 @@ if "RANK" in os.environ:
 """
 
 
+@pytest.mark.alone
 def test_process_peak_is_what_is_read_from_outside(tmp_path):
     """Each rank's VmHWM, read from another process when the rank has reported its own."""
     (tmp_path / "sitecustomize.py").write_text(HELD)
     command = [sys.executable, "-m", "bigtrain", "train", "-n", "2", "--strategy", "ddp", *LENET]
     command += ["train.global_batch_size=128", "train.steps=8", "checkpoint.at_end=false"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    path = f"{tmp_path}{os.pathsep}{environ()['PYTHONPATH']}"
+    path = f"{tmp_path}{os.pathsep}{surroundings()['PYTHONPATH']}"
     outside = {}
     with subprocess.Popen(
-        command, cwd=tmp_path, env=environ() | {"PYTHONPATH": path}, **quiet
+        command, cwd=tmp_path, env=surroundings() | {"PYTHONPATH": path}, **quiet
     ) as process:
         while process.poll() is None and len(outside) < 2:
             time.sleep(0.05)
@@ -222,6 +211,7 @@ def test_process_peak_is_what_is_read_from_outside(tmp_path):
         assert inside == pytest.approx(outside[rank["rank"]], rel=0.03)
 
 
+@pytest.mark.alone
 def test_ctrl_c_ends_every_child_and_keeps_the_rows_that_are_done(tmp_path):
     (tmp_path / "hangs.yaml").write_text(ODD["hangs"])
     command = [sys.executable, "-m", "bigtrain", "compare", "--strategies", "single,hangs.yaml"]
@@ -229,7 +219,7 @@ def test_ctrl_c_ends_every_child_and_keeps_the_rows_that_are_done(tmp_path):
     with subprocess.Popen(
         command,
         cwd=tmp_path,
-        env=environ(),
+        env=surroundings(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -253,13 +243,14 @@ def test_ctrl_c_ends_every_child_and_keeps_the_rows_that_are_done(tmp_path):
     assert not left_over(tmp_path)
 
 
+@pytest.mark.alone
 def test_a_stop_from_outside_ends_every_child(tmp_path):
     (tmp_path / "hangs.yaml").write_text(ODD["hangs"])
     command = [sys.executable, "-m", "bigtrain", "compare", "--strategies", "hangs.yaml", "-n", "2"]
     with subprocess.Popen(
         [*command, *LENET],
         cwd=tmp_path,
-        env=environ(),
+        env=surroundings(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     ) as process:
@@ -279,13 +270,13 @@ def test_job_whose_checkpoint_is_gone_is_refused_before_anything_runs(tmp_path):
 
 
 def test_two_comparisons_at_once_do_not_meet(tmp_path):
-    command = [sys.executable, "-m", "bigtrain", "compare", "--strategies", "ddp", "-n", "2"]
+    command = [interpreter(), "-m", "bigtrain", "compare", "--strategies", "ddp", "-n", "2"]
     command += ["--steps", "2", "--json", *LENET]
     both = [
         subprocess.Popen(
             command,
             cwd=tmp_path,
-            env=environ(),
+            env=surroundings(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -299,7 +290,6 @@ def test_two_comparisons_at_once_do_not_meet(tmp_path):
     assert one["losses"] == two["losses"]
 
 
-@pytest.mark.slow
 def test_largest_is_where_it_stops_fitting(tmp_path):
     words = ("--strategies", "single", "--cap", "40MiB", "--largest", "micro_batch_size", "--json")
     words = (*words, *LENET, "train.global_batch_size=128")

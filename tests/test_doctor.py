@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from programs import environment
+from support.zygote import forked_cli
 
 from bigtrain.job.strategy_words import whole_strategies
 from bigtrain.machine import doctor, rates
@@ -40,9 +40,8 @@ GIVEN = MeasuredRates(
 
 
 def look(cache: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bigtrain", "doctor", *options]
     there = environment({"XDG_CACHE_HOME": str(cache)})
-    return subprocess.run(command, env=there, capture_output=True, text=True, timeout=180)
+    return forked_cli(["doctor", *options], env=there, timeout=180, flavour="deepspeed")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +67,6 @@ def numbers(found: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found["rates"].items() if name != "from_cache"}
 
 
-@pytest.mark.slow
 def test_the_machine_is_described(first):
     version = first["versions"]["torch"]["version"]
     assert version.partition("+")[0] == torch.__version__.partition("+")[0]
@@ -85,7 +83,6 @@ def test_the_machine_is_described(first):
     assert set(operators["operators"]["cpu_adam"]) == {"compatible", "built"}
 
 
-@pytest.mark.slow
 def test_every_preset_either_runs_or_says_what_it_lacks(first):
     strategies = first["strategies"]
     assert sorted([*strategies["run"], *strategies["refused"]]) == whole_strategies()
@@ -95,7 +92,6 @@ def test_every_preset_either_runs_or_says_what_it_lacks(first):
         assert "needs CUDA" in strategies["refused"]["fairscale_fsdp"]
 
 
-@pytest.mark.slow
 def test_rates_are_measured_where_the_cache_is_damaged(first, cache):
     found = first["rates"]
     assert found["from_cache"] is False
@@ -116,7 +112,6 @@ def test_rates_are_measured_where_the_cache_is_damaged(first, cache):
     assert [file.name for file in (cache / "bigtrain").iterdir()] == ["rates.json"]
 
 
-@pytest.mark.slow
 def test_the_second_look_has_the_same_rates(first, cache):
     again = look(cache, "--json")
     assert "measuring rates" not in again.stderr
@@ -125,7 +120,6 @@ def test_the_second_look_has_the_same_rates(first, cache):
     assert numbers(found) == numbers(first)
 
 
-@pytest.mark.slow
 def test_a_person_is_shown_all_of_it(first, capsys):
     doctor._show(first)
     shown = capsys.readouterr().out

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from support.zygote import forked_cli
 
 from bigtrain.errors import ConfigError, OutOfMemoryError
 from bigtrain.job.load import load_job
 from bigtrain.memory.cap import is_out_of_memory, requested_bytes
 from bigtrain.memory.host_memory import host_memory_line
 
-ROOT = Path(__file__).parents[1]
 # 2 blocks, 128 wide, 128 tokens: about 90 MiB with micro-batches of 32, of which most are
 # activations.
 GPT = [
@@ -28,17 +24,8 @@ GPT = [
 ]
 
 
-def bigtrain(folder, *words, timeout=240):
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
-    return subprocess.run(
-        [sys.executable, "-m", "bigtrain", *words],
-        cwd=folder,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+def bigtrain(folder, *words):
+    return forked_cli(words, cwd=folder, timeout=240)
 
 
 def losses(folder):
@@ -46,7 +33,7 @@ def losses(folder):
     return [json.loads(line)["loss"] for line in lines]
 
 
-@pytest.mark.slow
+@pytest.mark.alone  # what would fit is looked for so many seconds and no longer
 def test_capped_run_explains_itself_and_what_it_names_fits(tmp_path):
     train = ("train", "-n", "1", "--strategy", "single", "--cap", "60MiB", *GPT)
     done = bigtrain(tmp_path, *train)
@@ -76,7 +63,6 @@ def test_dry_run_says_beforehand_what_does_not_fit_and_what_would(tmp_path):
     assert "what would fit" not in roomy.stdout
 
 
-@pytest.mark.slow
 def test_plain_ddp_does_not_fit_and_sharding_and_recomputing_do(tmp_path):
     # 4 blocks, 256 wide: 3.2 million parameters, of which 51 MB are DDP's states.
     model = [*GPT, "model.args.width=256", "model.args.num_layers=4", "train.global_batch_size=4"]
@@ -90,7 +76,6 @@ def test_plain_ddp_does_not_fit_and_sharding_and_recomputing_do(tmp_path):
     assert outcome["fsdp"][0] == 0, outcome["fsdp"]
 
 
-@pytest.mark.slow
 def test_run_that_adapts_ends_with_the_losses_of_one_that_had_room(tmp_path):
     free = bigtrain(tmp_path, "train", "-n", "2", "--strategy", "ddp", *GPT, "log.name=free")
     assert free.returncode == 0, free.stderr
@@ -107,7 +92,6 @@ def test_run_that_adapts_ends_with_the_losses_of_one_that_had_room(tmp_path):
     assert "global_batch_size: 32" in config
 
 
-@pytest.mark.slow
 def test_all_ranks_stop_where_one_has_no_memory(tmp_path):
     words = ["model.name=odd_strategies:Greedy", "data.name=synthetic", "memory.predict=false"]
     words += ["data.args.kind=classification", "data.args.input_shape=[1,8,8]", "train.steps=50"]

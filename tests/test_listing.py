@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from programs import run
+from support.zygote import interpreter
 
 from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.compare.list_strategies import ADDITIONS, RANKS, main, strategy_list
@@ -16,14 +17,13 @@ from bigtrain.errors import ConfigError
 from bigtrain.job.load import load_job
 from bigtrain.job.strategy_words import whole_strategies
 
-COMMAND = [sys.executable, "-m", "bigtrain", "strategies"]
 NEEDS_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, dict[str, Any]]:
     """All presets, as the command prints them."""
-    done = run([*COMMAND, "--json"])
+    done = run([interpreter("deepspeed"), "-m", "bigtrain", "strategies", "--json"])
     assert done.status == 0, done.output
     found = json.loads(done.output)  # nothing else was printed, on standard error neither
     return {row["name"]: row for row in found}
@@ -161,7 +161,7 @@ def test_a_file_is_explained_as_a_preset_is(tmp_path):
 
 
 def test_an_unknown_name_is_the_users_and_the_nearest_is_named():
-    done = run([*COMMAND, "fsdpp"])
+    done = run([interpreter("deepspeed"), "-m", "bigtrain", "strategies", "fsdpp"])
     assert done.status == 2
     assert "did you mean 'fsdp'?" in done.output
     assert "Traceback" not in done.output

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from programs import run
+from support.zygote import interpreter
 
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import load_job
@@ -116,7 +116,7 @@ def test_an_option_that_cannot_be_is_refused(words: list[str], capsys: Any) -> N
 
 
 def test_auto_chooses_says_why_and_the_run_follows(here: Path) -> None:
-    command = [sys.executable, "-m", "bigtrain", "train", "-n", "2", "--strategy", "auto"]
+    command = [interpreter(), "-m", "bigtrain", "train", "-n", "2", "--strategy", "auto"]
     words = ["train.steps=4", "log.dir=runs", "log.name=auto", "checkpoint.at_end=false"]
     done = run([*command, *SMALL, *words])
     assert done.status == 0, done.output
@@ -130,14 +130,14 @@ def test_auto_chooses_says_why_and_the_run_follows(here: Path) -> None:
 
 
 def test_auto_under_a_cap_that_nothing_fits_is_refused(here: Path) -> None:
-    command = [sys.executable, "-m", "bigtrain", "train", "--strategy", "auto", "--cap", "9MiB"]
+    command = [interpreter(), "-m", "bigtrain", "train", "--strategy", "auto", "--cap", "9MiB"]
     done = run([*command, *SMALL, "train.steps=2"])
     assert done.status == 2
     assert "no plan fits" in done.output
 
 
 def test_auto_and_a_plan_are_two_answers(here: Path) -> None:
-    command = [sys.executable, "-m", "bigtrain", "train", "--strategy", "auto", "--plan", "x.yaml"]
+    command = [interpreter(), "-m", "bigtrain", "train", "--strategy", "auto", "--plan", "x.yaml"]
     done = run([*command, *SMALL])
     assert done.status == 2
     assert "Leave one out" in done.output

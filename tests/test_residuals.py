@@ -5,9 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from ranks import run_ranks
+from support.zygote import forked_cli
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.job.load import job_from_keys
@@ -314,19 +312,11 @@ def train(folder, *words, ranks=1):
     size = ["data.args.sequence_length=16", "data.args.validation_samples=8"]
     steps = ["train.global_batch_size=8", "train.steps=3", "checkpoint.at_end=false"]
     own = ["model.name=net:Net", "device=cpu", f"data.path={text}", "log.name=run"]
-    command = [sys.executable, "-m", "bigtrain", "train", "-n", str(ranks)]
-    done = subprocess.run(
-        [*command, *own, *size, *steps, *words],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = ["train", "-n", str(ranks), *own, *size, *steps, *words]
+    done = forked_cli(command, cwd=folder)
     return done, kept() if residuals_file().exists() else []
 
 
-@pytest.mark.slow
 def test_a_run_on_two_ranks_leaves_two_entries(tmp_path):
     done, found = train(tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from rich.console import Console
+from support.zygote import forked_cli, forked_script
 
 from bigtrain.memory.meter import MemoryMeasurement
 from bigtrain.memory.timeline import MEMORY_KINDS, Breakdown, Peak
@@ -44,13 +42,10 @@ def corpus(tmp_path):
 
 def run(folder, *words, ranks=0, timeout=120):
     """Run train.py by its path, from another folder, as a launcher does."""
-    command = [sys.executable, str(TRAIN), *words]
     if ranks:
-        command = [sys.executable, "-m", "bigtrain", "train", "-n", str(ranks), *words]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TRAIN.parents[1])}
-    return subprocess.run(
-        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=timeout
-    )
+        words = ("train", "-n", str(ranks), *words)
+        return forked_cli(words, cwd=folder, timeout=timeout)
+    return forked_script(TRAIN, words, cwd=folder, timeout=timeout)
 
 
 def metrics(folder):

@@ -11,7 +11,7 @@ import pytest
 from cluster import find, free_port, slurm
 from programs import ROOT, Finished, finish, run, start
 
-pytestmark = [pytest.mark.launcher, pytest.mark.slow]
+pytestmark = pytest.mark.launcher
 
 TRAIN = str(ROOT / "bigtrain" / "train.py")
 LAUNCHERS = ["torchrun", "deepspeed", "srun", "openmpi", "mpich"]
