@@ -170,7 +170,7 @@ import torch
 from torch import nn
 from bigtrain.ranks.connect import RunContext
 from bigtrain.engine.engine import Engine
-from bigtrain.job.load import job_of
+from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 
 torch.set_num_threads(1)
@@ -182,7 +182,7 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
 keys = {"train.global_batch_size": 4, **json.loads(sys.argv[1])}
-job = job_of("single", keys)
+job = job_from_keys("single", keys)
 context = RunContext.alone()
 generator = torch.Generator().manual_seed(1)
 batch = torch.randn(4, 1024, generator=generator), torch.arange(4)
