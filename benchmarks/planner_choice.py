@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -39,7 +38,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.job.load import load_job
 from bigtrain.job.schema import Job
 from bigtrain.machine.local_cluster import measure_local_cluster
-from bigtrain.memory.cap import NON_TENSOR_BYTES, USABLE_FRACTION
+from bigtrain.memory.cap import Limit
 from bigtrain.planner.ask import PlannedAnswer, Question, ask, rank_limits
 from bigtrain.planner.evaluate import EvaluatedPlan
 from bigtrain.ranks.context import RunContext
@@ -67,9 +66,9 @@ def planned(ranks: int, cap: int | None) -> PlannedAnswer:
     words = WORDS if cap is None else [*WORDS, f"memory.cap={cap}"]
     job, cluster = load_job(None, "single", words), measure_local_cluster(ranks)
     kept = None if cap is None else str(cap)
-    memory, limit, _ = rank_limits(cluster, memory="1TiB" if cap is None else None, cap=kept)
+    memory, _ = rank_limits(cluster, memory="1TiB" if cap is None else None, cap=kept)
     margins = {"torch": 0.0}
-    given = (job, cluster, ranks, memory, limit, BATCH)
+    given = (job, cluster, ranks, memory, BATCH)
     return ask(Question(*given, margins=margins, capped=cap is not None))
 
 
@@ -82,7 +81,7 @@ def prepare(ranks: int) -> list[tuple[int, int, list[dict[str, Any]]]]:
     found = []
     for share in SHARES:
         wanted = round(low + (high - low) * share) + MIB
-        cap = math.ceil((wanted + NON_TENSOR_BYTES) / USABLE_FRACTION)
+        cap = Limit(0).memory_for(wanted) - 1
         answer = planned(ranks, cap)
         limit = answer.question.limit
         plans = [*answer.result.best[:1], *_fitting(answer, limit)]

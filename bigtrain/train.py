@@ -15,56 +15,68 @@ from pathlib import Path
 
 from rich.console import Console
 
-import bigtrain
+from bigtrain.assembly.make_plan import device_type_of, make_plan
+from bigtrain.core.strategy import Plan
+from bigtrain.data import prepare_data
+from bigtrain.engine.adapt import adapt_on_oom
+from bigtrain.engine.checkpoint import find_checkpoint, newest_checkpoint
+from bigtrain.engine.engine import Engine
+from bigtrain.engine.prepare import connect_job
+from bigtrain.engine.setup import RunSetup, check_job, open_setup
+from bigtrain.job.arguments import train_arguments
+from bigtrain.job.load import override_job
+from bigtrain.job.schema import Job
+from bigtrain.planner.auto import read_job
+from bigtrain.ranks.context import RunContext
+from bigtrain.ranks.exit_status import run_guarded
+from bigtrain.ranks.launch import launcher_hint
+from bigtrain.ranks.launcher_env import detect_rank_info
+from bigtrain.ranks.restart import Restart
+from bigtrain.report.lines import closing_lines, dry_run_lines, make_console, opening_lines
+from bigtrain.report.run_log import RunLog, run_folder
 
 
 def main(arguments: list[str]) -> int:
     """Read the job, refuse what cannot work, connect the ranks, train; return the exit status."""
-    options = bigtrain.train_arguments(arguments)
-    placement = bigtrain.detect_rank_info(os.environ)
-    job, reasons = bigtrain.read_job(options, placement)
-    restart = bigtrain.Restart.taken(os.environ)
+    options = train_arguments(arguments)
+    placement = detect_rank_info(os.environ)
+    job, reasons = read_job(options, placement)
+    restart = Restart.taken(os.environ)
     if restart is not None:  # memory ran out in an earlier life of this process
-        job = bigtrain.override_job(job, restart.words)
-    plan = bigtrain.make_plan(job, placement.world_size, bigtrain.device_type_of(job))
-    bigtrain.check_job(job)
+        job = override_job(job, restart.words)
+    plan = make_plan(job, placement.world_size, device_type_of(job))
+    check_job(job)
     # Without a download everything that can be refused is refused before the ranks connect.
     download = bool(job.data.args.get("download"))
-    parts = None if download else bigtrain.open_setup(job, plan)
-    console = bigtrain.console()
+    parts = None if download else open_setup(job, plan)
+    console = make_console()
     for line in reasons if placement.rank == 0 else ():
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if options.dry_run:
-        return show(job, plan, parts or bigtrain.open_setup(job, plan), console)
+        return show(job, plan, parts or open_setup(job, plan), console)
     has_gpu = plan.device_type == "cuda"
-    hint = bigtrain.launcher_hint(placement, os.cpu_count() or 1, has_gpu=has_gpu)
+    hint = launcher_hint(placement, os.cpu_count() or 1, has_gpu=has_gpu)
     if hint is not None:
         console.print(hint, highlight=False, soft_wrap=True)
 
-    with bigtrain.connect_job(job, plan, placement) as context:
+    with connect_job(job, plan, placement) as context:
         if parts is None:
             if context.is_main:
-                bigtrain.prepare_data(job.data.name, job.data.path, job.data.args)
+                prepare_data(job.data.name, job.data.path, job.data.args)
             context.barrier()
-            parts = bigtrain.open_setup(job, plan)
-        folder = bigtrain.run_folder(job, context)
+            parts = open_setup(job, plan)
+        folder = run_folder(job, context)
         if restart is not None and context.is_main:
             console.print(restart.said, highlight=False, markup=False, soft_wrap=True)
-        with bigtrain.adapt_on_oom(job, parts.plan, parts.workload.model, folder, restart):
+        with adapt_on_oom(job, parts.plan, parts.workload.model, folder, restart):
             return train(job, parts, context, folder, console)
 
 
-def train(
-    job: bigtrain.Job,
-    parts: bigtrain.RunSetup,
-    context: bigtrain.RunContext,
-    folder: Path,
-    console: Console,
-) -> int:
+def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console: Console) -> int:
     """Build the engine, go through the steps, and leave the results behind."""
     with parts.engine(context) as engine:
         resumed = resume(job, engine, folder)
-        with bigtrain.RunLog(
+        with RunLog(
             folder,
             job,
             parts.plan,
@@ -74,7 +86,7 @@ def train(
             first_step=engine.steps_done,
             predicted=engine.predicted,
         ) as log:
-            for line in bigtrain.opening_lines(parts, engine, resumed):
+            for line in opening_lines(parts, engine, resumed):
                 log.print_line(line)
             if engine.steps_done < parts.total_steps:
                 for batch in parts.training_steps(context, engine.samples_seen):
@@ -90,7 +102,7 @@ def train(
                     if last:
                         break
             log.memory(engine.memory())
-            for line in bigtrain.closing_lines(parts, folder):
+            for line in closing_lines(parts, folder):
                 log.print_line(line)
     return 0
 
@@ -100,14 +112,14 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def resume(job: bigtrain.Job, engine: bigtrain.Engine, folder: Path) -> Path | None:
+def resume(job: Job, engine: Engine, folder: Path) -> Path | None:
     """Continue from the checkpoint that the job names, if it names one."""
     if job.checkpoint.resume is None:
         return None
     if job.checkpoint.resume == "auto":
-        found = bigtrain.newest_checkpoint(folder / "checkpoints")
+        found = newest_checkpoint(folder / "checkpoints")
     else:
-        found = bigtrain.find_checkpoint(job.checkpoint.resume)
+        found = find_checkpoint(job.checkpoint.resume)
     # All ranks continue from the one that rank 0 has found.
     path: Path | None = engine.context.broadcast_object(found)
     if path is not None:
@@ -115,12 +127,12 @@ def resume(job: bigtrain.Job, engine: bigtrain.Engine, folder: Path) -> Path | N
     return path
 
 
-def show(job: bigtrain.Job, plan: bigtrain.Plan, parts: bigtrain.RunSetup, console: Console) -> int:
+def show(job: Job, plan: Plan, parts: RunSetup, console: Console) -> int:
     """Print the resolved job and the predicted peak, and run nothing."""
-    for line in bigtrain.dry_run_lines(job, plan, parts):
+    for line in dry_run_lines(job, plan, parts):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(bigtrain.run_guarded(lambda: main(sys.argv[1:])))
+    sys.exit(run_guarded(lambda: main(sys.argv[1:])))

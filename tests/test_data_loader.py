@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from bigtrain.data import GlobalOrder, StepLoader, validation_batches
-from bigtrain.data.loader import MicroBatch, move_to_device
+from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.losses.loss import CrossEntropy
 
@@ -237,7 +237,7 @@ def test_a_users_collate_is_used():
 def test_move_keeps_the_structure():
     point = namedtuple("point", ["x", "y"])  # noqa: PYI024
     value = {"a": [torch.zeros(1), 5], "b": point(torch.ones(2), "name")}
-    moved = move_to_device(value, "meta")
+    moved = MicroBatch(value, None, 1, 1).to("meta").inputs
     assert moved["a"][0].device.type == moved["b"].x.device.type == "meta"
     assert (moved["a"][1], moved["b"].y, type(moved["b"])) == (5, "name", point)
     part = MicroBatch((torch.zeros(2),), torch.zeros(2), 2, 2).to("meta")

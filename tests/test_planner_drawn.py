@@ -13,6 +13,7 @@ from bigtrain.engine.setup import open_setup
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import load_job
 from bigtrain.machine.cluster import load_cluster
+from bigtrain.memory.cap import Limit
 from bigtrain.planner.ask import Question, ask
 from bigtrain.planner.evaluate import EvaluatedPlan, PlanEvaluator
 from bigtrain.planner.space import Candidate
@@ -81,7 +82,7 @@ def test_a_plan_is_forecast_as_its_run(model, seed: int) -> None:
     cluster = cluster.model_copy(update={"node": node})
     job = load_job(None, "single", [*words, f"train.global_batch_size={samples}"])
     margins = {"torch": 0.0, "deepspeed": 0.0, "fairscale": 0.0}
-    planned = ask(Question(job, cluster, devices, 2**40, 2**40, samples, margins=margins))
+    planned = ask(Question(job, cluster, devices, Limit(2**40, 0), samples, margins=margins))
     judge = planned.search.evaluator
     compared = 0
     for one in plans(judge, list(planned.search.space.candidates()), draw):

@@ -15,6 +15,7 @@ from bigtrain.engine.setup import open_setup
 from bigtrain.job.load import load_job
 from bigtrain.job.schema import Job
 from bigtrain.machine.cluster import Cluster, load_cluster
+from bigtrain.memory.cap import Limit
 from bigtrain.planner.ask import PlannedAnswer, Question, ask, rank_limits
 from bigtrain.planner.evaluate import EvaluatedPlan, RejectedPlan
 from bigtrain.planner.search import MAX_PLANS
@@ -35,9 +36,12 @@ GPT = [
 NODE = load_cluster("a100-node")
 
 
-def question(devices: int, memory: int, words: list[str] | None = None, **more: Any) -> Question:
+def question(
+    devices: int, memory: int | Limit, words: list[str] | None = None, **more: Any
+) -> Question:
     job = load_job(None, "single", [*GPT, *(words or [])])
-    given = {"memory": memory, "limit": memory, "margins": {"torch": 0.0}} | more
+    limit = memory if isinstance(memory, Limit) else Limit(memory, reserved=0)
+    given = {"memory": limit, "margins": {"torch": 0.0}} | more
     return Question(job, NODE, devices, global_batch_size=8, **given)
 
 
@@ -216,7 +220,7 @@ def deep() -> PlannedAnswer:
     here = load_cluster("cpu")
     here = here.model_copy(update={"node": here.node.model_copy(update={"devices": 4})})
     margins = {"torch": 0.0, "deepspeed": 0.0}
-    return ask(Question(job, here, 4, 2**40, 2**40, 16, margins=margins))
+    return ask(Question(job, here, 4, Limit(2**40, 0), 16, margins=margins))
 
 
 def test_less_room_costs_time_and_blocks_keep_less(roomy: PlannedAnswer) -> None:
@@ -266,7 +270,7 @@ def test_where_nothing_fits_the_optimizers_state_goes_elsewhere(name: str) -> No
     job = load_job(None, "single", GPT)
 
     def asked(limit: int) -> PlannedAnswer:
-        return ask(Question(job, cluster, 1, limit, limit, 8, margins={"torch": 0.0}))
+        return ask(Question(job, cluster, 1, Limit(limit, 0), 8, margins={"torch": 0.0}))
 
     roomy = asked(2**40)
     least = roomy.search.smallest()
@@ -292,11 +296,11 @@ def test_state_on_the_host_has_to_fit_there() -> None:
     small = NODE.node.model_copy(update={"host_memory": MIB // 8})
     cluster = NODE.model_copy(update={"node": small})
     job = load_job(None, "single", GPT)
-    least = ask(Question(job, cluster, 1, 2**40, 2**40, 8)).search.smallest()
+    least = ask(Question(job, cluster, 1, Limit(2**40, 0), 8)).search.smallest()
     assert least is not None
     assert least.peak is not None
     limit = least.peak.bytes - 1
-    planned = ask(Question(job, cluster, 1, limit, limit, 8))
+    planned = ask(Question(job, cluster, 1, Limit(limit, 0), 8))
     assert planned.result.best == []
     reasons = [one.reason for one in planned.result.rejected if one.candidate.offload == "cpu"]
     assert any("optimizer state on the host of a node, which has 128.0 KiB" in r for r in reasons)
@@ -304,8 +308,8 @@ def test_state_on_the_host_has_to_fit_there() -> None:
 
 def test_a_cap_that_would_do_is_named_as_one() -> None:
     def capped(cap: int) -> PlannedAnswer:
-        limit = rank_limits(NODE, memory=None, cap=str(cap))[1]
-        return ask(question(1, cap, limit=limit, capped=True, margins={"torch": 0.02}))
+        memory, _ = rank_limits(NODE, memory=None, cap=str(cap))
+        return ask(question(1, memory, margins={"torch": 0.02}))
 
     said = " ".join(no_fit_lines(capped(9 * MIB)))
     size = int(said.partition("Use --cap ")[2].partition("MiB")[0])

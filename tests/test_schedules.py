@@ -4,11 +4,12 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+from published.formulas import in_flight_together
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from bigtrain.errors import ConfigError
 from bigtrain.schedules.bubble import StageSeconds, simulate_step
-from bigtrain.schedules.in_flight import in_flight_together, peak_in_flight
+from bigtrain.schedules.in_flight import peak_in_flight
 from bigtrain.schedules.orders import (
     SCHEDULES,
     SINGLE_STAGE_SCHEDULES,
@@ -133,7 +134,7 @@ def test_in_flight():
 def test_what_is_sent_is_kept_also_where_torch_is_not_asked(schedule, monkeypatch):
     placed = transfers(schedule, 4, 2, 8)
     transfers.cache_clear()
-    monkeypatch.setattr("bigtrain.schedules.orders._PLACED", 0)
+    monkeypatch.setattr("bigtrain.schedules.transfers.MAX_PLACED_ACTIONS", 0)
     guessed = transfers(schedule, 4, 2, 8)
     transfers.cache_clear()
     for mine, real in zip(guessed, placed, strict=True):

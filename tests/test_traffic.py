@@ -13,23 +13,21 @@ import pytest
 import torch
 from nets import BlockConv, BlockLM, tokens
 from parity import adamw
+from published.formulas import theory_elements
 from ranks import run_ranks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bigtrain.activations.offload import MIN_OFFLOADED_BYTES
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.core.strategy import Plan
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile
 from bigtrain.costs.traffic import (
-    MIN_MOVED_BYTES,
     Traffic,
     message_count,
     offloaded_activations,
     parameter_shapes,
-    theory_elements,
 )
 from bigtrain.data import GlobalOrder, MicroBatch, StepLoader
 from bigtrain.data.source import TensorSamples
@@ -404,10 +402,6 @@ def test_the_state_goes_to_disk_and_back_once_a_step(monkeypatch):
     _, files, said, _ = alone(monkeypatch, gpt_like, batch, keys)
     assert files == moves(said)
     assert files["to_disk"] == 2 * 4 * sum(p.numel() for p in gpt_like().parameters())
-
-
-def test_what_is_moved_is_as_large_as_the_mover_wants_it():
-    assert MIN_MOVED_BYTES == MIN_OFFLOADED_BYTES
 
 
 def test_no_strategy_states_what_it_does_not_do():

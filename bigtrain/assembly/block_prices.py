@@ -189,16 +189,7 @@ class _MemoryCurve:
     """Bytes alive at each tick of a timeline."""
 
     def __init__(self, timeline: Timeline) -> None:
-        changes: dict[int, int] = {}
-        for span in timeline.spans:
-            changes[span.birth] = changes.get(span.birth, 0) + span.nbytes
-            changes[span.death] = changes.get(span.death, 0) - span.nbytes
-        self._ticks = sorted(changes)
-        self._alive = []
-        alive = 0
-        for tick in self._ticks:
-            alive += changes[tick]
-            self._alive.append(alive)
+        self._ticks, self._alive = timeline.steps()
         # Deaths after the last tick of a pass only say that something outlives it.
         self.end = max((span.birth for span in timeline.spans), default=0) + 1
 

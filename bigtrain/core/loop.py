@@ -10,14 +10,12 @@ however unevenly the targets are spread over ranks and micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
@@ -114,19 +112,14 @@ class StepRunner:
     def place_batch(self, micro_batch: MicroBatch) -> MicroBatch:
         """The micro-batch on the device, in the precision of the run."""
         placed = micro_batch.to(self.context.device)
-        if self._precision == "fp64":
-            inputs, targets = tree_map(_to_double, (placed.inputs, placed.targets))
-            return replace(placed, inputs=inputs, targets=targets)
-        return placed
+        return placed.double() if self._precision == "fp64" else placed
 
     def label_batch(self, micro_batch: MicroBatch) -> None:
         """Tell the meter of a batch, as far as it is on the device."""
         if self.meter.tracking:
-            leaves = tree_leaves((micro_batch.inputs, micro_batch.targets))
             here = self.context.device.type
             self.meter.label(
-                (t for t in leaves if isinstance(t, Tensor) and t.device.type == here),
-                "activations",
+                (t for t in micro_batch.tensors() if t.device.type == here), "activations"
             )
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -183,19 +176,22 @@ class LoopRunner(StepRunner):
         self.meter.phase("forward")
         placed = self.place_batch(micro_batch)
         self.label_batch(placed)
-        with head_targets(self.loss, placed.targets):
-            with self.autocast():
-                output = self._wrapped(placed.inputs)
-            loss = self.loss(output, placed.targets, micro_batch.count)
-        if micro_batch.count == 0:  # padding, or nothing valid: it only keeps the ranks in step
-            loss = loss * 0.0
-        del output
+        loss = self.forward_loss(placed)
         if check:
             self._check_finite_loss(float(loss.detach()), 1)
         self.meter.phase("backward")
         self.backward(loss * scale)
         self.label_gradients()
         return loss.detach()
+
+    def forward_loss(self, placed: MicroBatch) -> Tensor:
+        """The summed loss of one micro-batch, which is on the device."""
+        with head_targets(self.loss, placed.targets):
+            with self.autocast():
+                output = self._wrapped(placed.inputs)
+            loss = self.loss(output, placed.targets, placed.count)
+        # Padding, or nothing valid, only keeps the ranks in step.
+        return loss * 0.0 if placed.count == 0 else loss
 
     def backward(self, loss: Tensor) -> None:
         """Go back from a loss."""
@@ -231,13 +227,9 @@ class LoopRunner(StepRunner):
 
     def state(self) -> dict[str, TensorSource]:
         """See `Runner.state`."""
-        values = {n: tensor_source(t) for n, t in self.module.state_dict().items()}
-        masters = self._update.masters()
-        first = {id(p): n for n, p in self.module.named_parameters()}
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            # Tied parameters are saved under each of their names, as in the module's own state.
-            if name in values and first[id(parameter)] in masters:
-                values[name] = masters[first[id(parameter)]]
+        state = self.module.state_dict()
+        named = self.module.named_parameters(remove_duplicate=False)
+        values = state_sources(state, named, self._update.masters())
         found = {f"model.{name}": source for name, source in values.items()}
         return found | {f"optimizer.{k}": source for k, source in self._update.state().items()}
 
@@ -246,13 +238,7 @@ class LoopRunner(StepRunner):
         stored = set(names)
         self._load_model(read, stored)
         trained = {n for n, p in self.module.named_parameters() if p.requires_grad}
-        for full in sorted(stored):
-            if not full.startswith("optimizer."):
-                continue
-            name, _, key = full.removeprefix("optimizer.").rpartition(".")
-            if name not in trained:
-                raise CheckpointError(f"the checkpoint has a state for {name!r}, the model has not")
-            self._update.load_state(name, key, read(full))
+        load_optimizer(self._update, trained, trained, read, stored)
 
     def _load_model(self, read: Callable[[str], Tensor], stored: set[str]) -> None:
         current = self.module.state_dict()
@@ -297,6 +283,58 @@ def load_tensors(
             update.load_master(name, value)
 
 
+def state_sources(
+    state: Mapping[str, Tensor],
+    named: Iterable[tuple[str, nn.Parameter]],
+    masters: Mapping[str, TensorSource],
+) -> dict[str, TensorSource]:
+    """The state of a module, with the fp32 values of those parameters that have some.
+
+    Args:
+        state: of `state_dict`, which puts gathered parameters back into shards, other objects:
+            it is asked for before `named`.
+        named: the parameters by all their names.
+        masters: see `Update.masters`.
+    """
+    values = {name: tensor_source(tensor) for name, tensor in state.items()}
+    first: dict[int, str] = {}
+    for name, parameter in named:
+        # Tied parameters are saved under each of their names, as in the module's own state.
+        trained = first.setdefault(id(parameter), name)
+        if name in values and trained in masters:
+            values[name] = masters[trained]
+    return values
+
+
+def load_optimizer(
+    update: Update,
+    trained: Collection[str],
+    held: Collection[str],
+    read: Callable[[str], Tensor],
+    stored: Iterable[str],
+) -> None:
+    """Take a checkpoint's optimizer state over.
+
+    Args:
+        update: has the optimizer.
+        trained: the trained parameters of the whole model.
+        held: those of them on this rank.
+        read: gives `optimizer.NAME.KEY` on the CPU.
+        stored: all names of the checkpoint.
+
+    Raises:
+        CheckpointError: it has a state of a parameter that the model has not.
+    """
+    for full in sorted(stored):
+        if not full.startswith("optimizer."):
+            continue
+        name, _, key = full.removeprefix("optimizer.").rpartition(".")
+        if name not in trained:
+            raise CheckpointError(f"the checkpoint has a state for {name!r}, the model has not")
+        if name in held:
+            update.load_state(name, key, read(full))
+
+
 def check_finite(losses: Mapping[int, float]) -> None:
     """Refuse to go on with the losses of these ranks.
 
@@ -330,12 +368,6 @@ def _norm_on_device(gradient: Tensor) -> Tensor:
         if placement.is_shard():
             dist.all_reduce(square, group=mesh.get_group(axis))
     return square.sqrt()
-
-
-def _to_double(leaf: object) -> object:
-    if isinstance(leaf, Tensor) and leaf.is_floating_point():
-        return leaf.double()
-    return leaf
 
 
 def first_names(names: list[str]) -> str:

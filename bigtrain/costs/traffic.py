@@ -7,13 +7,13 @@ how many messages. How long that takes, `bigtrain.machine.collective_cost` says 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from bigtrain.activations.offload import MIN_OFFLOADED_BYTES
 from bigtrain.costs.forecast import Profile
 from bigtrain.memory.timeline import BlockTicks
-from bigtrain.units import KIB
 
 TrafficKind = Literal[
     "all_reduce",
@@ -140,10 +140,6 @@ def buffer_broadcast_traffic(
     return Traffic("broadcast", profile.buffer_bytes, 1, every, "nothing", ranks, stride)
 
 
-MIN_MOVED_BYTES = 16 * KIB
-"""As `offload.MIN_OFFLOADED_BYTES`: what blocks save is moved from this size on."""
-
-
 def offloaded_activations(profile: Profile) -> tuple[int, int]:
     """What the blocks of one micro-batch save and have moved away: (bytes, tensors).
 
@@ -157,25 +153,7 @@ def offloaded_activations(profile: Profile) -> tuple[int, int]:
         span.nbytes
         for span in profile.first.spans
         if span.kind == "temporary"
-        and span.nbytes >= MIN_MOVED_BYTES
+        and span.nbytes >= MIN_OFFLOADED_BYTES
         and any(span.birth < begin < span.death for begin in begins)
     ]
     return sum(gone), len(gone)
-
-
-def theory_elements(found: Sequence[Traffic], micro_batches: int, size: int) -> float:
-    """The volume of a step as the ZeRO paper counts it: an all-reduce twice, others once.
-
-    Args:
-        found: what a rank exchanges; moves are left out.
-        micro_batches: of a step.
-        size: bytes of a number.
-
-    Returns:
-        Numbers that a rank sends on a large group (Rajbhandari et al. 2020, section 7).
-    """
-    return sum(
-        t.step_bytes(micro_batches) * (2 if t.kind == "all_reduce" else 1) / size
-        for t in found
-        if t.kind not in HOST_TRANSFERS
-    )

@@ -15,7 +15,6 @@ from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.losses.loss import Loss
 from bigtrain.tensors.fake import fake_model
-from bigtrain.tensors.tree import map_tensors, tree_tensors
 
 SELF_CHECK_TOLERANCE = 1e-4
 """Relative: in float32 kernels may add up in another order from one call to the next."""
@@ -47,7 +46,7 @@ def compare_cut(
     with torch.no_grad():
         for mine, theirs in zip(_tensors(parts), _tensors(whole), strict=True):
             mine.copy_(theirs)
-    batch = _first_rows(micro_batch, rows, loss)
+    batch = micro_batch.first_rows(rows, loss.count).to("cpu")
     state = torch.random.get_rng_state()
     expected = loss(whole(batch.inputs), batch.targets, batch.count)
     expected.backward()  # type: ignore[no-untyped-call]
@@ -113,13 +112,3 @@ def _invent(model: nn.Module) -> None:
 
 def _tensors(model: nn.Module) -> Sequence[Tensor]:
     return [*model.parameters(), *model.buffers()]
-
-
-def _first_rows(micro_batch: MicroBatch, rows: int, loss: Loss) -> MicroBatch:
-    def cut(tensor: Tensor) -> Tensor:
-        return tensor[:rows].cpu() if tensor.dim() else tensor.cpu()
-
-    inputs = map_tensors(micro_batch.inputs, cut)
-    targets = map_tensors(micro_batch.targets, cut)
-    leaves = tree_tensors(inputs)
-    return MicroBatch(inputs, targets, loss.count(targets), len(leaves[0]) if leaves else rows)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from bigtrain.cutting.stage_program import StageProgram, make_stage_program
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.losses.loss import Loss
-from bigtrain.tensors.fake import fake_tensor
+from bigtrain.tensors.fake import fake_model
 from bigtrain.tensors.tree import map_tensors, tree_tensors
 from bigtrain.tracing.module_state import check_closures, constant_tensors
 from bigtrain.tracing.records import ForwardTrace
@@ -63,7 +62,9 @@ class TracedModel:
         self._batch: MicroBatch | None = None
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._mode:
-            self.fake_model = _twin(model, device, double=numerics.double)
+            constants = constant_tensors(model)
+            double = numerics.double
+            self.fake_model = fake_model(model, device, double=double, constants=constants)
             for name in numerics.low(self.fake_model) if numerics.low is not None else ():
                 parameter = self.fake_model.get_parameter(name)
                 parameter.data = parameter.data.to(torch.bfloat16)
@@ -87,12 +88,8 @@ class TracedModel:
     def _trace(self, micro_batch: MicroBatch, training: bool) -> tuple[ForwardTrace, MicroBatch]:  # noqa: FBT001
         self.fake_model.train(training)
         with self._mode:
-            batch = MicroBatch(
-                map_tensors(micro_batch.inputs, self._fake),
-                map_tensors(micro_batch.targets, self._fake),
-                max(1, micro_batch.count),
-                micro_batch.rows,
-            )
+            batch = micro_batch.fake(self._device, double=self._numerics.double)
+            batch = replace(batch, count=max(1, batch.count))
         # The model may take the containers of its inputs apart: it gets its own.
         inputs = map_tensors(batch.inputs, lambda tensor: tensor)
         with torch.set_grad_enabled(training):
@@ -153,24 +150,6 @@ class TracedModel:
             }
             every.append(frozenset(edges.values() if loss is None else _reached(loss, edges)))
         return tuple(every)
-
-    def _fake(self, tensor: Tensor) -> Tensor:
-        double = self._numerics.double and tensor.is_floating_point()
-        fake: Tensor = fake_tensor(tensor, self._device, double=double)
-        return fake
-
-
-def _twin(model: nn.Module, device: torch.device, *, double: bool) -> nn.Module:
-    """A fake copy, as `fake_model` makes it; plain attributes that are tensors are fakes, too."""
-    memo: dict[int, object] = {}
-    for parameter in model.parameters():
-        fake = fake_tensor(parameter, device, double=double)
-        memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = fake_tensor(buffer, device, double=double)
-    for tensor in constant_tensors(model):
-        memo[id(tensor)] = fake_tensor(tensor, device if tensor.is_meta else tensor.device)
-    return copy.deepcopy(model, memo)
 
 
 def shared_storages(model: nn.Module) -> list[tuple[str, str]]:

@@ -9,31 +9,22 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from bigtrain.data.sampler import GlobalOrder, MicroBatchPlan, split_global_batch
 from bigtrain.data.seeding import SampleKey, SeededSamples
 from bigtrain.data.source import Samples
 from bigtrain.errors import ConfigError
+from bigtrain.tensors.fake import fake_tensor
+from bigtrain.tensors.tree import map_tensors, tree_tensors
 
 Collate = Callable[[Sequence[Any]], Any]
-
-
-def move_to_device(value: Any, device: torch.device | str, non_blocking: bool = False) -> Any:
-    """Move the tensors in nested mappings, tuples and lists; what is no tensor stays."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=non_blocking)
-    if isinstance(value, Mapping):
-        return {key: move_to_device(inner, device, non_blocking) for key, inner in value.items()}
-    if isinstance(value, (tuple, list)):
-        moved = [move_to_device(inner, device, non_blocking) for inner in value]
-        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
-    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +32,7 @@ class MicroBatch:
     """One forward's worth of samples of one rank."""
 
     inputs: Any
-    """A tensor (rows, ...), or nested mappings and tuples of such."""
+    """A tensor (rows, ...), or tuples, mappings of any class and dataclasses of such."""
     targets: Any
     count: int | float
     """Valid targets; 0 for padding, whose loss must be multiplied by nothing."""
@@ -53,11 +44,31 @@ class MicroBatch:
         """It is there only because all ranks must do the same number of forwards."""
         return self.rows == 0
 
+    def tensors(self) -> list[Tensor]:
+        """Those of the inputs and of the targets."""
+        return tree_tensors((self.inputs, self.targets))
+
+    def map(self, change: Callable[[Tensor], Any]) -> MicroBatch:
+        """The same with every tensor changed; what is no tensor stays."""
+        inputs, targets = (map_tensors(tree, change) for tree in (self.inputs, self.targets))
+        return replace(self, inputs=inputs, targets=targets)
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
         """The same on a device."""
-        inputs = move_to_device(self.inputs, device, non_blocking)
-        targets = move_to_device(self.targets, device, non_blocking)
-        return MicroBatch(inputs, targets, self.count, self.rows)
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def double(self) -> MicroBatch:
+        """The same with fp64 in place of lower precision; integers stay."""
+        return self.map(lambda t: t.double() if t.is_floating_point() else t)
+
+    def fake(self, device: torch.device, *, double: bool = False) -> MicroBatch:
+        """Tensors of the same shapes without numbers, made under the current fake mode."""
+        return self.map(lambda tensor: fake_tensor(tensor, device, double=double))
+
+    def first_rows(self, rows: int, count: Callable[[Any], int | float]) -> MicroBatch:
+        """The first rows, or all where there are fewer; `count` is a loss's."""
+        cut = self.map(lambda tensor: tensor[:rows] if tensor.dim() else tensor)
+        return replace(cut, count=count(cut.targets), rows=min(rows, self.rows))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from dataclasses import asdict
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
@@ -17,7 +16,8 @@ from bigtrain.losses.linear_cross_entropy import DEFAULT_CHUNK_BYTES
 from bigtrain.losses.loss import CrossEntropy, Loss, main_logits
 from bigtrain.losses.tasks import Task
 from bigtrain.models import task_of
-from bigtrain.tensors.fake import fake_model, fake_tensor
+from bigtrain.tensors.fake import fake_model
+from bigtrain.tensors.tree import tree_tensors
 
 GPT_HEAD = "head"
 """The head of bigtrain's own language models."""
@@ -84,7 +84,7 @@ def choose_loss(
     check_head(name, model)
     head = model.get_submodule(name)
     if config.chunked_loss is None and waiting and isinstance(head, nn.Linear):
-        targets = sum(t.numel() for t in tree_leaves(example.targets) if isinstance(t, Tensor))
+        targets = sum(tensor.numel() for tensor in tree_tensors(example.targets))
         if head.in_features > targets:  # the gradient is larger than the logits
             return plain
     size = DEFAULT_CHUNK_BYTES if config.chunk_size is None else config.chunk_size
@@ -111,7 +111,7 @@ def find_head(model: nn.Module, example: MicroBatch) -> str:
                     module.register_forward_hook(
                         lambda _module, _inputs, output, name=name: made.append((name, output))
                     )
-            output = fake(tree_map(lambda leaf: fake_tensor(leaf, cpu), example.inputs))
+            output = fake(example.fake(cpu).inputs)
         logits = main_logits(output)
     except Exception as error:  # noqa: BLE001 - user code of any kind runs here
         first = (str(error).splitlines() or [""])[0]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from traceback import clear_frames
 from types import TracebackType
@@ -17,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from bigtrain.activations.policy import remove_policies
 from bigtrain.assembly.build import build_runner, check_mesh
@@ -53,6 +53,7 @@ from bigtrain.prediction.memory_report import MemoryReport, RankMemory
 from bigtrain.prediction.predict import predict
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.fake import meta_copy
+from bigtrain.tensors.tree import tree_tensors
 
 
 @dataclass(frozen=True)
@@ -365,7 +366,7 @@ class Engine:
         if isinstance(batch, Step):
             return batch.micro_batches, batch.samples
         inputs, targets = batch
-        leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        leaves = tree_tensors(inputs)
         if not leaves:
             raise ConfigError("step: the inputs hold no tensor. Give (inputs, targets).")
         rows, steps = len(leaves[0]), self.plan.batch.accumulation_steps
@@ -379,9 +380,8 @@ class Engine:
         pieces = []
         for start in range(0, rows, size):
             part = slice(start, min(rows, start + size))
-            some, wanted = _rows((inputs, targets), part)
-            count = self.loss.count(wanted)
-            pieces.append(MicroBatch(some, wanted, count, part.stop - part.start))
+            piece = MicroBatch(inputs, targets, 0, part.stop - start).map(itemgetter(part))
+            pieces.append(replace(piece, count=self.loss.count(piece.targets)))
         return pieces, round(sum(self.context.all_gather_numbers(rows, "dp")))
 
 
@@ -401,10 +401,6 @@ def _blueprint(model: Callable[[], nn.Module] | nn.Module | Blueprint) -> Bluepr
     if isinstance(model, Blueprint):
         return model
     return Blueprint.of(model) if isinstance(model, nn.Module) else describe(model)
-
-
-def _rows(batch: Any, part: slice) -> Any:
-    return tree_map(lambda leaf: leaf[part] if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def _tokens_per_sample(micro_batch: MicroBatch) -> int:

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.core.strategy import Plan
@@ -24,6 +23,7 @@ from bigtrain.optim.update import MakeOptimizer
 from bigtrain.ranks.connect import connect
 from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.launcher_env import RankInfo, detect_rank_info
+from bigtrain.tensors.tree import tree_tensors
 
 
 def connect_job(job: Job, plan: Plan, placement: RankInfo) -> AbstractContextManager[RunContext]:
@@ -121,5 +121,5 @@ def _check_keys(keys: Mapping[str, Any]) -> None:
 
 def _micro_batch(example: tuple[Any, Any], loss: Loss) -> MicroBatch:
     inputs, targets = example
-    rows = next((len(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)), 0)
+    rows = next((len(tensor) for tensor in tree_tensors(inputs)), 0)
     return MicroBatch(inputs, targets, loss.count(targets), rows)

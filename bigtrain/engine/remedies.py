@@ -10,18 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import Tensor
-from torch.utils._pytree import tree_map
-
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.assembly.resolve import resolve
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import Plan
 from bigtrain.core.workload import Workload
-from bigtrain.data.loader import MicroBatch
 from bigtrain.job.load import override_job
 from bigtrain.job.schema import Job
-from bigtrain.memory.cap import NON_TENSOR_BYTES, USABLE_FRACTION
+from bigtrain.memory.cap import Limit
 from bigtrain.memory.timeline import Peak, highest_peak
 from bigtrain.prediction.predict import forecast_rank
 from bigtrain.units import MIB, format_bytes
@@ -59,24 +55,15 @@ class ForecastInputs:
             job = override_job(self.job, words)
             held = self.resolved.plan
             plan = make_plan(job, held.world_size, held.device_type)
-            workload = replace(self.workload, example=self._rows(plan.batch.micro_size))
+            rows, count = plan.batch.micro_size, self.workload.loss.count
+            example = self.workload.micro_batch.first_rows(rows, count)
+            workload = replace(self.workload, example=example)
             resolved = resolve(plan, workload)
             found = [forecast_rank(resolved, workload, rank).forecast for rank in range(plan.pp)]
         except Exception:  # user code of any kind is tried here; what fails is no way out
             return None
         peaks = [forecast.peak() for forecast in found if forecast is not None]
         return highest_peak(peaks) if len(peaks) == plan.pp else None
-
-    def _rows(self, rows: int) -> MicroBatch:
-        """The first rows of the example, where it has more."""
-        whole = self.workload.micro_batch
-        if rows >= whole.rows:
-            return whole
-        inputs, targets = tree_map(
-            lambda leaf: leaf[:rows] if isinstance(leaf, Tensor) and leaf.dim() else leaf,
-            (whole.inputs, whole.targets),
-        )
-        return MicroBatch(inputs, targets, self.workload.loss.count(targets), rows)
 
 
 @dataclass
@@ -98,7 +85,7 @@ class RemedySearch:
             deadline_s: seconds after which no further change is tried.
         """
         end = time.monotonic() + deadline_s
-        most = int(room * USABLE_FRACTION) - NON_TENSOR_BYTES
+        most = Limit(room).for_tensors
         for ways in _ways(subject, most):
             for words in ways():
                 if time.monotonic() > end:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import re
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 
@@ -167,3 +169,25 @@ def requested_bytes(error: BaseException) -> int | None:
 USABLE_FRACTION, NON_TENSOR_BYTES = 0.95, 8 * MIB
 """Of the room a predicted peak may fill this share, less these bytes: allocators round up, and
 kernels, graphs and Python's objects need memory beside the tensors."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a rank may take, and how much of that its tensors may be."""
+
+    nbytes: int
+    reserved: int | None = None
+    """What a process takes of a device without any tensor; None where a cap is enforced."""
+
+    @property
+    def for_tensors(self) -> int:
+        """The most bytes that a predicted peak may have."""
+        if self.reserved is None:
+            return int(self.nbytes * USABLE_FRACTION) - NON_TENSOR_BYTES
+        return self.nbytes - self.reserved
+
+    def memory_for(self, peak_bytes: int) -> int:
+        """Bytes of a device, or of a cap, with which such a peak would fit."""
+        if self.reserved is None:
+            return math.ceil((peak_bytes + NON_TENSOR_BYTES) / USABLE_FRACTION) + 1
+        return peak_bytes + self.reserved

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 MemoryKind = Literal["parameters", "gradients", "optimizer", "activations", "buffers", "temporary"]
@@ -113,16 +114,20 @@ class Timeline:
         return current
 
     def _highest_tick(self) -> int:
+        highest, at = 0, self.phases[0][0]
+        for tick, alive in zip(*self.steps(), strict=True):
+            if alive > highest:
+                highest, at = alive, tick
+        return at
+
+    def steps(self) -> tuple[list[int], list[int]]:
+        """The ticks at which something comes or goes, and the bytes alive from each on."""
         changes: dict[int, int] = {}
         for nbytes, _, birth, death in self.spans:
             changes[birth] = changes.get(birth, 0) + nbytes
             changes[death] = changes.get(death, 0) - nbytes
-        highest, at, current = 0, self.phases[0][0], 0
-        for tick in sorted(changes):
-            current += changes[tick]
-            if current > highest:
-                highest, at = current, tick
-        return at
+        ticks = sorted(changes)
+        return ticks, list(accumulate(changes[tick] for tick in ticks))
 
     def curve(self, start: int, times: Sequence[float], points: int = 120) -> MemoryCurve:
         """What was alive from a tick on, thinned to the highest moment of each short while.

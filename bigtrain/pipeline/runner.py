@@ -21,12 +21,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.distributed.pipelining import schedules as torch_schedules
-from torch.utils._pytree import tree_leaves
 
-from bigtrain.core.loop import StepRunner, check_finite, load_tensors, total_norm
+from bigtrain.core.loop import (
+    StepRunner,
+    check_finite,
+    load_optimizer,
+    load_tensors,
+    state_sources,
+    total_norm,
+)
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
-from bigtrain.errors import CheckpointError, ConfigError
+from bigtrain.errors import ConfigError
 from bigtrain.optim.update import tensor_source
 from bigtrain.pipeline.one_at_a_time import StageTransport, backward_through, forward_through
 from bigtrain.pipeline.state import gather_names, gather_state
@@ -41,6 +47,7 @@ from bigtrain.pipeline.torch_stage import (
 from bigtrain.schedules.orders import TORCH_SCHEDULES, check_schedule, stage_ranks
 from bigtrain.tensors.dtensors import full_tensor
 from bigtrain.tensors.source import TensorSource
+from bigtrain.tensors.tree import map_tensors
 
 _KEPT = 64
 """Schedules that are kept for shapes seen before; sequences of every length would be many."""
@@ -48,7 +55,7 @@ _CLASSES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", **TORCH_SCHEDULES}
 
 StageShapes = tuple[Sequence[Tensor], Sequence[Tensor]]
 """The wires that come into a stage and go out of it, on the meta device."""
-BatchSignature = tuple[Any, ...]
+BatchSignature = tuple[bool, str]
 
 
 class PipelineRunner(StepRunner):
@@ -146,7 +153,7 @@ class PipelineRunner(StepRunner):
 
         As many as the schedule takes go in its order, the rest one at a time.
         """
-        signature = (self.module.training, *_signature(group[0]))
+        signature = (self.module.training, _signature(group[0]))
         losses: list[Tensor] = []
         done = 0
         while done < len(group):
@@ -343,13 +350,8 @@ class PipelineRunner(StepRunner):
         masters, elsewhere = self._update.masters(), self._ties.owned_elsewhere
         mine: dict[str, tuple[int, TensorSource]] = {}
         for index, stage in self._stages.items():
-            # First of all: this puts gathered parameters back into shards, other objects.
-            values = {name: tensor_source(tensor) for name, tensor in stage.state_dict().items()}
-            first = {id(p): n for n, p in stage.named_parameters()}
-            for name, parameter in stage.named_parameters(remove_duplicate=False):
-                if name in values and first[id(parameter)] in masters:
-                    values[name] = masters[first[id(parameter)]]
-            for name, source in values.items():
+            state, named = stage.state_dict(), stage.named_parameters(remove_duplicate=False)
+            for name, source in state_sources(state, named, masters).items():
                 mine.setdefault(f"model.{name}", (index, source))
         # After all of the model, as in one process.
         for key, source in self._update.state().items():
@@ -364,14 +366,7 @@ class PipelineRunner(StepRunner):
         current = {n: t for stage in self._stages.values() for n, t in stage.state_dict().items()}
         load_tensors(current, gather_names(self.context, current), read, stored, self._update)
         trained = gather_names(self.context, self._named)
-        for full in sorted(stored):
-            if not full.startswith("optimizer."):
-                continue
-            name, _, key = full.removeprefix("optimizer.").rpartition(".")
-            if name not in trained:
-                raise CheckpointError(f"the checkpoint has a state for {name!r}, the model has not")
-            if name in self._named:
-                self._update.load_state(name, key, read(full))
+        load_optimizer(self._update, trained, self._named, read, stored)
 
     def close(self) -> None:
         """See `Runner.close`."""
@@ -384,10 +379,7 @@ def _nothing() -> nn.Parameter:
     return nn.Parameter(torch.zeros(0))
 
 
-def _signature(micro_batch: MicroBatch) -> BatchSignature:
+def _signature(micro_batch: MicroBatch) -> str:
     """What decides the shapes inside the model: those of a batch, and what in it is no tensor."""
-    leaves = tree_leaves((micro_batch.inputs, micro_batch.targets))
-    return tuple(
-        (leaf.dtype, tuple(leaf.shape)) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf))
-        for leaf in leaves
-    )
+    both = (micro_batch.inputs, micro_batch.targets)
+    return repr(map_tensors(both, lambda tensor: (tensor.dtype, tuple(tensor.shape))))

@@ -20,7 +20,7 @@ from bigtrain.job.load import ONE_PROCESS, override_job
 from bigtrain.job.schema import Job
 from bigtrain.losses.loss import Loss
 from bigtrain.machine.cluster import Cluster
-from bigtrain.memory.cap import NON_TENSOR_BYTES, USABLE_FRACTION
+from bigtrain.memory.cap import Limit
 from bigtrain.planner.evaluate import PlanEvaluator
 from bigtrain.planner.search import PlanSearch, SearchResult
 from bigtrain.planner.space import SearchSpace
@@ -37,10 +37,8 @@ class Question:
     job: Job
     cluster: Cluster
     devices: int
-    memory: int
-    """Bytes of a device, or what a rank may take of it."""
-    limit: int
-    """Bytes that the tensors of a rank may be: the memory less what is no tensor."""
+    memory: Limit
+    """Of each rank."""
     global_batch_size: int
     pp: int | None = None
     """Where the mesh, the micro-batch are given and not to be chosen."""
@@ -48,15 +46,16 @@ class Question:
     rows: int | None = None
     margins: Mapping[str, float] = field(default_factory=lambda: {"torch": 0.0, "deepspeed": 0.0})
     """The engines to choose from, and the share by which each one's forecasts are enlarged."""
-    capped: bool = False
-    """Whether `memory` is a cap that is enforced on a rank, and not a device's memory."""
+
+    @property
+    def limit(self) -> int:
+        """Bytes that the tensors of a rank may be."""
+        return self.memory.for_tensors
 
     def memory_for(self, peak_bytes: int, engine: str) -> int:
         """Bytes of memory, or of the cap, with which a forecast of an engine would fit."""
         needed = math.ceil(peak_bytes * (1 + self.margins.get(engine, 0.0))) + 1
-        if self.capped:
-            return math.ceil((needed + NON_TENSOR_BYTES) / USABLE_FRACTION) + 1
-        return needed + self.memory - self.limit
+        return self.memory.memory_for(needed)
 
 
 @dataclass(frozen=True)
@@ -190,17 +189,18 @@ def check_question(question: Question) -> None:
             f"{cluster.node.devices} without links between nodes. Use --devices "
             f"{cluster.node.devices}, or another --cluster."
         )
+    memory = question.memory.nbytes
     if question.limit <= 0:
         raise ConfigError(
-            f"plan: --memory {question.memory} ({format_bytes(question.memory)}) is below what a "
+            f"plan: --memory {memory} ({format_bytes(memory)}) is below what a "
             f"process of {cluster.name} takes without any tensor, "
             f"{format_bytes(cluster.device.reserved)}. Use --memory "
             f"{format_bytes(2 * cluster.device.reserved).replace(' ', '')} or more."
         )
 
 
-def rank_limits(cluster: Cluster, *, memory: str | None, cap: str | None) -> tuple[int, int, str]:
-    """What a rank has, how much of it tensors may be, and a line on the difference.
+def rank_limits(cluster: Cluster, *, memory: str | None, cap: str | None) -> tuple[Limit, str]:
+    """What a rank has, and a line on what of it tensors may not be.
 
     Args:
         cluster: says what a process takes without tensors.
@@ -208,12 +208,12 @@ def rank_limits(cluster: Cluster, *, memory: str | None, cap: str | None) -> tup
         cap: what a rank may take of it, where that is enforced.
     """
     if cap is not None:
-        size = parse_bytes(cap)
-        limit = int(size * USABLE_FRACTION) - NON_TENSOR_BYTES
-        return size, limit, f"of the cap {format_bytes(size - limit)} are kept for what is beside"
+        limit = Limit(parse_bytes(cap))
+        kept = format_bytes(limit.nbytes - limit.for_tensors)
+        return limit, f"of the cap {kept} are kept for what is beside"
     size = parse_bytes(memory) if memory is not None else cluster.device.memory
-    free = size - cluster.device.reserved
-    return size, free, f"{format_bytes(cluster.device.reserved)} are kept for what is no tensor"
+    reserved = cluster.device.reserved
+    return Limit(size, reserved), f"{format_bytes(reserved)} are kept for what is no tensor"
 
 
 def engine_margins(engines: Iterable[str]) -> tuple[dict[str, float], str]:

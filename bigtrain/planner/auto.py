@@ -44,7 +44,7 @@ def read_job(options: TrainOptions, placement: RankInfo) -> tuple[Job, list[str]
     job = load_job(options.config, "single", options.overrides)
     cluster, whence = _cluster(device_type_of(job), placement)
     cap = None if job.memory.cap is None else str(job.memory.cap)
-    memory, limit, kept = rank_limits(cluster, memory=None, cap=cap)
+    memory, kept = rank_limits(cluster, memory=None, cap=cap)
     shares, why = engine_margins(AUTO_ENGINES)
     samples = job.train.global_batch_size
     if samples is None:
@@ -58,13 +58,11 @@ def read_job(options: TrainOptions, placement: RankInfo) -> tuple[Job, list[str]
             cluster=cluster,
             devices=placement.world_size,
             memory=memory,
-            limit=limit,
             global_batch_size=samples,
             pp=job.mesh.pp,
             dp=None if job.mesh.dp == -1 else job.mesh.dp,
             rows=job.train.micro_batch_size,
             margins=shares,
-            capped=cap is not None,
         )
     )
     if not planned.result.best:

@@ -72,7 +72,7 @@ def make_question(job: Job, cluster: Cluster, options: PlanOptions) -> tuple[Que
             f"--engines {options.engines}: {unknown[0] if unknown else 'nothing'} is none that is "
             f"planned with. Use --engines {','.join(PLANNED_ENGINES)}"
         )
-    memory, limit, line = rank_limits(cluster, memory=options.memory, cap=options.cap)
+    memory, line = rank_limits(cluster, memory=options.memory, cap=options.cap)
     shares, why = engine_margins(engines)
     samples = options.global_batch_size
     if samples is None:
@@ -82,13 +82,11 @@ def make_question(job: Job, cluster: Cluster, options: PlanOptions) -> tuple[Que
         cluster=cluster,
         devices=options.devices if options.devices is not None else cluster.node.devices,
         memory=memory,
-        limit=limit,
         global_batch_size=samples,
         pp=job.mesh.pp,
         dp=None if job.mesh.dp == -1 else job.mesh.dp,
         rows=_given(options.overrides, "train.micro_batch_size"),
         margins=shares,
-        capped=options.cap is not None,
     )
     return question, f"{line}; {why}"
 

@@ -10,11 +10,11 @@ from typing import Any
 from bigtrain.activations.policy import BlockPolicy
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.core.strategy import CutStrategy, ModelFacts, Plan
-from bigtrain.costs.floors import StateWidths, bounding_stage, min_state_bytes
 from bigtrain.costs.forecast import Profile
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Job
 from bigtrain.memory.timeline import Breakdown, Peak
+from bigtrain.planner.bounds import StateWidths, bounding_stage, min_state_bytes
 from bigtrain.planner.fit import StageFitter, with_fewer_micro_batches
 from bigtrain.planner.recompute_levels import RECOMPUTE_LEVELS, RecomputeLevels, SectionRange
 from bigtrain.planner.space import Candidate

@@ -134,7 +134,7 @@ def plan_document(planned: PlannedAnswer, margin: str) -> dict[str, Any]:
         "num_parameters": planned.num_parameters,
         "cluster": question.cluster.model_dump(mode="json"),
         "devices": question.devices,
-        "memory_bytes": question.memory,
+        "memory_bytes": question.memory.nbytes,
         "limit_bytes": question.limit,
         "margin": margin,
         "global_batch_size": question.global_batch_size,
@@ -191,7 +191,7 @@ def no_fit_lines(planned: PlannedAnswer) -> list[str]:
     parts = vars(peak.breakdown)
     kind = max(parts, key=lambda part: parts[part])
     needed = question.memory_for(peak.bytes, smallest.candidate.engine)
-    option = "--cap" if question.capped else "--memory"
+    option = "--cap" if question.memory.reserved is None else "--memory"
     most = planned.search.evaluator.most_blocks(smallest.candidate, question.limit)
     smaller = ""
     if most is not None:

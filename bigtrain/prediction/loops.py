@@ -28,7 +28,6 @@ from bigtrain.losses.loss import Loss
 from bigtrain.memory.timeline import Timeline
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.prediction.record import TakeStep, WholeModel, profile_from_run, record_steps
-from bigtrain.tensors.tree import map_tensors
 
 _NO_LOSS = torch.zeros(())
 
@@ -78,14 +77,8 @@ class _OneStage(WholeModel):
 
     def placed(self, micro_batch: MicroBatch, plan: Plan) -> MicroBatch:
         """See `WholeModel.placed`. Every stage of a run has the batch as it is computed with."""
-
-        def change(tensor: Tensor) -> Tensor:
-            return tensor.double() if tensor.is_floating_point() else tensor
-
         if plan.precision == "fp64":
-            given = (micro_batch.inputs, micro_batch.targets)
-            inputs, targets = (map_tensors(tree, change) for tree in given)
-            micro_batch = replace(micro_batch, inputs=inputs, targets=targets)
+            micro_batch = micro_batch.double()
         cut, real = self._cut, replace(micro_batch, count=max(1, micro_batch.count))
         # The script is traced under a fake mode of its own, so before ours.
         self.script = cut.traced_model.program(real, training=True, places=cut.call_sites)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from bigtrain.activations.recompute import is_saved_op
 from bigtrain.cutting.choose import DeviceRates
 from bigtrain.data.loader import MicroBatch
-from bigtrain.tensors.fake import fake_model, fake_tensor
+from bigtrain.tensors.fake import fake_model
 from bigtrain.tensors.op_cost import bytes_touched, flops_of
 
 
@@ -110,7 +110,7 @@ def block_costs(
                 module = fake.get_submodule(name)
                 module.register_forward_pre_hook(lambda *_, cost=cost: open_now.append(cost))
                 module.register_forward_hook(lambda *_: _close(open_now))
-        inputs = tree_map(lambda t: fake_tensor(t, device), micro_batch.inputs)
+        inputs = micro_batch.fake(device).inputs
         cast = torch.autocast(device.type, dtype=torch.bfloat16) if bf16 else nullcontext()
         with cast, OperationLog(note):
             fake(inputs)

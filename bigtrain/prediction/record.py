@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from bigtrain.activations.policy import BlockPolicy, apply_policies, recomputed_names
 from bigtrain.core.loop import LoopRunner
@@ -35,8 +34,7 @@ from bigtrain.models.bf16_parameters import bf16_parameter_names
 from bigtrain.optim.update import MakeOptimizer, state_bytes_by_slot
 from bigtrain.prediction.block_ticks import BlockTickRecorder
 from bigtrain.ranks.context import RunContext
-from bigtrain.tensors.fake import fake_model, fake_tensor
-from bigtrain.tensors.tree import map_tensors
+from bigtrain.tensors.fake import fake_model
 
 
 class FakeMeter(MemoryMeter):
@@ -162,7 +160,7 @@ def record_steps(
             parameter.data = parameter.data.to(torch.bfloat16)
         root = unit.root(fake, workload.loss, plan, device)
         apply_policies(root, resolved.policies, plan.make_offloader(device, fake=True))
-        batches = [_faked(micro_batch, device) for micro_batch in real]
+        batches = [replace(one.fake(device), count=max(1, one.count)) for one in real]
         assembly = Assembly(
             context=RunContext.alone(device),
             plan=plan,
@@ -182,7 +180,7 @@ def record_steps(
             ticks = BlockTickRecorder(root, tracker, choices)
             marks = unit.steps(runner, batches, partial(_step, tracker))
         timeline = tracker.timeline()
-        sizes = [storage_bytes(tree_leaves((batch.inputs, batch.targets))) for batch in batches]
+        sizes = [storage_bytes(batch.tensors()) for batch in batches]
     given = (fake, runner, choices, timeline)
     first, *others = (FakeRun(*given, one, ticks, sizes[-1], widths) for one in marks)
     earlier = replace(first, batch_bytes=sizes[0]) if len(batches) > 1 else None
@@ -202,17 +200,6 @@ def _step(
     runner.clip()
     runner.apply_step()
     return (*ticks, tracker.clock)
-
-
-def _faked(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
-    def fake(tensor: Tensor) -> Any:
-        return fake_tensor(tensor, device)
-
-    inputs, targets = (
-        map_tensors(tree, fake) for tree in (micro_batch.inputs, micro_batch.targets)
-    )
-    count = max(1, micro_batch.count)
-    return replace(micro_batch, inputs=inputs, targets=targets, count=count)
 
 
 def profile_from_run(run: FakeRun, plan: Plan) -> Profile:
@@ -344,7 +331,7 @@ def profile_states_only(model: nn.Module, micro_batch: MicroBatch, reason: str) 
         gradient_bytes=states.gradients,
         buffer_bytes=states.buffers,
         optimizer_bytes=0,
-        batch_bytes=storage_bytes(tree_leaves((micro_batch.inputs, micro_batch.targets))),
+        batch_bytes=storage_bytes(micro_batch.tensors()),
         untraceable=reason,
     )
 

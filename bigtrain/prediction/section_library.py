@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_map
 
 from bigtrain.activations.policy import BlockPolicy
 from bigtrain.core.registry import make_technique
@@ -299,14 +298,13 @@ class SectionLibrary:
 def resize_micro_batch(example: MicroBatch, rows: int) -> MicroBatch:
     """A micro-batch of so many rows, all of them the first of the example."""
 
-    def grow(leaf: object) -> object:
-        if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == example.rows:
-            return leaf[:1].expand(rows, *leaf.shape[1:]).contiguous()
-        return leaf
+    def grow(tensor: Tensor) -> Tensor:
+        if tensor.dim() and len(tensor) == example.rows:
+            return tensor[:1].expand(rows, *tensor.shape[1:]).contiguous()
+        return tensor
 
-    inputs, targets = tree_map(grow, (example.inputs, example.targets))
     count = max(1, example.count * rows // max(1, example.rows))
-    return MicroBatch(inputs, targets, count, rows)
+    return replace(example.map(grow), count=count, rows=rows)
 
 
 def _with_policy(plan: Plan, choice: BlockPolicy) -> Plan:

@@ -22,7 +22,7 @@ from bigtrain.report.run_log import predicted_line
 from bigtrain.units import format_count
 
 
-def console() -> Console:
+def make_console() -> Console:
     """Standard output; a file or a pipe is 100 columns wide."""
     return Console() if sys.stdout.isatty() else Console(width=100)
 

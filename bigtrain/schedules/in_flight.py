@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate
 
 from bigtrain.schedules.orders import (
     IN_FLIGHT_CHANGE,
@@ -20,12 +19,18 @@ def peak_in_flight(actions: Sequence[Action]) -> dict[int, int]:
     One is held from its F to its B, or to its W: torch's I keeps the graph (`retain_graph=True` in
     `stage_backward_input`) with all that it has saved.
     """
-    held: dict[int, int] = {}
     most: dict[int, int] = {}
-    for stage, kind, _ in actions:
-        held[stage] = held.get(stage, 0) + IN_FLIGHT_CHANGE[kind]
-        most[stage] = max(most.get(stage, 0), held[stage])
+    for _, held in held_after(actions):
+        most = {stage: max(most.get(stage, 0), count) for stage, count in held.items()}
     return most
+
+
+def held_after(actions: Sequence[Action]) -> Iterator[tuple[Action, dict[int, int]]]:
+    """Each action of a rank, and how many micro-batches each of its stages holds after it."""
+    held = dict.fromkeys((stage for stage, _, _ in actions), 0)
+    for action in actions:
+        held[action.stage] += IN_FLIGHT_CHANGE[action.kind]
+        yield action, dict(held)
 
 
 @lru_cache(maxsize=1024)
@@ -63,19 +68,12 @@ def in_flight_at_peak(
     """
     found: dict[int, int] = {}
     for actions in schedule_orders(schedule, pp, stages_per_rank, micro_batches):
-        held = dict.fromkeys((stage for stage, _, _ in actions), 0)
-        waiting = set(held) if later else set()
-        most, then = -1, dict(held)
-        for stage, kind, _ in actions if splits else merge_split_backward(actions):
-            held[stage] += IN_FLIGHT_CHANGE[kind]
-            if IN_FLIGHT_CHANGE[kind] < 0:
-                waiting.discard(stage)
+        waiting = {action.stage for action in actions} if later else set()
+        most, then = -1, dict.fromkeys((action.stage for action in actions), 0)
+        for action, held in held_after(actions if splits else merge_split_backward(actions)):
+            if IN_FLIGHT_CHANGE[action.kind] < 0:
+                waiting.discard(action.stage)
             if not waiting and sum(held.values()) > most:
-                most, then = sum(held.values()), dict(held)
+                most, then = sum(held.values()), held
         found |= then
     return tuple(found[stage] for stage in range(pp * stages_per_rank))
-
-
-def in_flight_together(actions: Sequence[Action]) -> int:
-    """The same over all stages of a rank: pairs of a stage and a micro-batch, at one moment."""
-    return max(accumulate(IN_FLIGHT_CHANGE[action.kind] for action in actions), default=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,11 +18,20 @@ def meta_copy(model: nn.Module) -> nn.Module:
     return fake_model(model, torch.device("meta"), double=False)
 
 
-def fake_model(model: nn.Module, device: torch.device, *, double: bool) -> nn.Module:
+def fake_model(
+    model: nn.Module, device: torch.device, *, double: bool, constants: Iterable[Tensor] = ()
+) -> nn.Module:
     """A copy of the module tree with fake tensors of the same shapes in it.
 
     The copy's memo holds a fake twin for every tensor, so that nothing real is ever copied and
     tied parameters stay tied.
+
+    Args:
+        model: on any device; it is left as it is.
+        device: of the twins.
+        double: whether they are fp64 in place of lower precision.
+        constants: tensors that are plain attributes, and are to be fakes, too; they stay where
+            they are unless they are on the meta device.
     """
     memo: dict[int, object] = {}
     for parameter in model.parameters():
@@ -31,6 +41,8 @@ def fake_model(model: nn.Module, device: torch.device, *, double: bool) -> nn.Mo
         memo[id(parameter)] = twin
     for buffer in model.buffers():
         memo[id(buffer)] = fake_tensor(buffer, device, double=double)
+    for tensor in constants:
+        memo[id(tensor)] = fake_tensor(tensor, device if tensor.is_meta else tensor.device)
     return copy.deepcopy(model, memo)
 
 

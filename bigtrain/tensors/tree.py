@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -96,9 +96,12 @@ def nested_tensors(value: Any) -> list[Tensor]:
 
 def _refilled(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """A mapping of the same class with other values, set one by one as the class wants it."""
-    if type(mapping) is dict:
+    if type(mapping) is dict or not isinstance(mapping, MutableMapping):
         return items
     other: Any = copy.copy(mapping)
+    for name, inner in getattr(other, "__dict__", {}).items():
+        if isinstance(inner, MutableMapping):  # where the class keeps its items
+            setattr(other, name, copy.copy(inner))
     for key, item in items.items():
         other[key] = item
     return other

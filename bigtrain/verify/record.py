@@ -24,31 +24,41 @@ from typing import Any
 import torch
 from torch import nn
 
-import bigtrain
+from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.data.loader import Step
 from bigtrain.engine.checkpoint import write_tensors
+from bigtrain.engine.engine import Engine
+from bigtrain.engine.prepare import connect_job
+from bigtrain.engine.setup import RunSetup, check_job, open_setup
+from bigtrain.errors import BigtrainError
+from bigtrain.job.arguments import train_arguments
+from bigtrain.job.load import load_job
+from bigtrain.job.schema import Job
+from bigtrain.ranks.context import RunContext
+from bigtrain.ranks.exit_status import run_guarded
+from bigtrain.ranks.launcher_env import detect_rank_info
 from bigtrain.tensors.source import TensorSource
 
 
 def main(arguments: list[str]) -> int:
     """Train the job's first steps and write down what was computed; returns the exit status."""
-    options = bigtrain.train_arguments(arguments, records=True)
-    job = bigtrain.load_job(options.config, options.strategy, options.overrides)
-    placement = bigtrain.detect_rank_info(os.environ)
-    plan = bigtrain.make_plan(job, placement.world_size, bigtrain.device_type_of(job))
-    bigtrain.check_job(job)
-    parts = bigtrain.open_setup(job, plan)
+    options = train_arguments(arguments, records=True)
+    job = load_job(options.config, options.strategy, options.overrides)
+    placement = detect_rank_info(os.environ)
+    plan = make_plan(job, placement.world_size, device_type_of(job))
+    check_job(job)
+    parts = open_setup(job, plan)
     disable_dropout(parts.workload.model)
     folder = Path(options.record)
-    with bigtrain.connect_job(job, plan, placement) as context:
+    with connect_job(job, plan, placement) as context:
         record_run(job, parts, context, folder, job.train.steps or 1)
     return 0
 
 
 def record_run(
-    job: bigtrain.Job,
-    parts: bigtrain.RunSetup,
-    context: bigtrain.RunContext,
+    job: Job,
+    parts: RunSetup,
+    context: RunContext,
     folder: Path,
     steps: int,
 ) -> None:
@@ -63,7 +73,7 @@ def record_run(
         def keep() -> float:
             try:
                 gradients = engine.runner.gradients()
-            except bigtrain.BigtrainError as error:  # they are used and freed as they come
+            except BigtrainError as error:  # they are used and freed as they come
                 found["no_gradients"] = str(error)
             else:
                 step = engine.steps_done + 1
@@ -87,7 +97,7 @@ def record_run(
         (folder / "record.json").write_text(json.dumps(found) + "\n", "utf-8")
 
 
-def write_weights(path: Path, engine: bigtrain.Engine, names: Collection[str]) -> None:
+def write_weights(path: Path, engine: Engine, names: Collection[str]) -> None:
     """Write the parameters as they are now; collective."""
     prefix = "model."
     state = engine.runner.state().items()
@@ -97,7 +107,7 @@ def write_weights(path: Path, engine: bigtrain.Engine, names: Collection[str]) -
 
 
 def write_shared_tensors(
-    path: Path, tensors: Mapping[str, TensorSource], context: bigtrain.RunContext
+    path: Path, tensors: Mapping[str, TensorSource], context: RunContext
 ) -> None:
     """Write tensors that may lie in pieces on the ranks; collective."""
     if context.is_main:
@@ -107,7 +117,7 @@ def write_shared_tensors(
             source.read()
 
 
-def random_losses(engine: bigtrain.Engine, batch: Step) -> tuple[float, float] | None:
+def random_losses(engine: Engine, batch: Step) -> tuple[float, float] | None:
     """The losses of two passes over one batch, where they differ: the model draws lots."""
     found = []
     for seed in (1, 2):
@@ -135,4 +145,4 @@ def has_batchnorm(model: nn.Module) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(bigtrain.run_guarded(lambda: main(sys.argv[1:])))
+    sys.exit(run_guarded(lambda: main(sys.argv[1:])))

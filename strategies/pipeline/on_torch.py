@@ -14,7 +14,7 @@ from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.traits import CutTraits
 from bigtrain.costs.forecast import Forecast
 from bigtrain.costs.rank_replay import join_stages
-from bigtrain.schedules.in_flight import peak_in_flight
+from bigtrain.schedules.in_flight import in_flight_by_stage
 from bigtrain.schedules.orders import (
     SPLIT_BACKWARD_SCHEDULES,
     check_schedule,
@@ -48,9 +48,7 @@ class TorchPipeline(Pipeline):
     def held(self, plan: Plan) -> tuple[int, ...]:
         """See `CutStrategy.in_flight`."""
         steps = plan.batch.accumulation_steps
-        orders = schedule_orders(self.schedule, plan.pp, self.per_rank(), steps)
-        held = {stage: n for actions in orders for stage, n in peak_in_flight(actions).items()}
-        return tuple(held[stage] for stage in range(len(held)))
+        return in_flight_by_stage(self.schedule, plan.pp, self.per_rank(), steps, splits=True)
 
     def replay_rank(
         self,

@@ -19,7 +19,6 @@ from bigtrain.core.loop import LoopRunner
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import CheckpointError
-from bigtrain.losses.chunked_cross_entropy import head_targets
 from bigtrain.strategies.zero.on_deepspeed.update import DeepSpeedUpdate, shape_of
 from bigtrain.tensors.source import TensorSource
 
@@ -94,30 +93,22 @@ class DeepSpeedRunner(LoopRunner):
                 buffers = bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
                 self.meter.label(buffers, "buffers")
 
-    def run_micro_batch(
-        self, micro_batch: MicroBatch, scale: float, *, check: bool = False
-    ) -> Tensor:
-        """See `LoopRunner.run_micro_batch`."""
-        self.meter.phase("forward")
-        placed = self.place_batch(micro_batch)
-        self.label_batch(placed)
+    def forward_loss(self, placed: MicroBatch) -> Tensor:
+        """See `LoopRunner.forward_loss`."""
         self._follow_buffers()
-        with head_targets(self.loss, placed.targets):
-            output = self._wrapped(placed.inputs)
-            loss = self.loss(output, placed.targets, micro_batch.count)
-        if micro_batch.count == 0:  # padding, or nothing valid: it only keeps the ranks in step
-            loss = loss * 0.0
-        del output
-        if check:
-            self._check_finite_loss(float(loss.detach()), 1)
-        self.meter.phase("backward")
-        self._engine.backward(loss * scale, scale_wrt_gas=False)
+        return super().forward_loss(placed)
+
+    def backward(self, loss: Tensor) -> None:
+        """See `LoopRunner.backward`."""
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def label_gradients(self) -> None:
+        """See `StepRunner.label_gradients`."""
         if self.meter.tracking:
             shards = self._sharded.shards
             found = (shards.gradient(number) for number in range(len(shards.pieces)))
             self.meter.label(found, "gradients")
-            self.meter.label((p.grad for p in self._trained), "gradients")
-        return loss.detach()
+        super().label_gradients()
 
     def _follow_buffers(self) -> None:
         """Buffers (BatchNorm statistics) follow the first rank's, as under DDP."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import pytest
 
-from bigtrain.costs.floors import StateWidths, Transformer, min_state_bytes
+from bigtrain.planner.bounds import StateWidths, min_state_bytes
 from bigtrain.schedules.bubble import bubble_share
 from bigtrain.units import GIB
+from published.formulas import Transformer
 
 GB = 10**9
 RMSPROP = StateWidths(4, 4, 4)

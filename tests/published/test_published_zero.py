@@ -18,20 +18,15 @@ from parity import adamw
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.workload import Workload
-from bigtrain.costs.floors import (
-    StateWidths,
-    bounding_stage,
-    largest_model,
-    min_state_bytes,
-    numbers_sent,
-)
 from bigtrain.data import MicroBatch
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.models.blueprint import describe
 from bigtrain.models.gpt import GPT, GPTConfig
+from bigtrain.planner.bounds import StateWidths, bounding_stage, min_state_bytes
 from bigtrain.prediction.predict import forecast_step
 from bigtrain.prediction.record import make_profile
+from published.formulas import AUTOCAST, BF16, FP32, largest_model, numbers_sent
 
 GB = 10**9
 TABLE_1 = {
@@ -124,9 +119,7 @@ def test_gpt2_example():
     assert min_state_bytes(1_500_000_000, StateWidths(), 0, 1) == 24 * GB
 
 
-@pytest.mark.parametrize(
-    "widths", [StateWidths.fp32(), StateWidths.autocast(), StateWidths.bf16(), StateWidths()]
-)
+@pytest.mark.parametrize("widths", [FP32, AUTOCAST, BF16, StateWidths()])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 3, 64])
 def test_the_largest_model_fits_and_one_number_more_does_not(widths, stage, ranks):
@@ -180,8 +173,8 @@ def forecast_of(strategy, precision, ranks, model_name="gpt", micro_batches=1):
     narrow = plan.bf16_parameters
     same = "ddp" if precision == "fp32" or not narrow else "zero1_torch"
     profile = profiled(model_name, precision, narrow, same)
-    wide = StateWidths.fp32() if precision == "fp32" else StateWidths.autocast()
-    return forecast_step(profile, plan), profile, StateWidths.bf16() if narrow else wide
+    wide = FP32 if precision == "fp32" else AUTOCAST
+    return forecast_step(profile, plan), profile, BF16 if narrow else wide
 
 
 def states_of(found) -> int:

@@ -1,7 +1,4 @@
-"""What a rank holds at the least, and how long it waits at the least: closed forms, no forecast.
-
-A plan whose floor is above the memory there is need not be forecast. Nothing here runs anything;
-the forecast of `prediction.predict`, which has run the step on fake tensors, is what is believed.
+"""What the papers count in closed forms: the oracles of forecasts, schedules and traffic.
 
 Sources: Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054), sections 3, 5 and 7, for the states;
 Korthikanti et al. 2022, Reducing Activation Recomputation (arXiv 2205.05198), section 4 and
@@ -12,89 +9,23 @@ and operations of a model; Qi et al. 2023, Zero Bubble (arXiv 2401.10241), for s
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
-from bigtrain.schedules.orders import check_schedule
+from bigtrain.costs.traffic import HOST_TRANSFERS, Traffic
+from bigtrain.planner.bounds import StateWidths
+from bigtrain.schedules.orders import IN_FLIGHT_CHANGE, Action, check_schedule
 
 RecomputeLevel = Literal["none", "selective", "full"]
 """All is kept; all but the core of attention; only what comes into a layer."""
-
-
-@dataclass(frozen=True)
-class StateWidths:
-    """Bytes for each trained number: mixed precision Adam as in ZeRO, section 3.1, by default."""
-
-    parameters: float = 2
-    gradients: float = 2
-    optimizer: float = 12
-    """Both moments, and the fp32 value where the layers see another."""
-
-    @classmethod
-    def fp32(cls) -> StateWidths:
-        """AdamW in fp32: two moments."""
-        return cls(4, 4, 8)
-
-    @classmethod
-    def autocast(cls) -> StateWidths:
-        """AdamW in bf16 runs whose parameters stay fp32; autocast's copies pass."""
-        return cls(4, 4, 8)
-
-    @classmethod
-    def bf16(cls) -> StateWidths:
-        """AdamW in bf16 runs whose layers see bf16 parameters and whose optimizer has fp32 ones."""
-        return cls(2, 2, 12)
-
-    @property
-    def total(self) -> float:
-        """Bytes for each number where nothing is sharded."""
-        return self.parameters + self.gradients + self.optimizer
-
-    def whole(self, stage: int) -> float:
-        """Bytes for each number on every rank, at a stage of ZeRO.
-
-        Raises:
-            ValueError: there is no such stage.
-        """
-        if stage not in (0, 1, 2, 3):
-            raise ValueError(f"ZeRO has the stages 0 to 3, not {stage}")
-        kept = (self.total, self.parameters + self.gradients, self.parameters, 0)
-        return kept[stage]
-
-    def sharded(self, stage: int) -> float:
-        """Bytes for each number that are dealt out over the ranks, at a stage of ZeRO."""
-        return self.total - self.whole(stage)
-
-
-def min_state_bytes(numbers: int, widths: StateWidths, stage: int, ranks: int) -> int:
-    """Bytes of parameters, gradients and optimizer state on the fullest rank, all there at once.
-
-    The formulas of ZeRO's Figure 1, with K the optimizer's bytes (12): stage 0 (2+2+K)P, stage 1
-    4P + KP/N, stage 2 2P + (2+K)P/N, stage 3 (4+K)P/N. They count what exists over a whole step.
-    Not every engine holds all of that at one moment: see `bounding_stage`.
-
-    Args:
-        numbers: trained, on all ranks together.
-        widths: bytes of each.
-        stage: 0 for replicas.
-        ranks: over which the states are sharded.
-    """
-    share = -(-numbers // ranks)  # numbers are not divided: one rank has the remainder
-    return math.floor(widths.whole(stage) * numbers + widths.sharded(stage) * share)
-
-
-def bounding_stage(engine: str, stage: int) -> int:
-    """The stage of which no plan of an engine's `stage` holds less than the `min_state_bytes`.
-
-    DeepSpeed's stage 1 has, where a step is one micro-batch, only a shard of the gradients, as in
-    stage 2. torch's stage 2 lets gathered parameters go before the last gradients are there: with
-    bf16 parameters a deep model is then less at its highest than stage 2's formula.
-
-    Args:
-        engine: deepspeed, fairscale or torch.
-        stage: of ZeRO; 0 for replicas.
-    """
-    return {("deepspeed", 1): 2, ("torch", 2): 3}.get((engine, stage), stage)
+FP32 = StateWidths(4, 4, 8)
+"""AdamW in fp32: two moments."""
+AUTOCAST = StateWidths(4, 4, 8)
+"""AdamW in bf16 runs whose parameters stay fp32; autocast's copies pass."""
+BF16 = StateWidths(2, 2, 12)
+"""AdamW in bf16 runs whose layers see bf16 parameters and whose optimizer has fp32 ones."""
 
 
 def largest_model(memory_bytes: int, widths: StateWidths, stage: int, ranks: int) -> int:
@@ -132,7 +63,7 @@ def micro_batches_in_flight(
 ) -> float:
     """The most micro-batches' worth of its own activations that a rank holds at one moment.
 
-    `stages_per_rank` times this is `in_flight.in_flight_together` of the rank's actions: pairs of a
+    `stages_per_rank` times this is `in_flight_together` of the rank's actions: pairs of a
     stage and a micro-batch. With p ranks, m micro-batches, v stages a rank and g micro-batches in
     a round (p, where p divides m): GPipe and LoopedBFS m; 1F1B min(m, p - r); interleaved
     ((v-1)g + 2(p-1-r) + 1)/v, on rank 0 and for g = p the p(1 + (p-1)/(pv)) of arXiv 2205.05198,
@@ -162,6 +93,29 @@ def micro_batches_in_flight(
         "dualpipev": 2 * pp + 1,
     }[schedule]
     return min(pairs, m * v) / v
+
+
+def in_flight_together(actions: Sequence[Action]) -> int:
+    """The most that a rank holds: pairs of a stage and a micro-batch, at one moment."""
+    return max(accumulate(IN_FLIGHT_CHANGE[action.kind] for action in actions), default=0)
+
+
+def theory_elements(found: Sequence[Traffic], micro_batches: int, size: int) -> float:
+    """The volume of a step as the ZeRO paper counts it: an all-reduce twice, others once.
+
+    Args:
+        found: what a rank exchanges; moves are left out.
+        micro_batches: of a step.
+        size: bytes of a number.
+
+    Returns:
+        Numbers that a rank sends on a large group (Rajbhandari et al. 2020, section 7).
+    """
+    return sum(
+        t.step_bytes(micro_batches) * (2 if t.kind == "all_reduce" else 1) / size
+        for t in found
+        if t.kind not in HOST_TRANSFERS
+    )
 
 
 @dataclass(frozen=True)

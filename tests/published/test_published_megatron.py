@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import pytest
 
-from bigtrain.costs.floors import Transformer
 from bigtrain.models.blueprint import describe
 from bigtrain.models.gpt import GPT, GPTConfig
+from published.formulas import Transformer
 
 A100 = 312.0
 LENGTH, VOCABULARY = 2048, 51200

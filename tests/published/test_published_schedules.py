@@ -1,4 +1,4 @@
-"""What is published of schedules, and the closed forms of `floors`, against the schedules here.
+"""What is published of schedules, and the closed forms of `formulas`, against the schedules here.
 
 `schedules.orders` plays torch's own tables (torch 2.15) through; nothing there knows a formula.
 """
@@ -9,16 +9,16 @@ import random
 
 import pytest
 
-from bigtrain.costs.floors import micro_batches_in_flight
 from bigtrain.errors import ConfigError
 from bigtrain.schedules.bubble import StageSeconds, bubble_share, simulate_step
-from bigtrain.schedules.in_flight import in_flight_together, peak_in_flight
+from bigtrain.schedules.in_flight import peak_in_flight
 from bigtrain.schedules.orders import (
     SCHEDULES,
     SINGLE_STAGE_SCHEDULES,
     V_SHAPED_SCHEDULES,
     schedule_orders,
 )
+from published.formulas import in_flight_together, micro_batches_in_flight
 
 
 def played(schedule, pp, micro_batches, v, forward=1.0, inputs=1.0, weights=1.0):

@@ -21,7 +21,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.workload import Workload
-from bigtrain.costs.floors import Transformer
 from bigtrain.data import MicroBatch
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
@@ -29,6 +28,7 @@ from bigtrain.models.gpt import GPT, GPTConfig
 from bigtrain.prediction.record import make_profile
 from bigtrain.tensors.fake import fake_model
 from bigtrain.units import GIB
+from published.formulas import Transformer
 
 A100 = 312e12
 
