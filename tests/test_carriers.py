@@ -78,7 +78,7 @@ def test_a_folder_that_takes_no_file(tmp_path):
 
 def test_a_full_disk_is_an_error_of_the_next_block(mover, monkeypatch):
     model, x = mixed(3)
-    y = mover.moved(model.blocks[0], lambda: model.blocks[0](x))
+    y = mover.offload(model.blocks[0], lambda: model.blocks[0](x))
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -86,12 +86,12 @@ def test_a_full_disk_is_an_error_of_the_next_block(mover, monkeypatch):
     monkeypatch.setattr("os.pwritev", full)
     message = r"strategy\.offload\.path=.*No space left on device.*make room on that disk, or"
     with pytest.raises(BigtrainError, match=message):
-        mover.moved(model.blocks[1], lambda: model.blocks[1](y))
+        mover.offload(model.blocks[1], lambda: model.blocks[1](y))
 
 
 def test_what_cannot_be_read_is_an_error_of_the_backward_pass(mover, monkeypatch):
     model, x = mixed(4)
-    wrap(model, mover.moved)
+    wrap(model, mover.offload)
     loss = model(x).sum()
     monkeypatch.setattr("os.preadv", lambda *_: 0)
     with pytest.raises(BigtrainError, match="the file was cut off"):
@@ -117,7 +117,7 @@ def test_it_waits_for_what_is_slow_and_says_how_long(mover, monkeypatch):
         return write(*args)
 
     monkeypatch.setattr("os.pwritev", slow)
-    wrap(model, mover.moved)
+    wrap(model, mover.offload)
     loss = model(x).sum()
     assert mover.bytes_freed == 2 * BLOCK - x.nbytes, "freed only when it is written"
     assert mover.waited_seconds > 0.2

@@ -219,7 +219,7 @@ def test_nothing_moves_where_there_is_nowhere_to_go():
 
 def test_nothing_moves_without_gradients(mover):
     model, x = mixed(3)
-    wrap(model, mover.moved)
+    wrap(model, mover.offload)
     with torch.no_grad():
         model(x)
     assert mover.bytes_moved == 0
@@ -234,7 +234,7 @@ CHANGED = (
 @pytest.mark.parametrize("where", ["itself", "view", "base"])
 def test_what_is_changed_in_place_is_refused_as_torch_does(mover, when, where):
     refused = {
-        mover.moved: (BigtrainError, CHANGED + r"`x = x \+ y` and not `x \+= y`"),
+        mover.offload: (BigtrainError, CHANGED + r"`x = x \+ y` and not `x \+= y`"),
         plainly: (RuntimeError, "modified by an inplace operation"),
     }
     for around, (error, message) in refused.items():
@@ -262,7 +262,7 @@ def test_what_is_changed_in_place_is_refused_as_torch_does(mover, when, where):
 
 def test_a_parameter_that_was_changed_is_refused_as_torch_does(mover):
     layer, x = nn.Linear(128, 128), torch.randn(4, 128, requires_grad=True)
-    y = mover.moved(layer, lambda: layer(x))
+    y = mover.offload(layer, lambda: layer(x))
     with torch.no_grad():
         layer.weight.add_(1)
     with pytest.raises(BigtrainError, match=r"\(128, 128\).* changed in place"):
@@ -276,13 +276,13 @@ def test_both_states_of_a_storage_are_right_where_torch_allows_them(mover, block
     seen: list[Tensor] = []
     x = torch.ones(1, requires_grad=True)
     wanted = [one.clone(), two.exp()]
-    x = mover.moved(nn.Identity(), lambda x=x, part=one: Saving.apply(x, seen, part))
+    x = mover.offload(nn.Identity(), lambda x=x, part=one: Saving.apply(x, seen, part))
     for _ in range(blocks_between):
-        x = mover.moved(nn.Identity(), lambda x=x: x * 2)
+        x = mover.offload(nn.Identity(), lambda x=x: x * 2)
     two.exp_()
-    x = mover.moved(nn.Identity(), lambda x=x, part=two: Saving.apply(x, seen, part))
+    x = mover.offload(nn.Identity(), lambda x=x, part=two: Saving.apply(x, seen, part))
     for _ in range(2):
-        x = mover.moved(nn.Identity(), lambda x=x: x * 2)
+        x = mover.offload(nn.Identity(), lambda x=x: x * 2)
     del one, two
     x.backward()
     assert torch.equal(seen[1], wanted[0])
@@ -295,7 +295,7 @@ def test_several_forward_passes_under_way(mover, order):
     model, _ = residual()
     batches = [torch.randn(4, 8, 16, 16) for _ in range(4)]
     results = []
-    for around in (model.around, mover.moved):
+    for around in (model.around, mover.offload):
         model.around, under_way, gradients = around, [], []
         model.eval()  # the statistics would go on
 
@@ -317,7 +317,7 @@ def test_several_forward_passes_under_way(mover, order):
 
 def test_the_room_in_the_file_is_used_again(mover):
     model, x = mixed()
-    wrap(model, mover.moved)
+    wrap(model, mover.offload)
     ends = []
     for _ in range(4):
         model(x).sum().backward()
@@ -328,7 +328,7 @@ def test_the_room_in_the_file_is_used_again(mover):
 
 def test_a_graph_that_is_dropped_frees_its_room(mover):
     model, x = mixed()
-    wrap(model, mover.moved)
+    wrap(model, mover.offload)
     for _ in range(3):
         loss = model(x).sum()
         assert mover.bytes_away == 5 * BLOCK
@@ -345,9 +345,9 @@ def test_a_block_that_fails_leaves_everything_in_order(mover):
         model.blocks[1](x)
         raise KeyError("of the user's")
 
-    y = mover.moved(model.blocks[0], lambda: model.blocks[0](x))
+    y = mover.offload(model.blocks[0], lambda: model.blocks[0](x))
     with pytest.raises(KeyError, match="of the user's"):
-        mover.moved(model.blocks[1], fails)
+        mover.offload(model.blocks[1], fails)
     assert mover.bytes_away == BLOCK
     y.sum().backward()
     mover._clear_up()
@@ -360,7 +360,7 @@ def test_twice_through_the_same_graph(mover):
     model.eval()
     model(x).square().sum().backward()
     wanted = [p.grad.clone() for p in model.parameters()]
-    wrap(model, mover.moved)
+    wrap(model, mover.offload)
     model.zero_grad()
     loss = model(x).square().sum()
     for _ in range(2):
@@ -379,7 +379,7 @@ def test_gradients_of_gradients(mover):
     model.eval()
     x.requires_grad_()
     results = []
-    for around in (model.around, mover.moved):
+    for around in (model.around, mover.offload):
         model.around = around
         (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
         results.append(torch.autograd.grad(slope.square().sum(), list(model.parameters())[:4]))
@@ -389,13 +389,13 @@ def test_gradients_of_gradients(mover):
 def test_moved_among_recomputed_and_recomputed_within_moved(mover):
     def among(block: nn.Module, compute):
         number = [*model.blocks].index(block)
-        return (checkpoint_block if number % 2 else mover.moved)(block, compute)
+        return (checkpoint_block if number % 2 else mover.offload)(block, compute)
 
     def within(block: nn.Module, compute):
-        return mover.moved(block, lambda: checkpoint_block(block, compute) * 1.0)
+        return mover.offload(block, lambda: checkpoint_block(block, compute) * 1.0)
 
     def around(block: nn.Module, compute):
-        return checkpoint_block(block, lambda: mover.moved(block, compute))
+        return checkpoint_block(block, lambda: mover.offload(block, compute))
 
     results = []
     for how in (None, among, within, around):
@@ -418,7 +418,7 @@ def test_moved_within_moved(mover):
     model(x).square().sum().backward()
     wanted = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    wrap(model, lambda b, c: mover.moved(b, lambda: F.relu(mover.moved(b, c)) * 0 + c()))
+    wrap(model, lambda b, c: mover.offload(b, lambda: F.relu(mover.offload(b, c)) * 0 + c()))
     model(x).square().sum().backward()
     assert same([p.grad for p in model.parameters()], wanted)
 

@@ -77,7 +77,7 @@ def test_without_runs_the_stated_defaults_apply():
         found = on_cpu(engine)
         assert (found.margin, found.beside_bytes, found.runs, found.ranks) == (margin, 0, 0, 0)
         assert found.quantile == 0.99
-    assert on_cpu("torch").line == (
+    assert on_cpu("torch").explanation == (
         "margin 0.5 %: the default of torch, as fewer than 20 ranks (0) have run on this device"
     )
     assert on_cpu("another").margin == max(DEFAULT_MARGIN.values())
@@ -104,13 +104,13 @@ def test_the_margin_is_a_quantile_from_twenty_ranks_on(tracked, margin, line):
     record_residuals(entry(size) for size in reversed(tracked))
     found = on_cpu("torch")
     assert found.margin == pytest.approx(margin, abs=1e-12)
-    assert found.line.startswith(line)
+    assert found.explanation.startswith(line)
     assert found.ranks == len(tracked)
 
 
 def test_the_line_rounds_up():
     record_residuals([entry(100_101, predicted_bytes=100_000)] * 20)
-    assert on_cpu("torch").line.startswith("margin 0.2 %")
+    assert on_cpu("torch").explanation.startswith("margin 0.2 %")
 
 
 def test_runs_are_told_apart_by_their_end():

@@ -211,7 +211,7 @@ def profile(**more: Any) -> Profile:
         "trained_elements": elements,
         "state_slots": 2.0,
         "blocks": ((block, block),) * 4,
-        "rest": rest,
+        "outside_blocks": rest,
     }
     return Profile(**{**given, **more})
 
@@ -294,7 +294,7 @@ def test_powersgd_sends_thin_matrices():
 
 
 def test_a_profile_without_shapes_still_has_its_gradients():
-    bare = profile(blocks=(), rest=None)
+    bare = profile(blocks=(), outside_blocks=None)
     assert parameter_shapes(bare) == [(PSI + REST,)]
     (one,) = stated(bare, plan_of("ddp"))
     assert (one.nbytes, one.calls) == (4 * (PSI + REST), 1)
@@ -362,8 +362,8 @@ def alone(monkeypatch, make, batch, keys):
         files["to_disk" if move is os.pwritev else "from_disk"] += tensor.nbytes
         return whole(self, move, tensor, place)
 
-    monkeypatch.setattr(Plan, "mover", kept)
-    monkeypatch.setattr(DiskStateStore, "_whole", counted)
+    monkeypatch.setattr(Plan, "make_offloader", kept)
+    monkeypatch.setattr(DiskStateStore, "_transfer_all", counted)
     with Engine(make, loss, adamw, job, context, example=example) as engine:
         mover = movers[-1]
         for _ in range(3):
@@ -386,7 +386,7 @@ def test_activations_move_as_stated(monkeypatch, recompute):
     assert calls > 0
     assert moved == 2 * nbytes
     assert moves(said) == {"to_disk": nbytes, "from_disk": nbytes}
-    assert {t.kind: t.beside for t in said} == {"to_disk": "forward", "from_disk": "backward"}
+    assert {t.kind: t.overlaps for t in said} == {"to_disk": "forward", "from_disk": "backward"}
 
 
 def test_activations_of_images_move_as_stated(monkeypatch):
