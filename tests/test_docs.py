@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from rooms import ORDER, sources, tree
+from support.rooms import ORDER, sources, tree
 from support.zygote import forked_cli
 
 from bigtrain.assembly.make_plan import make_plan

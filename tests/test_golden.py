@@ -14,7 +14,7 @@ CHECK = Path(__file__).parent / "golden" / "check.py"
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(["--quick"], marks=pytest.mark.slow),
+        ["--quick"],
         pytest.param([], marks=pytest.mark.full),
     ],
     ids=["a part", "the whole"],

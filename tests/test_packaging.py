@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from nets import TinyLM, tokens
-from parity import largest_difference, train
-from ranks import run_ranks
+from support.nets import TinyLM, tokens
+from support.parity import largest_difference, train
+from support.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = [

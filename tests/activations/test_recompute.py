@@ -1,0 +1,47 @@
+"""What of a block cannot be computed twice, and with which words it is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from support.recomputed_blocks import Blocks, ChangesItsInput, Inner, rows, settled_for
+from torch import nn
+
+from bigtrain.activations.offload import ActivationOffloader
+from bigtrain.activations.policy import apply_policies, remove_policies
+from bigtrain.errors import ConfigError
+
+
+def test_a_block_that_changes_its_input_is_kept_under_a_budget():
+    assert "3 everything;" in settled_for(partial(Blocks, ChangesItsInput), 10**9).notes[0]
+
+
+def test_a_scripted_block_is_refused():
+    with pytest.warns(FutureWarning, match="deprecated"):
+        scripted = torch.jit.script(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="compiled by torch.jit.script"):
+        apply_policies(nn.Sequential(scripted), {"0": "full"})
+
+
+def test_a_copy_of_a_shaped_model_does_the_same_and_a_closed_one_is_as_it_was(tmp_path):
+    model = Blocks(Inner)
+    plain = model.layers[0].forward.__func__
+    mover = ActivationOffloader("disk", torch.device("cpu"), str(tmp_path))
+    apply_policies(
+        model, {"layers.0": "full_offload", "layers.1": "full", "layers.2": "offload"}, mover
+    )
+    twin = copy.deepcopy(model)
+    assert isinstance(pickle.loads(pickle.dumps(model)), Blocks)
+    for one in (model, twin):
+        torch.manual_seed(3)
+        one(rows()[0]).sum().backward()
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+    remove_policies(model)
+    assert all("forward" not in layer.__dict__ for layer in model.layers)
+    assert model.layers[0].forward.__func__ is plain
+    mover.close()

@@ -1,0 +1,64 @@
+"""The rooms of the project: their order, their size, what each is for."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+
+from support.rooms import ORDER, sources, tree, uses
+
+
+def room(module: str) -> str:
+    """The room of a module: its first folder; the modules at the root are rooms by themselves."""
+    return module.partition(".")[0]
+
+
+def test_every_room_stands_in_the_order():
+    there = {room(module) for module in sources()} - {"", "configs"}
+    assert there == set(ORDER), "tests/support/rooms.py and the folders of bigtrain/ differ"
+    assert len(ORDER) == len(set(ORDER))
+
+
+def test_imports_go_to_lower_rooms():
+    height = {name: number for number, name in enumerate(ORDER)}
+    wrong = [
+        f"{module} imports {other}"
+        for module in sources()
+        for other in uses(module)
+        if height.get(room(other), -1) > height.get(room(module), -1)
+        # The table names the techniques as text: they are imported when they are chosen.
+        and module not in ("", "core.registry")
+    ]
+    assert not wrong, (
+        "imports may only go to rooms before one's own in tests/support/rooms.py:\n"
+        + ("\n".join(sorted(wrong)))
+    )
+
+
+def test_rooms_are_small_enough_to_look_around_in():
+    sizes = Counter(
+        module.rpartition(".")[0] for module, path in sources().items() if path.stem != "__init__"
+    )
+    large = {name: size for name, size in sizes.items() if size > (8 if not name else 12)}
+    assert not large, f"more than 12 modules (8 at the root): {large}"
+
+
+def test_every_room_says_what_it_is_for():
+    for module, path in sources().items():
+        if path.stem == "__init__" and module and room(module) != "configs":
+            assert ast.get_docstring(tree(path)), f"{path} has no line of purpose"
+
+
+def test_no_module_imports_itself_round_a_corner():
+    graph = {module: set(uses(module)) for module in sources()}
+    finished: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, "cycle: " + " -> ".join((*path, module))
+        if module not in finished:
+            for other in sorted(graph[module]):
+                visit(other, (*path, module))
+            finished.add(module)
+
+    for module in graph:
+        visit(module, ())

@@ -1,0 +1,144 @@
+"""A budget for what blocks keep: what is settled, and what of it is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.parity import adamw
+from support.recomputed import RECOMPUTE, gpt, gpt_without, text
+from torch import nn
+
+from bigtrain.assembly.make_plan import describe_plan, make_plan
+from bigtrain.assembly.resolve import resolve
+from bigtrain.core.workload import Workload
+from bigtrain.data import MicroBatch
+from bigtrain.errors import ConfigError
+from bigtrain.job.load import job_from_keys
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.units import format_bytes
+
+
+def settled(budget: object, model=gpt_without, **keys: Any) -> Any:
+    job = job_from_keys(
+        "single", {"train.global_batch_size": 8, f"{RECOMPUTE}.budget": budget, **keys}
+    )
+    plan = make_plan(job, 1, "cpu")
+    loss = CrossEntropy()
+    inputs, targets = text()
+    example = MicroBatch(inputs, targets, loss.count(targets), len(inputs))
+    return resolve(plan, Workload(model(), example, loss, adamw))
+
+
+def test_a_budget_with_room_for_all_keeps_all():
+    found = settled("1GiB")
+    assert set(found.plan.techniques["recompute"].blocks.values()) == {"keep"}
+    assert "4 everything;" in found.notes[0]
+
+
+def test_the_smallest_peak_is_named_and_reached():
+    with pytest.raises(ConfigError, match="smallest peak that this job reaches") as caught:
+        settled(1000)
+    message = str(caught.value)
+    assert "in the backward phase" in message
+    assert "Use strategy.recompute.budget=" in message
+    least = int(message.split("Use strategy.recompute.budget=")[1].split(",")[0])
+    assert f"budget {format_bytes(least)}" in settled(least).notes[0]
+    with pytest.raises(ConfigError, match="smallest peak"):
+        settled(least - 1)
+
+
+def test_a_share_of_the_device_is_a_budget():
+    assert "4 everything;" in settled("50%").notes[0]
+    assert "4 everything;" in settled(0.5).notes[0]
+    assert "4 everything;" in settled("0.5").notes[0]
+
+
+def test_no_example_no_budget():
+    plan = make_plan(job_from_keys("single", {f"{RECOMPUTE}.budget": "1GiB"}), 1, "cpu")
+    with pytest.raises(ConfigError, match=r"Give prepare\(\.\.\., example="):
+        resolve(plan, Workload(gpt(), None, CrossEntropy(), adamw))
+
+
+class Unpredictable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
+
+    def forward(self, x):
+        return self.layers[int(x.sum() > 0)](x.float())
+
+
+def test_a_model_that_cannot_be_forecast_has_no_budget():
+    with pytest.raises(ConfigError, match=r"there is none: .*Use strategy.recompute.mode=full"):
+        settled(1000, model=Unpredictable)
+
+
+def test_a_model_without_blocks_has_no_budget():
+    with pytest.raises(ConfigError, match=r"no blocks to choose for.*layers="):
+        settled(1000, model=nn.Identity)
+
+
+REFUSED = [
+    ("single", {"every": 2, "layers": ["blocks.0"]}, "every and layers both say"),
+    ("single", {"budget": "1GiB", "mode": "full"}, "budget says what each block keeps"),
+    ("single", {"mode": "ful"}, "'full' or 'selective'"),
+    ("single", {"every": 0}, "every"),
+    ("single", {"budget": "much"}, "'much' is not a size"),
+    ("single", {"budget": "150%"}, "neither a size above 0 nor a share"),
+    ("single", {"budget": 1.5}, "neither a size above 0 nor a share"),
+    ("single", {"budget": True}, "neither a size above 0 nor a share"),
+    ("single", {"budget": "-1GiB"}, "is not a size"),
+    ("single", {"budget": 0}, "neither a size above 0 nor a share"),
+    ("single", {"blocks": {"blocks.0": "full"}, "mode": "full"}, "blocks says what each block"),
+    ("single", {"blocks": {"blocks.0": "offload"}}, "Set strategy.offload.activations=disk"),
+    ("single_activations_disk", {"mode": "selective"}, "Use strategy.recompute.mode=full"),
+    ("gpipe", {"mode": "full", "cut": "always"}, "Set strategy.cut.checkpoint=never"),
+    ("zero3", {"mode": "selective"}, "changes them in place. Use strategy.recompute.mode=full"),
+    ("zbv", {"mode": "selective"}, "Use strategy.recompute.mode=full, or strategy.cut.schedule"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "options", "message"), REFUSED)
+def test_what_makes_no_sense_is_refused(strategy, options, message):
+    keys = {f"{RECOMPUTE}.{key}": value for key, value in options.items() if key != "cut"}
+    if "cut" in options:
+        keys["strategy.cut.checkpoint"] = options["cut"]
+    with pytest.raises(ConfigError, match=message):
+        make_plan(job_from_keys(strategy, keys), 1 if strategy.startswith("single") else 2, "cpu")
+
+
+NAMES = [
+    ({"layers": ["block.0"]}, r"no module 'block.0', did you mean 'blocks.0'\?.*blocks.0"),
+    ({"layers": ["blocks"]}, r"blocks is a ModuleList.*Use blocks\.\*"),
+    ({"layers": ["blocks.0", "blocks.0.mlp"]}, "is inside of blocks.0.*Leave one out"),
+    ({"every": 5}, "has 4 blocks. Use strategy.recompute.every=4"),
+    ({"blocks": {"blocks.9": "full"}}, "no module 'blocks.9'"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), NAMES)
+def test_names_that_match_nothing_are_refused(options, message):
+    keys = {f"{RECOMPUTE}.{key}": value for key, value in options.items()}
+    plan = make_plan(job_from_keys("single", keys), 1, "cpu")
+    with pytest.raises(ConfigError, match=message):
+        resolve(plan, Workload(gpt(), None, CrossEntropy(), adamw))
+
+
+def test_one_word_says_it():
+    for word, field in (("full", "mode"), ("selective", "mode"), ("6GiB", "budget")):
+        technique = make_plan(job_from_keys("single", {RECOMPUTE: word}), 1, "cpu").techniques[
+            "recompute"
+        ]
+        assert field in technique.model_fields_set
+
+
+def test_what_a_budget_chose_is_written_into_the_plan_and_read_back():
+    keep = settled("1GiB").plan
+    least = settled(keep.batch.micro_size * 10**6)
+    described = describe_plan(least.plan)["strategy"]["recompute"]
+    assert set(described["blocks"]) == {f"blocks.{number}" for number in range(4)}
+    keys = {RECOMPUTE: described, "train.global_batch_size": 8}
+    again = make_plan(job_from_keys("single", keys), 1, "cpu")
+    assert again.techniques["recompute"] == least.plan.techniques["recompute"]
+    assert resolve(again, Workload(gpt_without(), None, CrossEntropy(), adamw)).plan is again

@@ -1,0 +1,378 @@
+"""Strategies side by side, as a user does it: rows, failures, limits, Ctrl-C, the page."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.zygote import forked_cli, interpreter, surroundings
+
+from bigtrain.compare.command import main
+from bigtrain.compare.largest import find_largest
+from bigtrain.compare.pictures import pareto_front
+from bigtrain.compare.rows import ComparisonRow
+from bigtrain.compare.subprocess_runs import reason_in
+from bigtrain.ranks.exit_status import run_guarded
+
+LENET = [
+    *("model.name=lenet", "data.name=synthetic", "data.args.kind=classification"),
+    *("data.args.input_shape=[1,32,32]", "train.global_batch_size=8"),
+]
+ODD = {
+    "hangs": "strategy: {replicate: {name: 'support.odd_strategies:Hangs'}}\n",
+    "crashes": "strategy: {replicate: {name: 'support.odd_strategies:Crashes'}}\n",
+}
+
+
+def bigtrain(folder, *words):
+    return forked_cli(words, cwd=folder, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """One comparison, looked at by several tests: two that work and four that do not."""
+    folder = tmp_path_factory.mktemp("compare")
+    for name, text in ODD.items():
+        (folder / f"{name}.yaml").write_text(text)
+    names = "single,ddp,fairscale_fsdp,crashes.yaml,hangs.yaml"
+    words = ("--strategies", names, "-n", "2", "--steps", "5", "--time-limit", "15")
+    done = bigtrain(folder, "compare", *words, "--json", "--picture", "bars.svg", *LENET)
+    assert done.returncode == 0, done.stderr
+    return folder, json.loads(done.stdout), done.stderr
+
+
+def test_rows_that_ran_have_every_figure(compared):
+    _, document, _ = compared
+    rows = {row["strategy"]: row for row in document["rows"]}
+    assert rows["single"]["num_ranks"] == 1
+    assert rows["ddp"]["num_ranks"] == 2
+    for name in ("single", "ddp"):
+        row = rows[name]
+        assert row["status"] == "ok"
+        assert sum(row["breakdown"].values()) == row["peak_bytes"]
+        assert abs(row["prediction_error"]) < 0.01
+        assert row["process_peak_bytes"] > 0
+        assert row["step_seconds"] > 0
+        assert row["samples_per_second"] == pytest.approx(8 / row["step_seconds"])
+        assert len(row["losses"]) == 5
+    assert rows["ddp"]["losses"] == pytest.approx(rows["single"]["losses"], abs=1e-5)
+
+
+def test_timeline_has_the_phases_of_a_step_and_its_peak(compared):
+    _, document, _ = compared
+    row = document["rows"][0]
+    timeline = row["timeline"]
+    assert [phase for _, phase in timeline["phases"]] == ["forward", "backward", "step"]
+    assert timeline["seconds"] == sorted(timeline["seconds"])
+    totals = [sum(at) for at in zip(*timeline["parts"].values(), strict=True)]
+    assert max(totals) == row["peak_bytes"]
+
+
+def test_each_failure_costs_its_own_row_and_says_why(compared):
+    _, document, said = compared
+    rows = {row["strategy"]: row for row in document["rows"]}
+    assert rows["fairscale_fsdp"]["status"] == "refused"
+    assert "CUDA" in rows["fairscale_fsdp"]["reason"]
+    assert rows["crashes"]["status"] == "failed"
+    assert "signal 11" in rows["crashes"]["reason"]
+    assert rows["hangs"]["status"] == "time limit"
+    assert "not done after 15 s" in rows["hangs"]["reason"]
+    assert "5/5 hangs: time limit" in said
+    assert not left_over(compared[0])
+
+
+def left_over(folder):
+    """Processes whose command line names the folder, or that work in it."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(process / "cwd") == str(folder) and int(process.name) != os.getpid():
+                found.append(process.name)
+        except OSError:
+            continue
+    return found
+
+
+def test_results_lie_in_one_folder(compared):
+    folder, document, said = compared
+    place = folder / "runs/compare-1"
+    assert json.loads((place / "compare.json").read_text()) == document
+    assert (place / "single/memory.json").is_file()
+    assert (place / "hangs.log").is_file()
+    assert "results in runs/compare-1" in said
+    svg = (folder / "bars.svg").read_text()
+    assert "bar-ddp-parameters" in svg
+
+
+def test_page_is_whole_and_right_in_a_browser(compared):
+    """A real Chromium: nothing is fetched, nothing complains, every bar has its number."""
+    folder, document, _ = compared
+    from playwright import sync_api
+
+    page_file = (folder / "runs/compare-1/report.html").resolve()
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        try:
+            for width in (1280, 400):
+                check_page(browser, page_file, width, document["rows"])
+        finally:
+            browser.close()
+
+
+def chromium():
+    import shutil
+
+    names = ("chromium", "chromium-browser", "google-chrome")
+    found = next((path for path in map(shutil.which, names) if path), None)
+    if found is None:
+        if os.environ.get("CI"):
+            pytest.fail("there is no chromium, and CI installs it")
+        pytest.skip("needs chromium: sudo apt-get install chromium")
+    return found
+
+
+def check_page(browser, file, width, rows):
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    complaints, fetched = [], []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda request: fetched.append(request.url))
+    page.goto(file.as_uri())
+    assert [url for url in fetched if not url.startswith("data:")] == [file.as_uri()]
+    assert complaints == []
+    kind = "wide" if width > 700 else "narrow"
+    for row in rows:
+        number = page.locator(f"[id='{kind}-number-{row['strategy']}']")
+        assert number.is_visible()
+        wanted = row["status"]
+        if row["status"] == "ok":
+            wanted = f"{row['peak_bytes'] / 2**20:,.1f}"
+            bar = page.locator(f"[id='{kind}-bar-{row['strategy']}-parameters']")
+            assert bar.bounding_box()["width"] > 0
+        assert number.text_content().strip() == wanted
+    # Nothing is cut off or pushes the page wider than the screen, and the text can be read.
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    sizes = page.evaluate(
+        """() => [...document.querySelectorAll('svg text')]
+            .filter(t => t.getBoundingClientRect().width > 0)
+            .map(t => t.getBoundingClientRect().height)"""
+    )
+    assert sizes
+    assert min(sizes) >= 8
+    page.close()
+
+
+# Before the interpreter's farewell, which touches pages of all libraries: those are not the run's.
+HELD = """
+import os, pathlib, threading, time
+
+def held():
+    pathlib.Path("held-" + os.environ["RANK"]).write_text(str(os.getpid()))
+    end = time.monotonic() + 60
+    while not pathlib.Path("seen").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+
+if "RANK" in os.environ:
+    threading._register_atexit(held)
+"""
+
+
+@pytest.mark.alone
+def test_process_peak_is_what_is_read_from_outside(tmp_path):
+    """Each rank's VmHWM, read from another process when the rank has reported its own."""
+    (tmp_path / "sitecustomize.py").write_text(HELD)
+    command = [sys.executable, "-m", "bigtrain", "train", "-n", "2", "--strategy", "ddp", *LENET]
+    command += ["train.global_batch_size=128", "train.steps=8", "checkpoint.at_end=false"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    path = f"{tmp_path}{os.pathsep}{surroundings()['PYTHONPATH']}"
+    outside = {}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=surroundings() | {"PYTHONPATH": path}, **quiet
+    ) as process:
+        while process.poll() is None and len(outside) < 2:
+            time.sleep(0.05)
+            for file in tmp_path.glob("held-*"):
+                if pid := file.read_text():
+                    text = Path(f"/proc/{pid}/status").read_text()
+                    outside[int(file.name[5:])] = int(text.split("VmHWM:")[1].split()[0]) * 1024
+        (tmp_path / "seen").touch()
+    assert process.returncode == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    ranks = json.loads((run / "memory.json").read_text())["ranks"]
+    assert sorted(outside) == [0, 1]
+    for rank in ranks:
+        inside = rank["process_base_bytes"] + rank["process_peak_bytes"]
+        assert inside == pytest.approx(outside[rank["rank"]], rel=0.03)
+
+
+@pytest.mark.alone
+def test_ctrl_c_ends_every_child_and_keeps_the_rows_that_are_done(tmp_path):
+    (tmp_path / "hangs.yaml").write_text(ODD["hangs"])
+    command = [sys.executable, "-m", "bigtrain", "compare", "--strategies", "single,hangs.yaml"]
+    command += ["-n", "2", "--steps", "3", "--json", *LENET]
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=surroundings(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        log = tmp_path / "runs/compare-1/hangs.log"
+        end = time.monotonic() + 120
+        while not (log.exists() and len(left_over(tmp_path)) >= 3) and time.monotonic() < end:
+            time.sleep(0.2)
+        time.sleep(2)
+        os.killpg(process.pid, signal.SIGINT)
+        out, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    document = json.loads(out)
+    assert document["stopped"]
+    assert [row["strategy"] for row in document["rows"]] == ["single"]
+    assert "stopped: 1 of 2 strategies are done" in said
+    end = time.monotonic() + 5
+    while left_over(tmp_path) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not left_over(tmp_path)
+
+
+@pytest.mark.alone
+def test_a_stop_from_outside_ends_every_child(tmp_path):
+    (tmp_path / "hangs.yaml").write_text(ODD["hangs"])
+    command = [sys.executable, "-m", "bigtrain", "compare", "--strategies", "hangs.yaml", "-n", "2"]
+    with subprocess.Popen(
+        [*command, *LENET],
+        cwd=tmp_path,
+        env=surroundings(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        end = time.monotonic() + 60
+        while len(left_over(tmp_path)) < 4 and time.monotonic() < end:
+            time.sleep(0.2)
+        process.terminate()
+        assert process.wait(60) == 143
+    assert not left_over(tmp_path)
+
+
+def test_job_whose_checkpoint_is_gone_is_refused_before_anything_runs(tmp_path):
+    words = ["checkpoint.resume=nowhere", "memory.on_oom=adapt", "--strategies", "single"]
+    done = bigtrain(tmp_path, "compare", *words, "--steps", "2", "--json", *LENET)
+    assert done.returncode == 2  # the job itself names a checkpoint that is not there
+    assert "there is no checkpoint at 'nowhere'" in done.stderr
+
+
+def test_two_comparisons_at_once_do_not_meet(tmp_path):
+    command = [interpreter(), "-m", "bigtrain", "compare", "--strategies", "ddp", "-n", "2"]
+    command += ["--steps", "2", "--json", *LENET]
+    both = [
+        subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env=surroundings(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    found = [process.communicate(timeout=240) for process in both]
+    assert [process.returncode for process in both] == [0, 0], found
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["compare-1", "compare-2"]
+    one, two = (json.loads(out)["rows"][0] for out, _ in found)
+    assert one["losses"] == two["losses"]
+
+
+def test_largest_is_where_it_stops_fitting(tmp_path):
+    words = ("--strategies", "single", "--cap", "40MiB", "--largest", "micro_batch_size", "--json")
+    words = (*words, *LENET, "train.global_batch_size=128")
+    done = bigtrain(tmp_path, "compare", *words)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    assert row["largest"] > 8
+    assert "ran out of memory" in row["largest_reason"]
+    peak = row["peak_bytes"]
+    assert 20 * 2**20 < peak < 40 * 2**20
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 7, 8, 9, 31, 100])
+@pytest.mark.parametrize("first", [1, 4, 8, 50])
+def test_bisection_finds_the_edge(limit, first):
+    tried = []
+
+    def fault(value):
+        tried.append(value)
+        return None if value <= limit else f"{value} is too much"
+
+    found, reason = find_largest(fault, first)
+    assert limit - limit // 32 <= found <= limit
+    assert reason == f"{found + 1} is too much" or limit > 32
+    assert len(tried) == len(set(tried)) <= 16
+
+
+def test_bisection_says_where_nothing_fits_and_where_everything_does():
+    assert find_largest(lambda _: "never", 8) == (None, "never")
+    assert find_largest(lambda _: None, 8, most=64) == (64, None)
+
+
+def row(name, peak, speed):
+    return ComparisonRow(name, 1, "ok", peak_bytes=peak, samples_per_second=speed)
+
+
+def test_front_is_what_nothing_beats():
+    rows = [row("a", 100, 10), row("b", 50, 8), row("c", 60, 7), row("d", 200, 10), row("e", 40, 1)]
+    assert [r.strategy for r in pareto_front(rows)] == ["e", "b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        ("noise\nbigtrain: the cause. Fix it\nmore noise\n", "the cause. Fix it"),
+        ("bigtrain: the cause\nbigtrain: rank 1 lost rank 0: gone\n", "the cause"),
+        ("bigtrain: rank 1 lost rank 0: gone\n", "rank 1 lost rank 0: gone"),
+        ("Traceback\n  File\nValueError: bad\n", "ValueError: bad"),
+        ("only noise\n", "exit status 3: only noise"),
+        ("", "exit status 3: it said nothing"),
+    ],
+)
+def test_reason_is_the_line_that_says_most(tmp_path, output, reason):
+    log = tmp_path / "log"
+    log.write_text(output)
+    assert reason_in(log, 3) == reason
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--strategies", "dpd"], r"unknown 'dpd', did you mean 'ddp'"),
+        (["--strategies", "ddp,ddp"], "ddp is named twice"),
+        (["--strategies", ","], "names none"),
+        (["-n", "0"], "at least 1 rank is needed"),
+        (["no_such_job"], "unknown 'no_such_job'"),
+        (["--steps", "0"], "at least 1 is needed"),
+        (["--cap", "much"], "'much' is not a size"),
+        (["--largest", "train.precision", "--strategies", "ddp"], "only whole numbers"),
+        (["--strategies", "fairscale_fsdp"], "none of these strategies can run"),
+        (["--picture", "bars.pdf", "--strategies", "ddp"], "ends in .svg or .png"),
+        (["model.name=lenet"], "is for classification"),
+        (["train.stepz=3"], "did you mean train.steps"),
+        (["--nope"], "there is no option --nope"),
+        (["strategy=zero2"], "Write --strategies zero2"),
+        (["train.steps"], "train.steps has no value"),
+        (["mesh.tp=2", "--strategies", "ddp"], "none of these strategies can run"),
+    ],
+)
+def test_wrong_input_is_refused_before_anything_runs(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    assert run_guarded(lambda: main(words)) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+    assert not list(tmp_path.glob("runs/*/*"))

@@ -1,0 +1,176 @@
+"""`bigtrain strategies`: the table, the explanations and the JSON say what `make_plan` says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+from support.programs import run
+from support.zygote import interpreter
+
+from bigtrain.assembly.make_plan import device_type_of, make_plan
+from bigtrain.compare.list_strategies import ADDITIONS, RANKS, main, strategy_list
+from bigtrain.errors import ConfigError
+from bigtrain.job.load import load_job
+from bigtrain.job.strategy_words import whole_strategies
+
+NEEDS_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, dict[str, Any]]:
+    """All presets, as the command prints them."""
+    done = run([interpreter("deepspeed"), "-m", "bigtrain", "strategies", "--json"])
+    assert done.status == 0, done.output
+    found = json.loads(done.output)  # nothing else was printed, on standard error neither
+    return {row["name"]: row for row in found}
+
+
+def test_every_preset_is_there_with_all_that_the_json_promises(rows):
+    assert list(rows) == whole_strategies()
+    for row in rows.values():
+        assert row["summary"]
+        assert row["roles"]
+        assert set(row["combines"]) == {addition.name for addition in ADDITIONS}
+        for heading in ("Memory", "Communication", "Constraints", "Example"):
+            assert all(sections[heading] for sections in row["sections"].values()), row["name"]
+        assert (row["ranks"] is None) == (row["unavailable"] is not None)
+
+
+def test_what_does_not_work_has_a_reason_and_nothing_else_has_one(rows):
+    seen = set()
+    for row in rows.values():
+        for answer in row["combines"].values():
+            seen.add(answer["works"])
+            assert bool(answer["reason"]) == (answer["works"] is not True)
+            assert (answer["ranks"] is None) == (answer["works"] is not True)
+    assert {True, False} <= seen
+
+
+@pytest.mark.parametrize(
+    ("name", "addition", "works", "reason"),
+    [
+        ("fsdp", "recompute_full", True, ""),
+        ("fsdp", "recompute_selective", True, ""),
+        ("fsdp", "fp64", True, ""),
+        ("zero3", "recompute_selective", False, "changes them in place"),
+        ("zero3", "recompute_full", True, ""),
+        ("zero2", "fp64", False, "DeepSpeed updates in fp32"),
+        ("zero2", "cut_1f1b", False, "both own the training step"),
+        ("zero2", "optimizer_disk", False, "nvme"),
+        ("oss", "cut_1f1b", False, "takes a whole model"),
+        ("ddp", "cut_1f1b", True, ""),
+        ("oss", "optimizer_disk", False, "fairscale keeps all its states"),
+        ("single_activations_disk", "recompute_selective", False, "one of the two alone"),
+        ("zero_bubble", "recompute_selective", False, "two for each micro-batch"),
+        ("single", "accumulation", True, ""),
+        ("single", "bf16", True, ""),
+    ],
+)
+def test_what_combines(rows, name, addition, works, reason):
+    answer = rows[name]["combines"][addition]
+    assert answer["works"] is works
+    assert not answer["own"]
+    assert reason in (answer["reason"] or "")
+
+
+def test_what_a_preset_does_already_is_its_own(rows):
+    own = {
+        (name, addition)
+        for name, row in rows.items()
+        for addition, answer in row["combines"].items()
+        if answer["own"]
+    }
+    assert ("ddp_checkpointing", "recompute_full") in own
+    assert ("single_selective", "recompute_selective") in own
+    assert ("single_offload_disk", "optimizer_disk") in own
+    assert ("single_activations_disk", "activations_disk") in own
+    assert {("gpipe", "cut_1f1b"), ("1f1b", "cut_1f1b"), ("1f1b", "accumulation")} <= own
+    assert not {addition for name, addition in own if name in ("single", "ddp", "fsdp")}
+
+
+def test_how_many_ranks_a_preset_needs(rows):
+    assert (rows["single"]["ranks"], rows["single"]["runs_on"]) == (1, [1])
+    assert (rows["1f1b"]["ranks"], rows["1f1b"]["runs_on"]) == (2, [2, 4])
+    assert (rows["hybrid"]["ranks"], rows["hybrid"]["runs_on"]) == (2, [2, 4])
+    assert rows["ddp"]["ranks"] == 1
+    # Pairs that shard within themselves need another pair to be a pipeline's replica.
+    assert rows["hybrid"]["combines"]["cut_1f1b"]["ranks"] == 4
+
+
+@NEEDS_CPU
+def test_a_preset_that_needs_a_gpu_says_so(rows):
+    row = rows["fairscale_fsdp"]
+    assert "needs CUDA" in row["unavailable"]
+    assert {answer["works"] for answer in row["combines"].values()} == {None}
+
+
+@pytest.mark.parametrize("addition", ADDITIONS, ids=lambda addition: addition.name)
+@pytest.mark.parametrize("name", ["single", "fsdp", "sharded_ddp", "zero_bubble"])
+def test_the_words_do_on_the_command_line_what_is_said_of_them(rows, name, addition):
+    answer = rows[name]["combines"][addition.name]
+    if answer["own"]:
+        return
+    job = load_job("default", name, [*addition.words.split(), "train.global_batch_size=null"])
+    device = device_type_of(job)
+    if answer["works"]:
+        plan = make_plan(job, answer["ranks"], device)
+        assert addition.has(plan)
+        return
+    for count in RANKS:
+        with pytest.raises(ConfigError):
+            make_plan(job, count, device)
+
+
+def test_the_table_has_a_row_for_every_preset(capsys):
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[: lines.index("")])) <= 150
+    for name in whole_strategies():
+        assert any(line.startswith(f"{name} ") for line in lines), name
+    (fsdp,) = (line for line in lines if line.startswith("fsdp "))
+    assert "yes" in fsdp
+    assert "Words that add to one with +, as in ddp+full (some take a value, as every_3):" in lines
+    assert "  strategy.recompute: budget, every, full, selective" in lines
+
+
+def test_one_is_explained(rows, capsys):
+    assert main(["fsdp"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"fsdp: {rows['fsdp']['summary']}"[:60])
+    for heading in ("Memory", "Communication", "Constraints", "Example", "Source", "Options"):
+        assert f"\n  {heading} " in shown
+    assert "stage=3 engine=torch" in shown
+    assert "works with recompute full: " in shown
+    assert "strategy.recompute.mode=full" in shown
+    assert main(["single_selective"]) == 0
+    shown = capsys.readouterr().out
+    assert "has recompute selective" in shown
+    assert main(["sharded_ddp"]) == 0
+    assert "refuses a cut by 1f1b: " in capsys.readouterr().out
+
+
+def test_a_file_is_explained_as_a_preset_is(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("strategy:\n  replicate: {name: zero, stage: 3, engine: torch}\n")
+    (row,) = strategy_list([str(path)])
+    assert (row["name"], row["roles"], row["ranks"]) == ("mine", {"replicate": "zero"}, 1)
+
+
+def test_an_unknown_name_is_the_users_and_the_nearest_is_named():
+    done = run([interpreter("deepspeed"), "-m", "bigtrain", "strategies", "fsdpp"])
+    assert done.status == 2
+    assert "did you mean 'fsdp'?" in done.output
+    assert "Traceback" not in done.output
+
+
+def test_explaining_one_loads_no_engine_that_it_does_not_need():
+    code = (
+        "import sys; from bigtrain.compare.list_strategies import main; main(['ddp', '--json']); "
+        "print([n for n in ('deepspeed', 'fairscale') if n in sys.modules], file=sys.stderr)"
+    )
+    done = run([sys.executable, "-c", code])
+    assert done.output.splitlines()[-1] == "[]", done.output

@@ -1,0 +1,233 @@
+"""What each strategy says that it sends and moves, as the theory has it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from published.formulas import theory_elements
+from support.nets import BlockConv, BlockLM
+from support.parity import adamw
+from support.traffic import PSI, REST, profile, stated
+from torch import nn
+
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.core.strategy import Plan
+from bigtrain.core.workload import Workload
+from bigtrain.costs.traffic import (
+    Traffic,
+    message_count,
+    offloaded_activations,
+    parameter_shapes,
+)
+from bigtrain.data import MicroBatch
+from bigtrain.engine.engine import Engine
+from bigtrain.job.load import job_from_keys
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.optim.state_store import DiskStateStore
+from bigtrain.prediction.predict import forecast_rank
+from bigtrain.ranks.context import RunContext
+
+
+def plan_of(strategy: str, ranks: int = 8, device: str = "cpu", **keys: Any) -> Plan:
+    """A plan with dotted keys; one for a GPU that is not there is made like one for the CPU."""
+    job = job_from_keys(strategy, {"train.micro_batch_size": 1, **keys})
+    return replace(make_plan(job, ranks, "cpu"), device_type=device)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "volume"),
+    [
+        ("ddp", (0, 2)),
+        ("zero1", (0, 2)),
+        ("zero2", (1, 1)),
+        ("zero3", (3, 0)),
+        ("fsdp_zero2", (2, 0)),
+        ("fsdp", (3, 0)),
+        # These average whole gradients, and send what is updated after the step.
+        ("zero1_torch", (0, 3)),
+        ("oss", (0, 3)),
+        ("sharded_ddp", (1, 1)),
+    ],
+)
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_the_volume_is_that_of_the_theory(strategy, volume, micro_batches):
+    """ZeRO, section 7: 2 psi numbers for DDP and stages 1 and 2, 3 psi for stage 3."""
+    plan = plan_of(strategy, **{"train.accumulation_steps": micro_batches})
+    found = theory_elements(stated(profile(), plan), micro_batches, size=4)
+    of_each, once = volume
+    assert found == pytest.approx((of_each * micro_batches + once) * PSI, rel=0.005)
+    assert all(t.ranks == 8 and t.stride == 1 for t in stated(profile(), plan))
+
+
+@pytest.mark.parametrize(
+    "strategy", ["single", "ddp", "zero1_torch", "fsdp", "zero1", "zero3", "oss", "sharded_ddp"]
+)
+def test_one_rank_sends_nothing(strategy):
+    assert stated(profile(buffer_bytes=8), plan_of(strategy, 1)) == ()
+
+
+def test_a_group_of_replicas_has_the_distance_of_its_mesh():
+    keys = {"mesh.pp": 4, "mesh.dp": 2, "train.accumulation_steps": 4}
+    (one,) = stated(profile(), plan_of("1f1b_ddp", **keys))
+    assert (one.ranks, one.stride, one.every, one.overlaps) == (2, 4, "step", "nothing")
+
+
+def test_hybrid_sharding_gathers_among_neighbours_and_averages_shards_over_groups():
+    plan = plan_of("hybrid", **{"strategy.replicate.shard_ranks": 4})
+    found = {t.kind: t for t in stated(profile(), plan)}
+    assert (found["reduce_scatter"].ranks, found["reduce_scatter"].stride) == (4, 1)
+    assert (found["all_reduce"].ranks, found["all_reduce"].stride) == (2, 4)
+    assert found["all_reduce"].nbytes * 4 == found["reduce_scatter"].nbytes
+
+
+def test_on_a_gpu_sharding_hides_behind_the_computation():
+    def beside(strategy: str, device: str) -> set[str]:
+        return {t.overlaps for t in stated(profile(), plan_of(strategy, device=device))}
+
+    assert beside("fsdp", "cuda") == {"forward", "backward"}
+    assert beside("fsdp", "cpu") == {"nothing"}
+    assert beside("zero3", "cuda") - {"nothing"} == {"forward", "backward"}
+    assert beside("zero3", "cpu") == {"nothing"}
+    assert beside("ddp", "cpu") == beside("ddp", "cuda") == {"backward"}
+
+
+def test_messages_are_packed_as_far_as_they_fit():
+    assert message_count([], 10) == 0
+    assert message_count([4, 4, 4], 10) == 2
+    assert message_count([4, 4, 4], 10, past=True) == 1
+    assert message_count([20, 1, 20], 10) == 3
+    assert message_count([20, 1, 20], 10, past=True) == 2
+
+
+def test_powersgd_sends_thin_matrices():
+    keys = {"strategy.replicate.compress": "powersgd", "strategy.replicate.powersgd_rank": 2}
+    (one,) = stated(profile(), plan_of("ddp", **keys))
+    assert one.nbytes == 4 * (4 * 2 * 2000 + REST)
+
+
+def test_a_profile_without_shapes_still_has_its_gradients():
+    bare = profile(blocks=(), outside_blocks=None)
+    assert parameter_shapes(bare) == [(PSI + REST,)]
+    (one,) = stated(bare, plan_of("ddp"))
+    assert (one.nbytes, one.calls) == (4 * (PSI + REST), 1)
+
+
+def moves(found: tuple[Traffic, ...], micro_batches: int = 1) -> dict[str, int]:
+    sums: Counter[str] = Counter()
+    for traffic in found:
+        sums[traffic.kind] += traffic.step_bytes(micro_batches)
+    return {kind: nbytes for kind, nbytes in sums.items() if "host" in kind or "disk" in kind}
+
+
+def test_state_on_the_host_is_a_gradient_over_and_a_value_back():
+    """ZeRO-Offload: 4 bytes each way for each parameter that a rank updates."""
+    keys = {"strategy.offload.optimizer": "cpu"}
+    elements = PSI + REST
+    plan = plan_of("ddp", device="cuda", **keys)
+    assert moves(stated(profile(), plan)) == {"to_host": 4 * elements, "from_host": 4 * elements}
+    plan = plan_of("zero1_torch", device="cuda", **keys)
+    assert moves(stated(profile(), plan)) == {
+        "to_host": 4 * elements // 8,
+        "from_host": 4 * elements // 8,
+    }
+    assert moves(stated(profile(), plan_of("ddp", **keys))) == {}  # a CPU is the host
+
+
+def test_parameters_on_the_host_come_for_each_gathering():
+    keys = {"strategy.offload.parameters": "cpu", "train.accumulation_steps": 3}
+    found = moves(stated(profile(), plan_of("fsdp", device="cuda", **keys)), 3)
+    assert found["from_host"] == pytest.approx(3 * 2 * 4 * PSI / 8, rel=0.005)
+    assert found["to_host"] == pytest.approx(3 * 4 * PSI / 8, rel=0.005)
+
+
+def test_deepspeeds_offload_moves_gradients_and_values():
+    share = (PSI + REST) // 8
+    found = moves(stated(profile(), plan_of("zero2_offload", device="cuda")))
+    assert found == {"to_host": 4 * share, "from_host": 4 * share}
+    found = moves(stated(profile(), plan_of("zero3_offload", device="cuda")))
+    # The shards twice, and the gradient once over, back, and over as the optimizer wants it.
+    assert found["from_host"] == pytest.approx((2 + 1) * 4 * share, rel=0.01)
+    assert found["to_host"] == pytest.approx(2 * 4 * share, rel=0.01)
+    assert moves(stated(profile(), plan_of("zero3_offload"))) == {}
+
+
+def gpt_like() -> nn.Module:
+    return BlockLM(width=64, dropout=0.1)
+
+
+def alone(monkeypatch, make, batch, keys):
+    """Bytes that a step moves to and from the disk, and what is stated of it."""
+    batch = tuple(t.clone() for t in batch)
+    job = job_from_keys(
+        "single", {"train.global_batch_size": len(batch[0]), "memory.track_steps": 0, **keys}
+    )
+    loss, context = CrossEntropy(), RunContext.alone(torch.device("cpu"))
+    example = MicroBatch(*batch, loss.count(batch[1]), len(batch[0]))
+    movers, files = [], Counter()
+    plain, whole = Plan.make_offloader, DiskStateStore._transfer_all
+
+    def kept(self, device, *, fake=False):
+        movers.append(plain(self, device, fake=fake))
+        return movers[-1]
+
+    def counted(self, move, tensor, place):
+        files["to_disk" if move is os.pwritev else "from_disk"] += tensor.nbytes
+        return whole(self, move, tensor, place)
+
+    monkeypatch.setattr(Plan, "make_offloader", kept)
+    monkeypatch.setattr(DiskStateStore, "_transfer_all", counted)
+    with Engine(make, loss, adamw, job, context, example=example) as engine:
+        mover = movers[-1]
+        for _ in range(3):
+            files.clear()
+            before = mover.bytes_moved if mover else 0
+            engine.step(batch)
+        moved = mover.bytes_moved - before if mover else 0
+        rank = forecast_rank(engine.resolved, Workload(make(), example, loss, adamw))
+        return moved, dict(files), stated(rank.profiles[0], engine.plan), rank.profiles[0]
+
+
+@pytest.mark.parametrize(
+    "recompute", [{}, {"strategy.recompute.every": 2}, {"strategy.recompute": "full"}]
+)
+def test_activations_move_as_stated(monkeypatch, recompute):
+    batch = torch.randint(13, (64, 6)), torch.randint(13, (64, 6))
+    keys = {"strategy.offload.activations": "disk", **recompute}
+    moved, _, said, found = alone(monkeypatch, gpt_like, batch, keys)
+    nbytes, calls = offloaded_activations(found)
+    assert calls > 0
+    assert moved == 2 * nbytes
+    assert moves(said) == {"to_disk": nbytes, "from_disk": nbytes}
+    assert {t.kind: t.overlaps for t in said} == {"to_disk": "forward", "from_disk": "backward"}
+
+
+def test_activations_of_images_move_as_stated(monkeypatch):
+    batch = torch.randn(32, 1, 16, 16), torch.arange(32) % 3
+    keys = {"strategy.offload.activations": "disk"}
+    moved, _, said, _ = alone(monkeypatch, partial(BlockConv, inplace=False), batch, keys)
+    assert moved == sum(moves(said).values()) > 0
+
+
+def test_the_state_goes_to_disk_and_back_once_a_step(monkeypatch):
+    batch = torch.randint(13, (8, 6)), torch.randint(13, (8, 6))
+    keys = {"strategy.offload.optimizer": "disk"}
+    _, files, said, _ = alone(monkeypatch, gpt_like, batch, keys)
+    assert files == moves(said)
+    assert files["to_disk"] == 2 * 4 * sum(p.numel() for p in gpt_like().parameters())
+
+
+def test_no_strategy_states_what_it_does_not_do():
+    """Each exchange has a group, each move has none."""
+    for strategy in ("ddp", "zero1_torch", "fsdp", "zero1", "zero2", "zero3", "oss", "sharded_ddp"):
+        for traffic in stated(profile(buffer_bytes=64), plan_of(strategy)):
+            assert traffic.ranks == 8, strategy
+            assert traffic.calls > 0
+            assert traffic.nbytes > 0
+            assert math.isfinite(traffic.nbytes)

@@ -1,0 +1,346 @@
+"""What cuts own and leave, what they refuse and why, and that a stage says where it goes astray."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.cut_runs import (
+    CPU,
+    RECOMPUTED,
+    Squares,
+    batch,
+    common_points,
+    compare,
+    made,
+    rehearsed,
+    stages_of,
+)
+from support.cutting_nets import CASES, Case, Language, linear, rows, words
+from support.cutting_odd_nets import Cached, Constants, Counting, Recurrent, ValueDependent
+from torch import Tensor, nn
+
+from bigtrain.cutting.cut import cut_at
+from bigtrain.cutting.cut_points import legal_points
+from bigtrain.cutting.placeholder import PlaceholderTensor, placeholder_like
+from bigtrain.cutting.traced_model import Numerics, TracedModel
+from bigtrain.errors import ConfigError
+
+
+def unchanged(model: Any, x: Tensor) -> Tensor:
+    return x
+
+
+class Chain(nn.Module):
+    """Four layers; `interpolate_sections` is done to what the second returns."""
+
+    def __init__(self, between: Callable[[Any, Tensor], Tensor] = unchanged) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(linear() for _ in range(4)))
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[0](x))
+        return self.layers[3](self.layers[2](self.between(self, x)))
+
+
+def cut_of(case: Case, at: str) -> Any:
+    model, rehearsal, batches = rehearsed(case)
+    found, _ = rehearsal.trace(batches[0], training=True)
+    call = next(index for index, call in enumerate(found.calls) if call.name == at)
+    return model, batches[0], cut_at(found, [call], rehearsal)
+
+
+@RECOMPUTED
+@pytest.mark.parametrize("name", CASES)
+def test_every_tensor_has_an_owner_and_a_stage_holds_only_its_own(name: str) -> None:
+    model, rehearsal, batches = rehearsed(CASES[name])
+    points, _ = common_points(rehearsal, batches[0])
+    found, _ = rehearsal.trace(batches[0], training=True)
+    cut = cut_at(found, [points[len(points) // 2].call], rehearsal)
+    every = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    assert set(cut.owners) == every == cut.tensor_names_of(range(cut.stages))
+    tied = dict(cut.ties)
+    for name, _ in model.named_parameters():
+        assert (name in tied) == (len(cut.owners[name]) > 1)
+    for index, stage in enumerate(stages_of(cut, model)):
+        held: dict[int, int] = {}
+        pending: list[Any] = [m.__dict__ for m in stage._whole.module.modules()]
+        while pending:
+            value = pending.pop()
+            if isinstance(value, Tensor) and not isinstance(value, PlaceholderTensor):
+                held[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
+            elif isinstance(value, dict):
+                pending += value.values()
+            elif isinstance(value, (list, tuple)):
+                pending += value
+        own = [*model.named_parameters(), *model.named_buffers()]
+        wanted = sum(t.untyped_storage().nbytes() for n, t in own if index in cut.owners[n])
+        constants = model.table.nbytes if isinstance(model, Constants) else 0
+        assert sum(held.values()) == wanted + constants
+
+
+def test_a_stripped_recurrent_layer_keeps_no_weights_in_its_lists() -> None:
+    model, _, cut = cut_of(CASES["recurrent"], "head")
+    assert isinstance(model, Recurrent)
+    stage = stages_of(cut, model)[1]
+    assert [name for name, _ in stage.named_parameters()] == ["head.weight", "head.bias"]
+    assert all(isinstance(weight, PlaceholderTensor) for weight in stage.lstm._flat_weights)
+
+
+def test_a_tied_weight_is_listed_with_its_stages() -> None:
+    _, _, cut = cut_of(Case(Language, words), "blocks.1")
+    assert cut.ties == [("embed.weight", (0, 1))]
+    assert cut.aliases == {"head.weight": "embed.weight"}
+
+
+def test_autocast_gives_the_same_numbers() -> None:
+    torch.manual_seed(0)
+    for case in (Case(Language, words), CASES["vision"], CASES["convolutions"]):
+        model = case.make()
+        inputs = case.inputs()
+        inputs = inputs.float() if inputs.is_floating_point() else inputs
+        rehearsal = TracedModel(model, Squares(), CPU, Numerics(autocast=True))
+        points, _ = common_points(rehearsal, batch(inputs))
+        found, _ = rehearsal.trace(batch(inputs), training=True)
+        dtypes = set()
+        for point in points:
+            cut = cut_at(found, [point.call], rehearsal)
+            compare(model, cut, [batch(inputs)])
+            dtypes |= {wire.dtype for wire in stages_of(cut, model)[0].outgoing(batch(inputs))}
+        assert torch.bfloat16 in dtypes
+
+
+def test_what_looks_at_values_is_refused_by_name() -> None:
+    model = made(Case(ValueDependent, rows))
+    rehearsal = TracedModel(model, Squares(), CPU, Numerics())
+    with pytest.raises(ConfigError, match=r"'gate' fails: the value of a tensor decides"):
+        rehearsal.trace(batch(rows()), training=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "offered", "why"),
+    [
+        (Cached, {"writer", "head", "head.1", "head.2"}, "read after it by another module"),
+        (Counting, {"last", "last.1"}, r"what changes in 'scaled.calls' is needed"),
+    ],
+)
+def test_no_cut_between_a_module_that_leaves_something_and_its_reader(
+    make: Any, offered: set[str], why: str
+) -> None:
+    _, rehearsal, batches = rehearsed(Case(make, rows))
+    points, refused = common_points(rehearsal, batches[0])
+    assert {point.name for point in points} <= offered
+    assert any(why in reason for reason in refused.values()), refused
+
+
+def drawn(model: nn.Module, x: Tensor) -> Tensor:
+    return x * random.random()
+
+
+def test_random_numbers_of_python_are_refused() -> None:
+    state = random.getstate()
+    rehearsal = TracedModel(Chain(drawn).double(), Squares(), CPU, Numerics())
+    with pytest.raises(ConfigError, match="the forward pass draws from random, and each stage"):
+        rehearsal.trace(batch(rows()), training=True)
+    assert random.getstate() == state
+
+
+def test_functions_that_hold_a_module_are_refused() -> None:
+    model = Chain()
+    model.layers[1].register_forward_hook(lambda *_: setattr(model, "seen", 1))
+    with pytest.raises(ConfigError, match="in '_forward_hooks' of 'layers.1' holds the module"):
+        TracedModel(model, Squares(), CPU, Numerics())
+
+
+def test_different_parameters_on_the_same_memory_stay_together() -> None:
+    model = Chain().double()
+    model.layers[3].weight.data = model.layers[0].weight.data
+    rehearsal = TracedModel(model, Squares(), CPU, Numerics())
+    found, _ = rehearsal.trace(batch(rows()), training=True)
+    points, _ = legal_points(found)
+    with pytest.raises(ConfigError, match="'layers.0.weight' and 'layers.3.weight' are different"):
+        cut_at(found, [points[1].call], rehearsal)
+
+
+class Steps:
+    """Counts outside of any module, where no rehearsal looks."""
+
+    taken = 0
+
+
+def every_other_time(model: Any, x: Tensor) -> Tensor:
+    Steps.taken += 1
+    return x.tanh() if Steps.taken > 3 else x
+
+
+def another_shape(model: Any, x: Tensor) -> Tensor:
+    Steps.taken += 1
+    return x[:1] if Steps.taken > 3 else x
+
+
+@pytest.mark.parametrize("between", [every_other_time, another_shape])
+def test_a_stage_that_goes_another_way_says_so(between: Any) -> None:
+    Steps.taken = 0
+    model = Chain(between).double()
+    rehearsal = TracedModel(model, Squares(), CPU, Numerics())
+    found, _ = rehearsal.trace(batch(rows()), training=True)
+    call = next(i for i, c in enumerate(found.calls) if c.name == "layers.3")
+    cut = cut_at(found, [call], rehearsal)
+    Steps.taken = 10
+    stage = stages_of(cut, model)[0].train()
+    with pytest.raises(ConfigError, match="another way through the model than its rehearsal"):
+        stage(micro_batch=batch(rows()), scale=1.0)
+
+
+class Swallows(nn.Module):
+    """Catches what it should not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        try:
+            y = self.last(x)
+        except BaseException:
+            y = x
+        return y
+
+
+def test_a_stage_whose_end_is_caught_says_so() -> None:
+    model, micro_batch, cut = cut_of(Case(Swallows, rows), "last")
+    with pytest.raises(ConfigError, match="came to the end of the model without its part"):
+        stages_of(cut, model)[0].train()(micro_batch=micro_batch, scale=1.0)
+
+
+def test_a_shape_that_goes_round_a_cut_is_refused() -> None:
+    class Short(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = linear(), linear(), linear()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            return self.c(self.b(x) if len(x) > 2 else x)
+
+    model, _, cut = cut_of(Case(Short, rows), "b")
+    with pytest.raises(ConfigError, match="the model does not call 'b', before which a cut stands"):
+        stages_of(cut, model)[0].train()(micro_batch=batch(rows(2)), scale=1.0)
+
+
+def test_a_cut_that_evaluation_forbids_is_refused() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = linear(), linear(), linear()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            y = self.b(x)
+            if not self.training:
+                x += 1.0
+            return self.c(x + y)
+
+    with pytest.raises(ConfigError, match="before 'b', in every mode.*changed in place after it"):
+        cut_of(Case(Mixed, rows), "b")
+
+
+class Held:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Deep:
+    """A tensor in an object in an object."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.inner = Held(x)
+
+
+class Hiding(nn.Module):
+    """Returns a tensor, and the same out of reach."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = linear()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Deep]:
+            x = self.layer(x)
+            return x, Deep(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = linear(), Hiding.Layer(), linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, deep = self.b(self.a(x))
+        return self.d(self.c(x) * deep.inner.x)
+
+
+def test_tensors_in_objects_within_objects_are_refused() -> None:
+    model = made(Case(Hiding, rows))
+    rehearsal = TracedModel(model, Squares(), CPU, Numerics())
+    found, _ = rehearsal.trace(batch(rows()), training=True)
+    for at in ("c", "d"):
+        call = next(index for index, call in enumerate(found.calls) if call.name == at)
+        with pytest.raises(ConfigError, match="'b' returns holds tensors in objects within"):
+            cut_at(found, [call], rehearsal)
+
+
+def test_a_gradient_hook_on_a_parameter_of_two_stages_is_refused() -> None:
+    model = Language().double()
+    model.embed.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    rehearsal = TracedModel(model, Squares(), CPU, Numerics())
+    found, _ = rehearsal.trace(batch(words()), training=True)
+    call = next(index for index, call in enumerate(found.calls) if call.name == "blocks.1")
+    with pytest.raises(ConfigError, match="'embed.weight' has a gradient hook"):
+        cut_at(found, [call], rehearsal)
+
+
+def test_a_ghost_that_slips_through_is_not_computed_with() -> None:
+    model, micro_batch, cut = cut_of(Case(Chain, rows), "layers.2")
+    stage = stages_of(cut, model)[1].train()
+    bias = stage.layers[0].bias
+    stage.layers[3].register_forward_pre_hook(lambda _, args: (args[0] + bias,))
+    with pytest.raises(ConfigError, match="given a tensor of another stage that was not sent"):
+        stage(torch.randn_like(rows()), micro_batch=micro_batch, scale=1.0)
+
+
+def test_ranks_can_compare_their_scripts() -> None:
+    model, micro_batch, cut = cut_of(Case(Chain, rows), "layers.2")
+    one, two = (stage.train().fingerprint(micro_batch) for stage in stages_of(cut, model))
+    other, micro_batch, cut = cut_of(Case(Chain, rows), "layers.3")
+    assert one == two != stages_of(cut, other)[0].train().fingerprint(micro_batch)
+
+
+def test_a_model_is_left_as_it_was_by_its_rehearsal() -> None:
+    model = made(Case(Counting, rows))
+    before = copy.deepcopy(model.state_dict())
+    rehearsal = TracedModel(model, Squares(), CPU, Numerics())
+    rehearsal.trace(batch(rows()), training=True)
+    assert model.scaled.calls == rehearsal.fake_model.scaled.calls == 0
+    assert type(rehearsal.fake_model.scaled) is Counting.Scaled
+    assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
+
+
+def test_a_ghost_says_what_the_real_tensor_would() -> None:
+    real = torch.randn(4, 6, dtype=torch.float64, requires_grad=True).t()
+    ghost = placeholder_like(real.detach().to("meta").requires_grad_(), CPU)
+    for found in (ghost, (ghost * 2).sum(0), ghost @ ghost.T, ghost + torch.ones(4, 6).T):
+        assert isinstance(found, PlaceholderTensor)
+        assert found.device == CPU
+        assert found.requires_grad
+    assert ghost.stride() == real.stride()
+    assert not ghost.detach().requires_grad
+    assert not (ghost > 0).requires_grad
+    filled = torch.zeros(6, 4, dtype=torch.float64)
+    same = filled
+    same += ghost
+    assert same is filled

@@ -1,0 +1,39 @@
+"""Cut modules compute what the whole computes: at every place, in training and in evaluation."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from support.cut_runs import (
+    RECOMPUTED,
+    common_points,
+    compare,
+    rehearsed,
+)
+from support.cutting_nets import CASES
+
+from bigtrain.cutting.cut import cut_at
+
+
+@RECOMPUTED
+@pytest.mark.parametrize("name", CASES)
+def test_a_cut_at_every_place_changes_nothing(name: str) -> None:
+    model, rehearsal, batches = rehearsed(CASES[name])
+    points, refused = common_points(rehearsal, batches[0])
+    assert points, refused
+    found, _ = rehearsal.trace(batches[0], training=True)
+    for point in points:
+        compare(model, cut_at(found, [point.call], rehearsal), [batches[0], batches[-1]])
+
+
+@RECOMPUTED
+@pytest.mark.parametrize("name", CASES)
+def test_four_stages_change_nothing(name: str) -> None:
+    model, rehearsal, batches = rehearsed(CASES[name])
+    points, _ = common_points(rehearsal, batches[0])
+    found, _ = rehearsal.trace(batches[0], training=True)
+    chosen = random.Random(0)
+    for _ in range(3):
+        calls = sorted(chosen.sample([p.call for p in points], min(3, len(points))))
+        compare(model, cut_at(found, calls, rehearsal), batches)

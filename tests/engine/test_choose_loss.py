@@ -1,0 +1,139 @@
+"""Which jobs have a chunked loss, and with which head."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.nets import TinyConv, TinyLM, tokens
+from torch import nn
+
+from bigtrain.data import MicroBatch
+from bigtrain.engine.choose_loss import check_chunks, choose_loss, find_head
+from bigtrain.errors import ConfigError
+from bigtrain.job.load import job_from_keys
+from bigtrain.job.schema import ModelConfig
+from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.losses.tasks import ClassificationTask, LanguageTask, SegmentationTask
+from bigtrain.models import make_model
+
+
+def batch() -> MicroBatch:
+    samples = tokens(4)
+    return MicroBatch(samples.inputs, samples.targets, 10, 4)
+
+
+def large(vocabulary: int = 50257, *, tied: bool = True) -> nn.Module:
+    args = {"num_layers": 2, "width": 16, "num_heads": 2, "vocab_size": vocabulary}
+    return make_model("gpt", {**args, "sequence_length": 32, "tie_embeddings": tied})
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = TinyLM()
+
+    def forward(self, given_tokens):
+        return {"logits": self.inner(given_tokens)}
+
+
+class Scaled(TinyLM):
+    def forward(self, given_tokens):
+        return super().forward(given_tokens) * 2.0
+
+
+class Looks(TinyLM):
+    def forward(self, given_tokens):
+        return super().forward(given_tokens) if given_tokens.sum().item() else given_tokens
+
+
+def test_the_head_is_found_by_what_it_returns():
+    assert find_head(TinyLM(), batch()) == "head"
+    assert find_head(Nested(), batch()) == "inner.head"
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Scaled, r"no head was found: the model returns the output of none of its 3 calls.*Set"),
+        (Looks, r"no head was found: the model does not run on fake tensors \(DataDependent.*Set"),
+    ],
+)
+def test_a_head_that_cannot_be_found(model, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        find_head(model(), batch())
+    text = str(caught.value)
+    assert "Set model.head to the linear layer" in text
+    assert "(the last ones are up, down, head)" in text
+    assert "model.chunked_loss=false" in text
+
+
+def test_which_jobs_have_it_when_nothing_is_said():
+    language, own = LanguageTask(50257, label_smoothing=0.1), large()
+    found = choose_loss(ModelConfig(name="gpt"), language, own, batch())
+    assert found == ChunkedCrossEntropy(head="head", label_smoothing=0.1)
+    size = choose_loss(ModelConfig(name="gpt", chunk_size="1MiB"), language, own, batch())
+    assert isinstance(size, ChunkedCrossEntropy)
+    assert size.chunk_size == 2**20
+    off = ModelConfig(name="gpt", chunked_loss=False)
+    for config, task in (
+        (off, language),
+        (ModelConfig(name="lenet"), ClassificationTask(3)),
+        (ModelConfig(name="support.nets:TinyLM"), language),
+    ):
+        assert type(choose_loss(config, task, own, batch())) is CrossEntropy
+
+
+def test_a_model_of_ones_own_has_it_when_it_is_asked_for():
+    language = LanguageTask(13)
+    asked = ModelConfig(name="support.nets:TinyLM", chunked_loss=True)
+    assert choose_loss(asked, language, TinyLM(), batch()) == ChunkedCrossEntropy(head="head")
+    named = ModelConfig(name="support.nets:TinyLM", chunked_loss=True, head="up")
+    assert choose_loss(named, language, TinyLM(), batch()) == ChunkedCrossEntropy(head="up")
+    classes = ModelConfig(name="support.nets:TinyConv", chunked_loss=True)
+    images = MicroBatch(torch.zeros(2, 1, 8, 8), torch.zeros(2), 2, 2)
+    found = choose_loss(classes, ClassificationTask(3), TinyConv(), images)
+    assert found == ChunkedCrossEntropy(head="head")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"chunked_loss": True, "loss": "torch.nn.functional:cross_entropy"},
+            r"model\.chunked_loss=true is.*model\.loss=torch\.nn.*Leave one of the two out",
+        ),
+        (
+            {"chunked_loss": False, "chunk_size": 100},
+            r"model\.chunk_size=100 is for a chunked loss, and model\.chunked_loss is false.*Set",
+        ),
+        (
+            {"name": "lenet", "head": "fc"},
+            r"model\.head=fc is for.*off for this model and loss\. Set model\.chunked_loss=true",
+        ),
+        (
+            {"loss": "a:b", "head": "head"},
+            r"model\.head=head is for.*off for this model and loss.*leave model\.head out",
+        ),
+    ],
+)
+def test_keys_that_contradict_each_other(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        check_chunks(ModelConfig(**keys))
+
+
+def test_a_task_without_a_cross_entropy_over_the_last_dim():
+    asked = ModelConfig(name="support.nets:TinyConv", chunked_loss=True)
+    with pytest.raises(ConfigError, match=r"loss of a segmentation task is another.*=false"):
+        choose_loss(asked, SegmentationTask(3), TinyConv(), batch())
+
+
+def test_a_chunk_has_a_size():
+    with pytest.raises(ConfigError, match=r"model\.chunk_size"):
+        job_from_keys("single", {"model.chunk_size": 0})
+
+
+def test_a_named_head_must_be_there():
+    asked = ModelConfig(name="gpt", head="haed")
+    with pytest.raises(ConfigError, match=r"no module 'haed', did you mean 'head'\?"):
+        choose_loss(asked, LanguageTask(13), large(13), batch())

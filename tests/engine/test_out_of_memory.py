@@ -1,0 +1,168 @@
+"""Memory runs out: under a cap, on one rank of two; what is said, what fits, how it goes on."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+from support.zygote import forked_cli
+
+from bigtrain.errors import ConfigError, OutOfMemoryError
+from bigtrain.job.load import load_job
+from bigtrain.memory.cap import is_out_of_memory, requested_bytes
+from bigtrain.memory.host_memory import host_memory_line
+
+# 2 blocks, 128 wide, 128 tokens: about 90 MiB with micro-batches of 32, of which most are
+# activations.
+GPT = [
+    *("model.args.num_layers=2", "model.args.width=128", "model.args.num_heads=4"),
+    *("model.args.vocab_size=256", "model.args.sequence_length=128", "data.name=synthetic"),
+    *("data.args.kind=language", "data.args.vocabulary=256", "train.global_batch_size=32"),
+    *("train.steps=3", "train.eval_every=0", "checkpoint.at_end=false", "model.chunked_loss=false"),
+]
+
+
+def bigtrain(folder, *words):
+    return forked_cli(words, cwd=folder, timeout=240)
+
+
+def losses(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.mark.alone  # what would fit is looked for so many seconds and no longer
+def test_capped_run_explains_itself_and_what_it_names_fits(tmp_path):
+    train = ("train", "-n", "1", "--strategy", "single", "--cap", "60MiB", *GPT)
+    done = bigtrain(tmp_path, *train)
+    assert done.returncode == 1, done.stderr
+    text = done.stderr
+    assert "rank 0 ran out of memory in the" in text
+    assert "memory.cap=60.0MiB" in text
+    assert "it held" in text
+    assert "activations" in text
+    assert "dominate" in text
+    assert "Traceback" not in text
+    remedies = text.split("what would fit, by prediction:\n")[1].splitlines()
+    words = [line.split("  (predicted")[0].split() for line in remedies if "(predicted" in line]
+    assert 2 <= len(words) <= 3
+    for number, change in enumerate(words):
+        again = bigtrain(tmp_path, *train, *change, f"log.name=fits-{number}")
+        assert again.returncode == 0, (change, again.stderr)
+
+
+def test_dry_run_says_beforehand_what_does_not_fit_and_what_would(tmp_path):
+    words = ("--strategy", "single", "--dry-run", *GPT)
+    done = bigtrain(tmp_path, "train", *words, "--cap", "60MiB")
+    assert done.returncode == 0, done.stderr
+    assert "is more than the 60.0 MiB that a rank can take" in done.stdout
+    assert "train.micro_batch_size=" in done.stdout.split("what would fit, by prediction:")[1]
+    roomy = bigtrain(tmp_path, "train", *words, "--cap", "4GiB")
+    assert "what would fit" not in roomy.stdout
+
+
+def test_plain_ddp_does_not_fit_and_sharding_and_recomputing_do(tmp_path):
+    # 4 blocks, 256 wide: 3.2 million parameters, of which 51 MB are DDP's states.
+    model = [*GPT, "model.args.width=256", "model.args.num_layers=4", "train.global_batch_size=4"]
+    model += ["model.args.sequence_length=32"]
+    outcome = {}
+    for strategy in ("ddp", "fsdp"):
+        done = bigtrain(tmp_path, "train", "-n", "2", "--strategy", strategy, "--cap=52MiB", *model)
+        outcome[strategy] = (done.returncode, done.stderr)
+    assert outcome["ddp"][0] == 1, outcome["ddp"]
+    assert "ran out of memory" in outcome["ddp"][1]
+    assert outcome["fsdp"][0] == 0, outcome["fsdp"]
+
+
+def test_run_that_adapts_ends_with_the_losses_of_one_that_had_room(tmp_path):
+    free = bigtrain(tmp_path, "train", "-n", "2", "--strategy", "ddp", *GPT, "log.name=free")
+    assert free.returncode == 0, free.stderr
+    words = ("memory.on_oom=adapt", "memory.cap=40MiB", "log.name=tight")
+    tight = bigtrain(tmp_path, "train", "-n", "2", "--strategy", "ddp", *GPT, *words)
+    assert tight.returncode == 0, tight.stderr
+    assert "memory.on_oom=adapt: goes on from the beginning with micro-batch" in tight.stdout
+    assert "accumulation" in tight.stdout
+    one, two = losses(tmp_path / "runs/free"), losses(tmp_path / "runs/tight")
+    assert len(one) == len(two) == 3
+    assert two == pytest.approx(one, abs=1e-5)
+    config = (tmp_path / "runs/tight/config.yaml").read_text()
+    assert "micro_batch_size: 16" not in config
+    assert "global_batch_size: 32" in config
+
+
+def test_all_ranks_stop_where_one_has_no_memory(tmp_path):
+    words = [
+        "model.name=support.odd_strategies:Greedy",
+        "data.name=synthetic",
+        "memory.predict=false",
+    ]
+    words += ["data.args.kind=classification", "data.args.input_shape=[1,8,8]", "train.steps=50"]
+    words += ["train.global_batch_size=4", "checkpoint.at_end=false", "optim.name=sgd"]
+    began = time.monotonic()
+    done = bigtrain(tmp_path, "train", "-n", "2", "--strategy", "ddp", *words)
+    assert done.returncode == 1
+    assert time.monotonic() - began < 60
+    assert "rank 1 ran out of memory in the forward pass of step 3" in done.stderr
+    assert "4.00 PiB" in done.stderr or "TiB more were asked for" in done.stderr
+    assert done.stderr.count("ran out of memory") == 1
+
+
+def test_adapting_is_for_the_command_alone():
+    from bigtrain.engine.prepare import prepare
+
+    with pytest.raises(ConfigError, match=r"memory\.on_oom=adapt begins the program anew"):
+        prepare(
+            torch.nn.Linear,
+            torch.nn.functional.cross_entropy,
+            torch.optim.SGD,
+            memory__on_oom="adapt",
+        )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(12, "Cannot allocate memory"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
+            "memory: you tried to allocate 4000 bytes. Error code 12 (Cannot allocate memory)"
+        ),
+        RuntimeError("std::bad_alloc"),
+    ],
+)
+def test_errors_that_say_that_memory_ran_out(error):
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        ValueError("out of memory"),
+        OSError(2, "No such file"),
+        OutOfMemoryError("said already"),
+    ],
+)
+def test_other_errors_are_left_alone(error):
+    assert not is_out_of_memory(error)
+
+
+def test_how_much_was_asked_for():
+    assert requested_bytes(RuntimeError("you tried to allocate 4000 bytes. Error")) == 4000
+    assert requested_bytes(RuntimeError("Tried to allocate 20.50 MiB. GPU 0")) == int(20.5 * 2**20)
+    assert requested_bytes(MemoryError()) is None
+
+
+def test_cap_is_a_size():
+    with pytest.raises(ConfigError, match=r"'lots' is not a size"):
+        load_job("digits", None, ["memory.cap=lots"])
+    with pytest.raises(ConfigError, match=r"memory\.cap"):
+        load_job("digits", None, ["memory.cap=0"])
+
+
+def test_host_memory_in_words():
+    assert "free now" in host_memory_line()

@@ -1,0 +1,117 @@
+"""What the engine promises on several ranks: first weights, validation, gradients, checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.nets import ReadsItsWeights, TinyConv, TinyLM, tokens
+from support.parity import sgd
+from support.ranks import run_ranks
+from torch import nn
+
+from bigtrain.data import MicroBatch
+from bigtrain.engine.engine import Engine
+from bigtrain.errors import ConfigError
+from bigtrain.job.load import job_from_keys
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.losses.tasks import LanguageTask
+
+
+def linear() -> nn.Module:
+    return nn.Linear(4, 3)
+
+
+def joined_otherwise(context):
+    with pytest.raises(ConfigError) as refused:
+        Engine(linear, F.cross_entropy, sgd, job_from_keys("ddp", {}), context)
+    return str(refused.value)
+
+
+def test_ranks_that_are_connected_as_another_mesh_are_refused():
+    for said in run_ranks(joined_otherwise, 2, pp=2):
+        assert "connected as a mesh of pp=2, dp=1, tp=1, and the job plans pp=1, dp=2, tp=1" in said
+        assert "Use connect(pp=1, dp=2, tp=1), or give the job mesh.pp=2." in said
+
+
+def first_weights(context, model):
+    with Engine(model, F.cross_entropy, sgd, job_from_keys("ddp", {}), context) as engine:
+        return {n: t.clone() for n, t in engine.model.state_dict().items()}, engine.blueprint.reason
+
+
+@pytest.mark.parametrize("model", [TinyLM, ReadsItsWeights])
+def test_all_ranks_begin_with_the_same_weights(model):
+    (one, reason), (other, _) = run_ranks(first_weights, 2, model)
+    assert (reason == "") == (model is TinyLM)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_weights_do_not_depend_on_the_number_of_ranks():
+    alone = run_ranks(first_weights, 1, TinyLM)[0][0]
+    among_two = run_ranks(first_weights, 2, TinyLM)[1][0]
+    assert all(torch.equal(alone[name], among_two[name]) for name in alone)
+
+
+def validated(context, rows):
+    samples = tokens(rows)
+    loss = CrossEntropy()
+    mine = list(range(context.rank, rows, context.world_size))
+    longest = -(-rows // context.world_size)
+    batches = []
+    for index in mine + [0] * (longest - len(mine)):
+        inputs, targets = samples.inputs[index : index + 1], samples.targets[index : index + 1]
+        padding = len(batches) >= len(mine)
+        batches.append(
+            MicroBatch(inputs, targets, 0 if padding else loss.count(targets), 0 if padding else 1)
+        )
+    job = job_from_keys("ddp", {"train.precision": "fp64"})
+    task = LanguageTask(13)
+    with Engine(TinyLM, loss, sgd, job, context, task=task) as engine:
+        return engine.evaluate(batches)
+
+
+def test_validation_is_the_same_on_any_number_of_ranks():
+    alone = run_ranks(validated, 1, 7)[0]
+    for found in run_ranks(validated, 2, 7):
+        assert found["loss"] == pytest.approx(alone["loss"], abs=1e-12)
+
+
+def test_accumulation_counts_gradients_once(tmp_path):
+    """Between accumulated micro-batches DDP holds one copy of the gradients, not two."""
+    peaks = {}
+    for rows in (4, 1):
+        found = run_ranks(gradient_bytes, 2, rows)
+        peaks[rows] = found[0]
+    assert peaks[1] <= peaks[4]
+
+
+def gradient_bytes(context, rows):
+    keys = {"train.global_batch_size": 8, "train.micro_batch_size": rows, "memory.track_steps": 5}
+    with Engine(
+        lambda: TinyLM(width=128), CrossEntropy(), sgd, job_from_keys("ddp", keys), context
+    ) as engine:
+        samples = tokens(4, ignored=False)
+        for _ in range(5):
+            engine.step((samples.inputs, samples.targets))
+        return engine.meter.measured().peak.breakdown.gradients
+
+
+def saved(context, folder, how):
+    job = job_from_keys("ddp", {})
+    with Engine(TinyConv, CrossEntropy(class_dim=1), sgd, job, context) as engine:
+        batch = (
+            torch.randn(4, 1, 6, 6, generator=torch.Generator().manual_seed(1)),
+            torch.arange(4) % 3,
+        )
+        if how == "save":
+            engine.step(batch)
+            engine.save(folder)
+        else:
+            engine.load(folder / "step-1")
+        return engine.step(batch).loss, engine.steps_done
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_continues_where_another_stopped(tmp_path, ranks):
+    first = run_ranks(saved, ranks, tmp_path, "save")
+    assert run_ranks(saved, ranks, tmp_path, "load") == first

@@ -1,0 +1,117 @@
+"""Jobs with a cut model: what is refused before the ranks connect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.nets import TinyLM, tokens
+from support.parity import sgd
+
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.assembly.resolve import resolve
+from bigtrain.core.workload import Workload
+from bigtrain.data import MicroBatch
+from bigtrain.engine.setup import open_setup
+from bigtrain.errors import ConfigError
+from bigtrain.job.load import job_from_keys, load_job
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.pipeline.deferred_batch_norm import DeferredBatchNorm
+from bigtrain.prediction.predict import predict
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words", "ranks", "message"),
+    [
+        ("1f1b", {}, 1, r"1f1b needs at least 2 ranks on the pp axis.*Start more ranks"),
+        ("1f1b", {"mesh.pp": 3}, 4, r"mesh\.pp=3 .*does not divide the 4 ranks"),
+        (
+            "1f1b",
+            {"mesh.pp": 2, "mesh.dp": 3},
+            4,
+            r"mesh\.pp=2 \* mesh\.dp=3 .* = 6, and there",
+        ),
+        ("1f1b", {"mesh.pp": 2, "mesh.tp": 2}, 4, r"mesh\.tp=2: no technique.*Use mesh\.tp=1"),
+        ("1f1b", {"train.accumulation_steps": 1}, 2, r"at least 2 micro-batches.*there are 1"),
+        ("dualpipev", {"train.accumulation_steps": 3}, 2, r"at least 4 micro-batches.*there are 3"),
+        ("gpipe", {"strategy.cut.stages_per_rank": 2}, 2, r"schedule=gpipe has 1 stage on each"),
+        ("1f1b", {"strategy.cut.at": ["a", "b"]}, 2, r"strategy\.cut\.at names 2 places.*1 cut"),
+        ("1f1b", {"strategy.cut.schedule": "2f2b"}, 2, r"strategy\.cut\.schedule: .*'gpipe'"),
+        (
+            "1f1b",
+            {"strategy.replicate.name": "zero", "strategy.replicate.stage": 2},
+            2,
+            "engine=torch",
+        ),
+        ("pipeline_deepspeed", {"strategy.cut.schedule": "gpipe"}, 2, r"engine=torch|1f1b"),
+        ("layer_split", {}, 1, r"layer_split needs at least 2 ranks.*strategy\.cut\.devices=2"),
+        ("single", {"mesh.pp": 2}, 2, r"strategy\.cut names no technique that does"),
+    ],
+)
+def test_a_mesh_or_schedule_that_cannot_be(
+    strategy: str, words: dict[str, Any], ranks: int, message: str
+) -> None:
+    job = job_from_keys(strategy, {"train.global_batch_size": 12, **words})
+    with pytest.raises(ConfigError, match=message):
+        make_plan(job, ranks, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "message"),
+    [
+        ({}, 16, r"16 stages, and the model can be cut at \d+ places.*Use mesh\.pp="),
+        ({"strategy.cut.at": ["upp"]}, 2, r"the model calls no module 'upp', did you mean 'up'\?"),
+        ({"strategy.cut.memory": 100}, 2, r"no cut into 2 stages fits the memory"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_so(words: dict[str, Any], ranks: int, message: str) -> None:
+    job = job_from_keys("1f1b", {"train.global_batch_size": 32, **words})
+    plan = make_plan(job, ranks, "cpu")
+    with pytest.raises(ConfigError, match=message):
+        resolve(plan, Workload(TinyLM(), language_example(), CrossEntropy(), sgd))
+
+
+def language_example() -> MicroBatch:
+    samples = tokens(2, ignored=False)
+    return MicroBatch(samples.inputs, samples.targets, 12, 2)
+
+
+class LooksAtValues(TinyLM):
+    """What it does depends on a value."""
+
+    def forward(self, tokens: Any) -> Any:
+        x = self.norm(self.embedding(tokens))
+        return self.head(self.down(self.up(x)) if float(x.sum()) > 0 else x)
+
+
+def test_a_module_that_looks_at_values_is_refused_with_its_name() -> None:
+    plan = make_plan(job_from_keys("1f1b", {"train.global_batch_size": 32}), 2, "cpu")
+    with pytest.raises(ConfigError, match="value of a tensor decides what it does"):
+        resolve(plan, Workload(LooksAtValues(), language_example(), CrossEntropy(), sgd))
+
+
+def test_a_norm_without_momentum_takes_the_mean_of_all_batches() -> None:
+    plain, deferred = (torch.nn.BatchNorm1d(4, momentum=None) for _ in range(2))
+    statistics_ = DeferredBatchNorm([deferred])
+    for seed in range(3):
+        batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+        plain(batch)
+        deferred(batch)
+        assert deferred.num_batches_tracked == seed
+        statistics_.commit()
+    statistics_.commit()  # nothing was seen since
+    assert torch.allclose(plain.running_mean, deferred.running_mean, atol=1e-6)
+    assert torch.allclose(plain.running_var, deferred.running_var, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["layer_split_devices", "gpipe_fairscale"])
+def test_a_block_that_no_stage_can_begin_with_again_is_refused(strategy):
+    """ResNet's blocks change what they are given: alone that is a copy's business, not in a cut."""
+    words = ["model.name=resnet18", "data.name=synthetic", "data.args.input_shape=[3,32,32]"]
+    words += ["data.args.num_classes=10", "train.global_batch_size=4", "train.micro_batch_size=2"]
+    words += ["strategy.cut.devices=4", "strategy.recompute=full"]
+    job = load_job(None, strategy, words)
+    parts = open_setup(job, make_plan(job, 1, "cpu"))
+    with pytest.raises(ConfigError, match=r"changes its input in place.*strategy.recompute.layers"):
+        predict(parts.resolved, parts.workload)

@@ -1,0 +1,143 @@
+"""`bigtrain plan` and `--strategy auto` as a person uses them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.programs import run
+from support.zygote import interpreter
+
+from bigtrain.errors import ConfigError
+from bigtrain.job.load import load_job
+from bigtrain.planner.command import main
+
+SMALL = [
+    "model.args={num_layers: 4, width: 32, num_heads: 2, sequence_length: 16}",
+    "data.name=synthetic",
+    "data.args={kind: language}",
+    "train.global_batch_size=16",
+]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_best_plan_is_written_and_can_be_read_back(here: Path, capsys: Any) -> None:
+    words = ["--devices", "4", "--cluster", "a100-node", "--memory", "4GiB", *SMALL]
+    assert main([*words, "--picture", "front.svg"]) == 0
+    said = capsys.readouterr().out
+    for part in ("pp x dp", "tokens/s", "MFU", "plan: plan.yaml", "run it: bigtrain train -n 4"):
+        assert part in said, said
+    assert "the memory of" in said
+    values = yaml.safe_load((here / "plan.yaml").read_text())
+    assert values["predicted"]["peak_bytes"] <= 4 * 2**30
+    job = load_job(None, None, SMALL, plan=str(here / "plan.yaml"))
+    assert job.strategy.name == "planned"
+    assert job.mesh.dp * (job.mesh.pp or 1) == 4
+    assert "<svg" in (here / "front.svg").read_text()
+
+
+def test_a_machine_gets_one_document(capsys: Any) -> None:
+    words = ["--devices", "2", "--cluster", "cpu", "--json", "--engines", "torch", *SMALL]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["devices"] == 2
+    times = [plan["predicted"]["step_seconds"] for plan in found["plans"]]
+    assert times == sorted(times)
+    alone = [p for p in found["plans"] if p["strategy"]["replicate"]["name"] == "single"]
+    assert all(plan["mesh"]["dp"] == 1 for plan in alone)
+
+
+def test_what_is_given_is_not_chosen(capsys: Any) -> None:
+    words = ["--devices", "4", "--cluster", "a100-node", "--json", *SMALL]
+    assert main([*words, "mesh.pp=2", "train.micro_batch_size=2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {plan["mesh"]["pp"] for plan in found["plans"]} == {2}
+    assert {plan["train"]["micro_batch_size"] for plan in found["plans"]} == {2}
+
+
+def test_nothing_fits_is_said_with_the_least_that_would(capsys: Any) -> None:
+    words = ["--devices", "2", "--cluster", "a100-node", "--cap", "8.5MiB", *SMALL]
+    assert main(words) == 1
+    said = capsys.readouterr().err
+    assert "no plan fits" in said
+    assert "The least is" in said
+    assert "Use --cap" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--devices", "0"], r"--devices 0: at least 1 is needed. Use --devices 8"),
+        (["--devices", "-3"], r"--devices -3: at least 1"),
+        (["--memory", "1GiB"], r"--memory 1073741824 .* below what a process .* takes"),
+        (["--memory", "lots"], r"'lots' is not a size in bytes"),
+        (["--global-batch-size", "0"], r"--global-batch-size 0: at least 1 sample"),
+        (
+            ["--devices", "64", "--global-batch-size", "3"],
+            r"--global-batch-size 3 cannot be dealt .* at least 5 stages|cannot be dealt",
+        ),
+        (["--devices", "4", "mesh.pp=3"], r"--devices 4 with mesh.pp=3"),
+        (["--cluster", "h100"], r"unknown 'h100', did you mean 'h100-node'"),
+        (["--cluster", "cpu", "--devices", "64"], r"one node of 2 without links between nodes"),
+        (["--engines", "jax"], r"--engines jax: jax is none that is planned with"),
+        (["--picture", "front.pdf"], r"--picture front.pdf: name a file that ends in"),
+        (["model.name=nothing"], r"nothing"),
+        (["train.stepz=3"], r"train.stepz"),
+        (["--output", "/proc/plan.yaml"], r"--output /proc/plan.yaml: cannot be written"),
+    ],
+)
+def test_wrong_input_is_refused_with_the_numbers(words: list[str], message: str) -> None:
+    usual = [] if "--cluster" in words else ["--cluster", "a100-node"]
+    usual += [] if "--devices" in words else ["--devices", "2"]
+    with pytest.raises(ConfigError, match=message):
+        main([*usual, *SMALL, *words])
+
+
+def test_a_cluster_file_with_a_missing_figure_is_refused(here: Path) -> None:
+    (here / "mine.yaml").write_text("name: mine\nsource: nowhere\ndevice: {name: x, kind: cuda}\n")
+    with pytest.raises(ConfigError, match=r"mine.yaml.* is missing"):
+        main(["--cluster", "mine.yaml", *SMALL])
+
+
+@pytest.mark.parametrize("words", [["--memory", "1GiB", "--cap", "1GiB"], ["--nodes", "2"]])
+def test_an_option_that_cannot_be_is_refused(words: list[str], capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*words, *SMALL])
+    assert ended.value.code == 2
+    assert "give one of them" in (said := capsys.readouterr().err) or "no option --nodes" in said
+
+
+def test_auto_chooses_says_why_and_the_run_follows(here: Path) -> None:
+    command = [interpreter(), "-m", "bigtrain", "train", "-n", "2", "--strategy", "auto"]
+    words = ["train.steps=4", "log.dir=runs", "log.name=auto", "checkpoint.at_end=false"]
+    done = run([*command, *SMALL, *words])
+    assert done.status == 0, done.output
+    assert "auto: " in done.output
+    assert "predicted peak" in done.output
+    memory = json.loads((here / "runs/auto/memory.json").read_text())
+    assert memory["strategy"] == "planned"
+    assert memory["predicted_peak_bytes"] == pytest.approx(memory["peak_bytes"], rel=0.01)
+    plan = yaml.safe_load((here / "runs/auto/plan.yaml").read_text())
+    assert plan["strategy"]["name"] == "planned"
+
+
+def test_auto_under_a_cap_that_nothing_fits_is_refused(here: Path) -> None:
+    command = [interpreter(), "-m", "bigtrain", "train", "--strategy", "auto", "--cap", "9MiB"]
+    done = run([*command, *SMALL, "train.steps=2"])
+    assert done.status == 2
+    assert "no plan fits" in done.output
+
+
+def test_auto_and_a_plan_are_two_answers(here: Path) -> None:
+    command = [interpreter(), "-m", "bigtrain", "train", "--strategy", "auto", "--plan", "x.yaml"]
+    done = run([*command, *SMALL])
+    assert done.status == 2
+    assert "Leave one out" in done.output

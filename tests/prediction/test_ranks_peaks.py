@@ -1,0 +1,89 @@
+"""The predicted peak equals the tracked one, part by part, on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.nets import TinyConv, TinyLM
+from support.parity import adamw, sgd
+from support.peaks import images, peaks, text, wide
+from support.ranks import run_ranks
+from torch import Tensor, nn
+
+from bigtrain.data.source import TensorSamples
+from bigtrain.engine.engine import Engine
+from bigtrain.job.load import job_from_keys
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.memory.timeline import MEMORY_KINDS
+
+CASES: dict[str, tuple[Any, ...]] = {
+    "single": (1, "single", {}, adamw),
+    "single, clipped": (1, "single", {"optim.clip_norm": 1.0}, adamw),
+    "single, accumulating": (1, "single", {"train.micro_batch_size": 8}, adamw),
+    "single, sgd": (1, "single", {}, sgd),
+    "single, bf16": (1, "single", {"train.precision": "bf16"}, adamw),
+    "single, fp64": (1, "single", {"train.precision": "fp64"}, adamw),
+    "ddp": (2, "ddp", {}, adamw),
+    "ddp, accumulating": (2, "ddp", {"train.micro_batch_size": 8}, adamw),
+    "ddp, clipped sgd": (2, "ddp", {"optim.clip_norm": 1.0}, sgd),
+    "ddp, bf16": (2, "ddp", {"train.precision": "bf16", "train.micro_batch_size": 16}, adamw),
+    "ddp on one rank": (1, "ddp", {}, adamw),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_peak_is_predicted_part_by_part(case):
+    world_size, strategy, keys, optimizer = CASES[case]
+    for model, batch in ((wide, text()), (TinyConv, images())):
+        if keys.get("train.micro_batch_size", 0) > len(batch[0]):
+            continue
+        found = run_ranks(peaks, world_size, model, batch, strategy, keys, optimizer)
+        for predicted, measured, note in found:
+            assert note is None
+            assert predicted.bytes == pytest.approx(measured.bytes, rel=0.005), (
+                predicted,
+                measured,
+            )
+            assert predicted.phase == measured.phase
+            for kind in MEMORY_KINDS:
+                mine = getattr(predicted.breakdown, kind)
+                real = getattr(measured.breakdown, kind)
+                assert mine == pytest.approx(real, abs=0.01 * measured.bytes), kind
+
+
+class Unpredictable(nn.Module):
+    """What the forward pass does depends on the numbers in its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if x.sum().item() > -1e9 else x
+
+
+def test_a_model_that_cannot_be_predicted_still_trains_and_says_why():
+    batch = torch.randn(4, 4), torch.arange(4) % 3
+    predicted, measured, note = run_ranks(peaks, 1, Unpredictable, batch, "single", {}, sgd)[0]
+    assert predicted is None
+    assert measured.bytes > 0
+    assert "does not run on fake tensors" in note
+    assert "value of a tensor" in note
+
+
+def test_prediction_changes_nothing_about_the_run():
+    def losses(predict: bool) -> list[float]:
+        keys = {"train.global_batch_size": 8, "memory.predict": predict}
+        return run_ranks(trained, 1, keys)[0]
+
+    assert losses(True) == losses(False)
+
+
+def trained(context, keys):
+    job = job_from_keys("single", keys)
+    samples = TensorSamples(*text())
+    batch = samples.inputs[:8], samples.targets[:8]
+    with Engine(lambda: TinyLM(dropout=0.3), CrossEntropy(), adamw, job, context) as engine:
+        return [engine.step(batch).loss for _ in range(4)]

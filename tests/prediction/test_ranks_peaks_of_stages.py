@@ -1,0 +1,185 @@
+"""The predicted peak of each rank of a pipeline equals the tracked one, whatever the schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.nets import tokens
+from support.parity import adamw
+from support.ranks import run_ranks
+from torch import nn
+
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.data import MicroBatch
+from bigtrain.engine.engine import Engine
+from bigtrain.job.load import job_from_keys
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.ranks.context import RunContext
+
+SLACK = 0.002
+# A sharded block's input goes on beside the block here, and its gradient is taken to be there when
+# both are added. Of a step this small a few numbers are a part.
+MORE = {"1f1b_fsdp": 0.015, "1f1b_zero2": 0.01, "zbv": 0.005}
+# Four ranks on two cores, each with exchanges of several stages under way: see `found`. What this
+# is about would be 15 % of the peak.
+SHARDED_STAGES = 0.06
+
+
+class Deep(nn.Module):
+    """Six residual blocks between an embedding and a head: enough for four stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 64)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+            for _ in range(6)
+        )
+        self.head = nn.Linear(64, 13)
+
+    def forward(self, inputs: Any) -> Any:
+        x = self.embedding(inputs)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+class Tied(Deep):
+    """The same with one matrix for the embedding and the head: a V has both on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embedding.weight
+
+
+def peaks(context: RunContext, strategy: str, keys: dict[str, Any], model: Any = Deep) -> Any:
+    """Train four steps; the predicted and the measured peak of this rank."""
+    words = {"train.micro_batch_size": 8, "memory.track_steps": 4, **keys}
+    job = job_from_keys(strategy, {"train.global_batch_size": 64 * context.dp_size, **words})
+    loss = CrossEntropy()
+    samples = tokens(64, ignored=False)
+    inputs, targets = samples.inputs[:8], samples.targets[:8]
+    example = MicroBatch(inputs, targets, loss.count(targets), 8)
+    with Engine(model, loss, adamw, job, context, example=example) as engine:
+        for _ in range(4):
+            engine.step((samples.inputs.clone(), samples.targets.clone()))
+        return engine.predicted, engine.meter.measured().peak, engine.prediction_note
+
+
+def found(slack: float, ranks: int, strategy: str, keys: dict[str, Any], pp: int) -> list[Any]:
+    """(predicted, measured, note) of each rank; again, at most twice, where measured is higher.
+
+    A thread of gloo lets go of a collective's tensors when it gets the processor, which on a busy
+    machine may be after the next ones are there. A forecast that is too low is so in each run.
+    """
+    for _ in range(3):
+        rows = run_ranks(peaks, ranks, strategy, keys, pp=pp)
+        if all(measured.bytes <= (1 + slack) * predicted.bytes for predicted, measured, _ in rows):
+            break
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "pp"),
+    [
+        ("layer_split", 2, 2),
+        ("gpipe", 2, 2),
+        ("1f1b", 2, 2),
+        ("interleaved_1f1b", 2, 2),
+        ("zero_bubble", 2, 2),
+        ("zbv", 2, 2),
+        ("dualpipev", 2, 2),
+        ("gpipe", 4, 4),
+        ("1f1b", 4, 4),
+        ("1f1b_ddp", 4, 2),
+        ("1f1b_zero1", 4, 2),
+        ("1f1b_zero2", 4, 2),
+        ("1f1b_fsdp", 4, 2),
+        ("zbv", 4, 4),
+    ],
+)
+def test_every_rank_of_every_schedule(strategy: str, ranks: int, pp: int) -> None:
+    slack = MORE.get(strategy, SLACK)
+    for predicted, measured, note in found(slack, ranks, strategy, {}, pp):
+        assert note is None
+        assert predicted.bytes == pytest.approx(measured.bytes, rel=slack), (predicted, measured)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_several_stages_of_a_rank_are_sharded_with_nothing_left_over(stage: int) -> None:
+    """The model's own modules do not keep the whole parameters that the stages began with."""
+    replicate = {"strategy.replicate.name": "zero", "strategy.replicate.engine": "torch"}
+    keys = {**replicate, "strategy.replicate.stage": stage, "mesh.pp": 2}
+    slack = SHARDED_STAGES
+    for predicted, measured, _ in found(slack, 4, "interleaved_1f1b", keys, pp=2):
+        assert predicted.bytes == pytest.approx(measured.bytes, rel=slack), (predicted, measured)
+        assert measured.breakdown.buffers < 4096
+
+
+@pytest.mark.parametrize("strategy", ["zbv", "dualpipev"])
+def test_what_two_stages_of_a_rank_share_counts_once(strategy: str) -> None:
+    for predicted, measured, _ in run_ranks(peaks, 2, strategy, {}, Tied, pp=2):
+        assert predicted.bytes == pytest.approx(measured.bytes, rel=SLACK), (predicted, measured)
+
+
+class Wide(Deep):
+    """More in its gradients than in what a micro-batch saves: they are averaged in copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)) for _ in range(6)
+        )
+
+
+def test_replicas_of_a_layer_split_average_in_buckets() -> None:
+    keys = {"strategy.replicate": "ddp", "mesh.pp": 2}
+    for predicted, measured, note in run_ranks(peaks, 4, "layer_split", keys, Wide, pp=2):
+        assert note is None
+        # The gradient that was sent last is kept beside them, which nobody foretells.
+        assert predicted.bytes == pytest.approx(measured.bytes, rel=0.01), (predicted, measured)
+
+
+def test_blocks_computed_again_on_shards() -> None:
+    slack = MORE["1f1b_fsdp"]
+    keys = {"strategy.recompute": "full"}
+    for predicted, measured, _ in found(slack, 4, "1f1b_fsdp", keys, pp=2):
+        assert predicted.bytes == pytest.approx(measured.bytes, rel=slack), (predicted, measured)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+@pytest.mark.parametrize("strategy", ["gpipe", "1f1b"])
+def test_recomputed_micro_batches(strategy: str, checkpoint: str) -> None:
+    keys = {"strategy.cut.checkpoint": checkpoint}
+    for predicted, measured, _ in found(SLACK, 2, strategy, keys, pp=2):
+        assert predicted.bytes == pytest.approx(measured.bytes, rel=SLACK), (predicted, measured)
+
+
+def test_recomputing_needs_less() -> None:
+    keys = {"strategy.cut.checkpoint": "always"}
+    plain = run_ranks(peaks, 2, "gpipe", {}, pp=2)
+    for (predicted, measured, _), (_, more, _) in zip(
+        run_ranks(peaks, 2, "gpipe", keys, pp=2), plain, strict=True
+    ):
+        assert predicted.bytes == pytest.approx(measured.bytes, rel=SLACK), (predicted, measured)
+        assert measured.bytes < 0.8 * more.bytes
+
+
+def test_a_rank_never_holds_the_whole_model() -> None:
+    """What is tracked while the stages are built stays below the whole model's parameters."""
+    whole = 4 * sum(p.numel() for p in Deep().parameters())
+    plan = make_plan(job_from_keys("1f1b", {"train.global_batch_size": 64}), 4, "cpu")
+    assert plan.pp == 4
+    for built in run_ranks(build_peak, 4, pp=4):
+        assert built < 0.6 * whole
+
+
+def build_peak(context: RunContext) -> int:
+    job = job_from_keys("1f1b", {"train.global_batch_size": 64, "train.micro_batch_size": 8})
+    samples = tokens(8, ignored=False)
+    loss = CrossEntropy()
+    example = MicroBatch(samples.inputs, samples.targets, loss.count(samples.targets), 8)
+    with Engine(Deep, loss, adamw, job, context, example=example) as engine:
+        peak = engine.meter.measured().peak
+        return 0 if peak is None else peak.bytes

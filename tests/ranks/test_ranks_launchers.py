@@ -1,0 +1,274 @@
+"""The real launchers: what every rank learns, and what is left on screen when one fails."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cluster import find, free_port, slurm
+from support.programs import HELLO, ROOT, Finished, environment, finish, run, start
+
+from bigtrain.ranks.launcher_env import first_host
+
+pytestmark = pytest.mark.launcher
+
+LAUNCHERS = ["torchrun", "deepspeed", "srun", "openmpi", "mpich", "start_ranks"]
+# All ranks are to be gone this many seconds after one failed; the rest is the start.
+GONE_S = 30.0
+LOST = r"bigtrain: rank 0 lost rank 1: it ended without a message \(killed by the system\?"
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    with slurm(tmp_path_factory.mktemp("slurm") / "run") as variables:
+        yield variables
+
+
+def with_each_launcher(others: list[str]) -> list[Any]:
+    """Every launcher with one of what the other ranks do in turn; the rest of the product full."""
+    return [
+        pytest.param(launcher, other, marks=[] if (n - m) % len(others) == 0 else pytest.mark.full)
+        for n, launcher in enumerate(LAUNCHERS)
+        for m, other in enumerate(others)
+    ]
+
+
+def launch(request: pytest.FixtureRequest, launcher: str, *arguments: str) -> Finished:
+    """Run hello.py on two ranks of this node."""
+    script = [HELLO, *arguments]
+    python = [sys.executable, *script]
+    if launcher == "torchrun":
+        return run([*torchrun("--nproc-per-node", "2"), *script])
+    if launcher == "deepspeed":
+        options = ["--num_accelerators", "2", "--master_port", str(free_port())]
+        return run([find("deepspeed"), *options, *script])
+    if launcher == "srun":
+        variables = request.getfixturevalue("cluster")
+        return run([find("srun"), "-n2", "--overcommit", *python], variables)
+    if launcher == "openmpi":
+        # Root may be all there is in a container, and a small machine has one core.
+        options = ["--allow-run-as-root", "--oversubscribe", "-n", "2"]
+        return run([find("mpiexec.openmpi"), *options, *python])
+    if launcher == "mpich":
+        return run([find("mpiexec.hydra"), "-n", "2", *python])
+    return run([sys.executable, str(ROOT / "tests/support/scripts/start.py"), "2", *arguments])
+
+
+def torchrun(*options: str) -> list[str]:
+    program = [sys.executable, "-m", "torch.distributed.run"]
+    return [*program, "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", *options]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_ranks_find_each_other(request: pytest.FixtureRequest, launcher: str) -> None:
+    finished = launch(request, launcher)
+    assert finished.status == 0, finished.output
+    seen = {"start_ranks": "torchrun"}.get(launcher, launcher)
+    for number, rank in enumerate(finished.ranks):
+        assert (rank["rank"], rank["local_rank"]) == (number, number)
+        assert (rank["world_size"], rank["local_world_size"]) == (2, 2)
+        assert (rank["launcher"], rank["total"]) == (seen, 3)
+    assert "Warning" not in finished.output.replace("[WARNING]", "")
+    finished.assert_all_gone()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "others"), with_each_launcher(["collective", "sleep", "compute"])
+)
+def test_one_failure_ends_all(request: pytest.FixtureRequest, launcher: str, others: str) -> None:
+    failing = "0" if others == "compute" else "1"
+    finished = launch(request, launcher, "--fail", "raise", "--on", failing, "--others", others)
+    finished.assert_all_gone()
+    assert finished.status == 1
+    assert finished.seconds < GONE_S
+    # Torchrun adds a traceback of its own, and shows the rank's inside its summary.
+    shown = finished.output.split("Traceback (most recent call last):\n")[1:]
+    assert f"Deliberate: rank {failing} fails on purpose" in shown[-1], finished.output
+    own = [part for part in shown if "torch/distributed/launcher" not in part]
+    assert len(own) == (2 if launcher == "torchrun" else 1), finished.output
+    assert "closed by peer" not in finished.output
+    assert "lost rank" not in finished.output
+
+
+@pytest.mark.parametrize(("launcher", "others"), with_each_launcher(["sleep", "collective"]))
+def test_a_killed_rank_ends_all(request: pytest.FixtureRequest, launcher: str, others: str) -> None:
+    finished = launch(request, launcher, "--fail", "kill", "--others", others)
+    finished.assert_all_gone()
+    assert finished.status != 0
+    assert finished.seconds < GONE_S
+    assert "closed by peer" not in finished.output
+    # Where the launcher is quicker than the survivor, it says itself that a rank was killed.
+    told = re.search(LOST, finished.output) or re.search("[Ss]ignal 9|SIGKILL", finished.output)
+    assert told, finished.output
+    if launcher == "srun":
+        assert re.search(LOST, finished.output), finished.output
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_users_fault_is_said_once(request: pytest.FixtureRequest, launcher: str) -> None:
+    finished = launch(request, launcher, "--early")
+    assert finished.output.count("bigtrain: train.steps=0 is too few. Use train.steps=1") == 1
+    # torchrun has no status but 0 and 1.
+    assert finished.status == (1 if launcher == "torchrun" else 2)
+
+
+def test_the_users_fault_found_by_one_rank(request: pytest.FixtureRequest) -> None:
+    finished = launch(request, "start_ranks", "--fail", "config")
+    assert finished.output.count("bigtrain: train.steps=0 found by rank 1. Use train.") == 1
+    assert "Traceback" not in finished.output
+    assert finished.status == 2
+
+
+def test_the_same_failure_everywhere_is_shown_once(request: pytest.FixtureRequest) -> None:
+    finished = launch(request, "mpich", "--fail", "everywhere")
+    assert finished.output.count("Traceback") == 1
+    assert finished.status == 1
+
+
+@pytest.mark.parametrize(("how", "status"), [("exit7", 1), ("exit75", 75)])
+def test_exit_statuses(request: pytest.FixtureRequest, how: str, status: int) -> None:
+    # The others leave by themselves after an orderly end, and are ended after another one.
+    others = "nothing" if how == "exit75" else "sleep"
+    finished = launch(request, "start_ranks", "--fail", how, "--others", others)
+    assert finished.status == status
+    assert "Traceback" not in finished.output
+    finished.assert_all_gone()
+
+
+def test_a_killed_rank_in_one_line(request: pytest.FixtureRequest) -> None:
+    finished = launch(request, "start_ranks", "--fail", "kill", "--others", "sleep")
+    last = finished.output.splitlines()[-1]
+    assert last.startswith("bigtrain: rank 1 was killed (signal 9): host memory ran out? (host ")
+    assert last.endswith("free now) See the kernel's log: dmesg | tail")
+    assert finished.status == 1
+
+
+@pytest.mark.parametrize(
+    ("signal_name", "status", "others"),
+    [
+        ("SIGINT", 130, "sleep"),
+        ("SIGTERM", 143, "collective"),
+        pytest.param("SIGINT", 130, "collective", marks=pytest.mark.full),
+        pytest.param("SIGTERM", 143, "sleep", marks=pytest.mark.full),
+    ],
+)
+def test_a_stop_ends_all_quietly(signal_name: str, status: int, others: str) -> None:
+    import signal
+
+    command = [sys.executable, str(ROOT / "tests/support/scripts/start.py"), "2"]
+    process = start([*command, "--fail", "nothing", "--others", others, "--linger"])
+    begin = time.monotonic()
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    time.sleep(0.5)
+    process.send_signal(getattr(signal, signal_name))
+    finished = finish(process, begin)
+    Finished(finished.status, first + finished.output, finished.seconds).assert_all_gone()
+    assert finished.status == status
+    assert finished.output == ""
+    assert finished.seconds < GONE_S
+
+
+def test_several_connections_in_one_launch(request: pytest.FixtureRequest) -> None:
+    for launcher in ("mpich", "torchrun", "deepspeed"):
+        finished = launch(request, launcher, "--times", "3")
+        assert finished.status == 0, finished.output
+        assert finished.output.count('[{"rank": 0') == 3
+
+
+def test_two_launches_at_once_do_not_meet() -> None:
+    command = [find("mpiexec.hydra"), "-n", "2", sys.executable, HELLO]
+    begin = time.monotonic()
+    processes = [start(command) for _ in range(2)]
+    for process in processes:
+        finished = finish(process, begin)
+        assert finished.status == 0
+        assert [rank["rank"] for rank in finished.ranks] == [0, 1]
+
+
+def test_wrapper_scripts_do_not_part_the_ranks() -> None:
+    command = [find("mpiexec.hydra"), "-n", "2", "bash", "-c", f"{sys.executable} {HELLO}; exit $?"]
+    finished = run(command)
+    assert finished.status == 0
+    assert len(finished.ranks) == 2
+
+
+@pytest.mark.parametrize("how", ["ok", "uneven", "fail", "guarded"])
+def test_a_connection_that_is_held_open_to_the_end(how: str) -> None:
+    script = str(ROOT / "tests/support/scripts/held_open.py")
+    finished = run([find("mpiexec.hydra"), "-n", "2", sys.executable, script, how])
+    assert "lost rank" not in finished.output
+    if how == "fail":
+        assert finished.status != 0
+        assert finished.output.count("Traceback") == 1
+        assert "[rank1]: ValueError: odd" in finished.output
+    elif how == "guarded":
+        assert (finished.status, finished.output) == (2, "bigtrain: odd\n")
+    else:
+        assert (finished.status, finished.output) == (0, "")
+
+
+@pytest.mark.parametrize("failure", [[], ["--fail", "raise", "--others", "sleep"]])
+def test_torchrun_on_two_nodes(failure: list[str]) -> None:
+    port = str(free_port())
+    begin = time.monotonic()
+    agents = []
+    for node in ("0", "1"):
+        options = ["--nnodes", "2", "--nproc-per-node", "1", "--node-rank", node]
+        address = ["--master-addr", "127.0.0.1", "--master-port", port]
+        program = [sys.executable, "-m", "torch.distributed.run"]
+        agents.append(start([*program, *options, *address, HELLO, *failure]))
+    first, second = (finish(agent, begin) for agent in agents)
+    first.assert_all_gone()
+    assert first.seconds < GONE_S
+    if failure:
+        assert (first.status, second.status) == (1, 1)
+        assert "Deliberate: rank 1 fails on purpose" in second.output
+        assert "Deliberate" not in first.output
+    else:
+        assert (first.status, second.status) == (0, 0)
+        assert [rank["local_world_size"] for rank in first.ranks] == [1, 1]
+
+
+def test_plain_deepspeed() -> None:
+    finished = run([find("deepspeed"), "--master_port", str(free_port()), HELLO])
+    assert finished.status == 0, finished.output
+    assert {rank["launcher"] for rank in finished.ranks} == {"deepspeed"}
+
+
+def test_a_batch_script_is_one_process(cluster: dict[str, str], tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    options = ["-W", "-n2", "--overcommit", "-o", str(output)]
+    wrapped = f"{sys.executable} {HELLO}"
+    run([find("sbatch"), *options, "--wrap", wrapped], cluster)
+    (rank,) = Finished(0, output.read_text(), 0.0).ranks
+    assert (rank["world_size"], rank["launcher"]) == (1, "python")
+
+
+def test_the_first_host_is_slurms(cluster: dict[str, str]) -> None:
+    for node_list in ("gpu[07-09,12],login", "login,gpu[1-2]"):
+        shown = subprocess.run(
+            [find("scontrol"), "show", "hostnames", node_list],
+            env=environment(cluster),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert shown.stdout.split()[0] == first_host(node_list)
+
+
+def test_a_missing_program_fails_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    words = "no-such-program is missing. Run: apt-get install no-such-program"
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match=words):
+        find("no-such-program")
+    monkeypatch.delenv("CI")
+    with pytest.raises(pytest.skip.Exception, match=words):
+        find("no-such-program")

@@ -1,0 +1,52 @@
+"""Pipelines on fairscale and on DeepSpeed: what is refused."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.errors import ConfigError
+from bigtrain.job.load import job_from_keys
+
+FP64 = {"train.precision": "fp64"}
+FAIRSCALE = "gpipe_fairscale"
+
+
+DEEPSPEED = "pipeline_deepspeed"
+
+
+REFUSED = {
+    "schedule=1f1b: fairscale's Pipe has gpipe alone": (FAIRSCALE, 1, {"schedule": "1f1b"}),
+    "does not say on how many": (FAIRSCALE, 1, {"devices": None}),
+    "engine=fairscale has one on each device": (FAIRSCALE, 1, {"stages_per_rank": 2}),
+    "at names 2 places, and strategy.cut.devices=2 has 1 cuts": (FAIRSCALE, 1, {"at": ["a", "b"]}),
+    "zero shards the states of a model on one device": (
+        FAIRSCALE, 2, {"strategy.replicate.name": "zero", "strategy.replicate.engine": "torch"},
+    ),
+    "DeepSpeed's pipelines have 1f1b alone": (DEEPSPEED, 2, {"schedule": "gpipe"}),
+    "have one stage on each rank": (DEEPSPEED, 2, {"stages_per_rank": 2}),
+    "which engine=fairscale does": (DEEPSPEED, 2, {"devices": 2}),
+    "needs at least 2 ranks on the pp axis": (DEEPSPEED, 1, {}),
+    "stages 2 and 3 would shard nothing": (
+        f"{DEEPSPEED}_zero1", 4, {"strategy.replicate.stage": 2},
+    ),
+    "ZeRO on DeepSpeed updates in fp32": (f"{DEEPSPEED}_zero1", 4, FP64),
+    "shards it in another way": (f"{DEEPSPEED}_zero1", 4, {"strategy.replicate.engine": "torch"}),
+    "a DeepSpeed file says what a whole model needs": (
+        f"{DEEPSPEED}_zero1", 4, {"strategy.replicate.config": "ds.json"},
+    ),
+    "keeps all its states on the device": (DEEPSPEED, 2, {"strategy.offload.optimizer": "disk"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_an_engine_cannot_do_is_refused(message: str) -> None:
+    strategy, ranks, keys = REFUSED[message]
+    library = "fairscale" if strategy == FAIRSCALE else "deepspeed"
+    if find_spec(library) is None:
+        pytest.skip(f"{library} is missing")
+    named = {k if "." in k else f"strategy.cut.{k}": v for k, v in keys.items()}
+    with pytest.raises(ConfigError, match=message):
+        make_plan(job_from_keys(strategy, {"train.global_batch_size": 32, **named}), ranks, "cpu")

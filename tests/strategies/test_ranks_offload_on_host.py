@@ -1,0 +1,145 @@
+"""The host updates for the device: the order of copies, tried out with a lane that is late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.nets import TinyLM, tokens
+from support.offloaded import begin_and_continue
+from support.parity import Record, adamw, largest_difference, sgd, train
+from support.ranks import run_ranks
+from torch import Tensor
+
+import bigtrain.optim.partitioned
+import bigtrain.optim.state_store
+from bigtrain.core.strategy import Assembly
+from bigtrain.errors import ConfigError
+from bigtrain.optim.state_store import HostStateStore
+from bigtrain.ranks.context import RunContext
+from bigtrain.strategies.offload import Offload
+
+HOST = {"strategy.offload.name": f"{__name__}:OnHost", "strategy.offload.optimizer": "cpu"}
+
+
+class LateLane:
+    """Does each copy as late as it may: when somebody waits for it, in the order asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Tensor, Tensor]] = []
+        self.done = 0
+        self.most_under_way = 0
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        self.asked.append((target, source))
+        self.most_under_way = max(self.most_under_way, len(self.asked) - self.done)
+
+    def _until(self, number: int) -> None:
+        for target, source in self.asked[self.done : number]:
+            target.copy_(source)
+        self.done = max(self.done, number)
+
+    def completion(self) -> Callable[[], None]:
+        number = len(self.asked)
+        return lambda: self._until(number)
+
+    def wait_all(self) -> None:
+        self._until(len(self.asked))
+
+
+class OnHost(Offload):
+    """As on a GPU, but the device is the CPU."""
+
+    def apply(self, assembly: Assembly) -> None:
+        assembly.state_store = HostStateStore(assembly.context, LateLane())
+
+
+def train_in_small_chunks(context, *args: Any) -> Record:
+    bigtrain.optim.partitioned.chunk_elements = lambda *_: 64
+    return train(context, *args)
+
+
+CASES = {
+    "fp32": {},
+    "accumulating and clipped": {"train.micro_batch_size": 2, "optim.clip_norm": 0.5},
+    "fp64": {"train.precision": "fp64", "optim.clip_norm": 0.5},
+    "bf16": {"train.precision": "bf16", "train.micro_batch_size": 2, "optim.clip_norm": 0.5},
+}
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("world_size", "strategy"), [(1, "single"), (2, "ddp"), (2, "zero1_torch"), (2, "fsdp")]
+)
+def test_late_copies_change_nothing(case, optimizer, world_size, strategy):
+    args = (TinyLM, tokens(22), strategy)
+    plain = run_ranks(train_in_small_chunks, world_size, *args, CASES[case], 4, optimizer)
+    keys = {**CASES[case], **HOST}
+    host = run_ranks(train_in_small_chunks, world_size, *args, keys, 4, optimizer)
+    for mine, theirs in zip(plain, host, strict=True):
+        assert mine.losses == theirs.losses
+        assert largest_difference(mine, theirs) == 0
+
+
+@pytest.mark.parametrize(("world_size", "strategy"), [(1, "single"), (2, "zero1_torch")])
+def test_checkpoints_go_both_ways(tmp_path, world_size, strategy):
+    ways = {"plain": (strategy, {}), "host": (strategy, HOST)}
+    keys = {"train.precision": "bf16"}
+    losses = {
+        str(
+            run_ranks(begin_and_continue, world_size, tmp_path / f"{a}-{b}", ways[a], ways[b], keys)
+        )
+        for a in ways
+        for b in ways
+    }
+    assert len(losses) == 1
+
+
+def test_the_next_chunk_comes_while_this_one_is_updated():
+    lane = LateLane()
+    home = HostStateStore(RunContext.alone(), lane)
+    parameter = torch.nn.Parameter(torch.zeros(256))
+    before = bigtrain.optim.partitioned.chunk_elements
+    bigtrain.optim.partitioned.chunk_elements = lambda *_: 64
+    try:
+        update = bigtrain.optim.partitioned.PartitionedUpdate({"p": parameter}, adamw, home=home)
+    finally:
+        bigtrain.optim.partitioned.chunk_elements = before
+    parameter.grad = torch.ones(256)
+    seen = []
+    step = update.optimizer.step
+
+    def watched() -> None:
+        seen.append((len(lane.asked), lane.done))
+        step()
+
+    update.optimizer.step = watched  # type: ignore[method-assign]
+    update.step()
+    # Before each of four updates: two gradients asked for at first, then a value back and a
+    # gradient over each time; one of them, or value and gradient, still under way.
+    assert seen == [(2, 1), (4, 2), (6, 4), (7, 6)]
+    assert lane.done == len(lane.asked) == 8
+    values = parameter.detach()
+    assert torch.equal(values, values[:1].expand(256))
+    assert values[0] < 0
+
+
+def build_with_little_memory(context, free: int) -> str:
+    bigtrain.optim.state_store.free_memory = lambda: free if context.rank == 1 else 10**12
+    make = torch.optim.AdamW
+    try:
+        HostStateStore(context).ensure_space(updated=400, copied=400, make_optimizer=make)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_the_hosts_memory_must_hold_all_ranks_and_they_say_the_same():
+    assert run_ranks(build_with_little_memory, 2, 2400) == ["", ""]
+    first, second = run_ranks(build_with_little_memory, 2, 2399)
+    assert first == second
+    assert "(2400 bytes)" in first
+    assert "(2399 bytes)" in first

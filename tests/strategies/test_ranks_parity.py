@@ -1,0 +1,158 @@
+"""Every strategy computes what one process computes on the same global batch.
+
+In float64 differences are at rounding level, so a wrong factor, a lost micro-batch or a mean of
+means cannot hide. The data have 22 samples to a global batch of 8: every third batch is ragged,
+whole samples have no valid target, and with four ranks some ranks have none at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.nets import TinyLM, tokens
+from support.parity import Record, adamw, largest_difference, train
+from support.ranks import run_ranks
+
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.errors import ConfigError
+from bigtrain.job.load import job_from_keys
+from bigtrain.job.presets import preset_names
+
+ON_DEVICES = ("layer_split_devices", "gpipe_fairscale")
+"""Several devices of one process."""
+ON_FOUR = (
+    "hybrid",
+    "1f1b_ddp",
+    "1f1b_zero1",
+    "1f1b_zero2",
+    "1f1b_fsdp",
+    "pipeline_deepspeed_zero1",
+)
+FP64 = {"train.precision": "fp64", "optim.clip_norm": 0.5}
+
+
+def reference(precision: str = "fp64", **how) -> Record:
+    keys = {"train.precision": precision, "optim.clip_norm": 0.5}
+    return run_ranks(train, 1, TinyLM, tokens(22), "single", keys, *how.values())[0]
+
+
+@pytest.fixture(scope="module")
+def expected() -> Record:
+    return reference()
+
+
+CASES = {
+    "whole batch": {},
+    "accumulation": {"train.micro_batch_size": 1},
+    "two rows at a time": {"train.micro_batch_size": 2},
+    "small buckets": {"strategy.replicate.bucket_size": 64, "train.micro_batch_size": 1},
+    "separate buckets": {"strategy.replicate.gradient_as_bucket_view": False},
+    "static graph": {"strategy.replicate.static_graph": True},
+    "static graph, accumulating": {
+        "strategy.replicate.static_graph": True,
+        "train.micro_batch_size": 1,
+    },
+    "separate buckets, accumulating": {
+        "strategy.replicate.gradient_as_bucket_view": False,
+        "train.micro_batch_size": 1,
+    },
+    "unused parameters, accumulating": {
+        "strategy.replicate.find_unused_parameters": True,
+        "train.micro_batch_size": 1,
+    },
+    "unused parameters": {"strategy.replicate.find_unused_parameters": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ddp_equals_one_process_in_float64(expected, world_size, case):
+    records = run_ranks(train, world_size, TinyLM, tokens(22), "ddp", {**FP64, **CASES[case]})
+    for record in records:
+        assert largest_difference(expected, record) < 1e-10
+
+
+@pytest.mark.parametrize("strategy", preset_names("strategies"))
+def test_every_listed_strategy_equals_one_process(expected, strategy):
+    """A new preset is tested the moment its file is there, in float64 where it may be."""
+    world_size = 1 if strategy.startswith("single") or strategy in ON_DEVICES else 2
+    world_size = 4 if strategy in ON_FOUR else world_size
+    keys = {**FP64, "train.micro_batch_size": 2}
+    one, tolerance = expected, 1e-10
+    if refusal(strategy, keys, world_size):
+        one, tolerance = reference("fp32"), 1e-5
+        keys["train.precision"] = "fp32"
+        reason = refusal(strategy, keys, world_size)
+        if reason:  # it cannot run on a CPU at all: then it says what to use there
+            assert "needs CUDA" in reason
+            assert "Use --strategy" in reason
+            return
+    job = job_from_keys(strategy, {"train.global_batch_size": 8, **keys})
+    pp = make_plan(job, world_size, "cpu").pp
+    for record in run_ranks(train, world_size, TinyLM, tokens(22), strategy, keys, pp=pp):
+        assert largest_difference(one, record) < tolerance
+
+
+def refusal(strategy: str, keys: dict[str, Any], world_size: int) -> str | None:
+    """Why a plan is refused, or None."""
+    try:
+        make_plan(
+            job_from_keys(strategy, {"train.global_batch_size": 8, **keys}), world_size, "cpu"
+        )
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def test_accumulation_on_one_process_equals_the_whole_batch(expected):
+    for rows in (1, 3):
+        keys = {**FP64, "train.micro_batch_size": rows}
+        if rows == 3:  # an accumulation that does not divide the batch evenly
+            keys["train.global_batch_size"] = 9
+            whole = run_ranks(
+                train, 1, TinyLM, tokens(22), "single", {**FP64, "train.global_batch_size": 9}
+            )
+            record = run_ranks(train, 1, TinyLM, tokens(22), "single", keys)[0]
+            assert largest_difference(whole[0], record) < 1e-10
+        else:
+            record = run_ranks(train, 1, TinyLM, tokens(22), "single", keys)[0]
+            assert largest_difference(expected, record) < 1e-10
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ddp_equals_one_process_in_float32(world_size):
+    one = reference("fp32")
+    keys = {"optim.clip_norm": 0.5, "train.micro_batch_size": 1}
+    for record in run_ranks(train, world_size, TinyLM, tokens(22), "ddp", keys):
+        assert largest_difference(one, record) < 1e-5
+
+
+def test_adamw_has_the_same_losses():
+    one = run_ranks(train, 1, TinyLM, tokens(22), "single", {}, 6, adamw)[0]
+    for record in run_ranks(train, 2, TinyLM, tokens(22), "ddp", {}, 6, adamw):
+        assert record.losses == pytest.approx(one.losses, abs=2e-6)
+
+
+@pytest.mark.parametrize("hook", ["fp16", "bf16", "powersgd"])
+def test_compressed_gradients_stay_close_and_are_not_the_same(hook):
+    keys = {"strategy.replicate.compress": hook, "strategy.replicate.powersgd_start": 2}
+    one = run_ranks(train, 1, TinyLM, tokens(22), "single", {})[0]
+    record = run_ranks(train, 2, TinyLM, tokens(22), "ddp", keys)[0]
+    # PowerSGD keeps one direction of each matrix: it learns, but on a path of its own.
+    assert record.losses == pytest.approx(one.losses, abs=0.5 if hook == "powersgd" else 0.02)
+    assert largest_difference(one, record) > 0
+
+
+def test_bf16_equals_one_process_in_bf16_and_keeps_fp32_weights():
+    bf16 = {"train.precision": "bf16", "optim.clip_norm": 0.5}
+    one = run_ranks(train, 1, TinyLM, tokens(22), "single", bf16)[0]
+    record = run_ranks(train, 2, TinyLM, tokens(22), "ddp", bf16)[0]
+    assert record.losses == pytest.approx(one.losses, abs=5e-3)
+    assert all(t.dtype.is_floating_point and t.element_size() == 4 for t in record.weights.values())
+
+
+def test_a_wrong_gradient_would_be_seen(expected):
+    """The yardstick itself: a run with another rate differs by far more than the tolerance."""
+    other = run_ranks(train, 1, TinyLM, tokens(22, ignored=False), "single", FP64)[0]
+    assert largest_difference(expected, other) > 1e-3

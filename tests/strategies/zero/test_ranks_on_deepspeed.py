@@ -1,0 +1,344 @@
+"""ZeRO on DeepSpeed: the numbers of one process, memory as predicted, one checkpoint for all."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from support.nets import Gained, Sometimes, TinyConv, TinyLM, tokens
+from support.parity import Record, adamw, largest_difference, sgd, train
+from support.peaks import text, wide
+from support.ranks import run_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from bigtrain.data import MicroBatch
+from bigtrain.data.source import TensorSamples
+from bigtrain.engine.engine import Engine
+from bigtrain.errors import NonFiniteError
+from bigtrain.job.load import job_from_keys
+from bigtrain.losses.loss import CrossEntropy
+
+# Not imported: the ranks import this module, and load DeepSpeed as a run does.
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is missing")
+
+OFFLOADED = ["zero2_offload", "zero3_offload"]
+STAGES = ["zero1", "zero2", "zero3"]
+CLIP = {"optim.clip_norm": 0.5}
+
+
+class Recomputed(TinyLM):
+    """Its block is computed a second time in the backward pass."""
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        x = x + checkpoint(self.block, x, use_reentrant=False)
+        return self.head(x)
+
+    def block(self, x):
+        return self.down(torch.relu(self.up(self.norm(x))))
+
+
+def several(context, strategy, cases):
+    """One record for each case: a start of DeepSpeed costs more than a run."""
+    found = []
+    for model, keys, steps, optimizer in cases:
+        found.append(train(context, model, tokens(22), strategy, keys, steps, optimizer))
+    return found
+
+
+BF16 = {**CLIP, "train.precision": "bf16"}
+CASES = {
+    "whole batch": (TinyLM, CLIP, 6, sgd),
+    "accumulating": (TinyLM, {**CLIP, "train.micro_batch_size": 1}, 6, sgd),
+    "recomputing": (Recomputed, {**CLIP, "train.micro_batch_size": 2}, 6, sgd),
+    "large buckets": (TinyLM, {**CLIP, "strategy.replicate.bucket_size": "1MiB"}, 6, sgd),
+    "adamw": (TinyLM, {}, 10, adamw),
+    "bf16": (TinyLM, BF16, 6, sgd),
+    "bf16, accumulating": (TinyLM, {**BF16, "train.micro_batch_size": 2}, 6, sgd),
+}
+
+
+@pytest.fixture(scope="module")
+def one_process() -> dict[str, Record]:
+    plain = {
+        name: (model, {k: v for k, v in keys.items() if "bucket" not in k}, *how)
+        for name, (model, keys, *how) in CASES.items()
+    }
+    records = run_ranks(several, 1, "single", list(plain.values()))[0]
+    return dict(zip(CASES, records, strict=True))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("strategy", STAGES)
+def test_it_equals_one_process(one_process, strategy, world_size):
+    short = ("accumulating", "adamw")
+    cases = {name: case for name, case in CASES.items() if world_size == 2 or name in short}
+    ranks = run_ranks(several, world_size, strategy, list(cases.values()), timeout_s=120.0)
+    for records in ranks:
+        for name, record in zip(cases, records, strict=True):
+            expected = one_process[name]
+            if name == "adamw":
+                assert record.losses == pytest.approx(expected.losses, abs=2e-6)
+            elif name.startswith("bf16"):
+                assert record.losses == pytest.approx(expected.losses, rel=5e-3)
+                assert all(t.dtype == torch.float32 for t in record.weights.values())
+            else:
+                assert largest_difference(expected, record) < 1e-5, name
+
+
+@pytest.mark.parametrize("strategy", OFFLOADED)
+def test_its_own_offload_equals_one_process(one_process, strategy):
+    names = ("accumulating", "adamw")
+    ranks = run_ranks(several, 2, strategy, [CASES[name] for name in names])
+    for accumulated, adaptive in ranks:
+        assert largest_difference(one_process["accumulating"], accumulated) < 1e-5
+        assert adaptive.losses == pytest.approx(one_process["adamw"].losses, abs=2e-6)
+
+
+def in_two_groups(parameters):
+    parameters = list(parameters)
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+class Frozen(TinyLM):
+    """A norm that is not trained, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.requires_grad_(False)
+        self.register_buffer("scale", torch.full((1,), 0.5))
+
+    def forward(self, tokens):
+        return super().forward(tokens) * self.scale
+
+
+def trained(context, strategy, runs):
+    """For each run: losses with changing rates and an evaluation between the steps, and state."""
+    found = []
+    samples, size = tokens(8), 8 // context.world_size
+    mine = slice(context.rank * size, (context.rank + 1) * size)
+    batch = samples.inputs[mine], samples.targets[mine]
+    for model, optimizer, keys in runs:
+        job = job_from_keys(strategy, {"train.global_batch_size": 8, **keys})
+        how = {"learning_rate": (1e-2, 5e-3, 1e-3, 2e-2).__getitem__}
+        with Engine(model, CrossEntropy(), optimizer, job, context, **how) as engine:
+            losses = []
+            for _ in range(4):
+                losses.append(engine.step(batch).loss)
+                engine.evaluate([MicroBatch(*batch, engine.loss.count(batch[1]), size)])
+            state = {name: s.read().clone() for name, s in engine.runner.state().items()}
+        found.append((losses, state))
+    return found
+
+
+RUNS = [(TinyLM, in_two_groups, {}), (Frozen, adamw, {}), (Frozen, sgd, {})]
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_groups_rates_frozen_parameters_and_evaluation(strategy):
+    for one, two in zip(
+        run_ranks(trained, 1, "single", RUNS)[0],
+        run_ranks(trained, 2, strategy, RUNS, timeout_s=120.0)[1],
+        strict=True,
+    ):
+        assert two[0] == pytest.approx(one[0], abs=2e-6)
+        assert one[1].keys() == two[1].keys()
+        for name, tensor in one[1].items():
+            assert (tensor - two[1][name]).abs().max() < 1e-4, name
+
+
+def images() -> TensorSamples:
+    generator = torch.Generator().manual_seed(3)
+    return TensorSamples(torch.randn(16, 1, 8, 8, generator=generator), torch.arange(16) % 3)
+
+
+def convolving(context, strategy, precision):
+    keys = {"train.precision": precision}
+    return train(context, TinyConv, images(), strategy, keys, 4)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_buffers_follow_the_first_rank_as_under_ddp(strategy):
+    one = run_ranks(convolving, 2, "ddp", "fp32")[0]
+    record = run_ranks(convolving, 2, strategy, "fp32")[0]
+    assert largest_difference(one, record) < 1e-5
+    with pytest.raises(AssertionError, match="kernels of BatchNorm2d.*--strategy zero1_torch"):
+        run_ranks(convolving, 2, strategy, "bf16")
+
+
+def continued(context, strategy, folder, optimizer, load, precision, model=TinyLM):
+    """Three steps, or a checkpoint of them; then three more: (path, their losses)."""
+    job = job_from_keys(
+        strategy, {"train.global_batch_size": 8, **CLIP, "train.precision": precision}
+    )
+    samples, size = tokens(48), 8 // context.world_size
+
+    def step(engine):
+        start = 8 * engine.steps_done + context.rank * size
+        part = slice(start, start + size)
+        return engine.step((samples.inputs[part], samples.targets[part])).loss
+
+    with Engine(model, CrossEntropy(), optimizer, job, context) as engine:
+        if load is not None:
+            engine.load(Path(load))
+        else:
+            for _ in range(3):
+                step(engine)
+        path = engine.save(folder)
+        return str(path), [step(engine) for _ in range(3)]
+
+
+WAYS = [
+    ("ddp", 2, "zero3", 4, adamw, "fp32"),
+    ("zero3", 2, "ddp", 1, adamw, "fp32"),
+    ("zero1", 4, "zero2", 2, sgd, "fp32"),
+    ("zero2", 2, "zero3", 2, sgd, "fp32"),
+    ("zero3", 2, "zero1", 2, adamw, "bf16"),
+]
+NUMBERS = [("ddp", 2, "zero1", 2, adamw, "fp32"), ("zero2", 2, "zero1_torch", 2, adamw, "fp32")]
+
+
+@pytest.mark.parametrize("way", WAYS + NUMBERS, ids=lambda way: f"{way[0]}-{way[2]}-{way[5]}")
+def test_a_checkpoint_goes_from_one_strategy_to_another(way, tmp_path):
+    saver, savers, loader, loaders, optimizer, precision = way
+    about = (precision, Gained if way in NUMBERS else TinyLM)
+    saved = run_ranks(continued, savers, saver, tmp_path / "a", optimizer, None, *about)
+    path, losses = saved[0]
+    again = run_ranks(continued, loaders, loader, tmp_path / "b", optimizer, path, *about)
+    for _, found in again:
+        close = {"abs": 2e-6} if precision == "fp32" else {"rel": 5e-3}
+        assert found == pytest.approx(losses, **close)
+    # What is written right after loading is what was loaded, file by file.
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (Path(path) / name).read_bytes() == (Path(again[0][0]) / name).read_bytes()
+
+
+def of_zeros(parameters):
+    """What is without a gradient gets zeros, as in DeepSpeed's flat gradients."""
+
+    def fill(optimizer, *_):
+        for parameter in optimizer.param_groups[0]["params"]:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    optimizer = sgd(parameters)
+    optimizer.register_step_pre_hook(fill)
+    return optimizer
+
+
+MIXED = [
+    (Sometimes, {}, 4, of_zeros),
+    (Sometimes, {**CLIP, "train.micro_batch_size": 2}, 4, sgd),
+    (Gained, CLIP, 4, sgd),
+]
+
+
+@pytest.fixture(scope="module")
+def mixed() -> list[Record]:
+    unused = {"strategy.replicate.find_unused_parameters": True}
+    ways = [(model, {**keys, **unused}, *how) for model, keys, *how in MIXED]
+    return run_ranks(several, 2, "ddp", ways)[0]
+
+
+@pytest.mark.parametrize("strategy", [*STAGES, *OFFLOADED])
+def test_a_step_or_a_micro_batch_may_do_without_a_parameter(mixed, strategy):
+    for records in run_ranks(several, 2, strategy, [(*c[:3], sgd) for c in MIXED], timeout_s=120.0):
+        for one, record in zip(mixed, records, strict=True):
+            assert record.losses == pytest.approx(one.losses, abs=2e-6)
+            for name, weight in one.weights.items():
+                assert (record.weights[name] - weight).abs().max() < 1e-5, name
+
+
+class Overflowing(TinyLM):
+    """Its loss is no number from the second step on."""
+
+    def forward(self, tokens):
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(tokens) * (float("inf") if self.calls > 1 else 1.0)
+
+
+def overflowing(context, strategy):
+    samples = tokens(8, ignored=False)
+    job = job_from_keys(strategy, {"train.global_batch_size": 16, "memory.predict": False})
+    with Engine(Overflowing, CrossEntropy(), sgd, job, context) as engine:
+        batch = samples.inputs, samples.targets
+        engine.step(batch)
+        before = engine.runner.state()["model.up.weight"].read().clone()
+        with pytest.raises(NonFiniteError, match="step 2: the loss of rank 0 is (nan|inf)"):
+            engine.step(batch)
+        return torch.equal(before, engine.runner.state()["model.up.weight"].read())
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_a_loss_that_is_no_number_stops_before_the_update(strategy):
+    assert run_ranks(overflowing, 2, strategy) == [True, True]
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(
+        nn.Embedding(13, 64), *(nn.Linear(64, 64) for _ in range(24)), nn.Linear(64, 13)
+    )
+
+
+def measured(context, strategy, cases):
+    """For each case (peak while building, predicted, measured), after three steps."""
+    found = []
+    for model, optimizer, keys, repeats in cases:
+        inputs, targets = (t.repeat(repeats, 1) for t in text())
+        keys = {"train.global_batch_size": len(inputs) * context.world_size, **keys}
+        keys["train.micro_batch_size"] = len(inputs) // repeats
+        job, loss = job_from_keys(strategy, keys), CrossEntropy()
+        size = len(inputs) // repeats
+        example = MicroBatch(inputs[:size], targets[:size], loss.count(targets[:size]), size)
+        with Engine(model, loss, optimizer, job, context, example=example) as engine:
+            built = engine.meter.peak_bytes()
+            for _ in range(3):
+                engine.step((inputs.clone(), targets.clone()))
+            found.append((built, engine.predicted, engine.meter.measured().peak))
+    return found
+
+
+MEASURED = [
+    (wide, adamw, {}, 1),
+    (wide, adamw, {"train.precision": "bf16"}, 1),
+    (wide, adamw, {}, 2),
+    (wide, adamw, {"train.precision": "bf16", "optim.clip_norm": 1.0}, 2),
+    (wide, sgd, {"strategy.replicate.bucket_size": "256KiB"}, 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [("zero1", 2), ("zero2", 2), ("zero3", 2), ("zero1", 4), ("zero3", 4), ("zero2_offload", 2)],
+)
+def test_the_peak_of_every_rank_is_predicted(strategy, world_size):
+    cases = MEASURED[:4] if world_size == 2 else MEASURED[:2]
+    ranks = run_ranks(measured, world_size, strategy, cases, timeout_s=120.0)
+    for number, _ in enumerate(cases):
+        peaks = [found[number][2].bytes for found in ranks]
+        for found, peak in zip(ranks, peaks, strict=True):
+            predicted = found[number][1]
+            # Under stage 3 all ranks are alike, but for what gloo's threads hold on to a moment.
+            real = min(peaks) if "3" in strategy else peak
+            slack = 0.05 if real == max(peaks) else 0.07
+            assert predicted.bytes == pytest.approx(real, rel=slack), (number, predicted, peaks)
+            assert predicted.phase == "backward"
+
+
+def test_each_stage_holds_less_and_stage_3_is_built_in_shards():
+    peak = {}
+    whole = sum(p.nbytes for p in deep().parameters())
+    for strategy in ("ddp", *STAGES):
+        ranks = run_ranks(measured, 2, strategy, [(deep, adamw, {}, 2)])
+        peak[strategy] = max(found[0][2].bytes for found in ranks)
+    assert peak["ddp"] > peak["zero1"] > peak["zero2"] > peak["zero3"]
+    # Shards, copies of shards that DeepSpeed makes while it builds, and one layer.
+    for found in run_ranks(measured, 4, "zero3", [(deep, adamw, {}, 1)], timeout_s=120.0):
+        assert found[0][0] < whole

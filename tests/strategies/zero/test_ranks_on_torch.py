@@ -1,0 +1,192 @@
+"""ZeRO on PyTorch's own parts: the numbers of one process, the memory that stages promise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.nets import TinyConv, TinyLM, tokens
+from support.parity import Record, adamw, largest_difference, sgd, train
+from support.peaks import peaks, text
+from support.ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from bigtrain.data.source import TensorSamples
+from bigtrain.engine.engine import Engine
+from bigtrain.job.load import job_from_keys
+from bigtrain.losses.loss import CrossEntropy
+
+PRESETS = ("zero1_torch", "fsdp_zero2", "fsdp")
+FP64 = {"train.precision": "fp64", "optim.clip_norm": 0.5}
+
+
+class Deep(nn.Module):
+    """Blocks in a row, so that there is something to gather one by one; recomputed if asked."""
+
+    def __init__(self, width: int = 64, blocks: int = 4, recompute: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.0)
+            ).append(nn.Linear(4 * width, width))
+            for _ in range(blocks)
+        )
+        self.head = nn.Linear(width, 13, bias=False)
+        self.head.weight = self.embedding.weight
+        self.recompute = recompute
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.recompute else block(x))
+        return self.head(x) / x.shape[-1]
+
+
+def recomputed() -> nn.Module:
+    return Deep(recompute=True)
+
+
+def images() -> TensorSamples:
+    generator = torch.Generator().manual_seed(3)
+    return TensorSamples(
+        torch.randn(16, 1, 6, 6, generator=generator), torch.randint(3, (16,), generator=generator)
+    )
+
+
+def differences(context, strategy, cases):
+    return [train(context, *case[:2], strategy, case[2], 6, case[3]) for case in cases]
+
+
+def alone(cases):
+    return run_ranks(differences, 1, "single", cases)[0]
+
+
+ONE = [
+    (Deep, tokens(22), FP64, sgd),
+    (Deep, tokens(22), {**FP64, "train.micro_batch_size": 1}, sgd),
+    (recomputed, tokens(22), FP64, sgd),
+    (TinyLM, tokens(22), {"optim.clip_norm": 0.5}, sgd),
+]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Record]:
+    return alone(ONE)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("strategy", [*PRESETS, "hybrid"])
+def test_the_numbers_are_those_of_one_process(expected, strategy, world_size):
+    for records in run_ranks(differences, world_size, strategy, ONE):
+        for one, record, case in zip(expected, records, ONE, strict=True):
+            tolerance = 1e-10 if case[2].get("train.precision") == "fp64" else 1e-5
+            assert largest_difference(one, record) < tolerance
+
+
+@pytest.mark.parametrize("strategy", PRESETS)
+def test_adamw_has_the_same_losses_over_ten_steps(strategy):
+    one = run_ranks(train, 1, Deep, tokens(22), "single", {}, 10, adamw)[0]
+    for record in run_ranks(train, 2, Deep, tokens(22), strategy, {}, 10, adamw):
+        assert record.losses == pytest.approx(one.losses, abs=2e-6)
+
+
+def gentle(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.02)
+
+
+@pytest.mark.parametrize("strategy", [*PRESETS, "ddp"])
+def test_bf16_stays_near_and_the_saved_weights_are_fp32(strategy):
+    bf16 = {"train.precision": "bf16"}
+    one = run_ranks(train, 1, Deep, tokens(22), "single", bf16, 10, gentle)[0]
+    record = run_ranks(train, 2, Deep, tokens(22), strategy, bf16, 10, gentle)[0]
+    assert record.losses == pytest.approx(one.losses, rel=5e-3)
+    assert {t.dtype for t in record.weights.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("strategy", PRESETS)
+def test_batchnorm_works_in_bf16(strategy):
+    keys = {"train.precision": "bf16", "train.global_batch_size": 8}
+    one = run_ranks(train, 2, TinyConv, images(), "ddp", keys, 4, gentle)[0]
+    record = run_ranks(train, 2, TinyConv, images(), strategy, keys, 4, gentle)[0]
+    assert record.losses == pytest.approx(one.losses, rel=5e-3)
+
+
+def peak_of(context, strategy, keys, optimizer):
+    return peaks(context, Deep, text(), strategy, keys, optimizer)
+
+
+@pytest.mark.parametrize("keys", [{}, {"train.micro_batch_size": 8}, {"train.precision": "bf16"}])
+def test_more_sharding_is_less_memory_and_the_peak_is_predicted(keys):
+    found = {s: run_ranks(peak_of, 2, s, keys, adamw)[0] for s in ("ddp", *PRESETS)}
+    measured = [peak.bytes for _, peak, _ in found.values()]
+    if "train.micro_batch_size" not in keys:  # stage 2 holds shards of what it has gathered, too
+        assert measured == sorted(measured, reverse=True), measured
+    for strategy, (predicted, peak, note) in found.items():
+        assert note is None
+        assert predicted.bytes == pytest.approx(peak.bytes, rel=0.07), strategy
+
+
+def build_peak(context, strategy):
+    job = job_from_keys(strategy, {"train.global_batch_size": 8})
+    with Engine(lambda: Deep(width=128, blocks=8), CrossEntropy(), sgd, job, context) as engine:
+        size = sum(p.numel() * 4 for p in Deep(width=128, blocks=8).parameters())
+        return engine.meter.peak_bytes(), size
+
+
+def test_a_rank_never_holds_the_whole_model():
+    peak, size = run_ranks(build_peak, 4, "fsdp")[0]
+    assert peak < 0.6 * size  # a quarter, and the block that is being made
+
+
+def saved_and_continued(context, strategy, folder, steps, resume):
+    job = job_from_keys(strategy, {"train.global_batch_size": 8, "optim.clip_norm": 0.5})
+    data = tokens(32, ignored=False)
+    losses = []
+    with Engine(Deep, CrossEntropy(), adamw, job, context) as engine:
+        if resume is not None:
+            engine.load(resume)
+        for step in range(engine.steps_done, engine.steps_done + steps):
+            rows = torch.arange(8) + 8 * (step % 4)
+            mine = rows[context.dp_rank :: context.dp_size]
+            losses.append(engine.step((data.inputs[mine], data.targets[mine])).loss)
+        path = engine.save(folder)
+    return losses, path
+
+
+@pytest.mark.parametrize("strategy", PRESETS)
+def test_checkpoints_go_from_any_strategy_and_world_size_to_any(strategy, tmp_path):
+    there = tmp_path / "there"
+    whole, _ = run_ranks(saved_and_continued, 1, "single", tmp_path / "one", 4, None)[0]
+    _, plain = run_ranks(saved_and_continued, 2, "ddp", tmp_path / "ddp", 2, None)[0]
+    resumed, sharded = run_ranks(saved_and_continued, 4, strategy, there, 1, plain)[0]
+    last, _ = run_ranks(saved_and_continued, 2, "ddp", tmp_path / "again", 1, sharded)[0]
+    assert [*resumed, *last] == pytest.approx(whole[2:], abs=2e-6)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp_zero2"])
+def test_parameters_on_the_host_are_the_same_numbers(expected, strategy):
+    keys = {**FP64, "strategy.offload.parameters": "cpu"}
+    for record in run_ranks(train, 2, Deep, tokens(22), strategy, keys):
+        assert largest_difference(expected[0], record) < 1e-10
+
+
+def advice(context, strategy, width):
+    batch = text()
+    job = job_from_keys(strategy, {"train.global_batch_size": 32})
+    with Engine(lambda: Deep(width), CrossEntropy(), adamw, job, context) as engine:
+        engine.step(batch)
+        return engine.advice
+
+
+def test_one_rank_is_told_that_there_is_nothing_to_shard():
+    assert (
+        "nothing to shard on one rank" in run_ranks(advice, 1, "fsdp", 64, force_group=True)[0][0]
+    )
+
+
+def test_activations_that_dominate_are_named():
+    lines = run_ranks(advice, 2, "fsdp", 24)[0]
+    assert any("are activations, which ZeRO stage 3 does not touch" in line for line in lines)

@@ -1,0 +1,35 @@
+"""A DeepSpeed configuration file with every value left to the job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+AUTO: dict[str, Any] = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+    "zero_optimization": {
+        "stage": 2,
+        "reduce_bucket_size": "auto",
+        "allgather_bucket_size": "auto",
+        "overlap_comm": True,
+        "stage3_prefetch_bucket_size": "auto",
+    },
+    "steps_per_print": 1000000,
+}
+
+
+def written(folder: Path, text: str | None = None, **changes: Any) -> str:
+    path = folder / "ds.json"
+    path.write_text(text if text is not None else json.dumps({**AUTO, **changes}))
+    return str(path)

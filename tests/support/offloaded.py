@@ -1,0 +1,35 @@
+"""A run that is cut in two by a checkpoint, with its optimizer's state anywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support.nets import TinyLM, tokens
+from support.parity import adamw
+
+import bigtrain.optim.partitioned
+from bigtrain.engine.engine import Engine
+from bigtrain.job.load import job_from_keys
+from bigtrain.losses.loss import CrossEntropy
+
+DISK = {"strategy.offload.optimizer": "disk"}
+
+
+def begin_and_continue(context, folder, first, second, keys) -> list[float]:
+    """Three steps, saved by one way and continued by the other; the losses of the last three."""
+    bigtrain.optim.partitioned.chunk_elements = lambda *_: 64
+    samples = tokens(8)
+    mine = slice(context.rank, None, context.world_size)
+    batch = samples.inputs[mine].clone(), samples.targets[mine].clone()
+
+    def engine(strategy: str, extra: dict[str, Any]) -> Engine:
+        job = job_from_keys(strategy, {"train.global_batch_size": 8, **keys, **extra})
+        return Engine(TinyLM, CrossEntropy(), adamw, job, context)
+
+    with engine(*first) as one:
+        for _ in range(3):
+            one.step(batch)
+        path = context.broadcast_object(one.save(folder))
+    with engine(*second) as other:
+        other.load(path)
+        return [other.step(batch).loss for _ in range(3)]

@@ -1,0 +1,41 @@
+"""A few steps on one batch, for the peak that was predicted and the one that was reached."""
+
+from __future__ import annotations
+
+import torch
+from support.nets import TinyLM, tokens
+from torch import Tensor, nn
+
+from bigtrain.data import MicroBatch
+from bigtrain.engine.engine import Engine
+from bigtrain.job.load import job_from_keys
+from bigtrain.losses.loss import CrossEntropy
+
+
+def peaks(context, model, batch, strategy, keys, optimizer):
+    """Train four steps on one batch; return (predicted, measured, why not)."""
+    rows = len(batch[0]) * context.world_size
+    job = job_from_keys(
+        strategy, {"train.global_batch_size": rows, "memory.track_steps": 4, **keys}
+    )
+    loss = CrossEntropy(class_dim=1) if batch[0].dim() == 4 else CrossEntropy()
+    size = job.train.micro_batch_size or len(batch[0])
+    inputs, targets = batch[0][:size], batch[1][:size]
+    example = MicroBatch(inputs, targets, loss.count(targets), size)
+    with Engine(model, loss, optimizer, job, context, example=example) as engine:
+        for _ in range(4):
+            engine.step(tuple(t.clone() for t in batch))
+        return engine.predicted, engine.meter.measured().peak, engine.prediction_note
+
+
+def wide() -> nn.Module:
+    return TinyLM(width=64)
+
+
+def text() -> tuple[Tensor, Tensor]:
+    samples = tokens(32, ignored=False)
+    return samples.inputs, samples.targets
+
+
+def images() -> tuple[Tensor, Tensor]:
+    return torch.randn(8, 1, 24, 24), torch.arange(8) % 3

@@ -1,0 +1,92 @@
+"""Run a real launcher from a test and see what came out of it and what it left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HELLO = str(Path(__file__).parent / "scripts" / "hello.py")
+# What one launcher sets must not reach the next one.
+_CLEARED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Finished:
+    status: int
+    output: str
+    """Standard output and standard error, in the order in which they came."""
+    seconds: float
+
+    @property
+    def ranks(self) -> list[dict[str, Any]]:
+        """What every rank said of itself."""
+        lines = [line for line in self.output.splitlines() if line.startswith('[{"rank"')]
+        assert len(lines) == 1, self.output
+        # Another rank's traceback may come between this line and its end.
+        found, _ = json.JSONDecoder().raw_decode(lines[0])
+        assert isinstance(found, list)
+        return found
+
+    def assert_all_gone(self) -> None:
+        """Every rank's process has ended (a launcher may need a moment to reap it)."""
+        end = time.monotonic() + 5
+        alive = [rank["pid"] for rank in self.ranks]
+        while alive and time.monotonic() < end:
+            alive = [pid for pid in alive if _runs(pid)]
+            time.sleep(0.05)
+        assert not alive, f"still running: {alive}\n{self.output}"
+
+
+def _runs(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat[stat.rfind(")") + 2] not in "ZX"
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in _CLEARED}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}"
+    return {**kept, "PATH": path, "PYTHONPATH": str(ROOT), **(extra or {})}
+
+
+def start(command: list[str], extra: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        env=environment(extra),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(
+    command: list[str], extra: Mapping[str, str] | None = None, timeout_s: float = 90.0
+) -> Finished:
+    """Run a command to its end; past the timeout its own session is killed."""
+    begin = time.monotonic()
+    return finish(start(command, extra), begin, timeout_s)
+
+
+def finish(process: subprocess.Popen[str], begin: float, timeout_s: float = 90.0) -> Finished:
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        # A session of its own: the group holds this command and what it started, nothing else.
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"{process.args!r} ran past {timeout_s:.0f} s:\n{output}")
+    return Finished(process.returncode, output, time.monotonic() - begin)

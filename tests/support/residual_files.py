@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+from bigtrain.prediction.residuals import (
+    PeakRecord,
+    hardware_key,
+    safety_margin,
+)
+
+
+def entry(tracked=1000, when="2030-01-01T00:00:00.000000+00:00", **other):
+    """A rank of which 1000 bytes were predicted."""
+    values = {"engine": "torch", "strategy": "ddp", "device": "cpu", "precision": "fp32"}
+    values |= {"predicted_bytes": 1000, "tracked_bytes": tracked, "process_bytes": None}
+    return PeakRecord(**{**values, "when": when, **other})
+
+
+def on_cpu(engine):
+    return safety_margin(engine, device_key=hardware_key("cpu"))

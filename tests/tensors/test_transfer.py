@@ -1,0 +1,212 @@
+"""The file of activations that have left, and the order of what is asked of a CUDA device."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from support.moving import BLOCK, CPU, mixed, same, save_and_leave, train, wrap
+from torch import nn
+
+from bigtrain.activations.offload import ActivationOffloader
+from bigtrain.errors import BigtrainError, ConfigError
+from bigtrain.tensors.transfer import FileAllocator, HostTransfer
+
+
+@pytest.fixture
+def mover(tmp_path) -> Iterator[ActivationOffloader]:
+    made = ActivationOffloader("disk", CPU, str(tmp_path))
+    yield made
+    made.close()
+
+
+def test_room_is_given_to_one_at_a_time_and_joined_again():
+    space, held = FileAllocator(), {}
+    generator = random.Random(3)
+    for _ in range(2000):
+        if held and generator.random() < 0.5:
+            place = generator.choice([*held])
+            space.release(place, held.pop(place))
+        else:
+            size = generator.randrange(1, 50000)
+            place = space.allocate(size)
+            assert place % 4096 == 0
+            assert all(place >= p + s or place + size <= p for p, s in held.items())
+            held[place] = size
+    for place, size in held.items():
+        space.release(place, size)
+    assert space._free == [(0, space.end)]
+    end = space.end
+    assert space.allocate(end) == 0
+    assert space.allocate(1) == end
+
+
+def test_no_file_stays_and_the_thread_ends(tmp_path):
+    threads = threading.active_count()
+    mover = ActivationOffloader("disk", CPU, str(tmp_path))
+    model, x = mixed(3)
+    wrap(model, mover.offload)
+    loss = model(x).sum()
+    assert list(tmp_path.iterdir()) == []
+    mover.close()
+    assert threading.active_count() == threads
+    message = "from a mover that is closed. Run the backward pass before `close`"
+    with pytest.raises(BigtrainError, match=message):
+        loss.backward()
+
+
+def test_a_mover_that_is_forgotten_closes_itself(tmp_path):
+    threads = threading.active_count()
+    save_and_leave(
+        ActivationOffloader("disk", CPU, str(tmp_path)), nn.Identity(), torch.randn(128, 128)
+    )
+    gc.collect()
+    assert threading.active_count() == threads
+
+
+def test_a_folder_that_takes_no_file(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere takes no file on .* Set it to a folder that"):
+        ActivationOffloader("disk", CPU, str(tmp_path / "nowhere"))
+
+
+def test_a_full_disk_is_an_error_of_the_next_block(mover, monkeypatch):
+    model, x = mixed(3)
+    y = mover.offload(model.blocks[0], lambda: model.blocks[0](x))
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.pwritev", full)
+    message = r"strategy\.offload\.path=.*No space left on device.*make room on that disk, or"
+    with pytest.raises(BigtrainError, match=message):
+        mover.offload(model.blocks[1], lambda: model.blocks[1](y))
+
+
+def test_what_cannot_be_read_is_an_error_of_the_backward_pass(mover, monkeypatch):
+    model, x = mixed(4)
+    wrap(model, mover.offload)
+    loss = model(x).sum()
+    monkeypatch.setattr("os.preadv", lambda *_: 0)
+    with pytest.raises(BigtrainError, match="the file was cut off"):
+        loss.backward()
+
+
+def test_a_system_that_writes_and_reads_a_little_at_a_time(mover, monkeypatch):
+    plain = train(mixed, None)
+    for name in ("pwritev", "preadv"):
+        whole = getattr(os, name)
+        monkeypatch.setattr(
+            f"os.{name}", lambda fd, views, place, m=whole: m(fd, [views[0][:50001]], place)
+        )
+    assert same(train(mixed, mover), plain)
+
+
+def test_it_waits_for_what_is_slow_and_says_how_long(mover, monkeypatch):
+    model, x = mixed(3)
+    write, blocked = os.pwritev, threading.Event()
+
+    def slow(*args) -> int:
+        blocked.wait(0.05)
+        return write(*args)
+
+    monkeypatch.setattr("os.pwritev", slow)
+    wrap(model, mover.offload)
+    loss = model(x).sum()
+    assert mover.bytes_freed == 2 * BLOCK - x.nbytes, "freed only when it is written"
+    assert mover.waited_seconds > 0.2
+    loss.backward()
+
+
+class Cuda:
+    """Stands in for torch.cuda: notes who waits for whom."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.events = 0
+        self.inside = "main"
+
+    def Stream(self, _device):  # noqa: N802 - as torch has it
+        return Stream(self, "side")
+
+    def current_stream(self, _device):
+        return Stream(self, self.inside)
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.inside = self.inside, stream.name
+        yield
+        self.inside = before
+
+
+class Stream:
+    def __init__(self, cuda: Cuda, name: str) -> None:
+        self.cuda, self.name = cuda, name
+
+    def wait_stream(self, other) -> None:
+        self.cuda.told.append(f"{self.name} waits for all of {other.name}")
+
+    def record_event(self) -> int:
+        self.cuda.events += 1
+        self.cuda.told.append(f"{self.name} marks {self.cuda.events}")
+        return self.cuda.events
+
+    def wait_event(self, event: int) -> None:
+        self.cuda.told.append(f"{self.name} waits for {event}")
+
+    def synchronize(self) -> None:
+        self.cuda.told.append(f"the host waits for {self.name}")
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> Cuda:
+    stand_in = Cuda()
+    for name in ("Stream", "current_stream", "stream"):
+        monkeypatch.setattr(f"torch.cuda.{name}", getattr(stand_in, name))
+    empty, copy = torch.empty, torch.Tensor.copy_
+
+    def pinned(*args, pin_memory=False, **kwargs):
+        stand_in.told += ["pinned"] if pin_memory else []
+        return empty(*args, **kwargs)
+
+    def copied(target, source, *, non_blocking=False):
+        stand_in.told.append(f"copy on {stand_in.inside}{', not waiting' * non_blocking}")
+        return copy(target, source)
+
+    monkeypatch.setattr("torch.empty", pinned)
+    monkeypatch.setattr("torch.Tensor.copy_", copied)
+    return stand_in
+
+
+COPY = ["side waits for all of main", "copy on side, not waiting"]
+
+
+def test_copies_follow_what_is_computed_and_are_waited_for_by_the_device_alone(cuda):
+    carrier = HostTransfer(torch.device("cuda", 0))
+    source = torch.arange(10, dtype=torch.uint8)
+    spot, wait = carrier.copy_out(source)
+    assert cuda.told == ["pinned", *COPY, "side marks 1"]
+    wait()
+    assert cuda.told.pop() == "main waits for 1"
+    cuda.told.clear()
+    target = torch.zeros(10, dtype=torch.uint8)
+    wait = carrier.copy_in(spot, target)
+    assert cuda.told == [*COPY, "side marks 2"]
+    wait()
+    assert cuda.told.pop() == "main waits for 2"
+    assert torch.equal(target, source)
+    carrier.free(spot)
+    carrier.close()
+    assert cuda.told.pop() == "the host waits for side"
+
+
+def test_on_a_gpu_the_host_is_where_things_go(cuda):
+    mover = ActivationOffloader("cpu", torch.device("cuda"))
+    assert isinstance(mover._transfer, HostTransfer)
+    mover.close()

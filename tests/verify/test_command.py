@@ -1,0 +1,190 @@
+"""`bigtrain verify`: strategies pass, a wrong one is caught and named, chance is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from support.zygote import forked_cli
+
+from bigtrain.engine.checkpoint import write_tensors
+from bigtrain.ranks.exit_status import run_guarded
+from bigtrain.tensors.source import TensorSource
+from bigtrain.verify.command import main
+from bigtrain.verify.differences import Tolerance, compare_recordings
+from bigtrain.verify.record import disable_dropout
+
+NET = [
+    *(
+        "model.name=support.odd_strategies:Net",
+        "data.name=synthetic",
+        "data.args.kind=classification",
+    ),
+    *("data.args.input_shape=[1,8,8]", "train.global_batch_size=8"),
+]
+
+
+def bigtrain(folder, *words):
+    return forked_cli(["verify", *words], cwd=folder, timeout=300)
+
+
+def verdicts(done):
+    return {row["strategy"]: row for row in json.loads(done.stdout)["rows"]}
+
+
+def test_users_own_model_passes_in_double_precision(tmp_path):
+    names = "ddp,fsdp,1f1b"
+    words = ("--strategies", names, "-n", "2", "--json", "train.precision=fp64")
+    done = bigtrain(tmp_path, *words, *NET)
+    assert done.returncode == 0, done.stderr
+    for row in verdicts(done).values():
+        assert row["verdict"] == "pass"
+        assert row["differences"]["loss"] < 1e-12
+        assert row["differences"]["gradient"] < 1e-9
+
+
+def test_wrong_strategy_is_caught_by_its_parameter_and_one_that_cannot_run_is_told(tmp_path):
+    (tmp_path / "forgets.yaml").write_text(
+        "strategy: {replicate: {name: 'support.odd_strategies:Forgets'}}\n"
+    )
+    names = "ddp,forgets.yaml,fairscale_fsdp"
+    done = bigtrain(tmp_path, "--strategies", names, "-n", "2", *NET, "--output", "found")
+    assert done.returncode == 1, done.stderr
+    assert "forgets: gradients that differ most: head.bias" in done.stdout
+    assert "forgets: updates that differ most: head.bias" in done.stdout
+    rows = {
+        row["strategy"]: row
+        for row in json.loads((tmp_path / "found/verify.json").read_text())["rows"]
+    }
+    assert rows["ddp"]["verdict"] == "pass"
+    assert rows["forgets"]["verdict"] == "differs"
+    assert rows["fairscale_fsdp"]["verdict"] == "refused"
+    assert "CUDA" in rows["fairscale_fsdp"]["reason"]
+    assert not list(tmp_path.rglob("*.safetensors"))  # as large as the model, for each step
+
+
+def test_model_that_draws_lots_is_refused(tmp_path):
+    done = bigtrain(
+        tmp_path, "--strategies", "ddp", *NET, "train.global_batch_size=8", "model.args.chance=0.5"
+    )
+    assert done.returncode == 2
+    assert "draws random numbers that verify cannot turn off" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        ("support.nets:TinyConv", "[1,8,8]"),
+        pytest.param("resnet18", "[3,32,32]", marks=pytest.mark.full),
+    ],
+)
+def test_batchnorm_is_compared_in_equal_micro_batches(tmp_path, model, shape):
+    words = [f"model.name={model}", "data.name=synthetic", "data.args.kind=classification"]
+    words += [f"data.args.input_shape={shape}", "train.global_batch_size=8"]
+    words += ["model.args.num_classes=10", "train.precision=fp64", "--steps", "2"]
+    done = bigtrain(tmp_path, "--strategies", "ddp,fsdp", "-n", "2", "--json", *words)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert all(row["differences"]["gradient"] < 1e-8 for row in verdicts(done).values())
+
+
+def test_jobs_own_optimizer_is_held_to_its_losses(tmp_path):
+    done = bigtrain(
+        tmp_path,
+        "--strategies",
+        "ddp",
+        "-n",
+        "2",
+        "--optimizer",
+        "job",
+        "--json",
+        *NET,
+        "train.global_batch_size=8",
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["optimizer"] == "job"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--strategies", "nope"], "unknown 'nope'"),
+        (["--optimizer", "adam"], "invalid choice: 'adam'"),
+        (["--steps", "0"], "at least 1 is needed"),
+        (["model.name=support.odd_strategies:Nothing"], "has no 'Nothing'"),
+    ],
+)
+def test_wrong_input(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    assert run_guarded(lambda: main(["--strategies", "ddp", *words])) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_dropout_is_turned_off_wherever_it_is_a_modules_own():
+    from torchvision.ops import StochasticDepth
+
+    model = torch.nn.ModuleList(
+        [torch.nn.Dropout(0.5), torch.nn.MultiheadAttention(4, 2, 0.2), StochasticDepth(0.3, "row")]
+    )
+    disable_dropout(model)
+    assert model[0].p == 0
+    assert model[1].dropout == 0
+    assert model[2].p == 0
+
+
+def recording(folder, gradient, loss=1.0, updated=True):
+    folder.mkdir()
+    record = {"losses": [loss], "norms": [1.0], "chance": None, "no_gradients": None}
+    (folder / "record.json").write_text(json.dumps(record))
+    before = {name: torch.ones_like(tensor) for name, tensor in gradient.items()}
+    after = {name: 1 - 0.01 * tensor for name, tensor in gradient.items()}
+    for name, tensors in (
+        ("gradients-1", gradient),
+        ("weights-before", before),
+        ("weights-after", after if updated else before),
+    ):
+        sources = {k: TensorSource.of(v) for k, v in tensors.items()}
+        write_tensors(folder / f"{name}.safetensors", sources)
+    return folder
+
+
+def test_differences_are_relative_to_each_tensor_and_rounding_is_no_difference(tmp_path):
+    one = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([1e-9])}
+    two = {"a": torch.tensor([1.0, 2.2]), "b": torch.tensor([2e-9])}
+    found = compare_recordings(
+        recording(tmp_path / "1", one), recording(tmp_path / "2", two, loss=1.5)
+    )
+    assert found.loss == pytest.approx(0.5)
+    assert found.gradient == pytest.approx(0.1)
+    assert found.update == pytest.approx(0.1, rel=1e-3)
+    assert found.worst_gradients[0][0] == "a"
+    assert dict(found.worst_gradients)["b"] < 1e-4  # 1e-9 beside 2.0 is rounding
+    assert not found.passed(Tolerance.of("fp32"))
+    assert found.passed(Tolerance(1.0, 0.2))
+
+
+def test_weights_that_are_never_updated_do_not_pass(tmp_path):
+    one = recording(tmp_path / "1", {"a": torch.full((4,), 0.1)})
+    idle = compare_recordings(
+        one, recording(tmp_path / "2", {"a": torch.full((4,), 0.1)}, updated=False)
+    )
+    assert idle.gradient == 0
+    assert idle.update == pytest.approx(1.0, rel=1e-3)
+    assert not idle.passed(Tolerance.of("bf16"))
+
+
+def test_missing_and_unfinished_numbers_never_pass(tmp_path):
+    one = recording(tmp_path / "1", {"a": torch.ones(2)})
+    lacks = compare_recordings(one, recording(tmp_path / "2", {"b": torch.ones(2)}))
+    assert lacks.missing == ("a", "b")
+    assert not lacks.passed(Tolerance(9.0, 9.0))
+    broken = compare_recordings(
+        one, recording(tmp_path / "3", {"a": torch.tensor([1.0, float("nan")])})
+    )
+    assert not broken.passed(Tolerance.of("bf16"))
+    endless = compare_recordings(
+        one, recording(tmp_path / "4", {"a": torch.ones(2)}, loss=float("nan"))
+    )
+    assert not endless.passed(Tolerance.of("bf16"))
