@@ -20,7 +20,6 @@ from bigtrain.engine.setup import check_job, open_setup
 from bigtrain.errors import BigtrainError
 from bigtrain.job.arguments import plan_arguments
 from bigtrain.job.load import job_from_keys, load_job, override_job
-from bigtrain.job.presets import preset_names
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.machine.cluster import load_cluster
 from bigtrain.models import check_model
@@ -38,11 +37,6 @@ GPT = [
     "data.args={kind: language, vocabulary: 61, samples: 64}",
 ]
 """The job of the one net that is the product's own."""
-
-
-def strategies() -> list[str]:
-    """The names of the presets."""
-    return preset_names("strategies")
 
 
 def refused(call: Callable[[], object]) -> str | None:
