@@ -78,7 +78,7 @@ class DeepSpeedPipeline(Pipeline):
                 "strategy.replicate.engine=deepspeed, or strategy.cut.engine=torch."
             )
 
-    def held(self, plan: Plan) -> tuple[int, ...]:  # noqa: ARG002
+    def in_flight(self, plan: Plan) -> tuple[int, ...]:  # noqa: ARG002
         """As many as there are stages from here on."""
         steps = plan.batch.accumulation_steps
         return tuple(min(steps, plan.pp - rank) for rank in range(plan.pp))

@@ -89,7 +89,7 @@ class FairscalePipe(Pipeline):
         """One stage on each device."""
         return tuple(range(self.devices or 1))
 
-    def held(self, plan: Plan) -> tuple[int, ...]:
+    def in_flight(self, plan: Plan) -> tuple[int, ...]:
         """All of a step."""
         return (plan.batch.accumulation_steps,) * (self.devices or 1)
 

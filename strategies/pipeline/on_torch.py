@@ -45,7 +45,7 @@ class TorchPipeline(Pipeline):
         """See `Pipeline.ranks`."""
         return stage_ranks(self.schedule, plan.pp, self.per_rank())
 
-    def held(self, plan: Plan) -> tuple[int, ...]:
+    def in_flight(self, plan: Plan) -> tuple[int, ...]:
         """See `CutStrategy.in_flight`."""
         steps = plan.batch.accumulation_steps
         return in_flight_by_stage(self.schedule, plan.pp, self.per_rank(), steps, splits=True)
