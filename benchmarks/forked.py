@@ -40,10 +40,11 @@ LOADED = (
 )
 THEIRS = ("fairscale.nn.pipe", "fairscale.optim", "fairscale.nn.data_parallel")
 STRATEGIES = (
-    *("accumulation", "checkpointing", "ddp", "layer_split", "offload", "single", "zero"),
-    *("zero.fully_sharded", "zero.sharded_optimizer", "zero.deepspeed_engine"),
-    *("zero.fairscale_engine", "pipeline", "pipeline.torch_engine", "pipeline.fairscale_engine"),
-    *("pipeline.deepspeed_engine", "pipeline.deepspeed_runner", "pipeline.fairscale_runner"),
+    *("accumulation", "checkpointing", "ddp", "offload", "single", "zero"),
+    *("zero.on_torch.fully_shard", "zero.on_torch.stage1", "zero.on_deepspeed.engine"),
+    *("zero.on_fairscale.engine", "pipeline.on_torch", "pipeline.on_fairscale"),
+    *("pipeline.on_devices", "pipeline.on_deepspeed", "pipeline.deepspeed_runner"),
+    "pipeline.fairscale_runner",
 )
 _FORK = multiprocessing.get_context("fork")
 _LAST_WORDS_S = 5.0

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -31,7 +31,7 @@ from bigtrain.job.schema import Role
 from bigtrain.memory.meter import device_capacity_bytes
 from bigtrain.models.blocks import find_blocks, matching_modules
 from bigtrain.ranks.launcher_env import detect_rank_info
-from bigtrain.units import parse_bytes
+from bigtrain.units import MIB, parse_bytes
 
 
 def _size_or_share(value: object) -> object:
@@ -72,6 +72,11 @@ class Checkpointing(RecomputeStrategy):
     """The most that a rank may hold, in bytes (6GiB) or as a share of the device (80%)."""
     blocks: dict[str, BlockPolicy] | None = None
     """What each block keeps, by name: what a budget has been turned into."""
+
+    def remedies(self, plan: Plan, limit: int) -> Sequence[Sequence[str]]:  # noqa: ARG002
+        """See `Strategy.remedies`: as little as is enough, and as much as there is."""
+        budget = f"strategy.recompute={max(1, limit // MIB)}MiB"
+        return [[budget], ["strategy.recompute=full"]]
 
     def check(self, plan: Plan) -> None:
         """Refuse two ways to say the same, and a cut that already computes again."""

@@ -12,6 +12,7 @@ Source: Li et al. 2020, PyTorch Distributed (arXiv 2006.15704), sections 3.2 and
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bigtrain.core.replicas import GradientAverager, LastMicroBatchSync, wrap_ddp
 from bigtrain.core.strategy import Assembly, Plan, Strategy
 from bigtrain.core.traits import Traits
+from bigtrain.core.variants import Shape, Variant
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic, gradient_average_traffic, parameter_shapes
 from bigtrain.errors import ConfigError
@@ -55,6 +57,11 @@ class DDP(Strategy):
     def traits(self) -> Traits:
         """See `Strategy.traits`."""
         return Traits(averaging_bucket=self.bucket_size)
+
+    def variants(self, shape: Shape) -> Iterable[Variant]:
+        """See `Strategy.variants`."""
+        if shape.dp > 1:
+            yield Variant(self.name, {"name": self.name})
 
     def check(self, plan: Plan) -> None:
         """Refuse what DistributedDataParallel would only find in the middle of a run."""

@@ -15,7 +15,7 @@ Source: Ren et al. 2021, ZeRO-Offload (arXiv 2101.06840), sections 3 and 4; Rajb
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -24,6 +24,7 @@ from torch import nn
 from bigtrain.activations.policy import BlockPolicy
 from bigtrain.core.strategy import Assembly, ModelFacts, Plan, Strategy
 from bigtrain.core.traits import OffloadTiers, StorageTier, Traits
+from bigtrain.core.variants import Shape, Variant
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic, offloaded_activations, parameter_shapes
 from bigtrain.errors import ConfigError
@@ -68,6 +69,15 @@ class Offload(Strategy):
         """See `Strategy.traits`."""
         places = (self.optimizer, self.parameters, self.activations)
         return Traits(offload_tiers=OffloadTiers(*places, self._folder))
+
+    def variants(self, shape: Shape) -> Iterable[Variant]:
+        """See `Strategy.variants`: the optimizer's state where there is room for it."""
+        place = "cpu" if shape.device_type == "cuda" else "disk"
+        yield Variant(f"offload_{place}", {"optimizer": place})
+
+    def remedies(self, plan: Plan, limit: int) -> Sequence[Sequence[str]]:  # noqa: ARG002
+        """See `Strategy.remedies`."""
+        return [["strategy.offload.optimizer=disk"], ["strategy.offload.activations=disk"]]
 
     def check(self, plan: Plan) -> None:
         """Refuse what moves nothing, a folder that cannot be used, parameters that stay."""

@@ -8,10 +8,12 @@ Example: python bigtrain/train.py --strategy single
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 from bigtrain.core.strategy import Plan, Strategy
 from bigtrain.core.traits import Traits
+from bigtrain.core.variants import Shape, Variant
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Role
 
@@ -27,6 +29,11 @@ class Single(Strategy):
     def traits(self) -> Traits:
         """See `Strategy.traits`."""
         return Traits(final_gradients=True)
+
+    def variants(self, shape: Shape) -> Iterable[Variant]:
+        """See `Strategy.variants`."""
+        if shape.dp == 1:
+            yield Variant(self.name, {"name": self.name})
 
     def check(self, plan: Plan) -> None:
         """Refuse more than one rank."""

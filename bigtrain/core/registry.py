@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -21,19 +22,19 @@ class Engines:
     options: str
     """The class of its keys, which the others inherit from."""
     keys: tuple[str, ...]
-    """The options that choose."""
+    """The options, or properties of them, that choose."""
     classes: Mapping[tuple[object, ...], str]
     """By their values; where these are not named, the class of the keys says why."""
 
 
 TECHNIQUES: dict[Role, dict[str, str | Engines]] = {
     "cut": {
-        "layer_split": "bigtrain.strategies.layer_split:LayerSplit",
         "pipeline": Engines(
             "bigtrain.strategies.pipeline:Pipeline",
-            ("engine",),
+            ("place",),
             {
                 ("torch",): "bigtrain.strategies.pipeline.on_torch:TorchPipeline",
+                ("devices",): "bigtrain.strategies.pipeline.on_devices:DevicePipeline",
                 ("fairscale",): "bigtrain.strategies.pipeline.on_fairscale:FairscalePipe",
                 ("deepspeed",): "bigtrain.strategies.pipeline.on_deepspeed:DeepSpeedPipeline",
             },
@@ -73,20 +74,27 @@ TECHNIQUES: dict[Role, dict[str, str | Engines]] = {
 }
 
 
+ALIASES: dict[Role, dict[str, tuple[str, dict[str, Any]]]] = {
+    "cut": {"layer_split": ("pipeline", {"schedule": "naive"})},
+}
+"""Names of before, as a technique and its options."""
+
+
 def technique_class(role: Role, name: str) -> type[Strategy]:
     """The class of a technique's keys, by its name or as `package.module:Class`.
 
     Raises:
         ConfigError: the name is not in the table, or the import fails.
     """
-    table = TECHNIQUES[role]
+    table, aliases = TECHNIQUES[role], ALIASES.get(role, {})
+    name, _ = aliases.get(name, (name, {}))
     entry = table.get(name, name)
     target = entry.options if isinstance(entry, Engines) else entry
     if ":" not in target:
-        known = ", ".join(sorted(table)) or "none yet"
+        known = ", ".join(sorted({*table, *aliases})) or "none yet"
         raise ConfigError(
-            f"strategy.{role}: unknown {name!r}{did_you_mean(name, table)} Known: {known}; "
-            "your own is given as package.module:Class."
+            f"strategy.{role}: unknown {name!r}{did_you_mean(name, {*table, *aliases})} "
+            f"Known: {known}; your own is given as package.module:Class."
         )
     return _loaded(role, name, target)
 
@@ -103,6 +111,11 @@ def _loaded(role: Role, name: str, target: str) -> type[Strategy]:
     return found
 
 
+def techniques_of(role: Role) -> list[Strategy]:
+    """Those of the table for a role, with their default options, in its order."""
+    return [technique_class(role, name)() for name in TECHNIQUES[role]]
+
+
 def make_technique(role: Role, config: RoleConfig) -> Strategy:
     """Build a technique from its section of a job, its options checked.
 
@@ -110,8 +123,10 @@ def make_technique(role: Role, config: RoleConfig) -> Strategy:
         ConfigError: an unknown name or option, or a value of the wrong type.
     """
     kind = technique_class(role, config.name)
+    name, implied = ALIASES.get(role, {}).get(config.name, (config.name, {}))
+    options = {**implied, **config.options}
     try:
-        technique = kind.model_validate(config.options)
+        technique = kind.model_validate(options)
     except ValidationError as error:
         reason = format_validation_error(error, kind)
         prefix = f"strategy.{role}."
@@ -119,9 +134,9 @@ def make_technique(role: Role, config: RoleConfig) -> Strategy:
         if not reason.startswith("unknown key"):
             reason = prefix + reason
         raise ConfigError(f"{reason} (strategy.{role}.name is {config.name})") from None
-    entry = TECHNIQUES[role].get(config.name)
+    entry = TECHNIQUES[role].get(name)
     if isinstance(entry, Engines):
         target = entry.classes.get(tuple(getattr(technique, key) for key in entry.keys))
         if target is not None:
-            return _loaded(role, config.name, target).model_validate(config.options)
+            return _loaded(role, name, target).model_validate(options)
     return technique

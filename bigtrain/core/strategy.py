@@ -7,7 +7,7 @@ over the micro-batches of a global batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from bigtrain.activations.policy import BlockPolicy, Offloader, apply_policies
 from bigtrain.core.runner import Runner
 from bigtrain.core.traits import CutTraits, OffloadTiers, Traits
+from bigtrain.core.variants import Shape, Variant
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic
@@ -325,6 +326,30 @@ class Strategy(BaseModel):
         Args:
             profile: of the model, or of one rank's stage of it; with its shapes, not `untraceable`.
             plan: what will be run.
+        """
+        return ()
+
+    def variants(self, shape: Shape) -> Iterable[Variant]:
+        """The forms of itself that the planner may choose from, with this mesh and these batches.
+
+        What is offered and cannot be run is refused by `check`. Of one's own technique, which the
+        job names, that is the technique as it is there, wherever there is something for it to do.
+        """
+        wanted = {"replicate": shape.dp > 1, "cut": shape.pp > 1}
+        if wanted.get(self.role, False):
+            options = self.model_dump(mode="json", exclude_defaults=True)
+            own = f"{type(self).__module__}:{type(self).__qualname__}"
+            yield Variant(self.name, {"name": own, **options}, self.traits.engine)
+
+    def remedies(self, plan: Plan, limit: int) -> Sequence[Sequence[str]]:  # noqa: ARG002
+        """Changes of a job by this technique after which it may fit, as words to type.
+
+        Args:
+            plan: what did not fit.
+            limit: bytes that a forecast may have.
+
+        Returns:
+            What costs least time first.
         """
         return ()
 

@@ -49,6 +49,10 @@ class Traits:
     """It acts around whole backward passes: schedules that split them do not, then."""
     state_ranks: int | None = 1
     """Over how many ranks it shards the optimizer's state; None for all replicas."""
+    sharded_states: int = 0
+    """Of the states, what no rank has whole at its highest moment: nothing (0), the optimizer's
+    (1), the gradients too (2), the parameters too (3). No plan of it holds less than the rest whole
+    and these by `state_ranks`: what is then above the memory is not looked at."""
     averaging_bucket: int | None = None
     """Bytes of gradients that the replicas of a stage average at once when its backward passes
     are over (see `replicas.GradientAverager`); None where they do not."""
@@ -66,6 +70,7 @@ class CutTraits(Traits):
 
     schedule: str = "naive"
     """One of `orders.SCHEDULES`: in which order a rank takes its micro-batches."""
+    stages_per_rank: int = 1
     spans_ranks: bool = True
     """The stages are on the ranks of the pp axis; otherwise all are in each process."""
     splits_backward: bool = False

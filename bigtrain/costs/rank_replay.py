@@ -30,7 +30,7 @@ def join_stages(
         bucket: see `Traits.averaging_bucket`.
     """
     if any(found.resumed is not None for found in forecasts.values()):
-        # fully_shard frees and fills around whole backward passes only.
+        # What frees and fills parameters does so around whole backward passes only.
         pairs = zip(actions, underway, strict=bool(underway))
         underway = [ways for action, ways in pairs if action.kind != "W"]
         actions = merge_split_backward(actions)

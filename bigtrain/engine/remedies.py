@@ -12,19 +12,19 @@ from dataclasses import dataclass, field, replace
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.assembly.resolve import resolve
+from bigtrain.core.registry import techniques_of
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import Plan
 from bigtrain.core.workload import Workload
 from bigtrain.job.load import override_job
-from bigtrain.job.schema import Job
+from bigtrain.job.schema import Job, Role
 from bigtrain.memory.cap import Limit
 from bigtrain.memory.timeline import Peak, highest_peak
 from bigtrain.prediction.predict import forecast_rank
-from bigtrain.units import MIB, format_bytes
+from bigtrain.units import format_bytes
 
 MAX_REMEDIES = 3
 """As many remedies as are named."""
-_SHARDED = ("zero1_torch", "fsdp_zero2", "fsdp")
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def smaller_batch(job: Job, plan: Plan, micro_size: int) -> list[str]:
     return words
 
 
-def smaller_micro_batches(job: Job, plan: Plan) -> Iterator[list[str]]:
+def smaller_micro_batches(job: Job, plan: Plan) -> Iterator[Sequence[str]]:
     """Half the micro-batch, a quarter, and so on, as long as the global batch stays the same."""
     size = plan.batch.micro_size
     while size % 2 == 0:
@@ -127,26 +127,32 @@ def smaller_micro_batches(job: Job, plan: Plan) -> Iterator[list[str]]:
         yield smaller_batch(job, plan, size)
 
 
-def _ways(subject: ForecastInputs, most: int) -> Iterator[Callable[[], Iterator[list[str]]]]:
+def _offered(plan: Plan, role: Role, most: int) -> list[Sequence[str]]:
+    """What the techniques of a role have to offer: ours, and the user's own of the plan."""
+    asked = techniques_of(role)
+    own = plan.techniques.get(role)
+    if own is not None and not any(isinstance(own, type(one)) for one in asked):
+        asked.append(own)
+    return [words for technique in asked for words in technique.remedies(plan, most)]
+
+
+def _ways(subject: ForecastInputs, most: int) -> Iterator[Callable[[], Iterator[Sequence[str]]]]:
     """Kinds of change, the cheapest first; of each kind the first that fits is taken."""
     job, plan = subject.job, subject.resolved.plan
     yield lambda: smaller_micro_batches(job, plan)
-    again = "recompute" not in plan.techniques
-    budget = f"strategy.recompute={max(1, most // MIB)}MiB"
+    less, shared, away = (
+        _offered(plan, role, most) for role in ("recompute", "replicate", "offload")
+    )
+    again = less if "recompute" not in plan.techniques else []
     if again:
-        yield lambda: iter([[budget], ["strategy.recompute=full"]])
-    whole = plan.dp > 1 and "cut" not in plan.techniques
-    whole = whole and plan.techniques["replicate"].name == "ddp"
-    if whole:
-        yield lambda: ([f"strategy={name}"] for name in _SHARDED)
+        yield lambda: iter(again)
+    if shared:
+        yield lambda: iter(shared)
     if "offload" not in plan.techniques:
-        yield lambda: iter(
-            [["strategy.offload.optimizer=disk"], ["strategy.offload.activations=disk"]]
-        )
+        yield lambda: iter(away)
     smallest = list(smaller_micro_batches(job, plan))[-1:]
-    last = smallest[0] if smallest else []
-    both = [*last, "strategy.recompute=full"] if again else last
+    both = [word for words in (*smallest, *again[-1:]) for word in words]
     if both:
-        yield lambda: iter([both, [*both, "strategy.offload.optimizer=disk"]])
-    if whole:
-        yield lambda: iter([["strategy=fsdp", *both]])
+        yield lambda: iter([both, *([*both, *words] for words in away[:1])])
+    if shared:
+        yield lambda: iter([[*shared[-1], *both]])

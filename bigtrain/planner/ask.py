@@ -23,7 +23,7 @@ from bigtrain.machine.cluster import Cluster
 from bigtrain.memory.cap import Limit
 from bigtrain.planner.evaluate import PlanEvaluator
 from bigtrain.planner.search import PlanSearch, SearchResult
-from bigtrain.planner.space import SearchSpace
+from bigtrain.planner.space import SearchSpace, searched_techniques
 from bigtrain.planner.step_time import StepTimer
 from bigtrain.prediction.residuals import safety_margin
 from bigtrain.prediction.section_library import SectionLibrary, resize_micro_batch
@@ -125,7 +125,8 @@ def _search(question: Question) -> PlannedAnswer:
         dp=question.dp,
         rows=question.rows,
         engines=tuple(question.margins),
-        fallback_tier="cpu" if question.cluster.device.kind == "cuda" else "disk",
+        device_type=question.cluster.device.kind,
+        techniques=searched_techniques(question.job),
     )
     search = PlanSearch(judge, space)
     answer = search.run(question.limit)

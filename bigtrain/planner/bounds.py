@@ -47,7 +47,7 @@ def min_state_bytes(numbers: int, widths: StateWidths, stage: int, ranks: int) -
 
     The formulas of ZeRO's Figure 1, with K the optimizer's bytes (12): stage 0 (2+2+K)P, stage 1
     4P + KP/N, stage 2 2P + (2+K)P/N, stage 3 (4+K)P/N. They count what exists over a whole step.
-    Not every engine holds all of that at one moment: see `bounding_stage`.
+    Not every engine holds all of that at one moment: see `Traits.sharded_states`.
 
     Args:
         numbers: trained, on all ranks together.
@@ -57,17 +57,3 @@ def min_state_bytes(numbers: int, widths: StateWidths, stage: int, ranks: int) -
     """
     share = -(-numbers // ranks)  # numbers are not divided: one rank has the remainder
     return math.floor(widths.whole(stage) * numbers + widths.sharded(stage) * share)
-
-
-def bounding_stage(engine: str, stage: int) -> int:
-    """The stage of which no plan of an engine's `stage` holds less than the `min_state_bytes`.
-
-    DeepSpeed's stage 1 has, where a step is one micro-batch, only a shard of the gradients, as in
-    stage 2. torch's stage 2 lets gathered parameters go before the last gradients are there: with
-    bf16 parameters a deep model is then less at its highest than stage 2's formula.
-
-    Args:
-        engine: deepspeed, fairscale or torch.
-        stage: of ZeRO; 0 for replicas.
-    """
-    return {("deepspeed", 1): 2, ("torch", 2): 3}.get((engine, stage), stage)

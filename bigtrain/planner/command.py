@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 
@@ -23,8 +24,10 @@ from bigtrain.planner.show import (
     rejection_lines,
     search_line,
 )
-from bigtrain.planner.space import PLANNED_ENGINES
+from bigtrain.prediction.residuals import EngineName
 
+PLANNED_ENGINES: tuple[str, ...] = get_args(EngineName)
+"""Whose forecasts have been compared with measurements."""
 MAX_REJECTIONS_SHOWN = 6
 """Lines on plans that do not fit."""
 

@@ -14,7 +14,7 @@ from bigtrain.costs.forecast import Profile
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Job
 from bigtrain.memory.timeline import Breakdown, Peak
-from bigtrain.planner.bounds import StateWidths, bounding_stage, min_state_bytes
+from bigtrain.planner.bounds import StateWidths, min_state_bytes
 from bigtrain.planner.fit import StageFitter, with_fewer_micro_batches
 from bigtrain.planner.recompute_levels import RECOMPUTE_LEVELS, RecomputeLevels, SectionRange
 from bigtrain.planner.space import Candidate
@@ -22,7 +22,6 @@ from bigtrain.planner.step_time import PassSeconds, StepSeconds, StepTimer, clos
 from bigtrain.prediction.compose import count_parameters, section_states
 from bigtrain.prediction.section_library import ModelSections, SectionLibrary
 from bigtrain.prediction.sections import PassPair
-from bigtrain.schedules.orders import SPLIT_BACKWARD_SCHEDULES
 from bigtrain.units import format_bytes
 
 BOUND_SLACK = 0.1
@@ -135,7 +134,7 @@ class PlanEvaluator:
 
     def whole_model(self, rows: int) -> ModelSections:
         """The model's sections in one process, everything kept."""
-        alone = Candidate(1, 1, "single", rows, 1)
+        alone = Candidate(1, 1, None, rows, 1)
         return self._anatomy.model_sections(self.plan_of(alone), rows, "keep", cut=self._cut)
 
     def least_seconds(self, candidate: Candidate) -> float:
@@ -147,10 +146,11 @@ class PlanEvaluator:
         whole = self._whole(candidate.rows)
         seconds = candidate.micro_batches * whole.total / candidate.pp
         crowded = self._clock.oversubscription * seconds
-        if candidate.schedule is not None:
-            given = (candidate.schedule, candidate.pp, candidate.micro_batches)
+        cut = candidate.cut_traits
+        if cut is not None:
+            given = (cut.schedule, candidate.pp, candidate.micro_batches)
             # Replicas that want whole backward passes wait no less.
-            splits = candidate.schedule in SPLIT_BACKWARD_SCHEDULES
+            splits = cut.splits_backward
             share = closed_form_bubble(*given, candidate.stages_per_rank, splits=splits)
             through = whole.forward + whole.backward / 2  # to the inputs: all stages in a row
             seconds = max(seconds, through) if share is None else seconds / (1.0 - share)
@@ -198,18 +198,18 @@ class PlanEvaluator:
         held = section_states(self.whole_model(candidate.rows).sections)
         numbers = self._numbers(held, plan)
         low = plan.bf16_parameters and plan.master_weights
-        own = candidate.fully_sharded
+        # Shards are the fp32 values themselves, gathered in bf16.
+        own = plan.replicate.optimizer_gets == "shards"
         state = held.optimizer / numbers + (4.0 if low and not own else 0.0)
         widths = StateWidths(
             (4.0 if own else 2.0) if low else held.parameters / numbers,
             0.0 if plan.release_gradients else 2.0 if low else held.gradients / numbers,
-            0.0 if candidate.offload != "device" else state,
+            0.0 if plan.offload_tiers.optimizer != "device" else state,
         )
         if not gradients:
             widths = replace(widths, gradients=0.0)
-        stage = bounding_stage(candidate.engine, candidate.zero_stage)
-        ranks = candidate.shard_ranks or candidate.dp
-        return min_state_bytes(numbers // candidate.pp, widths, stage, ranks)
+        stage = plan.replicate.sharded_states
+        return min_state_bytes(numbers // candidate.pp, widths, stage, plan.state_ranks)
 
     def evaluate(
         self, candidate: Candidate, plan: Plan, limit: int
@@ -240,7 +240,7 @@ class PlanEvaluator:
 
     def _over_host(self, candidate: Candidate, plan: Plan) -> str | None:
         """What is too much for the host's memory, where the optimizer's state is to be there."""
-        if candidate.offload != "cpu":
+        if plan.offload_tiers.optimizer != "cpu":
             return None
         node = self._clock.cluster.node
         held = section_states(self.whole_model(candidate.rows).sections)

@@ -25,7 +25,7 @@ from bigtrain.prediction.compose import compose_profile, section_states, split_p
 from bigtrain.prediction.predict import forecast_step
 from bigtrain.prediction.sections import PassPair, Section
 from bigtrain.schedules.in_flight import in_flight_at_peak, in_flight_by_stage
-from bigtrain.schedules.orders import stage_ranks
+from bigtrain.schedules.orders import STEADY_SCHEDULES, stage_ranks
 
 SIMILARITY = 0.02
 """The share by which what blocks save may differ, so that any of them can stand for all."""
@@ -372,7 +372,7 @@ def with_fewer_micro_batches(plan: Plan) -> Plan:
     torch's own schedules keep the gradients that they send until the step is over: each counts.
     """
     steps, most = plan.batch.accumulation_steps, STEADY_ROUNDS * plan.pp
-    if plan.pp == 1 or plan.cut is None or plan.cut.schedule not in ("1f1b", "naive"):
+    if plan.pp == 1 or plan.cut is None or plan.cut.schedule not in STEADY_SCHEDULES:
         return plan
     if steps <= most:
         return plan

@@ -70,7 +70,7 @@ class PlanSearch:
         self.evaluator, self.space = judge, space
         self._known: dict[tuple[Candidate, int], EvaluatedPlan | RejectedPlan] = {}
         self._refused: list[RejectedPlan] = []
-        self._open = [*self._opened("device")]
+        self._open = [*self._opened()]
 
     def run(self, limit: int) -> SearchResult:
         """Find the fastest plans that fit.
@@ -84,9 +84,9 @@ class PlanSearch:
         began = time.perf_counter()
         answer = SearchResult(candidates=len(self._open))
         answer.best = self._fastest(limit, MAX_PLANS, answer)
-        if not answer.best and self.space.fallback_tier is not None:
+        if not answer.best:
             # Moving state in each step is taken to cost more than all else that makes room.
-            self._open += self._opened(self.space.fallback_tier)
+            self._open += self._opened(fallback_tier=True)
             answer.candidates, answer.below_bound = len(self._open), 0
             answer.best = self._fastest(limit, MAX_PLANS, answer)
         if all(one.refused for one in self._open) and self._refused:
@@ -100,9 +100,9 @@ class PlanSearch:
         answer.seconds = time.perf_counter() - began
         return answer
 
-    def _opened(self, place: str) -> Iterator[_OpenCandidate]:
+    def _opened(self, *, fallback_tier: bool = False) -> Iterator[_OpenCandidate]:
         unfit: dict[int, str] = {}
-        for one in self.space.candidates(place):
+        for one in self.space.candidates(fallback_tier=fallback_tier):
             found = _OpenCandidate(one, 0.0)
             if one.rows not in unfit:
                 try:

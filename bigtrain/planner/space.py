@@ -1,51 +1,28 @@
-"""What there is to choose from: mesh, replicas, schedule, micro-batch, offload.
+"""What there is to choose from: mesh, replicas, cut, micro-batch, offload.
 
-What blocks keep is no choice of its own: every candidate is given what costs the least time among
-what fits (see `judge`).
+The techniques say what of themselves there is to choose from (`Strategy.variants`). What blocks
+keep is no choice of its own: every candidate is given what costs the least time among what fits
+(see `judge`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from typing import Any
 
+from bigtrain.core.registry import make_technique, techniques_of
+from bigtrain.core.strategy import CutStrategy, Strategy
+from bigtrain.core.traits import CutTraits, Traits
+from bigtrain.core.variants import Shape, Variant
 from bigtrain.errors import ConfigError
-from bigtrain.job.schema import Job, StrategyConfig
-from bigtrain.job.strategy_words import read_strategy
-from bigtrain.schedules.orders import V_SHAPED_SCHEDULES
+from bigtrain.job.schema import Job, Role, StrategyConfig
 
-REPLICATE_PRESETS = (
-    *("ddp", "zero1_torch", "fsdp_zero2", "fsdp"),
-    *("zero1", "zero2", "zero3"),
-    *("oss", "sharded_ddp"),
-)
-"""How replicas share their state: the presets of these names."""
-PLANNED_ENGINES = ("torch", "deepspeed", "fairscale")
-"""Whose implementations there are."""
-PIPELINE_REPLICATE_PRESETS = ("ddp", "zero1_torch", "fsdp_zero2", "fsdp")
-SEARCHED_SCHEDULES = (
-    "1f1b",
-    "gpipe",
-    "interleaved_1f1b",
-    "zbv_zero_bubble",
-    "interleaved_zero_bubble",
-)
-"""Of the schedules those that differ in what they are good for: time, memory, or both."""
-WORDS = {"zbv_zero_bubble": "zbv", "interleaved_zero_bubble": "zero_bubble"}
-"""What presets call them, where that is not the schedule's own name."""
+CHOSEN: tuple[Role, ...] = ("replicate", "cut", "offload")
+"""The roles whose techniques are asked."""
 MAX_ROWS = 64
 """Rows of a micro-batch from which on more do not make a device faster."""
-
-
-@cache
-def replicate_options(preset: str) -> Mapping[str, Any]:
-    """What a preset says of the replicate role."""
-    found = read_strategy(preset, "plan").values["strategy"]
-    options: dict[str, Any] = found["replicate"]
-    # DeepSpeed is zero's own default, and a preset need not say it.
-    return {"engine": "deepspeed", **options} if options["name"] == "zero" else options
 
 
 @dataclass(frozen=True)
@@ -54,35 +31,35 @@ class Candidate:
 
     pp: int
     dp: int
-    replicate: str
+    replicate: Variant | None
+    """How replicas share their state; None is as the job's defaults have it."""
     rows: int
     """Of a micro-batch."""
     micro_batches: int
     """Of a step, for each replica."""
-    schedule: str | None = None
-    stages_per_rank: int = 1
-    offload: str = "device"
-    """Where the optimizer's state is: device, cpu, disk."""
-    shard_ranks: int | None = None
-    """See `zero`; None for all replicas."""
+    cut: Variant | None = None
+    offload: Variant | None = None
 
     @property
     def engine(self) -> str:
         """Who shares the replicas' state."""
-        return str(replicate_options(self.replicate).get("engine", "torch"))
+        return self.replicate.engine if self.replicate is not None else Traits.engine
+
+    @cached_property
+    def cut_traits(self) -> CutTraits | None:
+        """Of the technique that cuts the model."""
+        technique = _technique("cut", self.cut)
+        return technique.traits if isinstance(technique, CutStrategy) else None
 
     @property
-    def zero_stage(self) -> int:
-        """Of ZeRO; 0 where every replica has everything."""
-        return int(replicate_options(self.replicate).get("stage", 0))
+    def schedule(self) -> str | None:
+        """In which order a rank takes its micro-batches; None where the model is whole."""
+        return self.cut_traits.schedule if self.cut_traits is not None else None
 
     @property
-    def fully_sharded(self) -> bool:
-        """Whether fully_shard does it.
-
-        The parameters are the fp32 values, gathered in bf16, and backward passes stay whole.
-        """
-        return self.engine == "torch" and self.zero_stage > 1
+    def stages_per_rank(self) -> int:
+        """How many stages lie on each rank."""
+        return self.cut_traits.stages_per_rank if self.cut_traits is not None else 1
 
     @property
     def stages(self) -> int:
@@ -92,30 +69,19 @@ class Candidate:
     @property
     def label(self) -> str:
         """Its name in tables: words that `--strategy` takes; the mesh is not among them."""
-        words = []
-        if self.schedule is not None:
-            stages = f"_{self.stages_per_rank}" if self.stages_per_rank > 2 else ""
-            words.append(WORDS.get(self.schedule, self.schedule) + stages)
-        if self.dp > 1 or self.pp == 1:
-            hybrid = self.shard_ranks is not None
-            words.append(f"hybrid_{self.shard_ranks}" if hybrid else self.replicate)
-        if self.offload != "device":
-            words.append(f"offload_{self.offload}")
-        return "+".join(words)
+        shown = [self.cut, self.replicate if self.dp > 1 or self.pp == 1 else None, self.offload]
+        return "+".join(one.label for one in shown if one is not None)
 
     def strategy(self, **more: Any) -> StrategyConfig:
         """The section of a job."""
-        replicate = dict(replicate_options(self.replicate))
-        if self.shard_ranks is not None:
-            replicate["shard_ranks"] = self.shard_ranks
-        values: dict[str, Any] = {"name": "planned", "replicate": replicate, **more}
-        if self.schedule is not None:
-            cut: dict[str, Any] = {"name": "pipeline", "schedule": self.schedule}
-            if self.schedule.startswith("interleaved"):
-                cut["stages_per_rank"] = self.stages_per_rank
-            values["cut"] = {**cut, **more.get("cut", {})}
-        if self.offload != "device":
-            values["offload"] = {"optimizer": self.offload}
+        values: dict[str, Any] = {"name": "planned"}
+        if self.replicate is not None:
+            values["replicate"] = dict(self.replicate.options)
+        values |= more
+        if self.cut is not None:
+            values["cut"] = {**self.cut.options, **more.get("cut", {})}
+        if self.offload is not None:
+            values["offload"] = dict(self.offload.options)
         return StrategyConfig.model_validate(values)
 
     def job(self, job: Job, **more: Any) -> Job:
@@ -132,6 +98,34 @@ class Candidate:
         )
 
 
+@cache
+def _technique(role: Role, variant: Variant | None) -> Strategy | None:
+    if variant is None:
+        return None
+    section = StrategyConfig.model_validate({"name": "planned", role: dict(variant.options)})
+    return make_technique(role, section.roles()[role])
+
+
+def searched_techniques(job: Job) -> dict[Role, list[Strategy]]:
+    """By role the techniques whose variants are searched: ours, and those of the user's own.
+
+    Args:
+        job: whose `strategy` names the latter as `package.module:Class`.
+
+    Raises:
+        ConfigError: one cannot be imported, or takes no such options.
+    """
+    found = {role: techniques_of(role) for role in CHOSEN}
+    for role, config in job.strategy.roles().items():
+        if role in found and ":" in config.name:
+            found[role].append(make_technique(role, config))
+    return found
+
+
+def _ours() -> dict[Role, list[Strategy]]:
+    return {role: techniques_of(role) for role in CHOSEN}
+
+
 @dataclass(frozen=True)
 class SearchSpace:
     """What is open, and what is given."""
@@ -145,9 +139,11 @@ class SearchSpace:
     """Where it is given."""
     dp: int | None = None
     rows: int | None = None
-    engines: tuple[str, ...] = ("torch", "deepspeed")
-    fallback_tier: str | None = None
-    """Where the optimizer's state may be instead, where nothing fits with it on the device."""
+    engines: Sequence[str] | None = None
+    """Whose implementations of replicas may be chosen; None for everyone's."""
+    device_type: str = "cpu"
+    techniques: Mapping[Role, Sequence[Strategy]] = field(default_factory=_ours)
+    """Whose variants there are to choose from."""
 
     def meshes(self) -> list[tuple[int, int]]:
         """(pp, dp) for all devices.
@@ -180,51 +176,41 @@ class SearchSpace:
             )
         return dividing
 
-    def candidates(self, place: str = "device") -> Iterator[Candidate]:
+    def candidates(self, *, fallback_tier: bool = False) -> Iterator[Candidate]:
         """All of them; what a technique refuses is not left out yet.
 
         Args:
-            place: of the optimizer's state.
+            fallback_tier: with what the offload role's techniques offer, and not without.
         """
         for pp, dp in self.meshes():
             for rows in self._rows(self.global_batch_size // dp):
                 steps = self.global_batch_size // dp // rows
-                for replicate, shards in self._replicate(pp, dp):
-                    for schedule, per_rank in self._schedules(pp, steps):
-                        given = (pp, dp, replicate, rows, steps, schedule, per_rank)
-                        one = Candidate(*given, place, shards)
-                        if schedule != "interleaved_zero_bubble" or not one.fully_sharded:
-                            yield one  # with whole backward passes it is interleaved_1f1b
+                shape = Shape(pp, dp, self.per_node, self.device_type, self.num_blocks, steps)
+                offloads = list(self._variants("offload", shape)) if fallback_tier else [None]
+                cuts = list(self._variants("cut", shape)) if pp > 1 else [None]
+                for replicate in self._variants("replicate", shape):
+                    if dp > 1 and self.engines is not None and replicate.engine not in self.engines:
+                        continue
+                    traits = _traits("replicate", replicate)
+                    for cut in cuts:
+                        if cut is not None and cut.splits and traits.whole_backward:
+                            continue
+                        for offload in offloads:
+                            yield Candidate(pp, dp, replicate, rows, steps, cut, offload)
+
+    def _variants(self, role: Role, shape: Shape) -> Iterator[Variant]:
+        for technique in self.techniques[role]:
+            yield from technique.variants(shape)
 
     def _rows(self, share: int) -> list[int]:
         if self.rows is not None:
             return [self.rows] if share % self.rows == 0 else []
         return [n for n in range(1, min(share, MAX_ROWS) + 1) if share % n == 0 and _is_round(n)]
 
-    def _replicate(self, pp: int, dp: int) -> Iterator[tuple[str, int | None]]:
-        if dp == 1:
-            yield "single", None
-            return
-        for name in REPLICATE_PRESETS if pp == 1 else PIPELINE_REPLICATE_PRESETS:
-            if replicate_options(name).get("engine", "torch") in self.engines:
-                yield name, None
-        if self.per_node < dp and dp % self.per_node == 0 and pp == 1:
-            yield "fsdp", self.per_node  # hybrid: gathered inside of a node
 
-    def _schedules(self, pp: int, micro_batches: int) -> Iterator[tuple[str | None, int]]:
-        if pp == 1:
-            yield None, 1
-            return
-        for schedule in SEARCHED_SCHEDULES:
-            if schedule.startswith("interleaved"):
-                for per_rank in (2, 4):
-                    if pp * per_rank <= self.num_blocks + 1 and micro_batches >= pp:
-                        yield schedule, per_rank
-            elif schedule in V_SHAPED_SCHEDULES:
-                if 2 * pp <= self.num_blocks + 1:
-                    yield schedule, 2
-            else:
-                yield schedule, 1
+def _traits(role: Role, variant: Variant) -> Traits:
+    technique = _technique(role, variant)
+    return technique.traits if technique is not None else Traits()
 
 
 def _is_round(number: int) -> bool:

@@ -30,6 +30,8 @@ MAX_PLACED_ACTIONS = 512
 """Actions of a kind up to which torch's placing of sends and receives is asked for."""
 V_SHAPED_SCHEDULES = ("zbv_zero_bubble", "dualpipev")
 """Rank r has the stages r and 2 pp - 1 - r; elsewhere it has r, r + pp, r + 2 pp, ..."""
+STEADY_SCHEDULES = ("naive", "1f1b")
+"""With which further micro-batches change no rank's peak, once there are some for each rank."""
 SPLIT_BACKWARD_SCHEDULES = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
 """Those that compute the gradients of inputs and of weights apart."""
 SCHEDULES = (*SINGLE_STAGE_SCHEDULES, *TORCH_SCHEDULES)

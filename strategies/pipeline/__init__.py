@@ -1,7 +1,8 @@
 """The model cut into stages, one or more to a rank; micro-batches flow through them in turn.
 
 Memory: parameters, gradients and optimizer state of the rank's own stages, and the activations
-of the micro-batches in flight there: all m with `gpipe`, at most p - stage with `1f1b`.
+of the micro-batches in flight there: all m with `gpipe`, at most p - stage with `1f1b`, one with
+`naive`, where one stage works at a time.
 Communication: the tensors that cross a cut, forward and backward, for each micro-batch.
 Constraints: a module that runs on shapes alone; idle time (p-1)/(m+p-1) for m micro-batches on p
 stages, less when a rank has several stages. Which schedules and replicas, the engine says.
@@ -13,13 +14,16 @@ Source: Huang et al. 2019, GPipe (arXiv 1811.06965); Narayanan et al. 2021, Mega
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
+from torch import nn
 
 from bigtrain.core.strategy import Assembly, CutStrategy, Plan
 from bigtrain.core.traits import CutTraits, StageRecompute
+from bigtrain.core.variants import Shape, Variant
 from bigtrain.core.workload import Workload
 from bigtrain.cutting.choose import NOMINAL_RATES, CutRequest, choose_cut
 from bigtrain.cutting.layout import Layout, numerics_for
@@ -28,13 +32,27 @@ from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Bytes, Role
 from bigtrain.optim.update import bytes_per_parameter_byte
 from bigtrain.pipeline.deferred_batch_norm import DeferredBatchNorm, has_running_statistics
-from bigtrain.schedules.orders import SINGLE_STAGE_SCHEDULES
+from bigtrain.schedules.orders import (
+    SINGLE_STAGE_SCHEDULES,
+    SPLIT_BACKWARD_SCHEDULES,
+    V_SHAPED_SCHEDULES,
+)
 
 BATCH_NORM = {
     "micro_batch": "BatchNorm: each micro-batch by its own statistics, and the running ones follow",
     "deferred": "BatchNorm: each micro-batch by its own statistics; the running ones follow the "
     "whole batch of a step",
 }
+
+_OFFERED = {
+    "1f1b": "1f1b",
+    "gpipe": "gpipe",
+    "interleaved_1f1b": "interleaved_1f1b",
+    "zbv_zero_bubble": "zbv",
+    "interleaved_zero_bubble": "zero_bubble",
+}
+"""Of the schedules those that differ in what they are good for (time, memory, or both), and the
+words of their presets."""
 
 
 class Pipeline(CutStrategy):
@@ -49,6 +67,7 @@ class Pipeline(CutStrategy):
     summary: ClassVar[str] = "stages of layers on the ranks; micro-batches flow through them"
 
     schedule: Literal[
+        "naive",
         "gpipe",
         "1f1b",
         "interleaved_1f1b",
@@ -57,11 +76,13 @@ class Pipeline(CutStrategy):
         "zbv_zero_bubble",
         "dualpipev",
     ] = "1f1b"
-    """In which order a rank takes the forward and backward passes of its micro-batches."""
+    """In which order a rank takes the forward and backward passes of its micro-batches; `naive`:
+    one micro-batch goes through all stages and back, then the next."""
     engine: Literal["torch", "fairscale", "deepspeed"] = "torch"
     """Whose implementation: torch.distributed.pipelining, fairscale's Pipe, DeepSpeed's engine."""
     devices: int | None = Field(None, ge=2)
-    """Devices of one process that the stages are laid on (fairscale only, which needs it)."""
+    """Devices of one process that the stages are laid on: with the schedule naive, or by fairscale,
+    which needs it."""
     stages_per_rank: int | None = Field(None, ge=1)
     """Stages on each rank; left out, as the schedule needs: 1, or 2."""
     at: tuple[str, ...] = ()
@@ -84,12 +105,38 @@ class Pipeline(CutStrategy):
             engine=self.engine,
             owns_step=True,
             schedule=self.schedule,
+            stages_per_rank=self.per_rank(),
             recompute=self.checkpoint,
         )
 
+    def variants(self, shape: Shape) -> Iterable[Variant]:
+        """See `Strategy.variants`: torch's schedules, as far as the blocks suffice."""
+        if shape.pp == 1:
+            return
+        most = (shape.num_blocks + 1) // shape.pp
+        for schedule, word in _OFFERED.items():
+            options = {"name": self.name, "schedule": schedule}
+            if schedule in SINGLE_STAGE_SCHEDULES:
+                yield Variant(word, options)
+            elif schedule in V_SHAPED_SCHEDULES:
+                if most >= 2:
+                    yield Variant(word, options)
+            elif shape.micro_batches >= shape.pp:
+                # With whole backward passes one that splits them is interleaved_1f1b.
+                splits = schedule in SPLIT_BACKWARD_SCHEDULES
+                for count in (count for count in (2, 4) if count <= most):
+                    label = f"{word}_{count}" if count > 2 else word
+                    yield Variant(label, {**options, "stages_per_rank": count}, splits=splits)
+
+    @property
+    def place(self) -> str:
+        """What the stages run on: the engine, or the devices of a process without one."""
+        alone = self.engine == "torch" and self.schedule == "naive" and self.devices is not None
+        return "devices" if alone else self.engine
+
     def micro_batches(self, pp: int) -> int:
-        """See `CutStrategy.micro_batches`."""
-        return 4 * (self.devices or pp)
+        """See `CutStrategy.micro_batches`: without a pipeline there is nothing to fill."""
+        return 1 if self.schedule == "naive" else 4 * (self.devices or pp)
 
     def ranks(self, plan: Plan) -> tuple[int, ...]:
         """For each stage its pp rank, or its device."""
@@ -115,8 +162,13 @@ class Pipeline(CutStrategy):
             choose_cut(rehearsal, workload.micro_batch, wanted),
             ranks,
             "pp rank" if self.traits.spans_ranks else "device",
-            BATCH_NORM[self.batch_norm] if has_running_statistics(workload.model) else "",
+            BATCH_NORM[self.batch_norm] if self._says_statistics(workload.model) else "",
         )
+
+    def _says_statistics(self, model: nn.Module) -> bool:
+        """Whether something is to be told: one micro-batch at a time is as in one process."""
+        usual = self.schedule == "naive" and self.batch_norm == "micro_batch"
+        return not usual and has_running_statistics(model)
 
     def apply(self, assembly: Assembly) -> None:
         """To be called when the stages are made: deferred statistics follow at a step's end."""
@@ -135,6 +187,12 @@ def refuse_no_ranks(options: Pipeline, plan: Plan) -> None:
             f"strategy.cut.devices={options.devices} lays the stages on devices of one process, "
             f"which engine=fairscale does, and engine is {options.engine}. Leave it out, or set "
             "strategy.cut.engine=fairscale."
+        )
+    if plan.pp < 2 and options.schedule == "naive":
+        raise ConfigError(
+            f"strategy.cut: layer_split needs at least 2 ranks on the pp axis, and "
+            f"mesh.pp={plan.pp}. Start more ranks and use mesh.pp=2, or, in one process, "
+            "strategy.cut.devices=2."
         )
     if plan.pp < 2:
         raise ConfigError(
@@ -158,6 +216,20 @@ def refuse_wrong_places(options: Pipeline, stages: int, where: str) -> None:
         raise ConfigError(
             f"strategy.cut.at names {len(options.at)} places, and {where} has {stages - 1} cuts. "
             "Name that many, or leave strategy.cut.at out."
+        )
+
+
+def refuse_missing_devices(devices: int, plan: Plan) -> None:
+    """Refuse more devices than there are.
+
+    Raises:
+        ConfigError: with both numbers.
+    """
+    found = torch.cuda.device_count() if plan.device_type == "cuda" else devices
+    if found < devices:
+        raise ConfigError(
+            f"strategy.cut.devices={devices}, and there are {found} GPUs. "
+            f"Use strategy.cut.devices={found}."
         )
 
 

@@ -14,8 +14,6 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
-
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.traits import CutTraits
 from bigtrain.costs.forecast import EMPTY_TIMELINE, Forecast, Profile
@@ -23,7 +21,12 @@ from bigtrain.costs.rank_replay import join_stages
 from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import Timeline
 from bigtrain.schedules.orders import Action, ActionKind
-from bigtrain.strategies.pipeline import Pipeline, local_devices, refuse_wrong_places
+from bigtrain.strategies.pipeline import (
+    Pipeline,
+    local_devices,
+    refuse_missing_devices,
+    refuse_wrong_places,
+)
 
 
 class FairscalePipe(Pipeline):
@@ -53,12 +56,7 @@ class FairscalePipe(Pipeline):
                 "and engine=fairscale has one on each device. Leave it out."
             )
         refuse_wrong_places(self, self.devices, f"strategy.cut.devices={self.devices}")
-        found = torch.cuda.device_count() if plan.device_type == "cuda" else self.devices
-        if found < self.devices:
-            raise ConfigError(
-                f"strategy.cut.devices={self.devices}, and there are {found} GPUs. "
-                f"Use strategy.cut.devices={found}."
-            )
+        refuse_missing_devices(self.devices, plan)
         self._check_replicas(plan)
         try:
             with warnings.catch_warnings():

@@ -15,13 +15,19 @@ Source: Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054), sections 3, 5 and 7.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from bigtrain.core.strategy import Plan, Strategy
+from bigtrain.core.variants import Shape, Variant, preset_options
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Bytes, Role
+
+_ON_TORCH = ("zero1_torch", "fsdp_zero2", "fsdp")
+_ON_OTHERS = ("zero1", "zero2", "zero3", "oss", "sharded_ddp")
+"""The presets that the planner chooses from."""
 
 
 class Zero(Strategy):
@@ -45,6 +51,26 @@ class Zero(Strategy):
     ranks, and replicated over the groups of them."""
     config: str | None = None
     """A DeepSpeed configuration file, taken as it is (`strategy.deepspeed` is the short form)."""
+
+    def variants(self, shape: Shape) -> Iterable[Variant]:
+        """See `Strategy.variants`: on torch's own parts beside a cut, by every engine without."""
+        if shape.dp == 1:
+            return
+        for preset in (*_ON_TORCH, *(_ON_OTHERS if shape.pp == 1 else ())):
+            options = {"engine": self.engine, **preset_options(self.role, preset)}
+            yield Variant(preset, options, str(options["engine"]))
+        node = shape.devices_per_node
+        if shape.pp == 1 and node < shape.dp and shape.dp % node == 0:
+            options = {"engine": self.engine, **preset_options(self.role, "fsdp")}
+            options["shard_ranks"] = node
+            yield Variant(f"hybrid_{node}", options)  # gathered inside of a node
+
+    def remedies(self, plan: Plan, limit: int) -> Sequence[Sequence[str]]:  # noqa: ARG002
+        """See `Strategy.remedies`: the states of whole replicas can be shared."""
+        is_whole = "cut" not in plan.techniques and plan.replicate.sharded_states == 0
+        if plan.dp == 1 or not is_whole:
+            return ()
+        return [[f"strategy={preset}"] for preset in _ON_TORCH]
 
     def check(self, plan: Plan) -> None:  # noqa: ARG002
         """Refuse a stage that no engine has."""

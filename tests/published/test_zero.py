@@ -23,7 +23,7 @@ from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.models.blueprint import describe
 from bigtrain.models.gpt import GPT, GPTConfig
-from bigtrain.planner.bounds import StateWidths, bounding_stage, min_state_bytes
+from bigtrain.planner.bounds import StateWidths, min_state_bytes
 from bigtrain.prediction.predict import forecast_step
 from bigtrain.prediction.record import make_profile
 from published.formulas import AUTOCAST, BF16, FP32, largest_model, numbers_sent
@@ -284,7 +284,8 @@ def test_no_forecast_is_below_its_floor(strategy, engine, stage, counts, micro_b
             found, profile, widths = forecast_of(
                 strategy, precision, ranks, model_name, micro_batches
             )
-            bounded = bounding_stage(engine, stage)
+            bounded = plan_of(strategy, precision, ranks).replicate.sharded_states
+            assert bounded >= stage
             floor = min_state_bytes(profile.trained_elements, widths, bounded, ranks)
             assert found.peak().bytes >= floor, (precision, ranks)
 
@@ -293,9 +294,9 @@ def test_no_forecast_is_below_its_floor(strategy, engine, stage, counts, micro_b
     ("strategy", "stage", "precision"), [("zero1", 1, "fp32"), ("fsdp_zero2", 2, "bf16")]
 )
 def test_two_engines_hold_less_than_their_stage_by_the_paper(strategy, stage, precision):
-    """Why `bounding_stage` names another: with the paper's own stage the test above would fail."""
+    """Why `Traits.sharded_states` is another: with the paper's own stage the above would fail."""
     if strategy == "zero1":
         pytest.importorskip("deepspeed")
     found, profile, widths = forecast_of(strategy, precision, 2, "deep")
     assert found.peak().bytes < min_state_bytes(profile.trained_elements, widths, stage, 2)
-    assert bounding_stage("torch", 3) == 3
+    assert plan_of(strategy, precision, 2).replicate.sharded_states == stage + 1

@@ -22,7 +22,7 @@ ORDER = (
     *("job", "memory", "ranks", "machine", "tensors"),
     *("losses", "data", "models", "activations", "optim"),
     *("schedules", "tracing", "cutting"),
-    *("costs", "core", "pipeline", "prediction", "strategies"),
+    *("costs", "core", "strategy", "pipeline", "prediction", "strategies"),
     *("assembly", "engine", "report"),
     *("planner", "compare", "verify"),
     *("train", "cli", "__main__"),

@@ -67,6 +67,8 @@ class DeepSpeed(Zero):
             bf16_parameters=True,
             optimizer_gets="copies",
             state_ranks=self.shard_ranks,
+            # Stage 1 has, where a step is one micro-batch, only a shard of the gradients, too.
+            sharded_states=max(2, self.stage),
             own_offload=True,
         )
 

@@ -89,7 +89,12 @@ class FairscaleEngine(Zero):
     @property
     def traits(self) -> Traits:
         """See `Strategy.traits`."""
-        return Traits(engine="fairscale", optimizer_gets="copies", state_ranks=None)
+        return Traits(
+            engine="fairscale",
+            optimizer_gets="copies",
+            state_ranks=None,
+            sharded_states=self.stage,
+        )
 
     def check(self, plan: Plan) -> None:
         """Refuse, as `Strategy.check` does."""

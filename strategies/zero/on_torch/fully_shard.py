@@ -54,6 +54,9 @@ class FullySharded(Zero):
             final_gradients=True,
             whole_backward=True,
             state_ranks=self.shard_ranks,
+            # Stage 2 lets gathered parameters go before the last gradients are there: with bf16
+            # parameters a deep model is then less at its highest than all of them and a shard.
+            sharded_states=3,
             moves_parameters=True,
         )
 

@@ -38,6 +38,7 @@ class ShardedOptimizer(Zero):
             bf16_parameters=True,
             optimizer_gets="pieces",
             state_ranks=None,
+            sharded_states=1,
             averaging_bucket=self._bucket,
         )
 

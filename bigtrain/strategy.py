@@ -1,0 +1,47 @@
+"""All that the author of a technique needs, from one module: see "Add a strategy"."""
+
+from bigtrain.activations.policy import BlockPolicy
+from bigtrain.core.runner import Runner
+from bigtrain.core.strategy import (
+    Assembly,
+    CutStrategy,
+    ModelFacts,
+    Plan,
+    RecomputeStrategy,
+    Strategy,
+)
+from bigtrain.core.traits import CutTraits, OffloadTiers, Traits
+from bigtrain.core.variants import Shape, Variant
+from bigtrain.core.workload import Workload
+from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.costs.traffic import Traffic
+from bigtrain.cutting.layout import Layout
+from bigtrain.errors import ConfigError
+from bigtrain.job.schema import Bytes, Role
+from bigtrain.memory.timeline import Span, Timeline
+
+__all__ = [
+    "Assembly",
+    "BlockPolicy",
+    "Bytes",
+    "ConfigError",
+    "CutStrategy",
+    "CutTraits",
+    "Forecast",
+    "Layout",
+    "ModelFacts",
+    "OffloadTiers",
+    "Plan",
+    "Profile",
+    "RecomputeStrategy",
+    "Role",
+    "Runner",
+    "Shape",
+    "Span",
+    "Strategy",
+    "Timeline",
+    "Traffic",
+    "Traits",
+    "Variant",
+    "Workload",
+]

@@ -1,0 +1,59 @@
+"""The stages on several devices of one process, one at work at a time: naive model parallelism.
+
+The plain loop calls a chain of them, so that each kind of replica of a whole model goes with it.
+
+Source: Krizhevsky et al. 2012 laid layers over two GPUs; Huang et al. 2019 (arXiv 1811.06965),
+figure 2b, shows what is idle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bigtrain.core.strategy import Assembly, Plan
+from bigtrain.core.traits import CutTraits
+from bigtrain.errors import ConfigError
+from bigtrain.pipeline.local_chain import StageChain
+from bigtrain.strategies.pipeline import (
+    Pipeline,
+    local_devices,
+    refuse_missing_devices,
+    refuse_wrong_places,
+)
+
+
+class DevicePipeline(Pipeline):
+    """Stages chained on the devices of each process; the plain loop owns the step."""
+
+    @property
+    def traits(self) -> CutTraits:
+        """See `Strategy.traits`."""
+        return replace(super().traits, owns_step=False, spans_ranks=False)
+
+    def check(self, plan: Plan) -> None:
+        """Refuse more devices than there are, and what stages on ranks alone have."""
+        for key, neutral in (("stages_per_rank", None), ("checkpoint", "never")):
+            value = getattr(self, key)
+            if value != neutral:
+                raise ConfigError(
+                    f"strategy.cut.{key}={value} is for stages on ranks, and "
+                    f"strategy.cut.devices={self.devices} lays them on devices of one process. "
+                    "Leave it out, or leave strategy.cut.devices out."
+                )
+        if self.devices is not None:
+            refuse_missing_devices(self.devices, plan)
+            where = f"strategy.cut.devices={self.devices}"
+            refuse_wrong_places(self, self.devices, where)
+
+    def ranks(self, plan: Plan) -> tuple[int, ...]:  # noqa: ARG002
+        """One stage on each device."""
+        return tuple(range(self.devices or 1))
+
+    def apply(self, assembly: Assembly) -> None:
+        """Chain the stages on this process's devices."""
+        if assembly.layout is None or self.devices is None:
+            return
+        stages = assembly.make_stages(range(self.devices))
+        assembly.roots = [assembly.model]
+        assembly.module = StageChain(stages, local_devices(assembly, self.devices), assembly.model)
+        super().apply(assembly)

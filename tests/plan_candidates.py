@@ -1,0 +1,33 @@
+"""Candidates of the planner by the names of presets and schedules."""
+
+from __future__ import annotations
+
+from bigtrain.core.variants import Variant, preset_options
+from bigtrain.planner.space import Candidate
+
+
+def candidate_of(
+    pp: int,
+    dp: int,
+    preset: str,
+    rows: int,
+    micro_batches: int,
+    schedule: str | None = None,
+    stages_per_rank: int = 1,
+    offload: str | None = None,
+) -> Candidate:
+    """As the techniques offer it."""
+    options = {"engine": "deepspeed", **preset_options("replicate", preset)}
+    if options["name"] != "zero":
+        options = {"name": options["name"]}
+    replicate = Variant(preset, options, str(options.get("engine", "torch")))
+    cut = None
+    if schedule is not None:
+        more = {"stages_per_rank": stages_per_rank} if stages_per_rank > 1 else {}
+        words = {"zbv_zero_bubble": "zbv", "interleaved_zero_bubble": "zero_bubble"}
+        label = words.get(schedule, schedule) + (f"_{stages_per_rank}" * (stages_per_rank > 2))
+        cut = Variant(label, {"name": "pipeline", "schedule": schedule, **more})
+    place = None
+    if offload is not None:
+        place = Variant(f"offload_{offload}", {"optimizer": offload})
+    return Candidate(pp, dp, replicate, rows, micro_batches, cut, place)

@@ -1,0 +1,105 @@
+"""A technique is planned with by what it says of itself: ours, and one that a user brings."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import yaml
+from programs import run
+from rooms import sources, tree
+
+from bigtrain.activations.policy import BlockPolicy
+from bigtrain.core.registry import ALIASES, TECHNIQUES, techniques_of
+from bigtrain.core.variants import Shape, preset_options
+from bigtrain.job.presets import preset_names
+from bigtrain.prediction.residuals import EngineName
+from bigtrain.schedules.orders import SCHEDULES
+
+ROOT = Path(__file__).resolve().parents[1]
+APART = (
+    *("planner.space", "planner.search", "planner.step_time", "planner.fit"),
+    *("planner.bounds", "costs.rank_replay", "engine.remedies"),
+)
+"""What searches and weighs techniques without knowing one."""
+SMALL = [
+    "model.name=gpt",
+    "model.args={num_layers: 2, width: 32, num_heads: 2, sequence_length: 16}",
+    *("data.name=synthetic", "data.args={kind: language}", "train.precision=fp64"),
+]
+
+
+def words_of(node: ast.AST) -> set[str]:
+    """The words of all texts of a module but its docstrings."""
+    documents = {
+        id(inner.value)
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Constant)
+    }
+    texts = [
+        inner.value
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Constant)
+        and isinstance(inner.value, str)
+        and id(inner) not in documents
+    ]
+    return {word for text in texts for word in re.findall(r"\w+", text)}
+
+
+@pytest.mark.parametrize("module", APART)
+def test_what_plans_names_no_technique_engine_or_preset(module):
+    names = {*preset_names("strategies"), *get_args(EngineName)}
+    names |= {name for table in (*TECHNIQUES.values(), *ALIASES.values()) for name in table}
+    # Schedules are pure orders, what blocks keep is no technique's alone, offload is a role.
+    names -= {*SCHEDULES, *get_args(BlockPolicy), "offload"}
+    code = tree(sources()[module])
+    assert not words_of(code) & names
+    for node in ast.walk(code):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+            assert "technique" not in ast.unparse(node), ast.unparse(node)
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(1, 1), (1, 8), (2, 1), (2, 4)])
+def test_what_is_offered_is_the_preset_of_its_name(pp, dp):
+    shape = Shape(pp, dp, 4, "cpu", 12, 8)
+    found = [v for one in techniques_of("replicate") for v in one.variants(shape)]
+    assert found
+    for variant in found:
+        is_hybrid = variant.label == "hybrid_4"
+        preset = "fsdp" if is_hybrid else variant.label
+        said = dict(variant.options)
+        assert said.pop("engine", "deepspeed") == preset_options("replicate", preset).get(
+            "engine", "deepspeed"
+        )
+        more = {"shard_ranks": 4} if is_hybrid else {}
+        wanted = {**preset_options("replicate", preset), **more}
+        assert said == {key: value for key, value in wanted.items() if key != "engine"}
+    labels = [variant.label for variant in found]
+    assert len(labels) == len(set(labels))
+    assert ("single" in labels) == (dp == 1)
+    assert ("zero3" in labels) == (dp > 1 and pp == 1)
+
+
+def test_a_technique_of_ones_own_is_searched_ranked_and_its_plan_runs(tmp_path, monkeypatch):
+    """The example of the contributing page, which says nothing of planning."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "mymodule.py").write_text(block)
+    monkeypatch.chdir(tmp_path)
+    bigtrain = [sys.executable, "-m", "bigtrain"]
+    given = ["--devices", "2", "--cluster", "cpu", "--engines", "torch", "--memory", "8GiB"]
+    own = "strategy.replicate=mymodule:MyStrategy"
+    planned = run([*bigtrain, "plan", *given, "--global-batch-size=8", *SMALL, "mesh.pp=1", own])
+    assert planned.status == 0, planned.output
+    assert "my_strategy" in planned.output
+    assert "ddp" in planned.output
+    plan = yaml.safe_load(Path("plan.yaml").read_text())
+    assert plan["strategy"]["replicate"]["name"] == "mymodule:MyStrategy"
+    ran = run([*bigtrain, "train", "-n", "2", "--plan", "plan.yaml", *SMALL, "train.steps=2"])
+    assert ran.status == 0, ran.output
+    peaks = next(line for line in ran.output.splitlines() if line.startswith("│ peak"))
+    assert peaks.count("exact") == 2, ran.output
