@@ -18,6 +18,7 @@ from bigtrain.assembly.make_plan import make_plan
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.job.presets import preset_names
+from bigtrain.job.strategy_words import whole_strategies
 
 ON_DEVICES = ("layer_split_devices", "gpipe_fairscale")
 """Several devices of one process."""
@@ -73,12 +74,23 @@ def test_ddp_equals_one_process_in_float64(expected, world_size, case):
         assert largest_difference(expected, record) < 1e-10
 
 
-@pytest.mark.parametrize("strategy", preset_names("strategies"))
+WHOLE = whole_strategies()
+# Words that add to a strategy: to that of one process, but where it takes more.
+BESIDE = {"offload_parameters_cpu": "fsdp"}
+LISTED = [
+    name if name in WHOLE else f"{BESIDE.get(name, 'single')}+{name}"
+    for name in preset_names("strategies")
+]
+
+
+@pytest.mark.parametrize("strategy", LISTED)
 def test_every_listed_strategy_equals_one_process(expected, strategy):
     """A new preset is tested the moment its file is there, in float64 where it may be."""
     world_size = 1 if strategy.startswith("single") or strategy in ON_DEVICES else 2
     world_size = 4 if strategy in ON_FOUR else world_size
     keys = {**FP64, "train.micro_batch_size": 2}
+    if strategy.endswith("+accumulation"):
+        del keys["train.micro_batch_size"]  # it says how many there are
     one, tolerance = expected, 1e-10
     if refusal(strategy, keys, world_size):
         one, tolerance = reference("fp32"), 1e-5

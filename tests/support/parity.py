@@ -51,7 +51,8 @@ def train(
     job = job_from_keys(strategy, {"train.global_batch_size": 8, **UNSEEN, **keys})
     loss = loss or CrossEntropy()
     example = None
-    if job.strategy.cut is not None:  # a model is cut by the shapes of a micro-batch
+    # A model is cut by the shapes of a micro-batch, and a budget is met by a forecast of one.
+    if job.strategy.cut is not None or "budget" in strategy:
         plan = make_plan(job, context.world_size, context.device.type)
         order = GlobalOrder(len(samples), plan.batch.micro_size, shuffle=False)
         rows = plan.batch.micro_size
