@@ -9,17 +9,20 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.plan_candidates import candidate_of
 from support.zygote import forked_cli
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.compare.list_strategies import strategy_list
+from bigtrain.core.registry import techniques_of
 from bigtrain.core.strategy import Plan
+from bigtrain.core.variants import Shape, Variant
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys, load_job, override_job
 from bigtrain.job.presets import preset_names
-from bigtrain.job.schema import ROLES, Job
+from bigtrain.job.schema import ROLES, Job, Role
 from bigtrain.job.strategy_words import read_strategy, strategy_label, whole_strategies
-from bigtrain.planner.space import REPLICATE_PRESETS, SEARCHED_SCHEDULES, Candidate
+from bigtrain.planner.space import Candidate
 from bigtrain.schedules.orders import V_SHAPED_SCHEDULES
 
 TORCH_1F1B = {"name": "pipeline", "schedule": "1f1b"}
@@ -271,20 +274,27 @@ def techniques(plan: Plan) -> dict[str, object]:
     return found
 
 
+def offered(role: Role, *, pp: int, dp: int) -> list[Variant]:
+    shape = Shape(pp, dp, devices_per_node=2, device_type="cpu", num_blocks=16, micro_batches=8)
+    return [variant for one in techniques_of(role) for variant in one.variants(shape)]
+
+
 def candidates() -> list[Candidate]:
     """One for each strategy that the planner may name."""
+    presets = [variant.label for variant in offered("replicate", pp=1, dp=2)]
     found = [
-        Candidate(1, 2, replicate, 2, 1, None, 1, place)
-        for replicate, place in product(REPLICATE_PRESETS, ("device", "disk"))
+        candidate_of(1, 2, replicate, 2, 1, None, 1, place)
+        for replicate, place in product(presets, (None, "disk"))
     ]
-    found += [Candidate(1, 1, "single", 8, 1, None, 1, "disk")]
-    found += [Candidate(1, 4, "fsdp", 1, 2, shard_ranks=ranks) for ranks in (2, 4)]
-    for schedule, place in product(SEARCHED_SCHEDULES, ("device", "disk")):
+    found += [candidate_of(1, 1, "single", 8, 1, None, 1, "disk")]
+    found += [candidate_of(1, 4, "fsdp", 1, 2, shard_ranks=ranks) for ranks in (2, 4)]
+    schedules = dict.fromkeys(str(v.options["schedule"]) for v in offered("cut", pp=2, dp=1))
+    for schedule, place in product(schedules, (None, "disk")):
         numbers = (2, 4) if schedule.startswith("interleaved") else (2,)
         for number in numbers if schedule in V_SHAPED_SCHEDULES or len(numbers) > 1 else (1,):
-            found.append(Candidate(2, 1, "single", 1, 8, schedule, number, place))
+            found.append(candidate_of(2, 1, "single", 1, 8, schedule, number, place))
             found += [
-                Candidate(2, 2, replicate, 1, 4, schedule, number, place)
+                candidate_of(2, 2, replicate, 1, 4, schedule, number, place)
                 for replicate in ("ddp", "zero1_torch", "fsdp_zero2", "fsdp")
             ]
     return found

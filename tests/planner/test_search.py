@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from plan_candidates import candidate_of
+from support.plan_candidates import candidate_of
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.engine.setup import open_setup

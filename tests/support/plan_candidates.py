@@ -15,15 +15,19 @@ def candidate_of(
     schedule: str | None = None,
     stages_per_rank: int = 1,
     offload: str | None = None,
+    shard_ranks: int | None = None,
 ) -> Candidate:
     """As the techniques offer it."""
     options = {"engine": "deepspeed", **preset_options("replicate", preset)}
     if options["name"] != "zero":
         options = {"name": options["name"]}
+    if shard_ranks is not None:
+        options, preset = {**options, "shard_ranks": shard_ranks}, f"hybrid_{shard_ranks}"
     replicate = Variant(preset, options, str(options.get("engine", "torch")))
     cut = None
     if schedule is not None:
-        more = {"stages_per_rank": stages_per_rank} if stages_per_rank > 1 else {}
+        is_interleaved = schedule.startswith("interleaved")
+        more = {"stages_per_rank": stages_per_rank} if is_interleaved else {}
         words = {"zbv_zero_bubble": "zbv", "interleaved_zero_bubble": "zero_bubble"}
         label = words.get(schedule, schedule) + (f"_{stages_per_rank}" * (stages_per_rank > 2))
         cut = Variant(label, {"name": "pipeline", "schedule": schedule, **more})

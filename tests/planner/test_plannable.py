@@ -10,8 +10,8 @@ from typing import get_args
 
 import pytest
 import yaml
-from programs import run
-from rooms import sources, tree
+from support.programs import run
+from support.rooms import sources, tree
 
 from bigtrain.activations.policy import BlockPolicy
 from bigtrain.core.registry import ALIASES, TECHNIQUES, techniques_of
@@ -20,7 +20,7 @@ from bigtrain.job.presets import preset_names
 from bigtrain.prediction.residuals import EngineName
 from bigtrain.schedules.orders import SCHEDULES
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 APART = (
     *("planner.space", "planner.search", "planner.step_time", "planner.fit"),
     *("planner.bounds", "costs.rank_replay", "engine.remedies"),
