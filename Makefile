@@ -6,11 +6,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test check setup system clean help
+.PHONY: train test test-full check setup system clean help
 
 help:
 	@echo "make train   train a small language model on two ranks (two to three minutes)"
-	@echo "make test    run every test"
+	@echo "make test    run the tests"
+	@echo "make test-full  run those, too, that prove the same at greater length"
 	@echo "make check   style and types only"
 
 setup: $(READY)
@@ -42,8 +43,14 @@ system:
 		echo "Run: sudo apt-get install$$missing"; \
 	fi
 
+# What times, memory or signals are measured in runs last and by itself. FULL takes in what proves
+# at greater length: --full all of it, --full-fifth=auto a fifth, which the date chooses.
 test: $(READY) system check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not alone" $(FULL)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m alone $(FULL)
+
+test-full: FULL := --full
+test-full: test
 
 check: $(READY)
 	$(BIN)/ruff check .
