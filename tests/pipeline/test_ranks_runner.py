@@ -232,6 +232,7 @@ def predicted(context: RunContext) -> list[Any]:
         found.append(
             [out if out is None else (out[0].tolist(), out[1].tolist()) for out in outputs]
         )
+    context.barrier()  # a rank that is done must not leave while another one still reads from it
     return found
 
 

@@ -26,7 +26,8 @@ class Finished:
     status: int
     output: str
     """Standard output and standard error, in the order in which they came."""
-    seconds: float
+    ended: float
+    """When, by the clock that all processes of a machine share."""
 
     @property
     def ranks(self) -> list[dict[str, Any]]:
@@ -37,6 +38,11 @@ class Finished:
         found, _ = json.JSONDecoder().raw_decode(lines[0])
         assert isinstance(found, list)
         return found
+
+    @property
+    def seconds_together(self) -> float:
+        """From the moment when the ranks had met to the end of the last of them."""
+        return self.ended - max(rank["met"] for rank in self.ranks)
 
     def assert_all_gone(self) -> None:
         """Every rank's process has ended (a launcher may need a moment to reap it)."""
@@ -77,11 +83,11 @@ def run(
     command: list[str], extra: Mapping[str, str] | None = None, timeout_s: float = 90.0
 ) -> Finished:
     """Run a command to its end; past the timeout its own session is killed."""
-    begin = time.monotonic()
-    return finish(start(command, extra), begin, timeout_s)
+    return finish(start(command, extra), timeout_s)
 
 
-def finish(process: subprocess.Popen[str], begin: float, timeout_s: float = 90.0) -> Finished:
+def finish(process: subprocess.Popen[str], timeout_s: float = 90.0) -> Finished:
+    """Wait for a command that was started; past the timeout its own session is killed."""
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -89,4 +95,4 @@ def finish(process: subprocess.Popen[str], begin: float, timeout_s: float = 90.0
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
         pytest.fail(f"{process.args!r} ran past {timeout_s:.0f} s:\n{output}")
-    return Finished(process.returncode, output, time.monotonic() - begin)
+    return Finished(process.returncode, output, time.monotonic())

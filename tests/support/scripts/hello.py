@@ -76,6 +76,7 @@ def main() -> int:
                     "total": int(total),
                     "threads": torch.get_num_threads(),
                     "pid": os.getpid(),
+                    "met": time.monotonic(),
                 }
             )
             if context.is_main:
