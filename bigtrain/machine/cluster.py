@@ -157,12 +157,12 @@ class Link(ConfigSection):
     efficiency: Efficiency = 0.8
     """The share of it that large messages reach. The default is an assumption; 1 where
     `bandwidth` was measured."""
-    by_op: dict[CommOp, LinkSpec] = Field(default_factory=dict)
+    kinds: dict[CommOp, LinkSpec] = Field(default_factory=dict)
     """Of exchanges that were measured by themselves; the others have the figures above."""
 
     def of(self, kind: CommOp) -> Link:
         """The link as one kind of exchange finds it."""
-        found = self.by_op.get(kind)
+        found = self.kinds.get(kind)
         if found is None:
             return self
         return Link(latency=found.latency, bandwidth=found.bandwidth, efficiency=1.0)
