@@ -1,0 +1,67 @@
+"""What is marked `full`, test by test, and that any five days run all of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+from support.zygote import interpreter, surroundings
+
+ROOT = Path(__file__).parents[2]
+# How many cases of each test run on demand only. What stands here is proven in fewer cases, or at
+# less length, by the same test in every run: that is to be so of whatever is added.
+FULL = {
+    "activations/test_budget_solver.py::test_many_different_blocks_with_five_choices_are_chosen_for"
+    "_in_seconds": 1,
+    "cutting/test_torchvision_models.py::test_a_cut_model_is_the_whole_model": 61,
+    "models/test_torchvision_models.py::test_every_torchvision_model_is_deferred_and_initialised_as"
+    "_usual": 61,
+    "planner/test_drawn_plans.py::test_a_plan_is_forecast_as_its_run": 6,
+    "ranks/test_ranks_launchers.py::test_a_killed_rank_ends_all": 6,
+    "ranks/test_ranks_launchers.py::test_a_stop_ends_all_quietly": 2,
+    "ranks/test_ranks_launchers.py::test_one_failure_ends_all": 12,
+    "test_golden.py::test_what_is_known_without_running_is_what_it_was": 1,
+    "test_docs.py::test_the_train_commands_of_the_readme_run_dry": 7,
+    "verify/test_command.py::test_batchnorm_is_compared_in_equal_micro_batches": 1,
+}
+
+
+def collected(folder: Path, *words: str) -> list[str]:
+    """The names of the tests that a command line would run."""
+    command = [interpreter(), "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, *words], cwd=folder, env=surroundings(), capture_output=True, text=True
+    )
+    assert done.returncode in (0, 5), done.stdout + done.stderr
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def test_nothing_is_left_for_another_day_but_what_stands_here() -> None:
+    names = collected(ROOT, "-m", "full")
+    found = Counter(re.sub(r"\[.*", "", name.removeprefix("tests/")) for name in names)
+    assert found == FULL
+
+
+def test_five_days_run_each_case_once_and_every_day_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = full\n")
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.full\n"
+        "@pytest.mark.parametrize('n', range(40))\n"
+        "def test_long(n): pass\n"
+        "def test_short(): pass\n"
+    )
+    plugin = ("-p", "support.full")
+    days = [collected(tmp_path, *plugin, "--full-fifth", str(day)) for day in range(5)]
+    everything = collected(tmp_path, *plugin, "--full")
+    assert len(everything) == 41
+    assert collected(tmp_path, *plugin) == ["test_some.py::test_short"]
+    assert Counter(name for day in days for name in day) == Counter(everything) + Counter(
+        {"test_some.py::test_short": 4}
+    )
+    assert collected(tmp_path, *plugin, "test_some.py::test_long[3]") == [
+        "test_some.py::test_long[3]"
+    ]
+    assert collected(tmp_path, *plugin, "--full-fifth", "auto") in days
