@@ -137,7 +137,15 @@ def test_a_crash_under_deepspeed_keeps_the_ranks_traceback(words, tmp_path):
     )
     port = str(free_port())
     script = [TRAIN, words[0], *words[5:], "model.name=broken:Net", f"log.dir={tmp_path}"]
-    launch = [interpreter("deepspeed"), find("deepspeed"), "--num_accelerators", "2", "--master_port", port]
+    launch = [
+        interpreter("deepspeed"),
+        find("deepspeed"),
+        "--num_accelerators",
+        "2",
+        "--master_port",
+        port,
+    ]
+    launch += ["--master_port", port]
     done = run([*launch, *script], {"PYTHONPATH": f"{ROOT}:{tmp_path}"}, timeout_s=60)
     assert done.status == 1
     assert done.output.count("RuntimeError: out of cheese") == 1

@@ -136,6 +136,7 @@ def test_the_public_names_are_sorted_and_resolve():
         _ = bigtrain.nothing
 
 
+@pytest.mark.alone
 def test_help_is_there_at_once():
     seconds = []
     for _ in range(5):

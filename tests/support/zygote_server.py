@@ -156,6 +156,8 @@ class Server:
 
     def _signal(self, pid: int, connection: socket.socket) -> None:
         """Pass signals on; a client that is gone takes its process with it."""
+        if pid not in self._children:  # it ended in the same turn of the loop
+            return
         try:
             numbers = connection.recv(_READ) or bytes([signal.SIGKILL])
         except OSError:
