@@ -9,7 +9,7 @@ from bigtrain.core.strategy import Plan
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Job
 
-ALIASES = {
+MODEL_KEY_ALIASES = {
     "micro_batch_size": "train.micro_batch_size",
     "n_layer": "model.args.num_layers",
     "n_layers": "model.args.num_layers",
@@ -24,7 +24,7 @@ RELATIVE_RESOLUTION = 32
 
 def job_key_of(name: str) -> str:
     """The key of a job that a name given to `--largest` stands for."""
-    return name if "." in name else ALIASES.get(name, f"model.args.{name}")
+    return name if "." in name else MODEL_KEY_ALIASES.get(name, f"model.args.{name}")
 
 
 def words_for(key: str, value: int, plan: Plan) -> list[str]:

@@ -74,7 +74,7 @@ TECHNIQUES: dict[Role, dict[str, str | Engines]] = {
 }
 
 
-ALIASES: dict[Role, dict[str, tuple[str, dict[str, Any]]]] = {
+TECHNIQUE_ALIASES: dict[Role, dict[str, tuple[str, dict[str, Any]]]] = {
     "cut": {"layer_split": ("pipeline", {"schedule": "naive"})},
 }
 """Names of before, as a technique and its options."""
@@ -86,7 +86,7 @@ def technique_class(role: Role, name: str) -> type[Strategy]:
     Raises:
         ConfigError: the name is not in the table, or the import fails.
     """
-    table, aliases = TECHNIQUES[role], ALIASES.get(role, {})
+    table, aliases = TECHNIQUES[role], TECHNIQUE_ALIASES.get(role, {})
     name, _ = aliases.get(name, (name, {}))
     entry = table.get(name, name)
     target = entry.options if isinstance(entry, Engines) else entry
@@ -123,7 +123,7 @@ def make_technique(role: Role, config: RoleConfig) -> Strategy:
         ConfigError: an unknown name or option, or a value of the wrong type.
     """
     kind = technique_class(role, config.name)
-    name, implied = ALIASES.get(role, {}).get(config.name, (config.name, {}))
+    name, implied = TECHNIQUE_ALIASES.get(role, {}).get(config.name, (config.name, {}))
     options = {**implied, **config.options}
     try:
         technique = kind.model_validate(options)

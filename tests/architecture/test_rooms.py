@@ -62,3 +62,21 @@ def test_no_module_imports_itself_round_a_corner():
 
     for module in graph:
         visit(module, ())
+
+
+def test_a_public_name_is_defined_once():
+    owners: dict[str, set[str]] = {}
+    for module, path in sources().items():
+        for node in tree(path).body:
+            names = []
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                names = [node.name]
+            elif isinstance(node, ast.Assign):
+                names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names = [node.target.id]
+            for name in names:
+                if not name.startswith("_") and name != "main":
+                    owners.setdefault(name, set()).add(module)
+    doubles = {name: sorted(modules) for name, modules in owners.items() if len(modules) > 1}
+    assert not doubles, f"public names with two meanings: {doubles}"
