@@ -14,7 +14,7 @@ from support.programs import run
 from support.rooms import sources, tree
 
 from bigtrain.activations.policy import BlockPolicy
-from bigtrain.core.registry import ALIASES, TECHNIQUES, techniques_of
+from bigtrain.core.registry import TECHNIQUE_ALIASES, TECHNIQUES, techniques_of
 from bigtrain.core.variants import Shape, preset_options
 from bigtrain.job.presets import preset_names
 from bigtrain.prediction.residuals import EngineName
@@ -53,7 +53,9 @@ def words_of(node: ast.AST) -> set[str]:
 @pytest.mark.parametrize("module", APART)
 def test_what_plans_names_no_technique_engine_or_preset(module):
     names = {*preset_names("strategies"), *get_args(EngineName)}
-    names |= {name for table in (*TECHNIQUES.values(), *ALIASES.values()) for name in table}
+    names |= {
+        name for table in (*TECHNIQUES.values(), *TECHNIQUE_ALIASES.values()) for name in table
+    }
     # Schedules are pure orders, what blocks keep is no technique's alone, offload is a role.
     names -= {*SCHEDULES, *get_args(BlockPolicy), "offload"}
     code = tree(sources()[module])
