@@ -115,7 +115,7 @@ def test_one_rank_says_what_all_have_found(
     mark_reporting_rank(error)
     monkeypatch.setenv("RANK", "1")
     ended: list[int] = []
-    monkeypatch.setattr("bigtrain.ranks.exit_status.end_process", ended.append)
+    monkeypatch.setattr("bigtrain.ranks.exit_status.exit_process", ended.append)
     assert run_guarded(raising(error)) == 2
     assert ended == [2]
     assert capsys.readouterr().err == "bigtrain: agreed\n"

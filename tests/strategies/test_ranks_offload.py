@@ -135,7 +135,7 @@ def build_on_a_small_disk(context, free: int) -> str:
     """Rank 1 alone sees little room; every rank must say the same."""
     import bigtrain.optim.state_store
 
-    bigtrain.optim.state_store.free_on_disk = lambda _: free if context.rank == 1 else 10**12
+    bigtrain.optim.state_store.free_disk_bytes = lambda _: free if context.rank == 1 else 10**12
     keys = {"train.global_batch_size": 8, "memory.predict": False, **DISK}
     try:
         Engine(TinyLM, CrossEntropy(), adamw, job_from_keys("ddp", keys), context)

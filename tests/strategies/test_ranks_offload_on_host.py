@@ -128,7 +128,7 @@ def test_the_next_chunk_comes_while_this_one_is_updated():
 
 
 def build_with_little_memory(context, free: int) -> str:
-    bigtrain.optim.state_store.free_memory = lambda: free if context.rank == 1 else 10**12
+    bigtrain.optim.state_store.free_host_bytes = lambda: free if context.rank == 1 else 10**12
     make = torch.optim.AdamW
     try:
         HostStateStore(context).ensure_space(updated=400, copied=400, make_optimizer=make)
