@@ -305,7 +305,7 @@ def without_streams(context, fn, *args):
         module.enable_nccl_base_collectives = False
     torch.Tensor.record_stream = lambda _self, _stream: None
     warnings.filterwarnings("ignore", message="TypedStorage")
-    fsdp.FairscaleFSDP.check = lambda _, o, p: engine.refuse_common(o, p)
+    fsdp.FairscaleFSDP.check = lambda own, plan: engine.refuse_common(own, plan)
     return fn(context, *args)
 
 
