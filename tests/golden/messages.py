@@ -229,7 +229,6 @@ FIGURES: list[dict[str, Any]] = [
     {"device.reserved": "16GiB"},
     {"device.efficiency": 1.5},
     {"device.kind": "tpu"},
-    {"device": 3},
     {"node.host_link": None},
 ]
 """What is changed of a cluster's file; None takes it out."""
