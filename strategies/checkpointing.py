@@ -80,23 +80,24 @@ class Checkpointing(RecomputeStrategy):
 
     def check(self, plan: Plan) -> None:
         """Refuse two ways to say the same, and a cut that already computes again."""
-        said = {
+        is_said = {
             "every": self.every is not None,
             "layers": bool(self.layers),
             "budget": self.budget is not None,
             "blocks": self.blocks is not None,
         }
-        given = [key for key, is_given in said.items() if is_given]
-        if len(given) > 1:
+        given_keys = [key for key, is_given in is_said.items() if is_given]
+        if len(given_keys) > 1:
             raise ConfigError(
-                f"strategy.recompute.{given[0]} and {given[1]} both say which blocks keep less. "
-                f"Leave strategy.recompute.{given[1]} out."
+                f"strategy.recompute.{given_keys[0]} and {given_keys[1]} both say which blocks "
+                "keep less. "
+                f"Leave strategy.recompute.{given_keys[1]} out."
             )
-        chosen = "budget" if self.budget is not None else "blocks"
-        if (said["budget"] or said["blocks"]) and "mode" in self.model_fields_set:
+        chosen_key = "budget" if self.budget is not None else "blocks"
+        if (is_said["budget"] or is_said["blocks"]) and "mode" in self.model_fields_set:
             raise ConfigError(
-                f"strategy.recompute.mode={self.mode}: {chosen} says what each block keeps. "
-                f"Leave strategy.recompute.mode out, or strategy.recompute.{chosen}."
+                f"strategy.recompute.mode={self.mode}: {chosen_key} says what each block keeps. "
+                f"Leave strategy.recompute.mode out, or strategy.recompute.{chosen_key}."
             )
         self._check_moves(plan)
         cut = plan.cut
@@ -194,12 +195,11 @@ class Checkpointing(RecomputeStrategy):
 
     def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:  # noqa: ARG002
         """Say where nothing is saved."""
-        ran = {name for name, _, _ in profile.windows}
-        idle = sorted(profile.recomputed - ran)
-        if idle:
-            return (
-                f"strategy.recompute: {idle[0]} is not called in a forward pass: nothing is saved."
-            )
+        called = {name for name, _, _ in profile.windows}
+        never_called = sorted(profile.recomputed - called)
+        if never_called:
+            name = never_called[0]
+            return f"strategy.recompute: {name} is not called in a forward pass: nothing is saved."
         if not profile.windows and self.blocks is None:
             return (
                 "strategy.recompute saves nothing: this model has no blocks. "

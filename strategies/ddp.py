@@ -81,12 +81,12 @@ class DDP(Strategy):
 
     def _check_pipeline(self, plan: Plan) -> None:
         """A pipeline's gradients are averaged once a step, without DistributedDataParallel."""
-        wanted = {
+        options_set = {
             "static_graph": self.static_graph,
             "find_unused_parameters": self.find_unused_parameters,
             "compress": self.compress != "none",
         }
-        for option in (name for name, is_set in wanted.items() if is_set):
+        for option in (name for name, is_set in options_set.items() if is_set):
             value, neutral = getattr(self, option), type(self).model_fields[option].default
             raise ConfigError(
                 f"strategy.replicate.{option}={_word(value)} is DistributedDataParallel's, and in "
@@ -109,7 +109,7 @@ class DDP(Strategy):
         """Gradients once a step, beside the last backward pass; in a pipeline after all of them."""
         if plan.dp == 1:
             return ()
-        found = gradient_average_traffic(
+        messages = gradient_average_traffic(
             profile,
             plan.dp,
             plan.pp * plan.tp,
@@ -119,7 +119,7 @@ class DDP(Strategy):
         )
         return tuple(
             replace(t, nbytes=self._compressed(profile)) if t.kind == "all_reduce" else t
-            for t in found
+            for t in messages
         )
 
     def _compressed(self, profile: Profile) -> int:

@@ -181,34 +181,44 @@ class Offload(Strategy):
         if self.optimizer != "disk":
             return forecast
         ranks = plan.state_ranks
-        most = chunk_elements(profile.trained_elements, ranks)
-        chunk = min(most, profile.trained_elements // ranks)
-        room = round(chunk * profile.state_slots) * _item(plan)
+        chunk_limit = chunk_elements(profile.trained_elements, ranks)
+        chunk = min(chunk_limit, profile.trained_elements // ranks)
+        chunk_bytes = round(chunk * profile.state_slots) * _item(plan)
         share = chunk / profile.trained_elements
-        return replace(forecast, states=states, step=_chunked(forecast.step, share, room))
+        return replace(forecast, states=states, step=_chunked(forecast.step, share, chunk_bytes))
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
         """State each way once a step, what blocks save each way for each micro-batch.
 
         Parameters, and all but activations under DeepSpeed, are stated by who moves them.
         """
-        found = []
+        messages = []
         nbytes, calls = offloaded_activations(profile) if plan.moves_activations else (0, 0)
         if nbytes and self.activations == "disk":
-            found += [
+            messages += [
                 Traffic("to_disk", nbytes, calls, "micro_batch", "forward"),
                 Traffic("from_disk", nbytes, calls, "micro_batch", "backward"),
             ]
         if nbytes and plan.device_type != "cpu":
             # On their way to a disk they are copied over before anything else is done.
-            past = self.activations == "disk"
-            found += [
-                Traffic("to_host", nbytes, calls, "micro_batch", "nothing" if past else "forward"),
+            to_disk_after = self.activations == "disk"
+            messages += [
                 Traffic(
-                    "from_host", nbytes, calls, "micro_batch", "nothing" if past else "backward"
+                    "to_host",
+                    nbytes,
+                    calls,
+                    "micro_batch",
+                    "nothing" if to_disk_after else "forward",
+                ),
+                Traffic(
+                    "from_host",
+                    nbytes,
+                    calls,
+                    "micro_batch",
+                    "nothing" if to_disk_after else "backward",
                 ),
             ]
-        return (*found, *self._state_traffic(profile, plan))
+        return (*messages, *self._state_traffic(profile, plan))
 
     def _state_traffic(self, profile: Profile, plan: Plan) -> list[Traffic]:
         """The optimizer's: state to disk and back, or gradients to the host and values back."""
@@ -230,14 +240,14 @@ class Offload(Strategy):
         if not nbytes:
             return []
         calls = tensors * max(1, math.ceil(profile.state_slots + values))
-        found = [  # the next chunk is read meanwhile; a written one is waited for
+        messages = [  # the next chunk is read meanwhile; a written one is waited for
             Traffic("from_disk", nbytes, calls, "step", "step"),
             Traffic("to_disk", nbytes, calls, "step", "nothing"),
         ]
         if plan.device_type != "cpu" and self.parameters == "device":
-            found.append(Traffic("from_host", nbytes, calls, "step", "nothing"))
-            found.append(Traffic("to_host", nbytes, calls, "step", "nothing"))
-        return found
+            messages.append(Traffic("from_host", nbytes, calls, "step", "nothing"))
+            messages.append(Traffic("to_host", nbytes, calls, "step", "nothing"))
+        return messages
 
     def apply(self, assembly: Assembly) -> None:
         """Say where the state will live; whoever makes the optimizer takes it there."""
@@ -258,9 +268,9 @@ def _item(plan: Plan) -> int:
     return 8 if plan.precision == "fp64" else 4
 
 
-def _chunked(step: Timeline, share: float, room: int) -> Timeline:
+def _chunked(step: Timeline, share: float, chunk_bytes: int) -> Timeline:
     """What a step needs beside the states where a share of them is updated at a time."""
     spans = tuple(s._replace(nbytes=round(s.nbytes * share)) for s in step.spans)
     start = step.phases[0][0]
     end = max((span.death for span in spans), default=start + 1)
-    return Timeline((*spans, Span(room, "temporary", start, end)), step.phases)
+    return Timeline((*spans, Span(chunk_bytes, "temporary", start, end)), step.phases)

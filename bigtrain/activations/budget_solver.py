@@ -51,51 +51,61 @@ class _State(NamedTuple):
 
 
 def fastest_within(
-    menu: Sequence[Sequence[PolicyCost]], room: int, tail: int = 0, waiting: int = 0
+    policy_costs: Sequence[Sequence[PolicyCost]],
+    limit: int,
+    tail_bytes: int = 0,
+    num_waiting: int = 0,
 ) -> BudgetSolution | None:
     """The answer of the least time whose peak is inside the room; of those, the lowest peak.
 
     Exact but for rounding beyond `MAX_FRONT` answers.
 
     Args:
-        menu: for each block, in the order of the forward pass, its prices.
-        room: bytes above what there is at the start of the first block.
-        tail: bytes at the highest moment after the last block, above what there was at its end.
-        waiting: other micro-batches that have gone through all blocks and wait meanwhile.
+        policy_costs: for each block, in the order of the forward pass, its prices.
+        limit: bytes above what there is at the start of the first block.
+        tail_bytes: bytes at the highest moment after the last block, above those at its end.
+        num_waiting: other micro-batches that have gone through all blocks and wait meanwhile.
 
     Returns:
         None where even the lowest peak is above the room.
     """
-    inside = [s for s in _pareto_front(menu, room, tail, waiting) if _peak(s, waiting) <= room]
-    best = min(inside, key=lambda s: (s.seconds, _peak(s, waiting)), default=None)
-    return None if best is None else _solution(best, waiting)
+    feasible = [
+        s
+        for s in _pareto_front(policy_costs, limit, tail_bytes, num_waiting)
+        if _peak(s, num_waiting) <= limit
+    ]
+    best = min(feasible, key=lambda s: (s.seconds, _peak(s, num_waiting)), default=None)
+    return None if best is None else _solution(best, num_waiting)
 
 
 def lowest_peak(
-    menu: Sequence[Sequence[PolicyCost]], tail: int = 0, waiting: int = 0
+    policy_costs: Sequence[Sequence[PolicyCost]], tail_bytes: int = 0, num_waiting: int = 0
 ) -> BudgetSolution:
     """The answer of the lowest peak; of those, the one of the least time."""
-    states = _pareto_front(menu, None, tail, waiting)
-    return _solution(min(states, key=lambda s: (_peak(s, waiting), s.seconds)), waiting)
+    states = _pareto_front(policy_costs, None, tail_bytes, num_waiting)
+    return _solution(min(states, key=lambda s: (_peak(s, num_waiting), s.seconds)), num_waiting)
 
 
 def solution_peak(
-    menu: Sequence[Sequence[PolicyCost]], picks: Sequence[int], tail: int = 0, waiting: int = 0
+    policy_costs: Sequence[Sequence[PolicyCost]],
+    picks: Sequence[int],
+    tail_bytes: int = 0,
+    num_waiting: int = 0,
 ) -> int:
     """The peak of given prices, in bytes as `BudgetSolution.peak`."""
     held, highest = 0, 0
-    for prices, pick in zip(menu, picks, strict=True):
+    for prices, pick in zip(policy_costs, picks, strict=True):
         highest = max(highest, held + prices[pick].peak)
         held += prices[pick].saved
-    return max(highest, held + tail) + waiting * held
+    return max(highest, held + tail_bytes) + num_waiting * held
 
 
-def _peak(state: _State, waiting: int) -> int:
-    return state.peak + waiting * state.saved
+def _peak(state: _State, num_waiting: int) -> int:
+    return state.peak + num_waiting * state.saved
 
 
-def _solution(state: _State, waiting: int) -> BudgetSolution:
-    return BudgetSolution(tuple(_picked(state.picks)), _peak(state, waiting), state.seconds)
+def _solution(state: _State, num_waiting: int) -> BudgetSolution:
+    return BudgetSolution(tuple(_picked(state.picks)), _peak(state, num_waiting), state.seconds)
 
 
 def _picked(link: Any) -> Iterator[int]:
@@ -105,52 +115,58 @@ def _picked(link: Any) -> Iterator[int]:
 
 
 def _pareto_front(
-    menu: Sequence[Sequence[PolicyCost]], room: int | None, tail: int, waiting: int
+    policy_costs: Sequence[Sequence[PolicyCost]],
+    limit: int | None,
+    tail_bytes: int,
+    num_waiting: int,
 ) -> list[_State]:
-    least = [min(price.saved for price in prices) for prices in menu]
-    before = sum(least)
-    front = [_State(tail, 0, 0.0, ())]
-    for prices, smallest in zip(reversed(menu), reversed(least), strict=True):
-        before -= smallest
-        grown = []
+    least = [min(price.saved for price in prices) for prices in policy_costs]
+    least_before = sum(least)
+    front = [_State(tail_bytes, 0, 0.0, ())]
+    for prices, least_saved in zip(reversed(policy_costs), reversed(least), strict=True):
+        least_before -= least_saved
+        extended = []
         for pick, price in enumerate(prices):
             for state in front:
                 saved = price.saved + state.saved
                 peak = max(price.peak, price.saved + state.peak)
                 # Whatever the blocks before do, they keep this much.
-                if room is not None and before + peak + waiting * (before + saved) > room:
+                if (
+                    limit is not None
+                    and least_before + peak + num_waiting * (least_before + saved) > limit
+                ):
                     continue
                 seconds = price.seconds + state.seconds
-                grown.append(_State(peak, saved, seconds, (pick, state.picks)))
-        front = _undominated(grown, waiting)
+                extended.append(_State(peak, saved, seconds, (pick, state.picks)))
+        front = _undominated(extended, num_waiting)
         if len(front) > MAX_FRONT:
-            front = _undominated(_rounded(front), waiting)
+            front = _undominated(_rounded(front), num_waiting)
     return front
 
 
-def _undominated(states: list[_State], waiting: int) -> list[_State]:
+def _undominated(states: list[_State], num_waiting: int) -> list[_State]:
     """Those that no other beats in time and peak, and, where some wait, in what is saved."""
     states.sort(key=lambda s: (s.seconds, s.peak, s.saved))
-    kept: list[_State] = []
-    if waiting == 0:
+    undominated: list[_State] = []
+    if num_waiting == 0:
         for state in states:
-            if not kept or state.peak < kept[-1].peak:
-                kept.append(state)
-        return kept
+            if not undominated or state.peak < undominated[-1].peak:
+                undominated.append(state)
+        return undominated
     # By ascending time: of those before, only the pairs of peak and saved that are not beaten.
-    stairs: list[tuple[int, int]] = []  # peak ascending, saved descending
+    frontier: list[tuple[int, int]] = []  # peak ascending, saved descending
     for state in states:
-        if not any(peak <= state.peak and saved <= state.saved for peak, saved in stairs):
-            kept.append(state)
-            stairs = [s for s in stairs if not (state.peak <= s[0] and state.saved <= s[1])]
-            stairs.append((state.peak, state.saved))
-    return kept
+        if not any(peak <= state.peak and saved <= state.saved for peak, saved in frontier):
+            undominated.append(state)
+            frontier = [s for s in frontier if not (state.peak <= s[0] and state.saved <= s[1])]
+            frontier.append((state.peak, state.saved))
+    return undominated
 
 
 def _rounded(states: list[_State]) -> list[_State]:
     """Peaks and saved bytes up to a grid, so that near answers become one."""
-    grain = max(1, max(state.peak for state in states) // (MAX_FRONT // 4))
+    step = max(1, max(state.peak for state in states) // (MAX_FRONT // 4))
     return [
-        state._replace(peak=-(-state.peak // grain) * grain, saved=-(-state.saved // grain) * grain)
+        state._replace(peak=-(-state.peak // step) * step, saved=-(-state.saved // step) * step)
         for state in states
     ]

@@ -114,20 +114,20 @@ class ActivationOffloader:
         if self._transfer is None or not torch.is_grad_enabled():
             return compute()
         with self._lock:
-            leaving = self._begin_leaving()
-            visit = BlockPass(self._last)
+            departing = self._begin_leaving()
+            block_pass = BlockPass(self._last)
         try:
-            with saved_tensors_hooks(self._packing(module, visit), self._unpack):
+            with saved_tensors_hooks(self._packing(module, block_pass), self._unpack):
                 result = compute()
         except BaseException:
-            self._let_go(leaving)
+            self._let_go(departing)
             raise
-        fault = self._let_go(leaving)
-        if fault is not None:
-            raise fault
+        error = self._let_go(departing)
+        if error is not None:
+            raise error
         with self._lock:
-            if visit.saved:
-                self._last = weakref.ref(visit)
+            if block_pass.saved:
+                self._last = weakref.ref(block_pass)
                 self._staying.append(self._last)
         return result
 
@@ -158,35 +158,35 @@ class ActivationOffloader:
     def _begin_leaving(self) -> list[tuple[weakref.ref[SavedStorage], Tensor, WaitFn]]:
         """Begin to copy away what the last blocks have saved."""
         self._clear_up()
-        leaving = []
+        departing = []
         for visit in live_referents(self._staying):
             for record in () if visit.backward_begun else visit.records():
                 if record.data is None or record.spot is not None:
                     continue
                 record.spot, wait = self._open_transfer().copy_out(record.data)
-                leaving.append((weakref.ref(record), record.data, wait))
+                departing.append((weakref.ref(record), record.data, wait))
                 self.bytes_moved += record.nbytes
                 self.bytes_away += record.nbytes
                 self.peak_bytes_away = max(self.peak_bytes_away, self.bytes_away)
         self._staying.clear()
-        return leaving
+        return departing
 
     def _let_go(
-        self, leaving: list[tuple[weakref.ref[SavedStorage], Tensor, WaitFn]]
+        self, departing: list[tuple[weakref.ref[SavedStorage], Tensor, WaitFn]]
     ) -> BigtrainError | None:
         """Wait for all of them and let go of what has left; the first failure."""
-        fault = None
-        while leaving:
-            whose, _, wait = leaving.pop(0)
+        first_error = None
+        while departing:
+            record_ref, _, wait = departing.pop(0)
             try:
                 self._await(wait)
             except BigtrainError as error:
-                fault = fault or error
+                first_error = first_error or error
                 continue
-            record = whose()
+            record = record_ref()
             if record is not None:
                 record.data = None
-        return fault
+        return first_error
 
     def _packing(self, module: nn.Module, visit: BlockPass) -> Callable[[Tensor], Any]:
         owned: set[int] = set()
@@ -215,9 +215,9 @@ class ActivationOffloader:
         if type(tensor) is not (FakeTensor if self._fake else Tensor):
             return False  # parameters; subclasses know themselves what they are made of
         device = tensor.device
-        here = device.type == self._device.type and self._device.index in (None, device.index)
-        plain = tensor.layout == torch.strided and not (tensor.is_conj() or tensor.is_neg())
-        return here and plain and not tensor.is_quantized
+        on_device = device.type == self._device.type and self._device.index in (None, device.index)
+        is_plain = tensor.layout == torch.strided and not (tensor.is_conj() or tensor.is_neg())
+        return on_device and is_plain and not tensor.is_quantized
 
     def _record(
         self, storage: torch.UntypedStorage, tensor: Tensor, visit: BlockPass
@@ -230,16 +230,16 @@ class ActivationOffloader:
         # copied already: it is the same only if it was not changed in between.
         if record is None or not (record.made_in(visit) or record.holds(tensor)):
             record = SavedStorage(tensor, visit, self._leftovers)
-            told, freed = weakref.ref(record), storage.nbytes()
+            record_ref, nbytes = weakref.ref(record), storage.nbytes()
 
             def died(dead: weakref.ref[Any]) -> None:
                 if self._known.get(key, (None,))[0] is dead:
                     del self._known[key]
-                gone = told()
-                if gone is not None and gone.spot is not None:
-                    self.bytes_freed += freed
+                record_then = record_ref()
+                if record_then is not None and record_then.spot is not None:
+                    self.bytes_freed += nbytes
 
-            self._known[key] = (weakref.ref(storage, died), told)
+            self._known[key] = (weakref.ref(storage, died), record_ref)
         visit.save(record)
         return record
 
@@ -262,17 +262,17 @@ class ActivationOffloader:
         self._turn, self._last = weakref.ref(visit), None
         visit.backward_begun = True
         self._clear_up()
-        before = visit.before() if visit.before is not None else None
-        wanted = [*visit.records(), *(before.records() if before is not None else ())]
+        previous = visit.before() if visit.before is not None else None
+        needed = [*visit.records(), *(previous.records() if previous is not None else ())]
         # Of a graph that is kept for another backward pass: it is read again then.
         for record in live_referents(self._brought):
-            if record not in wanted:
+            if record not in needed:
                 self._wait_copy(record)
                 record.data = None
         self._brought = [
             weakref.ref(r) for r in live_referents(self._brought) if r.data is not None
         ]
-        for record in wanted:
+        for record in needed:
             self._begin_load(record)
 
     def _begin_load(self, record: SavedStorage) -> None:

@@ -56,21 +56,21 @@ def checkpoint_block(
     keeping what is dear.
     """
     leaves, structure = tree_flatten((args, kwargs))
-    before, original = current_targets(), [(args, kwargs)]
+    targets, original = current_targets(), [(args, kwargs)]
     del args, kwargs  # what is kept is kept as leaves alone
 
     def run(*kept: Any) -> Any:
         # The first time with the very objects, of which the block may change a list, say. torch
         # keeps leaves: it checks that none is changed, and moves them if hooks want that.
         if original:
-            given, named = original.pop()
+            args_now, kwargs_now = original.pop()
             with _moves_no_buffer(module):
-                return compute(*given, **named)
-        given, named = tree_unflatten(kept, structure)
-        return compute(*given, **named)
+                return compute(*args_now, **kwargs_now)
+        args_now, kwargs_now = tree_unflatten(kept, structure)
+        return compute(*args_now, **kwargs_now)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        same = (lambda: freeze_running_statistics(module), lambda: restored_targets(before))
+        same = (lambda: freeze_running_statistics(module), lambda: restored_targets(targets))
         if not selective:
             return nullcontext(), _ReentrantContexts(*same)
         first, again = create_selective_checkpoint_contexts(_SelectivePolicy())  # type: ignore[no-untyped-call]
@@ -116,14 +116,14 @@ def _moves_no_buffer(module: nn.Module) -> Iterator[None]:
     """
     norms = {id(m) for m in module.modules() if isinstance(m, _NormBase)}
     tables = [(n, m._buffers) for n, m in module.named_modules() if id(m) not in norms]
-    before = [
+    versions = [
         (f"{name}.{key}".lstrip("."), table, key, tensor, tensor._version)
         for name, table in tables
         for key, tensor in table.items()
         if tensor is not None
     ]
     yield
-    for name, table, key, tensor, version in before:
+    for name, table, key, tensor, version in versions:
         if table.get(key) is not tensor or tensor._version != version:
             raise ConfigError(
                 f"strategy.recompute: the forward pass of a {type(module).__name__} changes its "
@@ -145,10 +145,10 @@ def is_saved_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 
 
 def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    for place, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
-            share = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
-            return float(share) == 0.0
+            dropout = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
+            return float(dropout) == 0.0
     return True
 
 
@@ -215,13 +215,13 @@ class _ReentrantContexts(AbstractContextManager[None]):
 def freeze_running_statistics(module: nn.Module) -> Iterator[None]:
     """BatchNorm and its like normalise as before, and their running statistics stay."""
     norms = [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
-    before = [(norm.momentum, norm._buffers.get("num_batches_tracked")) for norm in norms]
+    settings = [(norm.momentum, norm._buffers.get("num_batches_tracked")) for norm in norms]
     for norm in norms:
         norm.momentum = 0.0
         norm._buffers["num_batches_tracked"] = None
     try:
         yield
     finally:
-        for norm, (momentum, tracked) in zip(norms, before, strict=True):
+        for norm, (momentum, tracked) in zip(norms, settings, strict=True):
             norm.momentum = momentum
             norm._buffers["num_batches_tracked"] = tracked

@@ -72,22 +72,22 @@ def make_budget_problem(
         waiting: other micro-batches that wait on the rank meanwhile.
         place: where what is moved goes.
     """
-    curves = {choice: _Blocks.of(found) for choice, found in seen.items()}
-    names = tuple(curves["keep"].saved)
+    blocks_by_policy = {choice: _Blocks.of(found) for choice, found in seen.items()}
+    names = tuple(blocks_by_policy["keep"].saved)
     menu = []
     for name in names:
-        whole = curves["keep"].saved[name]
+        kept_bytes = blocks_by_policy["keep"].saved[name]
         menu.append(
             tuple(
                 PolicyCost(
                     found.saved[name],
                     found.highest[name],
-                    _seconds(choice, costs[name], whole - found.saved[name], place),
+                    _seconds(choice, costs[name], kept_bytes - found.saved[name], place),
                 )
-                for choice, found in curves.items()
+                for choice, found in blocks_by_policy.items()
             )
         )
-    tail = max(found.tail for found in curves.values())
+    tail = max(found.tail for found in blocks_by_policy.values())
     # Where choices do not quite add up the lowest is taken: what is chosen so is proven, and the
     # room made smaller until it holds.
     base = min(
@@ -97,31 +97,31 @@ def make_budget_problem(
     return BudgetProblem(names, tuple(menu), tuple(seen), tail, waiting, base)
 
 
-def saved_bytes(profile: Profile, found: Forecast) -> dict[str, int]:
+def saved_bytes(profile: Profile, predicted: Forecast) -> dict[str, int]:
     """What each followed block adds to what is alive, from its forward to its backward pass."""
-    _, saved, _, _ = _read(profile, found.first, found.states.total)
+    _, saved, _, _ = _read(profile, predicted.first, predicted.states.total)
     return saved
 
 
-def _seconds(choice: BlockPolicy, cost: BlockCost, moved: int, place: str) -> float:
+def _seconds(choice: BlockPolicy, cost: BlockCost, moved_bytes: int, tier: str) -> float:
     """What a choice adds. Copies run beside the computation; what does not fit is waited for."""
-    away = 2 * max(0.0, moved / OFFLOAD_BYTES_PER_SECOND[place] - cost.whole)
+    transfer_seconds = 2 * max(0.0, moved_bytes / OFFLOAD_BYTES_PER_SECOND[tier] - cost.whole)
     return {
         "keep": 0.0,
         "selective": cost.between,
         "full": cost.whole,
-        "offload": away,
-        "full_offload": cost.whole + away,
+        "offload": transfer_seconds,
+        "full_offload": cost.whole + transfer_seconds,
     }[choice]
 
 
-def _without_step(found: Forecast) -> Forecast:
+def _without_step(predicted: Forecast) -> Forecast:
     return Forecast(
-        states=found.states,
-        first=found.first,
-        step=Timeline((), found.step.phases),
-        gradients=found.gradients,
-        next=found.next,
+        states=predicted.states,
+        first=predicted.first,
+        step=Timeline((), predicted.step.phases),
+        gradients=predicted.gradients,
+        next=predicted.next,
     )
 
 
@@ -138,42 +138,46 @@ class _Blocks:
         saved: dict[str, int] = {}
         highest: dict[str, int] = {}
         tail = 0
-        for profile, found in seen.stages:
-            passes = [(found.first, found.states.total)]
-            if found.next is not None:
-                held = found.states.total + (0 if found.states.gradients else found.gradients)
-                passes.append((found.next, held))
-            read = [_read(profile, timeline, held) for timeline, held in passes]
-            base = max(begin for begin, _, _, _ in read)
-            for begin, kept, most, end in read:
-                below = begin - base  # a pass that starts lower ends lower
-                for name, size in kept.items():
+        for profile, predicted in seen.stages:
+            passes = [(predicted.first, predicted.states.total)]
+            if predicted.next is not None:
+                held_bytes = predicted.states.total + (
+                    0 if predicted.states.gradients else predicted.gradients
+                )
+                passes.append((predicted.next, held_bytes))
+            readings = [_read(profile, timeline, held_bytes) for timeline, held_bytes in passes]
+            base = max(begin for begin, _, _, _ in readings)
+            for begin, saved_of, peak_of_block, end in readings:
+                offset = begin - base  # a pass that starts lower ends lower
+                for name, size in saved_of.items():
                     saved[name] = max(saved.get(name, size), size)
-                    highest[name] = max(highest.get(name, 0), most[name] + below)
-                tail = max(tail, end + below)
+                    highest[name] = max(highest.get(name, 0), peak_of_block[name] + offset)
+                tail = max(tail, end + offset)
         return cls(saved, highest, tail)
 
 
 def _read(
-    profile: Profile, timeline: Timeline, held: int
+    profile: Profile, timeline: Timeline, held_bytes: int
 ) -> tuple[int, dict[str, int], dict[str, int], int]:
     """Bytes at the first block's start; saved and highest by block; the highest after the last."""
     curve = _MemoryCurve(timeline)
-    second = timeline.phases[0][0] != profile.first.phases[0][0]
-    visits = [(name, again if second else first) for name, first, again in profile.windows]
+    is_second = timeline.phases[0][0] != profile.first.phases[0][0]
+    visits = [(name, again if is_second else first) for name, first, again in profile.windows]
     if not visits:
-        return held + curve.at(curve.end), {}, {}, 0
-    begins = [visit.forward[0] for _, visit in visits]
-    stops = [*begins[1:], visits[-1][1].forward[1]]
-    backs = _backward(visits, curve.end)
+        return held_bytes + curve.at(curve.end), {}, {}, 0
+    starts = [visit.forward[0] for _, visit in visits]
+    stops = [*starts[1:], visits[-1][1].forward[1]]
+    backward_ranges = _backward(visits, curve.end)
     saved, highest = {}, {}
-    for (name, _), begin, stop, back in zip(visits, begins, stops, backs, strict=True):
-        there = curve.at(begin)
-        saved[name] = curve.at(stop) - there
-        highest[name] = max(curve.most(begin, stop), curve.most(*back)) - there
+    for (name, _), begin, stop, backward_range in zip(
+        visits, starts, stops, backward_ranges, strict=True
+    ):
+        bytes_at_start = curve.at(begin)
+        saved[name] = curve.at(stop) - bytes_at_start
+        highest[name] = max(curve.most(begin, stop), curve.most(*backward_range)) - bytes_at_start
     end = stops[-1]
-    tail = curve.most(end, max(end, backs[-1][0])) - curve.at(end)
-    return held + curve.at(begins[0]), saved, highest, tail
+    tail = curve.most(end, max(end, backward_ranges[-1][0])) - curve.at(end)
+    return held_bytes + curve.at(starts[0]), saved, highest, tail
 
 
 def _backward(visits: Sequence[tuple[str, BlockTicks]], end: int) -> list[tuple[int, int]]:
@@ -195,8 +199,8 @@ class _MemoryCurve:
 
     def at(self, tick: int) -> int:
         """Bytes at a tick."""
-        place = bisect_right(self._ticks, tick) - 1
-        return self._alive[place] if place >= 0 else 0
+        index = bisect_right(self._ticks, tick) - 1
+        return self._alive[index] if index >= 0 else 0
 
     def most(self, start: int, stop: int) -> int:
         """The most bytes at the ticks from one to another, both included."""

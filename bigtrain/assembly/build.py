@@ -30,19 +30,19 @@ def check_mesh(plan: Plan, context: RunContext) -> None:
         ConfigError: with both meshes.
     """
     planned = {"pp": plan.pp, "dp": plan.dp, "tp": plan.tp}
-    found = {
+    connected = {
         "pp": context.pp_size,
         "dp": context.dp_size,
         "tp": context.world_size // (context.pp_size * context.dp_size),
     }
-    if planned != found:
-        shown, wanted = (
+    if planned != connected:
+        shown, expected = (
             ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-            for sizes in (found, planned)
+            for sizes in (connected, planned)
         )
         raise ConfigError(
-            f"the ranks are connected as a mesh of {shown}, and the job plans {wanted}. "
-            f"Use connect({wanted}), or give the job mesh.pp={context.pp_size}."
+            f"the ranks are connected as a mesh of {shown}, and the job plans {expected}. "
+            f"Use connect({expected}), or give the job mesh.pp={context.pp_size}."
         )
 
 
@@ -69,15 +69,17 @@ def build_runner(
         plan, layout = resolved.plan, resolved.layout
         model = blueprint.model
         attach_head(workload.loss, model)  # while names are the user's own
-        low = () if plan.master_weights else bf16_parameter_names(model)
-        materialize = Materializer(blueprint, context, plan.precision, low)
+        bf16_names = () if plan.master_weights else bf16_parameter_names(model)
+        materialize = Materializer(blueprint, context, plan.precision, bf16_names)
         if layout is not None:
             # Before any value is made: a rank pays for its own stages only. A model that could
             # not be described is whole on every rank anyhow, and comes from rank 0 as a whole.
             if not blueprint.deferred:
                 materialize(names_of(model))
-            own = layout.stages_of(context.pp_rank) if plan.pp > 1 else range(len(layout.ranks))
-            layout.chosen.cut.strip(model, own, context.device)
+            own_stages = (
+                layout.stages_of(context.pp_rank) if plan.pp > 1 else range(len(layout.ranks))
+            )
+            layout.chosen.cut.strip(model, own_stages, context.device)
         # Weights depend on seed and name only, so every rank makes its own and none are sent.
         # A technique that never holds the whole model makes them a piece at a time.
         if not any(technique.traits.materializes for technique in plan.techniques.values()):

@@ -30,21 +30,21 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
         role: make_technique(role, config) for role, config in job.strategy.roles().items()
     }
     cut = techniques.get("cut")
-    spans = isinstance(cut, CutStrategy) and cut.traits.spans_ranks
-    pp, dp, tp = _mesh(job, world_size, spans=spans)
+    spans_ranks = isinstance(cut, CutStrategy) and cut.traits.spans_ranks
+    pp, dp, tp = _mesh(job, world_size, spans=spans_ranks)
     if "replicate" not in techniques:
-        name = "ddp" if spans and dp > 1 else "single"
+        name = "ddp" if spans_ranks and dp > 1 else "single"
         techniques["replicate"] = make_technique("replicate", RoleConfig(name=name))
     if "accumulate" not in techniques:
         techniques["accumulate"] = make_technique("accumulate", RoleConfig(name="accumulation"))
-    if not spans and pp * tp > 1:
+    if not spans_ranks and pp * tp > 1:
         raise ConfigError(
             f"mesh.pp={pp} and mesh.tp={tp} cut the model over ranks, and strategy.cut names no "
             "technique that does. Use mesh.pp=1 mesh.tp=1, or --strategy 1f1b."
         )
     replicate = techniques["replicate"].traits
-    joins = isinstance(cut, CutStrategy) and cut.traits.takes_over_from(replicate)
-    given_up = "replicate" if joins else None  # the cut's engine is that one's, too
+    shares_engine = isinstance(cut, CutStrategy) and cut.traits.takes_over_from(replicate)
+    given_up = "replicate" if shares_engine else None  # the cut's engine is that one's, too
     if tp > 1:
         raise ConfigError(
             f"mesh.tp={tp}: no technique here slices tensors over ranks. Use mesh.tp=1."
@@ -90,13 +90,15 @@ def _mesh(job: Job, world_size: int, *, spans: bool) -> tuple[int, int, int]:
 
 def _batch(train: TrainConfig, dp: int, micro_batches: int) -> Batch:
     """The batch; where the job says nothing of micro-batches, about as many as are wanted."""
-    total = train.global_batch_size
-    silent = train.micro_batch_size is None and train.accumulation_steps is None
-    if silent and total is not None and total % dp == 0:
-        part = total // dp
-        steps = max(n for n in range(1, max(1, min(micro_batches, part)) + 1) if part % n == 0)
+    global_size = train.global_batch_size
+    unspecified = train.micro_batch_size is None and train.accumulation_steps is None
+    if unspecified and global_size is not None and global_size % dp == 0:
+        per_replica = global_size // dp
+        steps = max(
+            n for n in range(1, max(1, min(micro_batches, per_replica)) + 1) if per_replica % n == 0
+        )
         train = train.model_copy(update={"accumulation_steps": steps})
-    elif silent and total is None:
+    elif unspecified and global_size is None:
         train = train.model_copy(update={"accumulation_steps": micro_batches})
     return resolve_batch(train, dp)
 

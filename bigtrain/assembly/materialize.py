@@ -41,15 +41,15 @@ class Materializer:
     def __call__(self, names: Collection[str]) -> None:
         """Fill in the tensors of these names; those that have their values stay as they are."""
         blueprint, context = self._blueprint, self._context
-        wanted = names if blueprint.deferred else names_of(blueprint.model)
-        wanted = [name for name in wanted if name not in self._done]
-        if not wanted:
+        pending = names if blueprint.deferred else names_of(blueprint.model)
+        pending = [name for name in pending if name not in self._done]
+        if not pending:
             return
-        self._done.update(wanted)
-        only = wanted if blueprint.deferred else None
+        self._done.update(pending)
+        only = pending if blueprint.deferred else None
         blueprint.materialize(context.device, seed=context.seed, only=only)
         tensors = named_tensors(blueprint.model)
-        for name in wanted:
+        for name in pending:
             tensor = tensors[name]
             if self._double and tensor.is_floating_point():
                 tensor.data = tensor.data.double()

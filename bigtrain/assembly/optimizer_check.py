@@ -25,26 +25,28 @@ def check_optimizer(optim: OptimConfig, plan: Plan) -> None:
     Raises:
         ConfigError: with the key, the reason and the nearest choice that works.
     """
-    given = plan.replicate.optimizer_gets
+    optimizer_input = plan.replicate.optimizer_gets
     if plan.shares_engine or (plan.cut is not None and plan.cut.optimizer_gets == "copies"):
-        given = "copies"
-    who = f"strategy {plan.strategy.name}"
-    if optim.name == "sgd" and optim.implementation == "fused" and given == "shards":
+        optimizer_input = "copies"
+    strategy_words = f"strategy {plan.strategy.name}"
+    if optim.name == "sgd" and optim.implementation == "fused" and optimizer_input == "shards":
         raise ConfigError(
-            f"optim.implementation=fused: torch's fused SGD does not know the shards of {who}. Use "
+            "optim.implementation=fused: torch's fused SGD does not know the shards of "
+            f"{strategy_words}. Use "
             "optim.implementation=auto."
         )
     if not optim.master_weights:
-        _check_masters(plan, given, who)
+        _check_masters(plan, optimizer_input, strategy_words)
     if optim.release_gradients:
-        _check_release(plan, who)
+        _check_release(plan, strategy_words)
     if optim.name == "adafactor" or optim.name in LOW_BIT:
-        _check_whole(optim, plan, given, who)
-    elif optim.state == "bf16" and given == "pieces" and plan.pp > 1:
-        _check_tied(optim, who)
-    elif optim.state == "bf16" and given == "copies":
+        _check_whole(optim, plan, optimizer_input, strategy_words)
+    elif optim.state == "bf16" and optimizer_input == "pieces" and plan.pp > 1:
+        _check_tied(optim, strategy_words)
+    elif optim.state == "bf16" and optimizer_input == "copies":
         raise ConfigError(
-            f"optim.state=bf16: {who} lets its engine keep the optimizer's state, in fp32. Use "
+            f"optim.state=bf16: {strategy_words} lets its engine keep the optimizer's state, in "
+            "fp32. Use "
             "--strategy fsdp or --strategy zero1_torch, or optim.state=fp32."
         )
 
@@ -59,15 +61,16 @@ def _check_tied(optim: OptimConfig, who: str) -> None:
         )
 
 
-def _check_masters(plan: Plan, given: OptimizerInput, who: str) -> None:
+def _check_masters(plan: Plan, optimizer_input: OptimizerInput, strategy_words: str) -> None:
     if plan.precision != "bf16":
         raise ConfigError(
             f"optim.master_weights=false keeps parameters in bf16, and train.precision is "
             f"{plan.precision}. Set train.precision=bf16, or optim.master_weights=true."
         )
-    if given != "parameters":
+    if optimizer_input != "parameters":
         raise ConfigError(
-            f"optim.master_weights=false: {who} makes {_SHAPES[given]} of fp32 parameters, and "
+            f"optim.master_weights=false: {strategy_words} makes {_SHAPES[optimizer_input]} of "
+            "fp32 parameters, and "
             "takes no others. Use --strategy single or --strategy ddp, or "
             "optim.master_weights=true."
         )
@@ -79,21 +82,24 @@ def _check_masters(plan: Plan, given: OptimizerInput, who: str) -> None:
         )
 
 
-def _check_release(plan: Plan, who: str) -> None:
+def _check_release(plan: Plan, strategy_words: str) -> None:
     if "cut" in plan.techniques:
         raise ConfigError(
-            f"optim.release_gradients=true: {who} runs the micro-batches through stages, whose "
+            f"optim.release_gradients=true: {strategy_words} runs the micro-batches through "
+            "stages, whose "
             "gradients are whole after the last one only. Use --strategy fsdp, or "
             "optim.release_gradients=false."
         )
     if not plan.replicate.final_gradients and plan.world_size > 1:
         raise ConfigError(
-            f"optim.release_gradients=true: {who} keeps all gradients in buckets until they are "
+            f"optim.release_gradients=true: {strategy_words} keeps all gradients in buckets until "
+            "they are "
             "averaged over the ranks. Use --strategy fsdp, or optim.release_gradients=false."
         )
     if not plan.replicate.final_gradients:
         raise ConfigError(
-            f"optim.release_gradients=true: {who} keeps the gradients for a step of its own. Use "
+            f"optim.release_gradients=true: {strategy_words} keeps the gradients for a step of its "
+            "own. Use "
             "--strategy single, or optim.release_gradients=false."
         )
     steps = plan.batch.accumulation_steps
@@ -111,16 +117,19 @@ def _check_release(plan: Plan, who: str) -> None:
         )
 
 
-def _check_whole(optim: OptimConfig, plan: Plan, given: OptimizerInput, who: str) -> None:
+def _check_whole(
+    optim: OptimConfig, plan: Plan, optimizer_input: OptimizerInput, strategy_words: str
+) -> None:
     """The state belongs to whole parameters: rows and columns, or blocks of numbers."""
     needs = "whole parameters" if optim.name == "adafactor" else "blocks of a whole parameter"
     fix = "--strategy ddp, or optim.name=adamw"
     if optim.name in LOW_BIT:
         fix = "--strategy ddp, or optim.name=adamw optim.state=bf16"
-    if given != "parameters":
+    if optimizer_input != "parameters":
         raise ConfigError(
-            f"optim.name={optim.name} keeps state for {needs}, and {who} gives the optimizer "
-            f"{_SHAPES[given]} of them. Use {fix}."
+            f"optim.name={optim.name} keeps state for {needs}, and {strategy_words} gives the "
+            "optimizer "
+            f"{_SHAPES[optimizer_input]} of them. Use {fix}."
         )
     if plan.offload_tiers.optimizer != "device":
         raise ConfigError(

@@ -79,9 +79,9 @@ def meet_budget(
     blocks: dict[str, BlockPolicy] = dict.fromkeys(names, "keep")
     lines = []
     for pp_rank in range(plan.pp):
-        found = task.solve(names, pp_rank)
-        blocks.update(found.blocks)
-        lines.append(task.line(found, pp_rank))
+        solution = task.solve(names, pp_rank)
+        blocks.update(solution.blocks)
+        lines.append(task.line(solution, pp_rank))
     chosen = task.with_policies(blocks)
     return replace(chosen, notes=tuple(lines))
 
@@ -102,9 +102,9 @@ def _no_forecast(reason: str) -> str:
     )
 
 
-def _uniform_solution(chain: BudgetProblem, place: int, peak: Peak) -> _ProvenSolution:
-    seconds = sum(prices[place].seconds for prices in chain.policy_costs)
-    return _ProvenSolution(dict.fromkeys(chain.names, chain.policies[place]), peak, seconds)
+def _uniform_solution(chain: BudgetProblem, index: int, peak: Peak) -> _ProvenSolution:
+    seconds = sum(prices[index].seconds for prices in chain.policy_costs)
+    return _ProvenSolution(dict.fromkeys(chain.names, chain.policies[index]), peak, seconds)
 
 
 @dataclass(frozen=True)
@@ -122,27 +122,29 @@ class _BudgetTask:
         Raises:
             ConfigError: no choice fits, with the smallest peak there is.
         """
-        seen = dict(self._uniform(names, pp_rank))
-        keeping = seen["keep"].forecast.peak()
-        if keeping.bytes <= self.limit:
-            own = [name for profile, _ in seen["keep"].stages for name, _, _ in profile.windows]
-            return _ProvenSolution(dict.fromkeys(own, "keep"), keeping, 0.0)
+        uniform = dict(self._uniform(names, pp_rank))
+        peak_keeping_all = uniform["keep"].forecast.peak()
+        if peak_keeping_all.bytes <= self.limit:
+            block_names = [
+                name for profile, _ in uniform["keep"].stages for name, _, _ in profile.windows
+            ]
+            return _ProvenSolution(dict.fromkeys(block_names, "keep"), peak_keeping_all, 0.0)
         waiting = self._waiting(pp_rank)
         place = self.plan.offload_tiers.activations
-        chain = make_budget_problem(seen, self.costs, waiting=waiting, place=place)
-        known = [
-            _uniform_solution(chain, place, one.forecast.peak())
-            for place, one in enumerate(seen.values())
+        chain = make_budget_problem(uniform, self.costs, waiting=waiting, place=place)
+        solutions = [
+            _uniform_solution(chain, place, uniform_forecast.forecast.peak())
+            for place, uniform_forecast in enumerate(uniform.values())
         ]
-        known += self._search(chain, pp_rank)
-        fitting = [found for found in known if found.peak.bytes <= self.limit]
-        if not fitting:
-            known.append(self._proven(chain, lowest_peak(*chain.solver_arguments), pp_rank))
-            fitting = known[-1:] if known[-1].peak.bytes <= self.limit else []
-        if not fitting:
-            smallest = min((found.peak for found in known), key=lambda peak: peak.bytes)
+        solutions += self._search(chain, pp_rank)
+        feasible = [solution for solution in solutions if solution.peak.bytes <= self.limit]
+        if not feasible:
+            solutions.append(self._proven(chain, lowest_peak(*chain.solver_arguments), pp_rank))
+            feasible = solutions[-1:] if solutions[-1].peak.bytes <= self.limit else []
+        if not feasible:
+            smallest = min((solution.peak for solution in solutions), key=lambda peak: peak.bytes)
             raise ConfigError(self._too_small(smallest, pp_rank))
-        return min(fitting, key=lambda found: (found.seconds, found.peak.bytes))
+        return min(feasible, key=lambda solution: (solution.seconds, solution.peak.bytes))
 
     def _uniform(
         self, names: Sequence[str], pp_rank: int
@@ -167,11 +169,11 @@ class _BudgetTask:
         return ResolvedPlan.of(plan, self.workload.model, self.layout)
 
     def _forecast(self, blocks: Mapping[str, BlockPolicy], pp_rank: int) -> UniformForecast:
-        found = forecast_rank(self.with_policies(blocks), self.workload, pp_rank)
-        if found.forecast is None:
-            raise ConfigError(_no_forecast(str(found.note)))
+        rank = forecast_rank(self.with_policies(blocks), self.workload, pp_rank)
+        if rank.forecast is None:
+            raise ConfigError(_no_forecast(str(rank.note)))
         return UniformForecast(
-            found.forecast, tuple(zip(found.profiles, found.unit_forecasts, strict=True))
+            rank.forecast, tuple(zip(rank.profiles, rank.unit_forecasts, strict=True))
         )
 
     def _waiting(self, pp_rank: int) -> int:
@@ -183,9 +185,11 @@ class _BudgetTask:
             or not cut.predicts_by_stage(self.plan)
         ):
             return 0
-        own = self.layout.stages_of(pp_rank)
-        held = [most for stage, most in enumerate(cut.in_flight(self.plan)) if stage in own]
-        return max(held, default=1) - 1
+        own_stages = self.layout.stages_of(pp_rank)
+        in_flight = [
+            most for stage, most in enumerate(cut.in_flight(self.plan)) if stage in own_stages
+        ]
+        return max(in_flight, default=1) - 1
 
     def _search(self, chain: BudgetProblem, pp_rank: int) -> list[_ProvenSolution]:
         """Answers by falling or rising room, each with its forecast.
@@ -193,22 +197,22 @@ class _BudgetTask:
         A forecast above the budget makes the room smaller by as much. One below it by more than
         the prices had left over makes it larger, up to where one was above.
         """
-        found: dict[tuple[int, ...], _ProvenSolution] = {}
-        room, refused = self.limit - chain.base, math.inf
+        solutions: dict[tuple[int, ...], _ProvenSolution] = {}
+        budget_left, refused = self.limit - chain.base, math.inf
         for _ in range(MAX_FORECASTS):
-            answer = fastest_within(chain.policy_costs, room, chain.tail, chain.waiting)
-            if answer is None or answer.picks in found:
+            answer = fastest_within(chain.policy_costs, budget_left, chain.tail, chain.waiting)
+            if answer is None or answer.picks in solutions:
                 break
-            found[answer.picks] = self._proven(chain, answer, pp_rank)
-            left = self.limit - found[answer.picks].peak.bytes
+            solutions[answer.picks] = self._proven(chain, answer, pp_rank)
+            left = self.limit - solutions[answer.picks].peak.bytes
             if left < 0:
-                refused = room
-                room += left
+                refused = budget_left
+                budget_left += left
                 continue
-            room += left - (room - answer.peak)
-            if room <= answer.peak or room >= refused:
+            budget_left += left - (budget_left - answer.peak)
+            if budget_left <= answer.peak or budget_left >= refused:
                 break
-        return list(found.values())
+        return list(solutions.values())
 
     def _proven(
         self, chain: BudgetProblem, answer: BudgetSolution, pp_rank: int
@@ -219,27 +223,27 @@ class _BudgetTask:
             blocks, self._forecast(blocks, pp_rank).forecast.peak(), answer.seconds
         )
 
-    def line(self, found: _ProvenSolution, pp_rank: int) -> str:
+    def line(self, solution: _ProvenSolution, pp_rank: int) -> str:
         """What was chosen, what it costs, and the predicted peak."""
         where = f"pp rank {pp_rank}: " if self.plan.pp > 1 else ""
-        counts = Counter(found.blocks.values())
+        counts = Counter(solution.blocks.values())
         kinds = ", ".join(f"{counts[c]} {_WORDS[c]}" for c in BLOCK_POLICIES if counts[c])
-        share = found.seconds / (3 * self.costs[""].whole) if self.costs[""].whole else 0.0
+        share = solution.seconds / (3 * self.costs[""].whole) if self.costs[""].whole else 0.0
         return (
             f"{where}budget {format_bytes(self.limit)}: predicted peak "
-            f"{format_bytes(found.peak.bytes)}; {len(found.blocks)} blocks keep: {kinds}; "
+            f"{format_bytes(solution.peak.bytes)}; {len(solution.blocks)} blocks keep: {kinds}; "
             f"about {100 * share:.0f} % longer"
         )
 
     def _too_small(self, peak: Peak, pp_rank: int) -> str:
         where = f" on pp rank {pp_rank}" if self.plan.pp > 1 else ""
-        parts = vars(peak.breakdown)
-        kind = max(parts, key=lambda part: parts[part])
+        breakdown = vars(peak.breakdown)
+        kind = max(breakdown, key=lambda part: breakdown[part])
         return (
             f"strategy.recompute.budget={self.limit} ({format_bytes(self.limit)}) is below the "
             f"smallest peak that this job reaches{where}, {peak.bytes} bytes "
             f"({format_bytes(peak.bytes)}, in the {peak.phase} phase), of which {kind} are "
-            f"{format_bytes(parts[kind])}. Use strategy.recompute.budget={peak.bytes}, or "
+            f"{format_bytes(breakdown[kind])}. Use strategy.recompute.budget={peak.bytes}, or "
             f"{_FIXES[kind]}."
         )
 

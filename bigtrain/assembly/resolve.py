@@ -10,7 +10,7 @@ from bigtrain.cutting.layout import Layout
 from bigtrain.errors import ConfigError
 
 
-def resolve(plan: Plan, workload: Workload) -> ResolvedPlan:
+def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
     """Cut the model, and choose what its blocks keep.
 
     Needs no process group, and is the same on all ranks.
@@ -37,14 +37,14 @@ def make_layout(plan: Plan, workload: Workload) -> Layout | None:
     Raises:
         ConfigError: it cannot be cut so.
     """
-    cut = plan.techniques.get("cut")
-    if not isinstance(cut, CutStrategy):
+    cut_strategy = plan.techniques.get("cut")
+    if not isinstance(cut_strategy, CutStrategy):
         return None
     if workload.example is None:
         raise ConfigError(
             f"strategy {plan.strategy.name} cuts the model, and for that it must see one "
             "micro-batch. Give prepare(..., example=(inputs, targets))."
         )
-    layout = cut.lay_out(workload, plan)
+    layout = cut_strategy.lay_out(workload, plan)
     plan.check_model(ModelFacts(shared=layout.shared))
     return layout

@@ -36,17 +36,17 @@ def main(arguments: list[str]) -> int:
     contenders = find_strategies(options, capped)
     _check(options, contenders)
     folder = results_folder(options.output, "compare")
-    speaks = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    speaks.print(f"{len(contenders)} strategies, one after the other; results in {folder}")
+    progress = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    progress.print(f"{len(contenders)} strategies, one after the other; results in {folder}")
     rows: list[ComparisonRow] = []
     stopped = False
     try:
         for number, contender in enumerate(contenders, start=1):
             rows.append(_row(contender, options, folder))
-            speaks.print(f"{number}/{len(contenders)} {progress_line(rows[-1])}")
+            progress.print(f"{number}/{len(contenders)} {progress_line(rows[-1])}")
     except KeyboardInterrupt:
         stopped = True
-        speaks.print(f"stopped: {len(rows)} of {len(contenders)} strategies are done")
+        progress.print(f"stopped: {len(rows)} of {len(contenders)} strategies are done")
     document = _document(options, contenders, rows, stopped=stopped)
     (folder / "compare.json").write_text(json.dumps(document, indent=1) + "\n", "utf-8")
     write_page(folder / "report.html", document, rows)

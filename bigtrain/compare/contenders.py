@@ -86,19 +86,19 @@ def find_strategies(
     base = load_job(options.job, None, words)
     _check_alone(load_job(options.job, "single", [*without_strategy(words), *ONE_PROCESS]))
     num_ranks = ranks_to_start(options.num_ranks, device_type_of(base))
-    found: list[ComparedStrategy] = []
+    contenders: list[ComparedStrategy] = []
     for strategy in named_strategies(options.strategies):
         read_strategy(strategy, "--strategies")  # an unknown name ends everything
         label = strategy_label(strategy)
-        taken = sum(other.label.split("~")[0] == label for other in found)
-        label = f"{label}~{taken + 1}" if taken else label
+        same_label = sum(other.label.split("~")[0] == label for other in contenders)
+        label = f"{label}~{same_label + 1}" if same_label else label
         try:
             job = load_job(options.job, strategy, words)
         except ConfigError as error:  # this strategy contradicts the job, the others need not
-            found.append(ComparedStrategy(strategy, label, num_ranks, None, None, str(error)))
+            contenders.append(ComparedStrategy(strategy, label, num_ranks, None, None, str(error)))
         else:
-            found.append(_planned(strategy, label, job, num_ranks))
-    return found
+            contenders.append(_planned(strategy, label, job, num_ranks))
+    return contenders
 
 
 def without_strategy(words: Sequence[str]) -> list[str]:

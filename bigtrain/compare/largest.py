@@ -57,7 +57,7 @@ def first_value(key: str, job: Job, plan: Plan) -> int:
 
 
 def find_largest(
-    fault: Callable[[int], str | None], first: int, most: int = MAX_VALUE
+    fault: Callable[[int], str | None], first: int, maximum: int = MAX_VALUE
 ) -> tuple[int | None, str | None]:
     """The largest value without a fault, and the fault just above it.
 
@@ -65,37 +65,37 @@ def find_largest(
         fault: runs with a value; returns None, or in one line why it does not run. What is said
             of a value is taken to be so of all higher ones.
         first: where to begin; at least 1.
-        most: where to end.
+        maximum: where to end.
 
     Returns:
-        The value, None where not even 1 runs; the reason, None where `most` was reached.
+        The value, None where not even 1 runs; the reason, None where `maximum` was reached.
     """
     value, reason = first, fault(first)
     if reason is None:
         good = value
         while reason is None:
             good = value
-            if value >= most:
+            if value >= maximum:
                 return good, None
-            value = min(most, value * 2)
+            value = min(maximum, value * 2)
             reason = fault(value)
         bad = value
     else:
         bad, good = value, 0
         while good == 0 and bad > 1:
             value = bad // 2
-            found = fault(value)
-            if found is None:
+            problem = fault(value)
+            if problem is None:
                 good = value
             else:
-                bad, reason = value, found
+                bad, reason = value, problem
         if good == 0:
             return None, reason
     while bad - good > max(1, good // RELATIVE_RESOLUTION):
         value = (good + bad) // 2
-        found = fault(value)
-        if found is None:
+        problem = fault(value)
+        if problem is None:
             good = value
         else:
-            bad, reason = value, found
+            bad, reason = value, problem
     return good, reason

@@ -204,18 +204,18 @@ def _line(role: Role, config: RoleConfig) -> str:
 def _sections(role: Role, config: RoleConfig) -> dict[str, str]:
     """The headed parts of the docstring of a technique's module."""
     document = sys.modules[technique_class(role, config.name).__module__].__doc__ or ""
-    found: dict[str, str] = {}
+    sections: dict[str, str] = {}
     heading = None
     for line in document.splitlines():
-        begun = re.match(rf"({'|'.join(HEADINGS)}): (.*)", line)
-        if begun:
-            heading = begun[1]
-            found[heading] = begun[2].strip()
+        heading_match = re.match(rf"({'|'.join(HEADINGS)}): (.*)", line)
+        if heading_match:
+            heading = heading_match[1]
+            sections[heading] = heading_match[2].strip()
         elif not line.strip():
             heading = None
         elif heading is not None:
-            found[heading] += f" {line.strip()}"
-    return found
+            sections[heading] += f" {line.strip()}"
+    return sections
 
 
 def _try_alone(job: Job) -> PlanAttempt:
@@ -268,22 +268,23 @@ _MARKS = {
 
 def _show_table(rows: Sequence[Mapping[str, Any]]) -> None:
     console = _console()
-    roomy = console.width >= 110
+    is_wide = console.width >= 110
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("strategy", no_wrap=True, vertical="top")
-    if roomy:
+    if is_wide:
         table.add_column("what it does", ratio=1)
     table.add_column("ranks", justify="right")
     for addition in ADDITIONS:
         table.add_column(addition.heading)
     for row in rows:
-        found = row["combines"]
+        combinations = row["combines"]
         marks = [
-            _MARKS["own" if found[a.name]["own"] else found[a.name]["works"]] for a in ADDITIONS
+            _MARKS["own" if combinations[a.name]["own"] else combinations[a.name]["works"]]
+            for a in ADDITIONS
         ]
         more = "+" if len(row["runs_on"]) > 1 else ""
         ranks = f"{row['ranks'] or '-'}{more}"
-        table.add_row(row["name"], *([row["summary"]] if roomy else []), ranks, *marks)
+        table.add_row(row["name"], *([row["summary"]] if is_wide else []), ranks, *marks)
     console.print(table)
     console.print()
     for row in rows:
@@ -332,11 +333,11 @@ def _show_one(row: Mapping[str, Any]) -> None:
     console.print(answers)
 
 
-def _all_options(role: Role, name: str, given: Mapping[str, Any]) -> str:
+def _all_options(role: Role, name: str, preset_options: Mapping[str, Any]) -> str:
     """What may be said about a technique: as the preset has it, or as it is left out."""
     fields = technique_class(role, name).model_fields
     words = [
-        f"{key}={_word(given.get(key, field.get_default(call_default_factory=True)))}"
+        f"{key}={_word(preset_options.get(key, field.get_default(call_default_factory=True)))}"
         for key, field in fields.items()
     ]
     return " ".join(words) or "none"
@@ -348,10 +349,10 @@ def _word(value: Any) -> str:
     return f"[{','.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
 
 
-def _answer(addition: Addition, found: Mapping[str, Any], ranks: int) -> tuple[Text, str]:
-    if found["own"]:
+def _answer(addition: Addition, combination: Mapping[str, Any], ranks: int) -> tuple[Text, str]:
+    if combination["own"]:
         return Text(f"has {addition.shown}", style="dim"), ""
-    if not found["works"]:
-        return Text(f"refuses {addition.shown}:", style="red"), found["reason"]
-    more = f" (from {found['ranks']} ranks on)" if found["ranks"] > ranks else ""
+    if not combination["works"]:
+        return Text(f"refuses {addition.shown}:", style="red"), combination["reason"]
+    more = f" (from {combination['ranks']} ranks on)" if combination["ranks"] > ranks else ""
     return Text(f"works with {addition.shown}:", style="green"), addition.words + more

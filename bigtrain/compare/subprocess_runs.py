@@ -51,15 +51,15 @@ def run_bigtrain(
         environ: added to this process's own environment.
     """
     command = [sys.executable, "-m", "bigtrain", *words]
-    mark = secrets.token_hex(8)
+    run_mark = secrets.token_hex(8)
     began = time.monotonic()
-    with log.open("w") as said:
+    with log.open("w") as log_file:
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
-            env={**os.environ, **(environ or {}), _MARK: mark},
+            stdout=log_file,
+            stderr=log_file,
+            env={**os.environ, **(environ or {}), _MARK: run_mark},
             start_new_session=True,  # Ctrl-C comes to the caller, who ends it in good order
         )
         try:
@@ -68,7 +68,7 @@ def run_bigtrain(
             reason = f"not done after {limit_s:.0f} s. Raise --time-limit"
             return RunOutcome(1, reason, time.monotonic() - began, timed_out=True)
         finally:
-            _end_run(child, mark)
+            _end_run(child, run_mark)
     seconds = time.monotonic() - began
     return RunOutcome(status, None if status == 0 else reason_in(log, status), seconds)
 
@@ -113,11 +113,11 @@ def _marked(mark: str) -> Iterator[int]:
 def reason_in(log: Path, status: int) -> str:
     """The one line of a run's output that says best why it failed."""
     lines = list(_lines(log))
-    own = [line for line in lines if line.startswith("bigtrain: ")]
-    causes = [line for line in own if " lost rank " not in line] or own
+    bigtrain_lines = [line for line in lines if line.startswith("bigtrain: ")]
+    causes = [line for line in bigtrain_lines if " lost rank " not in line] or bigtrain_lines
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
-    found = (causes or errors or lines or ["it said nothing"])[-1].removeprefix("bigtrain: ")
-    return found if causes or errors else f"exit status {status}: {found}"
+    reason = (causes or errors or lines or ["it said nothing"])[-1].removeprefix("bigtrain: ")
+    return reason if causes or errors else f"exit status {status}: {reason}"
 
 
 def _lines(log: Path) -> Iterator[str]:

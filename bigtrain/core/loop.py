@@ -53,7 +53,7 @@ class StepRunner:
             assembly.update
             or self._released
             or (
-                PartitionedUpdate(named, assembly.make_optimizer, home=assembly.state_store)
+                PartitionedUpdate(named, assembly.make_optimizer, state_store=assembly.state_store)
                 if assembly.state_store is not None
                 else WholeUpdate(named, assembly.make_optimizer)
             )
@@ -230,8 +230,8 @@ class LoopRunner(StepRunner):
         state = self.module.state_dict()
         named = self.module.named_parameters(remove_duplicate=False)
         values = state_sources(state, named, self._update.masters())
-        found = {f"model.{name}": source for name, source in values.items()}
-        return found | {f"optimizer.{k}": source for k, source in self._update.state().items()}
+        sources = {f"model.{name}": source for name, source in values.items()}
+        return sources | {f"optimizer.{k}": source for k, source in self._update.state().items()}
 
     def load_state(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
         """See `Runner.load_state`."""
@@ -264,8 +264,8 @@ def load_tensors(
     Raises:
         CheckpointError: names or shapes are not those of the model.
     """
-    kept = {name.removeprefix("model.") for name in stored if name.startswith("model.")}
-    missing, extra = sorted(expected - kept), sorted(kept - expected)
+    saved_names = {name.removeprefix("model.") for name in stored if name.startswith("model.")}
+    missing, extra = sorted(expected - saved_names), sorted(saved_names - expected)
     if missing or extra:
         raise CheckpointError(
             f"the checkpoint does not fit this model: it lacks {first_names(missing)} and has "

@@ -14,7 +14,7 @@ from bigtrain.cutting.layout import Layout
 
 @dataclass(frozen=True)
 class ResolvedPlan:
-    """A plan put to a workload: see `bigtrain.assembly.resolve.resolve`."""
+    """A plan put to a workload: see `bigtrain.assembly.resolve.resolve_plan`."""
 
     plan: Plan
     layout: Layout | None = None

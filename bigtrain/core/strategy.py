@@ -136,14 +136,14 @@ class Plan:
         Raises:
             ConfigError: a name that a technique was given is none of the model's.
         """
-        found: dict[str, BlockPolicy] = {}
+        policies: dict[str, BlockPolicy] = {}
         for role in ("recompute", "offload"):
             technique = self.techniques.get(role)
             for name, choice in (
                 technique.block_policies(model, self) if technique else {}
             ).items():
-                found.setdefault(name, choice)
-        return found
+                policies.setdefault(name, choice)
+        return policies
 
     @property
     def keeps_products(self) -> bool:
@@ -164,12 +164,12 @@ class Plan:
 
     def make_offloader(self, device: torch.device, *, fake: bool = False) -> Offloader | None:
         """What takes activations away, where the plan says so."""
-        away = self.offload_tiers
-        if away.activations == "device" or not self.moves_activations:
+        offloads = self.offload_tiers
+        if offloads.activations == "device" or not self.moves_activations:
             return None
         from bigtrain.activations.offload import ActivationOffloader
 
-        return ActivationOffloader(away.activations, device, away.path, fake=fake)
+        return ActivationOffloader(offloads.activations, device, offloads.path, fake=fake)
 
 
 class MakeShardedUpdate(Protocol):
@@ -234,10 +234,10 @@ class Assembly:
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The trained parameters of all roots by their plain names, tied ones once in a root."""
-        found = {}
+        parameters = {}
         for root in self.roots:
-            found.update({n: p for n, p in root.named_parameters() if p.requires_grad})
-        return found
+            parameters.update({n: p for n, p in root.named_parameters() if p.requires_grad})
+        return parameters
 
     def make_stages(self, indices: Sequence[int]) -> list[Stage]:
         """Make stages of the model, which from now on are its roots.
@@ -264,8 +264,10 @@ class Assembly:
         """
         for root in self.roots if len(self.roots) > 1 else ():
             for path, module in root.named_modules():
-                own = self.model.get_submodule(path)._parameters
-                own.update((k, p) for k, p in module._parameters.items() if k in own)
+                own_parameters = self.model.get_submodule(path)._parameters
+                own_parameters.update(
+                    (k, p) for k, p in module._parameters.items() if k in own_parameters
+                )
 
 
 class Strategy(BaseModel):
@@ -386,7 +388,7 @@ class CutStrategy(Strategy):
         forecasts: Mapping[int, Forecast],
         plan: Plan,
         pp_rank: int,
-        halves: Mapping[int, Forecast],
+        split_forecasts: Mapping[int, Forecast],
     ) -> Forecast:
         """One rank's forecast from those of its stages, each of one micro-batch.
 
@@ -394,7 +396,8 @@ class CutStrategy(Strategy):
             forecasts: by stage.
             plan: mesh and batch.
             pp_rank: the rank.
-            halves: the same with the backward pass in two parts, where `Plan.splits_backward`.
+            split_forecasts: the same with the backward pass in two parts
+            (`Plan.splits_backward`).
         """
         raise NotImplementedError
 

@@ -103,15 +103,15 @@ class Forecast:
             buffers=profile.buffer_bytes,
             activations=profile.batch_bytes,
         )
-        given = (states, profile.first, profile.step, profile.gradient_bytes)
-        return cls(*given, boundary=profile.boundary, tensors=profile.tensors, last=profile.last)
+        initial = (states, profile.first, profile.step, profile.gradient_bytes)
+        return cls(*initial, boundary=profile.boundary, tensors=profile.tensors, last=profile.last)
 
     def peak(self) -> Peak:
         """The highest moment of a step."""
-        held = self.states
-        if held.gradients == 0:
-            held = replace(held, gradients=self.gradients)
-        peaks = [self.first.peak(self.states), self.step.peak(held)]
+        states = self.states
+        if states.gradients == 0:
+            states = replace(states, gradients=self.gradients)
+        peaks = [self.first.peak(self.states), self.step.peak(states)]
         if self.next is not None:
-            peaks.append(self.next.peak(held))
+            peaks.append(self.next.peak(states))
         return highest_peak(peaks)

@@ -16,8 +16,8 @@ from bigtrain.schedules.transfers import InTransit
 def join_stages(
     actions: Sequence[Action],
     forecasts: Mapping[int, Forecast],
-    halves: Mapping[int, Forecast],
-    underway: Sequence[InTransit] = (),
+    split_forecasts: Mapping[int, Forecast],
+    in_transit: Sequence[InTransit] = (),
     bucket: int | None = None,
 ) -> Forecast:
     """Put the stages of a rank together in the order of its schedule.
@@ -25,36 +25,38 @@ def join_stages(
     Args:
         actions: of this rank, one step.
         forecasts: of its stages, each of one micro-batch.
-        halves: the same with the backward pass in two parts.
-        underway: for each action what is on its way; see `transfers.transfers`.
+        split_forecasts: the same with the backward pass in two parts.
+        in_transit: for each action what is on its way; see `transfers.transfers`.
         bucket: see `Traits.averaging_bucket`.
     """
-    if any(found.resumed is not None for found in forecasts.values()):
+    if any(stage_forecast.resumed is not None for stage_forecast in forecasts.values()):
         # What frees and fills parameters does so around whole backward passes only.
-        pairs = zip(actions, underway, strict=bool(underway))
-        underway = [ways for action, ways in pairs if action.kind != "W"]
+        pairs = zip(actions, in_transit, strict=bool(in_transit))
+        in_transit = [ways for action, ways in pairs if action.kind != "W"]
         actions = merge_split_backward(actions)
-    pieces = {
+    records = {
         stage: StageRecord(
-            *_both(found),
-            _both(halves[stage]) if stage in halves else None,
-            *(pair and (_passes(pair[0]), _passes(pair[1])) for pair in _others(found)),
+            *_both(stage_forecast),
+            _both(split_forecasts[stage]) if stage in split_forecasts else None,
+            *(pair and (_passes(pair[0]), _passes(pair[1])) for pair in _others(stage_forecast)),
         )
-        for stage, found in forecasts.items()
+        for stage, stage_forecast in forecasts.items()
     }
-    states, first, gradients = _merge_states(forecasts, pieces)
-    every = list(forecasts.values())
-    phases = every[0].step.phases
-    steps = tuple(span for found in every for span in found.step.spans)
+    states, own_records, gradients = _merge_states(forecasts, records)
+    stage_forecasts = list(forecasts.values())
+    phases = stage_forecasts[0].step.phases
+    step_spans = tuple(
+        span for stage_forecast in stage_forecasts for span in stage_forecast.step.spans
+    )
     if bucket is not None:
         # One tick before the step: all gradients are there, and a bucket of them once more.
         tick = phases[0][0] - 1
-        copied = Span(_fullest(every, bucket), "temporary", tick, tick + 1)
-        steps, phases = (copied, *steps), ((tick, "backward"), *phases)
+        copied = Span(_fullest(stage_forecasts, bucket), "temporary", tick, tick + 1)
+        step_spans, phases = (copied, *step_spans), ((tick, "backward"), *phases)
     return Forecast(
         states=states,
-        first=replay_actions(actions, first, _extra_bytes(actions, forecasts, underway)),
-        step=Timeline(steps, phases),
+        first=replay_actions(actions, own_records, _extra_bytes(actions, forecasts, in_transit)),
+        step=Timeline(step_spans, phases),
         gradients=gradients,
     )
 
@@ -64,13 +66,13 @@ def _others(found: Forecast) -> tuple[tuple[Timeline, Timeline] | None, ...]:
     return found.resumed, found.strayed, found.last
 
 
-def _fullest(every: Sequence[Forecast], bucket: int) -> int:
+def _fullest(stage_forecasts: Sequence[Forecast], bucket: int) -> int:
     """The most that `replicas.GradientAverager` has in copies at one moment.
 
     Neighbours of one type that fit in together are copied into one tensor, what is alone is not;
     and a copy is let go when the next one is there.
     """
-    named = {name: (size, kind) for found in every for name, size, kind in found.tensors}
+    named = {name: (size, kind) for found in stage_forecasts for name, size, kind in found.tensors}
     copies, number, filled, before = [0], 0, 0, ""
     for size, kind in [*named.values(), (0, "none")]:
         if number and (kind != before or filled + size > bucket):
@@ -90,42 +92,43 @@ def _merge_states(
     have been told of the same batch.
     """
     states, gradients = Breakdown(), 0
-    found: dict[int, StageRecord] = {}
-    seen: set[str] = set()
+    records: dict[int, StageRecord] = {}
+    counted: set[str] = set()
     for stage in sorted(forecasts, reverse=True):
-        one = forecasts[stage]
-        sizes = {name: size for name, size, _ in one.tensors}
-        again = {name: size for name, size in sizes.items() if name in seen}
-        shared, whole = sum(again.values()), sum(sizes.values())
-        own = replace(
-            one.states,
-            parameters=one.states.parameters - shared,
-            optimizer=one.states.optimizer - one.states.optimizer * shared // max(1, whole),
-            activations=one.states.activations if not seen else 0,
+        stage_forecast = forecasts[stage]
+        sizes = {name: size for name, size, _ in stage_forecast.tensors}
+        tied_bytes = {name: size for name, size in sizes.items() if name in counted}
+        shared, whole = sum(tied_bytes.values()), sum(sizes.values())
+        own_states = replace(
+            stage_forecast.states,
+            parameters=stage_forecast.states.parameters - shared,
+            optimizer=stage_forecast.states.optimizer
+            - stage_forecast.states.optimizer * shared // max(1, whole),
+            activations=stage_forecast.states.activations if not counted else 0,
         )
-        states = states.plus(own)
-        gradients += one.gradients - shared
-        found[stage] = _adding(pieces[stage], list(again.values()))
-        seen |= sizes.keys() or {""}
-    return states, found, gradients
+        states = states.plus(own_states)
+        gradients += stage_forecast.gradients - shared
+        records[stage] = _adding(pieces[stage], list(tied_bytes.values()))
+        counted |= sizes.keys() or {""}
+    return states, records, gradients
 
 
 def _adding(piece: StageRecord, sizes: Sequence[int]) -> StageRecord:
     """A stage of which some gradients are added to those that another stage has made."""
 
-    def change(passes: RecordedPass) -> RecordedPass:
+    def without_gradients(passes: RecordedPass) -> RecordedPass:
         spans = list(passes.timeline.spans)
         for size in sizes:
-            kept = [n for n, s in enumerate(spans) if (s.kind, s.nbytes) == ("gradients", size)]
-            if kept:
-                span = spans[kept[0]]
-                spans[kept[0]] = span._replace(kind="temporary", death=span.birth + 1)
+            matching = [n for n, s in enumerate(spans) if (s.kind, s.nbytes) == ("gradients", size)]
+            if matching:
+                span = spans[matching[0]]
+                spans[matching[0]] = span._replace(kind="temporary", death=span.birth + 1)
         return replace(passes, timeline=replace(passes.timeline, spans=tuple(spans)))
 
     if not sizes:
         return piece
-    split = piece.split and (change(piece.split[0]), piece.split[1])
-    return replace(piece, first=change(piece.first), split=split)
+    split = piece.split and (without_gradients(piece.split[0]), piece.split[1])
+    return replace(piece, first=without_gradients(piece.first), split=split)
 
 
 _Doing = dict[tuple[int, int], int]
@@ -137,41 +140,41 @@ def _extra_bytes(
     actions: Sequence[Action], forecasts: Mapping[int, Forecast], underway: Sequence[InTransit]
 ) -> list[int]:
     """Bytes beside each action that no stage's own recording has, less what two of them have."""
-    doing: _Doing = {}
-    over: set[tuple[int, int]] = set()
-    found = []
+    progress: _Doing = {}
+    finished: set[tuple[int, int]] = set()
+    extra_bytes = []
     for moment, (stage, kind, number) in enumerate(actions):
-        done = doing.get((stage, number), 0)
-        doing[stage, number] = 1 if kind == "F" else max(done, 2)
-        way = _sent(underway[moment], forecasts, doing) if underway else 0
-        found.append(way + _shared_boundary_bytes(forecasts, doing, over))
+        progress_before = progress.get((stage, number), 0)
+        progress[stage, number] = 1 if kind == "F" else max(progress_before, 2)
+        transit_bytes = _sent(underway[moment], forecasts, progress) if underway else 0
+        extra_bytes.append(transit_bytes + _shared_boundary_bytes(forecasts, progress, finished))
         if kind == "I":
-            doing[stage, number] = 3
+            progress[stage, number] = 3
         elif kind in ("B", "W"):
-            del doing[stage, number]
-            over.add((stage, number))
-    return found
+            del progress[stage, number]
+            finished.add((stage, number))
+    return extra_bytes
 
 
-def _sent(underway: InTransit, forecasts: Mapping[int, Forecast], doing: _Doing) -> int:
+def _sent(underway: InTransit, forecasts: Mapping[int, Forecast], progress: _Doing) -> int:
     """What goes to other ranks or comes from them."""
     total = 0
     for (stage, kind), count in underway.items():
         wires = forecasts[stage].boundary
-        each = {
+        bytes_by_kind = {
             "RECV_F": wires.incoming,
             "SEND_F": wires.outgoing,
             "RECV_B": wires.outgoing_gradients,
             "SEND_B": wires.incoming_gradients,
         }
         if kind == "SEND_B":  # a gradient is kept with its input until W, sent or not
-            count -= min(count, sum(s == stage and at == 3 for (s, _), at in doing.items()))
-        total += count * each[kind]
+            count -= min(count, sum(s == stage and at == 3 for (s, _), at in progress.items()))
+        total += count * bytes_by_kind[kind]
     return total
 
 
 def _shared_boundary_bytes(
-    forecasts: Mapping[int, Forecast], doing: _Doing, over: Collection[tuple[int, int]]
+    forecasts: Mapping[int, Forecast], progress: _Doing, finished: Collection[tuple[int, int]]
 ) -> int:
     """What one stage of the rank hands to the next one, and is given back: the same storages.
 
@@ -180,20 +183,20 @@ def _shared_boundary_bytes(
     until W.
     """
     total = 0
-    for (stage, number), at in doing.items():
-        high = stage + 1
-        if high not in forecasts:
+    for (stage, number), stage_progress in progress.items():
+        next_stage = stage + 1
+        if next_stage not in forecasts:
             continue
-        above = doing.get((high, number), 0)
-        begun, ended = above > 0, (high, number) in over
+        next_progress = progress.get((next_stage, number), 0)
+        begun, ended = next_progress > 0, (next_stage, number) in finished
         wires = forecasts[stage].boundary
         if not begun and not ended:
             total += wires.outgoing  # nobody has it yet
         elif begun:
-            total -= forecasts[high].boundary.incoming - wires.outgoing
-        if at == 1 and ended:
+            total -= forecasts[next_stage].boundary.incoming - wires.outgoing
+        if stage_progress == 1 and ended:
             total += wires.outgoing_gradients
-        elif at >= 2 and begun:
+        elif stage_progress >= 2 and begun:
             total -= wires.outgoing_gradients
     return total
 
@@ -203,7 +206,7 @@ def _both(found: Forecast) -> tuple[RecordedPass, RecordedPass]:
 
 
 def _passes(timeline: Timeline) -> RecordedPass:
-    begin = timeline.phases[0][0]
-    end = max((span.death for span in timeline.spans), default=begin + 1) - 1
+    weights_begin = timeline.phases[0][0]
+    end = max((span.death for span in timeline.spans), default=weights_begin + 1) - 1
     starts = tuple(tick for tick, phase in timeline.phases if phase == "backward") or (end,)
     return RecordedPass(timeline, starts, max(*starts, end))

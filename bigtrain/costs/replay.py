@@ -131,34 +131,34 @@ def replay_actions(
     Returns:
         The timeline, from tick 0; empty phases are left out.
     """
-    ways = _ways(actions, pieces)
-    recordings = {way: _recording(way, pieces[way.stage]) for way in set(ways.values())}
+    case_of = _ways(actions, pieces)
+    recordings = {case: _recording(case, pieces[case.stage]) for case in set(case_of.values())}
     slots: dict[tuple[_PassCase, int] | int, int] = {}
-    for way in sorted(recordings):
-        for point, waiting in enumerate(recordings[way].waiting):
+    for case in sorted(recordings):
+        for action_index, waiting in enumerate(recordings[case].waiting):
             if waiting:  # what holds nothing need not be told apart
-                slots[way, point] = len(slots)
-    gathered = {way.stage: found.gathered for way, found in recordings.items() if found.gathered}
+                slots[case, action_index] = len(slots)
+    gathered = {case.stage: found.gathered for case, found in recordings.items() if found.gathered}
     for stage in sorted(gathered):
         slots[stage] = len(slots)
-    held = [0] * len(slots)
+    held_counts = [0] * len(slots)
     forwards: dict[int, int] = {}  # of each stage since its last backward pass
     fronts: dict[_Act, dict[_Held, int]] = {}
     for moment, (stage, kind, micro_batch) in enumerate(actions):
-        way = ways[stage, micro_batch]
-        point = {"F": 0, "I": 1, "B": 1, "W": 2}[kind]
-        if (way, point - 1) in slots:
-            held[slots[way, point - 1]] -= 1
+        case = case_of[stage, micro_batch]
+        action_index = {"F": 0, "I": 1, "B": 1, "W": 2}[kind]
+        if (case, action_index - 1) in slots:
+            held_counts[slots[case, action_index - 1]] -= 1
         course = _course(kind, forwards.get(stage, 0))
         if stage in slots and kind != "F":  # what it frees is in its own ticks
-            held[slots[stage]] = 0
+            held_counts[slots[stage]] = 0
         extra = beside[moment] if beside else 0
-        _add(fronts.setdefault(_Act(way, point, course), {}), (*held, extra), moment)
+        _add(fronts.setdefault(_Act(case, action_index, course), {}), (*held_counts, extra), moment)
         forwards[stage] = forwards.get(stage, 0) + 1 if kind == "F" else 0
         if stage in slots and kind == "F":
-            held[slots[stage]] = 1
-        if (way, point) in slots:
-            held[slots[way, point]] += 1
+            held_counts[slots[stage]] = 1
+        if (case, action_index) in slots:
+            held_counts[slots[case, action_index]] += 1
     chosen = sorted(
         (moment, act, counts) for act, front in fronts.items() for counts, moment in front.items()
     )
@@ -170,15 +170,15 @@ def _others(
     ways: Iterable[_PassCase], pieces: Mapping[int, StageRecord]
 ) -> dict[tuple[_PassCase, _Course], _Recording]:
     """The recordings of other courses than the usual one, where they differ."""
-    found: dict[tuple[_PassCase, _Course], _Recording] = {}
+    recordings: dict[tuple[_PassCase, _Course], _Recording] = {}
     for way in ways:
-        piece = pieces[way.stage]
+        record = pieces[way.stage]
         pairs: dict[_Course, tuple[RecordedPass, RecordedPass] | None]
-        pairs = {"resumed": piece.resumed, "strayed": piece.strayed}
+        pairs = {"resumed": record.resumed, "strayed": record.strayed}
         for course, pair in pairs.items():
             if pair is not None and not way.split:
-                found[way, course] = _cut_by_action(pair[0 if way.first else 1])
-    return found
+                recordings[way, course] = _cut_by_action(pair[0 if way.first else 1])
+    return recordings
 
 
 def _course(kind: str, forwards: int) -> _Course:
@@ -206,13 +206,13 @@ def _ways(
     for stage, kind, number in actions:
         if kind in ("B", "W"):
             firsts.setdefault(stage, number)
-    final = max((number for _, _, number in actions), default=0)
+    last_micro_batch = max((number for _, _, number in actions), default=0)
     return {
         (stage, number): _PassCase(
             stage,
             firsts.get(stage) == number,
             (stage, number) in split,
-            number == final and pieces[stage].last is not None,
+            number == last_micro_batch and pieces[stage].last is not None,
         )
         for stage, _, number in actions
     }
@@ -228,17 +228,17 @@ def _add(front: dict[_Held, int], beside: _Held, moment: int) -> None:
     front[beside] = moment
 
 
-def _recording(way: _PassCase, piece: StageRecord) -> _Recording:
-    if way.last and piece.last is not None:
-        kept = piece.last[0 if way.first else 1]
-        return _cut_by_action(_torch_first_stage(kept) if way.split else kept)
-    if not way.split:
-        return _cut_by_action(piece.first if way.first else piece.next)
+def _recording(case: _PassCase, piece: StageRecord) -> _Recording:
+    if case.last and piece.last is not None:
+        last_pass = piece.last[0 if case.first else 1]
+        return _cut_by_action(_torch_first_stage(last_pass) if case.split else last_pass)
+    if not case.split:
+        return _cut_by_action(piece.first if case.first else piece.next)
     if piece.split is not None:
-        return _cut_by_action(piece.split[0 if way.first else 1])
-    whole = piece.first if way.first else piece.next
+        return _cut_by_action(piece.split[0 if case.first else 1])
+    whole_pass = piece.first if case.first else piece.next
     return _cut_by_action(
-        _torch_first_stage(whole) if way.stage == 0 else _split_conservatively(whole)
+        _torch_first_stage(whole_pass) if case.stage == 0 else _split_conservatively(whole_pass)
     )
 
 
@@ -267,7 +267,7 @@ def _split_conservatively(whole: RecordedPass) -> RecordedPass:
 def _cut_by_action(passes: RecordedPass) -> _Recording:
     """Sort the spans by the actions that they are alive in."""
     ticks = (passes.begin, *passes.starts, passes.end + 1)
-    within, waiting = [], []
+    spans_by_action, waiting = [], []
     gathered = 0
     for start, stop in pairwise(ticks):
         is_last = stop == ticks[-1]
@@ -284,11 +284,11 @@ def _cut_by_action(passes: RecordedPass) -> _Recording:
                 alive.append(Span(nbytes, kind, max(birth, start), min(death, stop)))
             if (death >= stop and kind == "gradients") if is_last else death > stop:
                 sums[kind] += nbytes
-        within.append(tuple(alive))
-        kept = sums.pop("parameters")
-        gathered = kept if start == ticks[0] else gathered
+        spans_by_action.append(tuple(alive))
+        gathered_now = sums.pop("parameters")
+        gathered = gathered_now if start == ticks[0] else gathered
         waiting.append(tuple((kind, nbytes) for kind, nbytes in sums.items() if nbytes))
-    return _Recording(ticks, tuple(within), tuple(waiting), gathered)
+    return _Recording(ticks, tuple(spans_by_action), tuple(waiting), gathered)
 
 
 def _laid_out(
@@ -300,21 +300,23 @@ def _laid_out(
     spans: list[Span] = []
     phases: list[tuple[int, Phase]] = []
     clock = 0
-    for _, (way, point, course), beside in chosen:
-        recording = others.get((way, course), recordings[way])
-        start, stop = recording.ticks[point], recording.ticks[point + 1]
+    for _, (case, action_index, course), counts in chosen:
+        recording = others.get((case, course), recordings[case])
+        start, stop = recording.ticks[action_index], recording.ticks[action_index + 1]
         if start == stop:
             continue
         end = clock + stop - start
-        phase: Phase = "backward" if point else "forward"
+        phase: Phase = "backward" if action_index else "forward"
         if not phases or phases[-1][1] != phase:
             phases.append((clock, phase))
         for slot, waiting in waits.items():
-            if beside[slot]:
-                spans += (Span(n * beside[slot], kind, clock, end) for kind, n in waiting)
-        if beside[-1]:
-            spans.append(Span(beside[-1], "temporary", clock, end))
+            if counts[slot]:
+                spans += (Span(n * counts[slot], kind, clock, end) for kind, n in waiting)
+        if counts[-1]:
+            spans.append(Span(counts[-1], "temporary", clock, end))
         moved = clock - start
-        spans += [Span(n, k, a + moved, z + moved) for n, k, a, z in recording.actions[point]]
+        spans += [
+            Span(n, k, a + moved, z + moved) for n, k, a, z in recording.actions[action_index]
+        ]
         clock = end
     return Timeline(tuple(spans), tuple(phases) or ((0, "forward"),))

@@ -80,19 +80,19 @@ def parameter_shapes(profile: Profile, *, trained: bool = True) -> list[tuple[in
     ]
 
 
-def message_count(sizes: Iterable[int], most: int, *, past: bool = False) -> int:
+def message_count(sizes: Iterable[int], capacity: int, *, may_exceed: bool = False) -> int:
     """In how many messages tensors go, neighbours together.
 
     Args:
         sizes: of the tensors, in the order in which they come.
-        most: what goes together; a larger one goes by itself.
-        past: whether the tensor that reaches `most` goes with those before it, as in torch's
-            buckets.
+        capacity: what goes together; a larger one goes by itself.
+        may_exceed: whether the tensor that reaches `capacity` goes with those before it, as in
+            torch's buckets.
     """
     messages, filled = 0, 0
     for size in sizes:
-        full = filled >= most if past else filled + size > most
-        if full or messages == 0:
+        is_full = filled >= capacity if may_exceed else filled + size > capacity
+        if is_full or messages == 0:
             messages, filled = messages + 1, 0
         filled += size
     return messages
@@ -125,12 +125,12 @@ def gradient_average_traffic(
     total = max(1, sum(math.prod(shape) for shape in parameter_shapes(profile)))
     size = profile.gradient_bytes / total
     sizes = [round(math.prod(shape) * size) for shape in reversed(parameter_shapes(profile))]
-    calls = max(1, message_count(sizes, bucket, past=overlaps))
+    calls = max(1, message_count(sizes, bucket, may_exceed=overlaps))
     behind: OverlapPhase = "backward" if overlaps else "nothing"
-    found = [Traffic("all_reduce", profile.gradient_bytes, calls, "step", behind, ranks, stride)]
+    traffic = [Traffic("all_reduce", profile.gradient_bytes, calls, "step", behind, ranks, stride)]
     if buffers and profile.buffer_bytes:
-        found.append(buffer_broadcast_traffic(profile, ranks, stride, "step"))
-    return tuple(found)
+        traffic.append(buffer_broadcast_traffic(profile, ranks, stride, "step"))
+    return tuple(traffic)
 
 
 def buffer_broadcast_traffic(
@@ -149,11 +149,11 @@ def offloaded_activations(profile: Profile) -> tuple[int, int]:
     beginning of a block and that nobody saves is counted, too: blocks save what they are given.
     """
     begins = sorted(first.forward[0] for _, first, _ in profile.windows)[1:]
-    gone = [
+    moved_sizes = [
         span.nbytes
         for span in profile.first.spans
         if span.kind == "temporary"
         and span.nbytes >= MIN_OFFLOADED_BYTES
         and any(span.birth < begin < span.death for begin in begins)
     ]
-    return sum(gone), len(gone)
+    return sum(moved_sizes), len(moved_sizes)

@@ -66,52 +66,54 @@ class ChosenCut:
     """Over each cut, one micro-batch, one direction."""
 
 
-def choose_cut(rehearsal: TracedModel, micro_batch: MicroBatch, wanted: CutRequest) -> ChosenCut:
+def choose_cut(rehearsal: TracedModel, micro_batch: MicroBatch, request: CutRequest) -> ChosenCut:
     """Cut a model.
 
     Args:
         rehearsal: of the model.
         micro_batch: one of the run's size.
-        wanted: stages, and what they may take.
+        request: stages, and what they may take.
 
     Raises:
         ConfigError: it cannot be cut so; with the names, the reasons and the fix.
     """
-    found, _ = rehearsal.trace(micro_batch, training=True)
-    points = _common(found, rehearsal, micro_batch)
-    pieces = _pieces(found, points, wanted.rates)
-    if wanted.at:
-        chosen = _named(found, points, wanted)
-        in_flight, state = list(wanted.in_flight), wanted.state_factor
-        part = _given(pieces, chosen, in_flight or [1] * wanted.stages, state, wanted.rates)
+    trace, _ = rehearsal.trace(micro_batch, training=True)
+    points = _common(trace, rehearsal, micro_batch)
+    pieces = _pieces(trace, points, request.rates)
+    if request.at:
+        chosen = _named(trace, points, request)
+        in_flight, state = list(request.in_flight), request.state_factor
+        partitioned = _given(
+            pieces, chosen, in_flight or [1] * request.stages, state, request.rates
+        )
     else:
-        part = partition(
+        partitioned = partition(
             pieces,
-            wanted.stages,
-            bandwidth=wanted.rates.sent,
-            state_factor=wanted.state_factor,
-            in_flight=wanted.in_flight or [1] * wanted.stages,
-            memory=None if wanted.memory is None else [wanted.memory] * wanted.stages,
-            devices=wanted.devices or None,
+            request.stages,
+            bandwidth=request.rates.sent,
+            state_factor=request.state_factor,
+            in_flight=request.in_flight or [1] * request.stages,
+            memory=None if request.memory is None else [request.memory] * request.stages,
+            devices=request.devices or None,
         )
-        chosen = list(part.cuts)
+        chosen = list(partitioned.cuts)
     calls = [points[piece - 1].call for piece in chosen]
-    cut = cut_at(found, calls, rehearsal)
+    cut = cut_at(trace, calls, rehearsal)
     ticks = [points[piece - 1].tick for piece in chosen]
-    flops = [0] * wanted.stages
-    for cost in found.costs:
+    flops = [0] * request.stages
+    for cost in trace.costs:
         flops[bisect_right(ticks, cost.tick)] += cost.flops
-    twin = dict(rehearsal.fake_model.named_parameters())
-    sizes = tuple(
+    parameters = dict(rehearsal.fake_model.named_parameters())
+    parameter_bytes = tuple(
         sum(
-            twin[name].numel() * twin[name].element_size()
+            parameters[name].numel() * parameters[name].element_size()
             for name in cut.tensor_names_of([stage])
-            if name in twin
+            if name in parameters
         )
-        for stage in range(wanted.stages)
+        for stage in range(request.stages)
     )
     crossing = tuple(points[piece - 1].nbytes for piece in chosen)
-    return ChosenCut(cut, part, len(points), tuple(flops), sizes, crossing)
+    return ChosenCut(cut, partitioned, len(points), tuple(flops), parameter_bytes, crossing)
 
 
 def _common(found: ForwardTrace, rehearsal: TracedModel, micro_batch: MicroBatch) -> list[CutPoint]:
@@ -122,19 +124,19 @@ def _common(found: ForwardTrace, rehearsal: TracedModel, micro_batch: MicroBatch
     return [point for point in points if (point.name, point.number) in there]
 
 
-def _pieces(found: ForwardTrace, points: Sequence[CutPoint], rates: DeviceRates) -> AtomicUnits:
+def _pieces(trace: ForwardTrace, points: Sequence[CutPoint], rates: DeviceRates) -> AtomicUnits:
     ticks = [point.tick for point in points]
     seconds = [0.0] * (len(points) + 1)
-    for cost in found.costs:
+    for cost in trace.costs:
         # Forward, and twice that backward: a product gives two gradients.
         work = max(cost.flops / rates.flops, cost.nbytes / rates.nbytes)
         seconds[bisect_right(ticks, cost.tick)] += 3 * work
     params = [
         (value.tensor.numel() * value.tensor.element_size(), _where(ticks, value.uses))
-        for value in found.values
+        for value in trace.values
         if value.root == "parameter" and value.uses
     ]
-    saved = [(nbytes, _where(ticks, uses)) for nbytes, uses in found.saved.values()]
+    saved = [(nbytes, _where(ticks, uses)) for nbytes, uses in trace.saved.values()]
     return AtomicUnits(seconds, [0, *(point.nbytes for point in points)], params, saved)
 
 
@@ -143,42 +145,42 @@ def _where(ticks: Sequence[int], uses: Sequence[int]) -> list[int]:
     return sorted({min(last, bisect_right(ticks, use)) for use in uses})
 
 
-def _named(found: ForwardTrace, points: Sequence[CutPoint], wanted: CutRequest) -> list[int]:
+def _named(trace: ForwardTrace, points: Sequence[CutPoint], request: CutRequest) -> list[int]:
     """The pieces before which the user's cuts stand."""
-    if len(wanted.at) != wanted.stages - 1:
+    if len(request.at) != request.stages - 1:
         raise ConfigError(
-            f"strategy.cut.at names {len(wanted.at)} places, and {wanted.stages} stages have "
-            f"{wanted.stages - 1} cuts. Name {wanted.stages - 1}, or leave strategy.cut.at out."
+            f"strategy.cut.at names {len(request.at)} places, and {request.stages} stages have "
+            f"{request.stages - 1} cuts. Name {request.stages - 1}, or leave strategy.cut.at out."
         )
-    pieces = [_piece_at(found, points, name) for name in wanted.at]
+    pieces = [_piece_at(trace, points, name) for name in request.at]
     if pieces != sorted(set(pieces)):
         raise ConfigError(
-            f"strategy.cut.at={list(wanted.at)}: these are not different places in the order in "
+            f"strategy.cut.at={list(request.at)}: these are not different places in the order in "
             "which the model calls them. Name each stage's first module, in order."
         )
     return pieces
 
 
-def _piece_at(found: ForwardTrace, points: Sequence[CutPoint], name: str) -> int:
-    called = {call.name: index for index, call in reversed(list(enumerate(found.calls)))}
-    if name not in called:
+def _piece_at(trace: ForwardTrace, points: Sequence[CutPoint], name: str) -> int:
+    call_index = {call.name: index for index, call in reversed(list(enumerate(trace.calls)))}
+    if name not in call_index:
         hint = did_you_mean(name, [point.name for point in points]) or "."
         raise ConfigError(
             f"strategy.cut.at: the model calls no module {name!r}{hint} Use a name as in "
             "model.named_modules() of a module that its forward calls."
         )
-    begin = found.calls[called[name]].begin
-    work = sorted(cost.tick for cost in found.costs)
+    begin = trace.calls[call_index[name]].begin
+    work = sorted(cost.tick for cost in trace.costs)
     for piece, point in enumerate(points, start=1):
         between = bisect_left(work, max(point.tick, begin)) - bisect_left(
             work, min(point.tick, begin)
         )
         if between == 0:
             return piece
-    _, refused = legal_points(found)
-    why = refused.get(name, "it is where the model begins, or it is not there in evaluation")
+    _, refused = legal_points(trace)
+    reason = refused.get(name, "it is where the model begins, or it is not there in evaluation")
     raise ConfigError(
-        f"strategy.cut.at: no cut can stand before {name!r}: {why}. "
+        f"strategy.cut.at: no cut can stand before {name!r}: {reason}. "
         f"Near it: {_near(points, begin)}."
     )
 
@@ -192,18 +194,18 @@ def _given(
     pieces: AtomicUnits,
     cuts: Sequence[int],
     in_flight: Sequence[int],
-    factor: float,
+    state_factor: float,
     rates: DeviceRates,
 ) -> Partition:
     """What a partition that is not ours to choose will take."""
     edges = [0, *cuts, len(pieces.seconds)]
-    seconds, sizes = [], []
+    seconds, stage_bytes = [], []
     for stage, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
         work = sum(pieces.seconds[start:stop])
         sent = 2 * pieces.crossing[stop] / rates.sent if stop < len(pieces.seconds) else 0.0
         seconds.append(work + sent)
         state = sum(size for size, used in pieces.params if any(start <= u < stop for u in used))
         saved = sum(size for size, used in pieces.saved if any(start <= u < stop for u in used))
-        sizes.append(round(factor * state) + in_flight[stage] * saved)
+        stage_bytes.append(round(state_factor * state) + in_flight[stage] * saved)
     crossing = sum(pieces.crossing[cut] for cut in cuts)
-    return Partition(tuple(cuts), tuple(seconds), tuple(sizes), crossing, proven=False)
+    return Partition(tuple(cuts), tuple(seconds), tuple(stage_bytes), crossing, proven=False)

@@ -54,25 +54,26 @@ class Cut:
 
     def strip(self, model: nn.Module, stages: Collection[int], device: torch.device) -> None:
         """Take out of a model, in place, what belongs to other stages; ghosts stay instead."""
-        kept = self.tensor_names_of(stages)
-        gone: dict[int, tuple[Tensor, PlaceholderTensor]] = {}
+        own_names = self.tensor_names_of(stages)
+        placeholders: dict[int, tuple[Tensor, PlaceholderTensor]] = {}
         for path, module in model.named_modules():
             for table in (module._parameters, module._buffers):
                 for key, tensor in list(table.items()):
-                    full = f"{path}.{key}" if path else key
-                    if tensor is None or self.aliases.get(full, full) in kept:
+                    qualified = f"{path}.{key}" if path else key
+                    if tensor is None or self.aliases.get(qualified, qualified) in own_names:
                         continue
                     del table[key]
-                    _, ghost = gone.setdefault(
+                    _, ghost = placeholders.setdefault(
                         id(tensor), (tensor, placeholder_like(tensor, device))
                     )
                     ghost._is_param = isinstance(tensor, nn.Parameter)
                     module.__dict__[key] = ghost
         for module in model.modules():  # lists of parameters, as recurrent layers have them
             for key, value in module.__dict__.items():
-                if isinstance(value, list) and any(id(item) in gone for item in value):
+                if isinstance(value, list) and any(id(item) in placeholders for item in value):
                     module.__dict__[key] = [
-                        gone[id(item)][1] if id(item) in gone else item for item in value
+                        placeholders[id(item)][1] if id(item) in placeholders else item
+                        for item in value
                     ]
 
     def stage(self, model: nn.Module, index: int, loss: Loss, device: torch.device) -> Stage:
@@ -81,10 +82,10 @@ class Cut:
         intercept_calls(model.named_modules())
 
         def script(micro_batch: Any, training: bool) -> Any:  # noqa: FBT001
-            found = self.traced_model.program(
+            stage_program = self.traced_model.program(
                 micro_batch, training=training, places=self.call_sites
             )
-            for name, used in found.used.items():
+            for name, used in stage_program.used.items():
                 if not set(used) <= set(self.owners[name]):
                     raise ConfigError(
                         f"strategy.cut: stage {used[-1]} needs {name!r} "
@@ -92,11 +93,11 @@ class Cut:
                         f"it is on stage {self.owners[name][0]}. Name other places in "
                         "strategy.cut.at."
                     )
-            return found
+            return stage_program
 
-        through, blocks = self.cut_through, find_blocks(self.traced_model.fake_model)
-        own = tuple(name for name, _ in blocks if name not in through)
-        return Stage(model, index, self.stages, script, loss, device, through, own)
+        split_modules, blocks = self.cut_through, find_blocks(self.traced_model.fake_model)
+        own_blocks = tuple(name for name, _ in blocks if name not in split_modules)
+        return Stage(model, index, self.stages, script, loss, device, split_modules, own_blocks)
 
 
 def copy_modules(model: nn.Module) -> nn.Module:
@@ -105,33 +106,33 @@ def copy_modules(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
-def cut_at(found: ForwardTrace, calls: Sequence[int], rehearsal: TracedModel) -> Cut:
+def cut_at(trace: ForwardTrace, calls: Sequence[int], rehearsal: TracedModel) -> Cut:
     """The cut before these calls of a trace.
 
     Args:
-        found: a trace of the rehearsal's twin.
+        trace: a trace of the rehearsal's twin.
         calls: in the order of execution.
         rehearsal: of the model.
     """
     model = rehearsal.fake_model
-    ticks = [found.calls[call].begin for call in calls]
+    ticks = [trace.calls[call].begin for call in calls]
     named: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
-    every: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False)) | dict(
+    all_names: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False)) | dict(
         model.named_buffers(remove_duplicate=False)
     )
-    first = {id(tensor): name for name, tensor in named.items()}
-    places = tuple((found.calls[call].name, found.calls[call].number) for call in calls)
-    owners = stages_using(found, ticks)
+    first_names = {id(tensor): name for name, tensor in named.items()}
+    places = tuple((trace.calls[call].name, trace.calls[call].number) for call in calls)
+    owners = stages_using(trace, ticks)
     for name, used in rehearsal.uses(places).items():
         owners[name] = tuple(sorted({*owners.get(name, ()), *used}))
-    starts = _first_stages(found, ticks)
+    starts = _first_stages(trace, ticks)
     for name in named:  # what is not used in training: with its module, or what is around it
         if name not in owners:
             path = name.rpartition(".")[0]
             while path and path not in starts:
                 path = path.rpartition(".")[0]
             owners[name] = (starts.get(path, 0),)
-    aliases = {n: first[id(t)] for n, t in every.items() if first[id(t)] != n}
+    aliases = {n: first_names[id(t)] for n, t in all_names.items() if first_names[id(t)] != n}
     for name in rehearsal.hooked:
         if len(owners[name]) > 1:
             raise ConfigError(
@@ -139,15 +140,17 @@ def cut_at(found: ForwardTrace, calls: Sequence[int], rehearsal: TracedModel) ->
                 "call it with a part of the gradient. Name places in strategy.cut.at that keep its "
                 "uses together, or take the hook away."
             )
-    for one, other in rehearsal.shared:
-        if owners[one] != owners[other] or len(owners[one]) > 1:
+    for first_tensor, second_tensor in rehearsal.shared:
+        if owners[first_tensor] != owners[second_tensor] or len(owners[first_tensor]) > 1:
             raise ConfigError(
-                f"strategy.cut: {one!r} and {other!r} are different tensors on the same memory, "
-                f"and stages {owners[one]} and {owners[other]} need them. Make them one parameter, "
+                f"strategy.cut: {first_tensor!r} and {second_tensor!r} are different tensors on "
+                "the same memory, "
+                f"and stages {owners[first_tensor]} and {owners[second_tensor]} need them. Make "
+                "them one parameter, "
                 "or name places in strategy.cut.at that keep them together."
             )
-    through = frozenset(OuterCalls(found, calls).names)
-    return Cut(places, {n: owners[n] for n in named}, aliases, through, rehearsal)
+    split_modules = frozenset(OuterCalls(trace, calls).names)
+    return Cut(places, {n: owners[n] for n in named}, aliases, split_modules, rehearsal)
 
 
 def _first_stages(found: ForwardTrace, ticks: Sequence[int]) -> dict[str, int]:

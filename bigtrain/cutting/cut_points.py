@@ -63,25 +63,25 @@ class OuterCalls:
 
 def ancestors(trace: ForwardTrace, call: int) -> list[int]:
     """The calls around a call, innermost first, the model's own last."""
-    found = []
+    enclosing = []
     call = trace.calls[call].parent
     while call >= 0:
-        found.append(call)
+        enclosing.append(call)
         call = trace.calls[call].parent
-    return found
+    return enclosing
 
 
 def visible_values(trace: ForwardTrace) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
     """For each value the frames whose code got it from a function; the calls that returned it."""
-    shown: dict[int, list[int]] = {}
-    given: dict[int, list[int]] = {}
+    frames_of: dict[int, list[int]] = {}
+    calls_of: dict[int, list[int]] = {}
     for frame, _, values in trace.events:
         for value in values:
-            shown.setdefault(value, []).append(frame)
+            frames_of.setdefault(value, []).append(frame)
     for index, call in enumerate(trace.calls):
         for value in call.outputs:
-            given.setdefault(value, []).append(index)
-    return shown, given
+            calls_of.setdefault(value, []).append(index)
+    return frames_of, calls_of
 
 
 class KnownValues:
@@ -99,16 +99,16 @@ class KnownValues:
         return self._found[value]
 
     def _computed(self, value: int) -> bool:
-        found = self._trace.values[value]
-        if not found.root and not (found.known and self._spine.contains(found.frame)):
+        traced = self._trace.values[value]
+        if not traced.root and not (traced.known and self._spine.contains(traced.frame)):
             return False
-        if found.root not in ("", "input", "constant"):
+        if traced.root not in ("", "input", "constant"):
             return False
-        return all(self.has(source) for source in found.sources) and all(
+        return all(self.has(source) for source in traced.sources) and all(
             self._spine.contains(write.frame)
             and not write.random
             and all(self.has(source) for source in write.sources)
-            for write in self._trace.writes.get(storage_id(found), ())
+            for write in self._trace.writes.get(storage_id(traced), ())
             if write.tick <= self._tick
         )
 
@@ -155,12 +155,14 @@ def legal_points(trace: ForwardTrace) -> tuple[list[CutPoint], dict[str, str]]:
     work = sorted(cost.tick for cost in trace.costs)
     points: list[CutPoint] = []
     refused: dict[str, str] = {}
-    done, before = 0, -1
+    num_done, done_before = 0, -1
     alive = _LiveValues(trace)
     for index, call in enumerate(trace.calls[1:], start=1):
-        while done < len(work) and work[done] < call.begin:
-            done += 1
-        if done == 0 or done == before:  # nothing is computed between this cut and the last
+        while num_done < len(work) and work[num_done] < call.begin:
+            num_done += 1
+        if (
+            num_done == 0 or num_done == done_before
+        ):  # nothing is computed between this cut and the last
             continue
         spine = OuterCalls(trace, [index])
         values = values_to_send(trace, spine, alive.at(call.begin), call.begin)
@@ -168,7 +170,7 @@ def legal_points(trace: ForwardTrace) -> tuple[list[CutPoint], dict[str, str]]:
         if reason:
             refused.setdefault(call.name, reason)
             continue
-        before = done
+        done_before = num_done
         depth = len(ancestors(trace, index))
         nbytes = sum(_nbytes(trace, value) for value in values)
         points.append(
@@ -197,11 +199,11 @@ class CutRules:
             if index in self._trace.enclosed:
                 return self._trace.enclosed[index]
         for value in values:
-            why = self._unsendable(value, spine, tick)
-            if why:
-                return why
-        for moment, frame in self._trace.backward:
-            if moment <= tick and spine.contains(frame):
+            reason = self._unsendable(value, spine, tick)
+            if reason:
+                return reason
+        for backward_tick, frame in self._trace.backward:
+            if backward_tick <= tick and spine.contains(frame):
                 return "code that every stage runs asks for a gradient before it"
         for stretch in self._whole:
             if stretch.first <= tick < stretch.last:
@@ -209,16 +211,16 @@ class CutRules:
         return ""
 
     def _unsendable(self, value: int, spine: OuterCalls, tick: int) -> str:
-        found = self._trace.values[value]
-        tensor = found.tensor
+        traced = self._trace.values[value]
+        tensor = traced.tensor
         kind = f"{tuple(tensor.shape)} of {tensor.dtype}"
-        if found.root == "input":
+        if traced.root == "input":
             return f"the input {kind} is changed in place before it, and used after it"
         if not spine.reaches(value, self.shown, self.given):
             return f"a tensor {kind} is passed on past it otherwise than by arguments and results"
         if tensor.layout != torch.strided or tensor.is_quantized:
             return f"a tensor of {tensor.layout} would have to be sent"
-        if self._last.get(storage_id(found), -1) > tick:
+        if self._last.get(storage_id(traced), -1) > tick:
             return "a tensor from before it is changed in place after it"
         return ""
 

@@ -68,8 +68,8 @@ def partition(
         ValueError: a sequence does not have an entry for each stage.
     """
     n = len(pieces.seconds)
-    given = {"in_flight": in_flight, "memory": memory, "devices": devices}
-    for name, values in given.items():
+    per_stage = {"in_flight": in_flight, "memory": memory, "devices": devices}
+    for name, values in per_stage.items():
         if values is not None and len(values) != stages:
             raise ValueError(f"{name} has {len(values)} entries for {stages} stages")
     if stages > n:
@@ -87,21 +87,21 @@ def partition(
     for group in groups.values():
         for stage in group:
             limits[stage] = min(memory[other] for other in group)
-    found = exact_partition(tables, limits)
-    if found is None:
+    best = exact_partition(tables, limits)
+    if best is None:
         raise _too_small(tables, limits)
-    if len(groups) == stages or _fullest(found, groups, limits)[0] <= 1.0:
-        return found
-    return _share(tables, limits, groups, found.slowest)
+    if len(groups) == stages or _fullest(best, groups, limits)[0] <= 1.0:
+        return best
+    return _share(tables, limits, groups, best.slowest)
 
 
 def _fullest(
-    found: Partition, groups: dict[int, list[int]], limits: Sequence[int]
+    candidate: Partition, groups: dict[int, list[int]], limits: Sequence[int]
 ) -> tuple[float, int]:
     """How full the fullest device is (1 for just full), and which it is."""
-    held = {d: sum(found.bytes[s] for s in group) for d, group in groups.items()}
+    held_bytes = {d: sum(candidate.bytes[s] for s in group) for d, group in groups.items()}
     return max(
-        (held[d] / limits[group[0]] if limits[group[0]] > 0 else math.inf, d)
+        (held_bytes[d] / limits[group[0]] if limits[group[0]] > 0 else math.inf, d)
         for d, group in groups.items()
     )
 
@@ -142,70 +142,72 @@ def _share(
     Once a device's memory is dealt to its stages, the rest is exact. The deals are drawn around
     that of the best partition so far, always the same ones; as many as a second or so allows.
     """
-    draw = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     best: tuple[tuple[float, float], Partition] | None = None
-    rooms = [limits[stage] for stage in range(tables.stages)]
+    stage_limits = [limits[stage] for stage in range(tables.stages)]
     for device_stages in groups.values():
         for stage in device_stages:
-            rooms[stage] = limits[stage] // len(device_stages)
+            stage_limits[stage] = limits[stage] // len(device_stages)
     tries = min(max(10**9 // (tables.stages * tables.n**2), 8), 160)
     for number in range(tries):
-        found = exact_partition(tables, rooms) or _roomiest(tables, rooms)
-        if _fullest(found, groups, limits)[0] <= 1.0:
-            found = partition_at(tables, _moved(tables, found, limits, groups))
-        key = max(1.0, _fullest(found, groups, limits)[0]), found.slowest
+        candidate = exact_partition(tables, stage_limits) or _roomiest(tables, stage_limits)
+        if _fullest(candidate, groups, limits)[0] <= 1.0:
+            candidate = partition_at(tables, _moved(tables, candidate, limits, groups))
+        key = max(1.0, _fullest(candidate, groups, limits)[0]), candidate.slowest
         if best is None or key < best[0]:
-            best = key, found
+            best = key, candidate
         if best[0] <= (1.0, fastest * (1 + TIE_TOLERANCE)):
             break
         spread = (0.0, 0.1, 0.3, 1.0)[(number + 1) % 4]
-        rooms = _rooms(best[1], limits, groups, np.exp(draw.normal(size=tables.stages) * spread))
+        stage_limits = _rooms(
+            best[1], limits, groups, np.exp(generator.normal(size=tables.stages) * spread)
+        )
     if best is None:
         raise ValueError("there are no stages")
-    found = best[1]
-    full, device = _fullest(found, groups, limits)
+    candidate = best[1]
+    full, device = _fullest(candidate, groups, limits)
     if full > 1.0:
-        needed = sum(found.bytes[stage] for stage in groups[device])
+        needed = sum(candidate.bytes[stage] for stage in groups[device])
         where = f"rank {device} with its {len(groups[device])} stages"
         raise _refusal(tables.stages, where, needed, limits[groups[device][0]])
-    return replace(found, proven=found.slowest <= fastest * (1 + TIE_TOLERANCE))
+    return replace(candidate, proven=candidate.slowest <= fastest * (1 + TIE_TOLERANCE))
 
 
 def _rooms(
-    found: Partition, limits: Sequence[int], groups: dict[int, list[int]], factors: Floats
+    candidate: Partition, limits: Sequence[int], groups: dict[int, list[int]], factors: Floats
 ) -> list[int]:
     """A device's memory dealt to its stages: as a partition needs it, times a factor for each."""
-    rooms = list(limits)
+    stage_limits = list(limits)
     for group in groups.values():
-        left = max(0, limits[group[0]] - sum(found.bytes[stage] for stage in group))
-        wanted = [(found.bytes[s] + left / len(group) + 1) * factors[s] for s in group]
-        for stage, want in zip(group, wanted, strict=True):
-            rooms[stage] = int(limits[stage] * (want / sum(wanted)) * (1 + 1e-12))
-    return rooms
+        free = max(0, limits[group[0]] - sum(candidate.bytes[stage] for stage in group))
+        weights = [(candidate.bytes[s] + free / len(group) + 1) * factors[s] for s in group]
+        for stage, weight in zip(group, weights, strict=True):
+            stage_limits[stage] = int(limits[stage] * (weight / sum(weights)) * (1 + 1e-12))
+    return stage_limits
 
 
 def _moved(
-    tables: Tables, found: Partition, limits: Sequence[int], groups: dict[int, list[int]]
+    tables: Tables, candidate: Partition, limits: Sequence[int], groups: dict[int, list[int]]
 ) -> tuple[int, ...]:
     """The cuts after moving one at a time, as long as the slower of its two stages gets faster."""
-    ends = [0, *found.cuts, tables.n]
-    held = list(found.bytes)
+    ends = [0, *candidate.cuts, tables.n]
+    held_bytes = list(candidate.bytes)
     group_of = {stage: group for group in groups.values() for stage in group}
-    better = True
-    while better:
-        better = False
+    improved = True
+    while improved:
+        improved = False
         for right in range(1, tables.stages):
             left = right - 1
-            places = np.arange(ends[left] + 1, ends[right + 1])
+            positions = np.arange(ends[left] + 1, ends[right + 1])
             slower = np.maximum(
-                tables.seconds[places, ends[left]], tables.seconds[ends[right + 1], places]
+                tables.seconds[positions, ends[left]], tables.seconds[ends[right + 1], positions]
             )
-            here = slower[ends[right] - places[0]]
-            new_left = tables.bytes(left, places, ends[left])
-            new_right = tables.bytes(right, ends[right + 1], places)
-            more_left, more_right = new_left - held[left], new_right - held[right]
-            used_left = sum(held[stage] for stage in group_of[left])
-            used_right = sum(held[stage] for stage in group_of[right])
+            current = slower[ends[right] - positions[0]]
+            new_left = tables.bytes(left, positions, ends[left])
+            new_right = tables.bytes(right, ends[right + 1], positions)
+            more_left, more_right = new_left - held_bytes[left], new_right - held_bytes[right]
+            used_left = sum(held_bytes[stage] for stage in group_of[left])
+            used_right = sum(held_bytes[stage] for stage in group_of[right])
             if group_of[left] is group_of[right]:
                 more_left = more_right = more_left + more_right
             fits = (used_left + more_left <= limits[left]) & (
@@ -213,8 +215,8 @@ def _moved(
             )
             slower[~fits] = math.inf
             best = int(np.argmin(slower))
-            if slower[best] < here * (1 - TIE_TOLERANCE):
-                ends[right] = int(places[best])
-                held[left], held[right] = int(new_left[best]), int(new_right[best])
-                better = True
+            if slower[best] < current * (1 - TIE_TOLERANCE):
+                ends[right] = int(positions[best])
+                held_bytes[left], held_bytes[right] = int(new_left[best]), int(new_right[best])
+                improved = True
     return tuple(ends[1:-1])

@@ -128,13 +128,13 @@ def _union(tensors: Sequence[tuple[int, Sequence[int]]], n: int) -> Integers:
     """
     rows, left, right, sizes = [], [], [], []
     for nbytes, users in tensors:
-        before = -1
+        previous_user = -1
         for piece in sorted(set(users)):
             rows.append(piece + 1)
-            left.append(before + 1)
+            left.append(previous_user + 1)
             right.append(piece + 1)
             sizes.append(nbytes)
-            before = piece
+            previous_user = piece
     table = np.zeros((n + 1, n + 1), dtype=np.int64)
     np.add.at(table, (rows, left), np.asarray(sizes, dtype=np.int64))
     np.add.at(table, (rows, right), -np.asarray(sizes, dtype=np.int64))

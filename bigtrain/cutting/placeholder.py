@@ -144,7 +144,9 @@ class PlaceholderTensor(Tensor):
 
         low_args, low_kwargs = tree_map(unwrap, (args, kwargs))
         wanted = kwargs.get("device")
-        place = torch.device(wanted) if wanted is not None else device or torch.device("cpu")
+        target_device = (
+            torch.device(wanted) if wanted is not None else device or torch.device("cpu")
+        )
         result = func(*low_args, **low_kwargs)
         trained = trained and func is not torch.ops.aten.detach.default
 
@@ -156,7 +158,11 @@ class PlaceholderTensor(Tensor):
             # What an operation changes in place stays the same object.
             same = ghosts.get(id(leaf))
             differs = leaf.is_floating_point() or leaf.is_complex()
-            return PlaceholderTensor(leaf, place, trained and differs) if same is None else same
+            return (
+                PlaceholderTensor(leaf, target_device, trained and differs)
+                if same is None
+                else same
+            )
 
         return tree_map(wrap, result)
 

@@ -39,50 +39,60 @@ def compare_cut(
         ConfigError: the stages compute something else; the message names the parameter.
     """
     cpu = torch.device("cpu")
-    plain = replace(cut, traced_model=TracedModel(model, loss, cpu, Numerics()))
+    plain_cut = replace(cut, traced_model=TracedModel(model, loss, cpu, Numerics()))
     whole = fake_model(model, cpu, double=False).train()
     _invent(whole)
-    parts = fake_model(model, cpu, double=False).train()
+    cut_model = fake_model(model, cpu, double=False).train()
     with torch.no_grad():
-        for mine, theirs in zip(_tensors(parts), _tensors(whole), strict=True):
-            mine.copy_(theirs)
+        for target, source in zip(_tensors(cut_model), _tensors(whole), strict=True):
+            target.copy_(source)
     batch = micro_batch.first_rows(rows, loss.count).to("cpu")
     state = torch.random.get_rng_state()
     expected = loss(whole(batch.inputs), batch.targets, batch.count)
     expected.backward()  # type: ignore[no-untyped-call]
     torch.random.set_rng_state(state)
-    found = _chain(plain, parts, batch, loss)
-    found.backward()  # type: ignore[no-untyped-call]
+    loss_of_stages = _chain(plain_cut, cut_model, batch, loss)
+    loss_of_stages.backward()  # type: ignore[no-untyped-call]
     torch.random.set_rng_state(state)
-    return _difference(expected, found, whole, parts)
+    return _difference(expected, loss_of_stages, whole, cut_model)
 
 
 def _chain(cut: Cut, model: nn.Module, batch: MicroBatch, loss: Loss) -> Tensor:
-    wires: Any = ()
+    boundary: Any = ()
     for index in range(cut.stages):
         tree = copy_modules(model)
         cut.strip(tree, [index], torch.device("cpu"))
         stage = cut.stage(tree, index, loss, torch.device("cpu")).train()
-        wires = stage(*wires, micro_batch=batch, scale=1.0)
-    result: Tensor = wires
+        boundary = stage(*boundary, micro_batch=batch, scale=1.0)
+    result: Tensor = boundary
     return result
 
 
-def _difference(expected: Tensor, found: Tensor, whole: nn.Module, parts: nn.Module) -> float:
+def _difference(
+    expected: Tensor, loss_of_stages: Tensor, whole: nn.Module, cut_model: nn.Module
+) -> float:
     scale = max(
         (float(p.grad.abs().max()) for p in whole.parameters() if p.grad is not None), default=1.0
     )
-    worst, at = abs(float(expected.detach()) - float(found.detach())), "the loss"
+    worst, worst_name = abs(float(expected.detach()) - float(loss_of_stages.detach())), "the loss"
     worst /= max(1.0, abs(float(expected.detach())))
-    for (name, one), other in zip(whole.named_parameters(), parts.parameters(), strict=True):
-        if (one.grad is None) != (other.grad is None):
+    for (name, expected_parameter), found_parameter in zip(
+        whole.named_parameters(), cut_model.parameters(), strict=True
+    ):
+        if (expected_parameter.grad is None) != (found_parameter.grad is None):
             raise ConfigError(_complaint(name, "it has a gradient in only one of the two"))
-        if one.grad is not None and other.grad is not None and one.grad.numel():
-            gap = float((one.grad - other.grad).abs().max()) / max(scale, 1e-30)
+        if (
+            expected_parameter.grad is not None
+            and found_parameter.grad is not None
+            and expected_parameter.grad.numel()
+        ):
+            gap = float((expected_parameter.grad - found_parameter.grad).abs().max()) / max(
+                scale, 1e-30
+            )
             if not gap <= worst:
-                worst, at = gap, name
+                worst, worst_name = gap, name
     if not worst <= SELF_CHECK_TOLERANCE:
-        raise ConfigError(_complaint(at, f"they differ by {worst:.2g}, relative"))
+        raise ConfigError(_complaint(worst_name, f"they differ by {worst:.2g}, relative"))
     return worst
 
 

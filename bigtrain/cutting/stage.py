@@ -157,19 +157,24 @@ class Stage(nn.Module):
     def _part(self, wires: tuple[Tensor, ...], micro_batch: MicroBatch) -> Any:
         script = self._of(micro_batch)
         inputs = _own(micro_batch.inputs, script.copied)
-        run = _Run(script, self.index, wires, inputs, self._device)
+        stage_pass = _Run(script, self.index, wires, inputs, self._device)
         try:
-            with placeholder_phase(), handling_calls(run), run.functions, pretend_compiling():
+            with (
+                placeholder_phase(),
+                handling_calls(stage_pass),
+                stage_pass.functions,
+                pretend_compiling(),
+            ):
                 if not self.index:
                     forbid_placeholders()
                 output = self._whole(inputs)
-            run.check_output(output)
+            stage_pass.check_output(output)
         except _Done as done:
-            if done.run is not run:
+            if done.run is not stage_pass:
                 raise
-            return run.outgoing()
+            return stage_pass.outgoing()
         finally:
-            run.forget()
+            stage_pass.forget()
         return output
 
 
@@ -235,21 +240,21 @@ class _Run:
         if event == self._begin:
             with self.functions.paused():
                 self._enter_part()
-        result = self._script.results.get(event)
-        if result is None:  # a module that a cut goes through: its code is followed
+        skipped = self._script.results.get(event)
+        if skipped is None:  # a module that a cut goes through: its code is followed
             return run(*args, **kwargs)
         if self._before_part:
-            return self._skip(event, result)
+            return self._skip(event, skipped)
         with handling_calls(None), self.functions.paused(), pretend_compiling(on=False):
             output = run(*args, **kwargs)
         try:
             # torch's own fast paths return an empty tensor for a None, which nobody takes.
-            whole = not is_head_loss(output)
-            leaves = matching_tensors(result.template, output) if whole else [output]
+            returns_outputs = not is_head_loss(output)
+            leaves = matching_tensors(skipped.template, output) if returns_outputs else [output]
         except ValueError as error:
             raise ConfigError(
                 f"strategy.cut: {name!r} returned {_shown(output)}, and in its rehearsal "
-                f"{_shown(result.template)}. {_SAME_WAY}"
+                f"{_shown(skipped.template)}. {_SAME_WAY}"
             ) from error
         self._note(event, leaves)
         return output
@@ -263,10 +268,11 @@ class _Run:
         """Count an event; it must be the one that the rehearsal saw."""
         event, expected = self._event, self._script.expected
         if event >= len(expected) or expected[event] != what:
-            wanted = expected[event] if event < len(expected) else ("the end",)
+            expected_event = expected[event] if event < len(expected) else ("the end",)
             raise ConfigError(
                 f"strategy.cut: stage {self._index} takes another way through the model than its "
-                f"rehearsal: at step {event} it comes to {what} instead of {wanted}. {_SAME_WAY}"
+                f"rehearsal: at step {event} it comes to {what} instead of {expected_event}. "
+                f"{_SAME_WAY}"
             )
         self._event += 1
         return event
@@ -288,17 +294,17 @@ class _Run:
     def outgoing(self) -> tuple[Tensor, ...]:
         """The wires at the end of this part."""
         wires = self._script.boundaries[self._index]
-        found = [self._objects[wire.value_id] for wire in wires]
-        for tensor, wire in zip(found, wires, strict=True):
-            wanted = wire.meta
-            same = tensor.shape == wanted.shape and tensor.dtype == wanted.dtype
+        outputs = [self._objects[wire.value_id] for wire in wires]
+        for tensor, wire in zip(outputs, wires, strict=True):
+            expected_meta = wire.meta
+            same = tensor.shape == expected_meta.shape and tensor.dtype == expected_meta.dtype
             if not same or isinstance(tensor, PlaceholderTensor):
                 raise ConfigError(
                     f"strategy.cut: stage {self._index} has {tuple(tensor.shape)} of "
-                    f"{tensor.dtype} to send, and its rehearsal {tuple(wanted.shape)} of "
-                    f"{wanted.dtype}. {_SAME_WAY}"
+                    f"{tensor.dtype} to send, and its rehearsal {tuple(expected_meta.shape)} of "
+                    f"{expected_meta.dtype}. {_SAME_WAY}"
                 )
-        return tuple(wire.pack(tensor) for tensor, wire in zip(found, wires, strict=True))
+        return tuple(wire.pack(tensor) for tensor, wire in zip(outputs, wires, strict=True))
 
     def forget(self) -> None:
         """Let go of the tensors at once: the run and its watch of functions hold each other."""
@@ -333,9 +339,9 @@ class _Run:
         return output
 
     def _note(self, event: int, leaves: list[Tensor]) -> None:
-        for place, leaf in enumerate(leaves):
-            if (event, place) in self._script.needed:
-                self._objects[(event, place)] = leaf
+        for position, leaf in enumerate(leaves):
+            if (event, position) in self._script.needed:
+                self._objects[(event, position)] = leaf
 
 
 def _shown(structure: Any) -> str:

@@ -123,35 +123,38 @@ def make_stage_program(
     rules = CutRules(trace)
     events, marks, starts = _count(trace, spine)
     wires = []
-    for call, wanted in zip(calls, trained, strict=True):
+    for call, trained_values in zip(calls, trained, strict=True):
         values = crossing_values(trace, call, calls)
-        why = rules.objection(call, spine, values)
-        if not why and not all(value in marks for value in values):
-            why = "a tensor cannot be named on both sides of it"
-        if why:
+        objection = rules.objection(call, spine, values)
+        if not objection and not all(value in marks for value in values):
+            objection = "a tensor cannot be named on both sides of it"
+        if objection:
             raise ConfigError(
                 f"strategy.cut: no cut can stand before {trace.calls[call].name!r}, in every "
-                f"mode, with every shape and together with the others: {why}. Name other places "
+                f"mode, with every shape and together with the others: {objection}. Name other "
+                "places "
                 "in strategy.cut.at."
             )
         wires.append(
             tuple(
-                BoundaryTensor.of(marks[value], trace.values[value].tensor, trained=value in wanted)
+                BoundaryTensor.of(
+                    marks[value], trace.values[value].tensor, trained=value in trained_values
+                )
                 for value in values
             )
         )
     results = {
         event: _result(trace, trace.calls[call], marks, event) for event, call in events.items()
     }
-    kept = {wire.value_id for cut in wires for wire in cut}
-    kept |= {mark for result in results.values() for mark in result.value_ids if mark is not None}
+    needed = {wire.value_id for cut in wires for wire in cut}
+    needed |= {mark for result in results.values() for mark in result.value_ids if mark is not None}
     ticks = [trace.calls[call].begin for call in calls]
     inputs = [value for value in trace.values if value.root == "input"]
     return StageProgram(
         tuple(starts[call] for call in calls),
         tuple(wires),
         results,
-        frozenset(kept),
+        frozenset(needed),
         _expected(trace, spine),
         frozenset(i for i, value in enumerate(inputs) if storage_id(value) in trace.writes),
         any(spine.contains(frame) for frame in trace.random),
@@ -161,31 +164,33 @@ def make_stage_program(
 
 def stages_using(trace: ForwardTrace, ticks: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """For each parameter and buffer that is used: the stages that do, for cuts at these ticks."""
-    found: dict[str, tuple[int, ...]] = {}
+    stages_of: dict[str, tuple[int, ...]] = {}
     for value in trace.values:
         if value.root in ("parameter", "buffer") and value.uses:
             used = {bisect_left(ticks, use) for use in value.uses if use < END_OF_PASS}
-            found[value.name] = tuple(sorted(used)) or (len(ticks),)
-    return found
+            stages_of[value.name] = tuple(sorted(used)) or (len(ticks),)
+    return stages_of
 
 
 def _expected(trace: ForwardTrace, spine: OuterCalls) -> tuple[ExpectedEvent, ...]:
-    found: list[ExpectedEvent] = []
+    expected_events: list[ExpectedEvent] = []
     for frame, call, values in trace.events:
         if (frame < 0 and call < 0) or not spine.contains(frame):
             continue
         if call >= 0:
-            found.append((trace.calls[call].name,))
+            expected_events.append((trace.calls[call].name,))
         else:
-            found.append(tuple(tuple(trace.values[value].tensor.shape) for value in values))
-    return tuple(found)
+            expected_events.append(
+                tuple(tuple(trace.values[value].tensor.shape) for value in values)
+            )
+    return tuple(expected_events)
 
 
 def _count(
     trace: ForwardTrace, spine: OuterCalls
 ) -> tuple[dict[int, int], dict[int, ValueId], dict[int, int]]:
     """(event -> call outside the spine), (value -> its first mark), (call -> its event)."""
-    units: dict[int, int] = {}
+    call_of_event: dict[int, int] = {}
     starts: dict[int, int] = {}
     marks: dict[int, ValueId] = {}
     event = 0
@@ -197,25 +202,25 @@ def _count(
         if call >= 0:
             starts[call] = event
             if not spine.contains(call):
-                units[event] = call
-                for place, value in enumerate(trace.calls[call].outputs):
-                    marks.setdefault(value, (event, place))
+                call_of_event[event] = call
+                for position, value in enumerate(trace.calls[call].outputs):
+                    marks.setdefault(value, (event, position))
         else:
-            for place, value in enumerate(values):
-                marks.setdefault(value, (event, place))
+            for position, value in enumerate(values):
+                marks.setdefault(value, (event, position))
         event += 1
-    return units, marks, starts
+    return call_of_event, marks, starts
 
 
 def _result(
     trace: ForwardTrace, call: ModuleCall, marks: dict[int, ValueId], event: int
 ) -> SkippedResult:
-    handed: list[ValueId | None] = []
-    for place, value in enumerate(call.outputs):
+    value_ids: list[ValueId | None] = []
+    for position, value in enumerate(call.outputs):
         mark = marks.get(value)
-        handed.append(mark if mark != (event, place) else None)
+        value_ids.append(mark if mark != (event, position) else None)
         if trace.values[value].root == "input":
-            handed[-1] = (-1, _place(trace, value))
+            value_ids[-1] = (-1, _place(trace, value))
     template = map_tensors(call.result, _meta)
     if any(not tensor.is_meta for tensor in nested_tensors(template)):
         raise ConfigError(
@@ -223,7 +228,7 @@ def _result(
             "where they cannot be replaced. Return tuples, mappings or dataclasses of tensors, "
             "or name places in strategy.cut.at around it."
         )
-    return SkippedResult(template, tuple(handed))
+    return SkippedResult(template, tuple(value_ids))
 
 
 def _place(trace: ForwardTrace, value: int) -> int:

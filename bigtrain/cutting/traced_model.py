@@ -93,10 +93,10 @@ class TracedModel:
         # The model may take the containers of its inputs apart: it gets its own.
         inputs = map_tensors(batch.inputs, lambda tensor: tensor)
         with torch.set_grad_enabled(training):
-            found = trace_forward(
+            recorded = trace_forward(
                 self.fake_model, lambda m: m(inputs), self._mode, batch.inputs, self.autocast
             )
-        return found, batch
+        return recorded, batch
 
     def program(
         self, micro_batch: MicroBatch, *, training: bool, places: Sequence[CallSite]
@@ -108,13 +108,15 @@ class TracedModel:
         """
         key = (*_shapes(micro_batch), training, tuple(places))
         if key not in self._scripts:
-            found, batch = self.trace(micro_batch, training=training)
-            calls = [_call_at(found, place, micro_batch) for place in places]
+            recorded, batch = self.trace(micro_batch, training=training)
+            calls = [_call_at(recorded, place, micro_batch) for place in places]
             with torch.enable_grad():  # also where it is asked for under `no_grad`
                 trained = (
-                    self._trained(found, batch, calls) if training else (frozenset(),) * len(calls)
+                    self._trained(recorded, batch, calls)
+                    if training
+                    else (frozenset(),) * len(calls)
                 )
-            self._scripts[key] = make_stage_program(found, calls, trained)
+            self._scripts[key] = make_stage_program(recorded, calls, trained)
         return self._scripts[key]
 
     def uses(self, places: Sequence[CallSite]) -> dict[str, tuple[int, ...]]:
@@ -134,66 +136,68 @@ class TracedModel:
         return torch.autocast(self._device.type, dtype=torch.bfloat16)
 
     def _trained(
-        self, found: ForwardTrace, batch: MicroBatch, calls: Sequence[int]
+        self, recorded: ForwardTrace, batch: MicroBatch, calls: Sequence[int]
     ) -> tuple[frozenset[int], ...]:
         """For each cut, of the values that cross it, those that get a gradient from behind it."""
         loss = None
         if batch.targets is not None:  # without a loss all stages are in one graph: autograd knows
             with self._mode:
-                loss = self._loss(found.output, batch.targets, batch.count)
-        every = []
+                loss = self._loss(recorded.output, batch.targets, batch.count)
+        trained_values = []
         for call in calls:
             edges = {
-                torch.autograd.graph.get_gradient_edge(found.values[value].tensor): value
-                for value in crossing_values(found, call, calls)
-                if found.values[value].tensor.requires_grad
+                torch.autograd.graph.get_gradient_edge(recorded.values[value].tensor): value
+                for value in crossing_values(recorded, call, calls)
+                if recorded.values[value].tensor.requires_grad
             }
-            every.append(frozenset(edges.values() if loss is None else _reached(loss, edges)))
-        return tuple(every)
+            trained_values.append(
+                frozenset(edges.values() if loss is None else _reached(loss, edges))
+            )
+        return tuple(trained_values)
 
 
 def shared_storages(model: nn.Module) -> list[tuple[str, str]]:
     """Pairs of parameters and buffers that are different objects on the same memory."""
-    found: dict[int, list[tuple[int, int, str]]] = {}
+    ranges_of: dict[int, list[tuple[int, int, str]]] = {}
     pairs = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.layout != torch.strided or not tensor.numel():
             continue
         size = tensor.element_size()
-        spread = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        extent = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         start = int(tensor.storage_offset()) * size
-        stop = start + (int(spread) + 1) * size
-        others = found.setdefault(tensor.untyped_storage()._cdata, [])
+        stop = start + (int(extent) + 1) * size
+        others = ranges_of.setdefault(tensor.untyped_storage()._cdata, [])
         pairs += [(other, name) for a, b, other in others if a < stop and start < b]
         others.append((start, stop, name))
     return pairs
 
 
-def _call_at(found: ForwardTrace, place: CallSite, micro_batch: MicroBatch) -> int:
-    for index, call in enumerate(found.calls):
-        if (call.name, call.number) == place:
+def _call_at(recorded: ForwardTrace, call_site: CallSite, micro_batch: MicroBatch) -> int:
+    for index, call in enumerate(recorded.calls):
+        if (call.name, call.number) == call_site:
             return index
     shapes = ", ".join(str(tuple(t.shape)) for t in tree_tensors(micro_batch.inputs))
     raise ConfigError(
-        f"strategy.cut: with inputs of {shapes} the model does not call {place[0]!r}, before "
+        f"strategy.cut: with inputs of {shapes} the model does not call {call_site[0]!r}, before "
         "which a cut stands. Name places in strategy.cut.at that every batch goes through."
     )
 
 
 def _reached(loss: Tensor, edges: Mapping[Any, int]) -> set[int]:
     """The values to whose edges the graph of the loss leads, not by way of one another."""
-    wanted = {(edge.node, edge.output_nr): value for edge, value in edges.items()}
-    found: set[int] = set()
-    ahead: list[Any] = [loss.grad_fn] if loss.grad_fn is not None else []
-    seen = set(ahead)
-    while ahead:
-        for node, number in ahead.pop().next_functions:
-            if (node, number) in wanted:
-                found.add(wanted[node, number])
-            elif node is not None and node not in seen:
-                seen.add(node)
-                ahead.append(node)
-    return found
+    value_at = {(edge.node, edge.output_nr): value for edge, value in edges.items()}
+    reached_values: set[int] = set()
+    pending: list[Any] = [loss.grad_fn] if loss.grad_fn is not None else []
+    visited = set(pending)
+    while pending:
+        for node, number in pending.pop().next_functions:
+            if (node, number) in value_at:
+                reached_values.add(value_at[node, number])
+            elif node is not None and node not in visited:
+                visited.add(node)
+                pending.append(node)
+    return reached_values
 
 
 def _shapes(micro_batch: MicroBatch) -> tuple[object, object]:

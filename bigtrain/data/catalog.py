@@ -102,11 +102,16 @@ class _Function:
         """Nothing: the function is called on every rank."""
 
     def open(self, *, seed: int, sequence_length: int | None) -> Data:
-        given = {"path": self.path, "seed": seed, "sequence_length": sequence_length, **self.args}
+        arguments = {
+            "path": self.path,
+            "seed": seed,
+            "sequence_length": sequence_length,
+            **self.args,
+        }
         parameters = inspect.signature(self.function).parameters
         if not _takes_anything(parameters):
-            given = {key: value for key, value in given.items() if key in parameters}
-        data: Data = self.function(**given)
+            arguments = {key: value for key, value in arguments.items() if key in parameters}
+        data: Data = self.function(**arguments)
         return data
 
 
@@ -135,18 +140,18 @@ def _load(name: str) -> Callable[..., Any]:
 def _checked(name: str, factory: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments, known by name and of the type that the source states."""
     parameters = inspect.signature(factory).parameters
-    own = [key for key in parameters if key not in ("path", "seed")]
+    accepted = [key for key in parameters if key not in ("path", "seed")]
     checked = dict(args)
     for key, value in args.items():
-        if key not in own:
+        if key not in accepted:
             if _takes_anything(parameters) and key not in ("path", "seed"):
                 continue
             raise ConfigError(
-                f"data.args.{key}: {name} has no such argument{did_you_mean(key, own)} "
-                f"It takes: {', '.join(own) or 'none'}."
+                f"data.args.{key}: {name} has no such argument{did_you_mean(key, accepted)} "
+                f"It takes: {', '.join(accepted) or 'none'}."
             )
         checked[key] = _typed(key, value, _hints(factory).get(key, Any))
-    for key in own:
+    for key in accepted:
         parameter = parameters[key]
         optional = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         if parameter.default is parameter.empty and not optional and key not in checked:
@@ -160,13 +165,13 @@ def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
     """The types of the arguments, as far as they can be known here."""
     parameters = inspect.signature(factory).parameters.items()
     plain = {key: p.annotation for key, p in parameters if p.annotation is not p.empty}
-    found = {key: hint for key, hint in plain.items() if not isinstance(hint, str)}
+    hints = {key: hint for key, hint in plain.items() if not isinstance(hint, str)}
     inner = vars(factory).get("__init__") if isinstance(factory, type) else None
     for annotated in (factory, inner or factory):
         # A user's annotation may be one that only a type checker can resolve.
         with contextlib.suppress(NameError, TypeError):
-            found.update(typing.get_type_hints(annotated, include_extras=True))
-    return found
+            hints.update(typing.get_type_hints(annotated, include_extras=True))
+    return hints
 
 
 def _typed(key: str, value: Any, hint: Any) -> Any:

@@ -36,13 +36,13 @@ def _classes(folder: Path) -> list[str]:
     Raises:
         ConfigError: there are none.
     """
-    found = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
-    if not found:
+    class_names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    if not class_names:
         raise ConfigError(
             f"data.path: {folder} has no folders, and one per class is needed. "
             f"Put images as {folder}/CLASS/NAME.png."
         )
-    return found
+    return class_names
 
 
 def _transforms(size: int, augment: bool) -> tuple[Any, Any]:

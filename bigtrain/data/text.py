@@ -111,9 +111,11 @@ class TextSource:
         validation, baseline = None, {}
         if held_out:
             self._check_length("held out", held_out, total, length)
-            every = ByteSamples(path, cut, total, length)
-            taken = min(len(every), self.validation_samples)
-            validation = SampleSubset(every, [i * len(every) // taken for i in range(taken)])
+            held_out_samples = ByteSamples(path, cut, total, length)
+            num_taken = min(len(held_out_samples), self.validation_samples)
+            validation = SampleSubset(
+                held_out_samples, [i * len(held_out_samples) // num_taken for i in range(num_taken)]
+            )
             baseline = {"bits_per_byte": _bits_per_byte(_mapped(path), cut)}
         return Data(
             train=train,
@@ -148,12 +150,13 @@ class TextSource:
                 "data.path out to train on the source of the Python library."
             )
         root = self.path or Path(sysconfig.get_paths()["stdlib"])
-        found = [root] if root.is_file() else self._matches(root)
-        named = [(path.relative_to(root).as_posix(), path, path.stat()) for path in found]
+        matching = [root] if root.is_file() else self._matches(root)
+        named = [(path.relative_to(root).as_posix(), path, path.stat()) for path in matching]
         files = [entry for entry in named if entry[2].st_size]
         if not files:
             raise ConfigError(
-                f"data.path: {self._shown()} has no bytes to read in {len(found)} matching files "
+                f"data.path: {self._shown()} has no bytes to read in {len(matching)} matching "
+                "files "
                 f"(pattern: {self.pattern or 'text suffixes'}). Set data.args.pattern='*'."
             )
         # By a hash of the name: folders are mixed, and the held-out end is no single folder.

@@ -140,8 +140,8 @@ def _write_text(path: Path, text: str) -> None:
 
 def _numbered(folder: Path) -> list[Path]:
     """The checkpoints of a folder, oldest first."""
-    found = [p for p in folder.glob("step-*") if p.name.removeprefix("step-").isdigit()]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
+    checkpoints = [p for p in folder.glob("step-*") if p.name.removeprefix("step-").isdigit()]
+    return sorted(checkpoints, key=lambda p: int(p.name.removeprefix("step-")))
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -151,8 +151,8 @@ def newest_checkpoint(folder: Path) -> Path | None:
         target = folder / pointer.read_text(encoding="utf-8").strip()
         if (target / "state.json").is_file():
             return target
-    found = [p for p in _numbered(folder) if (p / "state.json").is_file()]
-    return found[-1] if found else None
+    complete = [p for p in _numbered(folder) if (p / "state.json").is_file()]
+    return complete[-1] if complete else None
 
 
 def find_checkpoint(path: str) -> Path:
@@ -161,13 +161,13 @@ def find_checkpoint(path: str) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    place = Path(path)
-    if (place / "state.json").is_file():
-        return place
-    for folder in (place, place / "checkpoints"):
-        found = newest_checkpoint(folder) if folder.is_dir() else None
-        if found is not None:
-            return found
+    candidate = Path(path)
+    if (candidate / "state.json").is_file():
+        return candidate
+    for folder in (candidate, candidate / "checkpoints"):
+        newest = newest_checkpoint(folder) if folder.is_dir() else None
+        if newest is not None:
+            return newest
     raise ConfigError(
         f"checkpoint.resume: there is no checkpoint at {path!r}. "
         "Give a folder that holds state.json, a run's folder, or auto."

@@ -35,8 +35,8 @@ def check_chunks(config: ModelConfig) -> None:
             f"{config.loss} is another loss. Leave one of the two out."
         )
     keys = {"head": config.head, "chunk_size": config.chunk_size}
-    own = task_of(config.name) == "language" and config.loss is None
-    chunked = own if config.chunked_loss is None else config.chunked_loss
+    is_gpt = task_of(config.name) == "language" and config.loss is None
+    chunked = is_gpt if config.chunked_loss is None else config.chunked_loss
     for key in (name for name, value in keys.items() if value is not None and not chunked):
         state = "false" if config.chunked_loss is not None else "off for this model and loss"
         raise ConfigError(
@@ -51,7 +51,7 @@ def choose_loss(
     model: nn.Module,
     example: MicroBatch,
     *,
-    waiting: bool = False,
+    several_waiting: bool = False,
 ) -> Loss:
     """The task's loss, in chunks where the job says so.
 
@@ -62,33 +62,34 @@ def choose_loss(
         task: what is learned.
         model: on any device, the meta device too; it is not changed.
         example: one micro-batch, for a run on fake tensors that finds the head.
-        waiting: whether several micro-batches wait at the head for their backward passes (GPipe).
+        several_waiting: whether several micro-batches wait at the head for their
+            backward passes (GPipe).
             Each then holds a gradient of the head's weight, and without chunks its logits.
 
     Raises:
         ConfigError: a chunked loss is asked for, and this task or model has none.
     """
-    plain, own = task.loss(), task_of(config.name) == "language"
-    wanted = own if config.chunked_loss is None else config.chunked_loss
-    if not wanted:
-        return plain
-    if type(plain) is not CrossEntropy or plain.class_dim != -1:
+    task_loss, is_gpt = task.loss(), task_of(config.name) == "language"
+    is_chunked = is_gpt if config.chunked_loss is None else config.chunked_loss
+    if not is_chunked:
+        return task_loss
+    if type(task_loss) is not CrossEntropy or task_loss.class_dim != -1:
         if config.chunked_loss is None:
-            return plain
+            return task_loss
         raise ConfigError(
             f"model.chunked_loss=true needs a task whose loss is a cross entropy over the last dim "
             f"of the logits, and the loss of a {task.name} task is another. "
             "Set model.chunked_loss=false."
         )
-    name = config.head or (GPT_HEAD if own else None) or find_head(model, example)
+    name = config.head or (GPT_HEAD if is_gpt else None) or find_head(model, example)
     check_head(name, model)
     head = model.get_submodule(name)
-    if config.chunked_loss is None and waiting and isinstance(head, nn.Linear):
+    if config.chunked_loss is None and several_waiting and isinstance(head, nn.Linear):
         targets = sum(tensor.numel() for tensor in tree_tensors(example.targets))
         if head.in_features > targets:  # the gradient is larger than the logits
-            return plain
+            return task_loss
     size = DEFAULT_CHUNK_BYTES if config.chunk_size is None else config.chunk_size
-    return ChunkedCrossEntropy(**asdict(plain), head=name, chunk_size=size)
+    return ChunkedCrossEntropy(**asdict(task_loss), head=name, chunk_size=size)
 
 
 def find_head(model: nn.Module, example: MicroBatch) -> str:
@@ -101,7 +102,7 @@ def find_head(model: nn.Module, example: MicroBatch) -> str:
     Raises:
         ConfigError: there is none, or the model cannot run so.
     """
-    made: list[tuple[str, Tensor]] = []
+    outputs_of: list[tuple[str, Tensor]] = []
     cpu = torch.device("cpu")
     try:
         with FakeTensorMode(), torch.no_grad():
@@ -109,21 +110,25 @@ def find_head(model: nn.Module, example: MicroBatch) -> str:
             for name, module in fake.named_modules():
                 if isinstance(module, nn.Linear):
                     module.register_forward_hook(
-                        lambda _module, _inputs, output, name=name: made.append((name, output))
+                        lambda _module, _inputs, output, name=name: outputs_of.append(
+                            (name, output)
+                        )
                     )
             output = fake(example.fake(cpu).inputs)
         logits = main_logits(output)
     except Exception as error:  # noqa: BLE001 - user code of any kind runs here
         first = (str(error).splitlines() or [""])[0]
-        why = f"the model does not run on fake tensors ({type(error).__name__}: {first})"
+        reason = f"the model does not run on fake tensors ({type(error).__name__}: {first})"
     else:
-        found = [name for name, tensor in made if tensor is logits]
-        if found:
-            return found[-1]
-        why = f"the model returns the output of none of its {len(made)} calls of linear layers"
+        matching = [name for name, tensor in outputs_of if tensor is logits]
+        if matching:
+            return matching[-1]
+        reason = (
+            f"the model returns the output of none of its {len(outputs_of)} calls of linear layers"
+        )
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     some = f" (the last ones are {', '.join(names[-3:])})" if names else ""
     raise ConfigError(
-        f"model.chunked_loss=true: no head was found: {why}. Set model.head to the linear layer "
+        f"model.chunked_loss=true: no head was found: {reason}. Set model.head to the linear layer "
         f"whose output the model returns as its logits{some}, or set model.chunked_loss=false."
     )

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from bigtrain.activations.policy import remove_policies
 from bigtrain.assembly.build import build_runner, check_mesh
 from bigtrain.assembly.make_plan import make_plan
-from bigtrain.assembly.resolve import resolve
+from bigtrain.assembly.resolve import resolve_plan
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.workload import Workload
 from bigtrain.data import MicroBatch, Step
@@ -125,7 +125,7 @@ class Engine:
         self._learning_rate = learning_rate
         self._closing = ExitStack()
         self._workload = workload = Workload(self.blueprint.model, example, self.loss, optimizer)
-        self.resolved = resolved or resolve(plan, workload)
+        self.resolved = resolved or resolve_plan(plan, workload)
         self.plan, self.layout = self.resolved.plan, self.resolved.layout
         self.advice = [] if resolved else list(self.resolved.notes)
         """Where a technique cannot help: known with the prediction."""
@@ -157,8 +157,8 @@ class Engine:
                 self._closing.callback(mover.close)
             self._closing.callback(remove_policies, self.blueprint.model)
             with self._explaining():
-                given = (self.resolved, self.blueprint, workload, context, self.meter)
-                self.runner = build_runner(*given, mover)
+                build_arguments = (self.resolved, self.blueprint, workload, context, self.meter)
+                self.runner = build_runner(*build_arguments, mover)
         except BaseException:
             self._closing.close()
             raise
@@ -215,15 +215,17 @@ class Engine:
         sums: dict[str, Tensor] = {}
         for micro_batch in batches:
             with self._explaining():
-                found = self.runner.predict(micro_batch)
-                if found is None or micro_batch.padding:  # a pipeline has its output on one rank
+                prediction = self.runner.predict(micro_batch)
+                if (
+                    prediction is None or micro_batch.padding
+                ):  # a pipeline has its output on one rank
                     continue
-                for key, value in self.task.measure(*found).items():
+                for key, value in self.task.measure(*prediction).items():
                     sums[key] = sums[key] + value if key in sums else value
-        everyone = self.context.gather_objects({k: v.cpu() for k, v in sums.items()})
-        everyone = self.context.broadcast_object(everyone)
+        sums_of_ranks = self.context.gather_objects({k: v.cpu() for k, v in sums.items()})
+        sums_of_ranks = self.context.broadcast_object(sums_of_ranks)
         total: dict[str, Tensor] = {}
-        for part in everyone or []:
+        for part in sums_of_ranks or []:
             for key, value in part.items():
                 total[key] = total[key] + value if key in total else value
         return self.task.summarize(total) if total else {}
@@ -350,10 +352,10 @@ class Engine:
         if not self.job.memory.predict:
             self.prediction_note = "memory.predict is off"
             return
-        found = predict(self.resolved, workload, self.context.pp_rank, self.context.dp_rank)
-        self.predicted, self.prediction_note = found.own_peak, found.note
-        self.predicted_fullest = found.peak
-        self.advice = [*self.advice, *found.advice]
+        prediction = predict(self.resolved, workload, self.context.pp_rank, self.context.dp_rank)
+        self.predicted, self.prediction_note = prediction.own_peak, prediction.note
+        self.predicted_fullest = prediction.peak
+        self.advice = [*self.advice, *prediction.advice]
 
     def _set_learning_rate(self) -> float:
         groups = self.runner.optimizer.param_groups
@@ -377,12 +379,12 @@ class Engine:
                 f"{size} * {steps} = {size * steps}. "
                 f"Use train.accumulation_steps={-(-rows // size)}."
             )
-        pieces = []
+        micro_batches = []
         for start in range(0, rows, size):
             part = slice(start, min(rows, start + size))
             piece = MicroBatch(inputs, targets, 0, part.stop - start).map(itemgetter(part))
-            pieces.append(replace(piece, count=self.loss.count(piece.targets)))
-        return pieces, round(sum(self.context.all_gather_numbers(rows, "dp")))
+            micro_batches.append(replace(piece, count=self.loss.count(piece.targets)))
+        return micro_batches, round(sum(self.context.all_gather_numbers(rows, "dp")))
 
 
 def _explained(error: NonFiniteError, step: int) -> str:
@@ -411,12 +413,14 @@ def _tokens_per_sample(micro_batch: MicroBatch) -> int:
 
 
 def _check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
-    saved = {name.rpartition(".")[2] for name in checkpoint.names if name.startswith("optimizer.")}
-    known = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "SGD": {"momentum_buffer"}}
-    known["Adafactor"] = {"step", "row_var", "col_var", "variance"}
-    expected = getattr(optimizer, "state_keys", known.get(type(optimizer).__name__))
-    if expected is not None and not saved <= expected:
+    saved_keys = {
+        name.rpartition(".")[2] for name in checkpoint.names if name.startswith("optimizer.")
+    }
+    keys_by_optimizer = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "SGD": {"momentum_buffer"}}
+    keys_by_optimizer["Adafactor"] = {"step", "row_var", "col_var", "variance"}
+    expected = getattr(optimizer, "state_keys", keys_by_optimizer.get(type(optimizer).__name__))
+    if expected is not None and not saved_keys <= expected:
         raise CheckpointError(
-            f"the checkpoint's optimizer keeps {', '.join(sorted(saved))}, this one keeps "
+            f"the checkpoint's optimizer keeps {', '.join(sorted(saved_keys))}, this one keeps "
             f"{', '.join(sorted(expected))}. Use the optim.name it was saved with."
         )

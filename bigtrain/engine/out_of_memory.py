@@ -62,24 +62,24 @@ def explain_out_of_memory(error: BaseException, situation: OutOfMemoryContext) -
 
 
 def predict_out_of_memory(
-    subject: ForecastInputs, predicted: Peak | None, room: int | None
+    subject: ForecastInputs, predicted: Peak | None, limit: int | None
 ) -> list[str]:
     """What to say before a run that is predicted not to fit; nothing where it is to fit.
 
     Args:
         subject: what will be run.
         predicted: its peak.
-        room: bytes that a rank may take.
+        limit: bytes that a rank may take.
     """
-    if predicted is None or room is None or predicted.bytes <= room:
+    if predicted is None or limit is None or predicted.bytes <= limit:
         return []
     search = RemedySearch()
-    search.run(subject, room, REMEDY_TIMEOUT_S)
-    first = (
+    search.run(subject, limit, REMEDY_TIMEOUT_S)
+    headline = (
         f"the predicted peak of {format_bytes(predicted.bytes)} is more than the "
-        f"{format_bytes(room)} that a rank can take"
+        f"{format_bytes(limit)} that a rank can take"
     )
-    return [first, *_fits(search, room)]
+    return [headline, *_fits(search, limit)]
 
 
 def _half(situation: OutOfMemoryContext) -> int | None:
@@ -90,8 +90,10 @@ def _half(situation: OutOfMemoryContext) -> int | None:
 
 
 def _what(error: BaseException, situation: OutOfMemoryContext) -> str:
-    asked = requested_bytes(error)
-    more = f"{format_bytes(asked)} more were asked for" if asked else "more was asked for"
+    requested = requested_bytes(error)
+    request_words = (
+        f"{format_bytes(requested)} more were asked for" if requested else "more was asked for"
+    )
     limit = "the memory of its device"
     if situation.limit_bytes:
         limit = f"the {format_bytes(situation.limit_bytes)} that it could take"
@@ -99,7 +101,8 @@ def _what(error: BaseException, situation: OutOfMemoryContext) -> str:
         limit = f"memory.cap={format_bytes(situation.limit_bytes or 0).replace(' ', '')}"
     where = situation.activity or _WHERE[situation.phase]
     step = f" of step {situation.step}" if situation.step else ""
-    return f"rank {situation.rank} ran out of memory {where}{step}: {more} than {limit} leaves."
+    rank = f"rank {situation.rank}"
+    return f"{rank} ran out of memory {where}{step}: {request_words} than {limit} leaves."
 
 
 def _held(situation: OutOfMemoryContext) -> list[str]:
@@ -110,34 +113,37 @@ def _held(situation: OutOfMemoryContext) -> list[str]:
         ((getattr(peak.breakdown, kind), kind) for kind in MEMORY_KINDS), key=lambda part: -part[0]
     )
     shown = ", ".join(f"{kind} {format_bytes(size)}" for size, kind in parts if size)
-    held = "it held" if situation.measured else "by prediction it needs"
-    most, kind = parts[0]
-    return [f"{held} {format_bytes(peak.bytes)}: {shown}. {kind} dominate: {most / peak.bytes:.0%}"]
+    held_words = "it held" if situation.measured else "by prediction it needs"
+    largest, kind = parts[0]
+    return [
+        f"{held_words} {format_bytes(peak.bytes)}: {shown}. {kind} dominate: "
+        f"{largest / peak.bytes:.0%}"
+    ]
 
 
-def _fits(search: RemedySearch, room: int | None) -> list[str]:
-    found = list(search.remedies)
-    if found:
-        return ["what would fit, by prediction:", *(f"  {remedy}" for remedy in found)]
-    if room is None or not search.forecasts or not search.complete:
+def _fits(search: RemedySearch, limit: int | None) -> list[str]:
+    remedies = list(search.remedies)
+    if remedies:
+        return ["what would fit, by prediction:", *(f"  {remedy}" for remedy in remedies)]
+    if limit is None or not search.forecasts or not search.complete:
         return ["set a smaller train.micro_batch_size, or strategy.recompute=full"]
     return [
-        f"no change that was tried is predicted to fit {format_bytes(room)}. Use a smaller model, "
+        f"no change that was tried is predicted to fit {format_bytes(limit)}. Use a smaller model, "
         "more ranks with --strategy fsdp, or a device with more memory"
     ]
 
 
-def _in_time(subject: ForecastInputs | None, room: int | None) -> RemedySearch:
+def _in_time(subject: ForecastInputs | None, limit: int | None) -> RemedySearch:
     """The search, as far as it comes in time; it may go on, and is not waited for."""
     search = RemedySearch()
-    if subject is None or room is None:
+    if subject is None or limit is None:
         return search
-    seeker = threading.Thread(
+    thread = threading.Thread(
         target=search.run,
-        args=(subject, room, REMEDY_TIMEOUT_S * 0.6),
+        args=(subject, limit, REMEDY_TIMEOUT_S * 0.6),
         name="bigtrain-remedies",
         daemon=True,
     )
-    seeker.start()
-    seeker.join(REMEDY_TIMEOUT_S)
+    thread.start()
+    thread.join(REMEDY_TIMEOUT_S)
     return search

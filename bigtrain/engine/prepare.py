@@ -88,8 +88,8 @@ def prepare(
     connection = connect_job(job, plan, placement)
     context = connection.__enter__()
     try:
-        first = None if example is None else _micro_batch(example, as_loss(loss))
-        engine = Engine(model, loss, optimizer, job, context, task=task, example=first)
+        first_batch = None if example is None else _micro_batch(example, as_loss(loss))
+        engine = Engine(model, loss, optimizer, job, context, task=task, example=first_batch)
     except BaseException as error:
         connection.__exit__(type(error), error, error.__traceback__)
         raise

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from bigtrain.assembly.make_plan import make_plan
-from bigtrain.assembly.resolve import resolve
+from bigtrain.assembly.resolve import resolve_plan
 from bigtrain.core.registry import techniques_of
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import Plan
@@ -58,11 +58,13 @@ class ForecastInputs:
             rows, count = plan.batch.micro_size, self.workload.loss.count
             example = self.workload.micro_batch.first_rows(rows, count)
             workload = replace(self.workload, example=example)
-            resolved = resolve(plan, workload)
-            found = [forecast_rank(resolved, workload, rank).forecast for rank in range(plan.pp)]
+            resolved = resolve_plan(plan, workload)
+            forecasts = [
+                forecast_rank(resolved, workload, rank).forecast for rank in range(plan.pp)
+            ]
         except Exception:  # user code of any kind is tried here; what fails is no way out
             return None
-        peaks = [forecast.peak() for forecast in found if forecast is not None]
+        peaks = [forecast.peak() for forecast in forecasts if forecast is not None]
         return highest_peak(peaks) if len(peaks) == plan.pp else None
 
 
@@ -76,23 +78,23 @@ class RemedySearch:
     complete: bool = False
     """Whether every kind of change was tried, or enough were found."""
 
-    def run(self, subject: ForecastInputs, room: int, deadline_s: float) -> None:
+    def run(self, subject: ForecastInputs, limit: int, deadline_s: float) -> None:
         """Look for up to three changes after which the predicted peak fits.
 
         Args:
             subject: what does not fit.
-            room: bytes that a rank may take.
+            limit: bytes that a rank may take.
             deadline_s: seconds after which no further change is tried.
         """
         end = time.monotonic() + deadline_s
-        most = Limit(room).for_tensors
-        for ways in _ways(subject, most):
-            for words in ways():
+        usable = Limit(limit).for_tensors
+        for changes in _ways(subject, usable):
+            for words in changes():
                 if time.monotonic() > end:
                     return
                 peak = subject.peak(words)
                 self.forecasts += peak is not None
-                if peak is not None and peak.bytes <= most:
+                if peak is not None and peak.bytes <= usable:
                     self.remedies.append(Remedy(tuple(words), peak.bytes))
                     break
             if len(self.remedies) == MAX_REMEDIES:
@@ -136,23 +138,23 @@ def _offered(plan: Plan, role: Role, most: int) -> list[Sequence[str]]:
     return [words for technique in asked for words in technique.remedies(plan, most)]
 
 
-def _ways(subject: ForecastInputs, most: int) -> Iterator[Callable[[], Iterator[Sequence[str]]]]:
+def _ways(subject: ForecastInputs, usable: int) -> Iterator[Callable[[], Iterator[Sequence[str]]]]:
     """Kinds of change, the cheapest first; of each kind the first that fits is taken."""
     job, plan = subject.job, subject.resolved.plan
     yield lambda: smaller_micro_batches(job, plan)
     less, shared, away = (
-        _offered(plan, role, most) for role in ("recompute", "replicate", "offload")
+        _offered(plan, role, usable) for role in ("recompute", "replicate", "offload")
     )
-    again = less if "recompute" not in plan.techniques else []
-    if again:
-        yield lambda: iter(again)
+    may_recompute = less if "recompute" not in plan.techniques else []
+    if may_recompute:
+        yield lambda: iter(may_recompute)
     if shared:
         yield lambda: iter(shared)
     if "offload" not in plan.techniques:
         yield lambda: iter(away)
     smallest = list(smaller_micro_batches(job, plan))[-1:]
-    both = [word for words in (*smallest, *again[-1:]) for word in words]
-    if both:
-        yield lambda: iter([both, *([*both, *words] for words in away[:1])])
+    combined = [word for words in (*smallest, *may_recompute[-1:]) for word in words]
+    if combined:
+        yield lambda: iter([combined, *([*combined, *words] for words in away[:1])])
     if shared:
-        yield lambda: iter([[*shared[-1], *both]])
+        yield lambda: iter([[*shared[-1], *combined]])

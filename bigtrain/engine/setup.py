@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bigtrain.assembly.resolve import resolve
+from bigtrain.assembly.resolve import resolve_plan
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import CutStrategy, Plan
 from bigtrain.core.workload import Workload
@@ -153,8 +153,12 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
     example = _example(data, plan.batch.micro_size, loss)
     if job.model.loss is None:
         cut = plan.techniques.get("cut")
-        waiting = isinstance(cut, CutStrategy) and max(cut.in_flight(plan)[-1:], default=1) > 1
-        loss = choose_loss(job.model, data.task, blueprint.model, example, waiting=waiting)
+        several_waiting = (
+            isinstance(cut, CutStrategy) and max(cut.in_flight(plan)[-1:], default=1) > 1
+        )
+        loss = choose_loss(
+            job.model, data.task, blueprint.model, example, several_waiting=several_waiting
+        )
     optimizer = optimizer_factory(job.optim, job.train.seed)
     workload = Workload(blueprint.model, example, loss, optimizer)
     return RunSetup(
@@ -163,7 +167,7 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
         blueprint=blueprint,
         workload=workload,
         # What cannot be cut, or does not fit a budget, is refused before the ranks connect.
-        resolved=resolve(plan, workload),
+        resolved=resolve_plan(plan, workload),
         order=order,
         total_steps=_total_steps(job, order),
         parameters=sum(p.numel() for p in blueprint.model.parameters()),
@@ -180,17 +184,17 @@ def _example(data: Data, micro_size: int, loss: Loss) -> MicroBatch:
 
 
 def _check_task(job: Job, data: Data) -> None:
-    wanted = task_of(job.model.name)
-    if wanted is None or data.task.name in (wanted, "custom"):
+    expected_task = task_of(job.model.name)
+    if expected_task is None or data.task.name in (expected_task, "custom"):
         return
-    fitting = {
+    suggestions = {
         "language": "model.name=gpt",
         "classification": "model.name=lenet or model.name=resnet18",
         "segmentation": "model.name=deeplabv3_resnet50",
     }
     raise ConfigError(
-        f"model.name={job.model.name} is for {wanted}, and data.name={job.data.name} is "
-        f"{data.task.name}. Use {fitting[data.task.name]}, or a data.name for {wanted}."
+        f"model.name={job.model.name} is for {expected_task}, and data.name={job.data.name} is "
+        f"{data.task.name}. Use {suggestions[data.task.name]}, or a data.name for {expected_task}."
     )
 
 

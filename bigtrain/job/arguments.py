@@ -251,20 +251,20 @@ def _job_and_words(
 
 def _joined(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
     """Every override as KEY=VALUE; a whole strategy is named elsewhere."""
-    rest, found = list(words), []
-    while rest:
-        word = rest.pop(0)
+    remaining, overrides = list(words), []
+    while remaining:
+        word = remaining.pop(0)
         if "=" not in word:
-            if not rest:
+            if not remaining:
                 parser.error(f"{word} has no value. Write {word.lower()}=VALUE")
-            word = f"{word.lower() if word.isupper() else word}={rest.pop(0)}"
+            word = f"{word.lower() if word.isupper() else word}={remaining.pop(0)}"
         if word.startswith("strategy="):
             fix = f"Write --strategies {word[9:]}"
             if parser.prog.endswith(" plan"):
                 fix = "bigtrain plan chooses it; leave it out"
             parser.error(f"{word} would be every row's strategy. {fix}")
-        found.append(word)
-    return found
+        overrides.append(word)
+    return overrides
 
 
 def _is_file(word: str) -> bool:

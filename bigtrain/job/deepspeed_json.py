@@ -48,22 +48,23 @@ def read_deepspeed_json(path: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"strategy.deepspeed: {path} cannot be read ({error}).") from None
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"strategy.deepspeed: {path}:{error.lineno}: not JSON ({error.msg})."
         ) from None
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise ConfigError(
-            f"strategy.deepspeed: {path} holds {type(found).__name__}, and a JSON object is needed."
+            f"strategy.deepspeed: {path} holds {type(parsed).__name__}, and a JSON object is "
+            "needed."
         )
-    return found
+    return parsed
 
 
 def json_section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A part of the configuration, empty where it is left out."""
-    found = values.get(name)
-    return found if isinstance(found, dict) else {}
+    part = values.get(name)
+    return part if isinstance(part, dict) else {}
 
 
 def check_optimizer_section(path: str, optim: Mapping[str, Any]) -> None:
@@ -76,15 +77,19 @@ def check_optimizer_section(path: str, optim: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: with both keys, both values and the fix.
     """
-    given = read_deepspeed_json(path)
-    wanted = json_section(given, "optimizer")
-    kind = wanted.get("type", AUTO_VALUE)
-    name = _OPTIMIZERS.get(str(kind).lower())
-    if kind != AUTO_VALUE and name != optim["name"]:
+    config = read_deepspeed_json(path)
+    optimizer_section = json_section(config, "optimizer")
+    optimizer_type = optimizer_section.get("type", AUTO_VALUE)
+    name = _OPTIMIZERS.get(str(optimizer_type).lower())
+    if optimizer_type != AUTO_VALUE and name != optim["name"]:
         fix = f"optim.name={name}" if name else f"optim.name=adamw with type AdamW in {path}"
-        raise _refusal(path, "optimizer.type", kind, "name", optim["name"], fix)
-    params = json_section(wanted, "params")
-    if kind != AUTO_VALUE and str(kind).lower() == "adam" and params.get("adam_w_mode") is False:
+        raise _refusal(path, "optimizer.type", optimizer_type, "name", optim["name"], fix)
+    params = json_section(optimizer_section, "params")
+    if (
+        optimizer_type != AUTO_VALUE
+        and str(optimizer_type).lower() == "adam"
+        and params.get("adam_w_mode") is False
+    ):
         raise _refusal(path, "optimizer.params.adam_w_mode", False, "name", optim["name"], "AdamW")
     expected = {k: optim[k] for k in ("lr", "weight_decay", "betas", "momentum")} | {"eps": 1e-8}
     for key, ours in expected.items():
@@ -94,7 +99,7 @@ def check_optimizer_section(path: str, optim: Mapping[str, Any]) -> None:
             fix = f"optim.{key}={value}" if key != "eps" else f"eps {ours}"
             raise _refusal(path, f"optimizer.params.{key}", value, key, shown, fix)
     _refuse_others(path, "optimizer", params, expected)
-    _compare_schedule(path, json_section(given, "scheduler"), optim)
+    _compare_schedule(path, json_section(config, "scheduler"), optim)
 
 
 def _refuse_others(
@@ -104,24 +109,26 @@ def _refuse_others(
     for key, value in params.items():
         if key in compared or key in _KERNELS or value == AUTO_VALUE:
             continue
-        done = _NEUTRAL.get(key)
-        if done is None or not (value == done or same_value(value, done)):
+        neutral = _NEUTRAL.get(key)
+        if neutral is None or not (value == neutral or same_value(value, neutral)):
             shown = str(value).lower() if isinstance(value, bool) else value
-            here = "none" if done is None else f"{str(done).lower()} only"
+            allowed = "none" if neutral is None else f"{str(neutral).lower()} only"
             raise ConfigError(
-                f"{path}: {part}.params.{key}={shown}, and a job has {here}. "
+                f"{path}: {part}.params.{key}={shown}, and a job has {allowed}. "
                 f"Leave it out of the file."
             )
 
 
-def _compare_schedule(path: str, wanted: dict[str, Any], optim: Mapping[str, Any]) -> None:
-    kind = wanted.get("type", AUTO_VALUE)
-    if kind != AUTO_VALUE:
-        schedule = _SCHEDULES.get(str(kind).lower())
+def _compare_schedule(path: str, scheduler: dict[str, Any], optim: Mapping[str, Any]) -> None:
+    scheduler_type = scheduler.get("type", AUTO_VALUE)
+    if scheduler_type != AUTO_VALUE:
+        schedule = _SCHEDULES.get(str(scheduler_type).lower())
         if schedule != optim["schedule"]:
             fix = f"optim.schedule={schedule}" if schedule else "optim.schedule, and no scheduler"
-            raise _refusal(path, "scheduler.type", kind, "schedule", optim["schedule"], fix)
-    params = json_section(wanted, "params")
+            raise _refusal(
+                path, "scheduler.type", scheduler_type, "schedule", optim["schedule"], fix
+            )
+    params = json_section(scheduler, "params")
     pairs = (
         ("warmup_num_steps", "warmup_steps"),
         ("warmup_max_lr", "lr"),

@@ -29,23 +29,23 @@ def load_object(path: str, key: str) -> Callable[..., Any]:
         )
     try:
         with _current_directory_importable():
-            found: Any = importlib.import_module(module_name)
+            target: Any = importlib.import_module(module_name)
     except Exception as error:
         raise _import_failure(path, key, module_name, error) from error
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            known = [name for name in dir(found) if not name.startswith("_")]
+        if not hasattr(target, part):
+            known = [name for name in dir(target) if not name.startswith("_")]
             raise ConfigError(
                 f"{key}={path}: {module_name} has no {part!r}{did_you_mean(part, known)} "
                 "Name a class or function that the module defines."
             )
-        found = getattr(found, part)
-    if not callable(found):
+        target = getattr(target, part)
+    if not callable(target):
         raise ConfigError(
-            f"{key}={path} is a {type(found).__name__}, which cannot be called. "
+            f"{key}={path} is a {type(target).__name__}, which cannot be called. "
             "Name a class or a function."
         )
-    called: Callable[..., Any] = found
+    called: Callable[..., Any] = target
     return called
 
 

@@ -118,14 +118,14 @@ def _passed_on(output: Tensor, result: Tensor) -> bool:
     """Whether one is the other, or what hooks and wrappers that change nothing made of it."""
     if output is result or output.grad_fn is None or result.grad_fn is None:
         return output is result or (output.grad_fn is None and result.grad_fn is None)
-    ahead: list[Any] = [output.grad_fn]
-    while ahead:
-        node = ahead.pop()
+    pending: list[Any] = [output.grad_fn]
+    while pending:
+        node = pending.pop()
         if node is result.grad_fn:
             return True
         # Wrappers hang functions of their own into the graph, to see when a backward pass comes by.
         if isinstance(node, BackwardCFunction) or (node and node.name() in _PASSES_ON):
-            ahead += [following for following, _ in node.next_functions]
+            pending += [following for following, _ in node.next_functions]
     return False
 
 
@@ -225,12 +225,15 @@ def check_head(name: str, root: nn.Module) -> nn.Linear:
             f"model.head={name}: the model has no module {name!r}{did_you_mean(name, modules)} "
             f"Use the name of a linear layer, such as {some}."
         )
-    found = modules[name]
-    own = found.__dict__.get("forward")
-    plain = type(found).forward is nn.Linear.forward and (own is None or isinstance(own, _Forward))
-    if not isinstance(found, nn.Linear) or not plain:
+    candidate = modules[name]
+    own_forward = candidate.__dict__.get("forward")
+    is_plain = type(candidate).forward is nn.Linear.forward and (
+        own_forward is None or isinstance(own_forward, _Forward)
+    )
+    if not isinstance(candidate, nn.Linear) or not is_plain:
         raise ConfigError(
-            f"model.head={name} is a {type(found).__name__}, and a chunked loss needs an nn.Linear "
+            f"model.head={name} is a {type(candidate).__name__}, and a chunked loss needs an "
+            "nn.Linear "
             f"with its own forward. Use the name of a linear layer, such as {some}."
         )
-    return found
+    return candidate

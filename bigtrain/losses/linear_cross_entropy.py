@@ -61,18 +61,18 @@ def chunked_cross_entropy(
         The sum in nats: a scalar, float32 or, where `weight` is, float64. It can be gone back
         from once.
     """
-    wanted = torch.is_grad_enabled()
+    needs_grad = torch.is_grad_enabled()
     device = hidden.device.type
     autocast = torch.is_autocast_enabled(device) and weight.dtype != torch.float64
-    low = torch.get_autocast_dtype(device) if autocast else weight.dtype
+    compute_dtype = torch.get_autocast_dtype(device) if autocast else weight.dtype
     with torch.no_grad(), torch.autocast(device, enabled=False):
         work = _ChunkedPass(
             hidden.detach(),
             weight.detach(),
             bias if bias is None else bias.detach(),
-            low,
-            wanted=tuple(
-                wanted and tensor is not None and tensor.requires_grad
+            compute_dtype,
+            needs_gradients=tuple(
+                needs_grad and tensor is not None and tensor.requires_grad
                 for tensor in (hidden, weight, bias)
             ),
             chunk_size=chunk_size,
@@ -84,10 +84,12 @@ def chunked_cross_entropy(
     for tensors, gradients in zip(parts, (work.of_hidden, work.of_weights), strict=True):
         pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if g is not None]
         if pairs:
-            kept = tuple(gradient for _, gradient in pairs)
+            gradients_kept = tuple(gradient for _, gradient in pairs)
             value = total if loss is total else torch.zeros_like(total)
-            known: Tensor = _PrecomputedGradient.apply(value, kept, *[t for t, _ in pairs])
-            loss = known if loss is total else loss + known
+            precomputed: Tensor = _PrecomputedGradient.apply(
+                value, gradients_kept, *[t for t, _ in pairs]
+            )
+            loss = precomputed if loss is total else loss + precomputed
     return loss
 
 
@@ -131,23 +133,23 @@ class _ChunkedPass:
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        low: torch.dtype,
+        compute_dtype: torch.dtype,
         *,
-        wanted: Sequence[bool],
+        needs_gradients: Sequence[bool],
         chunk_size: int,
     ) -> None:
         self._hidden = hidden.reshape(-1, hidden.shape[-1])
-        self._weight, self._bias = weight.to(low), bias
+        self._weight, self._bias = weight.to(compute_dtype), bias
         self._shape = hidden.shape
-        self._types = (weight.dtype, low if bias is None else bias.dtype)
-        self._low, self._chunk_size = low, chunk_size
-        self._full = torch.float32 if low in _LOW else low
-        self._any = any(wanted)
+        self._types = (weight.dtype, compute_dtype if bias is None else bias.dtype)
+        self._low, self._chunk_size = compute_dtype, chunk_size
+        self._full = torch.float32 if compute_dtype in _LOW else compute_dtype
+        self._any = any(needs_gradients)
         # Sums over chunks of bf16 products are in float32: there may be very many chunks.
         zeros = partial(torch.zeros, dtype=self._full, device=hidden.device)
-        self._to_hidden = torch.empty_like(self._hidden) if wanted[0] else None
-        self._to_weight = zeros(weight.shape) if wanted[1] else None
-        self._to_bias = zeros(weight.shape[:1]) if wanted[2] else None
+        self._to_hidden = torch.empty_like(self._hidden) if needs_gradients[0] else None
+        self._to_weight = zeros(weight.shape) if needs_gradients[1] else None
+        self._to_bias = zeros(weight.shape[:1]) if needs_gradients[2] else None
         self.of_hidden: tuple[Tensor | None] = (None,)
         self.of_weights: tuple[Tensor | None, Tensor | None] = (None, None)
 
@@ -155,12 +157,16 @@ class _ChunkedPass:
         """The summed loss of these targets, (rows,)."""
         number, vocabulary = len(self._hidden), len(self._weight)
         rows = max(1, min(number, chunk_rows(self._chunk_size, vocabulary, self._full)))
-        room = self._hidden.new_empty((rows, vocabulary), dtype=self._full)
-        products = room if self._low == self._full else room.new_empty(room.shape, dtype=self._low)
-        losses = room.new_empty(number)
+        logits_buffer = self._hidden.new_empty((rows, vocabulary), dtype=self._full)
+        products = (
+            logits_buffer
+            if self._low == self._full
+            else logits_buffer.new_empty(logits_buffer.shape, dtype=self._low)
+        )
+        losses = logits_buffer.new_empty(number)
         for start in loop_starts(self._hidden, number, rows):
             part = slice(start, min(number, start + rows))
-            logits, product = room[: part.stop - start], products[: part.stop - start]
+            logits, product = logits_buffer[: part.stop - start], products[: part.stop - start]
             hidden = self._hidden[part].to(self._low)
             self._project(hidden, product, logits)
             valid = target[part] != ignore_index
@@ -197,39 +203,39 @@ class _ChunkedPass:
             logits.scatter_add_(1, places, counts.mul_(smoothing - 1.0))
         return torch.where(valid, loss[:, 0], 0.0)
 
-    def _back(self, part: slice, hidden: Tensor, gradient: Tensor, low: Tensor) -> None:
+    def _back(self, part: slice, hidden: Tensor, gradient: Tensor, low_gradient: Tensor) -> None:
         """Add a chunk's share to the gradients.
 
         Args:
             part: its rows.
             hidden: (rows, width), in the type of the products.
             gradient: of its logits, (rows, vocabulary).
-            low: room for the same in the type of the products.
+            low_gradient: room for the same in the type of the products.
         """
         if self._to_bias is not None:
             self._to_bias.add_(gradient.sum(0))
-        if low.dtype != gradient.dtype:
-            low.copy_(gradient)
+        if low_gradient.dtype != gradient.dtype:
+            low_gradient.copy_(gradient)
         if self._to_hidden is not None:
             if self._to_hidden.dtype == self._low:
-                torch.mm(low, self._weight, out=self._to_hidden[part])
+                torch.mm(low_gradient, self._weight, out=self._to_hidden[part])
             else:
-                self._to_hidden[part] = torch.mm(low, self._weight)
+                self._to_hidden[part] = torch.mm(low_gradient, self._weight)
         if self._to_weight is None:
             return
         if self._low == self._full:
-            self._to_weight.addmm_(low.t(), hidden)
+            self._to_weight.addmm_(low_gradient.t(), hidden)
             return
         # A product in bf16 is added to a sum in float32, a stretch of the vocabulary at a time.
         step = chunk_rows(self._chunk_size, hidden.shape[1], self._low)
         for start in loop_starts(self._to_weight, len(self._to_weight), step):
             stretch = slice(start, start + step)
-            self._to_weight[stretch].add_(low[:, stretch].t() @ hidden)
+            self._to_weight[stretch].add_(low_gradient[:, stretch].t() @ hidden)
 
     def _finish(self) -> None:
         if self._to_hidden is not None:
             self.of_hidden = (self._to_hidden.view(self._shape),)
-        found = zip((self._to_weight, self._to_bias), self._types, strict=True)
-        weight, bias = (None if tensor is None else tensor.to(dtype) for tensor, dtype in found)
+        sums = zip((self._to_weight, self._to_bias), self._types, strict=True)
+        weight, bias = (None if tensor is None else tensor.to(dtype) for tensor, dtype in sums)
         self.of_weights = (weight, bias)
         self._to_hidden = self._to_weight = self._to_bias = None

@@ -182,16 +182,19 @@ class MeanLoss:
                 f"model.loss: {_name(self.fn)} has reduction={reduction!r}, and 'mean' is needed "
                 "(bigtrain turns it into the mean over the global batch). Use reduction='mean'."
             )
-        found = _setting(self.fn, "ignore_index")
-        own = found if isinstance(found, int) else None
-        if own is not None and self.ignore_index not in (None, own):
+        ignored = _setting(self.fn, "ignore_index")
+        own_ignored = ignored if isinstance(ignored, int) else None
+        if own_ignored is not None and self.ignore_index not in (None, own_ignored):
             raise ConfigError(
-                f"model.loss: {_name(self.fn)} ignores {own}, and the targets to ignore are "
+                f"model.loss: {_name(self.fn)} ignores {own_ignored}, and the targets to ignore "
+                "are "
                 f"{self.ignore_index}. Use functools.partial({_name(self.fn)}, "
                 f"ignore_index={self.ignore_index})."
             )
-        weights = _setting(self.fn, "weight") if own is not None else None
-        object.__setattr__(self, "_ignored", self.ignore_index if own is None else own)
+        weights = _setting(self.fn, "weight") if own_ignored is not None else None
+        object.__setattr__(
+            self, "_ignored", self.ignore_index if own_ignored is None else own_ignored
+        )
         object.__setattr__(self, "_class_weights", weights if _is_tensor(weights) else None)
 
     def __call__(self, output: Any, target: Any, count: float | None = None) -> Tensor:

@@ -71,13 +71,13 @@ class Flops(ConfigSection):
         Raises:
             ConfigError: the cluster does not say.
         """
-        found: float | None = getattr(self, precision)
-        if found is None:
+        peak: float | None = getattr(self, precision)
+        if peak is None:
             raise ConfigError(
                 f"train.precision={precision}: the cluster has no device.flops.{precision}. "
                 f"Write device.flops.{precision} into its file, or use train.precision=fp32."
             )
-        return found
+        return peak
 
 
 class DeviceSpec(ConfigSection):
@@ -162,10 +162,10 @@ class Link(ConfigSection):
 
     def of(self, kind: CommOp) -> Link:
         """The link as one kind of exchange finds it."""
-        found = self.kinds.get(kind)
-        if found is None:
+        measured = self.kinds.get(kind)
+        if measured is None:
             return self
-        return Link(latency=found.latency, bandwidth=found.bandwidth, efficiency=1.0)
+        return Link(latency=measured.latency, bandwidth=measured.bandwidth, efficiency=1.0)
 
     @property
     def rate(self) -> float:
@@ -247,8 +247,8 @@ def _known_there(path: tuple[str, ...]) -> str:
 def _keys_at(path: tuple[str, ...]) -> list[str]:
     kind: type[BaseModel] = Cluster
     for key in path:
-        found = kind.model_fields[key].annotation if key in kind.model_fields else None
-        inner = _section(found)
+        annotation = kind.model_fields[key].annotation if key in kind.model_fields else None
+        inner = _section(annotation)
         if inner is None:
             return []
         kind = inner

@@ -82,28 +82,28 @@ def collective_seconds(
     """
     if nbytes < 0 or calls < 0:
         raise ValueError(f"nbytes={nbytes} calls={calls}: neither is below 0")
-    found = spread_over_nodes(ranks, stride, cluster.node.devices)
+    node_spread = spread_over_nodes(ranks, stride, cluster.node.devices)
     if ranks == 1 or calls == 0:
         return 0.0
-    if found.nodes == 1:
+    if node_spread.nodes == 1:
         return _on_one(kind, cluster.inside, ranks, nbytes, calls)
     if cluster.between is None:
         raise ConfigError(
             f"cluster {cluster.name} is one node of {cluster.node.devices} devices, and {ranks} "
-            f"ranks with a distance of {stride} need {found.nodes} nodes. Give it a link: "
+            f"ranks with a distance of {stride} need {node_spread.nodes} nodes. Give it a link: "
             "between: {latency: 1e-5, bandwidth: 50e9}, or plan fewer ranks."
         )
-    return _over_nodes(kind, cluster.inside, cluster.between, found, nbytes, calls)
+    return _over_nodes(kind, cluster.inside, cluster.between, node_spread, nbytes, calls)
 
 
 def _over_nodes(
-    kind: CommOp, inside: Link, between: Link, found: NodeSpread, nbytes: float, calls: int
+    kind: CommOp, inside: Link, between: Link, node_spread: NodeSpread, nbytes: float, calls: int
 ) -> float:
     """Stage by stage; the fullest node's ring is the slowest, and the emptiest has fewest links."""
     if kind == "send":
         return _on_one("send", between, 2, nbytes, calls)
-    across = _on_one(kind, between, found.nodes, nbytes / found.least, calls)
-    half = _on_one("all_gather", inside, found.most, nbytes, calls)
+    across = _on_one(kind, between, node_spread.nodes, nbytes / node_spread.least, calls)
+    half = _on_one("all_gather", inside, node_spread.most, nbytes, calls)
     # To scatter, or to gather, takes as long; one of the two is needed, or both.
     return across + (half if kind in ("all_gather", "reduce_scatter") else 2 * half)
 

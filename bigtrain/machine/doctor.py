@@ -98,14 +98,14 @@ def main(arguments: list[str]) -> int:
         "--again", action="store_true", help="measure the rates, also where they are kept"
     )
     options = parser.parse_args(arguments)
-    found = examine_machine()
+    report = examine_machine()
     if not options.no_rates:
-        found["rates"] = _rates(again=options.again)
+        report["rates"] = _rates(again=options.again)
     if options.as_json:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
-        _show(found)
-    return 0 if found["backends"]["gloo"] and found["strategies"]["run"] else 1
+        _show(report)
+    return 0 if report["backends"]["gloo"] and report["strategies"]["run"] else 1
 
 
 def examine_machine() -> dict[str, Any]:
@@ -126,14 +126,14 @@ def examine_machine() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, dict[str, str | None]]:
-    found: dict[str, dict[str, str | None]] = {
+    versions: dict[str, dict[str, str | None]] = {
         "python": {"version": platform.python_version(), "fix": None}
     }
     for name, fix in _LIBRARIES.items():
         version = _version(name)
-        found[name] = {"version": version, "fix": None if version else fix}
-    found["torch"]["cuda"] = torch.version.cuda
-    return found
+        versions[name] = {"version": version, "fix": None if version else fix}
+    versions["torch"]["cuda"] = torch.version.cuda
+    return versions
 
 
 def _version(name: str) -> str | None:
@@ -157,28 +157,28 @@ def _devices() -> dict[str, Any]:
 
 
 def _gpu(number: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": None, "total_bytes": None, "free_bytes": None, "problem": None}
+    gpu: dict[str, Any] = {"name": None, "total_bytes": None, "free_bytes": None, "problem": None}
     try:
-        found["name"] = torch.cuda.get_device_name(number)
-        found["total_bytes"] = device_capacity_bytes(torch.device("cuda", number))
-        found["free_bytes"] = torch.cuda.mem_get_info(number)[0]
+        gpu["name"] = torch.cuda.get_device_name(number)
+        gpu["total_bytes"] = device_capacity_bytes(torch.device("cuda", number))
+        gpu["free_bytes"] = torch.cuda.mem_get_info(number)[0]
     except RuntimeError as error:  # another process may have the GPU for itself
-        found["problem"] = str(error).splitlines()[0]
-    return found
+        gpu["problem"] = str(error).splitlines()[0]
+    return gpu
 
 
 def _scratch() -> dict[str, Any]:
-    found: dict[str, Any] = {"folder": None, "file_system": None, "free_bytes": None}
+    scratch: dict[str, Any] = {"folder": None, "file_system": None, "free_bytes": None}
     try:
-        found["folder"] = folder = scratch_folder()
-        found["free_bytes"] = free_disk_bytes(folder)
+        scratch["folder"] = folder = scratch_folder()
+        scratch["free_bytes"] = free_disk_bytes(folder)
     except OSError as error:
-        return {**found, "problem": f"{error}: set TMPDIR=FOLDER to one that takes files"}
-    found["file_system"] = kind = file_system(folder)
-    found["problem"] = None
+        return {**scratch, "problem": f"{error}: set TMPDIR=FOLDER to one that takes files"}
+    scratch["file_system"] = kind = file_system(folder)
+    scratch["problem"] = None
     if kind in MEMORY_FILE_SYSTEMS:
-        found["problem"] = f"{kind} keeps files in memory: set TMPDIR=FOLDER to one on a disk"
-    return found
+        scratch["problem"] = f"{kind} keeps files in memory: set TMPDIR=FOLDER to one on a disk"
+    return scratch
 
 
 def _backends() -> dict[str, bool]:
@@ -196,8 +196,10 @@ def _operators() -> dict[str, Any]:
     if _version("deepspeed") is None:
         return {"operators": {}, "problem": f"deepspeed is missing: {_LIBRARIES['deepspeed']}"}
     lines, problem = _ask(_OPERATORS)
-    found = {name: {"compatible": fits, "built": made} for name, fits, made in lines}
-    return {"operators": found, "problem": problem}
+    operators = {
+        name: {"compatible": compatible, "built": built} for name, compatible, built in lines
+    }
+    return {"operators": operators, "problem": problem}
 
 
 def _strategies() -> dict[str, Any]:
@@ -214,7 +216,7 @@ def _ask(code: str) -> tuple[list[list[Any]], str | None]:
     """Run a probe: its answers, and what went wrong after the last of them."""
     preamble = _PROBE.format(folder=str(Path(__file__).resolve().parents[2]))
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-c", preamble + code],
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -222,11 +224,13 @@ def _ask(code: str) -> tuple[list[list[Any]], str | None]:
         )
     except subprocess.TimeoutExpired as error:
         return _answers(error.stdout or b""), f"no further answer after {PROBE_TIMEOUT_S:.0f} s"
-    if done.returncode == 0:
-        return _answers(done.stdout), None
-    said = done.stderr.decode("utf-8", "replace").strip().splitlines()
-    cause = f"ended by signal {-done.returncode}" if done.returncode < 0 else "failed"
-    return _answers(done.stdout), f"{cause}: {said[-1] if said else 'it said nothing'}"
+    if completed.returncode == 0:
+        return _answers(completed.stdout), None
+    error_lines = completed.stderr.decode("utf-8", "replace").strip().splitlines()
+    cause = f"ended by signal {-completed.returncode}" if completed.returncode < 0 else "failed"
+    return _answers(
+        completed.stdout
+    ), f"{cause}: {error_lines[-1] if error_lines else 'it said nothing'}"
 
 
 def _answers(text: bytes) -> list[list[Any]]:
@@ -236,39 +240,39 @@ def _answers(text: bytes) -> list[list[Any]]:
 
 def _rates(*, again: bool) -> dict[str, Any]:
     """The rates as JSON values, with where they are kept."""
-    known = None if again else cached_rates()
-    if known is None:
+    cached = None if again else cached_rates()
+    if cached is None:
         sys.stderr.write("measuring rates: some ten seconds, best on an idle machine\n")
-    rates = known or measured_rates(again=again)
-    kept = cached_rates() == rates
+    rates = cached or measured_rates(again=again)
+    is_cached = cached_rates() == rates
     return {
         **asdict(rates),
-        "from_cache": known is not None,
-        "cache": str(cache_file()) if kept else None,
+        "from_cache": cached is not None,
+        "cache": str(cache_file()) if is_cached else None,
     }
 
 
-def _show(found: Mapping[str, Any]) -> None:
+def _show(report: Mapping[str, Any]) -> None:
     console = Console(
         width=None if sys.stdout.isatty() else 150, markup=False, highlight=False, emoji=False
     )
-    parts = {
-        "versions": _version_lines(found["versions"]),
-        "machine": _device_lines(found["devices"]),
-        "process groups": _backend_lines(found["backends"], len(found["devices"]["gpus"])),
-        "launchers": [(n, path or "not found") for n, path in found["launchers"].items()],
+    paragraphs = {
+        "versions": _version_lines(report["versions"]),
+        "machine": _device_lines(report["devices"]),
+        "process groups": _backend_lines(report["backends"], len(report["devices"]["gpus"])),
+        "launchers": [(n, path or "not found") for n, path in report["launchers"].items()],
         "compilers": [
             (name, path or f"not found: {_COMPILERS[name]}")
-            for name, path in found["compilers"].items()
+            for name, path in report["compilers"].items()
         ],
         "DeepSpeed's operators (bigtrain runs without them)": _operator_lines(
-            found["deepspeed_operators"]
+            report["deepspeed_operators"]
         ),
-        "strategies": _strategy_lines(found["strategies"], len(found["devices"]["gpus"])),
+        "strategies": _strategy_lines(report["strategies"], len(report["devices"]["gpus"])),
     }
-    if found["rates"] is not None:
-        parts["rates"] = _rate_lines(found["rates"])
-    for title, lines in parts.items():
+    if report["rates"] is not None:
+        paragraphs["rates"] = _rate_lines(report["rates"])
+    for title, lines in paragraphs.items():
         console.print(title, style="bold")
         table = Table.grid(padding=(0, 2, 0, 0))
         table.add_column(no_wrap=True)
@@ -313,30 +317,30 @@ def _backend_lines(backends: Mapping[str, bool], gpus: int) -> Lines:
     return [(name, words[there] + idle.get(name, "")) for name, there in backends.items()]
 
 
-def _operator_lines(found: Mapping[str, Any]) -> Lines:
-    operators = found["operators"]
+def _operator_lines(report: Mapping[str, Any]) -> Lines:
+    operators = report["operators"]
     built = [name for name, entry in operators.items() if entry["built"]]
-    fits = [n for n, entry in operators.items() if entry["compatible"] and not entry["built"]]
+    buildable = [n for n, entry in operators.items() if entry["compatible"] and not entry["built"]]
     lacking = [n for n, e in operators.items() if not e["compatible"] and not e["built"]]
     lines = []
     if operators:
         lines = [
             ("built", _listed(built)),
-            ("can be built", _listed(fits)),
+            ("can be built", _listed(buildable)),
             ("cannot be built", _listed(lacking)),
         ]
-    return lines + _problem(found["problem"])
+    return lines + _problem(report["problem"])
 
 
-def _strategy_lines(found: Mapping[str, Any], gpus: int) -> Lines:
-    run, refused = found["run"], found["refused"]
+def _strategy_lines(report: Mapping[str, Any], gpus: int) -> Lines:
+    run, refused = report["run"], report["refused"]
     lines = [("can run", f"{len(run)} of {len(run) + len(refused)} (see: bigtrain strategies)")]
     lines += [(name, reason) for name, reason in refused.items()]
-    wide = [name for name, ranks in run.items() if gpus and ranks > gpus]
-    if wide:
-        text = f"not on {_count(gpus, 'GPU')}, but with device=cpu: {_listed(wide)}"
+    too_wide = [name for name, ranks in run.items() if gpus and ranks > gpus]
+    if too_wide:
+        text = f"not on {_count(gpus, 'GPU')}, but with device=cpu: {_listed(too_wide)}"
         lines.append(("more ranks", text))
-    return lines + _problem(found["problem"])
+    return lines + _problem(report["problem"])
 
 
 def _rate_lines(rates: Mapping[str, Any]) -> Lines:
@@ -350,11 +354,11 @@ def _rate_lines(rates: Mapping[str, Any]) -> Lines:
     if rates["device"] == "cuda":
         lines.append(("host to GPU", _speed(rates["to_device_bytes"])))
     first = {"latency": rates["link_latency"], "bytes": rates["link_bytes"]}
-    for kind, found in {"all_reduce": first, **rates["link_kinds"]}.items():
-        latency = found["latency"]
+    for kind, figures in {"all_reduce": first, **rates["link_kinds"]}.items():
+        latency = figures["latency"]
         small = "unknown" if latency is None else f"{latency * 1e6:.0f} microseconds, small"
         ranks = f"{kind.replace('_', '-')}, {rates['link_ranks']} ranks"
-        lines.append((ranks, f"{small}; {_speed(found['bytes'])}, large"))
+        lines.append((ranks, f"{small}; {_speed(figures['bytes'])}, large"))
     lines += [(f"problem: {part}", text) for part, text in rates["problems"].items()]
     if rates["cache"] is None:
         return [*lines, ("not kept", f"in {cache_file()}: measured anew the next time")]

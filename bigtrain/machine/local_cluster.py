@@ -76,7 +76,7 @@ def cluster_from_rates(
             f"Use --devices {max(1, host_memory // PROCESS_BYTES[kind] - 1)} or fewer, "
             "or --cluster and a file."
         )
-    copied = _needed(rates, "memory", rates.copy_bytes)
+    copy_rate = _needed(rates, "memory", rates.copy_bytes)
     flops = {name: _needed(rates, "compute", rates.flops.get(name)) for name in ("fp32", "bf16")}
     return Cluster(
         name="here",
@@ -88,7 +88,7 @@ def cluster_from_rates(
             reserved=PROCESS_BYTES[kind],
             flops=Flops(fp32=flops["fp32"], bf16=flops["bf16"]),
             efficiency=1.0,
-            memory_bandwidth=2 * copied,  # each byte is read and written
+            memory_bandwidth=2 * copy_rate,  # each byte is read and written
             launch=LAUNCH_SECONDS[kind],
         ),
         node=NodeSpec(
@@ -113,15 +113,15 @@ def _link(rates: MeasuredRates) -> Link:
         kind: {"latency": found["latency"] / steps.get(kind, ring), "bandwidth": found["bytes"]}
         for kind, found in rates.link_kinds.items()
     }
-    given = {"latency": latency, "bandwidth": _needed(rates, "link", rates.link_bytes)}
-    return Link.model_validate({**given, "efficiency": 1.0, "kinds": kinds})
+    base = {"latency": latency, "bandwidth": _needed(rates, "link", rates.link_bytes)}
+    return Link.model_validate({**base, "efficiency": 1.0, "kinds": kinds})
 
 
-def _needed(rates: MeasuredRates, part: str, found: float | None) -> float:
-    if found is None:
+def _needed(rates: MeasuredRates, part: str, rate: float | None) -> float:
+    if rate is None:
         why = rates.problems.get(part, "nothing was said")
         raise ConfigError(
             f"the rates of this machine have no {part}: {why}. Run `bigtrain doctor --again`, or "
             "plan with --cluster and a file."
         )
-    return found
+    return rate

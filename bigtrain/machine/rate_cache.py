@@ -32,9 +32,9 @@ def measured_rates(again: bool = False, ranks: int | None = None) -> MeasuredRat
         again: measure, also where rates are kept.
         ranks: between which the links are measured; left out, see `link_ranks`.
     """
-    kept = None if again else cached_rates(ranks)
-    if kept is not None:
-        return kept
+    cached = None if again else cached_rates(ranks)
+    if cached is not None:
+        return cached
     rates = measure_rates(link_ranks(ranks))
     if not rates.problems:  # what was in the way may be gone next time
         _keep(rates)
@@ -84,12 +84,12 @@ def _key(ranks: int) -> str:
 def _entries() -> dict[str, dict[str, Any]]:
     """What is in the cache; a file that is damaged has nothing in it."""
     try:
-        found = json.loads(cache_file().read_text("utf-8"))
+        cache = json.loads(cache_file().read_text("utf-8"))
     except (OSError, ValueError):
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(cache, dict):
         return {}
-    return {key: entry for key, entry in found.items() if isinstance(entry, dict)}
+    return {key: entry for key, entry in cache.items() if isinstance(entry, dict)}
 
 
 def _rates_of(values: object) -> MeasuredRates | None:
@@ -104,8 +104,8 @@ def _rates_of(values: object) -> MeasuredRates | None:
     if not isinstance(kinds, dict) or not all(_is_link(found) for found in kinds.values()):
         return None
     optional = {"to_device_bytes"} if values["device"] == "cpu" else set()
-    single = names - {"device", "flops", "problems", "link_kinds"}
-    numbers = [values[n] for n in single if not (n in optional and values[n] is None)]
+    scalar_names = names - {"device", "flops", "problems", "link_kinds"}
+    numbers = [values[n] for n in scalar_names if not (n in optional and values[n] is None)]
     if not all(_is_positive(number) for number in (*numbers, *flops.values())):
         return None
     return MeasuredRates(**values)

@@ -177,19 +177,20 @@ def _seconds(
 def _flops(device: torch.device) -> dict[str, float]:
     """Operations per second in products of square matrices, by precision."""
     sizes = (1024, 2048, 4096, 8192) if device.type == "cuda" else (256, 512, 1024, 2048)
-    drawn = torch.Generator(device).manual_seed(0)  # the caller's own random numbers stay
-    found: dict[str, float] = {}
+    generator = torch.Generator(device).manual_seed(0)  # the caller's own random numbers stay
+    best_flops: dict[str, float] = {}
     for name, kind in PRODUCT_TYPES.items():
         for size in sizes:  # larger ones are faster, up to where a single one takes long
             a, b = (
-                torch.randn(size, size, device=device, generator=drawn).to(kind) for _ in range(2)
+                torch.randn(size, size, device=device, generator=generator).to(kind)
+                for _ in range(2)
             )
             out = torch.empty_like(a)
             seconds = _seconds(partial(torch.mm, a, b, out=out), device)
-            found[name] = max(found.get(name, 0.0), 2 * size**3 / seconds)
+            best_flops[name] = max(best_flops.get(name, 0.0), 2 * size**3 / seconds)
             if seconds > 0.02:
                 break
-    return found
+    return best_flops
 
 
 def _copy_bytes(device: torch.device) -> float:
@@ -268,8 +269,8 @@ def _link(ranks: int) -> Mapping[str, Any]:
             lines = [line for line in said.read_text("utf-8", "replace").splitlines() if line]
             last = lines[-1].removeprefix("bigtrain: ") if lines else "they said nothing"
             raise RuntimeError(f"{ranks} ranks could not be measured: {last}")
-        found: dict[str, Any] = json.loads(answer.read_text("utf-8"))
-        return found
+        link_rates: dict[str, Any] = json.loads(answer.read_text("utf-8"))
+        return link_rates
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

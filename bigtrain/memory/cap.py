@@ -77,13 +77,14 @@ class MemoryCap:
 
 
 def _cap_gpu(limit: int, device: torch.device) -> None:
-    whole = device_capacity_bytes(device) or limit
-    if limit > whole:
+    capacity = device_capacity_bytes(device) or limit
+    if limit > capacity:
         raise ConfigError(
-            f"memory.cap={format_bytes(limit)} is more than the {format_bytes(whole)} of {device}. "
-            f"Use memory.cap={whole} or less, or leave it out."
+            f"memory.cap={format_bytes(limit)} is more than the {format_bytes(capacity)} of "
+            f"{device}. "
+            f"Use memory.cap={capacity} or less, or leave it out."
         )
-    torch.cuda.set_per_process_memory_fraction(limit / whole, device)
+    torch.cuda.set_per_process_memory_fraction(limit / capacity, device)
 
 
 def _warm_up() -> None:
@@ -125,10 +126,10 @@ def _set_soft(limit: int | None) -> None:
     import resource
 
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    wanted = hard if limit is None else limit
+    soft = hard if limit is None else limit
     if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+        soft = min(soft, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def available_bytes(limit: int | None, device: torch.device, local_ranks: int) -> int | None:
@@ -159,11 +160,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def requested_bytes(error: BaseException) -> int | None:
     """How much was asked for when memory ran out, where the error tells."""
-    found = _ASKED.search(str(error))
-    if found is None:
+    match = _ASKED.search(str(error))
+    if match is None:
         return None
-    unit = "" if found[2].lower() in ("bytes", "b") else found[2]
-    return parse_bytes(found[1] + unit)
+    unit = "" if match[2].lower() in ("bytes", "b") else match[2]
+    return parse_bytes(match[1] + unit)
 
 
 USABLE_FRACTION, NON_TENSOR_BYTES = 0.95, 8 * MIB

@@ -40,13 +40,13 @@ class SpaceShortage:
 
 def find_shortage(needs: Iterable[SpaceRequest]) -> SpaceShortage | None:
     """The first place where the ranks together want more than is free, or None."""
-    places: dict[tuple[str, str], list[SpaceRequest]] = {}
+    requests_of: dict[tuple[str, str], list[SpaceRequest]] = {}
     for need in needs:
-        places.setdefault((need.node, need.where), []).append(need)
-    for (node, _), ranks in places.items():
-        wanted, free = sum(need.wanted for need in ranks), min(need.free for need in ranks)
-        if wanted > free:
-            return SpaceShortage(node, len(ranks), wanted, free)
+        requests_of.setdefault((need.node, need.where), []).append(need)
+    for (node, _), ranks in requests_of.items():
+        needed, free = sum(need.wanted for need in ranks), min(need.free for need in ranks)
+        if needed > free:
+            return SpaceShortage(node, len(ranks), needed, free)
     return None
 
 
@@ -93,17 +93,17 @@ def file_system(folder: str, mounts: Path = Path("/proc/self/mountinfo")) -> str
     except OSError:
         return None
     real = os.path.realpath(folder)
-    found, length = None, -1
+    file_system_type, length = None, -1
     for line in lines:
         left, _, right = line.partition(" - ")
         point = left.split()[4].encode().decode("unicode_escape")
         inside = real == point or real.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= length:  # of two on the same point, the later one is seen
-            found, length = right.split()[0], len(point)
-    return found
+            file_system_type, length = right.split()[0], len(point)
+    return file_system_type
 
 
 def free_disk_bytes(folder: str) -> int:
     """Bytes that this user may still write to the file system of a folder."""
-    told = os.statvfs(folder)
-    return told.f_bavail * told.f_frsize
+    stats = os.statvfs(folder)
+    return stats.f_bavail * stats.f_frsize

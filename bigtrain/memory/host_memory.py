@@ -17,9 +17,9 @@ def free_host_bytes(root: Path = Path("/")) -> int | None:
     Args:
         root: above `proc` and `sys`.
     """
-    found = [_available(root), *_cgroup_free_bytes(root)]
-    known = [room for room in found if room is not None]
-    return min(known) if known else None
+    limits = [_available(root), *_cgroup_free_bytes(root)]
+    known_limits = [room for room in limits if room is not None]
+    return min(known_limits) if known_limits else None
 
 
 def host_memory_line(root: Path = Path("/")) -> str:
@@ -73,14 +73,14 @@ def _cgroup_free_bytes(root: Path) -> Iterable[int | None]:
 
 
 def _group_free_bytes(group: Path, limit: str, usage: str, reclaimable: str) -> int | None:
-    most, used = _number(group / limit), _number(group / usage)
-    if most is None or used is None:
+    limit_bytes, used = _number(group / limit), _number(group / usage)
+    if limit_bytes is None or used is None:
         return None
     cached = 0
     for line in _lines(group / "memory.stat"):
         if line.startswith(f"{reclaimable} "):  # page cache that is dropped when memory is wanted
             cached = int(line.split()[1])
-    return max(0, most - max(0, used - cached))
+    return max(0, limit_bytes - max(0, used - cached))
 
 
 def _number(file: Path) -> int | None:

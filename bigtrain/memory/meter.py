@@ -111,15 +111,15 @@ class MemoryMeter:
     @contextmanager
     def step(self) -> Iterator[None]:
         """One optimizer step; the last of the window closes it."""
-        began = self._tracker.clock if self._tracker is not None else 0
+        start_tick = self._tracker.clock if self._tracker is not None else 0
         with self.window():
             yield
         if self._tracker is not None:
             self._steps_left -= 1
             if self._steps_left <= 0:
-                recorded = self._tracker.timeline()
-                self._tracked = recorded.peak()
-                self._course = recorded.curve(began, self._tracker.times)
+                timeline = self._tracker.timeline()
+                self._tracked = timeline.peak()
+                self._course = timeline.curve(start_tick, self._tracker.times)
                 self._tracker.close()
                 self._tracker = None
 
@@ -152,12 +152,12 @@ class MemoryMeter:
 
 def _fill(peak: Peak, allocated: int) -> Peak:
     """Let the parts sum to what the allocator counted: kernels' scratch space is temporary."""
-    parts = peak.breakdown
-    temporary = parts.temporary + allocated - parts.total
+    breakdown = peak.breakdown
+    temporary = breakdown.temporary + allocated - breakdown.total
     if temporary >= 0:
-        return replace(peak, breakdown=replace(parts, temporary=temporary))
-    activations = max(0, parts.activations + temporary)
-    return replace(peak, breakdown=replace(parts, temporary=0, activations=activations))
+        return replace(peak, breakdown=replace(breakdown, temporary=temporary))
+    activations = max(0, breakdown.activations + temporary)
+    return replace(peak, breakdown=replace(breakdown, temporary=0, activations=activations))
 
 
 def device_capacity_bytes(device: torch.device) -> int | None:

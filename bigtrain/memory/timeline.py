@@ -138,34 +138,39 @@ class Timeline:
             points: into how many stretches of equal time the step is divided.
         """
         last = len(times) - 1
-        began, whole = times[min(start, last)], max(times[-1] - times[min(start, last)], 1e-9)
+        start_time, duration = (
+            times[min(start, last)],
+            max(times[-1] - times[min(start, last)], 1e-9),
+        )
         changes: dict[int, list[tuple[MemoryKind, int]]] = {}
         for span in self.spans:
             changes.setdefault(span.birth, []).append((span.kind, span.nbytes))
             changes.setdefault(span.death, []).append((span.kind, -span.nbytes))
-        now: dict[MemoryKind, int] = dict.fromkeys(MEMORY_KINDS, 0)
-        found: dict[int, tuple[float, dict[MemoryKind, int]]] = {}
+        alive: dict[MemoryKind, int] = dict.fromkeys(MEMORY_KINDS, 0)
+        highest_by_bin: dict[int, tuple[float, dict[MemoryKind, int]]] = {}
         for tick in sorted(changes):
             for kind, nbytes in changes[tick]:
-                now[kind] += nbytes
+                alive[kind] += nbytes
             if start <= tick <= last:
-                second = times[tick] - began
-                place = min(points - 1, int(second / whole * points))
-                if place not in found or sum(now.values()) > sum(found[place][1].values()):
-                    found[place] = (second, dict(now))
-        moments = [found[place] for place in sorted(found)]
+                second = times[tick] - start_time
+                bin_index = min(points - 1, int(second / duration * points))
+                if bin_index not in highest_by_bin or sum(alive.values()) > sum(
+                    highest_by_bin[bin_index][1].values()
+                ):
+                    highest_by_bin[bin_index] = (second, dict(alive))
+        moments = [highest_by_bin[bin_index] for bin_index in sorted(highest_by_bin)]
         return MemoryCurve(
             tuple(second for second, _ in moments),
             {kind: tuple(parts[kind] for _, parts in moments) for kind in MEMORY_KINDS},
-            tuple((times[min(t, last)] - began, p) for t, p in self.phases if t >= start),
+            tuple((times[min(t, last)] - start_time, p) for t, p in self.phases if t >= start),
         )
 
     def only(self, *phases: Phase, drop: Sequence[MemoryKind] = ()) -> Timeline:
         """The spans born in the given phases, less the kinds in `drop`."""
-        kept = tuple(
+        selected = tuple(
             s for s in self.spans if s.kind not in drop and self.phase_at(s.birth) in phases
         )
-        return Timeline(kept, self.phases)
+        return Timeline(selected, self.phases)
 
 
 def scale_timeline(timeline: Timeline, factor: float) -> Timeline:

@@ -199,8 +199,8 @@ def _resizes_told(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None
 def _infer(
     birth: int, death: int, forwards: list[tuple[int, int]], step_ends: list[int], end: int
 ) -> MemoryKind:
-    closes = next((stop for stop in step_ends if stop > birth), None)
-    if closes is not None and (death > closes or death >= end):
+    next_boundary = next((stop for stop in step_ends if stop > birth), None)
+    if next_boundary is not None and (death > next_boundary or death >= end):
         return "buffers"
     for start, stop in forwards:
         if start <= birth < stop:

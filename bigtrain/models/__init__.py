@@ -94,10 +94,10 @@ def model_defaults(
     if ":" in name:
         return {}
     if name in PRESETS:
-        found = {"vocab_size": num_classes, "sequence_length": sequence_length}
+        arguments = {"vocab_size": num_classes, "sequence_length": sequence_length}
     else:
-        found = {"num_classes": num_classes}
-    return {key: value for key, value in found.items() if value is not None}
+        arguments = {"num_classes": num_classes}
+    return {key: value for key, value in arguments.items() if value is not None}
 
 
 def sequence_length(name: str, args: Mapping[str, Any]) -> int | None:

@@ -23,14 +23,14 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     model without any has its own children as blocks. A stage of a cut model says itself which
     of the whole model's blocks it computes (`own_blocks`).
     """
-    own = getattr(model, "own_blocks", None)
-    if own is not None:
-        named = ((name, model.get_submodule(name)) for name in own)
+    named_blocks = getattr(model, "own_blocks", None)
+    if named_blocks is not None:
+        named = ((name, model.get_submodule(name)) for name in named_blocks)
         return [(name, block) for name, block in named if _has_weights(block)]
-    found = _once(_repeated("", model))
-    if not found:
-        found = [(name, child) for name, child in model.named_children() if _has_weights(child)]
-    return found
+    blocks = _once(_repeated("", model))
+    if not blocks:
+        blocks = [(name, child) for name, child in model.named_children() if _has_weights(child)]
+    return blocks
 
 
 def independent_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -38,9 +38,9 @@ def independent_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     named = find_blocks(model)
     blocks = [block for _, block in named]
     uses: dict[int, set[int]] = {}
-    for place, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         for parameter in block.parameters():
-            uses.setdefault(id(parameter), set()).add(place)
+            uses.setdefault(id(parameter), set()).add(index)
     inside = {id(module) for block in blocks for module in block.modules()}
     for module in model.modules():
         if id(module) not in inside:
@@ -65,33 +65,33 @@ def matching_modules(model: nn.Module, patterns: Sequence[str], key: str) -> lis
         ConfigError: one matches nothing or a mere list of modules, or one is inside of another.
     """
     modules = {name: module for name, module in model.named_modules() if name}
-    found: set[str] = set()
+    matched: set[str] = set()
     for pattern in patterns:
-        hits = [name for name in modules if _matches(name, pattern)]
-        if not hits:
+        matches = [name for name in modules if _matches(name, pattern)]
+        if not matches:
             raise ConfigError(
                 f"{key}: the model has no module {pattern!r}{did_you_mean(pattern, modules)} "
                 f"Its blocks are {_listed([name for name, _ in find_blocks(model)])}."
             )
-        lists = [name for name in hits if isinstance(modules[name], _LISTS)]
+        lists = [name for name in matches if isinstance(modules[name], _LISTS)]
         if lists:
             raise ConfigError(
                 f"{key}: {lists[0]} is a {type(modules[lists[0]]).__name__}, which computes "
                 f"nothing itself. Use {lists[0]}.*"
             )
-        found.update(hits)
-    for name in found:
-        outer = next((other for other in found if name.startswith(f"{other}.")), None)
+        matched.update(matches)
+    for name in matched:
+        outer = next((other for other in matched if name.startswith(f"{other}.")), None)
         if outer is not None:
             raise ConfigError(
                 f"{key}: {name} is inside of {outer}, which is named, too. Leave one out."
             )
-    return [name for name in modules if name in found]
+    return [name for name in modules if name in matched]
 
 
 def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+    parts, pattern_parts = name.split("."), pattern.split(".")
+    return len(parts) == len(pattern_parts) and all(map(fnmatchcase, parts, pattern_parts))
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -117,12 +117,12 @@ def _repeated(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _once(named: Iterator[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     """A block that stands in two places under its first name."""
     seen: set[int] = set()
-    found = []
+    blocks = []
     for name, block in named:
         if id(block) not in seen:
             seen.add(id(block))
-            found.append((name, block))
-    return found
+            blocks.append((name, block))
+    return blocks
 
 
 def _is_repeated(module: nn.Module) -> bool:

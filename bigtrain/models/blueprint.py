@@ -149,9 +149,9 @@ class Blueprint:
         device: torch.device,
         seed: int,
     ) -> None:
-        uses: dict[int, int] = {}
+        storage_uses: dict[int, int] = {}
         for origin in self._origins.values():
-            uses[origin.spec.storage] = uses.get(origin.spec.storage, 0) + 1
+            storage_uses[origin.spec.storage] = storage_uses.get(origin.spec.storage, 0) + 1
         shared: dict[int, torch.UntypedStorage] = {}
         for name, tensor in tensors.items():
             origin = self._origins[self._first_names.get(name, name)]
@@ -161,10 +161,10 @@ class Blueprint:
                 storage = recording.replay(
                     spec.storage, closure, lambda op: initial_seed(seed, self._owners[op])
                 )
-                if uses[spec.storage] == 1:
+                if storage_uses[spec.storage] == 1:
                     storage, spec = _trimmed(storage, spec)
                 storage = _moved(storage, device)
-            if uses[spec.storage] > 1:  # tensors that overlap keep overlapping
+            if storage_uses[spec.storage] > 1:  # tensors that overlap keep overlapping
                 shared[spec.storage] = storage
             _fill(self.model, tensor, view_storage(storage, spec))
             del storage
@@ -264,24 +264,24 @@ def _aliases(model: nn.Module) -> dict[str, torch.Tensor]:
 def _loose_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Tensors that modules keep in plain attributes, or in lists or mappings there."""
     registered = {id(tensor) for tensor in _named_tensors(model).values()}
-    found: dict[str, torch.Tensor] = {}
+    loose: dict[str, torch.Tensor] = {}
 
-    def look(path: str, value: object) -> None:
+    def collect(path: str, value: object) -> None:
         if isinstance(value, torch.Tensor):
             if id(value) not in registered:
-                found[path] = value
+                loose[path] = value
         elif isinstance(value, (list, tuple)):
             for position, item in enumerate(value):
-                look(f"{path}[{position}]", item)
+                collect(f"{path}[{position}]", item)
         elif isinstance(value, dict):
             for key, item in value.items():
-                look(f"{path}[{key!r}]", item)
+                collect(f"{path}[{key!r}]", item)
 
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in ("_parameters", "_buffers", "_modules"):
-                look(f"{path}.{name}" if path else name, value)
-    return found
+                collect(f"{path}.{name}" if path else name, value)
+    return loose
 
 
 def _copy_values(source: nn.Module, target: nn.Module) -> None:

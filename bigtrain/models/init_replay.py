@@ -132,15 +132,15 @@ class InitRecording:
             closure: what `closure` returned for it.
             seed_of: the seed for each random operation, by its index.
         """
-        real: dict[int, torch.UntypedStorage] = {}
+        storages: dict[int, torch.UntypedStorage] = {}
         last_use = {key: index for index in closure for key in self.operations[index].touches}
         for index in closure:
             if self.operations[index].random:
                 torch.default_generator.manual_seed(seed_of(index))
-            self._run(self.operations[index], real)
-            for key in [k for k in real if k != storage and last_use[k] == index]:
-                del real[key]
-        return self._storage(real, storage, blank=True)
+            self._run(self.operations[index], storages)
+            for key in [k for k in storages if k != storage and last_use[k] == index]:
+                del storages[key]
+        return self._storage(storages, storage, blank=True)
 
     def _run(self, operation: RecordedCall, real: dict[int, torch.UntypedStorage]) -> None:
         def thaw(leaf: Any) -> Any:

@@ -45,13 +45,13 @@ def make_torchvision(name: str, args: Mapping[str, Any]) -> nn.Module:
     """
     builder = _models().get_model_builder(name)
     _refuse(name, args)
-    given: dict[str, Any] = {"weights": None}
+    arguments: dict[str, Any] = {"weights": None}
     if "weights_backbone" in inspect.signature(builder).parameters:
-        given["weights_backbone"] = None
+        arguments["weights_backbone"] = None
     if name in _WITH_INIT_WEIGHTS:
-        given["init_weights"] = True
+        arguments["init_weights"] = True
     try:
-        model: nn.Module = builder(**given | dict(args))
+        model: nn.Module = builder(**arguments | dict(args))
     except (TypeError, ValueError) as error:
         raise _explained(name, builder, args, error) from error
     return model

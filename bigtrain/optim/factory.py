@@ -48,10 +48,10 @@ def optimizer_factory(config: OptimConfig, seed: int = 0) -> MakeOptimizer:
                 parameters, lr=config.lr, weight_decay=config.weight_decay, foreach=foreach
             )
         if config.name == "sgd":
-            given = list(parameters)
-            shards = any(isinstance(parameter, DTensor) for parameter in given)
+            parameter_list = list(parameters)
+            shards = any(isinstance(parameter, DTensor) for parameter in parameter_list)
             return torch.optim.SGD(
-                given,
+                parameter_list,
                 lr=config.lr,
                 momentum=config.momentum,
                 weight_decay=config.weight_decay,
@@ -103,6 +103,8 @@ def learning_rate(
     if config.schedule == "constant":
         return highest
     span = max(1, total_steps - config.warmup_steps)
-    passed = min(1.0, (step - config.warmup_steps) / span)
-    left = (1 + math.cos(math.pi * passed)) / 2 if config.schedule == "cosine" else 1 - passed
-    return highest * (config.final_lr_share + (1 - config.final_lr_share) * left)
+    progress = min(1.0, (step - config.warmup_steps) / span)
+    remaining = (
+        (1 + math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1 - progress
+    )
+    return highest * (config.final_lr_share + (1 - config.final_lr_share) * remaining)

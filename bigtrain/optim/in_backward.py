@@ -64,24 +64,24 @@ class InBackwardUpdate(WholeUpdate):
         self._meter.label([gradient], "gradients")
         dtype = torch.float32 if gradient.dtype in (torch.bfloat16, torch.float16) else None
         self._norms[parameter] = torch.linalg.vector_norm(gradient, dtype=dtype)  # type: ignore[index]
-        place = self._place.get(parameter)
-        if place is not None:
-            self._step_one(parameter, self.optimizer.param_groups[place])
+        group_index = self._place.get(parameter)
+        if group_index is not None:
+            self._step_one(parameter, self.optimizer.param_groups[group_index])
         parameter.grad = None
-        if place is not None and self._meter.tracking:
+        if group_index is not None and self._meter.tracking:
             slots = self.optimizer.state[parameter].values()
             self._meter.label((v for v in slots if isinstance(v, Tensor)), "optimizer")
 
     def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        groups, shown = self.optimizer.param_groups, {**group, "params": [parameter]}
+        groups, single = self.optimizer.param_groups, {**group, "params": [parameter]}
         # The optimizer itself, shown one parameter: its state and its settings stay in one place.
-        self.optimizer.param_groups = [shown]
+        self.optimizer.param_groups = [single]
         try:
             self.optimizer.step()
         finally:
             self.optimizer.param_groups = groups
-        for key in shown:
-            if key != "params" and shown[key] is not group.get(key):
+        for key in single:
+            if key != "params" and single[key] is not group.get(key):
                 raise ConfigError(
                     f"optim.release_gradients=true: {type(self.optimizer).__name__} counts "
                     f"{key!r} for all parameters of a group together, and here they are updated "

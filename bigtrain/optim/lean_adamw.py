@@ -94,23 +94,31 @@ class LeanAdamW(torch.optim.Optimizer):
             slots["step"] = torch.tensor(0.0, device="cpu")
         slots["step"] += 1
         count = round(slots["step"].item())
-        held = local_tensor(parameter).detach()
-        work = torch.float64 if held.dtype == torch.float64 else torch.float32
-        self._store_moments(parameter, slots, work)
+        own_values = local_tensor(parameter).detach()
+        compute_dtype = torch.float64 if own_values.dtype == torch.float64 else torch.float32
+        self._store_moments(parameter, slots, compute_dtype)
         generator = self._generator(parameter, count) if self._stochastic else None
         # Memory in another order, or with gaps (rare): a copy of this one parameter.
-        dense = held if is_dense(held) else torch.empty_like(held).copy_(held)
+        contiguous = (
+            own_values if is_dense(own_values) else torch.empty_like(own_values).copy_(own_values)
+        )
         gradient = local_tensor(parameter.grad).detach()  # type: ignore[arg-type]
-        if gradient.stride() != dense.stride():
-            gradient = torch.empty_like(dense).copy_(gradient)
-        values, gradients = flat_view(dense), flat_view(gradient)
+        if gradient.stride() != contiguous.stride():
+            gradient = torch.empty_like(contiguous).copy_(gradient)
+        values, gradients = flat_view(contiguous), flat_view(gradient)
         for start in range(0, len(values), CHUNK_ELEMENTS):
             part = slice(start, min(start + CHUNK_ELEMENTS, len(values)))
             self._update_chunk(
-                values[part], gradients[part].to(work), slots, part, count, generator, group
+                values[part],
+                gradients[part].to(compute_dtype),
+                slots,
+                part,
+                count,
+                generator,
+                group,
             )
-        if dense is not held:
-            held.copy_(dense)
+        if contiguous is not own_values:
+            own_values.copy_(contiguous)
 
     def _update_chunk(
         self,
@@ -122,18 +130,18 @@ class LeanAdamW(torch.optim.Optimizer):
         generator: torch.Generator | None,
         group: MutableMapping[str, Any],
     ) -> None:
-        (first, second), lr = group["betas"], float(group["lr"])
-        mean, square = (self._read(slots, key, part, gradient.dtype) for key in MOMENTS)
-        mean.lerp_(gradient, 1 - first)
-        square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
-        bottom = square.sqrt().div_(math.sqrt(1 - second**count)).add_(group["eps"])
+        (beta1, beta2), lr = group["betas"], float(group["lr"])
+        mean, mean_square = (self._read(slots, key, part, gradient.dtype) for key in MOMENTS)
+        mean.lerp_(gradient, 1 - beta1)
+        mean_square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        denominator = mean_square.sqrt().div_(math.sqrt(1 - beta2**count)).add_(group["eps"])
         updated = values.to(gradient.dtype)
         updated.mul_(1 - lr * group["weight_decay"])
-        updated.addcdiv_(mean, bottom, value=-lr / (1 - first**count))
-        del bottom
+        updated.addcdiv_(mean, denominator, value=-lr / (1 - beta1**count))
+        del denominator
         copy_rounded(values, updated, generator)
         del updated
-        for key, value in zip(MOMENTS, (mean, square), strict=True):
+        for key, value in zip(MOMENTS, (mean, mean_square), strict=True):
             self._write(slots, key, part, value, generator)
 
     def _store_moments(

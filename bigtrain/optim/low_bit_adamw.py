@@ -97,8 +97,8 @@ class LowBitAdamW(LeanAdamW):
             pairs = codes[part.start // 2 : part.stop // 2]
             codes = torch.stack((pairs >> 4, pairs & 15), dim=-1).view(-1)
         values, _ = self._table(key, codes.device)
-        found = values[codes.int()].view(len(scales), -1).mul_(scales[:, None])
-        return found.view(-1).to(work)
+        dequantized = values[codes.int()].view(len(scales), -1).mul_(scales[:, None])
+        return dequantized.view(-1).to(work)
 
     def _write(
         self,
@@ -138,10 +138,10 @@ def quantization_maps(bits: int) -> dict[str, tuple[float, ...]]:
     Raises:
         ConfigError: torchao is not installed.
     """
-    warns = logging.getLogger("torch.utils._pytree")
-    level = warns.level
+    logger = logging.getLogger("torch.utils._pytree")
+    level = logger.level
     try:
-        warns.setLevel(logging.ERROR)  # of a call of torchao's that torch will drop one day
+        logger.setLevel(logging.ERROR)  # of a call of torchao's that torch will drop one day
         formats = importlib.import_module(f"torchao.optim.subclass_{bits}bit")
     except ImportError as error:
         raise ConfigError(
@@ -150,7 +150,7 @@ def quantization_maps(bits: int) -> dict[str, tuple[float, ...]]:
             "optim.state=bf16 with optim.name=adamw."
         ) from None
     finally:
-        warns.setLevel(level)
+        logger.setLevel(level)
     return {
         "exp_avg": tuple(formats.get_qmap_signed()),
         "exp_avg_sq": tuple(formats.get_qmap_unsigned()),

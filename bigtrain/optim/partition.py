@@ -20,16 +20,16 @@ class Slice:
 
 
 def partition_evenly(
-    sizes: Mapping[str, int], ranks: int, splits: bool, most: int | None = None
+    sizes: Mapping[str, int], ranks: int, may_split: bool, max_elements: int | None = None
 ) -> list[tuple[str, int, int, int]]:
     """Give each rank an equal stretch of all parameters laid end to end.
 
     Args:
         sizes: elements of each parameter, in their order.
         ranks: how many share them.
-        splits: whether a parameter may be cut; otherwise it goes whole to the rank that its
+        may_split: whether a parameter may be cut; otherwise it goes whole to the rank that its
             middle falls to.
-        most: elements of the largest piece; None is no limit.
+        max_elements: elements of the largest piece; None is no limit.
 
     Returns:
         (name, rank, start, stop) of each piece, in order; an empty one of an empty parameter, so
@@ -41,7 +41,7 @@ def partition_evenly(
     pieces = []
     offset = 0
     for name, size in sizes.items():
-        if not splits or size == 0:
+        if not may_split or size == 0:
             middle = offset + size // 2
             owner = max(r for r in range(ranks) if bounds[r] <= middle)
             pieces.append((name, owner, 0, size))
@@ -49,9 +49,10 @@ def partition_evenly(
             for rank in range(ranks):
                 start = max(offset, bounds[rank]) - offset
                 stop = min(offset + size, bounds[rank + 1]) - offset
-                step = most or max(1, stop - start)
+                chunk = max_elements or max(1, stop - start)
                 pieces += [
-                    (name, rank, at, min(at + step, stop)) for at in range(start, stop, step)
+                    (name, rank, chunk_start, min(chunk_start + chunk, stop))
+                    for chunk_start in range(start, stop, chunk)
                 ]
         offset += size
     return pieces
@@ -62,12 +63,12 @@ def chunk_elements(elements: int, ranks: int) -> int:
     return max(1 << 18, math.ceil(elements / ranks / 32 / 64) * 64)
 
 
-def merge_slices(cuts: Iterable[Slice]) -> list[Slice]:
+def merge_slices(slices: Iterable[Slice]) -> list[Slice]:
     """Neighbouring cuts of one owner as one."""
     merged: list[Slice] = []
-    for cut in cuts:
-        if merged and (merged[-1].name, merged[-1].owner) == (cut.name, cut.owner):
-            merged[-1] = replace(merged[-1], stop=cut.stop)
+    for current in slices:
+        if merged and (merged[-1].name, merged[-1].owner) == (current.name, current.owner):
+            merged[-1] = replace(merged[-1], stop=current.stop)
         else:
-            merged.append(cut)
+            merged.append(current)
     return merged

@@ -100,36 +100,40 @@ class PartitionedUpdate:
         make_optimizer: MakeOptimizer,
         *,
         replicas: ReplicaGroup | None = None,
-        home: StateStore | None = None,
-        low: Collection[str] = (),
+        state_store: StateStore | None = None,
+        low_names: Collection[str] = (),
     ) -> None:
         self._parameters = parameters
-        self._replicas, self._state_store = replicas or ReplicaGroup(), home or StateStore()
-        self._low = frozenset(low)
+        self._replicas, self._state_store = replicas or ReplicaGroup(), state_store or StateStore()
+        self._low = frozenset(low_names)
         for parameter in parameters.values():  # a stretch of one with gaps is no view of it
             if not is_dense(local_tensor(parameter)):
                 parameter.data = parameter.data.contiguous()
-        splits = (
+        may_split = (
             type(make_optimizer([nn.Parameter(torch.zeros(1))])).__name__ in ELEMENTWISE_OPTIMIZERS
         )
-        chunked = self._state_store.updates_elsewhere or self._state_store.chunked or bool(low)
+        chunked = (
+            self._state_store.updates_elsewhere or self._state_store.chunked or bool(low_names)
+        )
         sizes = {name: local_tensor(p).numel() for name, p in parameters.items()}
-        most = chunk_elements(sum(sizes.values()), self._replicas.size) if chunked else None
+        chunk_size = chunk_elements(sum(sizes.values()), self._replicas.size) if chunked else None
         ranks, rank = self._replicas.size, self._replicas.rank
-        self._slices = [Slice(*cut) for cut in partition_evenly(sizes, ranks, splits, most)]
-        self._whole_shape = not splits
+        self._slices = [
+            Slice(*cut) for cut in partition_evenly(sizes, ranks, may_split, chunk_size)
+        ]
+        self._whole_shape = not may_split
         self._owned: dict[Slice, OwnedSlice] = {}
-        mine = {
+        own_slices = {
             name: [c for c in self._slices if c.name == name and c.owner == rank] for name in sizes
         }
         self._state_store.ensure_space(
-            sum(self._bytes(cuts) for cuts in mine.values()),
-            sum(self._bytes(cuts) for name, cuts in mine.items() if self._copies(name)),
+            sum(self._bytes(cuts) for cuts in own_slices.values()),
+            sum(self._bytes(cuts) for name, cuts in own_slices.items() if self._copies(name)),
             make_optimizer,
         )
-        for name, cuts in mine.items():
+        for name, cuts in own_slices.items():
             self._make_slices(name, cuts)
-        self._chunks = _chunks(list(self._owned.values()), most)
+        self._chunks = _chunks(list(self._owned.values()), chunk_size)
         # A rank without a piece (fewer elements than ranks) still has an optimizer to set rates on.
         shards = [piece.shard for piece in self._owned.values()]
         self.optimizer = make_optimizer(shards or [nn.Parameter(torch.zeros(0))])
@@ -166,7 +170,7 @@ class PartitionedUpdate:
             if not present:
                 continue
             self._state_store.prepare_chunk(
-                kept for piece, _ in present for kept in piece.stored.values()
+                stored for piece, _ in present for stored in piece.stored.values()
             )
             for piece, gradient in present:
                 self._load_slice(piece)
@@ -190,22 +194,24 @@ class PartitionedUpdate:
             for chunk in self._chunks:
                 yield chunk, [self._gradient(piece) for piece in chunk]
             return
-        coming = [self._gradient(piece) for piece in self._chunks[0]] if self._chunks else []
+        next_gradients = (
+            [self._gradient(piece) for piece in self._chunks[0]] if self._chunks else []
+        )
         for number, chunk in enumerate(self._chunks):
-            here = coming
-            following = self._chunks[number + 1] if number + 1 < len(self._chunks) else []
-            coming = [self._gradient(piece) for piece in following]
-            yield chunk, here
+            gradients = next_gradients
+            next_chunk = self._chunks[number + 1] if number + 1 < len(self._chunks) else []
+            next_gradients = [self._gradient(piece) for piece in next_chunk]
+            yield chunk, gradients
 
     def _gradient(self, piece: OwnedSlice) -> Callable[[], Tensor] | None:
         """The piece's share of the gradient: a view where it need not be converted or moved."""
         parameter = self._parameters[piece.slice.name]
         if parameter.grad is None:
             return None
-        gradient, held = local_tensor(parameter.grad).detach(), local_tensor(parameter)
+        gradient, own_values = local_tensor(parameter.grad).detach(), local_tensor(parameter)
         if not self._whole_shape:
-            if gradient.stride() != held.stride():
-                gradient = torch.empty_like(held).copy_(gradient)
+            if gradient.stride() != own_values.stride():
+                gradient = torch.empty_like(own_values).copy_(gradient)
             gradient = flat_view(gradient)[piece.slice.start : piece.slice.stop]
         return self._state_store.begin_copy(gradient, piece.shard)
 
@@ -229,23 +235,23 @@ class PartitionedUpdate:
     def _store_slot(self, piece: OwnedSlice, slots: dict[Any, Any], key: str) -> None:
         value = slots[key]
         if isinstance(value, Tensor) and value.numel() > 1:  # step counts are read all the time
-            kept = self._state_store.store(value, piece.stored.get(key))
-            if kept is not None:
-                slots[key] = piece.stored[key] = kept
+            stored = self._state_store.store(value, piece.stored.get(key))
+            if stored is not None:
+                slots[key] = piece.stored[key] = stored
 
     def _store_value(self, piece: OwnedSlice, value: Tensor) -> None:
-        kept = self._state_store.store(value, piece.stored.get(VALUE_KEY))
-        if kept is not None:
-            piece.stored[VALUE_KEY] = kept
+        stored = self._state_store.store(value, piece.stored.get(VALUE_KEY))
+        if stored is not None:
+            piece.stored[VALUE_KEY] = stored
             piece.shard.data = value.new_empty(0)
 
     def _broadcast_slices(self) -> None:
         """Let every replica have every piece: broadcasts in place, no second copy."""
-        under_way = []
+        broadcasts = []
         for cut in merge_slices(self._slices):
-            held = flat_view(local_tensor(self._parameters[cut.name]).detach())
-            under_way.append(self._replicas.broadcast(held[cut.start : cut.stop], cut.owner))
-        for work in under_way:
+            own_values = flat_view(local_tensor(self._parameters[cut.name]).detach())
+            broadcasts.append(self._replicas.broadcast(own_values[cut.start : cut.stop], cut.owner))
+        for work in broadcasts:
             if work is not None:
                 work.wait()
 
@@ -256,21 +262,21 @@ class PartitionedUpdate:
 
     def state(self) -> dict[str, TensorSource]:
         """See `Update.state`."""
-        mine: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...] | None]]] = {}
+        own_slots: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...] | None]]] = {}
         for cut, piece in self._owned.items():
             for key, value in self.optimizer.state.get(piece.shard, {}).items():
                 if isinstance(value, Tensor | StoredTensor):
                     sliced = value.shape == piece.shape and len(value.shape) > 0
-                    about = (value.dtype, None if sliced else tuple(value.shape))
-                    mine.setdefault(cut.name, {})[key] = about
+                    description = (value.dtype, None if sliced else tuple(value.shape))
+                    own_slots.setdefault(cut.name, {})[key] = description
         keys: dict[str, dict[str, Any]] = {}
-        for part in self._replicas.gather(mine):
+        for part in self._replicas.gather(own_slots):
             for name, slots in part.items():
                 keys.setdefault(name, {}).update(slots)
         return {
-            f"{name}.{key}": self._slot(name, key, *about)
+            f"{name}.{key}": self._slot(name, key, *description)
             for name in self._parameters
-            for key, about in sorted(keys.get(name, {}).items())
+            for key, description in sorted(keys.get(name, {}).items())
         }
 
     def _slot(
@@ -294,14 +300,14 @@ class PartitionedUpdate:
         result = torch.empty_like(local_tensor(parameter).detach(), dtype=dtype)
         elements = flat_view(result)
         for cut in self._slices_of(name):
-            stretch = elements[cut.start : cut.stop]
+            section = elements[cut.start : cut.stop]
             if cut in self._owned:
                 value = values(self._owned[cut]).detach()
                 if value.shape == result.shape:  # laid out in memory as it may be
                     result.copy_(value)
                 else:
-                    stretch.copy_(flat_view(value))
-            work = self._replicas.broadcast(stretch, cut.owner)
+                    section.copy_(flat_view(value))
+            work = self._replicas.broadcast(section, cut.owner)
             if work is not None:
                 work.wait()
         return full_tensor(as_dtensor_like(result, parameter))
@@ -371,8 +377,8 @@ class PartitionedUpdate:
     def _elements(self, name: str, value: Tensor) -> Tensor:
         """What this rank holds of a whole tensor, in the order of the cuts."""
         parameter = self._parameters[name]
-        held = torch.empty_like(local_tensor(parameter).detach(), dtype=value.dtype)
-        return flat_view(held.copy_(local_part(value, parameter)))
+        own_values = torch.empty_like(local_tensor(parameter).detach(), dtype=value.dtype)
+        return flat_view(own_values.copy_(local_part(value, parameter)))
 
     def _part(self, piece: OwnedSlice, elements: Tensor) -> Tensor:
         """A piece's own copy of its elements, in the shape of its shard."""
@@ -389,14 +395,14 @@ class PartitionedUpdate:
         self._state_store.close()
 
 
-def _chunks(pieces: Sequence[OwnedSlice], most: int | None) -> list[list[OwnedSlice]]:
-    if most is None:
+def _chunks(pieces: Sequence[OwnedSlice], chunk_size: int | None) -> list[list[OwnedSlice]]:
+    if chunk_size is None:
         return [list(pieces)] if pieces else []
     chunks: list[list[OwnedSlice]] = []
     filled = 0
     for piece in pieces:
         size = piece.shape.numel()
-        if not chunks or filled + size > most:
+        if not chunks or filled + size > chunk_size:
             chunks.append([])
             filled = 0
         chunks[-1].append(piece)

@@ -58,12 +58,14 @@ class StateStore:
     chunked = False
     """Whether to update a chunk at a time, so that little of the state is in memory at once."""
 
-    def ensure_space(self, updated: int, copied: int, make_optimizer: MakeOptimizer) -> None:
+    def ensure_space(
+        self, updated_bytes: int, copied_bytes: int, make_optimizer: MakeOptimizer
+    ) -> None:
         """Make sure of the room, before anything is moved. Collective.
 
         Args:
-            updated: bytes of the pieces that this rank updates.
-            copied: bytes of those of which a copy is kept beside the parameters.
+            updated_bytes: bytes of the pieces that this rank updates.
+            copied_bytes: bytes of those of which a copy is kept beside the parameters.
             make_optimizer: tells how much state there is for each of these bytes.
 
         Raises:
@@ -79,10 +81,10 @@ class StateStore:
         del tensor, before
         return None
 
-    def prepare_chunk(self, kept: Iterable[StoredTensor]) -> None:
+    def prepare_chunk(self, upcoming: Iterable[StoredTensor]) -> None:
         """Make room for the tensors of a chunk, which are fetched next."""
 
-    def load(self, kept: StoredTensor) -> Tensor:
+    def load(self, stored: StoredTensor) -> Tensor:
         """The tensor, in memory again; within a step until the next `expect` or `rest`."""
         raise NotImplementedError
 
@@ -120,21 +122,25 @@ class DiskStateStore(StateStore):
         self._file: IO[bytes] = anonymous_file(folder)
         self._fd = self._file.fileno()
 
-    def ensure_space(self, updated: int, copied: int, make_optimizer: MakeOptimizer) -> None:
+    def ensure_space(
+        self, updated_bytes: int, copied_bytes: int, make_optimizer: MakeOptimizer
+    ) -> None:
         """See `StateStore.ensure_space`. The blocks are taken at once."""
-        wanted = copied + round(updated * state_bytes_per_parameter_byte(make_optimizer))
+        needed = copied_bytes + round(
+            updated_bytes * state_bytes_per_parameter_byte(make_optimizer)
+        )
         where, free = str(os.fstat(self._fd).st_dev), free_disk_bytes(self._folder)
-        short = find_shortage(_gather_requests(self._context, where, wanted, free))
-        if short is not None:
+        shortage = find_shortage(_gather_requests(self._context, where, needed, free))
+        if shortage is not None:
             raise ConfigError(
-                disk_shortage_message(self._folder, short.wanted, short.free, short.ranks)
+                disk_shortage_message(self._folder, shortage.wanted, shortage.free, shortage.ranks)
             )
         fault = None
-        if wanted:
+        if needed:
             try:
-                os.posix_fallocate(self._fd, 0, wanted)
+                os.posix_fallocate(self._fd, 0, needed)
             except OSError as error:
-                fault = f"strategy.offload.path={self._folder}: {format_bytes(wanted)}: {error}."
+                fault = f"strategy.offload.path={self._folder}: {format_bytes(needed)}: {error}."
         faults = [fault for fault in _gather(self._context, fault) if fault]
         if faults:
             raise ConfigError(f"{faults[0]} Set strategy.offload.path to a folder on another disk.")
@@ -147,50 +153,50 @@ class DiskStateStore(StateStore):
         stride = value.stride() if in_place else value.contiguous().stride()
         nbytes = value.numel() * value.element_size()
         if before is not None and before.nbytes == nbytes:
-            place = before.offset
+            offset = before.offset
         else:
-            place, self._end = self._end, self._end + nbytes
-        self._transfer_all(os.pwritev, elements.contiguous().cpu(), place)
-        return StoredTensor(value.dtype, value.shape, tuple(stride), place, value.device)
+            offset, self._end = self._end, self._end + nbytes
+        self._transfer_all(os.pwritev, elements.contiguous().cpu(), offset)
+        return StoredTensor(value.dtype, value.shape, tuple(stride), offset, value.device)
 
-    def prepare_chunk(self, kept: Iterable[StoredTensor]) -> None:
+    def prepare_chunk(self, upcoming: Iterable[StoredTensor]) -> None:
         """See `StateStore.prepare_chunk`. One buffer serves all chunks of a step."""
-        found = list(kept)
-        size = sum(_aligned(one.nbytes) for one in found)
+        stored = list(upcoming)
+        total_bytes = sum(_aligned(tensor.nbytes) for tensor in stored)
         self._buffer_used = 0
-        if self._buffer is None or len(self._buffer) < size:
+        if self._buffer is None or len(self._buffer) < total_bytes:
             self._buffer = None
-            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
-        if found:  # chunks lie in the file in their order: the next one is read meanwhile
-            ends = max(one.offset + one.nbytes for one in found)
+            self._buffer = torch.empty(total_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+        if stored:  # chunks lie in the file in their order: the next one is read meanwhile
+            ends = max(tensor.offset + tensor.nbytes for tensor in stored)
             with suppress(OSError):
-                os.posix_fadvise(self._fd, ends, size, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(self._fd, ends, total_bytes, os.POSIX_FADV_WILLNEED)
 
-    def load(self, kept: StoredTensor) -> Tensor:
+    def load(self, stored: StoredTensor) -> Tensor:
         """See `StateStore.load`."""
-        if self._buffer is not None and self._buffer_used + kept.nbytes <= len(self._buffer):
-            elements = self._buffer[self._buffer_used : self._buffer_used + kept.nbytes]
-            self._buffer_used += _aligned(kept.nbytes)
+        if self._buffer is not None and self._buffer_used + stored.nbytes <= len(self._buffer):
+            elements = self._buffer[self._buffer_used : self._buffer_used + stored.nbytes]
+            self._buffer_used += _aligned(stored.nbytes)
         else:
-            elements = torch.empty(kept.nbytes, dtype=torch.uint8)
-        self._transfer_all(os.preadv, elements, kept.offset)
-        shaped = elements.view(kept.dtype).as_strided(kept.shape, kept.stride, None)
-        return shaped.to(kept.device)
+            elements = torch.empty(stored.nbytes, dtype=torch.uint8)
+        self._transfer_all(os.preadv, elements, stored.offset)
+        shaped = elements.view(stored.dtype).as_strided(stored.shape, stored.stride, None)
+        return shaped.to(stored.device)
 
-    def _transfer_all(self, move: Callable[..., int], tensor: Tensor, place: int) -> None:
+    def _transfer_all(self, transfer: Callable[..., int], tensor: Tensor, offset: int) -> None:
         """Read or write all bytes of a tensor; the system may do less than it is asked for."""
-        rest = tensor.view(torch.uint8).numpy().data
-        while rest.nbytes:
+        remaining = tensor.view(torch.uint8).numpy().data
+        while remaining.nbytes:
             try:
-                done = move(self._fd, [rest], place)
+                transferred = transfer(self._fd, [remaining], offset)
             except OSError as error:
                 raise BigtrainError(
                     f"strategy.offload.path={self._folder}: {error}. The optimizer's state lives "
                     "there; make room on that disk, or use another, and resume."
                 ) from None
-            if done <= 0:
+            if transferred <= 0:
                 raise BigtrainError(f"strategy.offload.path={self._folder}: the file was cut off.")
-            rest, place = rest[done:], place + done
+            remaining, offset = remaining[transferred:], offset + transferred
 
     def finish_step(self) -> None:
         """See `StateStore.finish_step`."""
@@ -272,15 +278,19 @@ class HostStateStore(StateStore):
         self._pinned = context.device.type == "cuda"
         self._lane = lane or (StreamCopies(context.device) if self._pinned else ImmediateCopies())
 
-    def ensure_space(self, updated: int, copied: int, make_optimizer: MakeOptimizer) -> None:
+    def ensure_space(
+        self, updated_bytes: int, copied_bytes: int, make_optimizer: MakeOptimizer
+    ) -> None:
         """See `StateStore.ensure_space`."""
-        wanted = copied + round(updated * state_bytes_per_parameter_byte(make_optimizer))
+        needed = copied_bytes + round(
+            updated_bytes * state_bytes_per_parameter_byte(make_optimizer)
+        )
         free = free_host_bytes()
         if free is None:
             return
-        short = find_shortage(_gather_requests(self._context, "memory", wanted, free))
-        if short is not None:
-            raise ConfigError(host_shortage_message(short.wanted, short.free, short.ranks))
+        shortage = find_shortage(_gather_requests(self._context, "memory", needed, free))
+        if shortage is not None:
+            raise ConfigError(host_shortage_message(shortage.wanted, shortage.free, shortage.ranks))
 
     def place(self, value: Tensor) -> Tensor:
         """See `StateStore.place`."""
@@ -288,15 +298,15 @@ class HostStateStore(StateStore):
 
     def begin_copy(self, gradient: Tensor, like: Tensor) -> Callable[[], Tensor]:
         """See `StateStore.begin_copy`."""
-        here = self._like(like)
-        self._lane.copy(here, gradient)
+        staging = self._like(like)
+        self._lane.copy(staging, gradient)
         wait = self._lane.completion()
 
-        def arrived() -> Tensor:
+        def wait_and_get() -> Tensor:
             wait()
-            return here
+            return staging
 
-        return arrived
+        return wait_and_get
 
     def copy_back(self, target: Tensor, value: Tensor) -> None:
         """See `StateStore.copy_back`."""
@@ -311,21 +321,21 @@ class HostStateStore(StateStore):
         return torch.empty_like(tensor, device="cpu", pin_memory=self._pinned, requires_grad=False)
 
 
-def disk_shortage_message(folder: str, wanted: int, free: int, ranks: int) -> str:
+def disk_shortage_message(folder: str, needed: int, free: int, ranks: int) -> str:
     """Why the state does not fit on a disk, with the numbers and the fix."""
     return (
         f"strategy.offload.path={folder} has {format_bytes(free)} free ({free} bytes), and the "
-        f"optimizer's state of {_ranks(ranks)} there takes {format_bytes(wanted)} ({wanted} "
+        f"optimizer's state of {_ranks(ranks)} there takes {format_bytes(needed)} ({needed} "
         "bytes). Make room, or set strategy.offload.path to a folder on a larger disk."
     )
 
 
-def host_shortage_message(wanted: int, free: int, ranks: int) -> str:
+def host_shortage_message(needed: int, free: int, ranks: int) -> str:
     """Why the state does not fit into the host's memory, with the numbers and the fix."""
     return (
         f"strategy.offload.optimizer=cpu: the host has {format_bytes(free)} of memory free ({free} "
-        f"bytes), and the values and state of {_ranks(ranks)} there take {format_bytes(wanted)} "
-        f"({wanted} bytes). Use strategy.offload.optimizer=disk, or more nodes with --strategy "
+        f"bytes), and the values and state of {_ranks(ranks)} there take {format_bytes(needed)} "
+        f"({needed} bytes). Use strategy.offload.optimizer=disk, or more nodes with --strategy "
         "zero1_torch."
     )
 
@@ -338,10 +348,10 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-def _gather_requests(context: RunContext, where: str, wanted: int, free: int) -> list[SpaceRequest]:
-    return _gather(context, SpaceRequest(platform.node(), where, wanted, free))
+def _gather_requests(context: RunContext, where: str, needed: int, free: int) -> list[SpaceRequest]:
+    return _gather(context, SpaceRequest(platform.node(), where, needed, free))
 
 
 def _gather(context: RunContext, value: T) -> list[T]:
-    everyone: list[T] = context.broadcast_object(context.gather_objects(value))
-    return everyone
+    values: list[T] = context.broadcast_object(context.gather_objects(value))
+    return values

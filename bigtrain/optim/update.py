@@ -62,12 +62,12 @@ class WholeUpdate:
 
     def state(self) -> dict[str, TensorSource]:
         """See `Update.state`."""
-        found = {}
+        sources = {}
         for name, parameter in self._parameters.items():
             for key, value in sorted(self.optimizer.state.get(parameter, {}).items()):
                 if isinstance(value, Tensor):
-                    found[f"{name}.{key}"] = tensor_source(value)
-        return found
+                    sources[f"{name}.{key}"] = tensor_source(value)
+        return sources
 
     def masters(self) -> dict[str, TensorSource]:
         """See `Update.masters`."""
@@ -79,11 +79,13 @@ class WholeUpdate:
         if is_elementwise(key, value, parameter.shape):
             # In the parameter's own order in memory, which kernels go through side by side, and in
             # its type, but for optimizers that bring their state to the type they want.
-            held = local_tensor(parameter).detach()
-            lean = hasattr(self.optimizer, "state_keys") or not value.is_floating_point()
-            piece = torch.empty_like(held, dtype=value.dtype if lean else held.dtype)
-            piece.copy_(local_part(value, parameter))
-            self.optimizer.state[parameter][key] = as_dtensor_like(piece, parameter)
+            own_values = local_tensor(parameter).detach()
+            keeps_dtype = hasattr(self.optimizer, "state_keys") or not value.is_floating_point()
+            loaded = torch.empty_like(
+                own_values, dtype=value.dtype if keeps_dtype else own_values.dtype
+            )
+            loaded.copy_(local_part(value, parameter))
+            self.optimizer.state[parameter][key] = as_dtensor_like(loaded, parameter)
             return
         # A step count is on the host, but for the kernels that read it on the device.
         device = local_tensor(parameter).device if steps_on_device(self.optimizer) else value.device

@@ -24,9 +24,11 @@ class DeferredBatchNorm:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        found = {id(m): m for module in modules for m in module.modules()}
+        modules_by_id = {id(m): m for module in modules for m in module.modules()}
         self._seen = [
-            _BatchNormSums(m) for m in found.values() if isinstance(m, _NormBase) and _tracks(m)
+            _BatchNormSums(m)
+            for m in modules_by_id.values()
+            if isinstance(m, _NormBase) and _tracks(m)
         ]
 
     def commit(self) -> None:

@@ -37,13 +37,14 @@ class StageChain(nn.Module):
         self._modules = model._modules
         self._stages, self._devices = tuple(stages), tuple(devices)
         self._model = (model,)  # no child: its names are this one's already
-        homes: dict[int, tuple[str, torch.device]] = {}
+        device_of: dict[int, tuple[str, torch.device]] = {}
         for stage, device in zip(stages, devices, strict=True):
             for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
-                before, home = homes.setdefault(id(tensor), (name, device))
-                if home != device:
+                known_name, known_device = device_of.setdefault(id(tensor), (name, device))
+                if known_device != device:
                     raise ConfigError(
-                        f"strategy.cut: {before!r} is used on {home} and, as {name!r}, on "
+                        f"strategy.cut: {known_name!r} is used on {known_device} and, as {name!r}, "
+                        "on "
                         f"{device}. Untie it in the model, or cut over ranks: leave "
                         "strategy.cut.devices out."
                     )
@@ -67,14 +68,16 @@ class StageChain(nn.Module):
     def forward(self, inputs: Any) -> Any:
         """The model's output, on the device of the inputs."""
         self.follow_mode()
-        leaves = tree_tensors(inputs)
-        home = leaves[0].device if leaves else self._devices[0]
-        wires: Any = ()
+        input_tensors = tree_tensors(inputs)
+        output_device = input_tensors[0].device if input_tensors else self._devices[0]
+        boundary: Any = ()
         for stage, device in zip(self._stages, self._devices, strict=True):
 
             def move(tensor: Tensor, to: torch.device = device) -> Tensor:
                 return tensor.to(to, non_blocking=True)
 
-            batch = MicroBatch(map_tensors(inputs, move), None, 1, len(leaves[0]) if leaves else 0)
-            wires = stage(*map_tensors(wires, move), micro_batch=batch)
-        return map_tensors(wires, lambda tensor: tensor.to(home))
+            batch = MicroBatch(
+                map_tensors(inputs, move), None, 1, len(input_tensors[0]) if input_tensors else 0
+            )
+            boundary = stage(*map_tensors(boundary, move), micro_batch=batch)
+        return map_tensors(boundary, lambda tensor: tensor.to(output_device))

@@ -48,12 +48,14 @@ class StageTransport:
         """Receive tensors of these shapes and types from a neighbour."""
         if self._peers[source] == self._here:
             return self._local.pop((source, target))
-        taken = [torch.empty(meta.shape, dtype=meta.dtype, device=self._device) for meta in metas]
+        received = [
+            torch.empty(meta.shape, dtype=meta.dtype, device=self._device) for meta in metas
+        ]
         peer = self._peers[source]
-        for work in [dist.irecv(tensor, src=peer, group=self._group) for tensor in taken]:
+        for work in [dist.irecv(tensor, src=peer, group=self._group) for tensor in received]:
             if work is not None:
                 work.wait()
-        return taken
+        return received
 
     def wait_sends(self) -> None:
         """Wait until everything that was sent has arrived."""
@@ -86,16 +88,16 @@ def forward_through(
     result = None
     for index in sorted(stages):
         stage = stages[index]
-        wires = relay.receive(shapes[index][0], index - 1, index) if index else []
-        for wire, meta in zip(wires, shapes[index][0], strict=True):
+        inputs = relay.receive(shapes[index][0], index - 1, index) if index else []
+        for wire, meta in zip(inputs, shapes[index][0], strict=True):
             wire.requires_grad_(meta.requires_grad and torch.is_grad_enabled())
-        output = compute(stage, wires)
+        output = compute(stage, inputs)
         last = index == stage.count - 1
         outputs = (output,) if last or isinstance(output, Tensor) else tuple(output)
         if keep is not None:
             # What is sent on is let go; its edge is enough to come back.
             roots = [get_gradient_edge(out) if out.requires_grad else None for out in outputs]
-            keep(index, wires, roots)
+            keep(index, inputs, roots)
         if last:
             result = output
         else:
@@ -106,7 +108,7 @@ def forward_through(
 def backward_through(
     relay: StageTransport,
     count: int,
-    kept: dict[int, tuple[Sequence[Tensor], Sequence[GradientEdge | None]]],
+    kept_graphs: dict[int, tuple[Sequence[Tensor], Sequence[GradientEdge | None]]],
     shapes: Mapping[int, tuple[Sequence[Tensor], Sequence[Tensor]]],
     backward: Callable[[], Callable[[], None]],
 ) -> None:
@@ -115,28 +117,34 @@ def backward_through(
     Args:
         relay: to the neighbours.
         count: stages in all.
-        kept: for each stage of this rank the wires in and the edges out; emptied.
+        kept_graphs: for each stage of this rank the wires in and the edges out; emptied.
         shapes: as there.
         backward: entered before a stage's backward pass, what it returns is called after it.
     """
-    for index in sorted(kept, reverse=True):
-        wires, roots = kept.pop(index)
+    for index in sorted(kept_graphs, reverse=True):
+        wires, roots = kept_graphs.pop(index)
         incoming, outgoing = shapes[index]
-        given: list[Tensor | None] = [None]
+        output_gradients: list[Tensor | None] = [None]
         if index < count - 1:
-            wanted = [meta for meta in outgoing if meta.requires_grad]
-            arrived = iter(relay.receive(wanted, index + 1, index))
-            given = [next(arrived) if meta.requires_grad else None for meta in outgoing]
+            awaited = [meta for meta in outgoing if meta.requires_grad]
+            received = iter(relay.receive(awaited, index + 1, index))
+            output_gradients = [next(received) if meta.requires_grad else None for meta in outgoing]
             # Who sends a gradient has what it is the gradient of.
-            if wanted:
+            if awaited:
                 relay.wait_sends()
-        pairs = [(edge, g) for edge, g in zip(roots, given, strict=True) if edge is not None]
-        finish = backward()
+        pairs = [
+            (edge, g) for edge, g in zip(roots, output_gradients, strict=True) if edge is not None
+        ]
+        end_backward = backward()
         if pairs:
             torch.autograd.backward([edge for edge, _ in pairs], [g for _, g in pairs])
-        finish()
-        del roots, pairs, given
+        end_backward()
+        del roots, pairs, output_gradients
         if index:
-            needed = [w for w, meta in zip(wires, incoming, strict=True) if meta.requires_grad]
-            found = [torch.zeros_like(w) if w.grad is None else w.grad for w in needed]
-            relay.send(found, index, index - 1)
+            trained_inputs = [
+                w for w, meta in zip(wires, incoming, strict=True) if meta.requires_grad
+            ]
+            input_gradients = [
+                torch.zeros_like(w) if w.grad is None else w.grad for w in trained_inputs
+            ]
+            relay.send(input_gradients, index, index - 1)

@@ -89,8 +89,8 @@ class PipelineRunner(StepRunner):
                     self._stage_of[name] = index
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         if not trained:  # torch's optimizers want something
-            made = assembly.make_optimizer
-            assembly = replace(assembly, make_optimizer=lambda _none: made([_nothing()]))
+            make_optimizer = assembly.make_optimizer
+            assembly = replace(assembly, make_optimizer=lambda _none: make_optimizer([_nothing()]))
         super().__init__(assembly, trained)
         self._named = trained
         self._schedule = schedule
@@ -115,18 +115,18 @@ class PipelineRunner(StepRunner):
         for micro_batch in micro_batches:
             self.label_batch(micro_batch)
         losses: list[Tensor] = []
-        left = len(micro_batches)
+        remaining = len(micro_batches)
         for group in self._groups(micro_batches):
-            left -= len(group)
-            losses += self._run(group, scale, final=left == 0)
-        mine = float(torch.stack(losses).double().sum()) if losses else 0.0
-        everyone = context.all_gather_numbers(mine)
-        check_finite(dict(enumerate(everyone)))
+            remaining -= len(group)
+            losses += self._run(group, scale, final=remaining == 0)
+        own_sum = float(torch.stack(losses).double().sum()) if losses else 0.0
+        sums_of_ranks = context.all_gather_numbers(own_sum)
+        check_finite(dict(enumerate(sums_of_ranks)))
         self._ties.sum_gradients()
         self._average_gradients()
         self.label_gradients()
         # Each pipeline's last stage has `scale` times its sum, the other ranks have nothing.
-        return math.fsum(everyone) / (context.world_size // context.pp_size)
+        return math.fsum(sums_of_ranks) / (context.world_size // context.pp_size)
 
     def _set_mode(self, *, training: bool) -> None:
         for stage in self._stages.values():
@@ -139,8 +139,8 @@ class PipelineRunner(StepRunner):
         breaks = [a != b for a, b in zip(signatures, signatures[1:], strict=False)]
         if self._sharded and breaks:
             # Replicas exchange in every pass, so all of them must take these in one order.
-            told = torch.tensor(breaks, dtype=torch.int32, device=self.context.device)
-            breaks = self.context.all_reduce_sum(told, "dp").bool().tolist()
+            flags = torch.tensor(breaks, dtype=torch.int32, device=self.context.device)
+            breaks = self.context.all_reduce_sum(flags, "dp").bool().tolist()
         groups = [[micro_batches[0]]]
         for micro_batch, ends in zip(micro_batches[1:], breaks, strict=True):
             if ends:
@@ -155,12 +155,12 @@ class PipelineRunner(StepRunner):
         """
         signature = (self.module.training, _signature(group[0]))
         losses: list[Tensor] = []
-        done = 0
-        while done < len(group):
-            number = self._largest(len(group) - done)
-            part = group[done : done + max(1, number)]
-            done += len(part)
-            ends = final and done == len(group)
+        num_done = 0
+        while num_done < len(group):
+            number = self._largest(len(group) - num_done)
+            part = group[num_done : num_done + max(1, number)]
+            num_done += len(part)
+            ends = final and num_done == len(group)
             if number:
                 losses += self._scheduled(signature, part, scale, final=ends)
             else:
@@ -229,26 +229,30 @@ class PipelineRunner(StepRunner):
             )
         ]
         make = getattr(torch_schedules, _CLASSES[self._schedule])
-        given = stages if self._schedule in TORCH_SCHEDULES else stages[0]
-        return make(given, len(part), loss_fn=lambda output, _target: output, scale_grads=False)
+        schedule_stages = stages if self._schedule in TORCH_SCHEDULES else stages[0]
+        return make(
+            schedule_stages, len(part), loss_fn=lambda output, _target: output, scale_grads=False
+        )
 
-    def _agreed_shapes(self, placed: MicroBatch) -> dict[int, StageShapes]:
+    def _agreed_shapes(self, batch: MicroBatch) -> dict[int, StageShapes]:
         """The shapes, where all ranks of the pipeline go through the model alike. Collective.
 
         Raises:
             ConfigError: their models or versions differ.
         """
-        found = self._shapes(placed)
-        tell = getattr(next(iter(self._stages.values())), "fingerprint", None)
-        if tell is not None:
+        agreed_shapes = self._shapes(batch)
+        fingerprint = getattr(next(iter(self._stages.values())), "fingerprint", None)
+        if fingerprint is not None:
             with self.autocast():
-                mine = int(tell(placed)[:12], 16)  # no more bits than a float64 holds
-            if len(set(self.context.all_gather_numbers(mine, "pp"))) > 1:
+                own_fingerprint = int(
+                    fingerprint(batch)[:12], 16
+                )  # no more bits than a float64 holds
+            if len(set(self.context.all_gather_numbers(own_fingerprint, "pp"))) > 1:
                 raise ConfigError(
                     "strategy.cut: the ranks of the pipeline do not go through the model alike. "
                     "Let them all run the same code, model.args and versions."
                 )
-        return found
+        return agreed_shapes
 
     def _shapes(self, placed: MicroBatch) -> dict[int, StageShapes]:
         with self.autocast():
@@ -266,15 +270,15 @@ class PipelineRunner(StepRunner):
         shapes = self._cached(
             (signature, 0), lambda: self._agreed_shapes(self.place_batch(micro_batch))
         )
-        kept: dict[int, tuple[Sequence[Tensor], Sequence[GradientEdge | None]]] = {}
+        kept_graphs: dict[int, tuple[Sequence[Tensor], Sequence[GradientEdge | None]]] = {}
         loss = forward_through(
             self._transport,
             self._stages,
             shapes,
             lambda stage, wires: self._compute(stage, wires, micro_batch, scale, final),
-            keep=lambda index, wires, edges: kept.update({index: (wires, edges)}),
+            keep=lambda index, wires, edges: kept_graphs.update({index: (wires, edges)}),
         )
-        backward_through(self._transport, self._count, kept, shapes, self._begin_backward)
+        backward_through(self._transport, self._count, kept_graphs, shapes, self._begin_backward)
         return [] if loss is None else [loss.detach()]
 
     def _compute(
@@ -299,12 +303,12 @@ class PipelineRunner(StepRunner):
         """Let all replicas have the average, also of what only some of them have a gradient of."""
         if self._average is None:
             return
-        there = [p.grad is not None for p in self._trained]
-        told = torch.tensor(there, dtype=torch.int32, device=self.context.device)
-        anywhere = self.context.all_reduce_sum(told, "dp").bool().tolist()
+        has_gradient = [p.grad is not None for p in self._trained]
+        flags = torch.tensor(has_gradient, dtype=torch.int32, device=self.context.device)
+        wanted_anywhere = self.context.all_reduce_sum(flags, "dp").bool().tolist()
         gradients = []
-        for parameter, wanted in zip(self._trained, anywhere, strict=True):
-            if wanted:
+        for parameter, is_wanted in zip(self._trained, wanted_anywhere, strict=True):
+            if is_wanted:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 gradients.append(parameter.grad)
@@ -313,24 +317,24 @@ class PipelineRunner(StepRunner):
     def norm(self) -> Tensor:
         """The norm over all stages; a tied parameter counts once. Collective."""
         elsewhere = self._ties.owned_elsewhere
-        counted = [
+        counted_gradients = [
             p.grad
             for name, p in self._named.items()
             if p.grad is not None and name not in elsewhere
         ]
-        own = full_tensor(total_norm(counted)).to(self.context.device)
-        square = self.context.all_reduce_sum(own.double().square(), "pp")
+        own_norm = full_tensor(total_norm(counted_gradients)).to(self.context.device)
+        square = self.context.all_reduce_sum(own_norm.double().square(), "pp")
         dtype = torch.float64 if self._precision == "fp64" else torch.float32
         return square.sqrt().to(dtype)
 
     def gradients(self) -> dict[str, TensorSource]:
         """See `Runner.gradients`."""
-        mine = {
+        own_gradients = {
             name: (self._stage_of[name], tensor_source(parameter.grad))
             for name, parameter in self._named.items()
             if parameter.grad is not None
         }
-        return gather_state(self.context, mine)
+        return gather_state(self.context, own_gradients)
 
     def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor] | None:
         """See `Runner.predict`."""
@@ -348,17 +352,17 @@ class PipelineRunner(StepRunner):
     def state(self) -> dict[str, TensorSource]:
         """See `Runner.state`."""
         masters, elsewhere = self._update.masters(), self._ties.owned_elsewhere
-        mine: dict[str, tuple[int, TensorSource]] = {}
+        own_tensors: dict[str, tuple[int, TensorSource]] = {}
         for index, stage in self._stages.items():
             state, named = stage.state_dict(), stage.named_parameters(remove_duplicate=False)
             for name, source in state_sources(state, named, masters).items():
-                mine.setdefault(f"model.{name}", (index, source))
+                own_tensors.setdefault(f"model.{name}", (index, source))
         # After all of the model, as in one process.
         for key, source in self._update.state().items():
             name = key.rpartition(".")[0]
             if name not in elsewhere:
-                mine[f"optimizer.{key}"] = (self._count + self._stage_of[name], source)
-        return gather_state(self.context, mine)
+                own_tensors[f"optimizer.{key}"] = (self._count + self._stage_of[name], source)
+        return gather_state(self.context, own_tensors)
 
     def load_state(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
         """See `Runner.load_state`."""

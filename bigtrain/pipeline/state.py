@@ -16,30 +16,32 @@ StageTensors = Mapping[str, tuple[int, TensorSource]]
 """By name: the stage, which says where in the order it stands, and the tensor."""
 
 
-def gather_state(context: RunContext, mine: StageTensors) -> dict[str, TensorSource]:
+def gather_state(context: RunContext, own_tensors: StageTensors) -> dict[str, TensorSource]:
     """What all ranks of a pipeline hold, in the order of stages. Collective over the pp axis.
 
     A name that several ranks have is read where its first stage is.
 
     Args:
         context: this rank, and the pp group.
-        mine: what this rank holds.
+        own_tensors: what this rank holds.
 
     Returns:
         Sources whose `read` is collective: the owner's values are sent to all ranks.
     """
-    about = [(stage, name, s.dtype, s.shape) for name, (stage, s) in mine.items()]
+    descriptions = [(stage, name, s.dtype, s.shape) for name, (stage, s) in own_tensors.items()]
     if context.pp_group is None or context.pp_size == 1:
-        return {name: source for name, (_, source) in mine.items()}
-    found = gather_over_stages(context, about)
+        return {name: source for name, (_, source) in own_tensors.items()}
+    descriptions_of = gather_over_stages(context, descriptions)
     rows = [
-        (row[0], owner, place) for owner, part in enumerate(found) for place, row in enumerate(part)
+        (row[0], owner, position)
+        for owner, part in enumerate(descriptions_of)
+        for position, row in enumerate(part)
     ]
     result: dict[str, TensorSource] = {}
-    for _, owner, place in sorted(rows):
-        _, name, dtype, shape = found[owner][place]
+    for _, owner, position in sorted(rows):
+        _, name, dtype, shape = descriptions_of[owner][position]
         if name not in result:
-            source = mine[name][1] if owner == context.pp_rank else None
+            source = own_tensors[name][1] if owner == context.pp_rank else None
             read = _reader(context, owner, source, dtype, shape)
             result[name] = TensorSource(dtype, shape, read)
     return result

@@ -63,21 +63,25 @@ class TiedGradients:
         for shared in self._shared:
             if shared.parameter.grad is None:
                 shared.parameter.grad = torch.zeros_like(shared.parameter)
-            mine = local_tensor(shared.parameter.grad).detach()
-            total = self._sum(mine.contiguous(), shared.owners)
-            shared.parameter.grad = as_dtensor_like(total.view_as(mine), shared.parameter.grad)
+            own_gradient = local_tensor(shared.parameter.grad).detach()
+            total = self._sum(own_gradient.contiguous(), shared.owners)
+            shared.parameter.grad = as_dtensor_like(
+                total.view_as(own_gradient), shared.parameter.grad
+            )
 
-    def _sum(self, mine: Tensor, owners: Sequence[int]) -> Tensor:
+    def _sum(self, own_gradient: Tensor, owners: Sequence[int]) -> Tensor:
         context = self._context
         members = context.ranks_of("pp")
-        others = {owner: torch.empty_like(mine) for owner in owners if owner != context.pp_rank}
+        received = {
+            owner: torch.empty_like(own_gradient) for owner in owners if owner != context.pp_rank
+        }
         ops = []
-        for owner, buffer in others.items():
-            ops.append(dist.P2POp(dist.isend, mine, members[owner], context.pp_group))
+        for owner, buffer in received.items():
+            ops.append(dist.P2POp(dist.isend, own_gradient, members[owner], context.pp_group))
             ops.append(dist.P2POp(dist.irecv, buffer, members[owner], context.pp_group))
         for work in dist.batch_isend_irecv(ops):
             work.wait()
-        parts = [others.get(owner, mine) for owner in owners]
+        parts = [received.get(owner, own_gradient) for owner in owners]
         total = parts[0] + parts[1]
         for part in parts[2:]:
             total += part

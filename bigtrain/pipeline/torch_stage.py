@@ -187,43 +187,43 @@ class FixedShapeStage(PipelineStage):
         last_backward: bool = False,  # noqa: FBT001, FBT002
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
         """Run (a part of) the backward pass of one micro-batch."""
-        finish = self._backward()
+        end_backward = self._backward()
         try:
             if backward_type == "weight":
                 return super().backward_maybe_with_nosync(
                     backward_type, bwd_kwargs, last_backward=last_backward
                 )
-            roots, given = _roots(bwd_kwargs)
+            roots, output_gradients = _roots(bwd_kwargs)
             if not roots:  # nothing here has a part in the loss
                 return (None,) * len(bwd_kwargs["input_values"]), []
             gradients, groups = super().backward_maybe_with_nosync(
                 backward_type, bwd_kwargs, last_backward=last_backward
             )
             if groups is not None:
-                self._add_lost(roots, given, groups)
+                self._add_lost(roots, output_gradients, groups)
             return tuple(g if g is None else g.contiguous() for g in gradients), groups
         except Exception as error:
             cause = error.__cause__
             raise StageFailure(cause if isinstance(cause, Exception) else error) from error
         finally:
-            finish()
+            end_backward()
 
     def _add_lost(
         self,
         roots: list[GradientEdge],
-        given: list[Tensor | None],
+        output_gradients: list[Tensor | None],
         groups: list[dict[str, Any]],
     ) -> None:
         """Give gradients to the parameters that torch's search from the inputs has not found."""
         if self._lost is None:
-            found = set().union(*(group["params"] for group in groups))
+            covered = set().union(*(group["params"] for group in groups))
             reached = _nodes(roots)
             nodes = {_node(p): p for p in self.submod.parameters() if p.requires_grad}
-            self._lost = [p for node, p in nodes.items() if node in reached and node not in found]
+            self._lost = [p for node, p in nodes.items() if node in reached and node not in covered]
         if not self._lost:
             return
         added = torch.autograd.grad(
-            cast(Any, roots), self._lost, given, retain_graph=True, allow_unused=True
+            cast(Any, roots), self._lost, output_gradients, retain_graph=True, allow_unused=True
         )
         for parameter, gradient in zip(self._lost, added, strict=True):
             if gradient is not None:
@@ -235,29 +235,29 @@ def _roots(bwd_kwargs: dict[str, Any]) -> tuple[list[GradientEdge], list[Tensor 
     outputs, gradients = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
     outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
     roots: list[GradientEdge] = []
-    given: list[Tensor | None] = []
-    for place, output in enumerate(outputs):
+    output_gradients: list[Tensor | None] = []
+    for position, output in enumerate(outputs):
         if isinstance(output, Tensor) and output.requires_grad:
             roots.append(get_gradient_edge(output))
         elif isinstance(output, GradientEdge):
             roots.append(output)
         else:
             continue
-        given.append(None if gradients is None else gradients[place])
-    return roots, given
+        output_gradients.append(None if gradients is None else gradients[position])
+    return roots, output_gradients
 
 
 def _nodes(roots: Sequence[GradientEdge]) -> set[Node]:
     """Every node of the graph behind these edges."""
-    found: set[Node] = set()
-    waiting = [edge.node for edge in roots]
-    while waiting:
-        node = waiting.pop()
-        if node in found:
+    visited: set[Node] = set()
+    pending = [edge.node for edge in roots]
+    while pending:
+        node = pending.pop()
+        if node in visited:
             continue
-        found.add(node)
-        waiting.extend(following for following, _ in node.next_functions if following is not None)
-    return found
+        visited.add(node)
+        pending.extend(following for following, _ in node.next_functions if following is not None)
+    return visited
 
 
 def _node(parameter: nn.Parameter) -> Node:

@@ -75,10 +75,10 @@ class PlannedAnswer:
     @property
     def peak_flops(self) -> float:
         """Of all devices together, in the job's precision."""
-        figures = self.question.cluster
-        nodes = self.question.devices / figures.node.devices
-        each = figures.device.flops.of(self.question.job.train.precision)
-        return each * (nodes if figures.node.shared else self.question.devices)
+        cluster = self.question.cluster
+        nodes = self.question.devices / cluster.node.devices
+        device_flops = cluster.device.flops.of(self.question.job.train.precision)
+        return device_flops * (nodes if cluster.node.shared else self.question.devices)
 
 
 @contextmanager
@@ -105,22 +105,22 @@ def ask(question: Question) -> PlannedAnswer:
 
 
 def _search(question: Question) -> PlannedAnswer:
-    alone = override_job(
+    single_job = override_job(
         question.job, [*ONE_PROCESS, "strategy=single", "train.global_batch_size=1"]
     )
-    check_job(alone)
-    parts = open_setup(alone, make_plan(alone, 1, "cpu"))
-    model, example = parts.workload.model, parts.workload.micro_batch
-    given = (_losses(parts, example), parts.workload.make_optimizer, torch.device("cpu"))
+    check_job(single_job)
+    setup = open_setup(single_job, make_plan(single_job, 1, "cpu"))
+    model, example = setup.workload.model, setup.workload.micro_batch
+    given = (_losses(setup, example), setup.workload.make_optimizer, torch.device("cpu"))
     anatomy = SectionLibrary(model, example, *given)
-    clock, cut = StepTimer(question.cluster), question.devices > 1
-    judge = PlanEvaluator(question.job, anatomy, clock, question.margins, cut=cut)
-    first = judge.whole_model(2)
+    timer, cut = StepTimer(question.cluster), question.devices > 1
+    evaluator = PlanEvaluator(question.job, anatomy, timer, question.margins, cut=cut)
+    whole_model = evaluator.whole_model(2)
     space = SearchSpace(
         devices=question.devices,
         per_node=question.cluster.node.devices,
         global_batch_size=question.global_batch_size,
-        num_blocks=len(first.sections) - 2,
+        num_blocks=len(whole_model.sections) - 2,
         pp=question.pp,
         dp=question.dp,
         rows=question.rows,
@@ -128,21 +128,21 @@ def _search(question: Question) -> PlannedAnswer:
         device_type=question.cluster.device.kind,
         techniques=searched_techniques(question.job),
     )
-    search = PlanSearch(judge, space)
+    search = PlanSearch(evaluator, space)
     answer = search.run(question.limit)
     flops = sum(
         float(((w.flops + w.low_flops) * w.times).sum())
-        for s in first.sections
+        for s in whole_model.sections
         for w in (s.forward, s.backward)
     )
     samples = question.global_batch_size
-    targets = example.count // max(1, example.rows) if parts.data.task.name == "language" else 1
+    targets = example.count // max(1, example.rows) if setup.data.task.name == "language" else 1
     return PlannedAnswer(
         question,
-        parts,
+        setup,
         answer,
         search,
-        parts.parameters,
+        setup.parameters,
         flops / 2 * samples,
         int(targets * samples),
     )
@@ -155,14 +155,14 @@ def _losses(parts: RunSetup, example: MicroBatch) -> Callable[[bool, int], Loss]
         return lambda *_: parts.workload.loss
 
     @cache
-    def loss(waiting: bool, rows: int) -> Loss:  # noqa: FBT001
-        given = (
+    def loss(several_waiting: bool, rows: int) -> Loss:  # noqa: FBT001
+        arguments = (
             job.model,
             parts.data.task,
             parts.workload.model,
             resize_micro_batch(example, rows),
         )
-        return choose_loss(*given, waiting=waiting)
+        return choose_loss(*arguments, several_waiting=several_waiting)
 
     return loss
 

@@ -35,17 +35,17 @@ def read_job(options: TrainOptions, placement: RankInfo) -> tuple[Job, list[str]
         ConfigError: as `load_job`, or no plan fits.
     """
     if options.strategy != AUTO_STRATEGY:
-        given = (options.config, options.strategy, options.overrides)
-        return load_job(*given, plan=options.plan), []
+        arguments = (options.config, options.strategy, options.overrides)
+        return load_job(*arguments, plan=options.plan), []
     if options.plan is not None:
         raise ConfigError(
             f"--strategy auto chooses a plan, and --plan {options.plan} is one. Leave one out."
         )
     job = load_job(options.config, "single", options.overrides)
-    cluster, whence = _cluster(device_type_of(job), placement)
+    cluster, rates_source = _cluster(device_type_of(job), placement)
     cap = None if job.memory.cap is None else str(job.memory.cap)
-    memory, kept = rank_limits(cluster, memory=None, cap=cap)
-    shares, why = engine_margins(AUTO_ENGINES)
+    memory, reserved_line = rank_limits(cluster, memory=None, cap=cap)
+    shares, margin_line = engine_margins(AUTO_ENGINES)
     samples = job.train.global_batch_size
     if samples is None:
         raise ConfigError(
@@ -67,19 +67,23 @@ def read_job(options: TrainOptions, placement: RankInfo) -> tuple[Job, list[str]
     )
     if not planned.result.best:
         raise ConfigError(" ".join(no_fit_lines(planned)))
-    return planned.result.best[0].job, [*_reasons(planned), f"auto: rates {whence}; {kept}; {why}"]
+    return planned.result.best[0].job, [
+        *_reasons(planned),
+        f"auto: rates {rates_source}; {reserved_line}; {margin_line}",
+    ]
 
 
 def _reasons(planned: PlannedAnswer) -> Iterator[str]:
     first, *others = planned.result.best
-    one = first.candidate
+    candidate = first.candidate
     yield (
-        f"auto: {first.label} (pp {one.pp} x dp {one.dp}, micro-batch {one.rows} x "
-        f"{one.micro_batches}, computed again: {recompute_summary(first)}): predicted peak "
+        f"auto: {first.label} (pp {candidate.pp} x dp {candidate.dp}, micro-batch {candidate.rows} "
+        "x "
+        f"{candidate.micro_batches}, computed again: {recompute_summary(first)}): predicted peak "
         f"{format_bytes(first.peak.bytes)} of {format_bytes(planned.question.limit)}, "
         f"{first.seconds.total:.3g} s a step"
     )
-    for other in [o for o in others if o.candidate.label != one.label][:2]:
+    for other in [o for o in others if o.candidate.label != candidate.label][:2]:
         yield (
             f"auto: next {other.label} (pp {other.candidate.pp} x dp "
             f"{other.candidate.dp}): {format_bytes(other.peak.bytes)}, "
@@ -92,32 +96,35 @@ def _reasons(planned: PlannedAnswer) -> Iterator[str]:
 def _cluster(device_type: str, placement: RankInfo) -> tuple[Cluster, str]:
     """Where this run is, without measuring: ranks that measured would find different rates."""
     ranks = placement.local_world_size
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     rates = cached_rates(ranks) or cached_rates() if placement.one_node else None
     if rates is not None and rates.device == device_type:
         if device_type == "cpu":
-            found = cluster_from_rates(rates, devices=ranks, host_memory=host)
+            cluster = cluster_from_rates(rates, devices=ranks, host_memory=host_bytes)
         else:
-            about = torch.cuda.get_device_properties(0)
-            size, name = int(about.total_memory), str(about.name)
-            found = cluster_from_rates(
-                rates, devices=ranks, host_memory=host, device_memory=size, device_name=name
+            properties = torch.cuda.get_device_properties(0)
+            size, name = int(properties.total_memory), str(properties.name)
+            cluster = cluster_from_rates(
+                rates, devices=ranks, host_memory=host_bytes, device_memory=size, device_name=name
             )
-        return found, "measured by bigtrain doctor"
-    found = load_cluster(_likely(device_type))
+        return cluster, "measured by bigtrain doctor"
+    cluster = load_cluster(_likely(device_type))
     if device_type == "cpu":
-        device = found.device.model_copy(update={"memory": host // ranks})
-        node = found.node.model_copy(update={"devices": ranks, "host_memory": host})
-        found = found.model_copy(update={"device": device, "node": node})
-    return found, f"of configs/clusters/{found.name}.yaml (bigtrain doctor measures this machine)"
+        device = cluster.device.model_copy(update={"memory": host_bytes // ranks})
+        node = cluster.node.model_copy(update={"devices": ranks, "host_memory": host_bytes})
+        cluster = cluster.model_copy(update={"device": device, "node": node})
+    return (
+        cluster,
+        f"of configs/clusters/{cluster.name}.yaml (bigtrain doctor measures this machine)",
+    )
 
 
 def _likely(device_type: str) -> str:
     """The cluster file of this kind of device."""
     if device_type == "cpu":
         return "cpu"
-    said = torch.cuda.get_device_name(0).lower()
+    device_name = torch.cuda.get_device_name(0).lower()
     for name in cluster_names():
-        if name.partition("-")[0] in said:
+        if name.partition("-")[0] in device_name:
             return name
     return "h100-node"

@@ -76,7 +76,7 @@ def make_question(job: Job, cluster: Cluster, options: PlanOptions) -> tuple[Que
             f"planned with. Use --engines {','.join(PLANNED_ENGINES)}"
         )
     memory, line = rank_limits(cluster, memory=options.memory, cap=options.cap)
-    shares, why = engine_margins(engines)
+    margins_by_engine, why = engine_margins(engines)
     samples = options.global_batch_size
     if samples is None:
         samples = job.train.global_batch_size or 32
@@ -89,7 +89,7 @@ def make_question(job: Job, cluster: Cluster, options: PlanOptions) -> tuple[Que
         pp=job.mesh.pp,
         dp=None if job.mesh.dp == -1 else job.mesh.dp,
         rows=_given(options.overrides, "train.micro_batch_size"),
-        margins=shares,
+        margins=margins_by_engine,
     )
     return question, f"{line}; {why}"
 

@@ -117,8 +117,8 @@ class PlanEvaluator:
         low, high, plan = 0, self._anatomy.num_blocks, self.plan_of(candidate)
         while high - low > 1:
             middle = (low + high) // 2
-            found = self.shallower(middle).evaluate(candidate, plan, limit)
-            low, high = (middle, high) if isinstance(found, EvaluatedPlan) else (low, middle)
+            outcome = self.shallower(middle).evaluate(candidate, plan, limit)
+            low, high = (middle, high) if isinstance(outcome, EvaluatedPlan) else (low, middle)
         if low == 0:
             return None
         return low, count_parameters(self.shallower(low).whole_model(candidate.rows).sections)
@@ -143,17 +143,25 @@ class PlanEvaluator:
         The bit is for stages that are not alike, which wait less than equal ones, and for engines
         that convert fewer parameters than the one process that the work is counted in.
         """
-        whole = self._whole(candidate.rows)
-        seconds = candidate.micro_batches * whole.total / candidate.pp
+        whole_model = self._whole(candidate.rows)
+        seconds = candidate.micro_batches * whole_model.total / candidate.pp
         crowded = self._clock.oversubscription * seconds
         cut = candidate.cut_traits
         if cut is not None:
-            given = (cut.schedule, candidate.pp, candidate.micro_batches)
+            arguments = (cut.schedule, candidate.pp, candidate.micro_batches)
             # Replicas that want whole backward passes wait no less.
             splits = cut.splits_backward
-            share = closed_form_bubble(*given, candidate.stages_per_rank, splits=splits)
-            through = whole.forward + whole.backward / 2  # to the inputs: all stages in a row
-            seconds = max(seconds, through) if share is None else seconds / (1.0 - share)
+            bubble_fraction = closed_form_bubble(
+                *arguments, candidate.stages_per_rank, splits=splits
+            )
+            one_pass = (
+                whole_model.forward + whole_model.backward / 2
+            )  # to the inputs: all stages in a row
+            seconds = (
+                max(seconds, one_pass)
+                if bubble_fraction is None
+                else seconds / (1.0 - bubble_fraction)
+            )
         return max(seconds, crowded) * (1 - BOUND_SLACK)
 
     def even_seconds(self, candidate: Candidate, plan: Plan) -> float:
@@ -167,8 +175,8 @@ class PlanEvaluator:
         share = PassSeconds(pace.forward / candidate.stages, pace.backward / candidate.stages)
         paces = [share] * candidate.stages
         update = self._update(fit, plan, None)
-        found = self._clock.step(plan, paces, [fit.even_stage()], update, played=False)
-        return found.total * (1 - BOUND_SLACK)
+        step = self._clock.step(plan, paces, [fit.even_stage()], update, played=False)
+        return step.total * (1 - BOUND_SLACK)
 
     def kept_seconds(self, candidate: Candidate, plan: Plan) -> float:
         """No plan of this candidate is faster: it is cut for speed, and blocks keep everything.
@@ -195,15 +203,15 @@ class PlanEvaluator:
 
     def least_bytes(self, candidate: Candidate, plan: Plan, *, gradients: bool = True) -> int:
         """No plan of this candidate holds less on its fullest rank: its share of the states."""
-        held = section_states(self.whole_model(candidate.rows).sections)
-        numbers = self._numbers(held, plan)
+        model_states = section_states(self.whole_model(candidate.rows).sections)
+        numbers = self._numbers(model_states, plan)
         low = plan.bf16_parameters and plan.master_weights
         # Shards are the fp32 values themselves, gathered in bf16.
-        own = plan.replicate.optimizer_gets == "shards"
-        state = held.optimizer / numbers + (4.0 if low and not own else 0.0)
+        keeps_fp32 = plan.replicate.optimizer_gets == "shards"
+        state = model_states.optimizer / numbers + (4.0 if low and not keeps_fp32 else 0.0)
         widths = StateWidths(
-            (4.0 if own else 2.0) if low else held.parameters / numbers,
-            0.0 if plan.release_gradients else 2.0 if low else held.gradients / numbers,
+            (4.0 if keeps_fp32 else 2.0) if low else model_states.parameters / numbers,
+            0.0 if plan.release_gradients else 2.0 if low else model_states.gradients / numbers,
             0.0 if plan.offload_tiers.optimizer != "device" else state,
         )
         if not gradients:
@@ -222,36 +230,36 @@ class PlanEvaluator:
             limit: bytes that a rank may hold, what a forecast may be wrong by included.
         """
         limit = int(limit / (1 + self._margins.get(candidate.engine, 0.0)))
-        over = self._over_host(candidate, plan)
-        if over is not None:
-            return RejectedPlan(candidate, over)
+        host_problem = self._over_host(candidate, plan)
+        if host_problem is not None:
+            return RejectedPlan(candidate, host_problem)
         try:
             fit = self._fit(candidate, plan)
-            found = fit.fitted(fit.edges(None), limit)
+            fitted = fit.fitted(fit.edges(None), limit)
         except ConfigError as error:
             return RejectedPlan(candidate, str(error))
-        is_near = isinstance(found, Peak) and found.bytes < HOPELESS_FACTOR * limit
+        is_near = isinstance(fitted, Peak) and fitted.bytes < HOPELESS_FACTOR * limit
         if is_near and candidate.stages > 1:
             with suppress(ConfigError):  # no cut fits
-                found = fit.fitted(fit.edges(limit), limit)
-        if isinstance(found, Peak):
-            return RejectedPlan(candidate, _too_much(found, limit), found)
-        return self._judged(candidate, plan, fit, *found)
+                fitted = fit.fitted(fit.edges(limit), limit)
+        if isinstance(fitted, Peak):
+            return RejectedPlan(candidate, _too_much(fitted, limit), fitted)
+        return self._judged(candidate, plan, fit, *fitted)
 
     def _over_host(self, candidate: Candidate, plan: Plan) -> str | None:
         """What is too much for the host's memory, where the optimizer's state is to be there."""
         if plan.offload_tiers.optimizer != "cpu":
             return None
         node = self._clock.cluster.node
-        held = section_states(self.whole_model(candidate.rows).sections)
+        model_states = section_states(self.whole_model(candidate.rows).sections)
         shards = candidate.pp * plan.state_ranks
         # Gradients come to the host beside its fp32 values.
-        each = (held.optimizer + 2 * 4 * self._numbers(held, plan)) // shards
-        whole = each * min(node.devices, candidate.pp * candidate.dp)
-        if whole <= node.host_memory:
+        rank_bytes = (model_states.optimizer + 2 * 4 * self._numbers(model_states, plan)) // shards
+        node_bytes = rank_bytes * min(node.devices, candidate.pp * candidate.dp)
+        if node_bytes <= node.host_memory:
             return None
         return (
-            f"{format_bytes(whole)} of optimizer state on the host of a node, which has "
+            f"{format_bytes(node_bytes)} of optimizer state on the host of a node, which has "
             f"{format_bytes(node.host_memory)}"
         )
 
@@ -270,8 +278,8 @@ class PlanEvaluator:
                 self.least_bytes(candidate, plan, gradients=False) * share,
                 self.least_bytes(candidate, plan) * share,
             )
-            given = (plan, candidate, ladder, self._clock, self._composed, factors)
-            fit = StageFitter(*given, self._halves(plan, candidate))
+            arguments = (plan, candidate, ladder, self._clock, self._composed, factors)
+            fit = StageFitter(*arguments, self._halves(plan, candidate))
             plan.check_model(ModelFacts(shared=fit.shared))
             self._fits[candidate] = fit
         return self._fits[candidate]
@@ -320,10 +328,10 @@ class PlanEvaluator:
 
     def _seconds(self, plan: Plan, fit: StageFitter, stages: Sequence[SectionRange]) -> StepSeconds:
         paces = [self._clock.pass_seconds(fit.sections(stage)) for stage in stages]
-        telling = sorted({0, len(stages) // 2, len(stages) - 1})
-        profiles = [fit.profile(stages[place]) for place in telling]
-        most = max(profile.trained_elements for profile in profiles)
-        update = self._update(fit, plan, most)
+        sampled = sorted({0, len(stages) // 2, len(stages) - 1})
+        profiles = [fit.profile(stages[place]) for place in sampled]
+        most_trained = max(profile.trained_elements for profile in profiles)
+        update = self._update(fit, plan, most_trained)
         return self._clock.step(plan, paces, profiles, update)
 
     def _update(self, fit: StageFitter, plan: Plan, most: int | None) -> float:
@@ -349,21 +357,21 @@ def _written(
     cuts: Sequence[str], recomputed: Mapping[str, BlockPolicy], blocks: int
 ) -> dict[str, Any]:
     """What stands in the plan beside the candidate's own: where it is cut, what blocks keep."""
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if cuts:
-        found["cut"] = {"at": list(cuts)}
+        options["cut"] = {"at": list(cuts)}
     kinds = set(recomputed.values())
     if len(kinds) == 1 and len(recomputed) == blocks:
-        found["recompute"] = {"name": "checkpointing", "mode": kinds.pop()}
+        options["recompute"] = {"name": "checkpointing", "mode": kinds.pop()}
     elif recomputed:
-        found["recompute"] = {"name": "checkpointing", "blocks": dict(recomputed)}
-    return found
+        options["recompute"] = {"name": "checkpointing", "blocks": dict(recomputed)}
+    return options
 
 
 def _too_much(peak: Peak, limit: int) -> str:
-    parts = vars(peak.breakdown)
-    kind = max(parts, key=lambda part: parts[part])
+    breakdown = vars(peak.breakdown)
+    kind = max(breakdown, key=lambda part: breakdown[part])
     return (
-        f"{format_bytes(peak.bytes - limit)} too much: {kind} {format_bytes(parts[kind])} of "
+        f"{format_bytes(peak.bytes - limit)} too much: {kind} {format_bytes(breakdown[kind])} of "
         f"{format_bytes(peak.bytes)}"
     )

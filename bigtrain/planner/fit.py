@@ -55,25 +55,26 @@ class StageFitter:
         clock: StepTimer,
         composed: dict[object, Profile],
         state_factors: tuple[float, float],
-        halves: Callable[[], Mapping[str, PassPair] | None] | None = None,
+        split_passes: Callable[[], Mapping[str, PassPair] | None] | None = None,
     ) -> None:
         self.levels = ladder
         self._plan, self._candidate = plan, candidate
         self._clock, self._composed = clock, composed
         self._edges: dict[int | None, list[int]] = {}
         self._all = ladder["keep"].sections
-        self._factors, self._halves = state_factors, halves
-        given = (str(candidate.schedule), candidate.pp, candidate.stages_per_rank)
-        self._ranks = stage_ranks(*given)
+        self._factors, self._halves = state_factors, split_passes
+        schedule_arguments = (str(candidate.schedule), candidate.pp, candidate.stages_per_rank)
+        self._ranks = stage_ranks(*schedule_arguments)
         steps = with_fewer_micro_batches(plan).batch.accumulation_steps
         self._in_flight: tuple[int, ...] = (1,)
         # When the rank's stages have most in flight: of all moments, and when there are gradients.
         self._fullest: tuple[tuple[int, ...], tuple[int, ...]] = (1,), (int(steps > 1),)
         if candidate.stages > 1:
             splits = plan.splits_backward
-            self._in_flight = in_flight_by_stage(*given, steps, splits=splits)
+            self._in_flight = in_flight_by_stage(*schedule_arguments, steps, splits=splits)
             first, later = (
-                in_flight_at_peak(*given, steps, splits=splits, later=k) for k in (False, True)
+                in_flight_at_peak(*schedule_arguments, steps, splits=splits, later=k)
+                for k in (False, True)
             )
             self._fullest = first, later
 
@@ -90,18 +91,18 @@ class StageFitter:
             return [0, len(self._all)]
         if limit in self._edges:
             return self._edges[limit]
-        least = self.levels["keep" if limit is None else self.levels.least]
+        smallest_sections = self.levels["keep" if limit is None else self.levels.least]
         # A rank's stages have as much each: dealing its memory out to them would take seconds.
-        each = None if limit is None else limit // self._candidate.stages_per_rank
-        found = partition(
-            self._pieces(least.sections),
+        stage_limit = None if limit is None else limit // self._candidate.stages_per_rank
+        partitioned = partition(
+            self._pieces(smallest_sections.sections),
             self._candidate.stages,
             bandwidth=self._clock.cluster.inside.rate,
             state_factor=self._factors[1],
             in_flight=self._in_flight,
-            memory=None if each is None else [each] * self._candidate.stages,
+            memory=None if stage_limit is None else [stage_limit] * self._candidate.stages,
         )
-        self._edges[limit] = [0, *found.cuts, len(self._all)]
+        self._edges[limit] = [0, *partitioned.cuts, len(self._all)]
         return self._edges[limit]
 
     def keeping_all(self, edges: Sequence[int]) -> list[SectionRange]:
@@ -169,21 +170,21 @@ class StageFitter:
         """
         stages = self.keeping_all(edges)
         peaks: dict[int, Peak] = {}
-        least: list[Peak] = []
-        for rank, like in enumerate(self._alike(stages)):
-            own = self._stages_of(rank)
-            if like != rank:
-                for place, other in zip(own, self._stages_of(like), strict=True):
+        over_limit: list[Peak] = []
+        for rank, representative in enumerate(self._alike(stages)):
+            own_stages = self._stages_of(rank)
+            if representative != rank:
+                for place, other in zip(own_stages, self._stages_of(representative), strict=True):
                     stages[place] = replace(stages[place], choices=stages[other].choices)
                 continue
-            found = self._rank(stages, own, rank, limit)
-            if found.bytes <= limit:
-                peaks[rank] = found
+            peak = self._rank(stages, own_stages, rank, limit)
+            if peak.bytes <= limit:
+                peaks[rank] = peak
                 continue
-            least.append(found)
+            over_limit.append(peak)
             if limit > 0:
                 break
-        return highest_peak(least) if least else (tuple(stages), peaks)
+        return highest_peak(over_limit) if over_limit else (tuple(stages), peaks)
 
     def _alike(self, stages: Sequence[SectionRange]) -> list[int]:
         """For each rank itself, where it is to be looked at, or one that holds no less.
@@ -192,82 +193,96 @@ class StageFitter:
         In a V one stage of a rank has the more in flight the less the other has: where blocks have
         no choice, ranks between the first and the last of a kind hold no more than one of the two.
         """
-        own = [self._stages_of(rank) for rank in range(self.ranks)]
-        kinds = [tuple(self._kind(stages[place]) for place in places) for places in own]
+        own_stages = [self._stages_of(rank) for rank in range(self.ranks)]
+        kinds = [tuple(self._kind(stages[place]) for place in places) for places in own_stages]
         last = {kind: rank for rank, kind in enumerate(kinds)}
         moments = (*self._fullest, self._in_flight)
-        looked: dict[object, list[int]] = {}
-        found = []
+        examined: dict[object, list[int]] = {}
+        representatives = []
         for rank, kind in enumerate(kinds):
-            others = looked.setdefault(kind, [])
-            most = [[held[place] for place in own[rank]] for held in moments]
-            like = next((o for o in others if _no_less(moments, own[o], most)), None)
-            if like is None and others and self.levels.is_single and rank != last[kind]:
-                like = others[0]
-            if like is None:
+            others = examined.setdefault(kind, [])
+            counts = [[held[place] for place in own_stages[rank]] for held in moments]
+            representative = next(
+                (o for o in others if _no_less(moments, own_stages[o], counts)), None
+            )
+            if representative is None and others and self.levels.is_single and rank != last[kind]:
+                representative = others[0]
+            if representative is None:
                 others.append(rank)
-            found.append(rank if like is None else like)
-        return found
+            representatives.append(rank if representative is None else representative)
+        return representatives
 
     def _stages_of(self, rank: int) -> list[int]:
         return [place for place, whose in enumerate(self._ranks) if whose == rank]
 
-    def _rank(self, stages: list[SectionRange], own: Sequence[int], rank: int, limit: int) -> Peak:
+    def _rank(
+        self, stages: list[SectionRange], own_stages: Sequence[int], rank: int, limit: int
+    ) -> Peak:
         """Let the blocks of one rank keep as much as fits; in place. The peak that comes of it."""
-        spans = [self._all[stages[place].first : stages[place].stop] for place in own]
+        spans = [self._all[stages[place].first : stages[place].stop] for place in own_stages]
         blocks = sum(bool(section.name) for sections in spans for section in sections)
 
-        def let(less: BlockPolicy, more: BlockPolicy, count: int) -> None:
+        def assign(smaller_policy: BlockPolicy, larger_policy: BlockPolicy, count: int) -> None:
             """The first blocks, as many as are counted, keep less and the others more."""
             left = count
-            for place, sections in zip(own, spans, strict=True):
+            for place, sections in zip(own_stages, spans, strict=True):
                 picks: list[BlockPolicy] = []
                 for section in sections:
-                    picks.append("keep" if not section.name else more if left <= 0 else less)
+                    picks.append(
+                        "keep"
+                        if not section.name
+                        else larger_policy
+                        if left <= 0
+                        else smaller_policy
+                    )
                     left -= bool(section.name)
                 stages[place] = replace(stages[place], choices=tuple(picks))
 
-        def tried(less: BlockPolicy, more: BlockPolicy, count: int) -> Peak:
-            let(less, more, count)
-            return self._peak(stages, own, rank)
+        def peak_with(smaller_policy: BlockPolicy, larger_policy: BlockPolicy, count: int) -> Peak:
+            assign(smaller_policy, larger_policy, count)
+            return self._peak(stages, own_stages, rank)
 
-        let("keep", "keep", 0)
-        over = self._roughly(stages, own)
-        if over <= limit:
-            lowest = self._peak(stages, own, rank)
+        assign("keep", "keep", 0)
+        excess = self._roughly(stages, own_stages)
+        if excess <= limit:
+            lowest = self._peak(stages, own_stages, rank)
             if lowest.bytes <= limit:
                 return lowest
-            over = lowest.bytes
-        smallest = tried(self.levels.least, self.levels.least, blocks)
+            excess = lowest.bytes
+        smallest = peak_with(self.levels.least, self.levels.least, blocks)
         if smallest.bytes > limit:
             return smallest
-        for more, less in pairwise(self.levels.choices):
-            found = smallest if less == self.levels.least else tried(less, more, blocks)
-            if found.bytes > limit:
-                over = found.bytes
+        for larger_policy, smaller_policy in pairwise(self.levels.choices):
+            peak = (
+                smallest
+                if smaller_policy == self.levels.least
+                else peak_with(smaller_policy, larger_policy, blocks)
+            )
+            if peak.bytes > limit:
+                excess = peak.bytes
                 continue
-            low, high, best = 0, blocks, found
+            low, high, best = 0, blocks, peak
             while high - low > 1:  # so few of the first blocks as are enough
                 # Each block takes about as much off as another: guess, and guess again.
-                share = (over - limit) / max(1, over - best.bytes)
+                share = (excess - limit) / max(1, excess - best.bytes)
                 middle = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
-                found = tried(less, more, middle)
-                if found.bytes <= limit:
-                    high, best = middle, found
+                peak = peak_with(smaller_policy, larger_policy, middle)
+                if peak.bytes <= limit:
+                    high, best = middle, peak
                 else:
-                    low, over = middle, found.bytes
-            let(less, more, high)
+                    low, excess = middle, peak.bytes
+            assign(smaller_policy, larger_policy, high)
             return best
         return smallest
 
-    def _roughly(self, stages: Sequence[SectionRange], own: Sequence[int]) -> int:
+    def _roughly(self, stages: Sequence[SectionRange], own_stages: Sequence[int]) -> int:
         """No rank with these stages holds less: its states and what micro-batches keep."""
-        parts = {place: self.sections(stages[place]) for place in own}
-        parameters = sum(section_states(sections).parameters for sections in parts.values())
-        saved = {place: sum(s.passes[0].saved for s in part) for place, part in parts.items()}
+        sections_of = {place: self.sections(stages[place]) for place in own_stages}
+        parameters = sum(section_states(sections).parameters for sections in sections_of.values())
+        saved = {place: sum(s.passes[0].saved for s in part) for place, part in sections_of.items()}
         return max(
-            int(factor * parameters) + sum(held[place] * saved[place] for place in own)
-            for factor, held in zip(self._factors, self._fullest, strict=True)
+            int(factor * parameters) + sum(in_flight[place] * saved[place] for place in own_stages)
+            for factor, in_flight in zip(self._factors, self._fullest, strict=True)
         )
 
     def floor(self) -> int:
@@ -287,19 +302,19 @@ class StageFitter:
         saved = [section.passes[0].saved for section in least]
         pairs = zip(blocks, saved, strict=True)
         again = max(0, min(block.passes[0].saved - size for block, size in pairs))
-        found = 0
-        for factor, held in zip(self._factors, self._fullest, strict=True):
-            own = [self._stages_of(rank) for rank in range(self.ranks)]
-            fewest = [min(held[place] for place in places) for places in own]
-            each = [factor * parameters + count * min(saved) for count in fewest]
-            if min(each) > 0:
-                beside = again if min(fewest) else 0
-                found = max(found, beside + int(len(blocks) / sum(1 / size for size in each)))
+        bound = 0
+        for factor, in_flight in zip(self._factors, self._fullest, strict=True):
+            own_stages = [self._stages_of(rank) for rank in range(self.ranks)]
+            fewest = [min(in_flight[place] for place in places) for places in own_stages]
+            rank_bytes = [factor * parameters + count * min(saved) for count in fewest]
+            if min(rank_bytes) > 0:
+                extra = again if min(fewest) else 0
+                bound = max(bound, extra + int(len(blocks) / sum(1 / size for size in rank_bytes)))
         is_alike = max(saved) <= (1 + SIMILARITY) * min(saved)
         is_alike = is_alike and all(
             section_states([block]).parameters == parameters for block in blocks
         )
-        return max(found, self._fullest_stage(len(blocks)) if is_alike else 0)
+        return max(bound, self._fullest_stage(len(blocks)) if is_alike else 0)
 
     def _fullest_stage(self, blocks: int) -> int:
         """One stage at least has its share of the blocks, which are alike: with one micro-batch."""
@@ -311,32 +326,36 @@ class StageFitter:
         sent: int = sum(vars(profile.boundary).values())  # the first stage is sent nothing
         return int(forecast_step(profile, self._plan).peak().bytes / (1 + SIMILARITY)) - sent
 
-    def _peak(self, stages: Sequence[SectionRange], own: Sequence[int], rank: int) -> Peak:
+    def _peak(self, stages: Sequence[SectionRange], own_stages: Sequence[int], rank: int) -> Peak:
         cut = self._plan.techniques.get("cut")
-        parts = {place: forecast_step(self.profile(stages[place]), self._plan) for place in own}
+        forecasts = {
+            place: forecast_step(self.profile(stages[place]), self._plan) for place in own_stages
+        }
         if not isinstance(cut, CutStrategy):
-            return parts[own[0]].peak()
-        halves = self._in_halves({place: stages[place] for place in own if place})
-        if len(own) > 1:  # stages that are alike have one profile, and tensors of their own
-            parts, halves = (
+            return forecasts[own_stages[0]].peak()
+        split_forecasts = self._in_halves({place: stages[place] for place in own_stages if place})
+        if len(own_stages) > 1:  # stages that are alike have one profile, and tensors of their own
+            forecasts, split_forecasts = (
                 {place: _own_names(one, place) for place, one in found.items()}
-                for found in (parts, halves)
+                for found in (forecasts, split_forecasts)
             )
-        return cut.replay_rank(parts, with_fewer_micro_batches(self._plan), rank, halves).peak()
+        return cut.replay_rank(
+            forecasts, with_fewer_micro_batches(self._plan), rank, split_forecasts
+        ).peak()
 
     def _in_halves(self, stages: Mapping[int, SectionRange]) -> dict[int, Forecast]:
         """Of the stages that go back in two parts; without it the whole pass stands in for both."""
-        found = self._halves() if self._halves is not None else None
-        if found is None:
+        split_passes = self._halves() if self._halves is not None else None
+        if split_passes is None:
             return {}
-        taken: dict[int, Forecast] = {}
+        split_forecasts: dict[int, Forecast] = {}
         for place, stage in stages.items():
             key = ("halves", self._kind(stage))
             if key not in self._composed:
-                parts = [found[section.name] for section in self.sections(stage)]
-                self._composed[key] = split_profile(self.profile(stage), parts)
-            taken[place] = forecast_step(self._composed[key], self._plan)
-        return taken
+                section_passes = [split_passes[section.name] for section in self.sections(stage)]
+                self._composed[key] = split_profile(self.profile(stage), section_passes)
+            split_forecasts[place] = forecast_step(self._composed[key], self._plan)
+        return split_forecasts
 
     def sections(self, stage: SectionRange) -> list[Section]:
         """The sections of a stage, each with what it keeps."""
@@ -380,9 +399,11 @@ def with_fewer_micro_batches(plan: Plan) -> Plan:
 
 
 def _no_less(
-    moments: Sequence[Sequence[int]], places: Sequence[int], most: Sequence[Sequence[int]]
+    counts_by_moment: Sequence[Sequence[int]],
+    places: Sequence[int],
+    required: Sequence[Sequence[int]],
 ) -> bool:
-    pairs = zip(moments, most, strict=True)
+    pairs = zip(counts_by_moment, required, strict=True)
     return all(held[p] >= n for held, ns in pairs for p, n in zip(places, ns, strict=True))
 
 

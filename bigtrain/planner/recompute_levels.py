@@ -62,9 +62,9 @@ class RecomputeLevels:
     def _works(self, choice: BlockPolicy) -> bool:
         """Not every choice works with every model, or leaves its blocks one after the other."""
         try:
-            found = self[choice]
+            recorded = self[choice]
         except ConfigError:
             if choice == "keep":
                 raise
             return False
-        return len(found.sections) == len(self["keep"].sections)
+        return len(recorded.sections) == len(self["keep"].sections)

@@ -91,119 +91,123 @@ class PlanSearch:
             answer.best = self._fastest(limit, MAX_PLANS, answer)
         if all(one.refused for one in self._open) and self._refused:
             raise ConfigError(self._refused[0].reason)
-        found = list(answer.best)
-        for level in FRONT_LIMITS if found else ():
-            found += self._fastest(int(limit * level), 1)
-        answer.front = _front(found)
+        fitting = list(answer.best)
+        for level in FRONT_LIMITS if fitting else ():
+            fitting += self._fastest(int(limit * level), 1)
+        answer.front = _front(fitting)
         answer.rejected += self._refused
         answer.evaluated = len({candidate for candidate, _ in self._known})
         answer.seconds = time.perf_counter() - began
         return answer
 
     def _opened(self, *, fallback_tier: bool = False) -> Iterator[_OpenCandidate]:
-        unfit: dict[int, str] = {}
-        for one in self.space.candidates(fallback_tier=fallback_tier):
-            found = _OpenCandidate(one, 0.0)
-            if one.rows not in unfit:
+        unfit_rows: dict[int, str] = {}
+        for candidate in self.space.candidates(fallback_tier=fallback_tier):
+            opened = _OpenCandidate(candidate, 0.0)
+            if candidate.rows not in unfit_rows:
                 try:
-                    found.seconds = self.evaluator.least_seconds(one)
+                    opened.seconds = self.evaluator.least_seconds(candidate)
                 except ConfigError as error:  # layers may want more than one row to train on
-                    unfit[one.rows] = str(error)
-            if one.rows in unfit:
-                self._refuse(found, unfit[one.rows])
-            yield found
+                    unfit_rows[candidate.rows] = str(error)
+            if candidate.rows in unfit_rows:
+                self._refuse(opened, unfit_rows[candidate.rows])
+            yield opened
 
-    def _refuse(self, one: _OpenCandidate, reason: str) -> None:
-        one.refused = True
-        self._refused.append(RejectedPlan(one.candidate, reason))
+    def _refuse(self, opened: _OpenCandidate, reason: str) -> None:
+        opened.refused = True
+        self._refused.append(RejectedPlan(opened.candidate, reason))
 
     def _fastest(
         self, limit: int, count: int, answer: SearchResult | None = None
     ) -> list[EvaluatedPlan]:
         best: list[EvaluatedPlan] = []
         refusals = 0
-        queue = [(one.seconds, number) for number, one in enumerate(self._open)]
+        queue = [(opened.seconds, number) for number, opened in enumerate(self._open)]
         heapq.heapify(queue)
         while queue:
             seconds, number = heapq.heappop(queue)
-            one = self._open[number]
+            opened = self._open[number]
             if len(best) >= count and seconds >= best[count - 1].seconds.total:
                 break
-            if one.plan is None and not one.refused:
-                self._look(one)
-            if one.refused or limit <= one.failed_limit:
+            if opened.plan is None and not opened.refused:
+                self._look(opened)
+            if opened.refused or limit <= opened.failed_limit:
                 continue
-            if one.least_bytes > limit:
+            if opened.least_bytes > limit:
                 if answer is not None:
                     answer.below_bound += 1
                 continue
-            if one.num_bounds < NUM_BOUNDS:
-                self._look(one)
-                heapq.heappush(queue, (one.seconds, number))
+            if opened.num_bounds < NUM_BOUNDS:
+                self._look(opened)
+                heapq.heappush(queue, (opened.seconds, number))
                 continue
-            found = self._judged(one, limit)
-            if isinstance(found, RejectedPlan):
+            outcome = self._judged(opened, limit)
+            if isinstance(outcome, RejectedPlan):
                 refusals += 1
-                if found.peak is not None:
-                    one.failed_limit = max(one.failed_limit, limit)
+                if outcome.peak is not None:
+                    opened.failed_limit = max(opened.failed_limit, limit)
                 if answer is not None:
-                    answer.rejected.append(found)
+                    answer.rejected.append(outcome)
                 elif refusals >= MAX_REJECTIONS:
                     break
                 continue
-            best.append(found)
+            best.append(outcome)
             best.sort(key=_rank)
             del best[count:]
         return best
 
-    def _look(self, one: _OpenCandidate) -> None:
+    def _look(self, opened: _OpenCandidate) -> None:
         """Look at a candidate more closely."""
         try:
-            if one.plan is None:
-                one.plan = self.evaluator.plan_of(one.candidate)
-                one.least_bytes = self.evaluator.least_bytes(one.candidate, one.plan)
+            if opened.plan is None:
+                opened.plan = self.evaluator.plan_of(opened.candidate)
+                opened.least_bytes = self.evaluator.least_bytes(opened.candidate, opened.plan)
                 return
-            if not one.is_tight:
-                self._bound(one, one.plan)
+            if not opened.is_tight:
+                self._bound(opened, opened.plan)
                 return
-            look = (self.evaluator.even_seconds, self.evaluator.kept_seconds)[one.num_bounds]
-            one.seconds = max(one.seconds, look(one.candidate, one.plan))
-            one.num_bounds += 1
+            bound = (self.evaluator.even_seconds, self.evaluator.kept_seconds)[opened.num_bounds]
+            opened.seconds = max(opened.seconds, bound(opened.candidate, opened.plan))
+            opened.num_bounds += 1
         except ConfigError as error:
-            self._refuse(one, str(error))
+            self._refuse(opened, str(error))
 
-    def _bound(self, one: _OpenCandidate, plan: Plan) -> None:
-        one.least_bytes = max(one.least_bytes, self.evaluator.floor_bytes(one.candidate, plan))
-        one.is_tight = True
+    def _bound(self, opened: _OpenCandidate, plan: Plan) -> None:
+        opened.least_bytes = max(
+            opened.least_bytes, self.evaluator.floor_bytes(opened.candidate, plan)
+        )
+        opened.is_tight = True
 
-    def _judged(self, one: _OpenCandidate, limit: int) -> EvaluatedPlan | RejectedPlan:
-        key = (one.candidate, limit)
+    def _judged(self, opened: _OpenCandidate, limit: int) -> EvaluatedPlan | RejectedPlan:
+        key = (opened.candidate, limit)
         if key not in self._known:
-            plan = one.plan or self.evaluator.plan_of(one.candidate)
-            self._known[key] = self.evaluator.evaluate(one.candidate, plan, limit)
+            plan = opened.plan or self.evaluator.plan_of(opened.candidate)
+            self._known[key] = self.evaluator.evaluate(opened.candidate, plan, limit)
         return self._known[key]
 
     def smallest(self) -> EvaluatedPlan | RejectedPlan | None:
         """The candidate that holds least, whatever it takes; for where nothing fits."""
-        for one in self._open:
-            if one.plan is None and not one.refused:
-                self._look(one)
+        for opened in self._open:
+            if opened.plan is None and not opened.refused:
+                self._look(opened)
         best: EvaluatedPlan | RejectedPlan | None = None
-        queue = [(one.least_bytes, n) for n, one in enumerate(self._open) if not one.refused]
+        queue = [
+            (opened.least_bytes, n) for n, opened in enumerate(self._open) if not opened.refused
+        ]
         heapq.heapify(queue)
         while queue:
             least, number = heapq.heappop(queue)
-            one = self._open[number]
+            opened = self._open[number]
             if best is not None and least >= _bytes(best):
                 break
-            if not one.is_tight:
-                self._look(one)
-                if not one.refused:
-                    heapq.heappush(queue, (one.least_bytes, number))
+            if not opened.is_tight:
+                self._look(opened)
+                if not opened.refused:
+                    heapq.heappush(queue, (opened.least_bytes, number))
                 continue
-            found = self._judged(one, 0)
-            if best is None or _bytes(found) < _bytes(best):
-                best = found
+            outcome = self._judged(opened, 0)
+            if best is None or _bytes(outcome) < _bytes(best):
+                best = outcome
         return best
 
 
@@ -211,15 +215,15 @@ def _rank(judged: EvaluatedPlan) -> tuple[float, int]:
     return judged.seconds.total, judged.peak.bytes
 
 
-def _bytes(found: EvaluatedPlan | RejectedPlan) -> int:
-    if isinstance(found, EvaluatedPlan):
-        return found.peak.bytes
-    return found.peak.bytes if found.peak is not None else 2**62
+def _bytes(outcome: EvaluatedPlan | RejectedPlan) -> int:
+    if isinstance(outcome, EvaluatedPlan):
+        return outcome.peak.bytes
+    return outcome.peak.bytes if outcome.peak is not None else 2**62
 
 
-def _front(found: list[EvaluatedPlan]) -> list[EvaluatedPlan]:
-    kept: list[EvaluatedPlan] = []
-    for one in sorted(found, key=_rank):
-        if not kept or one.peak.bytes < kept[-1].peak.bytes:
-            kept.append(one)
-    return kept
+def _front(fitting: list[EvaluatedPlan]) -> list[EvaluatedPlan]:
+    front: list[EvaluatedPlan] = []
+    for evaluated in sorted(fitting, key=_rank):
+        if not front or evaluated.peak.bytes < front[-1].peak.bytes:
+            front.append(evaluated)
+    return front

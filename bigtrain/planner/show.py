@@ -38,17 +38,17 @@ def plans_table(planned: PlannedAnswer) -> Table:
         table.add_column(name, justify="right" if name != "parts" else "left")
     table.add_column(_unit(planned), justify="right")
     table.add_column("MFU", justify="right")
-    for place, one in enumerate(planned.result.best, start=1):
-        figures = plan_figures(planned, one)
+    for place, evaluated in enumerate(planned.result.best, start=1):
+        figures = plan_figures(planned, evaluated)
         table.add_row(
             str(place),
-            one.label,
-            f"{one.candidate.pp} x {one.candidate.dp}",
-            f"{one.candidate.rows} x {one.candidate.micro_batches}",
-            recompute_summary(one),
-            format_bytes(one.peak.bytes),
-            _parts(one),
-            _seconds(one.seconds.total),
+            evaluated.label,
+            f"{evaluated.candidate.pp} x {evaluated.candidate.dp}",
+            f"{evaluated.candidate.rows} x {evaluated.candidate.micro_batches}",
+            recompute_summary(evaluated),
+            format_bytes(evaluated.peak.bytes),
+            _parts(evaluated),
+            _seconds(evaluated.seconds.total),
             format_count(figures["targets_per_second"]),
             f"{100 * figures['mfu']:.0f} %",
         )
@@ -63,30 +63,30 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
-def _parts(one: EvaluatedPlan) -> str:
+def _parts(evaluated: EvaluatedPlan) -> str:
     """The largest parts of the peak on the worst rank."""
-    parts = vars(one.peak.breakdown)
+    parts = vars(evaluated.peak.breakdown)
     largest = sorted(parts, key=lambda kind: -parts[kind])[:3]
-    where = f" (pp rank {one.fullest_rank})" if one.candidate.pp > 1 else ""
+    where = f" (pp rank {evaluated.fullest_rank})" if evaluated.candidate.pp > 1 else ""
     return " ".join(f"{_SHORT[k]} {format_bytes(parts[k])}" for k in largest if parts[k]) + where
 
 
-def recompute_summary(one: EvaluatedPlan) -> str:
+def recompute_summary(evaluated: EvaluatedPlan) -> str:
     """How many blocks keep less than everything."""
-    counts = Counter(one.recomputed.values())
+    counts = Counter(evaluated.recomputed.values())
     return ", ".join(f"{count} {choice}" for choice, count in sorted(counts.items())) or "none"
 
 
-def plan_figures(planned: PlannedAnswer, one: EvaluatedPlan) -> dict[str, Any]:
+def plan_figures(planned: PlannedAnswer, evaluated: EvaluatedPlan) -> dict[str, Any]:
     """What is expected of a plan: bytes per rank, seconds, shares."""
-    seconds = one.seconds.total
+    seconds = evaluated.seconds.total
     return {
-        "peak_bytes": one.peak.bytes,
-        "phase": one.peak.phase,
-        "pp_rank": one.fullest_rank,
-        "breakdown": dict(vars(one.peak.breakdown)),
+        "peak_bytes": evaluated.peak.bytes,
+        "phase": evaluated.peak.phase,
+        "pp_rank": evaluated.fullest_rank,
+        "breakdown": dict(vars(evaluated.peak.breakdown)),
         "step_seconds": seconds,
-        "seconds": {key: round(value, 9) for key, value in vars(one.seconds).items()},
+        "seconds": {key: round(value, 9) for key, value in vars(evaluated.seconds).items()},
         "targets_per_second": planned.tokens / seconds,
         "mfu": planned.step_flops / seconds / planned.peak_flops,
     }
@@ -95,17 +95,18 @@ def plan_figures(planned: PlannedAnswer, one: EvaluatedPlan) -> dict[str, Any]:
 def rejection_lines(planned: PlannedAnswer) -> Iterator[str]:
     """What is in the way of the others, a line for each kind, the nearest miss first."""
     answer = planned.result
-    nearest: dict[str, RejectedPlan] = {}
-    for one in answer.rejected:
-        if one.peak is None:
+    nearest_miss: dict[str, RejectedPlan] = {}
+    for rejected in answer.rejected:
+        if rejected.peak is None:
             continue
-        label = one.candidate.label
-        before = nearest.get(label)
-        if before is None or (before.peak and one.peak.bytes < before.peak.bytes):
-            nearest[label] = one
-    for label, one in sorted(nearest.items(), key=lambda pair: _peak(pair[1])):
-        mesh = f"pp {one.candidate.pp} x dp {one.candidate.dp}, micro-batch {one.candidate.rows}"
-        yield f"does not fit: {label} ({mesh}): {one.reason}"
+        label = rejected.candidate.label
+        before = nearest_miss.get(label)
+        if before is None or (before.peak and rejected.peak.bytes < before.peak.bytes):
+            nearest_miss[label] = rejected
+    for label, rejected in sorted(nearest_miss.items(), key=lambda pair: _peak(pair[1])):
+        candidate = rejected.candidate
+        mesh = f"pp {candidate.pp} x dp {candidate.dp}, micro-batch {candidate.rows}"
+        yield f"does not fit: {label} ({mesh}): {rejected.reason}"
     if answer.below_bound:
         yield (
             f"{answer.below_bound} plans were left out because their parameters, gradients, "
@@ -151,31 +152,31 @@ def _row(planned: PlannedAnswer, one: EvaluatedPlan) -> dict[str, Any]:
     return {"label": one.label, **plan_values(planned, one)}
 
 
-def plan_values(planned: PlannedAnswer, one: EvaluatedPlan) -> dict[str, Any]:
+def plan_values(planned: PlannedAnswer, evaluated: EvaluatedPlan) -> dict[str, Any]:
     """A plan as values for YAML, which `--plan` reads back."""
-    strategy = one.job.strategy.model_dump(mode="json", exclude_defaults=True)
+    strategy = evaluated.job.strategy.model_dump(mode="json", exclude_defaults=True)
     strategy["name"] = "planned"
     return {
-        "mesh": {"pp": one.candidate.pp, "dp": one.candidate.dp, "tp": 1},
+        "mesh": {"pp": evaluated.candidate.pp, "dp": evaluated.candidate.dp, "tp": 1},
         "strategy": strategy,
         "train": {
-            "global_batch_size": one.plan.batch.global_size,
-            "micro_batch_size": one.candidate.rows,
+            "global_batch_size": evaluated.plan.batch.global_size,
+            "micro_batch_size": evaluated.candidate.rows,
             "accumulation_steps": None,
-            "precision": one.plan.precision,
+            "precision": evaluated.plan.precision,
         },
-        "predicted": plan_figures(planned, one),
+        "predicted": plan_figures(planned, evaluated),
     }
 
 
-def plan_text(planned: PlannedAnswer, one: EvaluatedPlan, command: str) -> str:
+def plan_text(planned: PlannedAnswer, evaluated: EvaluatedPlan, command: str) -> str:
     """A plan file that a person can read and change."""
     head = (
-        f"# {command}\n# {one.label}: predicted peak {format_bytes(one.peak.bytes)} on "
-        f"a rank, {_seconds(one.seconds.total)} a step on {planned.question.cluster.name}.\n"
+        f"# {command}\n# {evaluated.label}: predicted peak {format_bytes(evaluated.peak.bytes)} on "
+        f"a rank, {_seconds(evaluated.seconds.total)} a step on {planned.question.cluster.name}.\n"
         "# What stands under `predicted` is for the reader; the rest is followed.\n"
     )
-    values = plan_values(planned, one)
+    values = plan_values(planned, evaluated)
     return head + yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
 
 
@@ -188,22 +189,22 @@ def no_fit_lines(planned: PlannedAnswer) -> list[str]:
         return [
             f"plan: nothing fits {format_bytes(question.limit)}, and nothing could be forecast."
         ]
-    parts = vars(peak.breakdown)
-    kind = max(parts, key=lambda part: parts[part])
+    breakdown = vars(peak.breakdown)
+    kind = max(breakdown, key=lambda part: breakdown[part])
     needed = question.memory_for(peak.bytes, smallest.candidate.engine)
     option = "--cap" if question.memory.reserved is None else "--memory"
-    most = planned.search.evaluator.most_blocks(smallest.candidate, question.limit)
+    largest = planned.search.evaluator.most_blocks(smallest.candidate, question.limit)
     smaller = ""
-    if most is not None:
+    if largest is not None:
         smaller = (
-            f", or a model with {most[0]} of its {planned.search.space.num_blocks} blocks "
-            f"({format_count(most[1])} parameters), which fits so"
+            f", or a model with {largest[0]} of its {planned.search.space.num_blocks} blocks "
+            f"({format_count(largest[1])} parameters), which fits so"
         )
     return [
         f"plan: no plan fits {format_bytes(question.limit)} of tensors on a rank of "
         f"{question.devices} devices.",
         f"The least is {format_bytes(peak.bytes)}, with {smallest.candidate.label} (pp "
         f"{smallest.candidate.pp} x dp {smallest.candidate.dp}, micro-batch "
-        f"{smallest.candidate.rows}), of which {kind} are {format_bytes(parts[kind])}.",
+        f"{smallest.candidate.rows}), of which {kind} are {format_bytes(breakdown[kind])}.",
         f"Use {option} {-(-needed // MIB)}MiB, or more --devices{smaller}.",
     ]

@@ -151,7 +151,7 @@ class SearchSpace:
         Raises:
             ConfigError: none divides devices and batch as asked for.
         """
-        found = [
+        possible = [
             (pp, self.devices // pp)
             for pp in range(1, self.devices + 1)
             if self.devices % pp == 0
@@ -159,15 +159,15 @@ class SearchSpace:
             and self.pp in (None, pp)
             and self.dp in (None, -1, self.devices // pp)
         ]
-        if not found:
+        if not possible:
             raise ConfigError(
                 f"plan: --devices {self.devices} with mesh.pp={self.pp} and mesh.dp={self.dp}: "
                 f"pp * dp has to be {self.devices}, and the model's {self.num_blocks} blocks make "
                 f"at most {self.num_blocks + 1} stages. Leave mesh.pp or mesh.dp out."
             )
-        dividing = [(pp, dp) for pp, dp in found if self.global_batch_size % dp == 0]
+        dividing = [(pp, dp) for pp, dp in possible if self.global_batch_size % dp == 0]
         if not dividing:
-            least = min(dp for _, dp in found)
+            least = min(dp for _, dp in possible)
             raise ConfigError(
                 f"plan: --global-batch-size {self.global_batch_size} cannot be dealt to the "
                 f"replicas of any mesh: {self.devices} devices and at most {self.num_blocks + 1} "

@@ -129,8 +129,8 @@ class StepTimer:
         slowest = max(paces, key=lambda pace: pace.total)
         exchange = moving = 0.0
         for profile in profiles:
-            talked, moved = self._traffic(plan, profile, slowest, micro_batches)
-            exchange, moving = max(exchange, talked), max(moving, moved)
+            comm_seconds, transfer_seconds = self._traffic(plan, profile, slowest, micro_batches)
+            exchange, moving = max(exchange, comm_seconds), max(moving, transfer_seconds)
         shards = plan.state_ranks
         return StepSeconds(compute, idle, exchange, moving, self.oversubscription * update / shards)
 
@@ -147,28 +147,30 @@ class StepTimer:
         splits = plan.splits_backward
         stages = [_seconds(pace, sending, splits=splits) for pace in paces]
         ranks = stage_ranks(schedule, plan.pp, len(paces) // plan.pp)
-        busy = [0.0] * plan.pp
+        busy_seconds = [0.0] * plan.pp
         for rank, pace in zip(ranks, paces, strict=True):
-            busy[rank] += micro_batches * pace.total
+            busy_seconds[rank] += micro_batches * pace.total
         per_rank = len(paces) // plan.pp
         is_short = 2 * len(paces) * micro_batches <= MAX_SIMULATED_ACTIONS
-        share = None
+        bubble_fraction = None
         if not (played and is_short):
-            share = closed_form_bubble(schedule, plan.pp, micro_batches, per_rank, splits=splits)
-        if share is not None:
-            full = [0.0] * plan.pp
-            for rank, one in zip(ranks, stages, strict=True):
-                full[rank] += micro_batches * sum(one)
-            total = max(full) / (1.0 - share)
+            bubble_fraction = closed_form_bubble(
+                schedule, plan.pp, micro_batches, per_rank, splits=splits
+            )
+        if bubble_fraction is not None:
+            rank_seconds = [0.0] * plan.pp
+            for rank, stage_seconds in zip(ranks, stages, strict=True):
+                rank_seconds[rank] += micro_batches * sum(stage_seconds)
+            total = max(rank_seconds) / (1.0 - bubble_fraction)
         elif played:
             total = simulate_step(
                 schedule_orders(schedule, plan.pp, per_rank, micro_batches), stages
             ).seconds
         else:  # one micro-batch goes there and back through all stages
-            total = sum(one.forward + one.inputs for one in stages)
+            total = sum(stage_seconds.forward + stage_seconds.inputs for stage_seconds in stages)
         # Where ranks take turns on the cores, those that wait leave them to the others.
-        total = max(total, self.oversubscription * sum(busy) / len(busy))
-        return max(busy), max(0.0, total - max(busy))
+        total = max(total, self.oversubscription * sum(busy_seconds) / len(busy_seconds))
+        return max(busy_seconds), max(0.0, total - max(busy_seconds))
 
     def _sending(self, plan: Plan, profiles: Sequence[Profile]) -> float:
         """Seconds for what crosses a cut; on a GPU it hides but for where a rank waits for it."""
@@ -179,20 +181,24 @@ class StepTimer:
         self, plan: Plan, profile: Profile, pace: PassSeconds, micro_batches: int
     ) -> tuple[float, float]:
         """Seconds that are not hidden: of exchanges between replicas, and of moves."""
-        beside: dict[str, list[tuple[Traffic, float]]] = {}
+        by_overlap: dict[str, list[tuple[Traffic, float]]] = {}
         for technique in plan.techniques.values():
-            for one in technique.traffic(profile, plan):
-                beside.setdefault(f"{one.every} {one.overlaps}", []).append((one, self._one(one)))
-        talked = moved = 0.0
-        for key, taken in beside.items():
+            for traffic in technique.traffic(profile, plan):
+                by_overlap.setdefault(f"{traffic.every} {traffic.overlaps}", []).append(
+                    (traffic, self._one(traffic))
+                )
+        comm_seconds = transfer_seconds = 0.0
+        for key, messages in by_overlap.items():
             times = micro_batches if key.startswith("micro_batch") else 1
-            whole = sum(each for _, each in taken)
-            shown = max(0.0, whole - self._hides(key, pace))
-            moves = sum(each for one, each in taken if one.kind in HOST_TRANSFERS)
-            share = moves / whole if whole else 0.0
-            talked += times * shown * (1 - share)
-            moved += times * shown * share
-        return talked, moved
+            total_seconds = sum(seconds for _, seconds in messages)
+            exposed = max(0.0, total_seconds - self._hides(key, pace))
+            transfers = sum(
+                seconds for traffic, seconds in messages if traffic.kind in HOST_TRANSFERS
+            )
+            share = transfers / total_seconds if total_seconds else 0.0
+            comm_seconds += times * exposed * (1 - share)
+            transfer_seconds += times * exposed * share
+        return comm_seconds, transfer_seconds
 
     def _hides(self, key: str, pace: PassSeconds) -> float:
         """Seconds of computing behind which something may hide; on a CPU both want the cores."""
@@ -200,15 +206,15 @@ class StepTimer:
             return 0.0
         return {"forward": pace.forward, "backward": pace.backward}.get(key.split()[1], 0.0)
 
-    def _one(self, one: Traffic) -> float:
+    def _one(self, traffic: Traffic) -> float:
         node = self.cluster.node
-        if one.kind == "to_host" or one.kind == "from_host":
-            return one.nbytes / node.host_link if node.host_link else 0.0
-        if one.kind == "to_disk" or one.kind == "from_disk":
-            rate = node.disk_write if one.kind == "to_disk" else node.disk_read
-            return one.nbytes * node.devices / rate if rate else 0.0
-        given = (one.nbytes, one.ranks, one.stride, self.cluster, one.calls)
-        return exchange_seconds(one.kind, *given)
+        if traffic.kind == "to_host" or traffic.kind == "from_host":
+            return traffic.nbytes / node.host_link if node.host_link else 0.0
+        if traffic.kind == "to_disk" or traffic.kind == "from_disk":
+            rate = node.disk_write if traffic.kind == "to_disk" else node.disk_read
+            return traffic.nbytes * node.devices / rate if rate else 0.0
+        arguments = (traffic.nbytes, traffic.ranks, traffic.stride, self.cluster, traffic.calls)
+        return exchange_seconds(traffic.kind, *arguments)
 
 
 @cache

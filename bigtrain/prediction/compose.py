@@ -36,16 +36,16 @@ def compose_profile(
     tensors = _distinct(sections)
     trained = [t for t in tensors if t.trained]
     elements = sum(t.numbers for t in trained)
-    timelines, visits, stops = [], [], []
+    timelines, visits, ends = [], [], []
     for number in (0, 1):
         passes = [section.passes[number] for section in sections]
         begins, is_sent = bool(sections[0].name), after is not None
-        timeline, seen, stop = concatenate_sections(passes, begins=begins, is_sent=is_sent)
+        timeline, section_ticks, stop = concatenate_sections(passes, begins=begins, is_sent=is_sent)
         timelines.append(timeline)
-        visits.append(seen)
-        stops.append(stop)
+        visits.append(section_ticks)
+        ends.append(stop)
     names = [section.name for section in sections if section.name]
-    named = [
+    named_tensors = [
         (f"{section.name} {t.name}".strip(), t)
         for section in sections
         for t in section.tensors
@@ -69,11 +69,11 @@ def compose_profile(
         next=timelines[1],
         step=_step(base, trained),
         blocks=tuple(zip(*visits, strict=True)),
-        outside_blocks=_rest(sections, tensors, stops[0]),
+        outside_blocks=_rest(sections, tensors, ends[0]),
         boundary=_wires(sections, after),
         windows=windows,
         recomputed=frozenset(recomputed),
-        tensors=tuple((name, t.nbytes, t.kind) for name, t in named),
+        tensors=tuple((name, t.nbytes, t.kind) for name, t in named_tensors),
     )
 
 
@@ -115,10 +115,13 @@ def _distinct(sections: Sequence[Section]) -> list[SectionTensor]:
 
 def _rest(sections: Sequence[Section], tensors: Sequence[SectionTensor], stop: int) -> BlockTicks:
     outside = {t.name for s in sections if not s.name for t in s.tensors}
-    own = [t for t in tensors if t.name in outside and not t.is_buffer]
-    own = list({t.name: t for t in own}.values())
+    own_parameters = [t for t in tensors if t.name in outside and not t.is_buffer]
+    own_parameters = list({t.name: t for t in own_parameters}.values())
     return BlockTicks(
-        tuple(t.shape for t in own), tuple(t.trained for t in own), (0, stop), (0, stop)
+        tuple(t.shape for t in own_parameters),
+        tuple(t.trained for t in own_parameters),
+        (0, stop),
+        (0, stop),
     )
 
 
@@ -128,9 +131,9 @@ def _step(base: RecordedSections, trained: Sequence[SectionTensor]) -> Timeline:
     Where it works on all of them at once what it needs grows with them; where it goes through them
     one by one it does not.
     """
-    run_on = _distinct(base.sections)
-    largest = max((t.nbytes for t in run_on if t.trained), default=0)
-    numbers = sum(t.numbers for t in run_on if t.trained)
+    recorded_tensors = _distinct(base.sections)
+    largest = max((t.nbytes for t in recorded_tensors if t.trained), default=0)
+    numbers = sum(t.numbers for t in recorded_tensors if t.trained)
     if base.step.peak().bytes <= _ALIKE * largest or not numbers:
         return base.step
     return scale_timeline(base.step, sum(t.numbers for t in trained) / numbers)

@@ -77,16 +77,20 @@ class MemoryReport:
 
     def course(self) -> dict[str, Any] | None:
         """The content of timeline.json: one step of the rank with the highest peak."""
-        seen = [r for r in self.ranks if r.measured.peak and r.measured.curve]
-        if not seen:
+        tracked = [r for r in self.ranks if r.measured.peak and r.measured.curve]
+        if not tracked:
             return None
-        most = max(seen, key=lambda r: r.measured.peak.bytes if r.measured.peak else 0)
-        return {"rank": most.rank, **asdict(most.measured.curve)} if most.measured.curve else None
+        highest_rank = max(tracked, key=lambda r: r.measured.peak.bytes if r.measured.peak else 0)
+        return (
+            {"rank": highest_rank.rank, **asdict(highest_rank.measured.curve)}
+            if highest_rank.measured.curve
+            else None
+        )
 
     def residuals(self, engine: EngineName, precision: str) -> list[PeakRecord]:
         """What the run says about predictions: an entry for each rank that has both figures."""
         now = datetime.now(timezone.utc).isoformat(timespec="microseconds")
-        found = []
+        records = []
         for rank in self.ranks:
             measured, predicted = rank.measured, rank.predicted
             if measured.peak is None or predicted is None or predicted.bytes == 0:
@@ -102,8 +106,8 @@ class MemoryReport:
                 tracked_bytes=measured.peak.bytes,
                 process_bytes=process if reserved is None else reserved,
             )
-            found.append(entry)
-        return found
+            records.append(entry)
+        return records
 
     def as_json(self) -> dict[str, Any]:
         """The content of memory.json."""

@@ -94,12 +94,12 @@ def block_costs(
         bf16: whether autocast is on.
     """
     costs = {"": BlockCost(), **{name: BlockCost() for name in names}}
-    open_now = [costs[""]]
+    open_costs = [costs[""]]
 
     def note(operation: Operation) -> None:
         seconds = max(operation.flops / rates.flops, operation.nbytes / rates.nbytes)
         dear = is_saved_op(operation.func, operation.args, operation.kwargs)
-        for cost in open_now:
+        for cost in open_costs:
             cost.whole += seconds
             cost.between += 0.0 if dear else seconds
 
@@ -108,8 +108,8 @@ def block_costs(
         for name, cost in costs.items():
             if name:
                 module = fake.get_submodule(name)
-                module.register_forward_pre_hook(lambda *_, cost=cost: open_now.append(cost))
-                module.register_forward_hook(lambda *_: _close(open_now))
+                module.register_forward_pre_hook(lambda *_, cost=cost: open_costs.append(cost))
+                module.register_forward_hook(lambda *_: _close(open_costs))
         inputs = micro_batch.fake(device).inputs
         cast = torch.autocast(device.type, dtype=torch.bfloat16) if bf16 else nullcontext()
         with cast, OperationLog(note):

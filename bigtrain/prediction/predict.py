@@ -39,15 +39,15 @@ def predict(
     Raises:
         ConfigError: a technique cannot work with a model of this size.
     """
-    found, plan = forecast_rank(resolved, workload, pp_rank), resolved.plan
-    if found.forecast is None:
-        return Prediction(None, found.note)
-    peak = found.forecast.peak()
+    rank, plan = forecast_rank(resolved, workload, pp_rank), resolved.plan
+    if rank.forecast is None:
+        return Prediction(None, rank.note)
+    peak = rank.forecast.peak()
     if _by_stages(resolved):
         return Prediction(peak, None, [], peak)
-    profile = found.profiles[0]
-    own = forecast_step(profile, replace(plan, dp_rank=dp_rank)).peak()
-    return Prediction(peak, None, collect_advice(profile, plan), own)
+    profile = rank.profiles[0]
+    own_peak = forecast_step(profile, replace(plan, dp_rank=dp_rank)).peak()
+    return Prediction(peak, None, collect_advice(profile, plan), own_peak)
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ def forecast_rank(resolved: ResolvedPlan, workload: Workload, pp_rank: int = 0) 
         ConfigError: a technique cannot work with a model of this size, or with this model.
     """
     plan, layout = resolved.plan, resolved.layout
-    cut = plan.techniques.get("cut")
-    if layout is None or not isinstance(cut, CutStrategy) or not _by_stages(resolved):
+    cut_strategy = plan.techniques.get("cut")
+    if layout is None or not isinstance(cut_strategy, CutStrategy) or not _by_stages(resolved):
         profile = make_profile(workload, resolved)
         if profile.untraceable is not None:
             plan.check_model(ModelFacts(untraceable=profile.untraceable))
@@ -82,25 +82,29 @@ def forecast_rank(resolved: ResolvedPlan, workload: Workload, pp_rank: int = 0) 
         plan.check_model(ModelFacts(profile=profile))
         if layout is not None and "recompute" in plan.techniques:
             _try_stages(workload, resolved, len(layout.ranks))
-        found = forecast_step(profile, plan)
-        return RankForecast(found, None, (profile,), (found,))
+        rank_forecast = forecast_step(profile, plan)
+        return RankForecast(rank_forecast, None, (profile,), (rank_forecast,))
     profiles: dict[int, Profile] = {}
-    halves: dict[int, Forecast] = {}
+    split_forecasts: dict[int, Forecast] = {}
     try:
-        own = layout.stages_of(pp_rank) if cut.traits.spans_ranks else range(len(layout.ranks))
-        for stage in own:
+        own_stages = (
+            layout.stages_of(pp_rank)
+            if cut_strategy.traits.spans_ranks
+            else range(len(layout.ranks))
+        )
+        for stage in own_stages:
             profiles[stage] = profile_stage(workload, resolved, stage)
             plan.check_model(ModelFacts(profile=profiles[stage]))
             if plan.splits_backward:
                 split = profile_stage(workload, resolved, stage, split=True)
-                halves[stage] = forecast_step(split, plan)
+                split_forecasts[stage] = forecast_step(split, plan)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         reason = untraceable_reason(error)
         plan.check_model(ModelFacts(untraceable=reason))
         return RankForecast(None, f"a stage does not run on fake tensors ({reason})")
-    parts = {stage: forecast_step(profile, plan) for stage, profile in profiles.items()}
-    step = cut.replay_rank(parts, plan, pp_rank, halves)
-    return RankForecast(step, None, tuple(profiles.values()), tuple(parts.values()))
+    stage_forecasts = {stage: forecast_step(profile, plan) for stage, profile in profiles.items()}
+    step = cut_strategy.replay_rank(stage_forecasts, plan, pp_rank, split_forecasts)
+    return RankForecast(step, None, tuple(profiles.values()), tuple(stage_forecasts.values()))
 
 
 def _try_stages(workload: Workload, resolved: ResolvedPlan, stages: int) -> None:

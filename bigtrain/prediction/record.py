@@ -134,7 +134,7 @@ def record_steps(
     device: torch.device,
     unit: WholeModel = WHOLE_MODEL,
     hooks: Sequence[InstallHooks] = (),
-    before: MicroBatch | None = None,
+    earlier_batch: MicroBatch | None = None,
 ) -> FakeRun:
     """Take a fake twin of a model, or of a part of it, through the plain loop.
 
@@ -144,13 +144,16 @@ def record_steps(
         device: whose kernels decide what is saved.
         unit: what of the model.
         hooks: what else is noted.
-        before: a micro-batch of another size, for the first step.
+        earlier_batch: a micro-batch of another size, for the first step.
 
     Raises:
         Exception: of any kind that the model's own code raises where it sees no numbers.
     """
     plan, last = resolved.plan, workload.micro_batch
-    real = [unit.placed(one, plan) for one in ([last] if before is None else [before, last])]
+    real = [
+        unit.placed(one, plan)
+        for one in ([last] if earlier_batch is None else [earlier_batch, last])
+    ]
     widths = state_bytes_by_slot(workload.make_optimizer)
     tracker = StorageTracker(fake=True)
     with FakeTensorMode(), tracker:
@@ -297,30 +300,30 @@ def optimizer_state_figures(
         optimizer: after a step on it.
         widths: of `state_bytes_by_slot`: bf16 ones are updated in fp32 by those who shard state.
     """
-    elements, numbers, scalars = 0, 0.0, 0
+    elements, state_numbers, scalars = 0, 0.0, 0
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
         elements += parameter.numel()
-        low = parameter.dtype == torch.bfloat16
+        is_bf16 = parameter.dtype == torch.bfloat16
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
                 width = value.element_size() / parameter.element_size()
-                numbers += value.numel() * (widths.get(key, 4.0) / 4 if low else width)
+                state_numbers += value.numel() * (widths.get(key, 4.0) / 4 if is_bf16 else width)
             elif isinstance(value, Tensor):
                 scalars += value.numel() * value.element_size()
-    slots = numbers / elements if elements else 0.0
+    slots = state_numbers / elements if elements else 0.0
     return {"trained_elements": elements, "state_slots": slots, "state_scalars": scalars}
 
 
 def storage_bytes(leaves: Iterable[object]) -> int:
     """Bytes of the distinct storages below some tensors; a meta tensor counts as if real."""
-    seen: dict[int, int] = {}
+    storages: dict[int, int] = {}
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             storage = leaf.untyped_storage()
-            seen[storage._cdata] = storage.nbytes()
-    return sum(seen.values())
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
 
 
 def profile_states_only(model: nn.Module, micro_batch: MicroBatch, reason: str) -> Profile:

@@ -114,9 +114,11 @@ class SectionHooks:
 
     def _before(self, name: str) -> Any:
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            sizes = [leaf.numel() * leaf.element_size() for leaf in given]
-            wanted = [s for s, leaf in zip(sizes, given, strict=True) if leaf.requires_grad]
+            arguments = [
+                leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+            ]
+            sizes = [leaf.numel() * leaf.element_size() for leaf in arguments]
+            wanted = [s for s, leaf in zip(sizes, arguments, strict=True) if leaf.requires_grad]
             self.incoming.append((self.clock(), name, (sum(sizes), sum(wanted))))
 
         return hook
@@ -183,13 +185,15 @@ def record_sections(
         raise
     except Exception as error:  # user code of any kind runs here
         raise UntraceableError(untraceable_reason(error)) from error
-    found = SectionSplitter(run, notes, plan).dissected(micro_batches[-1].rows)
+    recorded = SectionSplitter(run, notes, plan).dissected(micro_batches[-1].rows)
     if run.first_step is None:
-        return (found,)
+        return (recorded,)
     small = SectionSplitter(run.first_step, notes, plan).dissected(micro_batches[0].rows)
     # In the first step the optimizer has made its state; the second is like all others.
-    profile = small.profile and replace(small.profile, step=found.step)
-    return replace(small, step=found.step, step_work=found.step_work, profile=profile), found
+    profile = small.profile and replace(small.profile, step=recorded.step)
+    return replace(
+        small, step=recorded.step, step_work=recorded.step_work, profile=profile
+    ), recorded
 
 
 def _recorded(
@@ -229,8 +233,8 @@ class SectionSplitter:
         names = ["", *self.order, ""]
         sections = []
         for place, name in enumerate(names):
-            first, later = (self._pass(n, place, windows[n], tensors) for n in (0, 1))
-            passes = mark_gradients(first, later)
+            first_pass, later_pass = (self._pass(n, place, windows[n], tensors) for n in (0, 1))
+            passes = mark_gradients(first_pass, later_pass)
             forward, backward = (self._work(*window) for window in windows[1][place])
             incoming = (0, 0)
             if 0 < place < len(names) - 1:
@@ -251,8 +255,10 @@ class SectionSplitter:
 
     def _incoming(self, name: str) -> tuple[int, int]:
         start, stop = self._run.marks[:2]
-        seen = self._notes.incoming
-        return next(sizes for tick, n, sizes in seen if n == name and start <= tick <= stop)
+        incoming_notes = self._notes.incoming
+        return next(
+            sizes for tick, n, sizes in incoming_notes if n == name and start <= tick <= stop
+        )
 
     def _in_order(self) -> list[str]:
         """The blocks in the order of the pass; none where they do not follow one another."""
@@ -263,16 +269,16 @@ class SectionSplitter:
                 return []
             begins.update((name, tick) for tick in ticks)
         order = sorted(begins, key=lambda name: begins[name])
-        for which in (0, 1):
-            moments = [self._moments(name, which) for name in order]
-            there = [t for m in moments for t in m.forward]
-            back = [t for m in reversed(moments) for t in m.backward]
-            if there != sorted(there) or back != sorted(back):
+        for pass_number in (0, 1):
+            moments = [self._moments(name, pass_number) for name in order]
+            forward_ticks = [t for m in moments for t in m.forward]
+            backward_ticks = [t for m in reversed(moments) for t in m.backward]
+            if forward_ticks != sorted(forward_ticks) or backward_ticks != sorted(backward_ticks):
                 return []
         return order
 
-    def _moments(self, name: str, which: int) -> _Moments:
-        start, stop = self._run.marks[which], self._run.marks[which + 1]
+    def _moments(self, name: str, pass_number: int) -> _Moments:
+        start, stop = self._run.marks[pass_number], self._run.marks[pass_number + 1]
         ticks = self._run.ticks.ticks(name, start, stop)
         forward = min(ticks["forward begins"]), max(ticks.get("forward ends", [stop]))
         begins = min(ticks.get("backward begins", [stop]))
@@ -283,22 +289,22 @@ class SectionSplitter:
         phases = self._run.timeline.phases
         return next((t for t, p in phases if p == "backward" and start < t <= stop), stop)
 
-    def windows(self, which: int) -> list[Windows]:
+    def windows(self, pass_number: int) -> list[Windows]:
         """Of what is before the blocks, of each block, of what is after them."""
-        start, stop = self._run.marks[which], self._run.marks[which + 1]
-        turn = self._turn(which)
-        moments = [self._moments(name, which) for name in self.order]
-        there = [start, *(m.forward[0] for m in moments)]
-        back = [stop, *(m.backward[1] for m in moments)]
+        start, stop = self._run.marks[pass_number], self._run.marks[pass_number + 1]
+        turn = self._turn(pass_number)
+        moments = [self._moments(name, pass_number) for name in self.order]
+        forward_edges = [start, *(m.forward[0] for m in moments)]
+        backward_edges = [stop, *(m.backward[1] for m in moments)]
         if moments:
-            there.append(moments[-1].forward[1])
-            back.append(min(max(turn, moments[-1].backward[0]), back[-1]))
+            forward_edges.append(moments[-1].forward[1])
+            backward_edges.append(min(max(turn, moments[-1].backward[0]), backward_edges[-1]))
         else:  # one section before the turn, none after it
-            there.append(turn)
-            back.append(turn)
-        there.append(turn)
-        back.append(turn)
-        pairs = zip(pairwise(there), pairwise(back), strict=True)
+            forward_edges.append(turn)
+            backward_edges.append(turn)
+        forward_edges.append(turn)
+        backward_edges.append(turn)
+        pairs = zip(pairwise(forward_edges), pairwise(backward_edges), strict=True)
         return [
             (SectionWindow(*forward), SectionWindow(*reversed(backward)))
             for forward, backward in pairs
@@ -306,26 +312,26 @@ class SectionSplitter:
 
     def _pass(
         self,
-        which: int,
-        place: int,
+        pass_number: int,
+        position: int,
         windows: list[Windows],
         tensors: list[tuple[SectionTensor, ...]],
     ) -> SectionPass:
-        (there, back), stop = windows[place], self._run.marks[which + 1]
-        found = section_spans(self._run.window(which).spans, windows, place, stop)
+        (there, back), stop = windows[position], self._run.marks[pass_number + 1]
+        section_pass = section_spans(self._run.window(pass_number).spans, windows, position, stop)
         visit = None
-        if self.order and 0 < place <= len(self.order):
-            moments = self._moments(self.order[place - 1], which)
-            parameters = [t for t in tensors[place] if not t.is_buffer]
+        if self.order and 0 < position <= len(self.order):
+            moments = self._moments(self.order[position - 1], pass_number)
+            parameters = [t for t in tensors[position] if not t.is_buffer]
             forward, backward = moments.forward, moments.backward
-            behind = there.length - back.begin
+            offset = there.length - back.begin
             visit = BlockTicks(
                 tuple(t.shape for t in parameters),
                 tuple(t.trained for t in parameters),
                 (forward[0] - there.begin, forward[1] - there.begin),
-                (max(backward[0], back.begin) + behind, backward[1] + behind),
+                (max(backward[0], back.begin) + offset, backward[1] + offset),
             )
-        return replace(found, visit=visit)
+        return replace(section_pass, ticks=visit)
 
     def _work(self, after: int, until: int) -> OpLog:
         rows = np.array([r[1:] for r in self._notes.work if after < r[0] <= until]).reshape(-1, 4)
@@ -334,14 +340,14 @@ class SectionSplitter:
     def _tensors(self, windows: list[Windows]) -> list[tuple[SectionTensor, ...]]:
         """Each section's parameters and buffers; outside of blocks by their first use."""
         blocks = {name: place for place, name in enumerate(self.order, start=1)}
-        found: list[list[SectionTensor]] = [[] for _ in windows]
+        tensors_of_section: list[list[SectionTensor]] = [[] for _ in windows]
         model, state = self._run.model, self._run.runner.optimizer.state
         for name, parameter in model.named_parameters():
             slots = [v for v in state.get(parameter, {}).values() if isinstance(v, torch.Tensor)]
             sizes = [v.numel() * v.element_size() for v in slots]
             counts = sum(s for s, v in zip(sizes, slots, strict=True) if v.numel() == 1)
             size = parameter.numel() * parameter.element_size()
-            given = (
+            description = (
                 name,
                 tuple(parameter.shape),
                 size,
@@ -349,12 +355,16 @@ class SectionSplitter:
                 str(parameter.dtype),
             )
             for place in self._places(name, blocks, len(windows)):
-                found[place].append(SectionTensor(*given, False, sum(sizes), counts))
+                tensors_of_section[place].append(
+                    SectionTensor(*description, False, sum(sizes), counts)
+                )
         for name, buffer in model.named_buffers():
             size = buffer.numel() * buffer.element_size()
             for place in self._places(name, blocks, len(windows)):
-                found[place].append(SectionTensor(name, tuple(buffer.shape), size, is_buffer=True))
-        return [tuple(own) for own in found]
+                tensors_of_section[place].append(
+                    SectionTensor(name, tuple(buffer.shape), size, is_buffer=True)
+                )
+        return [tuple(own) for own in tensors_of_section]
 
     def _places(self, name: str, blocks: dict[str, int], sections: int) -> list[int]:
         """The sections that a tensor belongs to: what is tied may be used before and after."""
@@ -403,8 +413,8 @@ def record_split_backward(
     except Exception:  # noqa: BLE001 - user code of any kind runs here; the whole pass stands in
         return None
     runs = [run] if run.first_step is None else [run.first_step, run]
-    found = [_split_sections(SectionSplitter(one, notes, plan), one, unit) for one in runs]
-    return tuple(found) if all(found) else None
+    passes = [_split_sections(SectionSplitter(one, notes, plan), one, unit) for one in runs]
+    return tuple(passes) if all(passes) else None
 
 
 def _split_sections(
@@ -419,14 +429,14 @@ def _split_sections(
 
 
 def _split_passes(
-    apart: SectionSplitter, run: FakeRun, unit: SplitBackward, which: int
+    splitter: SectionSplitter, run: FakeRun, unit: SplitBackward, which: int
 ) -> list[SectionPass]:
     start, stop = run.marks[which], run.marks[which + 1]
     begin = next((tick for tick in unit.starts if start < tick <= stop), stop)
     ends = {name: tick for tick, name in unit.done if start < tick <= stop}
     windows: list[Windows] = []
     done = begin
-    for name, (there, back) in zip([*apart.order, ""], apart.windows(which)[1:], strict=True):
+    for name, (there, back) in zip([*splitter.order, ""], splitter.windows(which)[1:], strict=True):
         until = max(done, ends.get(name, done)) if name else stop
         inputs = SectionWindow(min(back.begin, begin), min(back.end, begin))
         windows.append((there, inputs, SectionWindow(done, until)))

@@ -102,17 +102,17 @@ def record_residuals(entries: Iterable[PeakRecord]) -> None:
 
     The device is that of the caller. A cache that cannot be written is left as it is.
     """
-    added = list(entries)
-    if not added:
+    new_records = list(entries)
+    if not new_records:
         return
     path = residuals_file()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with _alone(path.with_suffix(".lock")):
-            kept = _read(path)
-            for entry in added:
-                kept.setdefault(hardware_key(entry.device), []).append(asdict(entry))
-            _write(path, {key: ranks[-MAX_ENTRIES:] for key, ranks in kept.items()})
+            stored = _read(path)
+            for entry in new_records:
+                stored.setdefault(hardware_key(entry.device), []).append(asdict(entry))
+            _write(path, {key: ranks[-MAX_ENTRIES:] for key, ranks in stored.items()})
 
 
 def safety_margin(engine: str, *, device_key: str | None = None) -> SafetyMargin:
@@ -124,28 +124,28 @@ def safety_margin(engine: str, *, device_key: str | None = None) -> SafetyMargin
     """
     if device_key is None:
         device_key = hardware_key("cuda" if torch.cuda.is_available() else "cpu")
-    seen = [entry for entry in _seen(device_key) if entry.engine == engine]
-    beside = [entry.beside_bytes for entry in seen if entry.beside_bytes is not None]
-    if len(seen) < MIN_RANKS:
+    records = [entry for entry in _seen(device_key) if entry.engine == engine]
+    non_tensor_bytes = [entry.beside_bytes for entry in records if entry.beside_bytes is not None]
+    if len(records) < MIN_RANKS:
         # What is not known is trusted as little as the engine that is trusted least.
         defaults = cast("dict[str, float]", DEFAULT_MARGIN)
         margin = defaults.get(engine, max(defaults.values()))
         line = (
             f"margin {_percent(margin)}: the default of {engine}, as fewer than {MIN_RANKS} ranks "
-            f"({len(seen)}) have run on this device"
+            f"({len(records)}) have run on this device"
         )
     else:
-        margin = _quantile([entry.residual for entry in seen])
+        margin = _quantile([entry.residual for entry in records])
         line = (
-            f"margin {_percent(margin)}: {QUANTILE * 100:.0f} % of {len(seen)} ranks on this "
+            f"margin {_percent(margin)}: {QUANTILE * 100:.0f} % of {len(records)} ranks on this "
             "device needed no more"
         )
     return SafetyMargin(
         margin=margin,
-        beside_bytes=_quantile(beside) if beside else 0,
+        beside_bytes=_quantile(non_tensor_bytes) if non_tensor_bytes else 0,
         quantile=QUANTILE,
-        runs=len({entry.when for entry in seen}),
-        ranks=len(seen),
+        runs=len({entry.when for entry in records}),
+        ranks=len(records),
         explanation=line,
     )
 
@@ -219,14 +219,14 @@ def _read(path: Path) -> dict[str, list[dict[str, Any]]]:
         OSError: there is a file and it cannot be read, so it must not be replaced.
     """
     try:
-        found = json.loads(path.read_text("utf-8"))
+        parsed = json.loads(path.read_text("utf-8"))
     except (FileNotFoundError, ValueError, RecursionError):
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         return {}
     return {
         key: [entry for entry in ranks if isinstance(entry, dict)]
-        for key, ranks in found.items()
+        for key, ranks in parsed.items()
         if isinstance(ranks, list)
     }
 
@@ -250,8 +250,8 @@ def _seen(key: str) -> list[PeakRecord]:
         ranks = _read(residuals_file()).get(key, [])
     except OSError:
         return []
-    found = [_entry_of(values) for values in ranks]
-    return [entry for entry in found if entry is not None]
+    parsed = [_entry_of(values) for values in ranks]
+    return [entry for entry in parsed if entry is not None]
 
 
 def _entry_of(values: dict[str, Any]) -> PeakRecord | None:

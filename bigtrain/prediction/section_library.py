@@ -114,9 +114,9 @@ class SectionLibrary:
 
     def shallower(self, blocks: int) -> SectionLibrary:
         """The same model with its first blocks alone; runs are shared."""
-        found = copy(self)
-        found._named, found._bodies = self._named[:blocks], {}
-        return found
+        library = copy(self)
+        library._named, library._bodies = self._named[:blocks], {}
+        return library
 
     def model_sections(
         self,
@@ -140,9 +140,9 @@ class SectionLibrary:
             ConfigError: the model does not run without its numbers, or not with this choice.
         """
         # What is before and after the blocks is taken from the run in which they keep all.
-        outer = choice == "keep"
-        kind = self._kind(plan, rows, choice, waiting=outer and waiting, cut=cut)
-        kind = kind._replace(cut=outer and kind.cut)
+        keeps_all = choice == "keep"
+        kind = self._kind(plan, rows, choice, waiting=keeps_all and waiting, cut=cut)
+        kind = kind._replace(cut=keeps_all and kind.cut)
         if (kind, rows) not in self._bodies:
             self._bodies[kind, rows] = self._body(plan, kind, rows)
             if cut and self._relaid and not kind.as_sent:  # it has shown it
@@ -174,13 +174,13 @@ class SectionLibrary:
             return self._runs[kind, sizes]
 
         if rows in self._sizes:
-            found = run(self._sizes)[self._sizes.index(rows)]
+            recorded = run(self._sizes)[self._sizes.index(rows)]
         elif rows < self._sizes[0]:  # some layers take no single row
-            found = run((rows,))[0]
+            recorded = run((rows,))[0]
         else:
             small, large = run(self._sizes)
-            found = interpolate_sections(small, large, rows) or run((rows,))[0]
-        return ModelSections(found, self._whole(found, cut=kind.cut))
+            recorded = interpolate_sections(small, large, rows) or run((rows,))[0]
+        return ModelSections(recorded, self._whole(recorded, cut=kind.cut))
 
     def split_passes(
         self, plan: Plan, rows: int, *, waiting: bool = False, cut: bool = False
@@ -203,21 +203,23 @@ class SectionLibrary:
             if (kind, sizes) not in self._halved:
                 batches = [resize_micro_batch(self._example, size) for size in sizes]
                 workload = self._workload(loss, cut=kind.cut)
-                keeping = _with_policy(plan, "keep")
+                keeping_plan = _with_policy(plan, "keep")
                 found = record_split_backward(
-                    workload, batches, keeping, self._device, as_sent=kind.as_sent
+                    workload, batches, keeping_plan, self._device, as_sent=kind.as_sent
                 )
                 self._halved[kind, sizes] = found
             return self._halved[kind, sizes]
 
-        both = run(self._sizes)
-        if both is None:
+        recorded = run(self._sizes)
+        if recorded is None:
             return None
         if rows in self._sizes:
-            found: dict[str, PassPair] | None = both[self._sizes.index(rows)]
+            found: dict[str, PassPair] | None = recorded[self._sizes.index(rows)]
         else:
-            share = (rows - self._sizes[0]) / (self._sizes[1] - self._sizes[0])
-            joined = {name: _passes(one, both[1][name], share) for name, one in both[0].items()}
+            fraction = (rows - self._sizes[0]) / (self._sizes[1] - self._sizes[0])
+            joined = {
+                name: _passes(one, recorded[1][name], fraction) for name, one in recorded[0].items()
+            }
             found = {name: passes for name, passes in joined.items() if passes is not None}
             if len(found) < len(joined):
                 found = (run((rows,)) or (None,))[0]
@@ -234,27 +236,29 @@ class SectionLibrary:
         workload, choosing = self._workload(loss, cut=kind.cut), _with_policy(plan, kind.choice)
         is_whole = len(independent_blocks(workload.model)) == len(self._named)
         try:
-            found = record_sections(workload, batches, choosing, self._device, as_sent=kind.as_sent)
+            recorded = record_sections(
+                workload, batches, choosing, self._device, as_sent=kind.as_sent
+            )
         except UntraceableError as error:
             if is_whole:
                 raise ConfigError(_untraceable(str(error), error.__cause__)) from error
         else:
-            if is_whole or any(section.name for section in found[0].sections):
-                self._relaid = self._relaid or found[-1].copies_gradient
-                return found
+            if is_whole or any(section.name for section in recorded[0].sections):
+                self._relaid = self._relaid or recorded[-1].copies_gradient
+                return recorded
         # It does not take being shortened, or its blocks do not follow one another: from now on
         # it is run whole, if it runs so.
-        short = self._short[kind.cut]
-        whole = self._untied(cut=kind.cut)
-        self._short[kind.cut] = whole, {name: name for name in self._named}
+        shortened_before = self._short[kind.cut]
+        whole_model = self._untied(cut=kind.cut)
+        self._short[kind.cut] = whole_model, {name: name for name in self._named}
         try:
-            found = self._run(plan, sizes, kind, loss)
+            recorded = self._run(plan, sizes, kind, loss)
         except ConfigError:
-            self._short[kind.cut] = short
+            self._short[kind.cut] = shortened_before
             raise
-        for known in (self._runs, self._bodies, self._halved):  # of the shortened model
-            known.clear()
-        return found
+        for cache in (self._runs, self._bodies, self._halved):  # of the shortened model
+            cache.clear()
+        return recorded
 
     def _workload(self, loss: Loss, *, cut: bool) -> Workload:
         model, _ = self._shortened(cut=cut)
@@ -270,24 +274,24 @@ class SectionLibrary:
         """The model to be run, and for each block of the whole one that which stands for it."""
         if cut not in self._short:
             model = self._untied(cut=cut)
-            found = shorten_model(model)
-            if found is None:
+            result = shorten_model(model)
+            if result is None:
                 self._short[cut] = model, {name: name for name in self._named}
             else:
-                short, order = found
-                left = [name for name, _ in independent_blocks(short)]
+                short, order = result
+                remaining = [name for name, _ in independent_blocks(short)]
                 pairs = zip(self._named, order, strict=True)
-                self._short[cut] = short, {name: left[place] for name, place in pairs}
+                self._short[cut] = short, {name: remaining[place] for name, place in pairs}
         return self._short[cut]
 
-    def _whole(self, found: RecordedSections, *, cut: bool) -> tuple[Section, ...]:
+    def _whole(self, recorded: RecordedSections, *, cut: bool) -> tuple[Section, ...]:
         """Every block of the model, in the order of the pass."""
         _, stands_for = self._shortened(cut=cut)
-        places = {section.name: place for place, section in enumerate(found.sections)}
-        named = [(places[stands_for[n]], n) for n in self._named if stands_for[n] in places]
-        named.sort(key=lambda pair: pair[0])
-        blocks = [replace(found.sections[place], name=name) for place, name in named if place]
-        return (self._own(found.sections[0]), *blocks, self._own(found.sections[-1]))
+        places = {section.name: place for place, section in enumerate(recorded.sections)}
+        ordered = [(places[stands_for[n]], n) for n in self._named if stands_for[n] in places]
+        ordered.sort(key=lambda pair: pair[0])
+        blocks = [replace(recorded.sections[place], name=name) for place, name in ordered if place]
+        return (self._own(recorded.sections[0]), *blocks, self._own(recorded.sections[-1]))
 
     def _own(self, section: Section) -> Section:
         """With the model's own names of what was tied."""
@@ -338,41 +342,41 @@ def interpolate_sections(
     small: RecordedSections, large: RecordedSections, rows: int
 ) -> RecordedSections | None:
     """A run with other rows, read off two; None where they differ in more than sizes."""
-    share = (rows - small.rows) / (large.rows - small.rows)
+    fraction = (rows - small.rows) / (large.rows - small.rows)
     if len(small.sections) != len(large.sections) or small.profile is not None:
         return None
     sections: list[Section] = []
-    for one, other in zip(small.sections, large.sections, strict=True):
-        found = _section(one, other, share)
-        if found is None:
+    for small_section, large_section in zip(small.sections, large.sections, strict=True):
+        section = _section(small_section, large_section, fraction)
+        if section is None:
             return None
-        sections.append(found)
-    spans = _spans(small.step.spans, large.step.spans, share)
+        sections.append(section)
+    spans = _spans(small.step.spans, large.step.spans, fraction)
     return replace(
         small,
         sections=tuple(sections),
         step=small.step if spans is None else Timeline(spans, small.step.phases),
-        batch_bytes=_line(small.batch_bytes, large.batch_bytes, share),
+        batch_bytes=_line(small.batch_bytes, large.batch_bytes, fraction),
         rows=rows,
     )
 
 
-def _section(one: Section, other: Section, share: float) -> Section | None:
-    passes = _passes(one.passes, other.passes, share)
+def _section(small: Section, large: Section, fraction: float) -> Section | None:
+    passes = _passes(small.passes, large.passes, fraction)
     if passes is None:
         return None
     return replace(
-        one,
+        small,
         passes=passes,
-        forward=_work(one.forward, other.forward, share),
-        backward=_work(one.backward, other.backward, share),
-        incoming=_line(one.incoming, other.incoming, share),
-        incoming_gradients=_line(one.incoming_gradients, other.incoming_gradients, share),
+        forward=_work(small.forward, large.forward, fraction),
+        backward=_work(small.backward, large.backward, fraction),
+        incoming=_line(small.incoming, large.incoming, fraction),
+        incoming_gradients=_line(small.incoming_gradients, large.incoming_gradients, fraction),
     )
 
 
-def _passes(some: PassPair, others: PassPair, share: float) -> PassPair | None:
-    first, later = (interpolate(a, b, share) for a, b in zip(some, others, strict=True))
+def _passes(small: PassPair, large: PassPair, share: float) -> PassPair | None:
+    first, later = (interpolate(a, b, share) for a, b in zip(small, large, strict=True))
     return None if first is None or later is None else (first, later)
 
 
@@ -387,7 +391,7 @@ def interpolate(small: SectionPass, large: SectionPass, share: float) -> Section
     Returns:
         None where the two differ in more than sizes.
     """
-    if (small.lengths, small.visit) != (large.lengths, large.visit):
+    if (small.lengths, small.ticks) != (large.lengths, large.ticks):
         return None
     if len(small.storages) != len(large.storages):
         return None
@@ -413,33 +417,33 @@ def _later(a: Storage, b: Storage, lengths: Sequence[int]) -> Storage | None:
     return a if one >= other else b
 
 
-def _spans(some: Sequence[Span], others: Sequence[Span], share: float) -> tuple[Span, ...] | None:
-    if len(some) != len(others):
+def _spans(small: Sequence[Span], large: Sequence[Span], share: float) -> tuple[Span, ...] | None:
+    if len(small) != len(large):
         return None
-    found = []
-    for a, b in zip(some, others, strict=True):
+    spans = []
+    for a, b in zip(small, large, strict=True):
         if (a.kind, a.birth) != (b.kind, b.birth) or abs(a.death - b.death) > TICK_TOLERANCE:
             return None
         nbytes = a.nbytes if a.nbytes == b.nbytes else _line(a.nbytes, b.nbytes, share)
-        found.append(Span(nbytes, a.kind, a.birth, max(a.death, b.death)))
-    return tuple(found)
+        spans.append(Span(nbytes, a.kind, a.birth, max(a.death, b.death)))
+    return tuple(spans)
 
 
 def _line(small: float, large: float, share: float) -> int:
     return max(0, round(small + (large - small) * share))
 
 
-def _work(one: OpLog, other: OpLog, share: float) -> OpLog:
+def _work(small: OpLog, large: OpLog, share: float) -> OpLog:
     sizes = ("flops", "low_flops", "nbytes", "times")
-    if len(one.times) != len(other.times):  # those of the larger run, so that sums are right
-        found = [_share_of(getattr(one, k), getattr(other, k), share) for k in sizes[:3]]
-        return OpLog(found[0], found[1], found[2], other.times)
-    rows = [(getattr(one, key), getattr(other, key)) for key in sizes]
-    found = [(a + (b - a) * share).clip(min=0.0) for a, b in rows]
-    return OpLog(found[0], found[1], found[2], found[3])
+    if len(small.times) != len(large.times):  # those of the larger run, so that sums are right
+        figures = [_share_of(getattr(small, k), getattr(large, k), share) for k in sizes[:3]]
+        return OpLog(figures[0], figures[1], figures[2], large.times)
+    rows = [(getattr(small, key), getattr(large, key)) for key in sizes]
+    figures = [(a + (b - a) * share).clip(min=0.0) for a, b in rows]
+    return OpLog(figures[0], figures[1], figures[2], figures[3])
 
 
 def _share_of(small: Any, large: Any, share: float) -> Any:
-    whole = float(large.sum())
-    wanted = max(0.0, float(small.sum()) + (whole - float(small.sum())) * share)
-    return large * (wanted / whole if whole else 0.0)
+    large_total = float(large.sum())
+    total = max(0.0, float(small.sum()) + (large_total - float(small.sum())) * share)
+    return large * (total / large_total if large_total else 0.0)

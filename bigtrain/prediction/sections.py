@@ -133,7 +133,7 @@ class SectionPass:
     lengths: tuple[int, ...]
     """Ticks of its windows: see `Windows`."""
     storages: tuple[Storage, ...]
-    visit: BlockTicks | None = None
+    ticks: BlockTicks | None = None
     """Of the block, in the section's own ticks, 1 to the sum of `lengths`; None of what is in no
     block."""
     gradients: tuple[int, ...] = ()
@@ -194,21 +194,23 @@ class Section:
 def mark_gradients(first: SectionPass, later: SectionPass) -> PassPair:
     """The passes of a section with their gradients told: by the first, in which they stay."""
     near, others = (
-        [(place, s) for place, s in enumerate(one.storages) if s.until < Anchor.FIRST]
-        for one in (first, later)
+        [(place, s) for place, s in enumerate(section_pass.storages) if s.until < Anchor.FIRST]
+        for section_pass in (first, later)
     )
-    before, after = (
+    first_order, later_order = (
         sorted((s.window, s.birth, place, s.nbytes) for place, s in every)
         for every in (near, others)
     )
-    made = [place for place, s in near if s.kind == "gradients"]
-    added = {place for place, s in others if s.kind == "gradients"}
-    if [size for *_, size in before] == [size for *_, size in after]:
-        pairs = zip(before, after, strict=True)
-        added |= {place for (*_, was, _), (*_, place, _) in pairs if was in made}
+    gradient_spans = [place for place, s in near if s.kind == "gradients"]
+    later_gradients = {place for place, s in others if s.kind == "gradients"}
+    if [size for *_, size in first_order] == [size for *_, size in later_order]:
+        pairs = zip(first_order, later_order, strict=True)
+        later_gradients |= {
+            place for (*_, was, _), (*_, place, _) in pairs if was in gradient_spans
+        }
     return (
-        replace(first, gradients=tuple(made)),
-        replace(later, gradients=tuple(sorted(added))),
+        replace(first, gradients=tuple(gradient_spans)),
+        replace(later, gradients=tuple(sorted(later_gradients))),
     )
 
 
@@ -230,12 +232,12 @@ def section_spans(
     storages: list[Storage] = []
     wires: tuple[list[int], list[int]] = [], []
     for span in spans:
-        found = owner.owned(span)
-        if found is not None:
+        own_spans = owner.owned(span)
+        if own_spans is not None:
             side = owner.side(span)
             if side is not None:
                 wires[side].append(len(storages))
-            storages.append(found)
+            storages.append(own_spans)
     gradients = (n for n, s in enumerate(storages) if s.until == Anchor.OPTIMIZER)
     lengths = tuple(window.length for window in windows[place])
     both = tuple(wires[0]), tuple(wires[1])
@@ -398,29 +400,43 @@ def concatenate_sections(
         passes[0] = passes[0].at_stage_end(0)
     if is_sent:
         passes[-1] = passes[-1].at_stage_end(1)
-    turn, *later = (sum(lengths) for lengths in zip(*(one.lengths for one in passes), strict=True))
-    there, back, stop = 0, turn + later[0], turn + sum(later)
-    again = back
+    turn, *later = (
+        sum(lengths)
+        for lengths in zip(*(section_pass.lengths for section_pass in passes), strict=True)
+    )
+    forward_offset, backward_offset, stop = 0, turn + later[0], turn + sum(later)
+    again = backward_offset
     # The backward pass ends with a tick in which the rest is done, where a block comes first.
     stop += 1 if begins and len(later) == 1 else 0
     far = stop - passes[0].lengths[1], turn if is_sent else turn - passes[-1].lengths[0]
     spans: list[Span] = []
     visits: list[BlockTicks] = []
-    for place, one in enumerate(passes):
-        back -= one.lengths[1]
-        bases = (there, back, again, turn, stop, stop, *far)
+    for place, section_pass in enumerate(passes):
+        backward_offset -= section_pass.lengths[1]
+        bases = (forward_offset, backward_offset, again, turn, stop, stop, *far)
         around = passes[max(0, place - DETAILED_ENDS) : place + DETAILED_ENDS + 1]
-        is_inside = len(around) > 2 * DETAILED_ENDS and all(other is one for other in around)
-        for nbytes, kind, window, birth, until, death in one.flat if is_inside else one.storages:
+        is_inside = len(around) > 2 * DETAILED_ENDS and all(
+            other is section_pass for other in around
+        )
+        for nbytes, kind, window, birth, until, death in (
+            section_pass.flat if is_inside else section_pass.storages
+        ):
             born, died = bases[window] + birth, bases[until] + death
             if until >= Anchor.FIRST:
                 died = min(died, (stop if until == Anchor.FIRST else turn) + 1)
             if died > born:  # otherwise its window is empty
                 spans.append(Span(nbytes, kind, born, died))
-        if one.visit is not None:
-            visits.append(_moved(one.visit, there, back - one.lengths[0], turn))
-        there += one.lengths[0]
-        again += sum(one.lengths[2:])
+        if section_pass.ticks is not None:
+            visits.append(
+                _moved(
+                    section_pass.ticks,
+                    forward_offset,
+                    backward_offset - section_pass.lengths[0],
+                    turn,
+                )
+            )
+        forward_offset += section_pass.lengths[0]
+        again += sum(section_pass.lengths[2:])
     starts = (turn + 1, turn + later[0] + 1)[: len(later)]
     phases: list[tuple[int, Phase]] = [(0, "forward"), *((tick, "backward") for tick in starts)]
     return Timeline(tuple(spans), tuple(phases)), visits, stop

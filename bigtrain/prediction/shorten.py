@@ -30,10 +30,10 @@ def shorten_model(model: nn.Module, most: int = 3) -> tuple[nn.Module, tuple[int
         return None
     copied = copy.deepcopy(model)
     for parent, names in groups.items():
-        kept = [name for name in names if name not in drop]
-        if len(kept) < len(names):
+        remaining = [name for name in names if name not in drop]
+        if len(remaining) < len(names):
             container = copied.get_submodule(parent)
-            blocks = [copied.get_submodule(name) for name in kept]
+            blocks = [copied.get_submodule(name) for name in remaining]
             for name in [n for n, _ in container.named_children()]:
                 delattr(container, name)
             for number, block in enumerate(blocks):
@@ -55,18 +55,18 @@ def _spare(model: nn.Module, parent: str, names: Sequence[str], most: int) -> li
         return []
     if [f"{parent}.{n}".lstrip(".") for n, _ in container.named_children()] != list(names):
         return []
-    runs = _runs([block_signature(model.get_submodule(name)) for name in names])
-    return [names[place] for run in runs for place in list(run)[max(1, most - 1) : -1]]
+    equal_runs = _runs([block_signature(model.get_submodule(name)) for name in names])
+    return [names[place] for run in equal_runs for place in list(run)[max(1, most - 1) : -1]]
 
 
 def _runs(signatures: Sequence[str]) -> list[range]:
     """Stretches of equal neighbours."""
-    found, start = [], 0
+    runs, start = [], 0
     for place in range(1, len(signatures) + 1):
         if place == len(signatures) or signatures[place] != signatures[start]:
-            found.append(range(start, place))
+            runs.append(range(start, place))
             start = place
-    return found
+    return runs
 
 
 def block_signature(block: nn.Module) -> str:
@@ -89,14 +89,14 @@ def untie_parameters(model: nn.Module) -> tuple[nn.Module, dict[str, str]]:
         The copy, and for each new parameter the name of the one that it was tied to.
     """
     copied = copy.deepcopy(model)
-    seen: dict[int, str] = {}
+    first_name: dict[int, str] = {}
     aliases: dict[str, str] = {}
     for name, parameter in list(copied.named_parameters(remove_duplicate=False)):
-        if id(parameter) in seen:
+        if id(parameter) in first_name:
             module, _, key = name.rpartition(".")
-            own = nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
-            setattr(copied.get_submodule(module), key, own)
-            aliases[name] = seen[id(parameter)]
+            own_parameter = nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
+            setattr(copied.get_submodule(module), key, own_parameter)
+            aliases[name] = first_name[id(parameter)]
         else:
-            seen[id(parameter)] = name
+            first_name[id(parameter)] = name
     return copied, aliases

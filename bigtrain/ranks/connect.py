@@ -77,16 +77,18 @@ def connect(
         )
     if dist.is_initialized():
         raise LaunchError("a process group exists already. Leave the first `connect` block first.")
-    where = pick_device(device, placement, os.environ)
-    chosen = pick_backend(backend, where)
-    numbers = {name: getattr(placement, name) for name in _SHARED_FIELDS}
+    rank_device = pick_device(device, placement, os.environ)
+    backend_name = pick_backend(backend, rank_device)
+    rank_numbers = {name: getattr(placement, name) for name in _SHARED_FIELDS}
     if placement.world_size == 1 and not force_group:
-        yield RunContext(**numbers, device=where, mesh=None, seed=seed)
+        yield RunContext(**rank_numbers, device=rank_device, mesh=None, seed=seed)
         return
     meeting = open_rendezvous(placement, os.environ, timeout_s=setup_timeout, path=store_path)
     with _only_group(), guard_ranks(placement, meeting), share_cores(placement, meeting):
-        mesh = _open_mesh(placement, meeting, where, chosen, sizes, setup_timeout, timeout)
-        yield RunContext(**numbers, device=where, mesh=mesh, seed=seed)
+        mesh = _open_mesh(
+            placement, meeting, rank_device, backend_name, sizes, setup_timeout, timeout
+        )
+        yield RunContext(**rank_numbers, device=rank_device, mesh=mesh, seed=seed)
 
 
 _SHARED_FIELDS = ("rank", "local_rank", "world_size", "local_world_size", "launcher")

@@ -123,7 +123,7 @@ def _last_words(watch: FailureListener | None) -> Iterator[None]:
     if watch is None:
         yield
         return
-    former = sys.excepthook
+    previous_hook = sys.excepthook
 
     def speaks(error: BaseException) -> bool:
         if _report(watch, error) is None:
@@ -134,7 +134,7 @@ def _last_words(watch: FailureListener | None) -> Iterator[None]:
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if speaks(error):
-            former(kind, error, trace)
+            previous_hook(kind, error, trace)
 
     show.speaks = speaks  # type: ignore[attr-defined]  # `run_guarded` lets nothing come to a hook
     sys.excepthook = show
@@ -144,7 +144,7 @@ def _last_words(watch: FailureListener | None) -> Iterator[None]:
     finally:
         atexit.unregister(watch.close)
         if sys.excepthook is show:
-            sys.excepthook = former
+            sys.excepthook = previous_hook
 
 
 def _end_later(status: int) -> None:
@@ -170,27 +170,29 @@ def _signals(watch: FailureListener | None) -> Iterator[None]:
     replaced = _install(handled)
     reader, writer = socket.socketpair()
     writer.setblocking(False)
-    former = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
-    def attend() -> None:
+    def forward_signals() -> None:
         while number := reader.recv(1):
-            ours = replaced.get(number[0])
-            if ours is None or signal.getsignal(number[0]) is not ours:
+            handler = replaced.get(number[0])
+            if handler is None or signal.getsignal(number[0]) is not handler:
                 continue
             watch.report("", 128 + number[0])
             if not handled.wait(_SIGNAL_PATIENCE_S):
                 exit_process(128 + number[0])
 
-    threading.Thread(target=attend, name="bigtrain-signals", daemon=True).start()
+    threading.Thread(target=forward_signals, name="bigtrain-signals", daemon=True).start()
     try:
         yield
     finally:
-        signal.set_wakeup_fd(former)
+        signal.set_wakeup_fd(previous_fd)
         writer.close()
-        for number, ours in replaced.items():
-            if signal.getsignal(number) is ours:
-                usual = number == signal.SIGINT
-                signal.signal(number, signal.default_int_handler if usual else signal.SIG_DFL)
+        for number, handler in replaced.items():
+            if signal.getsignal(number) is handler:
+                is_interrupt_signal = number == signal.SIGINT
+                signal.signal(
+                    number, signal.default_int_handler if is_interrupt_signal else signal.SIG_DFL
+                )
 
 
 def _install(handled: threading.Event) -> dict[int, Callable[[int, FrameType | None], Any]]:
@@ -204,11 +206,11 @@ def _install(handled: threading.Event) -> dict[int, Callable[[int, FrameType | N
         handled.set()
         raise SystemExit(128 + number)
 
-    replaced: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    installed: dict[int, Callable[[int, FrameType | None], Any]] = {}
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, on_interrupt)
-        replaced[signal.SIGINT] = on_interrupt
+        installed[signal.SIGINT] = on_interrupt
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, on_terminate)
-        replaced[signal.SIGTERM] = on_terminate
-    return replaced
+        installed[signal.SIGTERM] = on_terminate
+    return installed

@@ -93,7 +93,7 @@ def _run_agent(num_ranks: int, command: list[str], folder: str) -> None:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    wanted: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "min_nodes": 1,
         "max_nodes": 1,
         "nproc_per_node": num_ranks,
@@ -106,19 +106,21 @@ def _run_agent(num_ranks: int, command: list[str], folder: str) -> None:
         "logs_specs": DefaultLogsSpecs(log_dir=folder),
         "shutdown_timeout": _SHUTDOWN_S,
     }
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}
-    config = LaunchConfig(**{name: value for name, value in wanted.items() if name in known})
+    known_fields = {field.name for field in dataclasses.fields(LaunchConfig)}
+    config = LaunchConfig(
+        **{name: value for name, value in settings.items() if name in known_fields}
+    )
     elastic_launch(config, sys.executable)("-u", *command)
 
 
-def _status(first: tuple[int, ProcessFailure], kills_before: int) -> int:
+def _status(first_failure: tuple[int, ProcessFailure], kills_before: int) -> int:
     """Return the exit status for the first failure; say in one line what a signal meant.
 
     Args:
-        first: the rank that failed first.
+        first_failure: the rank that failed first.
         kills_before: how many processes the kernel had ended for want of memory until the start.
     """
-    rank, failure = first
+    rank, failure = first_failure
     if failure.exitcode < 0:
         number = -failure.exitcode
         cause = "a crash in native code?"

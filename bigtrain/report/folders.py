@@ -7,25 +7,25 @@ from pathlib import Path
 from bigtrain.errors import ConfigError
 
 
-def results_folder(wanted: str | None, name: str) -> Path:
+def results_folder(requested: str | None, name: str) -> Path:
     """Make a folder for results: the one that is wanted, or the next free `runs/NAME-NUMBER`.
 
     Raises:
         ConfigError: it cannot be made, or holds something.
     """
     try:
-        if wanted is None:
+        if requested is None:
             base = Path("runs")
             base.mkdir(exist_ok=True)
             return next_folder(base, f"{name}-")
-        folder = Path(wanted)
+        folder = Path(requested)
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise ConfigError(f"--output {wanted} is not empty. Name another folder.")
+            raise ConfigError(f"--output {requested} is not empty. Name another folder.")
         return folder
     except OSError as error:
         raise ConfigError(
-            f"{wanted or 'runs'} cannot be written: {error}. Set --output FOLDER."
+            f"{requested or 'runs'} cannot be written: {error}. Set --output FOLDER."
         ) from None
 
 

@@ -83,15 +83,15 @@ def dry_run_lines(job: Job, plan: Plan, parts: RunSetup) -> Iterator[str]:
     yield from parts.resolved.notes
     peaks: list[Peak] = []
     for pp_rank in range(plan.pp):
-        found = predict(parts.resolved, workload, pp_rank)
+        prediction = predict(parts.resolved, workload, pp_rank)
         if plan.pp > 1:
             yield f"pp rank {pp_rank}:"
-        yield predicted_line(found.peak, found.note)
-        yield from found.advice
-        if found.peak is not None:
-            for kind, size in vars(found.peak.breakdown).items():
+        yield predicted_line(prediction.peak, prediction.note)
+        yield from prediction.advice
+        if prediction.peak is not None:
+            for kind, size in vars(prediction.peak.breakdown).items():
                 yield f"  {kind:12} {size:>15,} bytes"
-            peaks.append(found.peak)
+            peaks.append(prediction.peak)
     if peaks and job.memory.cap is not None:
         subject = ForecastInputs(job, parts.resolved, workload)
         yield from predict_out_of_memory(subject, highest_peak(peaks), job.memory.cap)

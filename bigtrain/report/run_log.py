@@ -47,18 +47,18 @@ def run_folder(job: Job, context: RunContext) -> Path:
     Raises:
         ConfigError: it cannot be written, or holds another run that would be lost.
     """
-    found: Path | str = ""
+    chosen: Path | str = ""
     if context.is_main:
         try:
-            found = _choose(job)
+            chosen = _choose(job)
         except OSError as error:
-            found = f"log.dir={job.log.dir} cannot be written: {error}. Set log.dir=FOLDER."
+            chosen = f"log.dir={job.log.dir} cannot be written: {error}. Set log.dir=FOLDER."
         except ConfigError as error:
-            found = str(error)
-    found = context.broadcast_object(found)
-    if isinstance(found, str):
-        raise ConfigError(found)
-    return found
+            chosen = str(error)
+    chosen = context.broadcast_object(chosen)
+    if isinstance(chosen, str):
+        raise ConfigError(chosen)
+    return chosen
 
 
 def _choose(job: Job) -> Path:

@@ -48,23 +48,25 @@ def simulate_step(orders: Orders, seconds: Sequence[StageSeconds]) -> Bubble:
     """
     done: dict[Action, float] = {}
     clocks = [0.0] * len(orders)
-    places = [0] * len(orders)
+    next_action = [0] * len(orders)
     last = len(seconds) - 1
-    moved = True
-    while moved:
-        moved = False
+    progressed = True
+    while progressed:
+        progressed = False
         for rank, actions in enumerate(orders):
-            while places[rank] < len(actions):
-                action = actions[places[rank]]
+            while next_action[rank] < len(actions):
+                action = actions[next_action[rank]]
                 ready = _ready(action, done, last)
                 if ready is None:
                     break
                 clocks[rank] = max(clocks[rank], ready) + _duration(action, seconds)
                 done[action] = clocks[rank]
-                places[rank] += 1
-                moved = True
+                next_action[rank] += 1
+                progressed = True
     stuck = [
-        actions[place] for actions, place in zip(orders, places, strict=True) if actions[place:]
+        actions[place]
+        for actions, place in zip(orders, next_action, strict=True)
+        if actions[place:]
     ]
     if stuck:
         raise ValueError(f"the schedule never comes to {stuck[0]}")

@@ -20,8 +20,8 @@ def peak_in_flight(actions: Sequence[Action]) -> dict[int, int]:
     `stage_backward_input`) with all that it has saved.
     """
     most: dict[int, int] = {}
-    for _, held in held_after(actions):
-        most = {stage: max(most.get(stage, 0), count) for stage, count in held.items()}
+    for _, current in held_after(actions):
+        most = {stage: max(most.get(stage, 0), count) for stage, count in current.items()}
     return most
 
 
@@ -66,14 +66,14 @@ def in_flight_at_peak(
         splits: see `Plan.splits_backward`.
         later: only moments at which every stage of the rank has made its gradients.
     """
-    found: dict[int, int] = {}
+    at_peak: dict[int, int] = {}
     for actions in schedule_orders(schedule, pp, stages_per_rank, micro_batches):
         waiting = {action.stage for action in actions} if later else set()
-        most, then = -1, dict.fromkeys((action.stage for action in actions), 0)
+        most, counts_then = -1, dict.fromkeys((action.stage for action in actions), 0)
         for action, held in held_after(actions if splits else merge_split_backward(actions)):
             if IN_FLIGHT_CHANGE[action.kind] < 0:
                 waiting.discard(action.stage)
             if not waiting and sum(held.values()) > most:
-                most, then = sum(held.values()), held
-        found |= then
-    return tuple(found[stage] for stage in range(pp * stages_per_rank))
+                most, counts_then = sum(held.values()), held
+        at_peak |= counts_then
+    return tuple(at_peak[stage] for stage in range(pp * stages_per_rank))

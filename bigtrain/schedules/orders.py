@@ -68,13 +68,13 @@ def check_schedule(schedule: str, pp: int, stages_per_rank: int, micro_batches: 
             f"strategy.cut: schedule={schedule!r} is none of {', '.join(SCHEDULES)}"
             f"{did_you_mean(schedule, SCHEDULES)}"
         )
-    wanted = (
+    required = (
         1 if schedule in SINGLE_STAGE_SCHEDULES else 2 if schedule in V_SHAPED_SCHEDULES else None
     )
-    if wanted is not None and stages_per_rank != wanted:
+    if required is not None and stages_per_rank != required:
         raise ConfigError(
-            f"strategy.cut: schedule={schedule} has {wanted} stage{'s' * (wanted > 1)} on each "
-            f"rank, not {stages_per_rank}. Use stages_per_rank={wanted}, or another schedule: "
+            f"strategy.cut: schedule={schedule} has {required} stage{'s' * (required > 1)} on each "
+            f"rank, not {stages_per_rank}. Use stages_per_rank={required}, or another schedule: "
             "interleaved_1f1b takes any number."
         )
     least = {"1f1b": pp, "dualpipev": 2 * pp}.get(schedule, 1)

@@ -56,14 +56,14 @@ def _one_ahead(actions: Sequence[Action]) -> Iterator[InTransit]:
 
     An output is let go when the next one is there as long as nothing goes back, then at once.
     """
-    before: str | None = None
-    back = False
+    previous_kind: str | None = None
+    backward_begun = False
     for stage, kind, _ in actions:
-        if back:
+        if backward_begun:
             yield {(stage, "SEND_B"): 1}
         else:
-            yield {(stage, "SEND_F"): 1} if kind == before == "F" else {}
-        before, back = kind, back or kind == "B"
+            yield {(stage, "SEND_F"): 1} if kind == previous_kind == "F" else {}
+        previous_kind, backward_begun = kind, backward_begun or kind == "B"
 
 
 def _waited_late(actions: Sequence[Action], ranks: Sequence[int]) -> Iterator[InTransit]:
@@ -71,22 +71,22 @@ def _waited_late(actions: Sequence[Action], ranks: Sequence[int]) -> Iterator[In
 
     They keep them until the step is over.
     """
-    open_: Counter[tuple[int, str]] = Counter()
+    in_transit: Counter[tuple[int, str]] = Counter()
     for stage, kind, _ in actions:
-        yield {way: count for way, count in open_.items() if count}
-        back = kind in ("B", "I")
-        if back and open_[stage, "SEND_F"]:
-            open_[stage, "SEND_F"] -= 1
-        to = stage + 1 if kind == "F" else stage - 1 if back else -1
-        if 0 <= to < len(ranks) and ranks[to] != ranks[stage]:
-            open_[stage, "SEND_F" if kind == "F" else "SEND_B"] += 1
+        yield {way: count for way, count in in_transit.items() if count}
+        is_backward = kind in ("B", "I")
+        if is_backward and in_transit[stage, "SEND_F"]:
+            in_transit[stage, "SEND_F"] -= 1
+        neighbour = stage + 1 if kind == "F" else stage - 1 if is_backward else -1
+        if 0 <= neighbour < len(ranks) and ranks[neighbour] != ranks[stage]:
+            in_transit[stage, "SEND_F" if kind == "F" else "SEND_B"] += 1
 
 
 def _one_behind(actions: Sequence[Action], pp: int) -> Iterator[InTransit]:
     done: set[int] = set()
     for stage, kind, _ in actions:
-        counts = kind == "F" or stage == pp - 1
-        yield {(stage, "SEND_B"): 1} if counts and stage in done else {}
+        is_reported = kind == "F" or stage == pp - 1
+        yield {(stage, "SEND_B"): 1} if is_reported and stage in done else {}
         if kind == "B":
             done.add(stage)
 
@@ -96,18 +96,18 @@ def _in_transit(row: Sequence[Any]) -> Iterator[InTransit]:
     parts = [part for action in row for part in action.sub_actions or (action,)]
     named = [(p.stage_index, p.computation_type.value, p.microbatch_index) for p in parts]
     sent = {name for name in named if name[1] in ("SEND_F", "SEND_B")}
-    open_: Counter[tuple[int, str]] = Counter()
+    in_transit: Counter[tuple[int, str]] = Counter()
     for stage, kind, number in named:
         if kind in ("RECV_F", "RECV_B"):
-            open_[stage, kind] += 1
+            in_transit[stage, kind] += 1
         elif kind in ("WAIT_SEND_F", "WAIT_SEND_B"):
-            open_[stage, kind.removeprefix("WAIT_")] -= 1
+            in_transit[stage, kind.removeprefix("WAIT_")] -= 1
         elif kind in get_args(ActionKind):
             # Its own wires are the action's from now on.
-            arrived = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}.get(kind)
-            if arrived is not None and open_[stage, arrived]:
-                open_[stage, arrived] -= 1
-            yield {way: count for way, count in open_.items() if count}
+            receive = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}.get(kind)
+            if receive is not None and in_transit[stage, receive]:
+                in_transit[stage, receive] -= 1
+            yield {way: count for way, count in in_transit.items() if count}
             sends = {"F": "SEND_F", "B": "SEND_B", "I": "SEND_B"}.get(kind, "")
             if (stage, sends, number) in sent:
-                open_[stage, sends] += 1
+                in_transit[stage, sends] += 1

@@ -41,12 +41,12 @@ def loop_starts(tensor: Tensor, number: int, step: int) -> Iterator[int]:
 
 def mutated_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that an operation changes in place."""
-    found = []
-    for place, argument in enumerate(func._schema.arguments):
+    mutated = []
+    for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return found
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            mutated += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return mutated
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
@@ -55,13 +55,13 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
 
 
-def bytes_touched(given: list[Tensor], made: list[Tensor]) -> int:
+def bytes_touched(inputs: list[Tensor], outputs: list[Tensor]) -> int:
     """Bytes that an operation reads and writes; none for a view."""
-    below = {t.untyped_storage()._cdata for t in given}
-    fresh = [t for t in made if t.untyped_storage()._cdata not in below]
-    if not fresh and made:
-        changed = {id(t) for t in given} & {id(t) for t in made}
-        if not changed:
+    input_storages = {t.untyped_storage()._cdata for t in inputs}
+    new_outputs = [t for t in outputs if t.untyped_storage()._cdata not in input_storages]
+    if not new_outputs and outputs:
+        in_place = {id(t) for t in inputs} & {id(t) for t in outputs}
+        if not in_place:
             return 0
-        fresh = made
-    return sum(t.numel() * t.element_size() for t in (*given, *fresh))
+        new_outputs = outputs
+    return sum(t.numel() * t.element_size() for t in (*inputs, *new_outputs))

@@ -133,19 +133,19 @@ class DiskTransfer:
     def copy_out(self, source: Tensor) -> tuple[Any, WaitFn]:
         """See `Transfer.copy_out`."""
         size = source.numel()
-        place = self._space.allocate(size)
-        job = self._worker.submit(_whole, os.pwritev, self._fd, [source.cpu()], place)
-        return (place, size), lambda: self._wait(job)
+        offset = self._space.allocate(size)
+        write = self._worker.submit(_whole, os.pwritev, self._fd, [source.cpu()], offset)
+        return (offset, size), lambda: self._wait(write)
 
     def copy_in(self, spot: Any, target: Tensor) -> WaitFn:
         """See `Transfer.copy_in`."""
-        here = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
-        job = self._worker.submit(_whole, os.preadv, self._fd, [here], spot[0])
+        staging = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
+        read = self._worker.submit(_whole, os.preadv, self._fd, [staging], spot[0])
 
         def wait() -> None:
-            self._wait(job)
-            if here is not target:
-                target.copy_(here)
+            self._wait(read)
+            if staging is not target:
+                target.copy_(staging)
 
         return wait
 
@@ -172,24 +172,26 @@ def _shut(worker: ThreadPoolExecutor, file: IO[bytes]) -> None:
     file.close()
 
 
-def _whole(move: Callable[..., int], fd: int, box: list[Tensor], place: int) -> None:
+def _whole(transfer: Callable[..., int], fd: int, holder: list[Tensor], offset: int) -> None:
     """Read or write all of a tensor; the system may do less than it is asked for.
 
     Args:
-        move: `os.preadv` or `os.pwritev`.
+        transfer: `os.preadv` or `os.pwritev`.
         fd: the file.
-        box: one tensor of uint8 on the CPU. It is taken out, so that this thread lets go of it
+        holder: one tensor of uint8 on the CPU. It is taken out, so that this thread lets go of it
             before anybody learns that it is done: the last reference never goes here.
-        place: the offset in bytes.
+        offset: the offset in bytes.
     """
-    tensor = box.pop()
+    tensor = holder.pop()
     # Not through numpy: whatever runs here must not be seen as an operation.
-    rest = memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
-    while rest.nbytes:
-        done = move(fd, [rest], place)
-        if done <= 0:
+    remaining = memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast(
+        "B"
+    )
+    while remaining.nbytes:
+        transferred = transfer(fd, [remaining], offset)
+        if transferred <= 0:
             raise OSError("the file was cut off")
-        rest, place = rest[done:], place + done
+        remaining, offset = remaining[transferred:], offset + transferred
 
 
 class FileAllocator:
@@ -203,24 +205,24 @@ class FileAllocator:
     def allocate(self, size: int) -> int:
         """The place of so many bytes that nobody else has."""
         size = _aligned(size)
-        for number, (place, room) in enumerate(self._free):
-            if room >= size:
-                rest = [(place + size, room - size)] if room > size else []
-                self._free[number : number + 1] = rest
-                return place
+        for index, (offset, free_size) in enumerate(self._free):
+            if free_size >= size:
+                remainder = [(offset + size, free_size - size)] if free_size > size else []
+                self._free[index : index + 1] = remainder
+                return offset
         self.end += size
         return self.end - size
 
-    def release(self, place: int, size: int) -> None:
+    def release(self, offset: int, size: int) -> None:
         """Take back what `take` gave."""
         size = _aligned(size)
-        number = bisect_left(self._free, (place, 0))
-        if number < len(self._free) and self._free[number][0] == place + size:
-            size += self._free.pop(number)[1]
-        if number and sum(self._free[number - 1]) == place:
-            before, room = self._free.pop(number - 1)
-            place, size, number = before, size + room, number - 1
-        self._free.insert(number, (place, size))
+        index = bisect_left(self._free, (offset, 0))
+        if index < len(self._free) and self._free[index][0] == offset + size:
+            size += self._free.pop(index)[1]
+        if index and sum(self._free[index - 1]) == offset:
+            previous_offset, free_size = self._free.pop(index - 1)
+            offset, size, index = previous_offset, size + free_size, index - 1
+        self._free.insert(index, (offset, size))
 
 
 def _aligned(size: int) -> int:

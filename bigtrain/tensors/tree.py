@@ -31,14 +31,14 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 def tree_tensors(value: Any) -> list[Tensor]:
     """The tensors in a structure, in the order of `map_tensors`."""
-    found: list[Tensor] = []
+    leaves: list[Tensor] = []
 
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
+    def collect(tensor: Tensor) -> Tensor:
+        leaves.append(tensor)
         return tensor
 
-    map_tensors(value, note)
-    return found
+    map_tensors(value, collect)
+    return leaves
 
 
 def matching_tensors(template: Any, value: Any) -> list[Tensor]:
@@ -68,43 +68,43 @@ def matching_tensors(template: Any, value: Any) -> list[Tensor]:
             for name, item in fields.items()
             if isinstance(item, (Tensor, tuple, list, Mapping))
         ]
-    return [leaf for one, other in pairs for leaf in matching_tensors(one, other)]
+    return [leaf for expected, actual in pairs for leaf in matching_tensors(expected, actual)]
 
 
 def nested_tensors(value: Any) -> list[Tensor]:
     """The tensors in a structure, and all that its objects hold, at any depth."""
-    found: list[Tensor] = []
+    leaves: list[Tensor] = []
     seen: set[int] = set()
-    ahead = [value]
-    while ahead:
-        item = ahead.pop()
+    pending = [value]
+    while pending:
+        item = pending.pop()
         if id(item) in seen or isinstance(item, (nn.Module, type)):
             continue
         seen.add(id(item))
         if isinstance(item, Tensor):
-            found.append(item)
+            leaves.append(item)
             continue
         if isinstance(item, Mapping):
-            ahead += item.values()
+            pending += item.values()
         elif isinstance(item, (tuple, list, set, frozenset)):
-            ahead += item
+            pending += item
         fields = getattr(item, "__dict__", None)
         if isinstance(fields, dict) and not callable(item):
-            ahead += fields.values()
-    return found
+            pending += fields.values()
+    return leaves
 
 
 def _refilled(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """A mapping of the same class with other values, set one by one as the class wants it."""
     if type(mapping) is dict or not isinstance(mapping, MutableMapping):
         return items
-    other: Any = copy.copy(mapping)
-    for name, inner in getattr(other, "__dict__", {}).items():
+    copied: Any = copy.copy(mapping)
+    for name, inner in getattr(copied, "__dict__", {}).items():
         if isinstance(inner, MutableMapping):  # where the class keeps its items
-            setattr(other, name, copy.copy(inner))
+            setattr(copied, name, copy.copy(inner))
     for key, item in items.items():
-        other[key] = item
-    return other
+        copied[key] = item
+    return copied
 
 
 def _object(value: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -121,10 +121,10 @@ def _object(value: Any, change: Callable[[Tensor], Any]) -> Any:
         isinstance(t, Tensor) for item in changed.values() for t in _leaves(item)
     ):
         return value
-    other = copy.copy(value)
+    copied = copy.copy(value)
     for name, item in changed.items():
-        object.__setattr__(other, name, item)
-    return other
+        object.__setattr__(copied, name, item)
+    return copied
 
 
 def _leaves(value: Any) -> list[Any]:

@@ -35,17 +35,17 @@ class ModuleSnapshot:
 
     def changed(self) -> set[Attribute]:
         """The attributes that hold something else now."""
-        found: set[Attribute] = set()
+        changed_attributes: set[Attribute] = set()
         for name, module in self._modules.items():
-            now, before = dict(_attributes(module)), self._held[name]
-            for key in {*now, *before}:
-                if key not in now or key not in before:
-                    found.add((name, key))
+            current, before = dict(_attributes(module)), self._held[name]
+            for key in {*current, *before}:
+                if key not in current or key not in before:
+                    changed_attributes.add((name, key))
                     continue
                 value, contents = before[key]
-                if not _same(now[key], value) or not _same_all(_contents(value), contents):
-                    found.add((name, key))
-        return found
+                if not _same(current[key], value) or not _same_all(_contents(value), contents):
+                    changed_attributes.add((name, key))
+        return changed_attributes
 
     def restore(self) -> None:
         """Put all back."""
@@ -132,8 +132,8 @@ def traced_attributes(
                 ) from error
         yield
     finally:
-        for module, its in classes:
-            module.__class__ = its
+        for module, original in classes:
+            module.__class__ = original
 
 
 def _watching_class(
@@ -199,13 +199,14 @@ def check_closures(model: nn.Module) -> None:
             for function in _functions(value):
                 for cell in function.__closure__ or ():
                     try:
-                        held = names.get(id(cell.cell_contents))
+                        module_name = names.get(id(cell.cell_contents))
                     except ValueError:  # an empty cell
                         continue
-                    if held is not None:
+                    if module_name is not None:
                         raise ConfigError(
                             f"strategy.cut: a function in {key!r} of {owner or 'the model'!r} "
-                            f"holds the module {held or 'the model'!r} from outside; in a copy of "
+                            f"holds the module {module_name or 'the model'!r} from outside; in a "
+                            "copy of "
                             "the model it would still be this one's. Use a method instead."
                         )
 
@@ -222,22 +223,22 @@ def _functions(value: Any) -> list[FunctionType]:
 
 def constant_tensors(model: nn.Module) -> list[Tensor]:
     """Tensors that modules hold as plain attributes, or in lists, tuples and dicts."""
-    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    found: dict[int, Tensor] = {}
+    registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    constants_by_id: dict[int, Tensor] = {}
 
-    def note(value: Any) -> None:
+    def collect(value: Any) -> None:
         if isinstance(value, Tensor):
-            if id(value) not in own:
-                found[id(value)] = value
+            if id(value) not in registered:
+                constants_by_id[id(value)] = value
         elif isinstance(value, (list, tuple)):
             for item in value:
-                note(item)
+                collect(item)
         elif type(value) is dict:
             for item in value.values():
-                note(item)
+                collect(item)
 
     for module in model.modules():
         for key, value in module.__dict__.items():
             if key not in UNTRACED and "hook" not in key:
-                note(value)
-    return list(found.values())
+                collect(value)
+    return list(constants_by_id.values())

@@ -67,17 +67,17 @@ def trace_forward(
     Raises:
         ConfigError: the model cannot run without values; the message names the submodule.
     """
-    before = ModuleSnapshot(model)
+    snapshot = ModuleSnapshot(model)
     recorder = _Recorder(model, inputs)
     try:
         with refuse_host_randomness():
             output = _record(recorder, model, run, mode, around)
-        changed = before.changed()
+        changed = snapshot.changed()
         if changed:
-            before.restore()
+            snapshot.restore()
             _watch_state(recorder, model, (run, mode, inputs, around), changed)
     finally:
-        before.restore()
+        snapshot.restore()
     for index in recorder.ids_of(output):
         recorder.values[index].uses.append(END_OF_PASS)
     return recorder.finish(output)
@@ -113,44 +113,44 @@ def _record(
 
 
 def _watch_state(
-    recorder: _Recorder, model: nn.Module, ways: tuple[Any, Any, Any, Any], changed: set[Attribute]
+    recorder: _Recorder, model: nn.Module, setup: tuple[Any, Any, Any, Any], changed: set[Attribute]
 ) -> None:
     """Run twice more, the second time with what the first has left, and see who reads it.
 
     Each attribute that changes must be of one stage. A module whose code goes another way the
     second time cannot be cut through: the first script would not fit.
     """
-    run, mode, inputs, around = ways
+    run, mode, inputs, around = setup
     touches: dict[Attribute, list[tuple[int, int]]] = {}
-    every = []
+    recorders = []
     for _ in range(2):
-        again = _Recorder(model, inputs)
+        repeat = _Recorder(model, inputs)
 
-        def touched(attribute: Attribute, to: _Recorder = again) -> None:
+        def touched(attribute: Attribute, to: _Recorder = repeat) -> None:
             touches.setdefault(attribute, []).append((to.clock, to.frame))
 
         with traced_attributes(model, changed, touched), refuse_host_randomness():
-            _record(again, model, run, mode, around)
-        every.append(again)
-    first, second = (again.signatures() for again in every)
+            _record(repeat, model, run, mode, around)
+        recorders.append(repeat)
+    first, second = (repeat.signatures() for repeat in recorders)
     for index, call in enumerate(recorder.calls):
         if first.get((call.name, call.number)) != second.get((call.name, call.number)):
             recorder.sealed[index] = f"{call.name!r} does other things from call to call"
-    for (name, key), found in touches.items():
-        ticks = [tick for tick, _ in found]
-        why = f"what changes in {f'{name}.{key}' if name else key!r} is needed before and after it"
+    for (name, key), touched_at in touches.items():
+        ticks = [tick for tick, _ in touched_at]
+        label = f"{name}.{key}" if name else repr(key)
         if first != second:  # ticks differ: take the calls around, as they were the first time
-            ticks = [edge for _, frame in found for edge in _edges(recorder, frame, every)]
-        recorder.whole.append(UncuttableRange(min(ticks), max(ticks), why))
+            ticks = [edge for _, frame in touched_at for edge in _edges(recorder, frame, recorders)]
+        recorder.whole.append(UncuttableRange(min(ticks), max(ticks), _CHANGES.format(label)))
 
 
-def _edges(recorder: _Recorder, frame: int, every: list[_Recorder]) -> tuple[int, int]:
+def _edges(recorder: _Recorder, frame: int, recorders: list[_Recorder]) -> tuple[int, int]:
     """Begin and end of the call in which code was, in the first run."""
-    for again in every:
-        if 0 <= frame < len(again.calls):
-            place = (again.calls[frame].name, again.calls[frame].number)
+    for repeat in recorders:
+        if 0 <= frame < len(repeat.calls):
+            call_site = (repeat.calls[frame].name, repeat.calls[frame].number)
             for call in recorder.calls:
-                if (call.name, call.number) == place:
+                if (call.name, call.number) == call_site:
                     return call.begin, call.end
     return 0, END_OF_PASS
 
@@ -229,16 +229,16 @@ class _Recorder:
 
     def signatures(self) -> dict[tuple[str, int], list[object]]:
         """For each call what its own code does, and the plain values that calls return to it."""
-        found: dict[tuple[str, int], list[object]] = {}
+        behaviour: dict[tuple[str, int], list[object]] = {}
         for frame, index, values in self.events:
             call = self.calls[frame] if frame >= 0 else None
-            made = found.setdefault((call.name, call.number) if call else ("", -1), [])
+            entries = behaviour.setdefault((call.name, call.number) if call else ("", -1), [])
             if index >= 0:
                 inner = self.calls[index]
-                made.append((inner.name, inner.number, repr(map_tensors(inner.result, _shape))))
+                entries.append((inner.name, inner.number, repr(map_tensors(inner.result, _shape))))
             else:
-                made.append([tuple(self.values[value].tensor.shape) for value in values])
-        return found
+                entries.append([tuple(self.values[value].tensor.shape) for value in values])
+        return behaviour
 
     @property
     def frame(self) -> int:
@@ -292,14 +292,14 @@ class _Recorder:
         """A function of torch has returned to the code of the current frame."""
         leaves = returned_tensors(result)
         if leaves:
-            found = tuple(self.add(leaf) for leaf in leaves)
-            self.events.append((self.frame, -1, found))
-            self._reach[-1].update(found)
+            indices = tuple(self.add(leaf) for leaf in leaves)
+            self.events.append((self.frame, -1, indices))
+            self._reach[-1].update(indices)
         if func in _OF_GRAPHS:
-            given = [self.add(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-            born = [self.values[value].born for value in given]
+            inputs = [self.add(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+            births = [self.values[value].born for value in inputs]
             self.clock += 1
-            self.whole.append(UncuttableRange(min(born, default=0), self.clock, _IN_FORWARD))
+            self.whole.append(UncuttableRange(min(births, default=0), self.clock, _IN_FORWARD))
             if func not in _HOOKS:
                 self.backward.append((self.clock, self.frame))
 
@@ -307,17 +307,17 @@ class _Recorder:
         """Note which of these values the current frame's code has otherwise than by its calls."""
         frame, reach = self.frame, self._reach[-1]
         for value in values:
-            found = self.values[value]
-            if value in reach or found.frame == frame or found.root not in ("", "input"):
+            traced = self.values[value]
+            if value in reach or traced.frame == frame or traced.root not in ("", "input"):
                 continue
-            self.whole.append(UncuttableRange(found.born, self.clock, _STRAY))
+            self.whole.append(UncuttableRange(traced.born, self.clock, _STRAY))
 
     def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """One operation has been done."""
         self.clock += 1
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        sources = tuple(self.add(tensor) for tensor in given)
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        sources = tuple(self.add(tensor) for tensor in inputs)
         for source in sources:
             self.values[source].uses.append(self.clock)
         self._note_uses(sources)
@@ -331,12 +331,12 @@ class _Recorder:
             write = InPlaceWrite(self.clock, self.frame, sources, random)
             self.writes.setdefault(storage, []).append(write)
         known = not random and all(self.values[source].known for source in sources)
-        for tensor in made:
+        for tensor in outputs:
             if id(tensor) not in self._index:
                 index = self.add(tensor, known=known)
                 self.values[index].sources = sources
         flops = flops_of(func, args, kwargs, result)
-        self.costs.append(OpCost(self.clock, flops, bytes_touched(given, made)))
+        self.costs.append(OpCost(self.clock, flops, bytes_touched(inputs, outputs)))
 
     def saving(self) -> AbstractContextManager[Any]:
         """Notes what autograd keeps, as long as it is entered."""
@@ -395,6 +395,7 @@ class _Functions(TorchFunctionMode):
 
 _STRAY = "a tensor from before it is read after it by another module, from an attribute or a list"
 _GIVEN = "a module before it changes a list or mapping that it is given"
+_CHANGES = "what changes in {} is needed before and after it"
 _IN_FORWARD = "a gradient is asked for or changed in the forward pass"
 _HOOKS = (Tensor.register_hook, Tensor.retain_grad)
 _OF_GRAPHS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward, *_HOOKS)
@@ -403,33 +404,32 @@ _OF_GRAPHS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward, *_H
 
 def container_contents(structure: Any) -> list[object]:
     """What lists, mappings and objects hold, by identity; plain numbers by their value."""
-    found: list[object] = []
+    entries: list[object] = []
 
-    def note(value: Any) -> None:
+    def collect(value: Any) -> None:
         if value is None or isinstance(value, (bool, int, float, str)):
-            found.append(value)
+            entries.append(value)
             return
-        found.append(id(value))
+        entries.append(id(value))
         if isinstance(value, (list, tuple, set)):
             for item in value:
-                note(item)
+                collect(item)
         elif isinstance(value, Mapping):
             for key, item in value.items():
-                found.append(str(key))
-                note(item)
+                entries.append(str(key))
+                collect(item)
         elif not isinstance(value, (Tensor, nn.Module, type)) and not callable(value):
             for key, item in getattr(value, "__dict__", {}).items():
-                found.extend((key, id(item)))
+                entries.extend((key, id(item)))
 
-    note(structure)
-    return found[1:]
+    collect(structure)
+    return entries[1:]
 
 
 def why_sealed(module: nn.Module) -> str:
     """Why no cut may go through a module's calls, or ''."""
-    if module._backward_hooks or module._backward_pre_hooks:
-        return "a backward hook is on a module around it"
-    return ""
+    hooked = module._backward_hooks or module._backward_pre_hooks
+    return "a backward hook is on a module around it" if hooked else ""
 
 
 def why_enclosed() -> str:

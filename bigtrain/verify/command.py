@@ -65,18 +65,18 @@ def main(arguments: list[str]) -> int:
         first = contenders[0]
         raise ConfigError(f"none of these strategies can run. {first.label}: {first.refusal}")
     folder = results_folder(options.output, "verify")
-    speaks = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    speaks.print(f"{len(contenders)} strategies, one after the other; results in {folder}")
+    progress = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    progress.print(f"{len(contenders)} strategies, one after the other; results in {folder}")
     rows: list[VerifiedStrategy] = []
     stopped = False
     bench = _Bench(options, words, folder)
     try:
         for number, contender in enumerate(contenders, start=1):
             rows.append(bench.check(contender))
-            speaks.print(f"{number}/{len(contenders)} {_line(rows[-1])}")
+            progress.print(f"{number}/{len(contenders)} {_line(rows[-1])}")
     except KeyboardInterrupt:
         stopped = True
-        speaks.print(f"stopped: {len(rows)} of {len(contenders)} strategies are done")
+        progress.print(f"stopped: {len(rows)} of {len(contenders)} strategies are done")
     finally:
         bench.close()
     _show(options, rows, folder)
@@ -109,12 +109,12 @@ class _Bench:
         if ended.reason is not None:
             verdict: Verdict = "refused" if ended.status == 2 else "failed"
             return VerifiedStrategy(label, ranks, verdict, precision, ended.reason)
-        found = compare_recordings(reference, folder)
+        differences = compare_recordings(reference, folder)
         losses_only = self._options.optimizer == "job"
-        passed = found.passed(Tolerance.of(precision), losses_only=losses_only)
+        passed = differences.passed(Tolerance.of(precision), losses_only=losses_only)
         _forget(folder)
         return VerifiedStrategy(
-            label, ranks, "pass" if passed else "differs", precision, None, found
+            label, ranks, "pass" if passed else "differs", precision, None, differences
         )
 
     def close(self) -> None:
@@ -124,10 +124,10 @@ class _Bench:
 
     def _reference(self, plan: Plan) -> Path:
         whole = plan.batch.global_size
-        found = self._made(plan, whole)
-        if json.loads((found / "record.json").read_text("utf-8"))["has_batchnorm"]:
+        reference = self._made(plan, whole)
+        if json.loads((reference / "record.json").read_text("utf-8"))["has_batchnorm"]:
             return self._made(plan, plan.batch.micro_size)
-        return found
+        return reference
 
     def _made(self, plan: Plan, micro: int) -> Path:
         clip = "null" if plan.clip_norm is None else repr(plan.clip_norm)
@@ -164,11 +164,12 @@ def _forget(folder: Path) -> None:
 
 
 def _refuse_chance(folder: Path) -> None:
-    drawn = json.loads((folder / "record.json").read_text("utf-8"))["chance"]
-    if drawn is not None:
+    random_pair = json.loads((folder / "record.json").read_text("utf-8"))["chance"]
+    if random_pair is not None:
         raise ConfigError(
             f"the model draws random numbers that verify cannot turn off: two passes over one "
-            f"batch gave the losses {drawn[0]:.6g} and {drawn[1]:.6g}. Dropout of torch's modules "
+            f"batch gave the losses {random_pair[0]:.6g} and {random_pair[1]:.6g}. Dropout of "
+            "torch's modules "
             "is off already; set the model's own to 0 with model.args."
         )
 
@@ -211,11 +212,16 @@ def _table(rows: Sequence[VerifiedStrategy]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for row in rows:
-        found = row.differences
+        differences = row.differences
         cells = ["", "", "", ""]
-        if found is not None:
-            gradient = "-" if found.gradient is None else f"{found.gradient:.1e}"
-            cells = [f"{found.loss:.1e}", f"{found.norm:.1e}", gradient, f"{found.update:.1e}"]
+        if differences is not None:
+            gradient = "-" if differences.gradient is None else f"{differences.gradient:.1e}"
+            cells = [
+                f"{differences.loss:.1e}",
+                f"{differences.norm:.1e}",
+                gradient,
+                f"{differences.update:.1e}",
+            ]
         table.add_row(row.strategy, str(row.num_ranks), row.precision, *cells, row.verdict)
     return table
 

@@ -76,11 +76,11 @@ class Differences:
 
 def compare_recordings(reference: Path, other: Path) -> Differences:
     """Compare two folders that `bigtrain.verify.record` has written, a tensor at a time."""
-    one, two = _record(reference), _record(other)
+    reference_record, other_record = _record(reference), _record(other)
     gradients: dict[str, float] = {}
     missing: set[str] = set()
     steps = sorted(reference.glob("gradients-*.safetensors"))
-    for path in steps if two["no_gradients"] is None else ():
+    for path in steps if other_record["no_gradients"] is None else ():
         with _Pair(path, other / path.name) as pair:
             missing |= pair.missing
             for name, difference in pair.differences():
@@ -94,8 +94,8 @@ def compare_recordings(reference: Path, other: Path) -> Differences:
         missing |= before.missing | after.missing
         updates = dict(after.differences(before))
     return Differences(
-        loss=_largest(one["losses"], two["losses"]),
-        norm=_largest(one["norms"], two["norms"]),
+        loss=_largest(reference_record["losses"], other_record["losses"]),
+        norm=_largest(reference_record["norms"], other_record["norms"]),
         gradient=max(gradients.values()) if gradients else None,
         update=max(updates.values(), default=0.0),
         worst_gradients=_worst(gradients),
@@ -165,9 +165,9 @@ class _Pair:
                 yield name, math.inf
                 continue
             # A change in a weight's last places is rounding, however small the whole change is.
-            place = torch.finfo(expected.dtype).eps * _highest(expected) * 4 if changes else 0.0
+            rounding = torch.finfo(expected.dtype).eps * _highest(expected) * 4 if changes else 0.0
             expected, found = _since(expected, changes, name, 0), _since(found, changes, name, 1)
-            yield name, _difference(expected, found, largest, place)
+            yield name, _difference(expected, found, largest, rounding)
 
 
 def _since(tensor: Tensor, changes: _Before | None, name: str, side: int) -> Tensor:

@@ -67,34 +67,39 @@ def record_run(
     names = {name for name, _ in parts.workload.model.named_parameters(remove_duplicate=False)}
     norms = has_batchnorm(parts.workload.model)
     with parts.engine(context) as engine:
-        found: dict[str, Any] = {"losses": [], "norms": [], "chance": None, "no_gradients": None}
+        recording: dict[str, Any] = {
+            "losses": [],
+            "norms": [],
+            "chance": None,
+            "no_gradients": None,
+        }
         update = engine.runner.update
 
-        def keep() -> float:
+        def record_and_update() -> float:
             try:
                 gradients = engine.runner.gradients()
             except BigtrainError as error:  # they are used and freed as they come
-                found["no_gradients"] = str(error)
+                recording["no_gradients"] = str(error)
             else:
                 step = engine.steps_done + 1
                 write_shared_tensors(folder / f"gradients-{step}.safetensors", gradients, context)
             return update()
 
-        engine.runner.update = keep  # type: ignore[method-assign]
+        engine.runner.update = record_and_update  # type: ignore[method-assign]
         write_weights(folder / "weights-before.safetensors", engine, names)
         for batch in parts.training_steps(context, 0):
             alone = context.world_size == 1 and not job.optim.release_gradients
             if engine.steps_done == 0 and alone:
-                found["chance"] = random_losses(engine, batch)
+                recording["chance"] = random_losses(engine, batch)
             result = engine.step(batch)
-            found["losses"].append(result.loss)
-            found["norms"].append(result.grad_norm)
+            recording["losses"].append(result.loss)
+            recording["norms"].append(result.grad_norm)
             if engine.steps_done == steps:
                 break
         write_weights(folder / "weights-after.safetensors", engine, names)
     if context.is_main:
-        found["has_batchnorm"] = norms
-        (folder / "record.json").write_text(json.dumps(found) + "\n", "utf-8")
+        recording["has_batchnorm"] = norms
+        (folder / "record.json").write_text(json.dumps(recording) + "\n", "utf-8")
 
 
 def write_weights(path: Path, engine: Engine, names: Collection[str]) -> None:
@@ -119,14 +124,14 @@ def write_shared_tensors(
 
 def random_losses(engine: Engine, batch: Step) -> tuple[float, float] | None:
     """The losses of two passes over one batch, where they differ: the model draws lots."""
-    found = []
+    losses = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        found.append(engine.runner.forward_backward(batch.micro_batches))
+        losses.append(engine.runner.forward_backward(batch.micro_batches))
         for parameter in engine.runner.module.parameters():
             parameter.grad = None
-    same = abs(found[0] - found[1]) <= 1e-6 * abs(found[0])
-    return None if same else (found[0], found[1])
+    same = abs(losses[0] - losses[1]) <= 1e-6 * abs(losses[0])
+    return None if same else (losses[0], losses[1])
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -145,7 +145,7 @@ class Pipeline(CutStrategy):
     def lay_out(self, workload: Workload, plan: Plan) -> Layout:
         """See `CutStrategy.lay_out`."""
         ranks = self.ranks(plan)
-        wanted = CutRequest(
+        request = CutRequest(
             stages=len(ranks),
             at=self.at,
             in_flight=self.in_flight(plan),
@@ -154,12 +154,12 @@ class Pipeline(CutStrategy):
             state_factor=bytes_per_parameter_byte(workload.make_optimizer),
             rates=NOMINAL_RATES[plan.device_type],
         )
-        kinds = numerics_for(plan.precision, bf16_parameters=plan.bf16_parameters)
-        rehearsal = TracedModel(
-            workload.model, workload.loss, torch.device(plan.device_type), kinds
+        numerics_of_run = numerics_for(plan.precision, bf16_parameters=plan.bf16_parameters)
+        traced_model = TracedModel(
+            workload.model, workload.loss, torch.device(plan.device_type), numerics_of_run
         )
         return Layout(
-            choose_cut(rehearsal, workload.micro_batch, wanted),
+            choose_cut(traced_model, workload.micro_batch, request),
             ranks,
             "pp rank" if self.traits.spans_ranks else "device",
             BATCH_NORM[self.batch_norm] if self._says_statistics(workload.model) else "",

@@ -39,11 +39,11 @@ class BoundaryFormat:
 
     def unpack(self, sent: Sequence[Tensor]) -> list[Tensor]:
         """The wires for the stage behind the cut."""
-        found = {
+        tensors = {
             place: self._unpacked(tensor, self._metas[place])
             for place, tensor in zip(self._places, sent, strict=True)
         }
-        return [found[place] for place in range(len(found))]
+        return [tensors[place] for place in range(len(tensors))]
 
     def _packed(self, wire: Tensor, meta: Tensor) -> Tensor:
         if not meta.requires_grad:

@@ -132,8 +132,8 @@ class DeepSpeedPipelineRunner(PipelineRunner):
 
     def _instruct(self) -> None:
         """Give the engine our way of doing the instructions of its schedule."""
-        of: Any = import_module("deepspeed.runtime.pipe.schedule")
-        self._schedule_class = of.TrainSchedule
+        instructions: Any = import_module("deepspeed.runtime.pipe.schedule")
+        self._schedule_class = instructions.TrainSchedule
         self._p2p: Any = import_module("deepspeed.runtime.pipe.p2p")
         self._plain: Any = import_module("deepspeed.runtime.engine").DeepSpeedEngine
 
@@ -141,17 +141,17 @@ class DeepSpeedPipelineRunner(PipelineRunner):
             pass
 
         self._engine._INSTRUCTION_MAP = {
-            of.LoadMicroBatch: self._load,
-            of.RecvActivation: self._receive,
-            of.ForwardPass: self._forward_pass,
-            of.SendActivation: self._send,
-            of.RecvGrad: self._receive_gradients,
-            of.BackwardPass: self._backward_pass,
-            of.SendGrad: self._send_gradients,
+            instructions.LoadMicroBatch: self._load,
+            instructions.RecvActivation: self._receive,
+            instructions.ForwardPass: self._forward_pass,
+            instructions.SendActivation: self._send,
+            instructions.RecvGrad: self._receive_gradients,
+            instructions.BackwardPass: self._backward_pass,
+            instructions.SendGrad: self._send_gradients,
             # When all ranks know that the losses are finite, and in `update`.
-            of.ReduceTiedGrads: nothing,
-            of.ReduceGrads: nothing,
-            of.OptimizerStep: nothing,
+            instructions.ReduceTiedGrads: nothing,
+            instructions.ReduceGrads: nothing,
+            instructions.OptimizerStep: nothing,
         }
 
     def _groups(self, micro_batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
@@ -201,11 +201,11 @@ class DeepSpeedPipelineRunner(PipelineRunner):
 
     def _received(self, metas: Sequence[Tensor], stage: int) -> list[Tensor]:
         device = self.context.device
-        taken = [torch.empty(meta.shape, dtype=meta.dtype, device=device) for meta in metas]
-        for tensor in taken:
+        received = [torch.empty(meta.shape, dtype=meta.dtype, device=device) for meta in metas]
+        for tensor in received:
             if tensor.numel():
                 self._p2p.recv(_as_bytes(tensor), stage)
-        return taken
+        return received
 
     def _sent(self, tensors: Sequence[Tensor], stage: int) -> None:
         for tensor in tensors:
@@ -259,9 +259,9 @@ class DeepSpeedPipelineRunner(PipelineRunner):
         incoming, _ = self._wires(buffer_id)
         wires = engine.pipe_buffers["inputs"][buffer_id]
         engine.pipe_buffers["inputs"][buffer_id] = None
-        wanted = [w for w, meta in zip(wires, incoming, strict=True) if meta.requires_grad]
-        found = [torch.zeros_like(w) if w.grad is None else w.grad for w in wanted]
-        self._sent(found, engine.prev_stage)
+        trained = [w for w, meta in zip(wires, incoming, strict=True) if meta.requires_grad]
+        input_gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in trained]
+        self._sent(input_gradients, engine.prev_stage)
 
     def clip(self) -> Tensor:
         """See `StepRunner.clip`; what shards the gradients has their norm, and clips by it."""
@@ -274,9 +274,9 @@ class DeepSpeedPipelineRunner(PipelineRunner):
         """See `Runner.gradients`."""
         if not self._sharding:
             return super().gradients()
-        found = cast(ShardedUpdate, self._update).gradients()
-        mine = {name: (self._stage_of[name], source) for name, source in found.items()}
-        return gather_state(self.context, mine)
+        sources = cast(ShardedUpdate, self._update).gradients()
+        own_sources = {name: (self._stage_of[name], source) for name, source in sources.items()}
+        return gather_state(self.context, own_sources)
 
     def load_state(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
         """See `Runner.load_state`."""

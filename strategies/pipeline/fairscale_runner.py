@@ -68,14 +68,14 @@ class _Part(nn.Module):
         self.stage = stage
         self._device, self._now, self._around = device, now, around
 
-    def forward(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def forward(self, boundary: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Compute the stage's part for the micro-batch of the mark."""
         from fairscale.nn.pipe.checkpoint import is_recomputing
 
-        stage, again = self.stage, is_recomputing()
-        *sent, mark = given
+        stage, recomputing = self.stage, is_recomputing()
+        *sent, mark = boundary
         batch = self._now.batches[mark.shape[0]].to(self._device, non_blocking=True)
-        with self._around, freeze_running_statistics(stage) if again else nullcontext():
+        with self._around, freeze_running_statistics(stage) if recomputing else nullcontext():
             wires = BoundaryFormat(stage.incoming(batch)).unpack(sent)
             output = stage(*wires, micro_batch=batch, scale=self._now.scale)
             if stage.last:
@@ -83,7 +83,7 @@ class _Part(nn.Module):
             else:
                 sent = BoundaryFormat(stage.outgoing(batch)).pack(output)
         sent.append(mark.detach())
-        if again:
+        if recomputing:
             sent = [t if t.requires_grad else t.detach().requires_grad_() for t in sent]
         return tuple(sent)
 
@@ -158,17 +158,17 @@ class PipedStages(StageChain):
         ]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it has moved to torch, where it is no more
-            made = Pipe(
+            pipe = Pipe(
                 nn.Sequential(*parts),
                 balance=[1] * len(parts),
                 devices=list(devices),
                 chunks=chunks,
                 checkpoint=checkpoint,
             )
-        pipeline = made.pipeline
+        pipeline = pipe.pipeline
         join_workers(pipeline.in_queues, pipeline.out_queues)
         pipeline.in_queues = pipeline.out_queues = [_InlineQueue(device) for device in devices]
-        self._pipe = _Unseen(made)
+        self._pipe = _Unseen(pipe)
 
     def train(self, mode: bool = True) -> PipedStages:  # noqa: FBT001, FBT002 - as nn.Module has it
         """See `nn.Module.train`."""

@@ -88,7 +88,7 @@ class DeepSpeedPipeline(Pipeline):
         forecasts: Mapping[int, Forecast],
         plan: Plan,
         pp_rank: int,
-        halves: Mapping[int, Forecast],
+        split_forecasts: Mapping[int, Forecast],
     ) -> Forecast:
         """DeepSpeed's TrainSchedule: rank s of p has F at the ticks 2i + s, B at 2i + 2p - 1 - s.
 
@@ -101,7 +101,7 @@ class DeepSpeedPipeline(Pipeline):
             for number in range(steps)
         ]
         actions = [action for _, action in sorted(ticks)]
-        return join_stages(actions, forecasts, halves, bucket=plan.averaging_bucket)
+        return join_stages(actions, forecasts, split_forecasts, bucket=plan.averaging_bucket)
 
     def apply(self, assembly: Assembly) -> None:
         """Make this rank's stage, and let DeepSpeed own the step."""

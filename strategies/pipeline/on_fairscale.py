@@ -104,13 +104,17 @@ class FairscalePipe(Pipeline):
         """The whole model's micro-batches, unless by stages: all forward, then all back."""
         if self.predicts_by_stage(plan):
             return forecast
-        number = plan.batch.accumulation_steps
-        actions = [Action(0, "F", place) for place in range(number)]
-        actions += [Action(0, "B", place) for place in reversed(range(number))]
-        after = replace(forecast, first=profile.first, next=profile.next)
+        num_micro_batches = plan.batch.accumulation_steps
+        actions = [Action(0, "F", micro_batch) for micro_batch in range(num_micro_batches)]
+        actions += [
+            Action(0, "B", micro_batch) for micro_batch in reversed(range(num_micro_batches))
+        ]
+        per_micro_batch = replace(forecast, first=profile.first, next=profile.next)
         # All of a step are in it: none comes through when the gradients are there.
         return replace(
-            forecast, first=join_stages(actions, {0: after}, {}).first, next=EMPTY_TIMELINE
+            forecast,
+            first=join_stages(actions, {0: per_micro_batch}, {}).first,
+            next=EMPTY_TIMELINE,
         )
 
     def replay_rank(
@@ -118,26 +122,34 @@ class FairscalePipe(Pipeline):
         forecasts: Mapping[int, Forecast],
         plan: Plan,
         pp_rank: int,  # noqa: ARG002
-        halves: Mapping[int, Forecast],
+        split_forecasts: Mapping[int, Forecast],
     ) -> Forecast:
         """Pipe's clock: in each cycle all stages that have something to do; then all of it back.
 
         What is computed again is so for all stages of a cycle, before any of them goes back.
         """
-        number, stages = plan.batch.accumulation_steps, self.devices or 1
+        num_micro_batches, stages = plan.batch.accumulation_steps, self.devices or 1
         cycles = [
-            [(stage, cycle - stage) for stage in range(stages) if 0 <= cycle - stage < number]
-            for cycle in range(number + stages - 1)
+            [
+                (stage, cycle - stage)
+                for stage in range(stages)
+                if 0 <= cycle - stage < num_micro_batches
+            ]
+            for cycle in range(num_micro_batches + stages - 1)
         ]
-        actions = [Action(stage, "F", place) for cycle in cycles for stage, place in cycle]
-        again = self.checkpoint != "never"
-        kinds: tuple[ActionKind, ...] = ("I", "W") if again else ("B",)
+        actions = [
+            Action(stage, "F", micro_batch) for cycle in cycles for stage, micro_batch in cycle
+        ]
+        recomputes = self.checkpoint != "never"
+        kinds: tuple[ActionKind, ...] = ("I", "W") if recomputes else ("B",)
         for cycle in reversed(cycles):
             for kind in kinds:
-                actions += [Action(stage, kind, place) for stage, place in reversed(cycle)]
-        if again:
-            halves = {stage: _in_parts(found) for stage, found in forecasts.items()}
-        return join_stages(actions, forecasts, halves)
+                actions += [
+                    Action(stage, kind, micro_batch) for stage, micro_batch in reversed(cycle)
+                ]
+        if recomputes:
+            split_forecasts = {stage: _in_parts(found) for stage, found in forecasts.items()}
+        return join_stages(actions, forecasts, split_forecasts)
 
     def apply(self, assembly: Assembly) -> None:
         """Put Pipe around the stages, before a replicate technique wraps the whole."""
@@ -156,11 +168,11 @@ class FairscalePipe(Pipeline):
         super().apply(assembly)
 
 
-def _in_parts(found: Forecast) -> Forecast:
+def _in_parts(whole: Forecast) -> Forecast:
     """The same with the backward pass cut at its highest moment: there all is computed again."""
-    passes = [found.first, found.next or found.first]
+    passes = [whole.first, whole.next or whole.first]
     first, following = (replace(t, phases=(*t.phases, (_highest(t), "backward"))) for t in passes)
-    return replace(found, first=first, next=following)
+    return replace(whole, first=first, next=following)
 
 
 def _highest(timeline: Timeline) -> int:

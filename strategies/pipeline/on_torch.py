@@ -55,14 +55,20 @@ class TorchPipeline(Pipeline):
         forecasts: Mapping[int, Forecast],
         plan: Plan,
         pp_rank: int,
-        halves: Mapping[int, Forecast],
+        split_forecasts: Mapping[int, Forecast],
     ) -> Forecast:
         """The actions of this rank, in the schedule's order."""
         steps = plan.batch.accumulation_steps
-        given = (self.schedule, plan.pp, self.per_rank(), steps)
-        underway = transfers(*given)[pp_rank]
+        schedule_arguments = (self.schedule, plan.pp, self.per_rank(), steps)
+        underway = transfers(*schedule_arguments)[pp_rank]
         bucket = plan.averaging_bucket
-        return join_stages(schedule_orders(*given)[pp_rank], forecasts, halves, underway, bucket)
+        return join_stages(
+            schedule_orders(*schedule_arguments)[pp_rank],
+            forecasts,
+            split_forecasts,
+            underway,
+            bucket,
+        )
 
     def apply(self, assembly: Assembly) -> None:
         """Make this rank's stages, and let the schedule own the step."""

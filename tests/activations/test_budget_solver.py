@@ -63,8 +63,8 @@ def test_many_different_blocks_with_five_choices_are_chosen_for_in_seconds(block
         ]
         for _ in range(blocks)
     ]
-    least = lowest_peak(menu, waiting=3).peak
-    answer = fastest_within(menu, int(1.5 * least), waiting=3)
+    least = lowest_peak(menu, num_waiting=3).peak
+    answer = fastest_within(menu, int(1.5 * least), num_waiting=3)
     assert answer is not None
     assert answer.peak <= 1.5 * least
 

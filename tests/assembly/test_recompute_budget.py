@@ -10,7 +10,7 @@ from support.recomputed import RECOMPUTE, gpt, gpt_without, text
 from torch import nn
 
 from bigtrain.assembly.make_plan import describe_plan, make_plan
-from bigtrain.assembly.resolve import resolve
+from bigtrain.assembly.resolve import resolve_plan
 from bigtrain.core.workload import Workload
 from bigtrain.data import MicroBatch
 from bigtrain.errors import ConfigError
@@ -27,7 +27,7 @@ def settled(budget: object, model=gpt_without, **keys: Any) -> Any:
     loss = CrossEntropy()
     inputs, targets = text()
     example = MicroBatch(inputs, targets, loss.count(targets), len(inputs))
-    return resolve(plan, Workload(model(), example, loss, adamw))
+    return resolve_plan(plan, Workload(model(), example, loss, adamw))
 
 
 def test_a_budget_with_room_for_all_keeps_all():
@@ -57,7 +57,7 @@ def test_a_share_of_the_device_is_a_budget():
 def test_no_example_no_budget():
     plan = make_plan(job_from_keys("single", {f"{RECOMPUTE}.budget": "1GiB"}), 1, "cpu")
     with pytest.raises(ConfigError, match=r"Give prepare\(\.\.\., example="):
-        resolve(plan, Workload(gpt(), None, CrossEntropy(), adamw))
+        resolve_plan(plan, Workload(gpt(), None, CrossEntropy(), adamw))
 
 
 class Unpredictable(nn.Module):
@@ -122,7 +122,7 @@ def test_names_that_match_nothing_are_refused(options, message):
     keys = {f"{RECOMPUTE}.{key}": value for key, value in options.items()}
     plan = make_plan(job_from_keys("single", keys), 1, "cpu")
     with pytest.raises(ConfigError, match=message):
-        resolve(plan, Workload(gpt(), None, CrossEntropy(), adamw))
+        resolve_plan(plan, Workload(gpt(), None, CrossEntropy(), adamw))
 
 
 def test_one_word_says_it():
@@ -141,4 +141,4 @@ def test_what_a_budget_chose_is_written_into_the_plan_and_read_back():
     keys = {RECOMPUTE: described, "train.global_batch_size": 8}
     again = make_plan(job_from_keys("single", keys), 1, "cpu")
     assert again.techniques["recompute"] == least.plan.techniques["recompute"]
-    assert resolve(again, Workload(gpt_without(), None, CrossEntropy(), adamw)).plan is again
+    assert resolve_plan(again, Workload(gpt_without(), None, CrossEntropy(), adamw)).plan is again

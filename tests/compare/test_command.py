@@ -319,7 +319,7 @@ def test_bisection_finds_the_edge(limit, first):
 
 def test_bisection_says_where_nothing_fits_and_where_everything_does():
     assert find_largest(lambda _: "never", 8) == (None, "never")
-    assert find_largest(lambda _: None, 8, most=64) == (64, None)
+    assert find_largest(lambda _: None, 8, maximum=64) == (64, None)
 
 
 def row(name, peak, speed):

@@ -101,9 +101,9 @@ def test_on_a_gpu_sharding_hides_behind_the_computation():
 def test_messages_are_packed_as_far_as_they_fit():
     assert message_count([], 10) == 0
     assert message_count([4, 4, 4], 10) == 2
-    assert message_count([4, 4, 4], 10, past=True) == 1
+    assert message_count([4, 4, 4], 10, may_exceed=True) == 1
     assert message_count([20, 1, 20], 10) == 3
-    assert message_count([20, 1, 20], 10, past=True) == 2
+    assert message_count([20, 1, 20], 10, may_exceed=True) == 2
 
 
 def test_powersgd_sends_thin_matrices():

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from bigtrain.assembly.make_plan import make_plan
-from bigtrain.assembly.resolve import resolve
+from bigtrain.assembly.resolve import resolve_plan
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.workload import Workload
 from bigtrain.data import open_data
@@ -98,7 +98,7 @@ def _resolved(
     inputs, targets = batch(rows)
     example = MicroBatch(inputs, targets, loss.count(targets), rows)
     workload = Workload(make(), example, loss, optimizer_factory(job.optim, 0))
-    return resolve(plan, workload), workload
+    return resolve_plan(plan, workload), workload
 
 
 def _forecasts(net: str, strategy: str, ranks: int, keys: Mapping[str, Any]) -> dict[str, Any]:

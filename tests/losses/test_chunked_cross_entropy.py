@@ -348,11 +348,11 @@ def test_where_micro_batches_wait_the_smaller_of_gradient_and_logits_decides():
     for places, chunked in ((32, False), (128, True)):
         example = batch_of(places)
         alone = choose_loss(config, task, model, example)
-        behind = choose_loss(config, task, model, example, waiting=True)
+        behind = choose_loss(config, task, model, example, several_waiting=True)
         assert isinstance(alone, ChunkedCrossEntropy)
         assert isinstance(behind, ChunkedCrossEntropy) is chunked
     asked = ModelConfig(name="gpt", chunked_loss=True)
-    found = choose_loss(asked, task, model, batch_of(8), waiting=True)
+    found = choose_loss(asked, task, model, batch_of(8), several_waiting=True)
     assert isinstance(found, ChunkedCrossEntropy)
 
 

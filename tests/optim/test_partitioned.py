@@ -26,7 +26,7 @@ def test_an_empty_parameter_has_an_empty_piece_on_one_rank(splits):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 @pytest.mark.parametrize("most", [None, 64, 256])
 def test_cuts_cover_every_element_once_in_equal_stretches(ranks, most):
-    cuts = partition_evenly(SIZES, ranks, splits=True, most=most)
+    cuts = partition_evenly(SIZES, ranks, may_split=True, max_elements=most)
     for name, size in SIZES.items():
         mine = [(start, stop) for n, _, start, stop in cuts if n == name]
         assert mine[0][0] == 0
@@ -40,7 +40,7 @@ def test_cuts_cover_every_element_once_in_equal_stretches(ranks, most):
 
 
 def test_uncuttable_parameters_go_whole_to_the_rank_of_their_middle():
-    cuts = partition_evenly(SIZES, 2, splits=False, most=64)
+    cuts = partition_evenly(SIZES, 2, may_split=False, max_elements=64)
     assert cuts == [("a", 0, 0, 1000), ("b", 0, 0, 1), ("c", 0, 0, 64), ("d", 1, 0, 3000)]
 
 
@@ -111,7 +111,7 @@ def small_chunks(monkeypatch):
 def test_any_optimizer_gives_the_same_numbers_in_chunks(name):
     whole, cut = model(), model()
     descend(whole, WholeUpdate(named(whole), OPTIMIZERS[name]), 4)
-    update = PartitionedUpdate(named(cut), OPTIMIZERS[name], home=Chunked())
+    update = PartitionedUpdate(named(cut), OPTIMIZERS[name], state_store=Chunked())
     if name != "Adafactor":
         assert len(update.optimizer.param_groups[0]["params"]) > 4
     descend(cut, update, 4)
@@ -122,7 +122,7 @@ def test_any_optimizer_gives_the_same_numbers_in_chunks(name):
 @pytest.mark.usefixtures("small_chunks")
 def test_an_optimizer_that_needs_whole_tensors_gets_them():
     cut = model()
-    update = PartitionedUpdate(named(cut), torch.optim.Adafactor, home=Chunked())
+    update = PartitionedUpdate(named(cut), torch.optim.Adafactor, state_store=Chunked())
     shapes = [p.shape for p in update.optimizer.param_groups[0]["params"]]
     assert shapes == [p.shape for p in cut.parameters()]
 
@@ -131,7 +131,7 @@ def test_an_optimizer_that_needs_whole_tensors_gets_them():
 @pytest.mark.parametrize("name", ["SGD", "AdamW, fused", "AdamW, foreach", "Adafactor"])
 def test_state_goes_from_pieces_to_whole_and_back(name):
     one, other, third = model(), model(), model()
-    pieces = PartitionedUpdate(named(one), OPTIMIZERS[name], home=Chunked())
+    pieces = PartitionedUpdate(named(one), OPTIMIZERS[name], state_store=Chunked())
     descend(one, pieces, 3)
     updates = [
         (other, WholeUpdate(named(other), OPTIMIZERS[name])),
@@ -169,7 +169,7 @@ def test_images_laid_out_by_channels_are_updated_whole_and_saved_right():
     for make in (OPTIMIZERS["AdamW, fused"], torch.optim.Adafactor):
         whole, cut = conv(), conv()
         plain = WholeUpdate(named(whole), make)
-        pieces = PartitionedUpdate(named(cut), make, home=Chunked())
+        pieces = PartitionedUpdate(named(cut), make, state_store=Chunked())
         rounds(whole, plain)
         rounds(cut, pieces)
         assert torch.equal(whole.weight, cut.weight)
@@ -179,7 +179,7 @@ def test_images_laid_out_by_channels_are_updated_whole_and_saved_right():
 
 def test_fp32_values_of_bf16_parameters_are_kept_once_and_updated():
     reference, low = model(torch.float32), model(torch.float32)
-    update = PartitionedUpdate(named(low), OPTIMIZERS["SGD"], low=["0.weight"])
+    update = PartitionedUpdate(named(low), OPTIMIZERS["SGD"], low_names=["0.weight"])
     assert low[0].weight.dtype == torch.bfloat16
     assert low[2].weight.dtype == torch.float32
     before = update.masters()["0.weight"].read()
@@ -205,7 +205,7 @@ def test_parameters_without_gradient_or_elements_are_left_alone():
     )
     module["empty"] = nn.Parameter(torch.zeros(0))
     for make in (OPTIMIZERS["SGD"], torch.optim.Adafactor):
-        update = PartitionedUpdate(named(module), make, home=Chunked())
+        update = PartitionedUpdate(named(module), make, state_store=Chunked())
         module["used"].grad = torch.ones(3)
         update.step()
         assert torch.equal(module["not"], torch.ones(3))
@@ -217,7 +217,7 @@ def test_a_parameter_with_gaps_is_updated_nevertheless():
     plain = WholeUpdate(named(whole), OPTIMIZERS["SGD"])
     for module, update in (
         (whole, plain),
-        (cut, PartitionedUpdate(named(cut), OPTIMIZERS["SGD"], home=Chunked())),
+        (cut, PartitionedUpdate(named(cut), OPTIMIZERS["SGD"], state_store=Chunked())),
     ):
         module["p"].grad = torch.ones(4, 3)
         update.step()

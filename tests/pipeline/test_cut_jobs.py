@@ -10,7 +10,7 @@ from support.nets import TinyLM, tokens
 from support.parity import sgd
 
 from bigtrain.assembly.make_plan import make_plan
-from bigtrain.assembly.resolve import resolve
+from bigtrain.assembly.resolve import resolve_plan
 from bigtrain.core.workload import Workload
 from bigtrain.data import MicroBatch
 from bigtrain.engine.setup import open_setup
@@ -69,7 +69,7 @@ def test_a_model_that_cannot_be_cut_so(words: dict[str, Any], ranks: int, messag
     job = job_from_keys("1f1b", {"train.global_batch_size": 32, **words})
     plan = make_plan(job, ranks, "cpu")
     with pytest.raises(ConfigError, match=message):
-        resolve(plan, Workload(TinyLM(), language_example(), CrossEntropy(), sgd))
+        resolve_plan(plan, Workload(TinyLM(), language_example(), CrossEntropy(), sgd))
 
 
 def language_example() -> MicroBatch:
@@ -88,7 +88,7 @@ class LooksAtValues(TinyLM):
 def test_a_module_that_looks_at_values_is_refused_with_its_name() -> None:
     plan = make_plan(job_from_keys("1f1b", {"train.global_batch_size": 32}), 2, "cpu")
     with pytest.raises(ConfigError, match="value of a tensor decides what it does"):
-        resolve(plan, Workload(LooksAtValues(), language_example(), CrossEntropy(), sgd))
+        resolve_plan(plan, Workload(LooksAtValues(), language_example(), CrossEntropy(), sgd))
 
 
 def test_a_norm_without_momentum_takes_the_mean_of_all_batches() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bigtrain.assembly.make_plan import make_plan
-from bigtrain.assembly.resolve import resolve
+from bigtrain.assembly.resolve import resolve_plan
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile
@@ -179,7 +179,7 @@ def test_a_stage_put_together_is_forecast_as_one_that_was_cut(strategy, ranks, a
         model = gpt()
     optimizer = optimizer_factory(job_from_keys(strategy, keys).optim, 0)
     workload = Workload(model, tokens(1), PLAIN, optimizer)
-    resolved = resolve(plan, workload)
+    resolved = resolve_plan(plan, workload)
     assert resolved.layout is not None
     body = SectionLibrary(model, tokens(1), lambda *_: PLAIN, optimizer, CPU).model_sections(
         plan, 1, "keep", cut=True

@@ -105,7 +105,9 @@ def test_the_next_chunk_comes_while_this_one_is_updated():
     before = bigtrain.optim.partitioned.chunk_elements
     bigtrain.optim.partitioned.chunk_elements = lambda *_: 64
     try:
-        update = bigtrain.optim.partitioned.PartitionedUpdate({"p": parameter}, adamw, home=home)
+        update = bigtrain.optim.partitioned.PartitionedUpdate(
+            {"p": parameter}, adamw, state_store=home
+        )
     finally:
         bigtrain.optim.partitioned.chunk_elements = before
     parameter.grad = torch.ones(256)
@@ -131,7 +133,9 @@ def build_with_little_memory(context, free: int) -> str:
     bigtrain.optim.state_store.free_host_bytes = lambda: free if context.rank == 1 else 10**12
     make = torch.optim.AdamW
     try:
-        HostStateStore(context).ensure_space(updated=400, copied=400, make_optimizer=make)
+        HostStateStore(context).ensure_space(
+            updated_bytes=400, copied_bytes=400, make_optimizer=make
+        )
     except ConfigError as error:
         return str(error)
     return ""

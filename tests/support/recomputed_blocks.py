@@ -10,7 +10,7 @@ from support.recomputed import RECOMPUTE
 from torch import nn
 
 from bigtrain.assembly.make_plan import make_plan
-from bigtrain.assembly.resolve import resolve
+from bigtrain.assembly.resolve import resolve_plan
 from bigtrain.core.workload import Workload
 from bigtrain.data import MicroBatch
 from bigtrain.job.load import job_from_keys
@@ -70,4 +70,4 @@ def settled_for(model, budget):
     loss = CrossEntropy()
     inputs, targets = rows()
     example = MicroBatch(inputs, targets, loss.count(targets), len(inputs))
-    return resolve(make_plan(job, 1, "cpu"), Workload(model(), example, loss, adamw))
+    return resolve_plan(make_plan(job, 1, "cpu"), Workload(model(), example, loss, adamw))

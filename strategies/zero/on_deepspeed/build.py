@@ -149,9 +149,9 @@ def build_engine(
         low = assembly.plan.bf16_parameters
         optimizer, names = optimizer_and_names(assembly)
         if stage == 3:
-            _fill_in_shards(deepspeed, assembly, config, built, low=low)
+            _fill_in_shards(deepspeed, assembly, config, built, to_bf16=low)
         else:
-            _fill_flat(assembly, names, built, low=low, whole=_is_dealt_out(config))
+            _fill_flat(assembly, names, built, to_bf16=low, is_dealt_out=_is_dealt_out(config))
         assembly.materialize(names_of(assembly.model))
         for group, members in zip(optimizer.param_groups, names, strict=True):
             group["params"] = [assembly.model.get_parameter(name) for name in members]
@@ -268,64 +268,71 @@ def _is_dealt_out(config: dict[str, Any]) -> bool:
 
 
 def _fill_flat(
-    assembly: Assembly, groups: list[list[str]], built: BuiltEngine, *, low: bool, whole: bool
+    assembly: Assembly,
+    groups: list[list[str]],
+    built: BuiltEngine,
+    *,
+    to_bf16: bool,
+    is_dealt_out: bool,
 ) -> None:
     """Stages 1 and 2: each group's parameters one after the other in one buffer.
 
-    With `whole`, the fp32 values of whole parameters are put aside: any rank may update them.
+    With `is_dealt_out`, whole parameters' fp32 values are put aside: any rank may update them.
     """
     context = assembly.context
     ranks, rank = context.dp_size, context.dp_rank
-    dtype = torch.bfloat16 if low else torch.float32
+    dtype = torch.bfloat16 if to_bf16 else torch.float32
     for names in groups:
         parameters = [assembly.model.get_parameter(name) for name in names]
         unit = 2 * ranks  # DeepSpeed's alignment
         size = -(-sum(p.numel() for p in parameters) // unit) * unit
         flat = torch.zeros(size, dtype=dtype, device=context.device)
-        mine = range(rank * (size // ranks), (rank + 1) * (size // ranks))
+        own_range = range(rank * (size // ranks), (rank + 1) * (size // ranks))
         offset = 0
         for name, parameter in zip(names, parameters, strict=True):
             assembly.materialize([name])
             values = parameter.detach()
             stop = offset + values.numel()
-            first, last = max(offset, mine.start), min(stop, mine.stop)
-            if low and whole:
+            first, last = max(offset, own_range.start), min(stop, own_range.stop)
+            if to_bf16 and is_dealt_out:
                 built.fp32_values[id(parameter)] = (0, values.reshape(-1).clone())
-            elif low and first < last:
+            elif to_bf16 and first < last:
                 kept = values.reshape(-1)[first - offset : last - offset].clone()
                 built.fp32_values[id(parameter)] = (first - offset, kept)
-            place = flat[offset:stop].view(values.shape)
-            place.copy_(values)
-            parameter.data = place
+            view = flat[offset:stop].view(values.shape)
+            view.copy_(values)
+            parameter.data = view
             offset = stop
             del values
 
 
 def _fill_in_shards(
-    deepspeed: Any, assembly: Assembly, config: dict[str, Any], built: BuiltEngine, *, low: bool
+    deepspeed: Any, assembly: Assembly, config: dict[str, Any], built: BuiltEngine, *, to_bf16: bool
 ) -> None:
     """Stage 3: module by module, so that no rank ever has more than one module whole."""
     parts: Any = import_module("deepspeed.runtime.zero.partition_parameters")
     group = deepspeed.comm.get_world_group()
     init = deepspeed.zero.Init(config_dict_or_path=config, data_parallel_group=group)
-    keeper = parts.InsertPostInitMethodToModuleSubClasses
+    linear_keeper = parts.InsertPostInitMethodToModuleSubClasses
     init._enable_mem_efficient_linear()
-    linear = keeper.linear_bk
+    linear = linear_keeper.linear_bk
     built.closing.callback(setattr, torch.nn.functional, "linear", linear)
     ranks, rank = assembly.context.dp_size, assembly.context.dp_rank
     names = set(names_of(assembly.model))
     for path, module in assembly.model.named_modules():
-        own = {f"{path}.{name}".lstrip(".") for name in (*module._parameters, *module._buffers)}
-        assembly.materialize([name for name in own if name in names])
+        own_names = {
+            f"{path}.{name}".lstrip(".") for name in (*module._parameters, *module._buffers)
+        }
+        assembly.materialize([name for name in own_names if name in names])
         for parameter in module._parameters.values():
             if parameter is None or parts.is_zero_param(parameter):
                 continue
-            if low and parameter.is_floating_point():
+            if to_bf16 and parameter.is_floating_point():
                 if parameter.requires_grad:
                     size = -(-parameter.numel() // ranks)
                     start = rank * size
-                    kept = parameter.detach().reshape(-1)[start : start + size].clone()
-                    built.fp32_values[id(parameter)] = (start, kept)
+                    own_values = parameter.detach().reshape(-1)[start : start + size].clone()
+                    built.fp32_values[id(parameter)] = (start, own_values)
                 parameter.data = parameter.data.to(torch.bfloat16)
             # Every rank has made the same values, so that nothing need be sent.
             init._convert_to_deepspeed_param(parameter)
@@ -335,29 +342,29 @@ def _fill_in_shards(
 @contextmanager
 def _flattening_in_place(deepspeed: Any) -> Iterator[None]:
     """Let DeepSpeed flatten without a copy what already lies end to end."""
-    place: Any = import_module(deepspeed.__name__ + ".runtime.zero.stage_1_and_2")
-    flatten, align = place._flatten_dense_tensors, place.align_dense_tensors
+    stage_module: Any = import_module(deepspeed.__name__ + ".runtime.zero.stage_1_and_2")
+    flatten, align = stage_module._flatten_dense_tensors, stage_module.align_dense_tensors
 
     def joined(tensors: Sequence[Tensor]) -> Tensor:
-        whole = end_to_end(tensors)
-        return flatten(tensors) if whole is None else whole
+        joined_view = end_to_end(tensors)
+        return flatten(tensors) if joined_view is None else joined_view
 
     def aligned(tensors: Sequence[Tensor], unit: int) -> Sequence[Tensor]:
-        whole = end_to_end(tensors)
-        missing = 0 if whole is None else -whole.numel() % unit
-        if whole is None or not missing:
+        joined_view = end_to_end(tensors)
+        padding = 0 if joined_view is None else -joined_view.numel() % unit
+        if joined_view is None or not padding:
             return align(tensors, unit)  # type: ignore[no-any-return]
-        stop = whole.storage_offset() + whole.numel()
-        room = whole.untyped_storage().nbytes() // whole.element_size() - stop
-        if room < missing:
+        stop = joined_view.storage_offset() + joined_view.numel()
+        free_elements = joined_view.untyped_storage().nbytes() // joined_view.element_size() - stop
+        if free_elements < padding:
             return align(tensors, unit)  # type: ignore[no-any-return]
-        return [*tensors, whole.as_strided((missing,), (1,), stop)]
+        return [*tensors, joined_view.as_strided((padding,), (1,), stop)]
 
-    place._flatten_dense_tensors, place.align_dense_tensors = joined, aligned
+    stage_module._flatten_dense_tensors, stage_module.align_dense_tensors = joined, aligned
     try:
         yield
     finally:
-        place._flatten_dense_tensors, place.align_dense_tensors = flatten, align
+        stage_module._flatten_dense_tensors, stage_module.align_dense_tensors = flatten, align
 
 
 @contextmanager

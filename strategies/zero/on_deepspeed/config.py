@@ -53,7 +53,7 @@ def deepspeed_settings(options: Zero, plan: Plan, elements: int) -> dict[str, An
     """
     batch, bf16 = plan.batch, plan.precision == "bf16"
     stage = zero_stage_of(options)
-    ours: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "train_batch_size": batch.global_size,
         "train_micro_batch_size_per_gpu": batch.micro_size,
         "gradient_accumulation_steps": batch.accumulation_steps,
@@ -65,15 +65,15 @@ def deepspeed_settings(options: Zero, plan: Plan, elements: int) -> dict[str, An
         "zero_optimization": _zero(options, plan, stage, elements),
     }
     if bf16 and accumulates_in_fp32(plan, stage):
-        ours["data_types"] = {"grad_accum_dtype": "fp32"}
+        defaults["data_types"] = {"grad_accum_dtype": "fp32"}
     if options.config is None:
-        return ours
-    given = read_deepspeed_json(options.config)
-    _refuse_contradictions(options.config, given, ours, plan)
-    filled: dict[str, Any] = _fill(given, ours)
+        return defaults
+    user_file = read_deepspeed_json(options.config)
+    _refuse_contradictions(options.config, user_file, defaults, plan)
+    filled: dict[str, Any] = _fill(user_file, defaults)
     filled.pop("optimizer", None)  # compared with optim.* when the job was read
     filled.pop("scheduler", None)
-    for key, value in ours.items():
+    for key, value in defaults.items():
         if key not in ("zero_optimization", "data_types"):
             filled.setdefault(key, value)
     return filled
@@ -92,7 +92,7 @@ def _zero(options: Zero, plan: Plan, stage: int, elements: int) -> dict[str, Any
     """Buffers as small as the model allows on a CPU; large enough to overlap on CUDA."""
     cuda = plan.device_type == "cuda"
     bucket = bucket_elements(options, plan, elements)
-    chosen: dict[str, Any] = {
+    zero_settings: dict[str, Any] = {
         "stage": stage,
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
@@ -105,9 +105,9 @@ def _zero(options: Zero, plan: Plan, stage: int, elements: int) -> dict[str, Any
         "use_multi_rank_bucket_allreduce": False,
     }
     if stage == 3:
-        del chosen["use_multi_rank_bucket_allreduce"]
+        del zero_settings["use_multi_rank_bucket_allreduce"]
         share = elements // max(1, plan.dp)
-        chosen |= {
+        zero_settings |= {
             "sub_group_size": max(1, share // 16) if plan.bf16_parameters else max(1, share),
             "stage3_prefetch_bucket_size": bucket if cuda else 0,
             "stage3_max_live_parameters": 2 * bucket if cuda else 0,
@@ -118,22 +118,22 @@ def _zero(options: Zero, plan: Plan, stage: int, elements: int) -> dict[str, Any
             # Gathered one by one, a parameter is not held twice.
             "stage3_allgather_sequential": not cuda,
         }
-    away = plan.offload_tiers
-    if away.optimizer != "device":
-        chosen["offload_optimizer"] = _offload(away.optimizer, away.path, plan)
-    if away.parameters != "device":
-        chosen["offload_param"] = _offload(away.parameters, away.path, plan)
-    return chosen
+    offloads = plan.offload_tiers
+    if offloads.optimizer != "device":
+        zero_settings["offload_optimizer"] = _offload(offloads.optimizer, offloads.path, plan)
+    if offloads.parameters != "device":
+        zero_settings["offload_param"] = _offload(offloads.parameters, offloads.path, plan)
+    return zero_settings
 
 
-def _offload(place: str, path: str | None, plan: Plan) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "device": "nvme" if place == "disk" else "cpu",
+def _offload(tier: str, path: str | None, plan: Plan) -> dict[str, Any]:
+    offload_settings: dict[str, Any] = {
+        "device": "nvme" if tier == "disk" else "cpu",
         "pin_memory": plan.device_type == "cuda",
     }
-    if place == "disk":
-        found["nvme_path"] = path
-    return found
+    if tier == "disk":
+        offload_settings["nvme_path"] = path
+    return offload_settings
 
 
 def bucket_elements(options: Zero, plan: Plan, elements: int) -> int:
@@ -159,25 +159,25 @@ def _fill(given: Any, ours: Any) -> Any:
 
 
 def _refuse_contradictions(
-    path: str, given: dict[str, Any], ours: dict[str, Any], plan: Plan
+    path: str, user_file: dict[str, Any], defaults: dict[str, Any], plan: Plan
 ) -> None:
     batch = plan.batch
     pairs: list[tuple[str, object, str, object]] = [
         (
             "train_batch_size",
-            given.get("train_batch_size", _AUTO),
+            user_file.get("train_batch_size", _AUTO),
             "train.global_batch_size",
             batch.global_size,
         ),
         (
             "train_micro_batch_size_per_gpu",
-            given.get("train_micro_batch_size_per_gpu", _AUTO),
+            user_file.get("train_micro_batch_size_per_gpu", _AUTO),
             "train.micro_batch_size",
             batch.micro_size,
         ),
         (
             "gradient_accumulation_steps",
-            given.get("gradient_accumulation_steps", _AUTO),
+            user_file.get("gradient_accumulation_steps", _AUTO),
             "train.accumulation_steps",
             batch.accumulation_steps,
         ),
@@ -185,20 +185,20 @@ def _refuse_contradictions(
     for key, value, ours_key, ours_value in pairs:
         if value not in (_AUTO, ours_value):
             raise _contradiction(path, key, value, ours_key, ours_value, f"{ours_key}={value}")
-    clip = given.get("gradient_clipping", _AUTO)
-    if clip != _AUTO and not same_value(clip, ours["gradient_clipping"]):
+    clip = user_file.get("gradient_clipping", _AUTO)
+    if clip != _AUTO and not same_value(clip, defaults["gradient_clipping"]):
         wanted = clip or "null"
         raise _contradiction(
             path, "gradient_clipping", clip, "optim.clip_norm", plan.clip_norm,
             f"optim.clip_norm={wanted}",
         )  # fmt: skip
-    if json_section(given, "fp16").get("enabled") is True:
+    if json_section(user_file, "fp16").get("enabled") is True:
         raise ConfigError(
             f"{path}: fp16.enabled=true, and train.precision={plan.precision}: there is no fp16 "
             "here. Write bf16 instead of fp16 in the file, and use train.precision=bf16."
         )
-    bf16 = json_section(given, "bf16").get("enabled", _AUTO)
-    if bf16 not in (_AUTO, ours["bf16"]["enabled"]):
+    bf16 = json_section(user_file, "bf16").get("enabled", _AUTO)
+    if bf16 not in (_AUTO, defaults["bf16"]["enabled"]):
         wanted = "bf16" if bf16 else "fp32"
         raise _contradiction(
             path, "bf16.enabled", bf16, "train.precision", plan.precision,
@@ -208,7 +208,9 @@ def _refuse_contradictions(
         ("offload_optimizer", plan.offload_tiers.optimizer),
         ("offload_param", plan.offload_tiers.parameters),
     ):
-        device = json_section(json_section(given, "zero_optimization"), name).get("device", _AUTO)
+        device = json_section(json_section(user_file, "zero_optimization"), name).get(
+            "device", _AUTO
+        )
         known = {"none": "device", "cpu": "cpu", "nvme": "disk"}.get(str(device), device)
         if place != "device" and known not in (_AUTO, place):
             key = "optimizer" if name == "offload_optimizer" else "parameters"

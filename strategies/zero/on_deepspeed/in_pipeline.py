@@ -24,7 +24,7 @@ from bigtrain.strategies.zero.on_deepspeed.config import bucket_elements, deepsp
 from bigtrain.strategies.zero.on_deepspeed.update import DeepSpeedUpdate
 
 
-def share_engine(options: Zero, into: Assembly) -> None:
+def share_engine(options: Zero, assembly_of_cut: Assembly) -> None:
     """Tell the engine of the cut how this technique takes part in it."""
 
     def shard(assembly: Assembly, start: Callable[..., Any]) -> PipelineZeroUpdate:
@@ -46,7 +46,7 @@ def share_engine(options: Zero, into: Assembly) -> None:
         built = BuiltEngine(engine, tracking=lambda: meter.tracking)
         return PipelineZeroUpdate(built, assembly.context, model, 1)
 
-    into.shard = shard
+    assembly_of_cut.shard = shard
 
 
 class PipelineZeroUpdate(DeepSpeedUpdate):
@@ -69,8 +69,8 @@ class PipelineZeroUpdate(DeepSpeedUpdate):
             if stretch is not None and gradient is not None:
                 flat = gradient.view(-1)
                 squares.append(-_square(flat[stretch.offset : stretch.offset + stretch.length]))
-        mine = max(0.0, math.fsum(squares))
-        norm = math.sqrt(math.fsum(self._context.all_gather_numbers(mine)))
+        own_square = max(0.0, math.fsum(squares))
+        norm = math.sqrt(math.fsum(self._context.all_gather_numbers(own_square)))
         device = self.shards.pieces[0].device
         self.shards.set_norm(torch.tensor(norm, dtype=torch.float32, device=device))
         return norm

@@ -35,9 +35,15 @@ def forecast_deepspeed(
     """
     zero = config["zero_optimization"]
     bucket = int(zero.get("reduce_bucket_size", 500_000_000)) * precision_of(plan)
-    found = (_cut if zero["stage"] == 3 else _flat)(zero, forecast, profile, plan, bucket)
+    forecast_on_device = (_cut if zero["stage"] == 3 else _flat)(
+        zero, forecast, profile, plan, bucket
+    )
     device = json_section(zero, "offload_optimizer").get("device", "none")
-    return found if device == "none" else _offloaded(zero, found, profile, plan)
+    return (
+        forecast_on_device
+        if device == "none"
+        else _offloaded(zero, forecast_on_device, profile, plan)
+    )
 
 
 def _flat(
@@ -79,19 +85,19 @@ def _cut(
     share = -(-profile.trained_elements // ranks)
     backward = _Backward.of(profile)
     whole = [span.nbytes for span in backward.gradients]
-    persists = size * int(zero.get("stage3_param_persistence_threshold", 100_000))
-    kept = sum(nbytes for nbytes in whole if nbytes <= persists)
+    persistence_bytes = size * int(zero.get("stage3_param_persistence_threshold", 100_000))
+    persistent_bytes = sum(nbytes for nbytes in whole if nbytes <= persistence_bytes)
     frozen = profile.parameter_bytes - size * profile.trained_elements
     accumulator = 4 if accumulates_in_fp32(plan, 3) else size
     states = replace(
         forecast.states,
-        parameters=size * share + max(0, frozen) // ranks + kept,
+        parameters=size * share + max(0, frozen) // ranks + persistent_bytes,
         optimizer=_optimizer_bytes(profile, plan, share),
         gradients=accumulator * share,
         buffers=forecast.states.buffers + bucket,
     )
-    ahead = size * int(zero.get("stage3_prefetch_bucket_size", 50_000_000))
-    first = backward.with_gathered(persists, min(ahead, sum(whole)))
+    prefetch_bytes = size * int(zero.get("stage3_prefetch_bucket_size", 50_000_000))
+    first = backward.with_gathered(persistence_bytes, min(prefetch_bytes, sum(whole)))
     step = _on_shard(profile.step, plan)
     if accumulator < 4:  # a sub-group's gradients are converted for its update
         group = min(share, int(zero.get("sub_group_size", 1_000_000_000)))
@@ -135,12 +141,12 @@ class _Backward:
         if [s.nbytes for s in first] != [s.nbytes for s in later]:
             # Some gradient is copied before it is kept. Here none is, and none is added to.
             passing = [_passing(span) for span in first]
-            made = tuple(s for s in passing if s.kind == "gradients")
+            gradient_spans = tuple(s for s in passing if s.kind == "gradients")
             timeline = Timeline(tuple(passing), profile.first.phases)
-            return cls(timeline, made, _again(profile, 0))
+            return cls(timeline, gradient_spans, _again(profile, 0))
         pairs = zip(first, later, strict=True)
-        made = tuple(now for was, now in pairs if was.kind == "gradients")
-        return cls(profile.next, made, _again(profile, 1))
+        gradient_spans = tuple(now for was, now in pairs if was.kind == "gradients")
+        return cls(profile.next, gradient_spans, _again(profile, 1))
 
     def with_shard(self, nbytes: int, plan: Plan) -> Timeline:
         """With a rank's shard of the gradients, made when the first of them is reduced."""
@@ -152,14 +158,14 @@ class _Backward:
     def _part(self, plan: Plan) -> list[Span]:
         """The gradients that lie in a rank's part; they come in the reverse of their order."""
         total = sum(span.nbytes for span in self.gradients)
-        behind = 0 if plan.dp_rank is None else plan.dp - 1 - plan.dp_rank
-        begin, end = (total * place // plan.dp for place in (behind, behind + 1))
-        found, passed = [], 0
+        ranks_behind = 0 if plan.dp_rank is None else plan.dp - 1 - plan.dp_rank
+        begin, end = (total * place // plan.dp for place in (ranks_behind, ranks_behind + 1))
+        part_spans, passed = [], 0
         for span in sorted(self.gradients, key=lambda span: span.birth):
             if passed < end and passed + span.nbytes > begin:
-                found.append(span)
+                part_spans.append(span)
             passed += span.nbytes
-        return found
+        return part_spans
 
     def emptying(self, timeline: Timeline) -> Timeline:
         """With whole gradients there from before, each until it is reduced."""
@@ -194,9 +200,9 @@ def _passing(span: Span) -> Span:
     return span._replace(death=min(span.death, span.birth + GRADIENT_TICKS))
 
 
-def _again(profile: Profile, which: int) -> tuple[tuple[int, int], ...]:
-    found = [(name, visits[which]) for name, *visits in profile.windows]
-    return tuple(visit.backward for name, visit in found if name in profile.recomputed)
+def _again(profile: Profile, pass_number: int) -> tuple[tuple[int, int], ...]:
+    passes = [(name, visits[pass_number]) for name, *visits in profile.windows]
+    return tuple(visit.backward for name, visit in passes if name in profile.recomputed)
 
 
 def _optimizer_bytes(profile: Profile, plan: Plan, share: int) -> int:

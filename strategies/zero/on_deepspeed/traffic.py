@@ -37,16 +37,16 @@ def deepspeed_traffic(config: dict[str, Any], profile: Profile, plan: Plan) -> t
         plan: ranks, precision, accumulation, offload.
     """
     zero = config["zero_optimization"]
-    found: list[Traffic] = []
+    messages: list[Traffic] = []
     if plan.dp > 1:
-        found += _cut(zero, profile, plan) if zero["stage"] == 3 else _flat(zero, profile, plan)
+        messages += _cut(zero, profile, plan) if zero["stage"] == 3 else _flat(zero, profile, plan)
         if profile.buffer_bytes:
-            found.append(
+            messages.append(
                 buffer_broadcast_traffic(profile, plan.dp, plan.pp * plan.tp, "micro_batch")
             )
     if plan.device_type == "cuda":  # a CPU is the host
-        found += (_cut_moves if zero["stage"] == 3 else _flat_moves)(zero, profile, plan)
-    return tuple(found)
+        messages += (_cut_moves if zero["stage"] == 3 else _flat_moves)(zero, profile, plan)
+    return tuple(messages)
 
 
 def shared_traffic(bucket: int, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
@@ -88,61 +88,61 @@ def _cut(zero: dict[str, Any], profile: Profile, plan: Plan) -> list[Traffic]:
     """Stage 3; what persists is gathered once, after the step."""
     group, size = (plan.dp, plan.pp * plan.tp), precision_of(plan)
     _, persisting = _persistence(zero, parameter_shapes(profile, trained=False))
-    found = []
+    messages = []
     for behind, tensors in _gathered(zero, profile):
         nbytes, beside = size * _padded(tensors, plan.dp), _beside(zero, plan, behind)
         calls = _gatherings(zero, tensors)
-        found.append(Traffic("all_gather", nbytes, calls, "micro_batch", beside, *group))
+        messages.append(Traffic("all_gather", nbytes, calls, "micro_batch", beside, *group))
     bucket = int(zero.get("reduce_bucket_size", 500_000_000))
     trained = parameter_shapes(profile)
     nbytes, beside = size * _padded(trained, plan.dp), _beside(zero, plan, "backward")
     calls = message_count(map(math.prod, reversed(trained)), bucket)
-    found.append(Traffic("reduce_scatter", nbytes, calls, "micro_batch", beside, *group))
+    messages.append(Traffic("reduce_scatter", nbytes, calls, "micro_batch", beside, *group))
     if persisting:
         nbytes, calls = size * _padded(persisting, plan.dp), _gatherings(zero, persisting)
-        found.append(Traffic("all_gather", nbytes, calls, "step", "nothing", *group))
-    return found
+        messages.append(Traffic("all_gather", nbytes, calls, "step", "nothing", *group))
+    return messages
 
 
 def _flat_moves(zero: dict[str, Any], profile: Profile, plan: Plan) -> list[Traffic]:
     """Stages 1 and 2 with the update on the host: gradients over, values back."""
     if json_section(zero, "offload_optimizer").get("device", "none") == "none":
         return []
-    mine = -(-profile.trained_elements // plan.dp)
+    own_elements = -(-profile.trained_elements // plan.dp)
     calls = -(-len(parameter_shapes(profile)) // plan.dp)
-    low, steps = precision_of(plan) * mine, plan.batch.accumulation_steps
-    found = [
-        Traffic("to_host", 4 * mine, calls, "step", "backward"),
-        Traffic("from_host", low, 1, "step", "nothing"),
+    own_bytes, steps = precision_of(plan) * own_elements, plan.batch.accumulation_steps
+    messages = [
+        Traffic("to_host", 4 * own_elements, calls, "step", "backward"),
+        Traffic("from_host", own_bytes, 1, "step", "nothing"),
     ]
     if steps > 1:  # what waits on the host comes over to be added to, and at the end once more
         times = steps if zero["stage"] == 2 else 1
-        found.append(Traffic("to_host", times * low, times * calls, "step", "backward"))
-        found.append(Traffic("from_host", times * low, times * calls, "step", "backward"))
-    return found
+        messages.append(Traffic("to_host", times * own_bytes, times * calls, "step", "backward"))
+        messages.append(Traffic("from_host", times * own_bytes, times * calls, "step", "backward"))
+    return messages
 
 
 def _cut_moves(zero: dict[str, Any], profile: Profile, plan: Plan) -> list[Traffic]:
     """Stage 3: parameters come for each gathering; gradients go, and come back to be added to."""
-    size, mine = precision_of(plan), -(-profile.trained_elements // plan.dp)
-    found = []
-    away = json_section(zero, "offload_param").get("device", "none") != "none"
-    if away:
+    size, own_elements = precision_of(plan), -(-profile.trained_elements // plan.dp)
+    messages = []
+    parameters_away = json_section(zero, "offload_param").get("device", "none") != "none"
+    if parameters_away:
         for behind, tensors in _gathered(zero, profile):
             nbytes = size * _padded(tensors, plan.dp) // plan.dp
             beside = _beside(zero, plan, behind)
-            found.append(Traffic("from_host", nbytes, len(tensors), "micro_batch", beside))
+            messages.append(Traffic("from_host", nbytes, len(tensors), "micro_batch", beside))
     if json_section(zero, "offload_optimizer").get("device", "none") != "none":
         calls = len(parameter_shapes(profile))
-        waiting = (4 if accumulates_in_fp32(plan, 3) else size) * mine
-        found += [
+        waiting = (4 if accumulates_in_fp32(plan, 3) else size) * own_elements
+        messages += [
             Traffic("to_host", waiting, calls, "micro_batch", "backward"),
             Traffic("from_host", waiting, calls, "micro_batch", "backward"),
-            Traffic("to_host", 4 * mine, calls, "step", "backward"),
+            Traffic("to_host", 4 * own_elements, calls, "step", "backward"),
         ]
-        if not away:
-            found.append(Traffic("from_host", size * mine, 1, "step", "nothing"))
-    return found
+        if not parameters_away:
+            messages.append(Traffic("from_host", size * own_elements, 1, "step", "nothing"))
+    return messages
 
 
 def _beside(zero: dict[str, Any], plan: Plan, behind: OverlapPhase) -> OverlapPhase:
@@ -172,16 +172,16 @@ def _persistence(
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Those that are gathered for each use, and the small ones that stay whole."""
     least = int(zero.get("stage3_param_persistence_threshold", 100_000))
-    room = int(zero.get("stage3_model_persistence_threshold", 2**62))
-    coming, persisting, filled = [], [], 0
+    max_persistent = int(zero.get("stage3_model_persistence_threshold", 2**62))
+    gathered, persisting, filled = [], [], 0
     for shape in tensors:
         size = math.prod(shape)
-        if size <= least and filled + size <= room:
+        if size <= least and filled + size <= max_persistent:
             persisting.append(shape)
             filled += size
         else:
-            coming.append(shape)
-    return coming, persisting
+            gathered.append(shape)
+    return gathered, persisting
 
 
 def _gathered(

@@ -70,21 +70,21 @@ class DeepSpeedUpdate:
 
     def gradients(self) -> dict[str, TensorSource]:
         """See `Runner.gradients`."""
-        found = {}
+        sources = {}
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
                 gradient = self.shards.gradient(self.shards.piece_of[id(parameter)])
                 if gradient is None:  # nothing of this piece takes part in the loss
                     gradient = torch.zeros_like(self._piece_of(parameter))
-                found[name] = self._source(parameter, _stretches_of(gradient))
-        return found
+                sources[name] = self._source(parameter, _stretches_of(gradient))
+        return sources
 
     def _piece_of(self, parameter: nn.Parameter) -> Tensor:
         return self.shards.pieces[self.shards.piece_of[id(parameter)]].detach()
 
     def state(self) -> dict[str, TensorSource]:
         """See `Update.state`."""
-        found = {}
+        sources = {}
         pieces = self.shards.pieces
         for name, parameter in self.parameters.items():
             if not parameter.requires_grad:
@@ -94,24 +94,24 @@ class DeepSpeedUpdate:
                 if not isinstance(value, Tensor):
                     continue
                 if value.dim() and value.shape == piece.shape:
-                    found[f"{name}.{key}"] = self._source(parameter, _stretches_of(value))
+                    sources[f"{name}.{key}"] = self._source(parameter, _stretches_of(value))
                 else:
                     kind = (value.dtype, tuple(value.shape))
-                    found[f"{name}.{key}"] = TensorSource(*kind, value.detach().clone)
-        return found
+                    sources[f"{name}.{key}"] = TensorSource(*kind, value.detach().clone)
+        return sources
 
     def masters(self) -> dict[str, TensorSource]:
         """See `Update.masters`: all parameters, as stage 3 leaves nothing in the module."""
-        found = {}
+        sources = {}
         pieces = self.shards.pieces
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
                 piece = pieces[self.shards.piece_of[id(parameter)]]
-                found[name] = self._source(parameter, _stretches_of(piece))
+                sources[name] = self._source(parameter, _stretches_of(piece))
             else:
                 shape = shape_of(parameter)
-                found[name] = TensorSource(torch.float32, shape, self._frozen(parameter))
-        return found
+                sources[name] = TensorSource(torch.float32, shape, self._frozen(parameter))
+        return sources
 
     def _frozen(self, parameter: nn.Parameter) -> Callable[[], Tensor]:
         def read() -> Tensor:

@@ -165,15 +165,15 @@ class FairscaleShardedDDP(FairscaleEngine):
         """The states of the fullest rank; the gradients of others while they are sent."""
         if plan.dp == 1:
             return forecast
-        most = in_flight_bytes(self, profile.gradient_bytes)
+        most_bytes = in_flight_bytes(self, profile.gradient_bytes)
         accumulates = plan.batch.accumulation_steps > 1
 
-        def of(deal: RankShare) -> Forecast:
+        def of_share(deal: RankShare) -> Forecast:
             optimizer = round(profile.optimizer_bytes * deal.share)
             return replace(
                 forecast,
                 states=replace(forecast.states, optimizer=optimizer),
-                first=deal.passing(profile.first, most),
+                first=deal.passing(profile.first, most_bytes),
                 step=scale_timeline(forecast.step, deal.share),
                 gradients=round(profile.gradient_bytes * deal.share),
             )
@@ -181,7 +181,7 @@ class FairscaleShardedDDP(FairscaleEngine):
         def peak(one: Forecast) -> int:
             return (replace(one, next=profile.next) if accumulates else one).peak().bytes
 
-        return max((of(deal) for deal in deal_parameters(profile, plan.dp)), key=peak)
+        return max((of_share(deal) for deal in deal_parameters(profile, plan.dp)), key=peak)
 
     def apply(self, assembly: Assembly) -> None:
         """Wrap the model around OSS's way of dealing out the parameters."""
@@ -300,24 +300,26 @@ class OSSUpdate(OwnedUpdate):
         return {f"{name}.{key}": found[name][key] for name in found for key in sorted(found[name])}
 
     def sources(
-        self, mine: Mapping[str, Mapping[str, Tensor]]
+        self, own_tensors: Mapping[str, Mapping[str, Tensor]]
     ) -> dict[str, dict[str, TensorSource]]:
         """Whole tensors that their owners have, by parameter and key, on all ranks. Collective.
 
         Args:
-            mine: the tensors of the parameters that this rank updates.
+            own_tensors: the tensors of the parameters that this rank updates.
         """
-        about = {n: {k: (t.dtype, tuple(t.shape)) for k, t in m.items()} for n, m in mine.items()}
-        everyone: dict[str, dict[str, Any]] = {}
-        for part in self._replicas.gather(about):
-            everyone.update(part)
+        descriptions = {
+            n: {k: (t.dtype, tuple(t.shape)) for k, t in m.items()} for n, m in own_tensors.items()
+        }
+        described: dict[str, dict[str, Any]] = {}
+        for part in self._replicas.gather(descriptions):
+            described.update(part)
         return {
             name: {
-                key: self._source(name, dtype, shape, mine.get(name, {}).get(key))
-                for key, (dtype, shape) in everyone[name].items()
+                key: self._source(name, dtype, shape, own_tensors.get(name, {}).get(key))
+                for key, (dtype, shape) in described[name].items()
             }
             for name in self.parameters
-            if name in everyone
+            if name in described
         }
 
     def _source(
@@ -401,8 +403,8 @@ def _reaverage(wrapped: Any, update: OSSUpdate) -> None:
         wrapped._bigtrain_hooks.append((node, hook))
 
 
-def _limit_in_flight(wrapped: Any, update: OSSUpdate, most: int) -> None:
-    """Let others' gradients go as soon as they are sent, and hold at most `most` bytes of them.
+def _limit_in_flight(wrapped: Any, update: OSSUpdate, max_bytes: int) -> None:
+    """Let others' gradients go as soon as they are sent; hold at most `max_bytes` bytes of them.
 
     ShardedDataParallel lets them go when it happens to find their reduction finished; where the
     computing is faster than the network, that is after the whole backward pass.
@@ -410,24 +412,24 @@ def _limit_in_flight(wrapped: Any, update: OSSUpdate, most: int) -> None:
     wrapped._try_consume_work_handle = lambda: None  # what follows does it
     handles = wrapped._work_handles
     under_way: deque[nn.Parameter] = deque()
-    mine = {id(p) for p in update.mine.values()}
+    own_ids = {id(p) for p in update.mine.values()}
 
-    def settle(sent: nn.Parameter) -> None:
+    def wait_oldest(sent: nn.Parameter) -> None:
         while under_way and len(under_way) >= len(handles):  # done at the end of a backward pass
             under_way.popleft()
         under_way.append(sent)
-        while sum(_bytes(p) for p in under_way if id(p) not in mine) > most:
+        while sum(_bytes(p) for p in under_way if id(p) not in own_ids) > max_bytes:
             work, parameter = handles.popleft(), under_way.popleft()
             work.handle.wait()
             gradient = parameter.grad
             work.callback()
-            if id(parameter) not in mine and gradient is not None:
+            if id(parameter) not in own_ids and gradient is not None:
                 _free(gradient)
 
     wrapped._bigtrain_hooks = []
     for parameter in update.parameters.values():
         node = _adder(parameter)  # after its hook that sends, this one
-        hook = node.register_hook(lambda *_, sent=parameter: settle(sent))
+        hook = node.register_hook(lambda *_, sent=parameter: wait_oldest(sent))
         wrapped._bigtrain_hooks.append((node, hook))
 
 

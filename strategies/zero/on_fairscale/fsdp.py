@@ -151,12 +151,12 @@ class FlatShardUpdate(OwnedUpdate):
 
     def state(self) -> dict[str, TensorSource]:
         """See `Update.state`."""
-        found = {}
+        sources = {}
         for name, parameter in self.parameters.items():
             for key, value in sorted(self.optimizer.state.get(parameter, {}).items()):
                 if isinstance(value, Tensor):
-                    found[f"{name}.{key}"] = self.source(value, parameter)
-        return found
+                    sources[f"{name}.{key}"] = self.source(value, parameter)
+        return sources
 
     def source(self, value: Tensor, parameter: nn.Parameter) -> TensorSource:
         """The whole tensor of which `value` is the stretch, or `value` where it is a number."""
@@ -175,8 +175,8 @@ class FlatShardUpdate(OwnedUpdate):
         """The part of a whole tensor that this rank has, zeros after its end."""
         length = parameter.numel()
         result = torch.zeros(length, dtype=value.dtype, device=parameter.device)
-        mine = value.reshape(-1)[self._rank * length : (self._rank + 1) * length]
-        result[: mine.numel()].copy_(mine)
+        own_part = value.reshape(-1)[self._rank * length : (self._rank + 1) * length]
+        result[: own_part.numel()].copy_(own_part)
         return result
 
     def load_state(self, name: str, key: str, value: Tensor) -> None:
@@ -195,14 +195,14 @@ class FullyShardedRunner(ShardedGradients):
     def state(self) -> dict[str, TensorSource]:
         """See `Runner.state`."""
         update = self._stretches()
-        found = {}
+        sources = {}
         for name, tensor in self._tensors().items():
             if isinstance(tensor, nn.Parameter):
-                found[f"model.{name}"] = update.source(tensor.data, tensor)
+                sources[f"model.{name}"] = update.source(tensor.data, tensor)
             else:
                 kind = (tensor.dtype, tuple(tensor.shape))
-                found[f"model.{name}"] = TensorSource(*kind, tensor.detach)
-        return found | {f"optimizer.{key}": source for key, source in update.state().items()}
+                sources[f"model.{name}"] = TensorSource(*kind, tensor.detach)
+        return sources | {f"optimizer.{key}": source for key, source in update.state().items()}
 
     def load_state(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
         """See `Runner.load_state`."""
@@ -237,12 +237,12 @@ class FullyShardedRunner(ShardedGradients):
 
     def _tensors(self) -> Mapping[str, Tensor]:
         """Parameters, under each of their names, and the buffers that are saved."""
-        found: dict[str, Tensor] = dict(plain_names(self.module, remove_duplicate=False))
+        tensors: dict[str, Tensor] = dict(plain_names(self.module, remove_duplicate=False))
         for path, module in self.module.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if name not in module._non_persistent_buffers_set:
-                    found[_plain(f"{path}.{name}".lstrip("."))] = buffer
-        return found
+                    tensors[_plain(f"{path}.{name}".lstrip("."))] = buffer
+        return tensors
 
 
 def plain_names(

@@ -24,7 +24,7 @@ class RankShare:
     mine: frozenset[int]
     """Births, in the profile's first micro-batch, of the gradients that this rank keeps."""
 
-    def passing(self, timeline: Timeline, most: int) -> Timeline:
+    def passing(self, timeline: Timeline, max_bytes: int) -> Timeline:
         """The first micro-batch, in which others' gradients live only until they are sent."""
         others = [s for s in timeline.spans if s.kind == "gradients" and s.birth not in self.mine]
         others.sort(key=lambda span: span.birth)
@@ -34,9 +34,9 @@ class RankShare:
         for span in others:
             pending.append(span)
             # It is on its way when the next storage is made.
-            at = next((birth for birth in born if birth > span.birth), span.death)
-            while sum(s.nbytes for s in pending) > most:
-                ends[pending.popleft().birth] = at
+            gone_at = next((birth for birth in born if birth > span.birth), span.death)
+            while sum(s.nbytes for s in pending) > max_bytes:
+                ends[pending.popleft().birth] = gone_at
         spans = tuple(
             s._replace(kind="temporary", death=ends.get(s.birth, s.death))
             if s.kind == "gradients" and s.birth not in self.mine
@@ -46,7 +46,7 @@ class RankShare:
         return Timeline(spans, timeline.phases)
 
 
-def deal_parameters(profile: Profile, ranks: int, most: int = 8) -> list[RankShare]:
+def deal_parameters(profile: Profile, ranks: int, max_shares: int = 8) -> list[RankShare]:
     """Deal as OSS does: the largest first, each to the rank with least so far.
 
     Returns:
@@ -61,7 +61,7 @@ def deal_parameters(profile: Profile, ranks: int, most: int = 8) -> list[RankSha
         loads[rank] += span.nbytes
         births[rank].add(span.birth)
     total = sum(loads)
-    fullest = sorted(range(ranks), key=lambda rank: -loads[rank])[:most]
+    fullest = sorted(range(ranks), key=lambda rank: -loads[rank])[:max_shares]
     return [
         RankShare(loads[r] / total if total else 1 / ranks, frozenset(births[r])) for r in fullest
     ]

@@ -90,11 +90,11 @@ class FullySharded(Zero):
         """Each micro-batch gathers every unit and reduces its gradients; see `_UnitTraffic`."""
         ranks = self.shard_ranks or plan.dp
         flow = _UnitTraffic(comm_units(profile), plan, ranks)
-        again = [unit for unit in flow.units if unit is not profile.outside_blocks]
-        found = flow.gathered(flow.units, "forward")
+        regathered = [unit for unit in flow.units if unit is not profile.outside_blocks]
+        messages = flow.gathered(flow.units, "forward")
         if self.stage == 3:
-            found += flow.gathered(again, "backward")
-        return tuple(found + flow.reduced())
+            messages += flow.gathered(regathered, "backward")
+        return tuple(messages + flow.reduced())
 
     def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:
         """See `Strategy.advise`."""
@@ -161,32 +161,32 @@ class _UnitTraffic:
 
     def gathered(self, units: Sequence[BlockTicks], behind: OverlapPhase) -> list[Traffic]:
         """Parameters come together; from the host first, where the shards live there."""
-        numbers, found = sum(self._padded(unit) for unit in units), []
+        elements, messages = sum(self._padded(unit) for unit in units), []
         if self._away and units:
-            nbytes, calls = self._kept * numbers // self._ranks, sum(len(u.shapes) for u in units)
-            found.append(Traffic("from_host", nbytes, calls, "micro_batch", behind))
+            nbytes, calls = self._kept * elements // self._ranks, sum(len(u.shapes) for u in units)
+            messages.append(Traffic("from_host", nbytes, calls, "micro_batch", behind))
         if self._ranks > 1 and units:
-            found.append(self._exchange("all_gather", self._used * numbers, len(units), behind))
-        return found
+            messages.append(self._exchange("all_gather", self._used * elements, len(units), behind))
+        return messages
 
     def reduced(self) -> list[Traffic]:
         """Gradients go to shards, over the groups that replicate them, and to the host."""
         units = [unit for unit in self.units if any(unit.trained)]
         nbytes = self._kept * sum(self._padded(unit, trained=True) for unit in units)
-        shard, found = nbytes // self._ranks, []
+        shard, messages = nbytes // self._ranks, []
         if self._ranks > 1 and units:
-            found.append(self._exchange("reduce_scatter", nbytes, len(units), "backward"))
+            messages.append(self._exchange("reduce_scatter", nbytes, len(units), "backward"))
         groups = self._plan.dp // self._ranks
         if groups > 1 and units:
             stride = self._ranks * self._plan.pp * self._plan.tp
             behind: OverlapPhase = "backward" if self._on_gpu else "nothing"
-            found.append(
+            messages.append(
                 Traffic("all_reduce", shard, len(units), "micro_batch", behind, groups, stride)
             )
         if self._away and units:
             calls = sum(sum(unit.trained) for unit in units)
-            found.append(Traffic("to_host", shard, calls, "micro_batch", "backward"))
-        return found
+            messages.append(Traffic("to_host", shard, calls, "micro_batch", "backward"))
+        return messages
 
     def _exchange(
         self,

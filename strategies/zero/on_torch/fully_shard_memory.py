@@ -38,48 +38,48 @@ def forecast_fully_shard(
     units = [*(first for first, _ in profile.blocks), profile.outside_blocks]
     shards = sum(sizes.shard(unit) for unit in units)
     trained = sum(sizes.shard(unit, trained=True) for unit in units)
-    whole = profile.trained_elements * sizes.kept
-    share = trained / whole if whole else 0.0
-    before = max(1, profile.optimizer_bytes)
+    full_bytes = profile.trained_elements * sizes.kept
+    share = trained / full_bytes if full_bytes else 0.0
+    full_optimizer_bytes = max(1, profile.optimizer_bytes)
     state = trained * profile.state_slots + profile.state_scalars
     states = replace(
         forecast.states,
         parameters=shards,
         # What of the state an offload has left here is left of the shard's, too.
-        optimizer=round(state * min(1.0, forecast.states.optimizer / before)),
+        optimizer=round(state * min(1.0, forecast.states.optimizer / full_optimizer_bytes)),
     )
     # Whole gradients are new ones in every micro-batch, and only their shards are added up: each
     # goes as the first of one process.
-    only, first = _Pass(sizes, units[:-1], stage), (profile.first, profile.outside_blocks)
-    again = None
+    unit_passes, first = _Pass(sizes, units[:-1], stage), (profile.first, profile.outside_blocks)
+    later_pass = None
     if plan.batch.accumulation_steps > 1:
-        again = only.timeline(*first, fresh=False)
+        later_pass = unit_passes.timeline(*first, fresh=False)
     # On a GPU shards, gradients and state are then the host's; what is gathered stays.
     if plan.offload_tiers.parameters == "cpu" and plan.device_type == "cuda":
         return replace(
             forecast,
             states=replace(states, parameters=0, optimizer=0),
-            first=only.timeline(*first, fresh=False),
-            next=again,
+            first=unit_passes.timeline(*first, fresh=False),
+            next=later_pass,
             step=replace(forecast.step, spans=()),
             gradients=0,
         )
-    usual = only.timeline(*first, fresh=not plan.release_gradients)
+    first_pass = unit_passes.timeline(*first, fresh=not plan.release_gradients)
     resumed = strayed = None
     if plan.pp > 1:
         resumed = (
-            only.timeline(*first, fresh=True, resumed=True),
-            only.timeline(*first, fresh=False, resumed=True),
+            unit_passes.timeline(*first, fresh=True, resumed=True),
+            unit_passes.timeline(*first, fresh=False, resumed=True),
         )
         strayed = (
-            only.strayed(usual, profile.outside_blocks),
-            only.strayed(again or usual, profile.outside_blocks),
+            unit_passes.strayed(first_pass, profile.outside_blocks),
+            unit_passes.strayed(later_pass or first_pass, profile.outside_blocks),
         )
     return replace(
         forecast,
         states=states,
-        first=usual,
-        next=again,
+        first=first_pass,
+        next=later_pass,
         resumed=resumed,
         strayed=strayed,
         last=None,  # as the others: no less than it needs
@@ -145,26 +145,28 @@ class _Pass:
     stage: int
 
     def timeline(
-        self, plain: Timeline, rest: BlockTicks, *, fresh: bool, resumed: bool = False
+        self, unsharded: Timeline, rest: BlockTicks, *, fresh: bool, resumed: bool = False
     ) -> Timeline:
         """The pass of one process with what gathering and reducing add.
 
         Args:
-            plain: without any sharding.
+            unsharded: without any sharding.
             rest: what is in no block; whole from the first moment to the last.
             fresh: whether the shards of the gradients come to be in this pass.
             resumed: whether the forward pass finds what one before it has gathered and kept, and
                 the backward pass finds none of it, as one before it has freed all.
         """
-        begin = plain.phases[0][0]
-        end = max((span.death for span in plain.spans), default=begin)
-        back = next((tick for tick, phase in plain.phases if phase == "backward"), end)
-        spans = self._plain(plain, end)
+        begin = unsharded.phases[0][0]
+        end = max((span.death for span in unsharded.spans), default=begin)
+        backward_start = next(
+            (tick for tick, phase in unsharded.phases if phase == "backward"), end
+        )
+        spans = self._plain(unsharded, end)
         if resumed:
-            spans += self._kept_before(rest, back, end)
+            spans += self._kept_before(rest, backward_start, end)
         else:
             spans.append(_span(self.sizes.whole(rest), "parameters", begin, 0, end, 0))
-            spans += self._gathered_forward([rest, *self.units], begin, back)
+            spans += self._gathered_forward([rest, *self.units], begin, backward_start)
         if self.stage == 2 and not resumed:
             spans += [
                 _span(
@@ -176,11 +178,11 @@ class _Pass:
         if self.stage == 3:
             spans += self._in_forward()
             if resumed:
-                spans += self._gathered_forward(self.units, begin, back)
+                spans += self._gathered_forward(self.units, begin, backward_start)
         if self.stage == 3 or resumed:
-            spans += self._in_backward(back)
+            spans += self._in_backward(backward_start)
         spans += self._reduced(rest, end, fresh=fresh)
-        phases = tuple((tick * _FINE, phase) for tick, phase in plain.phases)
+        phases = tuple((tick * _FINE, phase) for tick, phase in unsharded.phases)
         return Timeline(tuple(spans), phases)
 
     def strayed(self, usual: Timeline, rest: BlockTicks) -> Timeline:
@@ -260,13 +262,15 @@ class _Pass:
         order = sorted(self.units, key=lambda unit: unit.backward[1])
         ends = [*((unit.backward[1], _AFTER_LAST) for unit in order), (end - 1, _AFTER_LAST)]
         ends.append((end, 0))
-        for unit, (at, _), until in zip([*order, rest], ends, ends[1:], strict=False):
+        for unit, (reduced_at, _), next_reduced in zip(
+            [*order, rest], ends, ends[1:], strict=False
+        ):
             whole, shard = self.sizes.reduced(unit), self.sizes.shard(unit, trained=True)
-            spans.append(_span(whole, "temporary", at, _REDUCING, *until))
-            spans.append(_span(whole, "temporary", at, _EXCHANGE, at, _EXCHANGED))
+            spans.append(_span(whole, "temporary", reduced_at, _REDUCING, *next_reduced))
+            spans.append(_span(whole, "temporary", reduced_at, _EXCHANGE, reduced_at, _EXCHANGED))
             kind: MemoryKind = "gradients" if fresh else "temporary"
-            over = (end + 1, 0) if fresh else (at, _EXCHANGED)
-            spans.append(_span(shard, kind, at, _SHARD, *over))
+            freed_at = (end + 1, 0) if fresh else (reduced_at, _EXCHANGED)
+            spans.append(_span(shard, kind, reduced_at, _SHARD, *freed_at))
         return spans
 
 

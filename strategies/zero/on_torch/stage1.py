@@ -65,10 +65,10 @@ class ShardedOptimizer(Zero):
         size = 8 if plan.precision == "fp64" else 4
         share = math.ceil(profile.trained_elements / plan.dp)
         # Numbers in fp32 for each of this rank's: the state, and in bf16 the values themselves.
-        kept = profile.state_slots + (1 if plan.bf16_parameters else 0)
-        left = forecast.states.optimizer / max(1, profile.optimizer_bytes)
-        optimizer = size * share * kept + profile.state_scalars / plan.dp
-        states = replace(forecast.states, optimizer=round(optimizer * min(1.0, left)))
+        state_slots = profile.state_slots + (1 if plan.bf16_parameters else 0)
+        kept_fraction = forecast.states.optimizer / max(1, profile.optimizer_bytes)
+        optimizer = size * share * state_slots + profile.state_scalars / plan.dp
+        states = replace(forecast.states, optimizer=round(optimizer * min(1.0, kept_fraction)))
         step = forecast.step
         if plan.bf16_parameters:  # the gradients of one chunk in fp32
             chunk = 4 * min(share, chunk_elements(profile.trained_elements, plan.dp))
@@ -112,8 +112,8 @@ class ShardedOptimizer(Zero):
             trained,
             assembly.make_optimizer,
             replicas=ReplicaGroup(context.dp_rank, context.dp_size, context.dp_group),
-            home=assembly.state_store,
-            low=[name for name in low if name in trained],
+            state_store=assembly.state_store,
+            low_names=[name for name in low if name in trained],
         )
         if assembly.plan.dp == 1:
             return
