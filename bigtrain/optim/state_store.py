@@ -2,8 +2,7 @@
 
 On disk a chunk of the state is read into memory, updated and written back (Ren et al. 2021,
 arXiv 2101.06840, and Rajbhandari et al. 2021, arXiv 2104.07857, sections 5 and 6, do the same at
-the scale of clusters). Files are read and written, not mapped: a full disk is then an error with
-a message and not a signal, and what is in memory is what the tracker counts.
+the scale of clusters).
 """
 
 from __future__ import annotations
@@ -13,17 +12,18 @@ import platform
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from bigtrain.errors import BigtrainError, ConfigError
-from bigtrain.memory.disk import SpaceRequest, anonymous_file, find_shortage, free_disk_bytes
+from bigtrain.errors import ConfigError
+from bigtrain.memory.disk import SpaceRequest, find_shortage, free_disk_bytes
 from bigtrain.memory.host_memory import free_host_bytes
 from bigtrain.optim.update import MakeOptimizer, state_bytes_per_parameter_byte
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.dtensors import flat_view
+from bigtrain.tensors.transfer import HostCopies, ScratchFile
 from bigtrain.units import format_bytes
 
 T = TypeVar("T")
@@ -119,8 +119,7 @@ class DiskStateStore(StateStore):
         self._end = 0
         self._buffer: Tensor | None = None
         self._buffer_used = 0
-        self._file: IO[bytes] = anonymous_file(folder)
-        self._fd = self._file.fileno()
+        self._file = ScratchFile(folder, "The optimizer's state lives there")
 
     def ensure_space(
         self, updated_bytes: int, copied_bytes: int, make_optimizer: MakeOptimizer
@@ -129,7 +128,7 @@ class DiskStateStore(StateStore):
         needed = copied_bytes + round(
             updated_bytes * state_bytes_per_parameter_byte(make_optimizer)
         )
-        where, free = str(os.fstat(self._fd).st_dev), free_disk_bytes(self._folder)
+        where, free = str(os.fstat(self._file.fd).st_dev), free_disk_bytes(self._folder)
         shortage = find_shortage(_gather_requests(self._context, where, needed, free))
         if shortage is not None:
             raise ConfigError(
@@ -138,7 +137,7 @@ class DiskStateStore(StateStore):
         fault = None
         if needed:
             try:
-                os.posix_fallocate(self._fd, 0, needed)
+                os.posix_fallocate(self._file.fd, 0, needed)
             except OSError as error:
                 fault = f"strategy.offload.path={self._folder}: {format_bytes(needed)}: {error}."
         faults = [fault for fault in _gather(self._context, fault) if fault]
@@ -156,7 +155,7 @@ class DiskStateStore(StateStore):
             offset = before.offset
         else:
             offset, self._end = self._end, self._end + nbytes
-        self._transfer_all(os.pwritev, elements.contiguous().cpu(), offset)
+        self._file.write(elements.contiguous().cpu(), offset)
         return StoredTensor(value.dtype, value.shape, tuple(stride), offset, value.device)
 
     def prepare_chunk(self, upcoming: Iterable[StoredTensor]) -> None:
@@ -170,7 +169,7 @@ class DiskStateStore(StateStore):
         if stored:  # chunks lie in the file in their order: the next one is read meanwhile
             ends = max(tensor.offset + tensor.nbytes for tensor in stored)
             with suppress(OSError):
-                os.posix_fadvise(self._fd, ends, total_bytes, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(self._file.fd, ends, total_bytes, os.POSIX_FADV_WILLNEED)
 
     def load(self, stored: StoredTensor) -> Tensor:
         """See `StateStore.load`."""
@@ -179,24 +178,9 @@ class DiskStateStore(StateStore):
             self._buffer_used += _aligned(stored.nbytes)
         else:
             elements = torch.empty(stored.nbytes, dtype=torch.uint8)
-        self._transfer_all(os.preadv, elements, stored.offset)
+        self._file.read(elements, stored.offset)
         shaped = elements.view(stored.dtype).as_strided(stored.shape, stored.stride, None)
         return shaped.to(stored.device)
-
-    def _transfer_all(self, transfer: Callable[..., int], tensor: Tensor, offset: int) -> None:
-        """Read or write all bytes of a tensor; the system may do less than it is asked for."""
-        remaining = tensor.view(torch.uint8).numpy().data
-        while remaining.nbytes:
-            try:
-                transferred = transfer(self._fd, [remaining], offset)
-            except OSError as error:
-                raise BigtrainError(
-                    f"strategy.offload.path={self._folder}: {error}. The optimizer's state lives "
-                    "there; make room on that disk, or use another, and resume."
-                ) from None
-            if transferred <= 0:
-                raise BigtrainError(f"strategy.offload.path={self._folder}: the file was cut off.")
-            remaining, offset = remaining[transferred:], offset + transferred
 
     def finish_step(self) -> None:
         """See `StateStore.finish_step`."""
@@ -208,57 +192,6 @@ class DiskStateStore(StateStore):
         self._file.close()
 
 
-class CopyQueue(Protocol):
-    """Copies one after the other, beside what the device computes."""
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy, when what was computed so far is done."""
-
-    def completion(self) -> Callable[[], None]:
-        """What waits, when it is called, for the copies so far."""
-
-    def wait_all(self) -> None:
-        """What is computed from now on finds all copies done."""
-
-
-class ImmediateCopies:
-    """The lane of a device that has no streams: everything is done when it is asked for."""
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """See `CopyQueue.copy`."""
-        target.copy_(source)
-
-    def completion(self) -> Callable[[], None]:
-        """See `CopyQueue.completion`."""
-        return lambda: None
-
-    def wait_all(self) -> None:
-        """See `CopyQueue.wait_all`."""
-
-
-class StreamCopies:
-    """A lane on a CUDA stream of its own."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """See `CopyQueue.copy`."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-
-    def completion(self) -> Callable[[], None]:
-        """See `CopyQueue.completion`."""
-        event = self._stream.record_event()
-        return lambda: event.synchronize()
-
-    def wait_all(self) -> None:
-        """See `CopyQueue.wait_all`."""
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-
 class HostStateStore(StateStore):
     """Values and state in the host's memory: gradients come over, updated values go back.
 
@@ -268,15 +201,14 @@ class HostStateStore(StateStore):
 
     Args:
         context: the ranks that share the host's memory.
-        lane: makes the copies; left out, a CUDA stream, or none on a CPU.
+        copies: makes them; left out, those of the device.
     """
 
     updates_elsewhere = True
 
-    def __init__(self, context: RunContext, lane: CopyQueue | None = None) -> None:
+    def __init__(self, context: RunContext, copies: HostCopies | None = None) -> None:
         self._context = context
-        self._pinned = context.device.type == "cuda"
-        self._lane = lane or (StreamCopies(context.device) if self._pinned else ImmediateCopies())
+        self._copies = copies or HostCopies(context.device)
 
     def ensure_space(
         self, updated_bytes: int, copied_bytes: int, make_optimizer: MakeOptimizer
@@ -294,13 +226,13 @@ class HostStateStore(StateStore):
 
     def place(self, value: Tensor) -> Tensor:
         """See `StateStore.place`."""
-        return self._like(value).copy_(value)
+        return self._copies.host_buffer(value).copy_(value)
 
     def begin_copy(self, gradient: Tensor, like: Tensor) -> Callable[[], Tensor]:
         """See `StateStore.begin_copy`."""
-        staging = self._like(like)
-        self._lane.copy(staging, gradient)
-        wait = self._lane.completion()
+        staging = self._copies.host_buffer(like)
+        self._copies.copy(staging, gradient)
+        wait = self._copies.host_wait()
 
         def wait_and_get() -> Tensor:
             wait()
@@ -310,15 +242,11 @@ class HostStateStore(StateStore):
 
     def copy_back(self, target: Tensor, value: Tensor) -> None:
         """See `StateStore.copy_back`."""
-        self._lane.copy(target, value)
+        self._copies.copy(target, value)
 
     def finish_step(self) -> None:
         """See `StateStore.finish_step`."""
-        self._lane.wait_all()
-
-    def _like(self, tensor: Tensor) -> Tensor:
-        # Pinned memory, as only that is copied while the host and the device go on.
-        return torch.empty_like(tensor, device="cpu", pin_memory=self._pinned, requires_grad=False)
+        self._copies.device_wait()()
 
 
 def disk_shortage_message(folder: str, needed: int, free: int, ranks: int) -> str:

@@ -1,4 +1,4 @@
-"""Ways out of a device's memory and back: a file without a name, or pinned memory of the host.
+"""Ways out of a device's memory and back: a file without a name, or memory of the host.
 
 Files are read and written, not mapped: a full disk is then an error with a message and not a
 signal, and what is in memory is what the tracker counts.
@@ -11,8 +11,8 @@ import os
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import IO, Any, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -72,48 +72,136 @@ def _arrived() -> None:
     """Nothing is under way."""
 
 
-class HostTransfer:
-    """To pinned memory of the host and back, on a CUDA stream of its own.
+class HostCopies:
+    """Copies between a device and the host, one after the other, in the order asked for.
 
-    Nothing waits on the host: what is waited for is put before what the device computes next.
-    Torch keeps pinned memory that is free for the next one who wants as much.
+    Of a CUDA device on a stream of their own, beside what it computes; elsewhere at once.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = (
+            torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            if device.type == "cuda"
+            else None
+        )
 
-    def copy_out(self, source: Tensor) -> tuple[Any, WaitFn]:
-        """See `Transfer.copy_out`."""
-        spot = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
-        return spot, self._copy(spot, source)
+    def host_buffer(self, like: Tensor) -> Tensor:
+        """Memory of the host for the values of a tensor: pinned, where copies are beside."""
+        # Torch keeps pinned memory that is free for the next one who wants as much.
+        return torch.empty_like(
+            like, device="cpu", pin_memory=self._stream is not None, requires_grad=False
+        )
 
-    def copy_in(self, spot: Any, target: Tensor) -> WaitFn:
-        """See `Transfer.copy_in`."""
-        return self._copy(target, spot)
-
-    def _copy(self, target: Tensor, source: Tensor) -> WaitFn:
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy, when what was computed so far is done."""
+        if self._stream is None:
+            target.copy_(source)
+            return
         # After what is computed so far: it makes the source, or last used the target's memory.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
+
+    def host_wait(self) -> WaitFn:
+        """What waits on the host, when it is called, for the copies so far."""
+        if self._stream is None:
+            return _arrived
         event = self._stream.record_event()
-        # The memory is let go of after this, and then used for what is computed behind the event.
+        return lambda: event.synchronize()
+
+    def device_wait(self) -> WaitFn:
+        """What puts the copies so far before all that the device computes after the call."""
+        if self._stream is None:
+            return _arrived
+        event = self._stream.record_event()
         return lambda: torch.cuda.current_stream(self._device).wait_event(event)
+
+
+class HostTransfer:
+    """To memory of the host and back. Only the device waits, not the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._copies = HostCopies(device)
+
+    def copy_out(self, source: Tensor) -> tuple[Any, WaitFn]:
+        """See `Transfer.copy_out`."""
+        spot = self._copies.host_buffer(source)
+        self._copies.copy(spot, source)
+        return spot, self._copies.device_wait()
+
+    def copy_in(self, spot: Any, target: Tensor) -> WaitFn:
+        """See `Transfer.copy_in`."""
+        self._copies.copy(target, spot)
+        return self._copies.device_wait()
 
     def free(self, spot: Any) -> None:
         """See `Transfer.free`. Torch does it, when the last reference goes."""
 
     def close(self) -> None:
         """See `Transfer.close`."""
-        self._stream.synchronize()
+        self._copies.host_wait()()
+
+
+class ScratchFile:
+    """A file of this rank, which has no name and vanishes with the process.
+
+    Args:
+        folder: where it is made.
+        contents: what a failure says of it, as `Saved activations are kept there`.
+
+    Raises:
+        ConfigError: the folder takes no file.
+    """
+
+    def __init__(self, folder: str, contents: str) -> None:
+        self._folder, self._contents = folder, contents
+        self._file = anonymous_file(folder)
+        self.fd = self._file.fileno()
+
+    def write(self, tensor: Tensor, offset: int) -> None:
+        """Write a tensor of the CPU, in one piece, to an offset in bytes.
+
+        Raises:
+            BigtrainError: the disk took less.
+        """
+        self._transfer_all(os.pwritev, tensor, offset)
+
+    def read(self, tensor: Tensor, offset: int) -> None:
+        """Fill a tensor of the CPU, in one piece, with what is at an offset in bytes.
+
+        Raises:
+            BigtrainError: there was less.
+        """
+        self._transfer_all(os.preadv, tensor, offset)
+
+    def _transfer_all(self, transfer: Callable[..., int], tensor: Tensor, offset: int) -> None:
+        """Read or write all bytes; the system may do less than it is asked for."""
+        # Not through numpy: whatever runs here must not be seen as an operation.
+        content = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+        remaining = memoryview(content).cast("B")
+        try:
+            while remaining.nbytes:
+                transferred = transfer(self.fd, [remaining], offset)
+                if transferred <= 0:
+                    raise OSError("the file was cut off")
+                remaining, offset = remaining[transferred:], offset + transferred
+        except OSError as error:
+            raise BigtrainError(
+                f"strategy.offload.path={self._folder}: {error}. {self._contents}; make room on "
+                "that disk, or use another, and resume."
+            ) from None
+
+    def close(self) -> None:
+        """The file's blocks are free again."""
+        self._file.close()
 
 
 class DiskTransfer:
     """To a file of this rank and back, by a thread of its own.
 
-    The file has no name and vanishes with the process; the room of what is free in it is used
-    again. A tensor of a GPU is copied to the host and back before the next thing is computed.
+    The room of what is free in the file is used again. A tensor of a GPU is copied to the host
+    and back before the next thing is computed.
 
     Args:
         folder: where the file is made.
@@ -123,40 +211,36 @@ class DiskTransfer:
     """
 
     def __init__(self, folder: str) -> None:
-        self._folder = folder
-        file = anonymous_file(folder)
-        self._fd = file.fileno()
+        self._file = ScratchFile(folder, "Saved activations are kept there")
         self._space = FileAllocator()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="bigtrain-disk")
-        self._shut = weakref.finalize(self, _shut, self._worker, file)
+        self._shut = weakref.finalize(self, _shut, self._worker, self._file)
 
     def copy_out(self, source: Tensor) -> tuple[Any, WaitFn]:
         """See `Transfer.copy_out`."""
         size = source.numel()
         offset = self._space.allocate(size)
-        write = self._worker.submit(_whole, os.pwritev, self._fd, [source.cpu()], offset)
-        return (offset, size), lambda: self._wait(write)
+        return (offset, size), self._begin(self._file.write, source.cpu(), offset)
 
     def copy_in(self, spot: Any, target: Tensor) -> WaitFn:
         """See `Transfer.copy_in`."""
         staging = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
-        read = self._worker.submit(_whole, os.preadv, self._fd, [staging], spot[0])
+        read = self._begin(self._file.read, staging, spot[0])
 
         def wait() -> None:
-            self._wait(read)
+            read()
             if staging is not target:
                 target.copy_(staging)
 
         return wait
 
-    def _wait(self, job: Future[None]) -> None:
-        try:
-            job.result()
-        except OSError as error:
-            raise BigtrainError(
-                f"strategy.offload.path={self._folder}: {error}. Saved activations are kept "
-                "there; make room on that disk, or use another, and resume."
-            ) from None
+    def _begin(
+        self, transfer: Callable[[Tensor, int], None], tensor: Tensor, offset: int
+    ) -> WaitFn:
+        # Taken out of the list, the thread lets go of it before anybody learns that it is done:
+        # the last reference never goes there.
+        holder = [tensor]
+        return self._worker.submit(lambda: transfer(holder.pop(), offset)).result
 
     def free(self, spot: Any) -> None:
         """See `Transfer.free`."""
@@ -167,31 +251,9 @@ class DiskTransfer:
         self._shut()
 
 
-def _shut(worker: ThreadPoolExecutor, file: IO[bytes]) -> None:
+def _shut(worker: ThreadPoolExecutor, file: ScratchFile) -> None:
     worker.shutdown(wait=True)
     file.close()
-
-
-def _whole(transfer: Callable[..., int], fd: int, holder: list[Tensor], offset: int) -> None:
-    """Read or write all of a tensor; the system may do less than it is asked for.
-
-    Args:
-        transfer: `os.preadv` or `os.pwritev`.
-        fd: the file.
-        holder: one tensor of uint8 on the CPU. It is taken out, so that this thread lets go of it
-            before anybody learns that it is done: the last reference never goes here.
-        offset: the offset in bytes.
-    """
-    tensor = holder.pop()
-    # Not through numpy: whatever runs here must not be seen as an operation.
-    remaining = memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast(
-        "B"
-    )
-    while remaining.nbytes:
-        transferred = transfer(fd, [remaining], offset)
-        if transferred <= 0:
-            raise OSError("the file was cut off")
-        remaining, offset = remaining[transferred:], offset + transferred
 
 
 class FileAllocator:

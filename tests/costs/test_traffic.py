@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -30,9 +29,9 @@ from bigtrain.data import MicroBatch
 from bigtrain.engine.engine import Engine
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
-from bigtrain.optim.state_store import DiskStateStore
 from bigtrain.prediction.predict import forecast_rank
 from bigtrain.ranks.context import RunContext
+from bigtrain.tensors.transfer import ScratchFile
 
 
 def plan_of(strategy: str, ranks: int = 8, device: str = "cpu", **keys: Any) -> Plan:
@@ -171,18 +170,23 @@ def alone(monkeypatch, make, batch, keys):
     loss, context = CrossEntropy(), RunContext.alone(torch.device("cpu"))
     example = MicroBatch(*batch, loss.count(batch[1]), len(batch[0]))
     movers, files = [], Counter()
-    plain, whole = Plan.make_offloader, DiskStateStore._transfer_all
+    plain = Plan.make_offloader
 
     def kept(self, device, *, fake=False):
         movers.append(plain(self, device, fake=fake))
         return movers[-1]
 
-    def counted(self, move, tensor, place):
-        files["to_disk" if move is os.pwritev else "from_disk"] += tensor.nbytes
-        return whole(self, move, tensor, place)
+    class CountedFile(ScratchFile):
+        def write(self, tensor, offset):
+            files["to_disk"] += tensor.nbytes
+            super().write(tensor, offset)
+
+        def read(self, tensor, offset):
+            files["from_disk"] += tensor.nbytes
+            super().read(tensor, offset)
 
     monkeypatch.setattr(Plan, "make_offloader", kept)
-    monkeypatch.setattr(DiskStateStore, "_transfer_all", counted)
+    monkeypatch.setattr("bigtrain.optim.state_store.ScratchFile", CountedFile)
     with Engine(make, loss, adamw, job, context, example=example) as engine:
         mover = movers[-1]
         for _ in range(3):

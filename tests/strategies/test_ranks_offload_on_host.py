@@ -1,8 +1,7 @@
-"""The host updates for the device: the order of copies, tried out with a lane that is late."""
+"""The host updates for the device: the order of copies, tried out with copies that are late."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,14 +19,16 @@ from bigtrain.errors import ConfigError
 from bigtrain.optim.state_store import HostStateStore
 from bigtrain.ranks.context import RunContext
 from bigtrain.strategies.offload import Offload
+from bigtrain.tensors.transfer import HostCopies, WaitFn
 
 HOST = {"strategy.offload.name": f"{__name__}:OnHost", "strategy.offload.optimizer": "cpu"}
 
 
-class LateLane:
+class LateCopies(HostCopies):
     """Does each copy as late as it may: when somebody waits for it, in the order asked for."""
 
     def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
         self.asked: list[tuple[Tensor, Tensor]] = []
         self.done = 0
         self.most_under_way = 0
@@ -41,19 +42,18 @@ class LateLane:
             target.copy_(source)
         self.done = max(self.done, number)
 
-    def completion(self) -> Callable[[], None]:
+    def host_wait(self) -> WaitFn:
         number = len(self.asked)
         return lambda: self._until(number)
 
-    def wait_all(self) -> None:
-        self._until(len(self.asked))
+    device_wait = host_wait
 
 
 class OnHost(Offload):
     """As on a GPU, but the device is the CPU."""
 
     def apply(self, assembly: Assembly) -> None:
-        assembly.state_store = HostStateStore(assembly.context, LateLane())
+        assembly.state_store = HostStateStore(assembly.context, LateCopies())
 
 
 def train_in_small_chunks(context, *args: Any) -> Record:
@@ -99,8 +99,8 @@ def test_checkpoints_go_both_ways(tmp_path, world_size, strategy):
 
 
 def test_the_next_chunk_comes_while_this_one_is_updated():
-    lane = LateLane()
-    home = HostStateStore(RunContext.alone(), lane)
+    copies = LateCopies()
+    home = HostStateStore(RunContext.alone(), copies)
     parameter = torch.nn.Parameter(torch.zeros(256))
     before = bigtrain.optim.partitioned.chunk_elements
     bigtrain.optim.partitioned.chunk_elements = lambda *_: 64
@@ -115,7 +115,7 @@ def test_the_next_chunk_comes_while_this_one_is_updated():
     step = update.optimizer.step
 
     def watched() -> None:
-        seen.append((len(lane.asked), lane.done))
+        seen.append((len(copies.asked), copies.done))
         step()
 
     update.optimizer.step = watched  # type: ignore[method-assign]
@@ -123,7 +123,7 @@ def test_the_next_chunk_comes_while_this_one_is_updated():
     # Before each of four updates: two gradients asked for at first, then a value back and a
     # gradient over each time; one of them, or value and gradient, still under way.
     assert seen == [(2, 1), (4, 2), (6, 4), (7, 6)]
-    assert lane.done == len(lane.asked) == 8
+    assert copies.done == len(copies.asked) == 8
     values = parameter.detach()
     assert torch.equal(values, values[:1].expand(256))
     assert values[0] < 0

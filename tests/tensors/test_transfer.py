@@ -17,7 +17,7 @@ from torch import nn
 
 from bigtrain.activations.offload import ActivationOffloader
 from bigtrain.errors import BigtrainError, ConfigError
-from bigtrain.tensors.transfer import FileAllocator, HostTransfer
+from bigtrain.tensors.transfer import FileAllocator, HostCopies, HostTransfer
 
 
 @pytest.fixture
@@ -152,16 +152,21 @@ class Stream:
     def wait_stream(self, other) -> None:
         self.cuda.told.append(f"{self.name} waits for all of {other.name}")
 
-    def record_event(self) -> int:
+    def record_event(self) -> Event:
         self.cuda.events += 1
         self.cuda.told.append(f"{self.name} marks {self.cuda.events}")
-        return self.cuda.events
+        return Event(self.cuda, self.cuda.events)
 
-    def wait_event(self, event: int) -> None:
-        self.cuda.told.append(f"{self.name} waits for {event}")
+    def wait_event(self, event: Event) -> None:
+        self.cuda.told.append(f"{self.name} waits for {event.number}")
+
+
+class Event:
+    def __init__(self, cuda: Cuda, number: int) -> None:
+        self.cuda, self.number = cuda, number
 
     def synchronize(self) -> None:
-        self.cuda.told.append(f"the host waits for {self.name}")
+        self.cuda.told.append(f"the host waits for {self.number}")
 
 
 @pytest.fixture
@@ -169,17 +174,17 @@ def cuda(monkeypatch) -> Cuda:
     stand_in = Cuda()
     for name in ("Stream", "current_stream", "stream"):
         monkeypatch.setattr(f"torch.cuda.{name}", getattr(stand_in, name))
-    empty, copy = torch.empty, torch.Tensor.copy_
+    empty_like, copy = torch.empty_like, torch.Tensor.copy_
 
     def pinned(*args, pin_memory=False, **kwargs):
         stand_in.told += ["pinned"] if pin_memory else []
-        return empty(*args, **kwargs)
+        return empty_like(*args, **kwargs)
 
     def copied(target, source, *, non_blocking=False):
         stand_in.told.append(f"copy on {stand_in.inside}{', not waiting' * non_blocking}")
         return copy(target, source)
 
-    monkeypatch.setattr("torch.empty", pinned)
+    monkeypatch.setattr("torch.empty_like", pinned)
     monkeypatch.setattr("torch.Tensor.copy_", copied)
     return stand_in
 
@@ -201,9 +206,30 @@ def test_copies_follow_what_is_computed_and_are_waited_for_by_the_device_alone(c
     wait()
     assert cuda.told.pop() == "main waits for 2"
     assert torch.equal(target, source)
+    cuda.told.clear()
     carrier.free(spot)
     carrier.close()
-    assert cuda.told.pop() == "the host waits for side"
+    assert cuda.told == ["side marks 3", "the host waits for 3"]
+
+
+def test_the_host_waits_for_one_copy_where_it_needs_the_values(cuda):
+    copies = HostCopies(torch.device("cuda", 0))
+    buffer = copies.host_buffer(torch.ones(3, requires_grad=True))
+    assert not buffer.requires_grad
+    copies.copy(buffer, torch.ones(3))
+    wait = copies.host_wait()
+    assert cuda.told == ["pinned", *COPY, "side marks 1"]
+    wait()
+    assert cuda.told.pop() == "the host waits for 1"
+
+
+def test_of_a_cpu_copies_are_made_at_once():
+    copies = HostCopies(torch.device("cpu"))
+    buffer = copies.host_buffer(torch.zeros(3))
+    copies.copy(buffer, torch.ones(3))
+    assert torch.equal(buffer, torch.ones(3))
+    copies.host_wait()()
+    copies.device_wait()()
 
 
 def test_on_a_gpu_the_host_is_where_things_go(cuda):
