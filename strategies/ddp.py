@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
-from bigtrain.core.replicas import GradientAverager, LastMicroBatchSync, wrap_ddp
+from bigtrain.core.replicas import BUCKET_SIZE, average_gradients, with_averaged_gradients
 from bigtrain.core.strategy import Assembly, Plan, Strategy
 from bigtrain.core.traits import Traits
 from bigtrain.core.variants import Shape, Variant
@@ -27,7 +27,6 @@ from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic, gradient_average_traffic, parameter_shapes
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Bytes, Role
-from bigtrain.units import MIB
 
 
 class DDP(Strategy):
@@ -37,7 +36,7 @@ class DDP(Strategy):
     role: ClassVar[Role] = "replicate"
     summary: ClassVar[str] = "replicas; gradients averaged in buckets during the backward pass"
 
-    bucket_size: Bytes = Field(25 * MIB, gt=0)
+    bucket_size: Bytes = Field(BUCKET_SIZE, gt=0)
     """Gradients are averaged in pieces of about this many bytes."""
     gradient_as_bucket_view: bool = True
     """Gradients live in the buckets; False keeps a second copy."""
@@ -98,12 +97,13 @@ class DDP(Strategy):
         """Buckets hold the gradients from the first step on; computed ones pass through."""
         if plan.dp == 1 or plan.pp > 1:
             return forecast
-        states = replace(forecast.states, gradients=profile.gradient_bytes)
+        forecast = with_averaged_gradients(forecast, profile)
+        states = forecast.states
         if not self.gradient_as_bucket_view:
             states = replace(states, buffers=states.buffers + profile.gradient_bytes)
         if self.compress == "powersgd":  # the error feedback: one more copy of the gradients
             states = replace(states, buffers=states.buffers + profile.gradient_bytes)
-        return replace(forecast, states=states, first=profile.next)
+        return replace(forecast, states=states)
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
         """Gradients once a step, beside the last backward pass; in a pipeline after all of them."""
@@ -141,31 +141,16 @@ class DDP(Strategy):
 
     def apply(self, assembly: Assembly) -> None:
         """Wrap the module; the weights are the same on all ranks already."""
-        if assembly.plan.dp == 1:
-            return  # nothing to average: it runs as `single`
-        context = assembly.context
-        if assembly.plan.pp > 1:
-            follow = [b for root in assembly.roots for b in root.buffers()]
-            assembly.average = GradientAverager(
-                context, self.bucket_size, follow if self.broadcast_buffers else ()
-            )
-            return
-        wrapped = wrap_ddp(
-            assembly.module,
-            context,
-            bucket_size=self.bucket_size,
+        wrapped = average_gradients(
+            assembly,
+            self.bucket_size,
             broadcast_buffers=self.broadcast_buffers,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             static_graph=self.static_graph,
             find_unused_parameters=self.find_unused_parameters,
         )
-        self._compress(wrapped, context.dp_group)
-        assembly.module = wrapped
-        assembly.sync = LastMicroBatchSync(wrapped)
-        # One micro-batch: a fresh gradient is copied into its bucket, so nothing need be zeroed.
-        assembly.keep_gradients = (
-            self.gradient_as_bucket_view and assembly.plan.batch.accumulation_steps > 1
-        )
+        if wrapped is not None:
+            self._compress(wrapped, assembly.context.dp_group)
 
     def _compress(self, wrapped: DistributedDataParallel, group: Any) -> None:
         if self.compress == "none":

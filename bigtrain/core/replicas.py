@@ -5,17 +5,23 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from bigtrain.core.strategy import Assembly
+from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.errors import ConfigError
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.dtensors import flat_view
 from bigtrain.units import MIB
+
+BUCKET_SIZE = 25 * MIB
+"""Bytes of gradient that are averaged at once, where a job says nothing."""
 
 # torch 2.15 gave the option a new name, and warns of the old one.
 _BUFFERS = (
@@ -25,37 +31,58 @@ _BUFFERS = (
 )
 
 
-def wrap_ddp(
-    module: nn.Module,
-    context: RunContext,
+def average_gradients(
+    assembly: Assembly,
+    bucket_size: int | None = None,
     *,
-    bucket_size: int = 25 * MIB,
     broadcast_buffers: bool = True,
+    gradient_as_bucket_view: bool = True,
     **options: Any,
-) -> DistributedDataParallel:
-    """Wrap a module whose weights are the same on all ranks of the dp axis already.
+) -> DistributedDataParallel | None:
+    """Have the gradients averaged over the dp axis; the weights are the same on its ranks already.
 
     Args:
-        module: with at least one trained parameter.
-        context: the device and the dp group.
-        bucket_size: bytes of gradient that are averaged at once.
-        broadcast_buffers: whether buffers follow rank 0's at each forward pass.
+        assembly: its module is wrapped; in a pipeline, its stages average when all is through.
+        bucket_size: bytes of gradient that are averaged at once; left out, 25 MiB.
+        broadcast_buffers: whether buffers follow the first replica's.
+        gradient_as_bucket_view: whether gradients live in the buckets.
         options: further arguments of DistributedDataParallel.
+
+    Returns:
+        What the module is wrapped in; None in a pipeline, and of one replica.
 
     Raises:
         ConfigError: nothing is to be trained.
     """
-    if not any(p.requires_grad for p in module.parameters()):
+    plan, context, bucket_size = assembly.plan, assembly.context, bucket_size or BUCKET_SIZE
+    if plan.dp == 1:
+        return None
+    if plan.pp > 1:
+        follow = [b for root in assembly.roots for b in root.buffers()] if broadcast_buffers else ()
+        assembly.average = GradientAverager(context, bucket_size, follow)
+        return None
+    if not any(p.requires_grad for p in assembly.module.parameters()):
         raise ConfigError("the model has no parameter to train: there is nothing to average.")
     settings: dict[str, Any] = {
         "device_ids": [context.device] if context.device.type == "cuda" else None,
         "process_group": context.dp_group,
         "bucket_cap_mb": bucket_size / MIB,
-        "gradient_as_bucket_view": True,
+        "gradient_as_bucket_view": gradient_as_bucket_view,
         "init_sync": False,
         _BUFFERS: broadcast_buffers,
+        **options,
     }
-    return DistributedDataParallel(module, **{**settings, **options})
+    wrapped = DistributedDataParallel(assembly.module, **settings)
+    assembly.module, assembly.sync = wrapped, LastMicroBatchSync(wrapped)
+    # One micro-batch: a fresh gradient is copied into its bucket, so nothing need be zeroed.
+    assembly.keep_gradients = gradient_as_bucket_view and plan.batch.accumulation_steps > 1
+    return wrapped
+
+
+def with_averaged_gradients(forecast: Forecast, profile: Profile) -> Forecast:
+    """As DistributedDataParallel holds gradients: in its buckets, from the first step on."""
+    states = replace(forecast.states, gradients=profile.gradient_bytes)
+    return replace(forecast, states=states, first=profile.next)
 
 
 class LastMicroBatchSync:
@@ -94,7 +121,7 @@ class GradientAverager:
     """
 
     def __init__(
-        self, context: RunContext, bucket_size: int = 25 * MIB, buffers: Iterable[Tensor] = ()
+        self, context: RunContext, bucket_size: int = BUCKET_SIZE, buffers: Iterable[Tensor] = ()
     ) -> None:
         self._size, self._group = context.dp_size, context.dp_group
         self._source = context.ranks_of("dp")[0]

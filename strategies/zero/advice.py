@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from bigtrain.core.replicas import with_averaged_gradients
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.strategies.zero import Zero
@@ -54,10 +55,12 @@ def advise(
 def _replicated(forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
     """The same under plain DDP: everything on every rank, in fp32 as it keeps it."""
     factor = 2 if plan.bf16_parameters else 1
+    forecast = with_averaged_gradients(forecast, profile)
+    states = forecast.states
     states = replace(
-        forecast.states,
-        parameters=forecast.states.parameters * factor,
-        optimizer=forecast.states.optimizer * factor,
-        gradients=profile.gradient_bytes * factor,
+        states,
+        parameters=states.parameters * factor,
+        optimizer=states.optimizer * factor,
+        gradients=states.gradients * factor,
     )
-    return replace(forecast, states=states, first=profile.next)
+    return replace(forecast, states=states)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from bigtrain.core.loop import LoopRunner
-from bigtrain.core.replicas import LastMicroBatchSync, wrap_ddp
+from bigtrain.core.replicas import average_gradients, with_averaged_gradients
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.traits import Traits
 from bigtrain.costs.forecast import Forecast, Profile
@@ -38,7 +38,7 @@ from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.on_fairscale.memory import RankShare, deal_parameters, in_flight_bytes
 from bigtrain.strategies.zero.on_fairscale.traffic import fairscale_traffic
 from bigtrain.tensors.source import TensorSource
-from bigtrain.units import MIB, format_bytes
+from bigtrain.units import format_bytes
 
 FAIRSCALE_ALTERNATIVES = {1: "zero1_torch", 2: "fsdp_zero2", 3: "fsdp"}
 """The preset on torch's own parts that does the same stage."""
@@ -112,8 +112,7 @@ class FairscaleEngine(Zero):
                 "Start more ranks, or use --strategy single."
             )
         # What DDP would need: the gradients whole and always there.
-        held = replace(forecast.states, gradients=profile.gradient_bytes)
-        before = replace(forecast, states=held, first=profile.next).peak().bytes
+        before = with_averaged_gradients(forecast, profile).peak().bytes
         after = self.estimate(forecast, profile, plan).peak().bytes
         if after < before:
             return None
@@ -137,25 +136,16 @@ class FairscaleOSS(FairscaleEngine):
         if plan.dp == 1:
             return forecast
         share = deal_parameters(profile, plan.dp)[0].share
-        states = replace(
-            forecast.states,
-            gradients=profile.gradient_bytes,
-            optimizer=round(profile.optimizer_bytes * share),
-        )
+        states = replace(forecast.states, optimizer=round(profile.optimizer_bytes * share))
         step = scale_timeline(forecast.step, share)
-        return replace(forecast, states=states, first=profile.next, step=step)
+        return with_averaged_gradients(replace(forecast, states=states, step=step), profile)
 
     def apply(self, assembly: Assembly) -> None:
         """OSS first, as it moves the parameters into its buffers; then DDP around the model."""
         if assembly.plan.dp == 1:
             return  # nothing to share: it runs as `single`
         assembly.update = OSSUpdate(assembly)
-        wrapped = wrap_ddp(
-            assembly.module, assembly.context, bucket_size=self.bucket_size or 25 * MIB
-        )
-        assembly.module = wrapped
-        assembly.sync = LastMicroBatchSync(wrapped)
-        assembly.keep_gradients = assembly.plan.batch.accumulation_steps > 1
+        average_gradients(assembly, self.bucket_size)
 
 
 class FairscaleShardedDDP(FairscaleEngine):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from bigtrain.core.replicas import BUCKET_SIZE
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Profile
 from bigtrain.costs.traffic import (
@@ -14,7 +15,6 @@ from bigtrain.costs.traffic import (
     parameter_shapes,
 )
 from bigtrain.strategies.zero import Zero
-from bigtrain.units import MIB
 
 
 def fairscale_traffic(options: Zero, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
@@ -32,7 +32,7 @@ def fairscale_traffic(options: Zero, profile: Profile, plan: Plan) -> tuple[Traf
 
 def _averaged(options: Zero, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
     """DDP's average; then each rank's buffer of updated parameters to all others."""
-    bucket, stride = options.bucket_size or 25 * MIB, plan.pp * plan.tp
+    bucket, stride = options.bucket_size or BUCKET_SIZE, plan.pp * plan.tp
     return (
         *gradient_average_traffic(profile, plan.dp, stride, bucket=bucket, overlaps=True),
         _spread(profile, plan),
@@ -59,7 +59,7 @@ def _gathered(options: Zero, profile: Profile, plan: Plan) -> tuple[Traffic, ...
     every, trained = parameter_shapes(profile, trained=False), parameter_shapes(profile)
     whole = [4 * -(-math.prod(shape) // plan.dp) * plan.dp for shape in every]
     back = [4 * -(-math.prod(shape) // plan.dp) * plan.dp for shape in trained]
-    calls = message_count(reversed(back), options.bucket_size or 25 * MIB)
+    calls = message_count(reversed(back), options.bucket_size or BUCKET_SIZE)
     return (
         Traffic("all_gather", sum(whole), len(every), "micro_batch", "forward", *group),
         Traffic("all_gather", sum(whole), len(every), "micro_batch", "backward", *group),

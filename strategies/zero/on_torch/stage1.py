@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from bigtrain.core.replicas import GradientAverager, LastMicroBatchSync, wrap_ddp
+from bigtrain.core.replicas import BUCKET_SIZE, average_gradients, with_averaged_gradients
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.traits import Traits
 from bigtrain.costs.forecast import Forecast, Profile
@@ -25,7 +25,6 @@ from bigtrain.optim.partition import chunk_elements
 from bigtrain.optim.partitioned import PartitionedUpdate, ReplicaGroup
 from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.advice import advise
-from bigtrain.units import MIB
 
 
 class ShardedOptimizer(Zero):
@@ -44,7 +43,7 @@ class ShardedOptimizer(Zero):
 
     @property
     def _bucket(self) -> int:
-        return self.bucket_size or 25 * MIB
+        return self.bucket_size or BUCKET_SIZE
 
     def check(self, plan: Plan) -> None:  # noqa: ARG002
         """Refuse what is for other engines or stages."""
@@ -76,10 +75,10 @@ class ShardedOptimizer(Zero):
             step = Timeline((Span(chunk, "temporary", begin, begin + 1),), step.phases)
         elif plan.offload_tiers.optimizer == "device":
             step = scale_timeline(step, 1 / plan.dp)
+        forecast = replace(forecast, states=states, step=step)
         if plan.dp == 1 or plan.pp > 1:  # no buckets
-            return replace(forecast, states=states, step=step)
-        states = replace(states, gradients=profile.gradient_bytes)
-        return replace(forecast, states=states, step=step, first=profile.next)
+            return forecast
+        return with_averaged_gradients(forecast, profile)
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
         """DDP's average, and each rank's stretches to all others when they are updated."""
@@ -115,13 +114,4 @@ class ShardedOptimizer(Zero):
             state_store=assembly.state_store,
             low_names=[name for name in low if name in trained],
         )
-        if assembly.plan.dp == 1:
-            return
-        if assembly.plan.pp > 1:
-            follow = [b for root in assembly.roots for b in root.buffers()]
-            assembly.average = GradientAverager(context, self._bucket, follow)
-            return
-        wrapped = wrap_ddp(assembly.module, context, bucket_size=self._bucket)
-        assembly.module = wrapped
-        assembly.sync = LastMicroBatchSync(wrapped)
-        assembly.keep_gradients = assembly.plan.batch.accumulation_steps > 1
+        average_gradients(assembly, self.bucket_size)
