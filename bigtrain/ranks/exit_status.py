@@ -20,6 +20,10 @@ from bigtrain.ranks.restart import RestartRequest, restart_process
 REQUEUE_STATUS = 75
 """Exit status of a run that saved and stopped because it was told to; it may be started again."""
 
+HELD_OPEN: list[Callable[[BaseException], bool]] = []
+"""One for each block of `connect` that is open: tells the other ranks of an error, and returns
+whether this rank is the one to say it. No hook of the interpreter: `init_process_group` has one."""
+
 _MULTI_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 # How gloo, NCCL and the store speak of a peer that is gone or late; they share no exception type.
 _ECHOES = (
@@ -123,9 +127,8 @@ def run_guarded(main: Callable[[], int | None]) -> int:
 def _show(error: BaseException) -> int:
     """Say what failed, where this rank is the one to say it; return the exit status."""
     # A block of `connect` that the main function has left open: its other ranks must hear of it.
-    speaks = getattr(sys.excepthook, "speaks", None)
-    if speaks is not None and not hasattr(error, "bigtrain_first"):
-        if not speaks(error):
+    if HELD_OPEN and not hasattr(error, "bigtrain_first"):
+        if not HELD_OPEN[-1](error):
             return exit_status_of(error)
         mark_reporting_rank(error)
     if isinstance(error, BigtrainError):

@@ -16,6 +16,7 @@ from typing import Any
 
 from bigtrain.errors import OutOfMemoryError
 from bigtrain.ranks.exit_status import (
+    HELD_OPEN,
     error_summary,
     exit_status_of,
     is_clean_exit,
@@ -136,12 +137,13 @@ def _last_words(watch: FailureListener | None) -> Iterator[None]:
         if speaks(error):
             previous_hook(kind, error, trace)
 
-    show.speaks = speaks  # type: ignore[attr-defined]  # `run_guarded` lets nothing come to a hook
+    HELD_OPEN.append(speaks)  # `run_guarded` lets nothing come to a hook
     sys.excepthook = show
     atexit.register(watch.close)
     try:
         yield
     finally:
+        HELD_OPEN.remove(speaks)
         atexit.unregister(watch.close)
         if sys.excepthook is show:
             sys.excepthook = previous_hook

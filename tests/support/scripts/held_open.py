@@ -26,7 +26,7 @@ elif sys.argv[1] == "guarded":
     def main() -> None:
         if context.rank == 1:
             raise ConfigError("odd")
-        time.sleep(60)
+        time.sleep(240)
 
     sys.exit(run_guarded(main))
 elif sys.argv[1] == "uneven" and context.rank == 1:
