@@ -97,7 +97,7 @@ class Timeline:
 
     def peak(self, persistent: Breakdown = Breakdown()) -> Peak:  # noqa: B008 - frozen
         """The highest moment, with `persistent` bytes alive all the time."""
-        tick = self._highest_tick()
+        tick = self.highest_tick()
         parts = dict.fromkeys(MEMORY_KINDS, 0)
         for span in self.spans:
             if span.birth <= tick < span.death:
@@ -113,7 +113,8 @@ class Timeline:
             current = phase
         return current
 
-    def _highest_tick(self) -> int:
+    def highest_tick(self) -> int:
+        """The first tick at which most bytes are alive."""
         highest, at = 0, self.phases[0][0]
         for tick, alive in zip(*self.steps(), strict=True):
             if alive > highest:

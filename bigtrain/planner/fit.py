@@ -22,7 +22,7 @@ from bigtrain.planner.recompute_levels import RecomputeLevels, SectionRange
 from bigtrain.planner.space import Candidate
 from bigtrain.planner.step_time import StepTimer
 from bigtrain.prediction.compose import compose_profile, section_states, split_profile
-from bigtrain.prediction.predict import forecast_step
+from bigtrain.prediction.predict import forecast_stages, forecast_step
 from bigtrain.prediction.sections import PassPair, Section
 from bigtrain.schedules.in_flight import in_flight_at_peak, in_flight_by_stage
 from bigtrain.schedules.orders import STEADY_SCHEDULES, stage_ranks
@@ -328,9 +328,8 @@ class StageFitter:
 
     def _peak(self, stages: Sequence[SectionRange], own_stages: Sequence[int], rank: int) -> Peak:
         cut = self._plan.techniques.get("cut")
-        forecasts = {
-            place: forecast_step(self.profile(stages[place]), self._plan) for place in own_stages
-        }
+        profiles = {place: self.profile(stages[place]) for place in own_stages}
+        forecasts = forecast_stages(profiles, self._plan)
         if not isinstance(cut, CutStrategy):
             return forecasts[own_stages[0]].peak()
         split_forecasts = self._in_halves({place: stages[place] for place in own_stages if place})

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from bigtrain.costs.forecast import BoundaryBytes, Profile
-from bigtrain.memory.timeline import BlockTicks, Breakdown, Timeline, scale_timeline
+from bigtrain.memory.timeline import BlockTicks, Breakdown, Span, Timeline, scale_timeline
 from bigtrain.prediction.record_sections import RecordedSections
 from bigtrain.prediction.sections import PassPair, Section, SectionTensor, concatenate_sections
 
-_ALIKE = 4
-"""A step whose highest moment is at most so many of the largest parameters goes one by one."""
+_NUMBER_BYTES = 8
+"""What is not larger is a number, as a step count or a norm, and no copy of a parameter."""
 
 
 def compose_profile(
@@ -125,17 +126,63 @@ def _rest(sections: Sequence[Section], tensors: Sequence[SectionTensor], stop: i
     )
 
 
+def merge_steps(profiles: Sequence[Profile]) -> Profile:
+    """A rank with several stages as its one optimizer sees it: all their parameters, one step.
+
+    Only what the optimizer's step depends on is that of all stages. Where it works on all
+    parameters at once the stages' steps are side by side, the shorter ones drawn out to the
+    longest; where it goes through them one by one they follow each other.
+    """
+    goes_one_by_one = all(_goes_one_by_one(p.step, len(p.tensors)) for p in profiles)
+    lengths = [max((s.death for s in p.step.spans), default=0) - _begin(p) + 1 for p in profiles]
+    spans: list[Span] = []
+    offset = 0
+    for profile, length in zip(profiles, lengths, strict=True):
+        factor = 1.0 if goes_one_by_one else max(lengths) / length
+        begin = _begin(profile)
+        spans += [
+            span._replace(
+                birth=offset + int((span.birth - begin) * factor),
+                death=offset + math.ceil((span.death - begin) * factor),
+            )
+            for span in profile.step.spans
+        ]
+        offset += length if goes_one_by_one else 0
+    totals = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "trained_elements")
+    return replace(
+        profiles[0],
+        **{key: sum(getattr(p, key) for p in profiles) for key in (*totals, "state_scalars")},
+        step=Timeline(tuple(spans), ((0, "step"),)),
+        tensors=tuple(tensor for p in profiles for tensor in p.tensors),
+    )
+
+
+def _begin(profile: Profile) -> int:
+    return profile.step.phases[0][0]
+
+
+def _goes_one_by_one(step: Timeline, tensors: int) -> bool:
+    """Whether an optimizer goes through its parameters one by one, or works on all at once.
+
+    Args:
+        step: recorded.
+        tensors: how many parameters it was recorded with.
+    """
+    highest = step.highest_tick()
+    alive = sum(s.birth <= highest < s.death and s.nbytes > _NUMBER_BYTES for s in step.spans)
+    return alive < max(2, tensors // 2)  # lists are made of parameters of one type
+
+
 def _step(base: RecordedSections, trained: Sequence[SectionTensor]) -> Timeline:
     """The optimizer's step on other parameters than those that it was run on.
 
     Where it works on all of them at once what it needs grows with them; where it goes through them
     one by one it does not.
     """
-    recorded_tensors = _distinct(base.sections)
-    largest = max((t.nbytes for t in recorded_tensors if t.trained), default=0)
-    numbers = sum(t.numbers for t in recorded_tensors if t.trained)
-    if base.step.peak().bytes <= _ALIKE * largest or not numbers:
+    recorded_tensors = [t for t in _distinct(base.sections) if t.trained]
+    if _goes_one_by_one(base.step, len(recorded_tensors)):
         return base.step
+    numbers = sum(t.numbers for t in recorded_tensors)
     return scale_timeline(base.step, sum(t.numbers for t in trained) / numbers)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from bigtrain.core.resolved import ResolvedPlan
@@ -9,6 +10,7 @@ from bigtrain.core.strategy import CutStrategy, ModelFacts, Plan
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.memory.timeline import Peak
+from bigtrain.prediction.compose import merge_steps
 from bigtrain.prediction.loops import profile_stage
 from bigtrain.prediction.record import make_profile, untraceable_reason
 
@@ -102,7 +104,7 @@ def forecast_rank(resolved: ResolvedPlan, workload: Workload, pp_rank: int = 0) 
         reason = untraceable_reason(error)
         plan.check_model(ModelFacts(untraceable=reason))
         return RankForecast(None, f"a stage does not run on fake tensors ({reason})")
-    stage_forecasts = {stage: forecast_step(profile, plan) for stage, profile in profiles.items()}
+    stage_forecasts = forecast_stages(profiles, plan)
     step = cut_strategy.replay_rank(stage_forecasts, plan, pp_rank, split_forecasts)
     return RankForecast(step, None, tuple(profiles.values()), tuple(stage_forecasts.values()))
 
@@ -136,6 +138,22 @@ def collect_advice(profile: Profile, plan: Plan) -> list[str]:
             lines.append(line)
         predicted = technique.estimate(predicted, profile, plan)
     return lines
+
+
+def forecast_stages(profiles: Mapping[int, Profile], plan: Plan) -> dict[int, Forecast]:
+    """Each stage of a rank, of one micro-batch; the lowest has the optimizer's step of all.
+
+    Args:
+        profiles: of the rank's stages.
+        plan: whose techniques turn them.
+    """
+    forecasts = {stage: forecast_step(profile, plan) for stage, profile in profiles.items()}
+    if len(profiles) > 1:
+        step = forecast_step(merge_steps(list(profiles.values())), plan).step
+        for stage, forecast in forecasts.items():
+            own_step = step if stage == min(forecasts) else replace(step, spans=())
+            forecasts[stage] = replace(forecast, step=own_step)
+    return forecasts
 
 
 def forecast_step(profile: Profile, plan: Plan) -> Forecast:
