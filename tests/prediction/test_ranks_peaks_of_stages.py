@@ -150,6 +150,14 @@ def test_the_optimizers_step_is_one_for_all_stages_of_a_rank(
         assert predicted.bytes == pytest.approx(measured.bytes, rel=slack, abs=8)
 
 
+def test_a_stage_of_less_than_a_block_is_sharded_as_a_whole() -> None:
+    strategy, keys = "1f1b_fsdp", {"strategy.cut.at": ["head"]}
+    slack = MORE[strategy]
+    for predicted, measured, note in found(slack, 4, strategy, keys, pp=2):
+        assert note is None
+        assert predicted.bytes == pytest.approx(measured.bytes, rel=slack), (predicted, measured)
+
+
 @pytest.mark.parametrize("strategy", ["zbv", "dualpipev"])
 def test_what_two_stages_of_a_rank_share_counts_once(strategy: str) -> None:
     for predicted, measured, _ in run_ranks(peaks, 2, strategy, {}, Tied, pp=2):

@@ -218,6 +218,8 @@ class _Pass:
 
     def _gathered_forward(self, units: Sequence[BlockTicks], begin: int, back: int) -> list[Span]:
         """The flat buffers that units arrive in, each until the next one's is there."""
+        if not units:  # a stage of less than a block
+            return []
         starts = [begin if n == 0 else unit.forward[0] for n, unit in enumerate(units)]
         ends = [*((tick, _NEXT_HAS) for tick in starts[1:]), (back, 0)]
         return [
