@@ -44,7 +44,7 @@ class Question:
     """Where the mesh, the micro-batch are given and not to be chosen."""
     dp: int | None = None
     rows: int | None = None
-    margins: Mapping[str, float] = field(default_factory=lambda: {"torch": 0.0, "deepspeed": 0.0})
+    margins: Mapping[str, float] = field(kw_only=True)
     """The engines to choose from, and the share by which each one's forecasts are enlarged."""
 
     @property

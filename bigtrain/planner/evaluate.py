@@ -362,9 +362,9 @@ def _written(
         options["cut"] = {"at": list(cuts)}
     kinds = set(recomputed.values())
     if len(kinds) == 1 and len(recomputed) == blocks:
-        options["recompute"] = {"name": "checkpointing", "mode": kinds.pop()}
+        options["recompute"] = {"mode": kinds.pop()}
     elif recomputed:
-        options["recompute"] = {"name": "checkpointing", "blocks": dict(recomputed)}
+        options["recompute"] = {"blocks": dict(recomputed)}
     return options
 
 

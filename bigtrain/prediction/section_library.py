@@ -22,7 +22,7 @@ from bigtrain.core.strategy import Plan
 from bigtrain.core.workload import Workload
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
-from bigtrain.job.schema import RoleConfig
+from bigtrain.job.schema import RoleConfig, long_form
 from bigtrain.losses.loss import Loss
 from bigtrain.memory.timeline import Span, Timeline
 from bigtrain.models.blocks import independent_blocks
@@ -316,7 +316,7 @@ def _with_policy(plan: Plan, choice: BlockPolicy) -> Plan:
     techniques = dict(plan.techniques)
     techniques.pop("recompute", None)
     if choice in ("full", "selective"):
-        config = RoleConfig(name="checkpointing", mode=choice)
+        config = RoleConfig.model_validate(long_form("recompute", choice))
         techniques["recompute"] = make_technique("recompute", config)
     return replace(plan, techniques=techniques)
 
