@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from bigtrain.assembly.recompute_budget import meet_budget
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import CutStrategy, ModelFacts, Plan, RecomputeStrategy
@@ -26,9 +28,23 @@ def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
     layout = make_layout(plan, workload)
     technique = plan.techniques.get("recompute")
     limit = technique.limit(plan) if isinstance(technique, RecomputeStrategy) else None
-    if not isinstance(technique, RecomputeStrategy) or limit is None:
-        return ResolvedPlan.of(plan, workload.model, layout)
-    return meet_budget(plan, technique, limit, workload, layout)
+    if isinstance(technique, RecomputeStrategy) and limit is not None:
+        resolved = meet_budget(plan, technique, limit, workload, layout)
+    else:
+        resolved = ResolvedPlan.of(plan, workload.model, layout)
+    return replace(resolved, notes=(*_no_replicas(plan), *resolved.notes))
+
+
+def _no_replicas(plan: Plan) -> list[str]:
+    """What to do where one pipeline takes all ranks, and a technique wants replicas of it."""
+    technique, traits = plan.techniques.get("replicate"), plan.replicate
+    shares = traits.sharded_states > 0 or traits.averaging_bucket is not None
+    if technique is None or not shares or plan.dp > 1 or plan.pp < 4 or plan.pp % 2:
+        return []
+    return [
+        f"mesh: pp {plan.pp} x dp 1 is one pipeline of all ranks, and strategy.replicate="
+        f"{technique.name} has no replicas. Use mesh.pp={plan.pp // 2} for 2 of them."
+    ]
 
 
 def make_layout(plan: Plan, workload: Workload) -> Layout | None:

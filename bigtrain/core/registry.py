@@ -86,15 +86,14 @@ def technique_class(role: Role, name: str) -> type[Strategy]:
     Raises:
         ConfigError: the name is not in the table, or the import fails.
     """
-    table, aliases = TECHNIQUES[role], TECHNIQUE_ALIASES.get(role, {})
-    name, _ = aliases.get(name, (name, {}))
+    table = TECHNIQUES[role]
+    name, _ = TECHNIQUE_ALIASES.get(role, {}).get(name, (name, {}))
     entry = table.get(name, name)
     target = entry.options if isinstance(entry, Engines) else entry
     if ":" not in target:
-        known = ", ".join(sorted({*table, *aliases})) or "none yet"
         raise ConfigError(
-            f"strategy.{role}: unknown {name!r}{did_you_mean(name, {*table, *aliases})} "
-            f"Known: {known}; your own is given as package.module:Class."
+            f"strategy.{role}: unknown {name!r}{did_you_mean(name, table)} "
+            f"Known: {', '.join(sorted(table))}; your own is given as package.module:Class."
         )
     return _loaded(role, name, target)
 

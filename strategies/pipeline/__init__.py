@@ -188,16 +188,12 @@ def refuse_no_ranks(options: Pipeline, plan: Plan) -> None:
             f"which engine=fairscale does, and engine is {options.engine}. Leave it out, or set "
             "strategy.cut.engine=fairscale."
         )
-    if plan.pp < 2 and options.schedule == "naive":
-        raise ConfigError(
-            f"strategy.cut: layer_split needs at least 2 ranks on the pp axis, and "
-            f"mesh.pp={plan.pp}. Start more ranks and use mesh.pp=2, or, in one process, "
-            "strategy.cut.devices=2."
-        )
     if plan.pp < 2:
+        on_devices = ", in one process, strategy.cut.devices=2"
+        instead = on_devices if options.schedule == "naive" else " --strategy single"
         raise ConfigError(
             f"strategy.cut: {options.schedule} needs at least 2 ranks on the pp axis, and "
-            f"mesh.pp={plan.pp}. Start more ranks and use mesh.pp=2, or --strategy single."
+            f"mesh.pp={plan.pp}. Start more ranks and use mesh.pp=2, or{instead}."
         )
 
 

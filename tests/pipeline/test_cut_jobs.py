@@ -45,8 +45,14 @@ from bigtrain.prediction.predict import predict
             "engine=torch",
         ),
         ("pipeline_deepspeed", {"strategy.cut.schedule": "gpipe"}, 2, r"engine=torch|1f1b"),
-        ("layer_split", {}, 1, r"layer_split needs at least 2 ranks.*strategy\.cut\.devices=2"),
+        ("layer_split", {}, 1, r"cut: naive needs at least 2 ranks.*strategy\.cut\.devices=2"),
         ("single", {"mesh.pp": 2}, 2, r"strategy\.cut names no technique that does"),
+        (
+            "single",
+            {"strategy.cut": "pipelin"},
+            2,
+            r"cut: unknown 'pipelin', did you mean 'pipeline'\? Known: pipeline; your own",
+        ),
     ],
 )
 def test_a_mesh_or_schedule_that_cannot_be(
@@ -75,6 +81,31 @@ def test_a_model_that_cannot_be_cut_so(words: dict[str, Any], ranks: int, messag
 def language_example() -> MicroBatch:
     samples = tokens(2, ignored=False)
     return MicroBatch(samples.inputs, samples.targets, 12, 2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words", "note"),
+    [
+        (
+            "1f1b+fsdp",
+            {},
+            [
+                "mesh: pp 4 x dp 1 is one pipeline of all ranks, and strategy.replicate=zero has "
+                "no replicas. Use mesh.pp=2 for 2 of them."
+            ],
+        ),
+        ("1f1b+fsdp", {"mesh.pp": 2}, []),
+        ("1f1b_fsdp", {}, []),
+        ("1f1b", {}, []),
+    ],
+)
+def test_replicas_that_there_are_none_of_are_told_of(
+    strategy: str, words: dict[str, Any], note: list[str]
+) -> None:
+    job = job_from_keys(strategy, {"train.global_batch_size": 32, **words})
+    plan = make_plan(job, 4, "cpu")
+    workload = Workload(TinyLM(), language_example(), CrossEntropy(), sgd)
+    assert list(resolve_plan(plan, workload).notes) == note
 
 
 class LooksAtValues(TinyLM):
