@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
     for line in reasons if placement.rank == 0 else ():
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if options.dry_run:
-        return show(job, plan, parts or open_setup(job, plan), console)
+        return show(job, plan, parts, console) if placement.rank == 0 else 0
     has_gpu = plan.device_type == "cuda"
     hint = launcher_hint(placement, os.cpu_count() or 1, has_gpu=has_gpu)
     if hint is not None:
@@ -127,9 +127,9 @@ def resume(job: Job, engine: Engine, folder: Path) -> Path | None:
     return path
 
 
-def show(job: Job, plan: Plan, parts: RunSetup, console: Console) -> int:
+def show(job: Job, plan: Plan, parts: RunSetup | None, console: Console) -> int:
     """Print the resolved job and the predicted peak, and run nothing."""
-    for line in dry_run_lines(job, plan, parts):
+    for line in dry_run_lines(job, plan, parts or open_setup(job, plan)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
 

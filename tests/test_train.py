@@ -205,6 +205,13 @@ def test_a_dry_run_says_what_would_happen_and_does_nothing(tmp_path, corpus):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_dry_run_of_several_ranks_says_it_once(tmp_path, corpus):
+    done = run(tmp_path, *SMALL, corpus, "--dry-run", ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("predicted peak:") == 1
+    assert done.stdout.count("accumulation 1 x dp 2") == 1
+
+
 def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path, corpus):
     words = [*SMALL, corpus, "model.args.dropout=0.1", "checkpoint.every=3", "log.name=whole"]
     assert run(tmp_path, *words, ranks=2).returncode == 0
