@@ -69,8 +69,9 @@ setup(
     install_requires=[
         "torch>=2.11,<2.16",
         "torchvision",
-        "deepspeed",
-        "fairscale",
+        # Those that their adapters in strategies/ name; a test compares them.
+        "deepspeed>=0.19.8,<0.19.9",
+        "fairscale>=0.4.13,<0.4.14",
         "pyyaml",
         "pydantic>=2.7",
         "matplotlib",

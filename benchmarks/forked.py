@@ -89,7 +89,7 @@ def load_everything() -> None:
         warnings.simplefilter("ignore")
         for name in (*LOADED, *THEIRS):
             import_module(name)
-        import_module("bigtrain.strategies.pipeline.deepspeed_start").load_deepspeed("cpu")
+        import_module("bigtrain.strategies.deepspeed_adapter").load_deepspeed("cpu")
         for name in STRATEGIES:
             import_module(f"bigtrain.strategies.{name}")
 

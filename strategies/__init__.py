@@ -1,5 +1,6 @@
 """The techniques, one module or package each: what it refuses, costs, sends and does.
 
 Data parallelism, ZeRO on three engines, pipelines, activation checkpointing, offload,
-accumulation: each with its options.
+accumulation: each with its options. All that is used of DeepSpeed's and fairscale's inside, and in
+which versions.
 """

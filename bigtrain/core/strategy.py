@@ -116,6 +116,12 @@ class Plan:
         """The techniques in the order in which they shape a run, and its forecast."""
         return [self.techniques[role] for role in _ORDER if role in self.techniques]
 
+    @property
+    def warnings(self) -> Sequence[str]:
+        """What the techniques say before the ranks connect, each line once."""
+        lines = (technique.warning() for technique in self.in_order)
+        return list(dict.fromkeys(line for line in lines if line is not None))
+
     def check_model(self, facts: ModelFacts) -> None:
         """Let each technique refuse a model: see `Strategy.check_model`.
 
@@ -302,6 +308,10 @@ class Strategy(BaseModel):
 
     def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:  # noqa: ARG002
         """One line where this choice cannot help, said before training; None where it can."""
+        return None
+
+    def warning(self) -> str | None:
+        """One line said before the ranks connect, such as of a version; None where all is well."""
         return None
 
     def check(self, plan: Plan) -> None:

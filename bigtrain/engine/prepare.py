@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -29,9 +30,13 @@ from bigtrain.tensors.tree import tree_tensors
 def connect_job(job: Job, plan: Plan, placement: RankInfo) -> AbstractContextManager[RunContext]:
     """Join the other ranks as a job's `mesh`, `device` and seed say, for a `with` block.
 
+    What the techniques warn of is said before, by rank 0 on standard error.
+
     Raises:
         ConfigError: before any process group exists; see `bigtrain.ranks.connect.connect`.
     """
+    for line in plan.warnings if placement.rank == 0 else ():
+        sys.stderr.write(f"bigtrain: {line}\n")
     return connect(
         placement,
         device=job.device,

@@ -6,7 +6,6 @@ Each part is looked at by itself: what goes wrong in one is a line in it.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -25,6 +24,7 @@ from rich.table import Table
 
 from bigtrain.machine.rate_cache import cache_file, cached_rates, measured_rates
 from bigtrain.machine.rates import cpu_name, usable_cores
+from bigtrain.machine.versions import installed_version
 from bigtrain.memory.disk import MEMORY_FILE_SYSTEMS, file_system, free_disk_bytes, scratch_folder
 from bigtrain.memory.host_memory import free_host_bytes
 from bigtrain.memory.meter import device_capacity_bytes
@@ -35,8 +35,8 @@ PROBE_TIMEOUT_S = 120.0
 _LIBRARIES = {
     "torch": "pip install torch",
     "torchvision": "pip install torchvision",
-    "deepspeed": "pip install deepspeed",
-    "fairscale": "pip install fairscale",
+    "deepspeed": 'pip install "deepspeed>=0.19.8,<0.19.9"',
+    "fairscale": 'pip install "fairscale>=0.4.13,<0.4.14"',
     "torchao": "pip install torchao",
 }
 _LAUNCHERS = ("torchrun", "deepspeed", "srun", "mpiexec")
@@ -130,17 +130,10 @@ def _versions() -> dict[str, dict[str, str | None]]:
         "python": {"version": platform.python_version(), "fix": None}
     }
     for name, fix in _LIBRARIES.items():
-        version = _version(name)
+        version = installed_version(name)
         versions[name] = {"version": version, "fix": None if version else fix}
     versions["torch"]["cuda"] = torch.version.cuda
     return versions
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _devices() -> dict[str, Any]:
@@ -193,7 +186,7 @@ def _backends() -> dict[str, bool]:
 
 def _operators() -> dict[str, Any]:
     """DeepSpeed's operators in C++: which could be compiled here, and which are already."""
-    if _version("deepspeed") is None:
+    if installed_version("deepspeed") is None:
         return {"operators": {}, "problem": f"deepspeed is missing: {_LIBRARIES['deepspeed']}"}
     lines, problem = _ask(_OPERATORS)
     operators = {

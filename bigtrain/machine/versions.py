@@ -12,19 +12,21 @@ import torch
 _LIBRARIES = ("torch", "deepspeed", "fairscale")
 
 
+def installed_version(name: str) -> str | None:
+    """The version of an installed library, which is not imported; None where there is none."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def hardware_and_versions() -> dict[str, Any]:
     """Hardware and versions, as JSON values."""
-    versions: dict[str, str | None] = {}
-    for name in _LIBRARIES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     count = torch.cuda.device_count()
     gpus = f"{count} x {torch.cuda.get_device_name(0)}" if count else "no GPU"
     return {
         "hardware": f"{os.cpu_count()} cores, {platform.machine()}, {memory:.0f} GiB, {gpus}",
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": {name: installed_version(name) for name in _LIBRARIES},
     }

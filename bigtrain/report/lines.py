@@ -71,7 +71,8 @@ def batch_line(parts: RunSetup) -> str:
 
 
 def dry_run_lines(job: Job, plan: Plan, parts: RunSetup) -> Iterator[str]:
-    """The resolved job, the plan, and the predicted peak of one rank."""
+    """What is warned of, the resolved job, the plan, and the predicted peak of one rank."""
+    yield from plan.warnings
     yield yaml.safe_dump(job.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
     yield yaml.safe_dump(describe_plan(parts.plan), sort_keys=False)
     yield model_line(parts)

@@ -1,7 +1,7 @@
 """The runner on DeepSpeed's pipeline engine.
 
 DeepSpeed's schedule says what is done when, its engine computes, sends, reduces and steps. Facts of
-DeepSpeed 0.20 (`runtime/pipe`) that the instructions here answer, each in its place:
+DeepSpeed 0.19 (`runtime/pipe`) that the instructions here answer, each in its place:
 
 * It tells the next stage the shapes at the first send only, so a smaller micro-batch hangs or is
   misread; here every rank knows the shapes of every micro-batch, and none are sent.
@@ -17,9 +17,10 @@ DeepSpeed 0.20 (`runtime/pipe`) that the instructions here answer, each in its p
 
 from __future__ import annotations
 
+import io
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from importlib import import_module
+from contextlib import ExitStack, redirect_stdout
 from typing import Any, Protocol, cast
 
 import torch
@@ -33,7 +34,19 @@ from bigtrain.optim.update import Update, WholeUpdate
 from bigtrain.pipeline.runner import PipelineRunner
 from bigtrain.pipeline.state import gather_state
 from bigtrain.pipeline.tied_parameters import TiedParameter
-from bigtrain.strategies.pipeline.deepspeed_start import make_pipeline_engine
+from bigtrain.ranks.context import RunContext
+from bigtrain.strategies.deepspeed_adapter import (
+    backward_from,
+    backward_loss,
+    connect_deepspeed,
+    forward_stage,
+    receive_from_stage,
+    reduce_pipeline_gradients,
+    run_schedule,
+    send_to_stage,
+    set_instructions,
+    step_pipeline,
+)
 from bigtrain.tensors.source import TensorSource
 
 
@@ -74,7 +87,7 @@ class _EngineUpdate(WholeUpdate):
 
     def step(self) -> None:
         """See `Update.step`."""
-        self.engine._exec_optimizer_step()
+        step_pipeline(self.engine)
 
 
 class DeepSpeedPipelineRunner(PipelineRunner):
@@ -101,9 +114,7 @@ class DeepSpeedPipelineRunner(PipelineRunner):
         engines: list[Any] = []
 
         def start(optimizer: torch.optim.Optimizer, more: Mapping[str, Any]) -> Any:
-            made = make_pipeline_engine(
-                self._part, optimizer, {**config, **more}, context, self._closing
-            )
+            made = _make_engine(self._part, optimizer, {**config, **more}, context, self._closing)
             engines.append(made)
             return made
 
@@ -120,6 +131,8 @@ class DeepSpeedPipelineRunner(PipelineRunner):
         """By buffer: the micro-batch that it is for."""
         self._scale = 1.0
         self._computing = 0
+        self._losses: list[Tensor] = []
+        self._arrived_gradients: Sequence[Tensor] = ()
         self._part.compute = self._forward
         self._instruct()
 
@@ -132,27 +145,24 @@ class DeepSpeedPipelineRunner(PipelineRunner):
 
     def _instruct(self) -> None:
         """Give the engine our way of doing the instructions of its schedule."""
-        instructions: Any = import_module("deepspeed.runtime.pipe.schedule")
-        self._schedule_class = instructions.TrainSchedule
-        self._p2p: Any = import_module("deepspeed.runtime.pipe.p2p")
-        self._plain: Any = import_module("deepspeed.runtime.engine").DeepSpeedEngine
 
         def nothing(_engine: Any) -> None:
             pass
 
-        self._engine._INSTRUCTION_MAP = {
-            instructions.LoadMicroBatch: self._load,
-            instructions.RecvActivation: self._receive,
-            instructions.ForwardPass: self._forward_pass,
-            instructions.SendActivation: self._send,
-            instructions.RecvGrad: self._receive_gradients,
-            instructions.BackwardPass: self._backward_pass,
-            instructions.SendGrad: self._send_gradients,
+        actions: dict[str, Callable[..., None]] = {
+            "LoadMicroBatch": self._load,
+            "RecvActivation": self._receive,
+            "ForwardPass": self._forward_pass,
+            "SendActivation": self._send,
+            "RecvGrad": self._receive_gradients,
+            "BackwardPass": self._backward_pass,
+            "SendGrad": self._send_gradients,
             # When all ranks know that the losses are finite, and in `update`.
-            instructions.ReduceTiedGrads: nothing,
-            instructions.ReduceGrads: nothing,
-            instructions.OptimizerStep: nothing,
+            "ReduceTiedGrads": nothing,
+            "ReduceGrads": nothing,
+            "OptimizerStep": nothing,
         }
+        set_instructions(self._engine, actions)
 
     def _groups(self, micro_batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
         return [list(micro_batches)]
@@ -161,17 +171,12 @@ class DeepSpeedPipelineRunner(PipelineRunner):
         del final
         engine = self._engine
         self._batches = [self.place_batch(micro_batch) for micro_batch in group]
-        self._scale, self._arrived = scale, 0
+        self._scale, self._arrived, self._losses = scale, 0, []
         engine.module.train(self.module.training)
-        engine.total_loss = None
-        engine._exec_schedule(
-            self._schedule_class(
-                micro_batches=len(group), stages=engine.num_stages, stage_id=engine.stage_id
-            )
-        )
+        run_schedule(engine, len(group))
         self._batches = []
-        losses, engine.fwd_outputs = engine.fwd_outputs, []
-        return [loss.detach() for loss in losses]
+        losses, self._losses = self._losses, []
+        return losses
 
     @property
     def _stage(self) -> Stage:
@@ -204,13 +209,13 @@ class DeepSpeedPipelineRunner(PipelineRunner):
         received = [torch.empty(meta.shape, dtype=meta.dtype, device=device) for meta in metas]
         for tensor in received:
             if tensor.numel():
-                self._p2p.recv(_as_bytes(tensor), stage)
+                receive_from_stage(_as_bytes(tensor), stage)
         return received
 
     def _sent(self, tensors: Sequence[Tensor], stage: int) -> None:
         for tensor in tensors:
             if tensor.numel():
-                self._p2p.send(_as_bytes(tensor.detach().contiguous()), stage)
+                send_to_stage(_as_bytes(tensor.detach().contiguous()), stage)
 
     def _forward(self, wires: Sequence[Tensor]) -> Any:
         number = self._computing
@@ -220,10 +225,10 @@ class DeepSpeedPipelineRunner(PipelineRunner):
     def _forward_pass(self, engine: Any, buffer_id: int) -> None:
         self._computing = self._turns[buffer_id]
         buffers = engine.pipe_buffers
-        outputs = self._plain.forward(engine, buffers["inputs"][buffer_id])
+        outputs = forward_stage(engine, buffers["inputs"][buffer_id])
         buffers["outputs"][buffer_id] = outputs
         if engine.is_last_stage():
-            engine.fwd_outputs.append(outputs.detach())
+            self._losses.append(outputs.detach())
 
     def _send(self, engine: Any, buffer_id: int) -> None:
         outputs = engine.pipe_buffers["outputs"][buffer_id]
@@ -235,7 +240,7 @@ class DeepSpeedPipelineRunner(PipelineRunner):
     def _receive_gradients(self, engine: Any, buffer_id: int) -> None:
         _, outgoing = self._wires(buffer_id)
         wanted = [meta for meta in outgoing if meta.requires_grad]
-        engine.grad_layer = self._received(wanted, engine.next_stage)
+        self._arrived_gradients = self._received(wanted, engine.next_stage)
 
     def _backward_pass(self, engine: Any, buffer_id: int) -> None:
         finish = self._begin_backward()
@@ -245,14 +250,10 @@ class DeepSpeedPipelineRunner(PipelineRunner):
             if outputs.requires_grad:
                 # A tensor of its own: DeepSpeed's hook on the output itself would not know this
                 # call, and divide by the number of micro-batches.
-                self._plain.backward(engine, outputs * 1.0, scale_wrt_gas=False)
+                backward_loss(engine, outputs * 1.0)
         elif outputs:
-            gradients, engine.grad_layer = engine.grad_layer, None
-            engine._running_engine_backward = True  # or its hooks ask for its own call
-            try:
-                torch.autograd.backward(outputs, gradients)
-            finally:
-                engine._running_engine_backward = False
+            gradients, self._arrived_gradients = self._arrived_gradients, ()
+            backward_from(engine, outputs, gradients)
         finish()
 
     def _send_gradients(self, engine: Any, buffer_id: int) -> None:
@@ -288,7 +289,7 @@ class DeepSpeedPipelineRunner(PipelineRunner):
         if not self._sharding:
             super()._average_gradients()
             return
-        self._engine._exec_reduce_grads()
+        reduce_pipeline_gradients(self._engine)
         if self._average is not None:
             self._average([])  # buffers follow the first replica's
 
@@ -298,6 +299,67 @@ class DeepSpeedPipelineRunner(PipelineRunner):
         if not self._sharding:
             self._engine.destroy()
         self._closing.close()
+
+
+def _make_engine(
+    part: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: dict[str, Any],
+    context: RunContext,
+    closing: ExitStack,
+) -> Any:
+    """Let DeepSpeed make its engine around this rank's stage. Collective over all ranks.
+
+    DeepSpeed lays its own grid; rank r of ours is (r // pp, r % pp) on (dp, pp), so its axes are
+    given in that order: its default one has the replicas next to each other.
+
+    Args:
+        part: this rank's layer; DeepSpeed is told of as many layers as there are stages.
+        optimizer: over its trained parameters.
+        config: DeepSpeed's.
+        context: the mesh.
+        closing: takes what is to be undone at the end.
+
+    Raises:
+        RuntimeError: DeepSpeed's grid is another one than the mesh.
+    """
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        deepspeed = connect_deepspeed(context, closing)
+        topology = deepspeed.runtime.pipe.ProcessTopology(
+            axes=["data", "pipe"], dims=[context.dp_size, context.pp_size]
+        )
+        layer = deepspeed.pipe.LayerSpec
+        module = deepspeed.pipe.PipelineModule(
+            # Each rank builds its own layer alone.
+            layers=[layer(_Given, part) for _ in range(context.pp_size)],
+            topology=topology,
+            partition_method="uniform",
+            loss_fn=None,  # the last stage gives the loss itself
+        )
+        engine, *_ = deepspeed.initialize(
+            model=module, optimizer=optimizer, config=config, dist_init_required=False
+        )
+    grid = engine.grid
+    theirs = (grid.get_data_parallel_id(), grid.get_stage_id())
+    if theirs != (context.dp_rank, context.pp_rank):
+        raise RuntimeError(
+            f"rank {context.rank} is {(context.dp_rank, context.pp_rank)} on the axes dp and pp, "
+            f"and {theirs} in DeepSpeed's grid"
+        )
+    return engine
+
+
+class _Given(nn.Module):
+    """What DeepSpeed builds as a layer: a module that is there."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, wires: Any) -> Any:
+        """Call it."""
+        return self.part(wires)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -23,9 +23,7 @@ Facts of fairscale 0.4.13 under torch 2.15 that this answers:
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -39,6 +37,7 @@ from bigtrain.core.traits import StageRecompute
 from bigtrain.cutting.stage import Stage
 from bigtrain.data.loader import MicroBatch
 from bigtrain.pipeline.local_chain import StageChain
+from bigtrain.strategies.fairscale_adapter import do_without_workers, is_second_pass, run_pipe
 from bigtrain.strategies.pipeline.boundary_format import BoundaryFormat
 
 
@@ -70,9 +69,7 @@ class _Part(nn.Module):
 
     def forward(self, boundary: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Compute the stage's part for the micro-batch of the mark."""
-        from fairscale.nn.pipe.checkpoint import is_recomputing
-
-        stage, recomputing = self.stage, is_recomputing()
+        stage, recomputing = self.stage, is_second_pass()
         *sent, mark = boundary
         batch = self._now.batches[mark.shape[0]].to(self._device, non_blocking=True)
         with self._around, freeze_running_statistics(stage) if recomputing else nullcontext():
@@ -86,33 +83,6 @@ class _Part(nn.Module):
         if recomputing:
             sent = [t if t.requires_grad else t.detach().requires_grad_() for t in sent]
         return tuple(sent)
-
-
-class _InlineQueue:
-    """A queue of Pipe's whose tasks are done as they are put."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._done: deque[tuple[bool, Any]] = deque()
-
-    def put(self, task: Any) -> None:
-        """Do it; None is the farewell."""
-        from fairscale.nn.pipe.stream import use_device
-
-        if task is None:
-            self._done.append((False, None))
-            return
-        try:
-            with use_device(self._device):
-                batch = task.compute()
-        except Exception:  # noqa: BLE001 - Pipe raises it when the cycle is over
-            self._done.append((False, sys.exc_info()))
-        else:
-            self._done.append((True, (task, batch)))
-
-    def get(self) -> tuple[bool, Any]:
-        """The result of the task that was put first."""
-        return self._done.popleft()
 
 
 class _Unseen:
@@ -145,7 +115,6 @@ class PipedStages(StageChain):
         autocast: bool,
     ) -> None:
         from fairscale.nn.pipe import Pipe
-        from fairscale.nn.pipe.worker import join_workers
 
         super().__init__(stages, devices, model)
         self._now = _StepState()
@@ -165,9 +134,7 @@ class PipedStages(StageChain):
                 chunks=chunks,
                 checkpoint=checkpoint,
             )
-        pipeline = pipe.pipeline
-        join_workers(pipeline.in_queues, pipeline.out_queues)
-        pipeline.in_queues = pipeline.out_queues = [_InlineQueue(device) for device in devices]
+        do_without_workers(pipe, devices)
         self._pipe = _Unseen(pipe)
 
     def train(self, mode: bool = True) -> PipedStages:  # noqa: FBT001, FBT002 - as nn.Module has it
@@ -185,20 +152,14 @@ class PipedStages(StageChain):
         """
         if scale is None:
             return super().forward(inputs)
-        from fairscale.nn.pipe.microbatch import Batch
-
         self.follow_mode()
         for batch in inputs:  # a shape is rehearsed once: here, where gradients are wanted
             self._stages[-1].incoming(batch)
         self._now.batches, self._now.scale = inputs, scale
         number = len(inputs)
-        pipeline = self._pipe.module.pipeline
-        stops = {"never": 0, "except_last": number - 1, "always": number}
-        pipeline.checkpoint_stop = stops[self._checkpoint]
-        marks = (torch.empty((place, 0), device=self._home) for place in range(number))
-        batches = [Batch((mark,), place) for place, mark in enumerate(marks)]
-        pipeline.run(batches)
-        return torch.stack([batch[0] for batch in batches])
+        recomputed = {"never": 0, "except_last": number - 1, "always": number}[self._checkpoint]
+        marks = [torch.empty((place, 0), device=self._home) for place in range(number)]
+        return torch.stack(run_pipe(self._pipe.module, marks, recomputed))
 
 
 class FairscaleRunner(LoopRunner):

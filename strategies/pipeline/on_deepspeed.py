@@ -23,8 +23,8 @@ from bigtrain.costs.forecast import Forecast
 from bigtrain.costs.rank_replay import join_stages
 from bigtrain.errors import ConfigError
 from bigtrain.schedules.orders import Action
+from bigtrain.strategies.deepspeed_adapter import DEEPSPEED, require_deepspeed
 from bigtrain.strategies.pipeline import Pipeline, refuse_no_ranks, refuse_wrong_places
-from bigtrain.strategies.pipeline.deepspeed_start import load_deepspeed_pipeline
 
 
 class DeepSpeedPipeline(Pipeline):
@@ -34,6 +34,10 @@ class DeepSpeedPipeline(Pipeline):
     def traits(self) -> CutTraits:
         """See `Strategy.traits`: ZeRO on DeepSpeed is done by the same engine."""
         return replace(super().traits, optimizer_gets="copies", takes_over=True)
+
+    def warning(self) -> str | None:
+        """See `Strategy.warning`."""
+        return DEEPSPEED.warning()
 
     def check(self, plan: Plan) -> None:
         """Refuse what DeepSpeed's pipelines cannot do."""
@@ -57,14 +61,9 @@ class DeepSpeedPipeline(Pipeline):
                 f"strategy.offload wants optimizer={away.optimizer} parameters={away.parameters}. "
                 "Leave strategy.offload out, or set strategy.cut.engine=torch."
             )
-        try:
-            load_deepspeed_pipeline(plan.device_type)
-        except Exception as error:  # noqa: BLE001 - an extension that does not fit raises anything
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ConfigError(
-                f"strategy.cut.engine=deepspeed needs deepspeed, which does not load ({reason}). "
-                "Run `pip install deepspeed`, or set strategy.cut.engine=torch."
-            ) from None
+        require_deepspeed(
+            plan.device_type, "strategy.cut.engine=deepspeed", "set strategy.cut.engine=torch"
+        )
 
     def _check_replicas(self, plan: Plan) -> None:
         replicate = plan.techniques["replicate"]

@@ -10,7 +10,6 @@ Source: fairscale 0.4.13, nn/pipe; Kim et al. 2020, torchgpipe (arXiv 2004.09910
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -21,6 +20,7 @@ from bigtrain.costs.rank_replay import join_stages
 from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import Timeline
 from bigtrain.schedules.orders import Action, ActionKind
+from bigtrain.strategies.fairscale_adapter import FAIRSCALE, require_fairscale
 from bigtrain.strategies.pipeline import (
     Pipeline,
     local_devices,
@@ -36,6 +36,10 @@ class FairscalePipe(Pipeline):
     def traits(self) -> CutTraits:
         """See `Strategy.traits`."""
         return replace(super().traits, spans_ranks=False)
+
+    def warning(self) -> str | None:
+        """See `Strategy.warning`."""
+        return FAIRSCALE.warning()
 
     def check(self, plan: Plan) -> None:
         """Refuse what Pipe cannot do."""
@@ -58,15 +62,7 @@ class FairscalePipe(Pipeline):
         refuse_wrong_places(self, self.devices, f"strategy.cut.devices={self.devices}")
         refuse_missing_devices(self.devices, plan)
         self._check_replicas(plan)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                import fairscale.nn.pipe  # noqa: F401
-        except ImportError as error:
-            raise ConfigError(
-                f"strategy.cut.engine=fairscale needs fairscale, which does not load ({error}). "
-                "Run `pip install fairscale`, or set strategy.cut.engine=torch."
-            ) from None
+        require_fairscale("strategy.cut.engine=fairscale", "set strategy.cut.engine=torch")
 
     def _check_replicas(self, plan: Plan) -> None:
         replicate = plan.techniques["replicate"].name

@@ -10,17 +10,13 @@ initial values as they were before they were rounded.
 from __future__ import annotations
 
 import copy
-import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
@@ -30,33 +26,12 @@ from bigtrain.errors import ConfigError
 from bigtrain.job.deepspeed_json import json_section
 from bigtrain.models.names import names_of
 from bigtrain.optim.partitioned import ELEMENTWISE_OPTIMIZERS
-from bigtrain.ranks.context import RunContext
-
-_MODULES = (
-    "deepspeed",
-    "deepspeed.comm.torch",
-    "deepspeed.runtime.zero.stage3",
-    "deepspeed.runtime.zero.stage_1_and_2",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
-    "deepspeed.runtime.zero.partition_parameters",
+from bigtrain.strategies.deepspeed_adapter import (
+    Partitioner,
+    connect_deepspeed,
+    parse_config,
+    start_engine,
 )
-
-
-def load_deepspeed(device_type: str) -> Any:
-    """Import DeepSpeed, silently, for one kind of device.
-
-    Raises:
-        ImportError: it is not installed, or does not load here.
-    """
-    logging.getLogger("DeepSpeed").addFilter(_only_errors)
-    # Left to itself it takes a GPU that it finds, whatever device the job is on.
-    before = dict(os.environ)
-    with _environment(DS_ACCELERATOR=device_type), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loaded = [import_module(name) for name in _MODULES][0]
-    for key in os.environ.keys() - before:  # it leaves some behind
-        del os.environ[key]
-    return loaded
 
 
 @contextmanager
@@ -86,28 +61,11 @@ def check_file(path: str, config: dict[str, Any]) -> None:
     Raises:
         ConfigError: DeepSpeed refuses it.
     """
-    reader: Any = import_module("deepspeed.runtime.config").DeepSpeedConfig
     # One process reads it: the batch of all ranks would not be that of its micro-batches.
     alone = {key: value for key, value in config.items() if key != "train_batch_size"}
     with blaming_file(path), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        reader(alone)
-
-
-def _only_errors(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
-
-
-@contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    """Set what is not set, for a while."""
-    missing = {key: value for key, value in values.items() if key not in os.environ}
-    os.environ.update(missing)
-    try:
-        yield
-    finally:
-        for key in missing:
-            os.environ.pop(key, None)
+        parse_config(alone)
 
 
 @dataclass
@@ -135,58 +93,28 @@ def build_engine(
         stage: of it.
         path: of the user's file, where the config is from one.
     """
-    context = assembly.context
-    deepspeed = load_deepspeed(context.device.type)
-    meter = assembly.meter
+    context, meter = assembly.context, assembly.meter
     built = BuiltEngine(None, tracking=lambda: meter.tracking)
     with ExitStack() as failing, warnings.catch_warnings():
         failing.enter_context(built.closing)
-        # Only some launchers set it, and DeepSpeed reads it all the time.
-        built.closing.enter_context(_environment(LOCAL_RANK=str(context.local_rank)))
         _copy_without_hooks(assembly.model, context.device, built.closing)
         warnings.simplefilter("ignore")
-        _connect(deepspeed, context)
+        connect_deepspeed(context, built.closing)
         low = assembly.plan.bf16_parameters
         optimizer, names = optimizer_and_names(assembly)
         if stage == 3:
-            _fill_in_shards(deepspeed, assembly, config, built, to_bf16=low)
+            _fill_in_shards(assembly, config, built, to_bf16=low)
         else:
             _fill_flat(assembly, names, built, to_bf16=low, is_dealt_out=_is_dealt_out(config))
         assembly.materialize(names_of(assembly.model))
         for group, members in zip(optimizer.param_groups, names, strict=True):
             group["params"] = [assembly.model.get_parameter(name) for name in members]
-        with _flattening_in_place(deepspeed), _sending_nothing(deepspeed), blaming_file(path):
-            built.engine, *_ = deepspeed.initialize(
-                model=assembly.model,
-                optimizer=optimizer,
-                config=config,
-                dist_init_required=False,
+        with blaming_file(path):
+            built.engine = start_engine(
+                assembly.model, optimizer, config, flatten=_joined, align=_aligned
             )
         failing.pop_all()
     return built
-
-
-def _connect(deepspeed: Any, context: RunContext) -> None:
-    """Let DeepSpeed use the process group that is there, and build no kernel for it.
-
-    Its shared-memory collectives are a C++ operator that takes a minute to compile.
-    """
-    if not dist.is_initialized():
-        raise ConfigError(
-            "DeepSpeed needs a process group, for one rank, too. Use bigtrain.prepare, or "
-            "bigtrain.connect(..., force_group=True)."
-        )
-    # What it keeps of a group outlives the group, and a second engine may have another one.
-    import_module("deepspeed.comm.comm").__dict__["cdb"] = None
-    import_module("deepspeed.utils.groups").__dict__["_WORLD_GROUP"] = None
-    backend: Any = import_module("deepspeed.comm.torch")
-    plain = backend.build_shm_op
-    backend.build_shm_op = lambda: None
-    try:
-        name = "nccl" if context.device.type == "cuda" else "gloo"
-        deepspeed.init_distributed(name, auto_mpi_discovery=False, verbose=False)
-    finally:
-        backend.build_shm_op = plain
 
 
 def _copy_without_hooks(model: nn.Module, device: torch.device, closing: ExitStack) -> None:
@@ -307,16 +235,10 @@ def _fill_flat(
 
 
 def _fill_in_shards(
-    deepspeed: Any, assembly: Assembly, config: dict[str, Any], built: BuiltEngine, *, to_bf16: bool
+    assembly: Assembly, config: dict[str, Any], built: BuiltEngine, *, to_bf16: bool
 ) -> None:
     """Stage 3: module by module, so that no rank ever has more than one module whole."""
-    parts: Any = import_module("deepspeed.runtime.zero.partition_parameters")
-    group = deepspeed.comm.get_world_group()
-    init = deepspeed.zero.Init(config_dict_or_path=config, data_parallel_group=group)
-    linear_keeper = parts.InsertPostInitMethodToModuleSubClasses
-    init._enable_mem_efficient_linear()
-    linear = linear_keeper.linear_bk
-    built.closing.callback(setattr, torch.nn.functional, "linear", linear)
+    partitioner = Partitioner(config, built.closing)
     ranks, rank = assembly.context.dp_size, assembly.context.dp_rank
     names = set(names_of(assembly.model))
     for path, module in assembly.model.named_modules():
@@ -325,7 +247,7 @@ def _fill_in_shards(
         }
         assembly.materialize([name for name in own_names if name in names])
         for parameter in module._parameters.values():
-            if parameter is None or parts.is_zero_param(parameter):
+            if parameter is None or partitioner.has_cut(parameter):
                 continue
             if to_bf16 and parameter.is_floating_point():
                 if parameter.requires_grad:
@@ -335,51 +257,28 @@ def _fill_in_shards(
                     built.fp32_values[id(parameter)] = (start, own_values)
                 parameter.data = parameter.data.to(torch.bfloat16)
             # Every rank has made the same values, so that nothing need be sent.
-            init._convert_to_deepspeed_param(parameter)
-            parameter.partition()
+            partitioner.cut(parameter)
 
 
-@contextmanager
-def _flattening_in_place(deepspeed: Any) -> Iterator[None]:
-    """Let DeepSpeed flatten without a copy what already lies end to end."""
-    stage_module: Any = import_module(deepspeed.__name__ + ".runtime.zero.stage_1_and_2")
-    flatten, align = stage_module._flatten_dense_tensors, stage_module.align_dense_tensors
-
-    def joined(tensors: Sequence[Tensor]) -> Tensor:
-        joined_view = end_to_end(tensors)
-        return flatten(tensors) if joined_view is None else joined_view
-
-    def aligned(tensors: Sequence[Tensor], unit: int) -> Sequence[Tensor]:
-        joined_view = end_to_end(tensors)
-        padding = 0 if joined_view is None else -joined_view.numel() % unit
-        if joined_view is None or not padding:
-            return align(tensors, unit)  # type: ignore[no-any-return]
-        stop = joined_view.storage_offset() + joined_view.numel()
-        free_elements = joined_view.untyped_storage().nbytes() // joined_view.element_size() - stop
-        if free_elements < padding:
-            return align(tensors, unit)  # type: ignore[no-any-return]
-        return [*tensors, joined_view.as_strided((padding,), (1,), stop)]
-
-    stage_module._flatten_dense_tensors, stage_module.align_dense_tensors = joined, aligned
-    try:
-        yield
-    finally:
-        stage_module._flatten_dense_tensors, stage_module.align_dense_tensors = flatten, align
+def _joined(tensors: Sequence[Tensor], otherwise: Callable[..., Tensor]) -> Tensor:
+    """Tensors as one, without a copy where they lie end to end."""
+    joined_view = end_to_end(tensors)
+    return otherwise(tensors) if joined_view is None else joined_view
 
 
-@contextmanager
-def _sending_nothing(deepspeed: Any) -> Iterator[None]:
-    """Leave out the broadcast of the weights: every rank has made the same.
-
-    It would fail for a parameter that is one number without dimensions.
-    """
-    kind: Any = deepspeed.DeepSpeedEngine
-    send = kind._broadcast_model
-    kind._broadcast_model = lambda _engine: None
-    try:
-        yield
-    finally:
-        kind._broadcast_model = send
+def _aligned(
+    tensors: Sequence[Tensor], unit: int, otherwise: Callable[..., Sequence[Tensor]]
+) -> Sequence[Tensor]:
+    """Tensors with padding up to a unit, which lies behind them where they lie end to end."""
+    joined_view = end_to_end(tensors)
+    padding = 0 if joined_view is None else -joined_view.numel() % unit
+    if joined_view is None or not padding:
+        return otherwise(tensors, unit)
+    stop = joined_view.storage_offset() + joined_view.numel()
+    free_elements = joined_view.untyped_storage().nbytes() // joined_view.element_size() - stop
+    if free_elements < padding:
+        return otherwise(tensors, unit)
+    return [*tensors, joined_view.as_strided((padding,), (1,), stop)]
 
 
 def end_to_end(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -33,9 +33,10 @@ from bigtrain.core.traits import Traits
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic
 from bigtrain.errors import ConfigError
+from bigtrain.strategies.deepspeed_adapter import DEEPSPEED, require_deepspeed
 from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.advice import advise
-from bigtrain.strategies.zero.on_deepspeed.build import build_engine, check_file, load_deepspeed
+from bigtrain.strategies.zero.on_deepspeed.build import build_engine, check_file
 from bigtrain.strategies.zero.on_deepspeed.config import (
     bucket_elements,
     deepspeed_settings,
@@ -72,6 +73,10 @@ class DeepSpeed(Zero):
             own_offload=True,
         )
 
+    def warning(self) -> str | None:
+        """See `Strategy.warning`."""
+        return DEEPSPEED.warning()
+
     def check(self, plan: Plan) -> None:
         """Refuse what DeepSpeed cannot do, and a file that contradicts the job."""
         if plan.shares_engine:
@@ -102,14 +107,9 @@ class DeepSpeed(Zero):
             )
         config = deepspeed_settings(self, plan, elements=1)
         check_offload(config, plan, stage, instead)
-        try:
-            load_deepspeed(plan.device_type)
-        except Exception as error:  # noqa: BLE001 - an extension that does not fit raises anything
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ConfigError(
-                f"strategy.replicate.engine=deepspeed needs deepspeed, which does not load "
-                f"({reason}). Run `pip install deepspeed`, or use --strategy {instead}."
-            ) from None
+        require_deepspeed(
+            plan.device_type, "strategy.replicate.engine=deepspeed", f"use --strategy {instead}"
+        )
         if self.config is not None:
             check_file(self.config, config)
 

@@ -18,6 +18,7 @@ from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.memory.timeline import Span, Timeline
 from bigtrain.models.names import names_of
+from bigtrain.strategies.deepspeed_adapter import step_pipeline
 from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.on_deepspeed.build import BuiltEngine, optimizer_and_names
 from bigtrain.strategies.zero.on_deepspeed.config import bucket_elements, deepspeed_settings
@@ -40,10 +41,8 @@ def share_engine(options: Zero, assembly_of_cut: Assembly) -> None:
             "zero_optimization": config["zero_optimization"] | {"overlap_comm": False},
             "gradient_clipping": config["gradient_clipping"],
         }
-        engine = start(optimizer, more)
-        engine.step = engine._exec_optimizer_step
         meter = assembly.meter
-        built = BuiltEngine(engine, tracking=lambda: meter.tracking)
+        built = BuiltEngine(start(optimizer, more), tracking=lambda: meter.tracking)
         return PipelineZeroUpdate(built, assembly.context, model, 1)
 
     assembly_of_cut.shard = shard
@@ -51,6 +50,11 @@ def share_engine(options: Zero, assembly_of_cut: Assembly) -> None:
 
 class PipelineZeroUpdate(DeepSpeedUpdate):
     """The optimizer of one stage, its state sharded over the replicas."""
+
+    def step(self) -> None:
+        """See `Update.step`."""
+        step_pipeline(self.engine)
+        self.shards.clear()
 
     def clip(self, elsewhere: Collection[str]) -> float:
         """Let the next step clip by the norm over all stages; return it. Collective.

@@ -19,6 +19,7 @@ from bigtrain.core.loop import LoopRunner
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import CheckpointError
+from bigtrain.strategies.deepspeed_adapter import after_gathering
 from bigtrain.strategies.zero.on_deepspeed.update import DeepSpeedUpdate, shape_of
 from bigtrain.tensors.source import TensorSource
 
@@ -70,17 +71,12 @@ class DeepSpeedRunner(LoopRunner):
 
     def _own_gathered(self) -> None:
         """Gathered parameters are parameters, too: stage 3 makes them for a module at a time."""
-        if not hasattr(self._sharded.zero, "parameter_offload"):
-            return
-        coordinator = self._sharded.zero.parameter_offload.get_param_coordinator()
-        fetch = coordinator.fetch_sub_module
 
-        def fetch_and_own(module: nn.Module, forward: bool) -> None:
-            fetch(module, forward)
+        def own(module: nn.Module) -> None:
             if self.meter.tracking:
                 self.meter.label(module.parameters(recurse=False), "parameters")
 
-        coordinator.fetch_sub_module = fetch_and_own
+        after_gathering(self._sharded.zero, own)
 
     def _own_states(self) -> None:
         if self.meter.tracking:

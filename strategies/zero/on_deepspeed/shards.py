@@ -16,6 +16,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from bigtrain.strategies.deepspeed_adapter import (
+    add_up_in_one_buffer,
+    bucket_sender,
+    link_parameters,
+    replace_bucketing,
+    replace_end_of_backward,
+    replace_gradient_of_piece,
+    replace_reduction,
+    set_cut_norm,
+    set_flat_norm,
+    take_cut_from_host,
+    take_flat_from_host,
+    update_cut_parameters,
+)
 from bigtrain.strategies.zero.on_deepspeed.build import BuiltEngine
 
 
@@ -148,7 +162,7 @@ class FlatShards(OptimizerShards):
                 zero.optimizer.state[mine] = zero.optimizer.state.pop(before)
             zero.single_partition_of_fp32_groups[number] = mine
             group["params"] = [mine]
-        zero._link_all_hp_params()
+        link_parameters(zero)
 
     def _reduce_into_one_buffer(self) -> None:
         """Add reduced gradients to this rank's flat fp32 shard at once, and let go of the rest.
@@ -157,9 +171,7 @@ class FlatShards(OptimizerShards):
         gradients of its shard into one buffer, and flattens that into another for the step.
         """
         zero = self.zero
-        zero.gradient_accumulation_dtype = torch.float32
-        zero._use_compact_grad_partition_buffer = lambda _group: True
-        add, reduce = zero.reduce_independent_p_g_buckets_and_remove_grads, zero.reduce_ipg_grads
+        add_up_in_one_buffer(zero)
 
         def reduce_and_drop(comm_dtype: torch.dtype | None = None) -> None:
             done = [
@@ -180,8 +192,8 @@ class FlatShards(OptimizerShards):
                 if bucket.elements >= zero.reduce_bucket_size:
                     zero.reduce_ipg_grads(comm_dtype=dtype)
 
-        zero.reduce_ipg_grads = reduce_and_drop
-        zero.reduce_independent_p_g_buckets_and_remove_grads = add_and_send
+        reduce = replace_reduction(zero, reduce_and_drop)
+        add = replace_bucketing(zero, add_and_send)
 
     def _reduce_the_rest(self) -> None:
         """Reduce, too, what earlier micro-batches of a step had gradients of and the last has not.
@@ -189,7 +201,6 @@ class FlatShards(OptimizerShards):
         DeepSpeed looks at those parameters only whose gradients the last one brings.
         """
         zero = self.zero
-        finish = zero.independent_gradient_partition_epilogue
 
         def finish_all() -> None:
             if zero.is_gradient_accumulation_boundary():
@@ -202,18 +213,10 @@ class FlatShards(OptimizerShards):
                         if waiting and zero.get_param_id(parameter) not in begun:
                             zero.reduce_independent_p_g_buckets_and_remove_grads(parameter, number)
                 if zero.cpu_offload:
-                    self._take_from_host(begun)
+                    take_flat_from_host(zero, but=begun)
             finish()
 
-        zero.independent_gradient_partition_epilogue = finish_all
-
-    def _take_from_host(self, begun: set[int]) -> None:
-        """The same for gradients that are added up on the host."""
-        zero = self.zero
-        accumulated = zero._offload_accumulated_param_ids
-        zero._offload_accumulated_param_ids = accumulated - begun
-        zero._finalize_cpu_offload_gradient_accumulation()
-        zero._offload_accumulated_param_ids = accumulated
+        finish = replace_end_of_backward(zero, finish_all)
 
     def clear(self) -> None:
         """See `OptimizerShards.clear`; without offload they are in a buffer gone with the step."""
@@ -242,7 +245,7 @@ class FlatShards(OptimizerShards):
 
     def set_norm(self, norm: Tensor) -> None:
         """See `OptimizerShards.set_norm`."""
-        self.zero.scaled_global_norm = lambda norm_type=2: norm  # noqa: ARG005
+        set_flat_norm(self.zero, norm)
 
 
 class PartitionedShards(OptimizerShards):
@@ -264,7 +267,7 @@ class PartitionedShards(OptimizerShards):
         if not self._away:
             if zero.dtype == torch.float32:
                 self._update_in_place()
-            zero._prepare_fp32_grad_for_sub_group = self._lend_gradient
+            replace_gradient_of_piece(zero, self._lend_gradient)
             self._send_when_full()
         else:
             self._take_all_from_host()
@@ -273,8 +276,7 @@ class PartitionedShards(OptimizerShards):
     def _send_when_full(self) -> None:
         """Reduce a full bucket at once, and not when the next gradient is there as well."""
         zero = self.zero
-        add = zero.reduce_independent_p_g_buckets_and_remove_grads
-        send = getattr(zero, f"_{type(zero).__name__}__reduce_and_partition_ipg_grads")
+        send = bucket_sender(zero)
 
         def add_and_send(parameter: nn.Parameter) -> None:
             add(parameter)
@@ -284,19 +286,18 @@ class PartitionedShards(OptimizerShards):
                     send(dtype)
                     _until_gone(sent)
 
-        zero.reduce_independent_p_g_buckets_and_remove_grads = add_and_send
+        add = replace_bucketing(zero, add_and_send)
 
     def _take_all_from_host(self) -> None:
         """Take the gradients of all micro-batches, and not of those parameters in the last only."""
         zero = self.zero
-        finish = zero.independent_gradient_partition_epilogue
 
         def finish_all() -> None:
             finish()
             if zero.is_gradient_accumulation_boundary():
-                zero._finalize_offload_gradient_accumulation()
+                take_cut_from_host(zero)
 
-        zero.independent_gradient_partition_epilogue = finish_all
+        finish = replace_end_of_backward(zero, finish_all)
 
     def clear(self) -> None:
         """See `OptimizerShards.clear`."""
@@ -340,13 +341,8 @@ class PartitionedShards(OptimizerShards):
 
     def update_parameters(self) -> None:
         """See `OptimizerShards.update_parameters`."""
-        zero = self.zero
-        zero._partition_all_parameters()
-        for number in range(len(zero.fp16_groups)):
-            zero._reassign_or_swap_out_partitioned_parameters(number)
-        if zero.persistent_parameters:
-            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+        update_cut_parameters(self.zero)
 
     def set_norm(self, norm: Tensor) -> None:
         """See `OptimizerShards.set_norm`."""
-        self.zero._get_norm_groups = lambda: [norm]
+        set_cut_norm(self.zero, norm)

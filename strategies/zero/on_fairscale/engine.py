@@ -34,6 +34,12 @@ from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import scale_timeline
 from bigtrain.optim.partitioned import ReplicaGroup
 from bigtrain.optim.update import MakeOptimizer, is_elementwise, optimizer_tensors, steps_on_device
+from bigtrain.strategies.fairscale_adapter import (
+    FAIRSCALE,
+    finish_oldest,
+    require_fairscale,
+    take_over_waiting,
+)
 from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.on_fairscale.memory import RankShare, deal_parameters, in_flight_bytes
 from bigtrain.strategies.zero.on_fairscale.traffic import fairscale_traffic
@@ -48,18 +54,11 @@ def refuse_common(options: Zero, plan: Plan) -> None:
     """Refuse what no stage of fairscale's can do.
 
     Raises:
-        ConfigError: fairscale is not installed or does not load, the model is cut, states are
-            to live elsewhere, or an option is another engine's.
+        ConfigError: fairscale is not installed, does not load or is without a name that is used,
+            the model is cut, states are to live elsewhere, or an option is another engine's.
     """
     instead = FAIRSCALE_ALTERNATIVES[options.stage]
-    try:
-        import fairscale.nn.data_parallel
-        import fairscale.optim  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"strategy.replicate.engine=fairscale needs fairscale, which does not load ({error}). "
-            f"Run `pip install fairscale`, or use --strategy {instead}."
-        ) from None
+    require_fairscale("strategy.replicate.engine=fairscale", f"use --strategy {instead}")
     if "cut" in plan.techniques or plan.pp * plan.tp > 1:
         raise ConfigError(
             "strategy.replicate.engine=fairscale takes a whole model, and strategy.cut "
@@ -95,6 +94,10 @@ class FairscaleEngine(Zero):
             state_ranks=None,
             sharded_states=self.stage,
         )
+
+    def warning(self) -> str | None:
+        """See `Strategy.warning`."""
+        return FAIRSCALE.warning()
 
     def check(self, plan: Plan) -> None:
         """Refuse, as `Strategy.check` does."""
@@ -192,11 +195,11 @@ class FairscaleShardedDDP(FairscaleEngine):
             auto_refresh_trainable=False,
         )
         wrapped.refresh_trainable()  # now and not in the first forward pass
-        sizes = sum(_bytes(p) for p in update.parameters.values())
+        sizes = sum(p.nbytes for p in update.parameters.values())
         _limit_in_flight(wrapped, update, in_flight_bytes(self, sizes))
         assembly.update = update
         assembly.module = wrapped
-        _reaverage(wrapped, update)
+        _reaverage(update)
         assembly.runner = ShardedGradients
 
 
@@ -254,6 +257,8 @@ class OSSUpdate(OwnedUpdate):
         make = _in_groups(assembly.make_optimizer)
         self.oss = OSS(ordered, optim=make, group=context.group())
         self.optimizer: torch.optim.Optimizer = self.oss.optim
+        self.hooks: list[Any] = []
+        """On the gradients of parameters, and what keeps them: they live as long as this."""
         shares = enumerate(self.oss.partition_parameters())
         rank_of = {id(p): rank for rank, groups in shares for g in groups for p in g["params"]}
         self.owners = {name: rank_of[id(p)] for name, p in self.parameters.items()}
@@ -373,7 +378,7 @@ class ShardedGradients(LoopRunner):
         return update.gradients() if isinstance(update, OwnedUpdate) else super().gradients()
 
 
-def _reaverage(wrapped: Any, update: OSSUpdate) -> None:
+def _reaverage(update: OSSUpdate) -> None:
     """Reduce after every micro-batch: what was averaged before is counted once only.
 
     ShardedDataParallel divides a rank's whole gradient by the number of ranks when it sends a
@@ -390,7 +395,7 @@ def _reaverage(wrapped: Any, update: OSSUpdate) -> None:
     for parameter in update.mine.values():
         node = _adder(parameter)
         hook = node.register_prehook(lambda *_, mine=parameter: multiply(mine))
-        wrapped._bigtrain_hooks.append((node, hook))
+        update.hooks.append((node, hook))
 
 
 def _limit_in_flight(wrapped: Any, update: OSSUpdate, max_bytes: int) -> None:
@@ -399,8 +404,7 @@ def _limit_in_flight(wrapped: Any, update: OSSUpdate, max_bytes: int) -> None:
     ShardedDataParallel lets them go when it happens to find their reduction finished; where the
     computing is faster than the network, that is after the whole backward pass.
     """
-    wrapped._try_consume_work_handle = lambda: None  # what follows does it
-    handles = wrapped._work_handles
+    handles = take_over_waiting(wrapped)
     under_way: deque[nn.Parameter] = deque()
     own_ids = {id(p) for p in update.mine.values()}
 
@@ -408,19 +412,17 @@ def _limit_in_flight(wrapped: Any, update: OSSUpdate, max_bytes: int) -> None:
         while under_way and len(under_way) >= len(handles):  # done at the end of a backward pass
             under_way.popleft()
         under_way.append(sent)
-        while sum(_bytes(p) for p in under_way if id(p) not in own_ids) > max_bytes:
-            work, parameter = handles.popleft(), under_way.popleft()
-            work.handle.wait()
+        while sum(p.nbytes for p in under_way if id(p) not in own_ids) > max_bytes:
+            parameter = under_way.popleft()
             gradient = parameter.grad
-            work.callback()
+            finish_oldest(handles)
             if id(parameter) not in own_ids and gradient is not None:
                 _free(gradient)
 
-    wrapped._bigtrain_hooks = []
     for parameter in update.parameters.values():
         node = _adder(parameter)  # after its hook that sends, this one
         hook = node.register_hook(lambda *_, sent=parameter: wait_oldest(sent))
-        wrapped._bigtrain_hooks.append((node, hook))
+        update.hooks.append((node, hook))
 
 
 def _adder(parameter: nn.Parameter) -> Any:
@@ -432,9 +434,5 @@ def _adder(parameter: nn.Parameter) -> Any:
 def _free(gradient: Tensor) -> None:
     """Give the memory back now: a backend's thread may hold on to the tensor for a moment."""
     storage = gradient.untyped_storage()
-    if storage.nbytes() == _bytes(gradient):  # and not a slice of what others' gradients are in
+    if storage.nbytes() == gradient.nbytes:  # and not a slice of what others' gradients are in
         storage.resize_(0)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -30,6 +30,7 @@ from bigtrain.models.blocks import independent_blocks
 from bigtrain.models.names import names_of
 from bigtrain.optim.partitioned import ELEMENTWISE_OPTIMIZERS
 from bigtrain.optim.update import MakeOptimizer, is_elementwise, steps_on_device
+from bigtrain.strategies.fairscale_adapter import plain_name, whole_size
 from bigtrain.strategies.zero.on_fairscale.engine import (
     FairscaleEngine,
     OwnedUpdate,
@@ -38,9 +39,6 @@ from bigtrain.strategies.zero.on_fairscale.engine import (
 from bigtrain.strategies.zero.on_fairscale.memory import reduce_gradients
 from bigtrain.tensors.source import TensorSource
 from bigtrain.units import MIB
-
-_WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
-"""What fairscale puts into the names of what it has wrapped."""
 
 
 class FairscaleFSDP(FairscaleEngine):
@@ -241,7 +239,7 @@ class FullyShardedRunner(ShardedGradients):
         for path, module in self.module.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if name not in module._non_persistent_buffers_set:
-                    tensors[_plain(f"{path}.{name}".lstrip("."))] = buffer
+                    tensors[plain_name(f"{path}.{name}".lstrip("."))] = buffer
         return tensors
 
 
@@ -250,19 +248,7 @@ def plain_names(
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters under the names that they had before fairscale wrapped the blocks."""
     for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
-        yield _plain(name), parameter
-
-
-def whole_size(tensor: Tensor) -> torch.Size:
-    """The shape that a tensor had before fairscale sharded it; its own where it did not."""
-    size: torch.Size = getattr(tensor, "_orig_size", tensor.shape)
-    return size
-
-
-def _plain(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+        yield plain_name(name), parameter
 
 
 def _tell_owner(assembly: Assembly) -> Callable[..., None]:

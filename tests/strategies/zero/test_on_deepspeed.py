@@ -77,7 +77,7 @@ def test_what_it_cannot_do_is_refused_before_the_ranks_meet(case):
 def test_without_deepspeed_it_says_what_to_install_and_what_else_to_use(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     for strategy, instead in (("zero1", "zero1_torch"), ("zero2", "fsdp_zero2"), ("zero3", "fsdp")):
-        words = f"`pip install deepspeed`, or use --strategy {instead}"
+        words = f'`pip install "deepspeed>=0.*<0.*"`, or use --strategy {instead}'
         with pytest.raises(ConfigError, match=words) as said:
             make_plan(job_from_keys(strategy, {}), 2, "cpu")
         assert "\n" not in str(said.value)

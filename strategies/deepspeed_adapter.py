@@ -1,0 +1,432 @@
+"""All that is used of DeepSpeed's inside: the names, the versions, and the ways to get at them.
+
+No other module imports DeepSpeed, reads a private name of it or replaces a part of it, and whatever
+is read of its engines and optimizers is listed here. A version without one of the names is refused
+before the ranks connect, another version than those that were seen to work is told of.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bigtrain.errors import ConfigError
+from bigtrain.machine.libraries import ForeignLibrary, foreign_names
+from bigtrain.ranks.context import RunContext
+
+_ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
+_PIPE = "deepspeed.runtime.pipe"
+_PIPE_ENGINE = f"{_PIPE}.engine.PipelineEngine"
+_FLAT_MODULE = "deepspeed.runtime.zero.stage_1_and_2"
+_FLAT = f"{_FLAT_MODULE}.DeepSpeedZeroOptimizer"
+_CUT_MODULE = "deepspeed.runtime.zero.stage3"
+_CUT = f"{_CUT_MODULE}.DeepSpeedZeroOptimizer_Stage3"
+_PARTS = "deepspeed.runtime.zero.partition_parameters"
+_COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator"
+
+# All strategies were run with 0.19.8. Twelve versions from 0.16.0 to 0.19.7 were only imported:
+# each lacks some of these names (0.19.7 one, 0.18.9 six), and so may the next one.
+DEEPSPEED = ForeignLibrary("deepspeed", "0.19.8", "0.19.9", (
+    *foreign_names("replace", "forget groups of before", "deepspeed.comm.comm", "cdb"),
+    *foreign_names("replace", "forget groups of before", "deepspeed.utils.groups", "_WORLD_GROUP"),
+    *foreign_names("replace", "compile nothing", "deepspeed.comm.torch", "build_shm_op"),
+    *foreign_names("replace", "send no weights", _ENGINE, "_broadcast_model"),
+    *foreign_names("read", "do a step", _ENGINE,
+        "forward backward step destroy set_gradient_accumulation_boundary optimizer module "
+        "_running_engine_backward"),
+    # Stages 1 and 2.
+    *foreign_names("replace", "flatten without a copy", _FLAT_MODULE,
+        "_flatten_dense_tensors align_dense_tensors"),
+    *foreign_names("replace", "let gradients go as soon as they are reduced", _FLAT,
+        "gradient_accumulation_dtype _use_compact_grad_partition_buffer reduce_ipg_grads "
+        "reduce_independent_p_g_buckets_and_remove_grads"),
+    *foreign_names("replace", "reduce what the last micro-batch brings none of", _FLAT,
+        "independent_gradient_partition_epilogue _offload_accumulated_param_ids"),
+    *foreign_names("replace", "clip by our norm", _FLAT, "scaled_global_norm"),
+    *foreign_names("read", "find the flat pieces that a rank updates", _FLAT,
+        "optimizer dtype cpu_offload real_dp_process_group partition_size bit16_groups "
+        "bit16_groups_flat round_robin_bit16_groups round_robin_bit16_offsets "
+        "parallel_partitioned_bit16_groups single_partition_of_fp32_groups _link_all_hp_params "
+        "update_lp_params"),
+    *foreign_names("read", "follow gradients", _FLAT,
+        "ipg_buckets reduce_bucket_size is_gradient_accumulation_boundary params_already_reduced "
+        "get_param_id get_gradient_for_reduction averaged_gradients accumulated_grads_in_cpu "
+        "_finalize_cpu_offload_gradient_accumulation"),
+    *foreign_names("read", "follow gradients", f"{_FLAT_MODULE}.IPGBucket",
+        "buffer elements params"),
+    # Stage 3.
+    *foreign_names("replace", "lend gradients without a copy", _CUT,
+        "_prepare_fp32_grad_for_sub_group"),
+    *foreign_names("replace", "send a full bucket at once", _CUT,
+        "reduce_independent_p_g_buckets_and_remove_grads"),
+    *foreign_names("replace", "take gradients of all micro-batches", _CUT,
+        "independent_gradient_partition_epilogue"),
+    *foreign_names("replace", "clip by our norm", _CUT, "_get_norm_groups"),
+    *foreign_names("read", "find the flat pieces that a rank updates", _CUT,
+        "optimizer dtype offload_optimizer fp16_groups grad_position fp16_partitioned_groups_flat "
+        "fp32_partitioned_groups_flat lp_param_buffer persistent_parameters "
+        "_partition_all_parameters _reassign_or_swap_out_partitioned_parameters"),
+    *foreign_names("read", "follow gradients", _CUT,
+        "ipg_buckets reduce_bucket_size is_gradient_accumulation_boundary get_param_id "
+        "averaged_gradients grad_partitions_flat_buffer parameter_offload "
+        "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads "
+        "_finalize_offload_gradient_accumulation"),
+    *foreign_names("read", "follow gradients", f"{_CUT_MODULE}.IPGBucketZ3",
+        "buffer elements params"),
+    *foreign_names("read", "cut parameters, and read what is left", f"{_PARTS}.Init",
+        "_enable_mem_efficient_linear _convert_to_deepspeed_param partition partition_numel "
+        "all_gather ds_id ds_numel ds_process_group ds_shape ds_tensor"),
+    *foreign_names("read", "put torch's linear layer back", _PARTS,
+        "is_zero_param InsertPostInitMethodToModuleSubClasses"),
+    *foreign_names("read", "see parameters become whole",
+        "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload", "get_param_coordinator"),
+    *foreign_names("replace", "see parameters become whole",
+        f"{_COORDINATOR}.PartitionedParameterCoordinator", "fetch_sub_module"),
+    *foreign_names("read", "load it silently", "deepspeed.runtime.zero.muon", "muon_optimizer"),
+    # Pipelines.
+    *foreign_names("replace", "do the schedule's instructions", _PIPE_ENGINE, "_INSTRUCTION_MAP"),
+    *foreign_names("read", "do a step", _PIPE_ENGINE,
+        "_exec_schedule _exec_reduce_grads _exec_optimizer_step pipe_buffers grid num_stages "
+        "stage_id prev_stage next_stage is_first_stage is_last_stage"),
+    *foreign_names("read", "know the instructions", f"{_PIPE}.schedule",
+        "TrainSchedule LoadMicroBatch RecvActivation ForwardPass SendActivation RecvGrad "
+        "BackwardPass SendGrad ReduceTiedGrads ReduceGrads OptimizerStep"),
+    *foreign_names("read", "send and receive", f"{_PIPE}.p2p", "send recv"),
+    *foreign_names("read", "lay its grid as our mesh", _PIPE, "ProcessTopology"),
+))  # fmt: skip
+
+
+def load_deepspeed(device_type: str) -> Any:
+    """Import DeepSpeed and all that is used of it, silently, for one kind of device.
+
+    Raises:
+        ImportError: it is not installed, or does not load here.
+    """
+    logging.getLogger("DeepSpeed").addFilter(_only_errors)
+    # Left to itself it takes a GPU that it finds, whatever device the job is on.
+    before = set(os.environ)
+    with default_environment(DS_ACCELERATOR=device_type), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loaded = import_module("deepspeed")
+        DEEPSPEED.missing_names()  # imports the modules that have them
+    for key in os.environ.keys() - before:  # it leaves some behind
+        del os.environ[key]
+    return loaded
+
+
+def _only_errors(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
+def require_deepspeed(device_type: str, user: str, instead: str) -> None:
+    """Refuse to go on without a DeepSpeed that has all that is used of it.
+
+    Args:
+        device_type: 'cpu' or 'cuda'.
+        user: the key with its value that wants it.
+        instead: what else the user can do, as the end of a sentence.
+
+    Raises:
+        ConfigError: it is not installed, does not load here, or is without a name.
+    """
+    try:
+        load_deepspeed(device_type)
+    except Exception as error:  # noqa: BLE001 - an extension that does not fit raises anything
+        raise DEEPSPEED.does_not_load(error, user, instead) from None
+    DEEPSPEED.refuse_missing(user, instead)
+
+
+@contextmanager
+def default_environment(**values: str) -> Iterator[None]:
+    """Set what is not set, for a while."""
+    missing = {key: value for key, value in values.items() if key not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for key in missing:
+            os.environ.pop(key, None)
+
+
+def parse_config(config: dict[str, Any]) -> None:
+    """Have DeepSpeed read a configuration; what it dislikes it raises in its own words."""
+    reader: Any = import_module("deepspeed.runtime.config").DeepSpeedConfig
+    reader(config)
+
+
+def connect_deepspeed(context: RunContext, closing: ExitStack) -> Any:
+    """Let DeepSpeed use the process group that is there, and build no kernel for it.
+
+    Its shared-memory collectives are a C++ operator that takes a minute to compile.
+
+    Args:
+        context: the mesh.
+        closing: takes what is to be undone at the end.
+
+    Returns:
+        The library.
+
+    Raises:
+        ConfigError: there is no process group.
+    """
+    deepspeed = load_deepspeed(context.device.type)
+    if not dist.is_initialized():
+        raise ConfigError(
+            "DeepSpeed needs a process group, for one rank, too. Use bigtrain.prepare, or "
+            "bigtrain.connect(..., force_group=True)."
+        )
+    # Only some launchers set it, and DeepSpeed reads it all the time.
+    closing.enter_context(default_environment(LOCAL_RANK=str(context.local_rank)))
+    # What it keeps of a group outlives the group, and a second engine may have another one.
+    import_module("deepspeed.comm.comm").__dict__["cdb"] = None
+    import_module("deepspeed.utils.groups").__dict__["_WORLD_GROUP"] = None
+    with _replaced(import_module("deepspeed.comm.torch"), build_shm_op=lambda: None):
+        name = "nccl" if context.device.type == "cuda" else "gloo"
+        deepspeed.init_distributed(name, auto_mpi_discovery=False, verbose=False)
+    return deepspeed
+
+
+@contextmanager
+def _replaced(owner: Any, **values: object) -> Iterator[None]:
+    """Give attributes other values for a while."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+def start_engine(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: dict[str, Any],
+    *,
+    flatten: Callable[..., Tensor],
+    align: Callable[..., Sequence[Tensor]],
+) -> Any:
+    """Put DeepSpeed's engine around a model whose values every rank has. Collective.
+
+    Weights are not sent, which would fail for a parameter that is one number without dimensions.
+
+    Args:
+        model: filled in.
+        optimizer: over its trained parameters.
+        config: DeepSpeed's.
+        flatten: makes one flat tensor of several; called with them and, as `otherwise`, with
+            DeepSpeed's own way.
+        align: adds padding up to a unit; called with tensors, unit and `otherwise`.
+    """
+    deepspeed: Any = import_module("deepspeed")
+    module: Any = import_module(_FLAT_MODULE)
+    flat = {
+        "_flatten_dense_tensors": partial(flatten, otherwise=module._flatten_dense_tensors),
+        "align_dense_tensors": partial(align, otherwise=module.align_dense_tensors),
+    }
+    silent = {"_broadcast_model": lambda _engine: None}
+    with _replaced(module, **flat), _replaced(deepspeed.DeepSpeedEngine, **silent):
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, dist_init_required=False
+        )
+    return engine
+
+
+class Partitioner:
+    """Cuts parameters as stage 3 has them, of which every rank has the values.
+
+    Args:
+        config: DeepSpeed's.
+        closing: takes what is to be undone at the end: torch's linear layer is put back.
+    """
+
+    def __init__(self, config: dict[str, Any], closing: ExitStack) -> None:
+        deepspeed: Any = import_module("deepspeed")
+        self._parts: Any = import_module(_PARTS)
+        group = deepspeed.comm.get_world_group()
+        self._init = deepspeed.zero.Init(config_dict_or_path=config, data_parallel_group=group)
+        self._init._enable_mem_efficient_linear()
+        linear = self._parts.InsertPostInitMethodToModuleSubClasses.linear_bk
+        closing.callback(setattr, torch.nn.functional, "linear", linear)
+
+    def has_cut(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is cut already."""
+        return bool(self._parts.is_zero_param(parameter))
+
+    def cut(self, parameter: Any) -> None:
+        """Leave this rank its part of a parameter; nothing is sent."""
+        self._init._convert_to_deepspeed_param(parameter)
+        parameter.partition()
+
+
+def link_parameters(zero: Any) -> None:
+    """Let the parameters of stages 1 and 2 know the fp32 pieces that are there now."""
+    zero._link_all_hp_params()
+
+
+def add_up_in_one_buffer(zero: Any) -> None:
+    """Let stages 1 and 2 add gradients up in the fp32 shard that the step uses."""
+    zero.gradient_accumulation_dtype = torch.float32
+    zero._use_compact_grad_partition_buffer = lambda _group: True
+
+
+Replaced = Callable[..., Any]
+"""The method that was there before."""
+
+
+def replace_reduction(zero: Any, reduce: Callable[..., None]) -> Replaced:
+    """Let something else reduce the full buckets of stages 1 and 2."""
+    before: Replaced = zero.reduce_ipg_grads
+    zero.reduce_ipg_grads = reduce
+    return before
+
+
+def replace_bucketing(zero: Any, add: Callable[..., None]) -> Replaced:
+    """Let something else add a gradient to its bucket, under any stage."""
+    before: Replaced = zero.reduce_independent_p_g_buckets_and_remove_grads
+    zero.reduce_independent_p_g_buckets_and_remove_grads = add
+    return before
+
+
+def replace_end_of_backward(zero: Any, finish: Callable[[], None]) -> Replaced:
+    """Let something else be done when a backward pass is over, under any stage."""
+    before: Replaced = zero.independent_gradient_partition_epilogue
+    zero.independent_gradient_partition_epilogue = finish
+    return before
+
+
+def take_flat_from_host(zero: Any, but: set[int]) -> None:
+    """Take gradients that stages 1 and 2 have added up on the host.
+
+    Args:
+        zero: the optimizer.
+        but: the ids of parameters that bring theirs themselves.
+    """
+    accumulated = zero._offload_accumulated_param_ids
+    zero._offload_accumulated_param_ids = accumulated - but
+    zero._finalize_cpu_offload_gradient_accumulation()
+    zero._offload_accumulated_param_ids = accumulated
+
+
+def take_cut_from_host(zero: Any) -> None:
+    """Take all gradients that stage 3 has added up on the host."""
+    zero._finalize_offload_gradient_accumulation()
+
+
+def set_flat_norm(zero: Any, norm: Tensor) -> None:
+    """Let stages 1 and 2 clip by a norm."""
+    zero.scaled_global_norm = lambda norm_type=2: norm  # noqa: ARG005
+
+
+def set_cut_norm(zero: Any, norm: Tensor) -> None:
+    """Let stage 3 clip by a norm."""
+    zero._get_norm_groups = lambda: [norm]
+
+
+def replace_gradient_of_piece(zero: Any, lend: Callable[[int], None]) -> None:
+    """Let something else give a piece of stage 3 its gradient before the step."""
+    zero._prepare_fp32_grad_for_sub_group = lend
+
+
+def bucket_sender(zero: Any) -> Callable[[torch.dtype], None]:
+    """What sends a bucket of stage 3, by the type of its gradients."""
+    send: Callable[[torch.dtype], None] = (
+        zero._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads
+    )
+    return send
+
+
+def update_cut_parameters(zero: Any) -> None:
+    """Let the parameters of stage 3 follow the pieces. Collective."""
+    zero._partition_all_parameters()
+    for number in range(len(zero.fp16_groups)):
+        zero._reassign_or_swap_out_partitioned_parameters(number)
+    if zero.persistent_parameters:
+        zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+def after_gathering(zero: Any, then: Callable[[nn.Module], None]) -> None:
+    """Call something whenever stage 3 has made the parameters of a module whole."""
+    if not hasattr(zero, "parameter_offload"):
+        return
+    coordinator = zero.parameter_offload.get_param_coordinator()
+    fetch = coordinator.fetch_sub_module
+
+    def fetch_first(module: nn.Module, forward: bool) -> None:  # noqa: FBT001 - as it is called
+        fetch(module, forward)
+        then(module)
+
+    coordinator.fetch_sub_module = fetch_first
+
+
+def set_instructions(engine: Any, actions: Mapping[str, Callable[..., None]]) -> None:
+    """Say what a pipeline engine does for each instruction of its schedule.
+
+    Args:
+        engine: the engine; it is the first argument of each action.
+        actions: by the class name of the instruction.
+    """
+    instructions: Any = import_module(f"{_PIPE}.schedule")
+    engine._INSTRUCTION_MAP = {getattr(instructions, n): do for n, do in actions.items()}
+
+
+def run_schedule(engine: Any, micro_batches: int) -> None:
+    """Let a pipeline engine go through its schedule of one step."""
+    schedule: Any = import_module(f"{_PIPE}.schedule").TrainSchedule
+    engine._exec_schedule(
+        schedule(micro_batches=micro_batches, stages=engine.num_stages, stage_id=engine.stage_id)
+    )
+
+
+def forward_stage(engine: Any, inputs: Any) -> Any:
+    """Call a pipeline engine's stage as any other engine's model; its own `forward` refuses."""
+    return _plain_engine().forward(engine, inputs)
+
+
+def backward_loss(engine: Any, loss: Tensor) -> None:
+    """Go back from a loss as any other engine does; a pipeline engine's `backward` refuses."""
+    _plain_engine().backward(engine, loss, scale_wrt_gas=False)
+
+
+def backward_from(engine: Any, outputs: Sequence[Any], gradients: Sequence[Tensor]) -> None:
+    """Go back from outputs, or from their edges, whose gradients are given."""
+    engine._running_engine_backward = True  # or its hooks ask for its own call
+    try:
+        torch.autograd.backward(outputs, gradients)
+    finally:
+        engine._running_engine_backward = False
+
+
+def _plain_engine() -> Any:
+    return import_module("deepspeed.runtime.engine").DeepSpeedEngine
+
+
+def reduce_pipeline_gradients(engine: Any) -> None:
+    """Reduce the gradients of a step over the replicas of a stage. Collective."""
+    engine._exec_reduce_grads()
+
+
+def step_pipeline(engine: Any) -> None:
+    """Update the parameters; a pipeline engine's own `step` refuses."""
+    engine._exec_optimizer_step()
+
+
+def send_to_stage(tensor: Tensor, stage: int) -> None:
+    """Send a tensor to another stage of the same replica."""
+    import_module(f"{_PIPE}.p2p").send(tensor, stage)
+
+
+def receive_from_stage(tensor: Tensor, stage: int) -> None:
+    """Fill a tensor with what another stage of the same replica sends."""
+    import_module(f"{_PIPE}.p2p").recv(tensor, stage)

@@ -1,0 +1,119 @@
+"""What is used of DeepSpeed's and fairscale's inside: all there, told, or refused beforehand."""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+from support.rooms import ROOT
+
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.core.strategy import Plan
+from bigtrain.engine.prepare import connect_job
+from bigtrain.engine.setup import open_setup
+from bigtrain.errors import ConfigError
+from bigtrain.job.load import job_from_keys, load_job
+from bigtrain.machine import doctor, libraries
+from bigtrain.machine.libraries import ForeignLibrary, foreign_names
+from bigtrain.ranks.launcher_env import SINGLE_RANK
+from bigtrain.report.lines import dry_run_lines
+from bigtrain.strategies import deepspeed_adapter, fairscale_adapter
+from bigtrain.strategies.deepspeed_adapter import DEEPSPEED, load_deepspeed
+from bigtrain.strategies.fairscale_adapter import FAIRSCALE
+
+LIBRARIES = {"deepspeed": DEEPSPEED, "fairscale": FAIRSCALE}
+ADAPTERS = {"deepspeed": deepspeed_adapter, "fairscale": fairscale_adapter}
+RUN_BY = {
+    ("deepspeed", "zero1", 2): "strategy.replicate.engine=deepspeed",
+    ("deepspeed", "zero2", 2): "strategy.replicate.engine=deepspeed",
+    ("deepspeed", "zero3", 2): "strategy.replicate.engine=deepspeed",
+    ("deepspeed", "pipeline_deepspeed", 2): "strategy.cut.engine=deepspeed",
+    ("deepspeed", "pipeline_deepspeed_zero1", 4): "strategy.cut.engine=deepspeed",
+    ("fairscale", "oss", 2): "strategy.replicate.engine=fairscale",
+    ("fairscale", "sharded_ddp", 2): "strategy.replicate.engine=fairscale",
+    ("fairscale", "fairscale_fsdp", 2): "strategy.replicate.engine=fairscale",
+    ("fairscale", "gpipe_fairscale", 1): "strategy.cut.engine=fairscale",
+}
+
+
+def needs(library: str) -> None:
+    if find_spec(library) is None:
+        pytest.skip(f"{library} is missing")
+
+
+def planned(strategy: str, ranks: int) -> Plan:
+    device = "cuda" if strategy == "fairscale_fsdp" else "cpu"
+    return make_plan(job_from_keys(strategy, {"train.global_batch_size": 32}), ranks, device)
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_what_is_installed_has_all_names_and_was_seen_to_work(name):
+    needs(name)
+    if name == "deepspeed":
+        load_deepspeed("cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert LIBRARIES[name].missing_names() == []
+    assert LIBRARIES[name].warning() is None
+
+
+@pytest.mark.parametrize(("library", "strategy", "ranks"), RUN_BY)
+def test_a_version_without_a_name_is_refused_before_the_ranks_connect(
+    library, strategy, ranks, monkeypatch
+):
+    needs(library)
+    seen: ForeignLibrary = LIBRARIES[library]
+    gone = foreign_names("replace", "test", library, "gone")
+    monkeypatch.setattr(
+        ADAPTERS[library], library.upper(), replace(seen, names=(*seen.names, *gone))
+    )
+    user = RUN_BY[library, strategy, ranks]
+    words = (
+        rf"^{user}: {library} [\d.]+ has no {library}\.gone, .*{seen.requirement} was seen to work"
+        rf".*Run `{seen.fix}`, or (use --strategy|set strategy\.cut\.engine=torch)"
+    )
+    with pytest.raises(ConfigError, match=words) as said:
+        planned(strategy, ranks)
+    assert "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize(("library", "strategy", "ranks"), RUN_BY)
+def test_another_version_than_those_seen_is_told_once(library, strategy, ranks, monkeypatch):
+    needs(library)
+    monkeypatch.setattr(libraries, "installed_version", lambda _name: "9.9")
+    lines = planned(strategy, ranks).warnings
+    assert len(lines) == 1
+    assert lines[0].startswith(f"{library} 9.9 is installed, and was never tried here")
+    assert f"`{LIBRARIES[library].fix}`" in lines[0]
+    assert make_plan(job_from_keys("ddp", {}), ranks, "cpu").warnings == []
+
+
+def test_rank_0_tells_before_the_ranks_connect_and_a_dry_run_does(capsys, monkeypatch):
+    needs("fairscale")
+    monkeypatch.setattr(libraries, "installed_version", lambda _name: "9.9")
+    job = load_job("default", "oss", ["device=cpu", "train.global_batch_size=4"])
+    plan = make_plan(job, 1, "cpu")
+    connection = connect_job(job, plan, SINGLE_RANK)
+    assert capsys.readouterr().err == f"bigtrain: {plan.warnings[0]}\n"  # and not connected yet
+    with connection as context:
+        assert context.is_main
+    connect_job(job, plan, replace(SINGLE_RANK, rank=1, world_size=2, launcher="env"))
+    assert capsys.readouterr().err == ""
+    assert next(dry_run_lines(job, plan, open_setup(job, plan))) == plan.warnings[0]
+
+
+def test_setup_and_doctor_ask_for_the_versions_that_were_seen():
+    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
+    (wanted,) = (
+        ast.literal_eval(keyword.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        for keyword in node.keywords
+        if keyword.arg == "install_requires"
+    )
+    for name, library in LIBRARIES.items():
+        assert [word for word in wanted if word.startswith(name)] == [library.requirement]
+        assert doctor._LIBRARIES[name] == library.fix
