@@ -139,14 +139,6 @@ class ActivationOffloader:
         """A model that is written down moves nothing when it is read."""
         return ActivationOffloader, ("cpu", torch.device("cpu"))
 
-    def begin_pass(self) -> None:
-        """Say that the next block is the first of its forward pass.
-
-        Where it is not said, the block before it may be fetched too early: a matter of memory
-        and time, not of numbers.
-        """
-        self._last = None
-
     def close(self) -> None:
         """Let go of files and threads; a backward pass that wants something back fails then."""
         with self._lock:

@@ -15,7 +15,7 @@ from bigtrain.assembly.block_prices import BudgetProblem, UniformForecast, make_
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import CutStrategy, Plan, RecomputeStrategy
 from bigtrain.core.workload import Workload
-from bigtrain.cutting.choose import DeviceRates
+from bigtrain.cutting.choose import NOMINAL_RATES
 from bigtrain.cutting.layout import Layout
 from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import Peak
@@ -25,10 +25,7 @@ from bigtrain.prediction.predict import forecast_rank
 from bigtrain.prediction.record import untraceable_reason
 from bigtrain.units import format_bytes
 
-RECOMPUTE_RATES = {
-    "cpu": DeviceRates(flops=5e10, nbytes=1e9, sent=2e9),
-    "cuda": DeviceRates(flops=3e14, nbytes=2.5e12, sent=5e10),
-}
+RECOMPUTE_RATES = {**NOMINAL_RATES, "cpu": replace(NOMINAL_RATES["cpu"], nbytes=1e9)}
 """Of which only the ratio counts. On a CPU what is between products (GELU, norms) passes about a
 50th as many bytes as products do arithmetic. Constants, as all ranks must choose alike."""
 MAX_FORECASTS = 8

@@ -57,8 +57,6 @@ class ChosenCut:
 
     cut: Cut
     partition: Partition
-    num_points: int
-    """Places where the model could be cut."""
     flops: tuple[int, ...]
     """Of each stage, forward, one micro-batch."""
     parameter_bytes: tuple[int, ...]
@@ -113,7 +111,7 @@ def choose_cut(rehearsal: TracedModel, micro_batch: MicroBatch, request: CutRequ
         for stage in range(request.stages)
     )
     crossing = tuple(points[piece - 1].nbytes for piece in chosen)
-    return ChosenCut(cut, partitioned, len(points), tuple(flops), parameter_bytes, crossing)
+    return ChosenCut(cut, partitioned, tuple(flops), parameter_bytes, crossing)
 
 
 def _common(found: ForwardTrace, rehearsal: TracedModel, micro_batch: MicroBatch) -> list[CutPoint]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from bigtrain.errors import ConfigError
-from bigtrain.optim.lean_adamw import CHUNK_ELEMENTS, MOMENTS, LeanAdamW, copy_rounded
+from bigtrain.optim.lean_adamw import CHUNK_ELEMENTS, MOMENTS, LeanAdamW
 from bigtrain.tensors.dtensors import flat_view, local_tensor
 
 QUANTIZATION_BLOCK = {8: 256, 4: 128}
@@ -109,7 +109,7 @@ class LowBitAdamW(LeanAdamW):
         generator: torch.Generator | None,
     ) -> None:
         if self._scale(key) not in slots:
-            copy_rounded(flat_view(local_tensor(slots[key]))[part], value, generator)
+            super()._write(slots, key, part, value, generator)
             return
         blocks = value.float().view(-1, self._block)
         scales = blocks.abs().amax(-1).clamp_(min=1e-12)

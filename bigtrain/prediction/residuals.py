@@ -85,10 +85,8 @@ class SafetyMargin:
     margin: float
     """Share by which a predicted peak is to be enlarged: 0.01 is 1 %."""
     beside_bytes: int
-    """To be added per rank: the same quantile of the bytes that are no tensors, in the meaning of
+    """To be added per rank: the `QUANTILE` of the bytes that are no tensors, in the meaning of
     `PeakRecord.process_bytes`; 0 where no run of the engine has told."""
-    quantile: float
-    """Of the ranks seen, this share needed no more than either."""
     runs: int
     """Runs of the engine on the device that are kept."""
     ranks: int
@@ -143,7 +141,6 @@ def safety_margin(engine: str, *, device_key: str | None = None) -> SafetyMargin
     return SafetyMargin(
         margin=margin,
         beside_bytes=_quantile(non_tensor_bytes) if non_tensor_bytes else 0,
-        quantile=QUANTILE,
         runs=len({entry.when for entry in records}),
         ranks=len(records),
         explanation=line,
