@@ -11,15 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.described import One, one, same, values
 from torch import nn
 from torch.nn.utils import parametrizations
 
 from bigtrain.errors import ConfigError
 from bigtrain.models.blueprint import Blueprint, describe, initial_seed
-
-
-def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def made(make: Callable[[], nn.Module], seed: int = 0) -> dict[str, torch.Tensor]:
@@ -28,23 +25,6 @@ def made(make: Callable[[], nn.Module], seed: int = 0) -> dict[str, torch.Tensor
     assert blueprint.deferred, blueprint.reason
     assert all(tensor.is_meta for tensor in values(blueprint.model).values())
     return values(blueprint.materialize("cpu", seed=seed))
-
-
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
-
-
-class One(nn.Module):
-    """A module with the parameters or buffers that a function makes."""
-
-    def __init__(self, make: Callable[[nn.Module], Any]) -> None:
-        super().__init__()
-        make(self)
-
-
-def one(tensor: Callable[[], torch.Tensor]) -> Callable[[], nn.Module]:
-    """A constructor of a module with the buffer `x`."""
-    return lambda: One(lambda module: module.register_buffer("x", tensor()))
 
 
 def small() -> nn.Module:

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from support.described import one
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bigtrain.models.blueprint import describe
-
-
-class One(nn.Module):
-    """A module with the parameters or buffers that a function makes."""
-
-    def __init__(self, make: Callable[[nn.Module], Any]) -> None:
-        super().__init__()
-        make(self)
-
-
-def one(tensor: Callable[[], torch.Tensor]) -> Callable[[], nn.Module]:
-    """A constructor of a module with the buffer `x`."""
-    return lambda: One(lambda module: module.register_buffer("x", tensor()))
 
 
 def test_the_cost_grows_with_the_model_and_not_with_its_square() -> None:

@@ -4,35 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.described import One, one, same, values
 from torch import nn
 
 from bigtrain.models.blueprint import describe
-
-
-def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
-
-
-class One(nn.Module):
-    """A module with the parameters or buffers that a function makes."""
-
-    def __init__(self, make: Callable[[nn.Module], Any]) -> None:
-        super().__init__()
-        make(self)
-
-
-def one(tensor: Callable[[], torch.Tensor]) -> Callable[[], nn.Module]:
-    """A constructor of a module with the buffer `x`."""
-    return lambda: One(lambda module: module.register_buffer("x", tensor()))
 
 
 def _numpy_weights() -> torch.Tensor:

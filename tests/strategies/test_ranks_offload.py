@@ -9,7 +9,7 @@ import torch
 from support.nets import TinyLM, tokens
 from support.offloaded import DISK, begin_and_continue
 from support.parity import Record, adamw, largest_difference, sgd, train
-from support.peaks import peaks, text, wide
+from support.peaks import assert_same_parts, peaks, text, wide
 from support.ranks import run_ranks
 from torch import nn
 
@@ -18,7 +18,6 @@ from bigtrain.engine.engine import Engine
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
-from bigtrain.memory.timeline import MEMORY_KINDS
 
 
 def train_in_small_chunks(context, *args: Any) -> Record:
@@ -124,11 +123,7 @@ def test_the_peak_is_predicted_part_by_part(case):
     args = (wide, text(), strategy, {**keys, **DISK}, optimizer)
     for predicted, measured, note in run_ranks(peaks, world_size, *args):
         assert note is None
-        assert predicted.bytes == pytest.approx(measured.bytes, rel=0.01)
-        assert predicted.phase == measured.phase
-        for kind in MEMORY_KINDS:
-            mine, real = getattr(predicted.breakdown, kind), getattr(measured.breakdown, kind)
-            assert mine == pytest.approx(real, abs=0.01 * measured.bytes), kind
+        assert_same_parts(predicted, measured)
 
 
 def build_on_a_small_disk(context, free: int) -> str:

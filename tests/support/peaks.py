@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from support.nets import TinyLM, tokens
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from bigtrain.data import MicroBatch
 from bigtrain.engine.engine import Engine
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
+from bigtrain.memory.timeline import MEMORY_KINDS, Peak
 
 
 def peaks(context, model, batch, strategy, keys, optimizer):
@@ -26,6 +28,15 @@ def peaks(context, model, batch, strategy, keys, optimizer):
         for _ in range(4):
             engine.step(tuple(t.clone() for t in batch))
         return engine.predicted, engine.meter.measured().peak, engine.prediction_note
+
+
+def assert_same_parts(predicted: Peak, measured: Peak) -> None:
+    """In the same phase, the same to a percent, and so is each kind."""
+    assert predicted.bytes == pytest.approx(measured.bytes, rel=0.01)
+    assert predicted.phase == measured.phase
+    for kind in MEMORY_KINDS:
+        expected, seen = getattr(predicted.breakdown, kind), getattr(measured.breakdown, kind)
+        assert expected == pytest.approx(seen, abs=0.01 * measured.bytes), kind
 
 
 def wide() -> nn.Module:

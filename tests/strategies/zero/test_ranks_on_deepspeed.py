@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.continued import continued
 from support.nets import Gained, Sometimes, TinyConv, TinyLM, tokens
 from support.parity import Record, adamw, largest_difference, sgd, train
 from support.peaks import text, wide
@@ -171,28 +172,6 @@ def test_buffers_follow_the_first_rank_as_under_ddp(strategy):
     assert largest_difference(one, record) < 1e-5
     with pytest.raises(AssertionError, match="kernels of BatchNorm2d.*--strategy zero1_torch"):
         run_ranks(convolving, 2, strategy, "bf16")
-
-
-def continued(context, strategy, folder, optimizer, load, precision, model=TinyLM):
-    """Three steps, or a checkpoint of them; then three more: (path, their losses)."""
-    job = job_from_keys(
-        strategy, {"train.global_batch_size": 8, **CLIP, "train.precision": precision}
-    )
-    samples, size = tokens(48), 8 // context.world_size
-
-    def step(engine):
-        start = 8 * engine.steps_done + context.rank * size
-        part = slice(start, start + size)
-        return engine.step((samples.inputs[part], samples.targets[part])).loss
-
-    with Engine(model, CrossEntropy(), optimizer, job, context) as engine:
-        if load is not None:
-            engine.load(Path(load))
-        else:
-            for _ in range(3):
-                step(engine)
-        path = engine.save(folder)
-        return str(path), [step(engine) for _ in range(3)]
 
 
 WAYS = [
