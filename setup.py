@@ -71,7 +71,7 @@ setup(
         "torchvision",
         # Those that their adapters in strategies/ name; a test compares them.
         "deepspeed>=0.19.8,<0.19.9",
-        "fairscale>=0.4.13,<0.4.14",
+        "fairscale>=0.4.9,<0.4.14",
         "pyyaml",
         "pydantic>=2.7",
         "matplotlib",

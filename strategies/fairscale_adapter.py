@@ -22,7 +22,9 @@ _PIPE = "fairscale.nn.pipe"
 _SHARDED = "fairscale.nn.data_parallel.ShardedDataParallel"
 _FULLY_SHARDED = "fairscale.nn.data_parallel.FullyShardedDataParallel"
 
-FAIRSCALE = ForeignLibrary("fairscale", "0.4.13", "0.4.14", (
+# Run on CPUs, that is without stage 3, with 0.4.9, 0.4.12 and 0.4.13, the last there is. 0.4.6 and
+# 0.4.0, imported alone, lack two of these names.
+FAIRSCALE = ForeignLibrary("fairscale", "0.4.9", "0.4.14", (
     *foreign_names("read", "know who updates what", "fairscale.optim.OSS",
         "optim partition_parameters world_size param_groups"),
     *foreign_names("replace", "let gradients go as soon as they are sent", _SHARDED,

@@ -36,7 +36,7 @@ _LIBRARIES = {
     "torch": "pip install torch",
     "torchvision": "pip install torchvision",
     "deepspeed": 'pip install "deepspeed>=0.19.8,<0.19.9"',
-    "fairscale": 'pip install "fairscale>=0.4.13,<0.4.14"',
+    "fairscale": 'pip install "fairscale>=0.4.9,<0.4.14"',
     "torchao": "pip install torchao",
 }
 _LAUNCHERS = ("torchrun", "deepspeed", "srun", "mpiexec")
