@@ -8,11 +8,11 @@ document. Everything is read as text and syntax trees, so nothing of the checkou
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import re
 import statistics
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,8 +112,10 @@ def count(top: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Count the checkout that is named, or this one."""
-    top = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[1]
-    print(json.dumps(count(top), indent=1))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    default = Path(__file__).resolve().parents[1]
+    parser.add_argument("folder", nargs="?", type=Path, default=default, help="of a checkout")
+    print(json.dumps(count(parser.parse_args().folder), indent=1))
 
 
 if __name__ == "__main__":
