@@ -190,7 +190,10 @@ def trained(given: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(("page", "given"), commands(), ids=lambda value: " ".join(value))
-def test_commands_in_the_pages_can_be_read(page, given):
+def test_commands_in_the_pages_can_be_read(page, given, tmp_path, monkeypatch):
+    (own,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    (tmp_path / "path.yaml").write_text(own)
+    monkeypatch.chdir(tmp_path)
     given = trained(given)
     if given[0] == "python":
         assert (ROOT / given[1]).exists() or given[1].startswith("-"), given

@@ -186,8 +186,21 @@ def test_the_example_of_the_contributing_page_runs(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     keys = {"train.precision": "fp64", "train.micro_batch_size": 2}
     (one,) = run_ranks(train, 1, TinyLM, tokens(22), "single", keys)
-    for record in run_ranks(train, 2, TinyLM, tokens(22), str(tmp_path / "path.yaml"), keys):
+    own = str(tmp_path / "path.yaml")
+    for record in run_ranks(train, 2, TinyLM, tokens(22), own, keys):
         assert largest_difference(one, record) < 1e-10
+    for record in run_ranks(
+        train, 4, TinyLM, tokens(22), f"1f1b+{own}", {**keys, "mesh.pp": 2}, pp=2
+    ):
+        assert largest_difference(one, record) < 1e-10
+
+
+def test_what_surrounds_micro_batches_is_refused_in_a_pipeline() -> None:
+    with pytest.raises(AssertionError, match="surrounds sets Assembly.sync.* set Assembly.average"):
+        run_ranks(train, 4, TinyLM, tokens(22), "1f1b", SURROUNDS, pp=2)
+
+
+SURROUNDS = {"mesh.pp": 2, "strategy.replicate": "support.odd_strategies:Surrounds"}
 
 
 def test_no_benchmark_is_named_as_a_folder_that_git_ignores():

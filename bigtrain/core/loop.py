@@ -43,6 +43,7 @@ class StepRunner:
         self._precision = assembly.plan.precision
         self._clip_norm = assembly.plan.clip_norm
         self._keep_gradients = assembly.keep_gradients
+        self._average = assembly.average
         self._before_update = assembly.before_update
         self._stepped = False
         self._trained = list(named.values())
@@ -104,6 +105,25 @@ class StepRunner:
                 parameter.grad = None
         self._stepped = True
 
+    def average_gradients(self) -> None:
+        """Let all replicas have the average, also of what only some of them have a gradient of."""
+        if self._average is None:
+            return
+        gradients = []
+        wanted_anywhere = self._has_gradient_anywhere()
+        for parameter, is_wanted in zip(self._trained, wanted_anywhere, strict=True):
+            if is_wanted:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients.append(parameter.grad)
+        self._average(gradients)
+
+    def _has_gradient_anywhere(self) -> list[bool]:
+        """Of each trained parameter, whether any replica has a gradient of it."""
+        has_gradient = [p.grad is not None for p in self._trained]
+        flags = torch.tensor(has_gradient, dtype=torch.int32, device=self.context.device)
+        return [bool(flag) for flag in self.context.all_reduce_sum(flags, "dp").tolist()]
+
     def label_gradients(self) -> None:
         """Tell the meter of the gradients that there are."""
         if self.meter.tracking:
@@ -147,7 +167,7 @@ class LoopRunner(StepRunner):
         super().__init__(assembly, named)
         self.loss = assembly.loss
         self._wrapped = assembly.module
-        self._sync = assembly.sync
+        self._sync = assembly.sync or (lambda _last: nullcontext())
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> float:
         """See `Runner.forward_backward`."""
@@ -163,6 +183,7 @@ class LoopRunner(StepRunner):
                 losses.append(
                     self.run_micro_batch(micro_batch, scale, check=self._released is not None)
                 )
+        self.average_gradients()
         # One read from the device a step, not one for each micro-batch.
         return self._check_finite_loss(float(torch.stack(losses).double().sum()), total)
 

@@ -8,7 +8,7 @@ over the micro-batches of a global batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -209,8 +209,9 @@ class Assembly:
     make_optimizer: MakeOptimizer
     module: nn.Module
     """What the forward pass calls: the model, or its wrapper."""
-    sync: Callable[[bool], AbstractContextManager[object]] = lambda _last: nullcontext()
-    """Entered around each micro-batch; told whether it is the last of the step."""
+    sync: Callable[[bool], AbstractContextManager[object]] | None = None
+    """Entered by the plain loop around each micro-batch; told whether it is the last of the step.
+    For wrappers that exchange in the backward pass: in a pipeline it is refused."""
     keep_gradients: bool = False
     """Clear gradients by zeros, because their memory stays allocated anyhow."""
     state_store: StateStore | None = None
@@ -227,7 +228,8 @@ class Assembly:
     """The modules whose forward passes run here: the model, or this rank's stages of it, whose
     parameters have the model's plain names."""
     average: Callable[[Sequence[Tensor]], None] | None = None
-    """Averages gradients over the replicas after all micro-batches; set where no wrapper does."""
+    """Averages the gradients that it is given over the replicas, in place: called after all
+    micro-batches of a step, by the plain loop and by pipelines. Set where no wrapper does."""
     shard: MakeShardedUpdate | None = None
     """Set by a replicate technique whose engine is the cut's, too: see `Plan.shares_engine`."""
     block_policies: Mapping[str, BlockPolicy] = field(default_factory=dict)

@@ -150,6 +150,11 @@ def _read_word(word: str, asked: str, within: tuple[str, ...]) -> ConfigTree:
 
 def _read_preset_word(word: str, asked: str) -> ConfigTree:
     """A preset by name, or with a value after it for the key that it `takes`: every_2."""
+    if ":" in word:
+        raise ConfigError(
+            f"{asked}: {word!r} is a class, and here are the names of presets and files. "
+            f"Use strategy.replicate={word}, or the role that it has, or name a YAML file with it."
+        )
     names = preset_names(KIND)
     base, _, value = word.rpartition("_")
     if word not in names and base in names and value[:1].isdigit():

@@ -91,6 +91,13 @@ class PipelineRunner(StepRunner):
         if not trained:  # torch's optimizers want something
             make_optimizer = assembly.make_optimizer
             assembly = replace(assembly, make_optimizer=lambda _none: make_optimizer([_nothing()]))
+        if assembly.sync is not None:
+            name = assembly.plan.techniques["replicate"].name
+            raise ConfigError(
+                f"strategy.replicate: {name} sets Assembly.sync, which "
+                "surrounds the micro-batches of the plain loop, and a pipeline has its own order. "
+                "Let it set Assembly.average, which all of them call after the micro-batches."
+            )
         super().__init__(assembly, trained)
         self._named = trained
         self._schedule = schedule
@@ -99,7 +106,6 @@ class PipelineRunner(StepRunner):
         ranks = stage_ranks(schedule, context.pp_size, self._per_rank)
         self._ties = TiedGradients(ties, ranks, parameters, context)
         self._transport = StageTransport(context, ranks)
-        self._average = assembly.average
         self._sharded = any(is_sharded(stage) for stage in stages)
         self._built: OrderedDict[tuple[BatchSignature, int], Any] = OrderedDict()
 
@@ -123,7 +129,7 @@ class PipelineRunner(StepRunner):
         sums_of_ranks = context.all_gather_numbers(own_sum)
         check_finite(dict(enumerate(sums_of_ranks)))
         self._ties.sum_gradients()
-        self._average_gradients()
+        self.average_gradients()
         self.label_gradients()
         # Each pipeline's last stage has `scale` times its sum, the other ranks have nothing.
         return math.fsum(sums_of_ranks) / (context.world_size // context.pp_size)
@@ -298,21 +304,6 @@ class PipelineRunner(StepRunner):
     def _begin_backward(self) -> Callable[[], None]:
         self.meter.phase("backward")
         return self.label_gradients
-
-    def _average_gradients(self) -> None:
-        """Let all replicas have the average, also of what only some of them have a gradient of."""
-        if self._average is None:
-            return
-        has_gradient = [p.grad is not None for p in self._trained]
-        flags = torch.tensor(has_gradient, dtype=torch.int32, device=self.context.device)
-        wanted_anywhere = self.context.all_reduce_sum(flags, "dp").bool().tolist()
-        gradients = []
-        for parameter, is_wanted in zip(self._trained, wanted_anywhere, strict=True):
-            if is_wanted:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                gradients.append(parameter.grad)
-        self._average(gradients)
 
     def norm(self) -> Tensor:
         """The norm over all stages; a tied parameter counts once. Collective."""

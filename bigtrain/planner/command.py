@@ -128,7 +128,9 @@ def _show(planned: PlannedAnswer, margin: str, path: Path, options: PlanOptions)
     lines = [search_line(planned), margin, *list(rejection_lines(planned))[:MAX_REJECTIONS_SHOWN]]
     lines.append(f"plan: {path}")
     job = f" --config {options.job}" if options.job else ""
-    words = "".join(f" {shlex.quote(word)}" for word in options.overrides)
+    # What was said of the strategy is for the search: the plan's own word is what was found.
+    own_words = [word for word in options.overrides if not word.startswith("strategy.")]
+    words = "".join(f" {shlex.quote(word)}" for word in own_words)
     devices = planned.question.devices
     if devices <= planned.question.cluster.node.devices:
         lines.append(f"run it: bigtrain train -n {devices}{job} --plan {path}{words}")

@@ -285,9 +285,10 @@ class DeepSpeedPipelineRunner(PipelineRunner):
         if self._sharding:
             cast(ShardedUpdate, self._update).update_parameters()
 
-    def _average_gradients(self) -> None:
+    def average_gradients(self) -> None:
+        """See `StepRunner.average_gradients`; under ZeRO stage 1 the shards are reduced."""
         if not self._sharding:
-            super()._average_gradients()
+            super().average_gradients()
             return
         reduce_pipeline_gradients(self._engine)
         if self._average is not None:

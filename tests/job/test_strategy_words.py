@@ -204,6 +204,7 @@ def test_a_file_a_plan_and_the_command_line_say_the_same(words: str, tmp_path: P
         ("auto+full", "names auto, which chooses the whole strategy"),
         ("ddp+fulll", "--strategy ddp+fulll: unknown 'fulll', did you mean 'full'? Known: "),
         ("DDP+full", "unknown 'DDP', did you mean 'ddp'?"),
+        ("mylib:Net+full", "Use strategy.replicate=mylib:Net, or the role that it has"),
         ("every_x", "unknown 'every_x', did you mean 'every'?"),
         ("full_3", "unknown 'full_3', did you mean 'full'?"),
         ("zero2+none.yaml", "--strategy zero2+none.yaml: there is no file 'none.yaml'"),

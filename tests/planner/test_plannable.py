@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import get_args
@@ -109,7 +110,11 @@ def test_a_technique_of_ones_own_is_searched_ranked_and_its_plan_runs(tmp_path, 
     assert "ddp" in planned.output
     plan = yaml.safe_load(Path("plan.yaml").read_text())
     assert plan["strategy"]["replicate"]["name"] == "mymodule:MyStrategy"
-    ran = run([*bigtrain, "train", "-n", "2", "--plan", "plan.yaml", *SMALL, "train.steps=2"])
+    (line,) = [line for line in planned.output.splitlines() if line.startswith("run it: ")]
+    words = shlex.split(line.removeprefix("run it: bigtrain "))
+    assert words[:4] == ["train", "-n", "2", "--plan"]
+    assert not any(word.startswith("strategy.") for word in words)
+    ran = run([*bigtrain, *words, "train.steps=2"])
     assert ran.status == 0, ran.output
     peaks = next(line for line in ran.output.splitlines() if line.startswith("│ peak"))
     assert peaks.count("exact") == 2, ran.output

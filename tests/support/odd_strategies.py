@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 from typing import ClassVar
 
 from torch import nn
@@ -43,6 +44,16 @@ class Forgets(DDP):
         wrong = dict(assembly.model.named_parameters())["head.bias"]
         if assembly.context.rank == 1:
             wrong.register_hook(lambda gradient: gradient * 1.02)
+
+
+class Surrounds(DDP):
+    """Would average around each micro-batch, where a pipeline has its own order."""
+
+    name: ClassVar[str] = "surrounds"
+    summary: ClassVar[str] = "surrounds"
+
+    def apply(self, assembly: Assembly) -> None:
+        assembly.sync = lambda _last: nullcontext()
 
 
 class Net(nn.Module):
