@@ -134,27 +134,38 @@ def test_a_plan_is_forecast_as_the_run_of_its_file(limit: int, tmp_path: Path) -
 DEEP = ["model.args.num_layers=24", "train.global_batch_size=16"]
 
 
+MANY_BLOCKS = [
+    candidate_of(2, 1, "single", 1, 16, "interleaved_1f1b", 2),
+    candidate_of(2, 1, "single", 2, 8, "interleaved_1f1b", 4),
+    candidate_of(2, 2, "fsdp", 1, 8, "interleaved_1f1b", 2),
+    candidate_of(2, 2, "fsdp", 1, 8, "interleaved_zero_bubble", 2),
+    candidate_of(2, 2, "fsdp_zero2", 2, 4, "interleaved_zero_bubble", 4),
+    candidate_of(2, 2, "zero1_torch", 1, 8, "1f1b"),
+    candidate_of(2, 2, "fsdp_zero2", 2, 4, "gpipe"),
+    candidate_of(1, 2, "fsdp", 4, 2),
+    candidate_of(1, 2, "ddp", 4, 2),
+    candidate_of(1, 2, "zero2", 4, 2),
+    candidate_of(1, 2, "zero2", 8, 1),
+    candidate_of(1, 4, "zero3", 4, 1),
+    candidate_of(1, 2, "oss", 4, 2),
+    candidate_of(1, 2, "sharded_ddp", 4, 1),
+]
+
+
 @pytest.mark.parametrize(
-    "candidate",
+    ("candidate", "share"),
     [
-        candidate_of(2, 1, "single", 1, 16, "interleaved_1f1b", 2),
-        candidate_of(2, 1, "single", 2, 8, "interleaved_1f1b", 4),
-        candidate_of(2, 2, "fsdp", 1, 8, "interleaved_1f1b", 2),
-        candidate_of(2, 2, "fsdp", 1, 8, "interleaved_zero_bubble", 2),
-        candidate_of(2, 2, "fsdp_zero2", 2, 4, "interleaved_zero_bubble", 4),
-        candidate_of(2, 2, "zero1_torch", 1, 8, "1f1b"),
-        candidate_of(2, 2, "fsdp_zero2", 2, 4, "gpipe"),
-        candidate_of(1, 2, "fsdp", 4, 2),
-        candidate_of(1, 2, "ddp", 4, 2),
-        candidate_of(1, 2, "zero2", 4, 2),
-        candidate_of(1, 2, "zero2", 8, 1),
-        candidate_of(1, 4, "zero3", 4, 1),
-        candidate_of(1, 2, "oss", 4, 2),
-        candidate_of(1, 2, "sharded_ddp", 4, 1),
+        pytest.param(
+            one,
+            share,
+            # Each plan with room or without it, in turn; the rest of the product full.
+            marks=[] if (number + (share < 1)) % 2 == 0 else pytest.mark.full,
+            id=f"{'tight' if share < 1 else 'roomy'}-{one.label} {one.pp}x{one.dp} {one.rows}",
+        )
+        for share in (1.0, 0.9)
+        for number, one in enumerate(MANY_BLOCKS)
     ],
-    ids=lambda one: f"{one.label} {one.pp}x{one.dp} {one.rows}",
 )
-@pytest.mark.parametrize("share", [1.0, 0.9], ids=["roomy", "tight"])
 def test_many_blocks_are_forecast_as_each_of_them(
     deep: PlannedAnswer, candidate: Candidate, share: float
 ) -> None:
@@ -176,12 +187,19 @@ def test_many_blocks_are_forecast_as_each_of_them(
 @pytest.mark.parametrize(
     "candidate",
     [
-        candidate_of(2, 1, "single", 1, 16, "interleaved_zero_bubble", 2),
+        pytest.param(
+            candidate_of(2, 1, "single", 1, 16, "interleaved_zero_bubble", 2),
+            marks=pytest.mark.full,
+        ),
         candidate_of(2, 1, "single", 4, 4, "interleaved_zero_bubble", 4),
         candidate_of(2, 1, "single", 2, 8, "zbv_zero_bubble", 2),
         candidate_of(2, 2, "zero1_torch", 1, 8, "zbv_zero_bubble", 2),
-        candidate_of(4, 1, "single", 4, 4, "zbv_zero_bubble", 2),
-        candidate_of(4, 1, "single", 1, 16, "zbv_zero_bubble", 2),
+        pytest.param(
+            candidate_of(4, 1, "single", 4, 4, "zbv_zero_bubble", 2), marks=pytest.mark.full
+        ),
+        pytest.param(
+            candidate_of(4, 1, "single", 1, 16, "zbv_zero_bubble", 2), marks=pytest.mark.full
+        ),
     ],
     ids=lambda one: f"{one.label} {one.pp}x{one.dp} {one.stages_per_rank}",
 )

@@ -131,10 +131,10 @@ def small_gpt() -> nn.Module:
 BUDGETED = [
     ("single", 1, {}),
     ("single", 1, {"train.micro_batch_size": 16}),
-    ("ddp", 2, {}),
+    pytest.param("ddp", 2, {}, marks=pytest.mark.full),
     ("fsdp", 2, {}),
     ("1f1b", 2, {"train.micro_batch_size": 8}),
-    ("interleaved_1f1b", 2, {"train.micro_batch_size": 8}),
+    pytest.param("interleaved_1f1b", 2, {"train.micro_batch_size": 8}, marks=pytest.mark.full),
     ("single", 1, {"strategy.offload.activations": "disk"}),
 ]
 

@@ -86,9 +86,16 @@ def test_fp32_copies_of_bf16_parameters_live_on_disk_with_the_same_bits():
         assert largest_difference(mine, theirs) == 0
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("world_size", "strategy"), [(1, "single"), (2, "ddp"), (2, "zero1_torch")]
+    ("precision", "world_size", "strategy"),
+    [
+        ("fp32", 1, "single"),
+        ("bf16", 1, "single"),
+        ("fp32", 2, "ddp"),
+        pytest.param("bf16", 2, "ddp", marks=pytest.mark.full),
+        pytest.param("fp32", 2, "zero1_torch", marks=pytest.mark.full),
+        ("bf16", 2, "zero1_torch"),
+    ],
 )
 def test_checkpoints_go_both_ways(tmp_path, precision, world_size, strategy):
     keys = {"train.precision": precision}

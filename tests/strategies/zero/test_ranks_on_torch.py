@@ -77,8 +77,15 @@ def expected() -> list[Record]:
     return alone(ONE)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("strategy", [*PRESETS, "hybrid"])
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [
+        *((strategy, 2) for strategy in PRESETS),
+        pytest.param("hybrid", 2, marks=pytest.mark.full),  # of one group: fsdp
+        ("hybrid", 4),
+        *(pytest.param(strategy, 4, marks=pytest.mark.full) for strategy in PRESETS),
+    ],
+)
 def test_the_numbers_are_those_of_one_process(expected, strategy, world_size):
     for records in run_ranks(differences, world_size, strategy, ONE):
         for one, record, case in zip(expected, records, ONE, strict=True):
