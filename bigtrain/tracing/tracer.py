@@ -138,10 +138,10 @@ def _watch_state(
             recorder.sealed[index] = f"{call.name!r} does other things from call to call"
     for (name, key), touched_at in touches.items():
         ticks = [tick for tick, _ in touched_at]
-        label = f"{name}.{key}" if name else repr(key)
+        label = f"{name}.{key}" if name else key
         if first != second:  # ticks differ: take the calls around, as they were the first time
             ticks = [edge for _, frame in touched_at for edge in _edges(recorder, frame, recorders)]
-        recorder.whole.append(UncuttableRange(min(ticks), max(ticks), _CHANGES.format(label)))
+        recorder.whole.append(UncuttableRange(min(ticks), max(ticks), _CHANGES.format(repr(label))))
 
 
 def _edges(recorder: _Recorder, frame: int, recorders: list[_Recorder]) -> tuple[int, int]:
