@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,8 +22,10 @@ def run_command(words: Sequence[str], limit_s: float, threads: int = 1) -> str |
 
 
 def surroundings(threads: int = 1) -> dict[str, Any]:
-    """The hardware and the versions that the figures belong to."""
-    found = found_surroundings()
+    """The hardware, the versions and the commit that the figures belong to."""
+    command = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    found = {**found_surroundings(), "commit": commit.stdout.strip()}
     found["hardware"] += f"; {threads} thread{'s' * (threads > 1)} a rank"
     return found
 
