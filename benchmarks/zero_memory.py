@@ -162,7 +162,9 @@ def activation_bytes(precision: str) -> tuple[int, int]:
     profile = make_profile(parts.workload, parts.resolved)
     if profile.untraceable is not None:
         raise SystemExit(f"the model does not run on fake tensors: {profile.untraceable}")
-    passed = profile.first.only("forward", "backward", drop=("gradients", "optimizer", "buffers"))
+    passed = profile.passes["first"].only(
+        "forward", "backward", drop=("gradients", "optimizer", "buffers")
+    )
     return passed.peak().bytes + profile.batch_bytes, profile.trained_elements
 
 

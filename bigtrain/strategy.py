@@ -14,13 +14,16 @@ from bigtrain.core.traits import CutTraits, OffloadTiers, Traits
 from bigtrain.core.variants import Shape, Variant
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.costs.rank_replay import RankActions
 from bigtrain.costs.traffic import Traffic
 from bigtrain.cutting.layout import Layout
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Bytes, Role
 from bigtrain.memory.timeline import Span, Timeline
+from bigtrain.schedules.orders import Action
 
 __all__ = [
+    "Action",
     "Assembly",
     "BlockPolicy",
     "Bytes",
@@ -33,6 +36,7 @@ __all__ = [
     "OffloadTiers",
     "Plan",
     "Profile",
+    "RankActions",
     "RecomputeStrategy",
     "Role",
     "Runner",

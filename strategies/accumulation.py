@@ -24,7 +24,7 @@ class Accumulation(Strategy):
     summary: ClassVar[str] = "micro-batches one after the other: fewer activations at once"
 
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
-        """Add the micro-batches that find gradients already there, and the waiting batches."""
+        """More micro-batches, which find gradients already there, and the waiting batches."""
         steps = plan.batch.accumulation_steps
         if steps == 1:
             return forecast
@@ -32,5 +32,4 @@ class Accumulation(Strategy):
         if plan.device_type == "cpu":  # on a GPU a micro-batch comes over when its turn comes
             waiting = profile.batch_bytes * (steps - 1)
             states = replace(states, activations=states.activations + waiting)
-        # Where a technique has said what a further micro-batch needs, that stands.
-        return replace(forecast, states=states, next=forecast.next or profile.next)
+        return replace(forecast, states=states, micro_batches=steps)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bigtrain.activations.budget_solver import PolicyCost, solution_peak
 from bigtrain.activations.policy import BlockPolicy
@@ -54,7 +54,8 @@ class UniformForecast:
     @property
     def highest(self) -> int:
         """Bytes at the highest moment of the micro-batches; the optimizer's step is left out."""
-        return _without_step(self.forecast).peak().bytes
+        step = Timeline((), self.forecast.step.phases)
+        return replace(self.forecast, step=step).peak().bytes
 
 
 def make_budget_problem(
@@ -99,7 +100,7 @@ def make_budget_problem(
 
 def saved_bytes(profile: Profile, predicted: Forecast) -> dict[str, int]:
     """What each followed block adds to what is alive, from its forward to its backward pass."""
-    _, saved, _, _ = _read(profile, predicted.first, predicted.states.total)
+    _, saved, _, _ = _read(profile, predicted.passes["first"], predicted.states.total)
     return saved
 
 
@@ -113,16 +114,6 @@ def _seconds(choice: BlockPolicy, cost: BlockCost, moved_bytes: int, tier: str) 
         "offload": transfer_seconds,
         "full_offload": cost.whole + transfer_seconds,
     }[choice]
-
-
-def _without_step(predicted: Forecast) -> Forecast:
-    return Forecast(
-        states=predicted.states,
-        first=predicted.first,
-        step=Timeline((), predicted.step.phases),
-        gradients=predicted.gradients,
-        next=predicted.next,
-    )
 
 
 @dataclass(frozen=True)
@@ -139,12 +130,12 @@ class _Blocks:
         highest: dict[str, int] = {}
         tail = 0
         for profile, predicted in seen.stages:
-            passes = [(predicted.first, predicted.states.total)]
-            if predicted.next is not None:
+            passes = [(predicted.passes["first"], predicted.states.total)]
+            if predicted.micro_batches > 1:
                 held_bytes = predicted.states.total + (
                     0 if predicted.states.gradients else predicted.gradients
                 )
-                passes.append((predicted.next, held_bytes))
+                passes.append((predicted.passes["later"], held_bytes))
             readings = [_read(profile, timeline, held_bytes) for timeline, held_bytes in passes]
             base = max(begin for begin, _, _, _ in readings)
             for begin, saved_of, peak_of_block, end in readings:
@@ -161,7 +152,7 @@ def _read(
 ) -> tuple[int, dict[str, int], dict[str, int], int]:
     """Bytes at the first block's start; saved and highest by block; the highest after the last."""
     curve = _MemoryCurve(timeline)
-    is_second = timeline.phases[0][0] != profile.first.phases[0][0]
+    is_second = timeline.phases[0][0] != profile.passes["first"].phases[0][0]
     visits = [(name, again if is_second else first) for name, first, again in profile.windows]
     if not visits:
         return held_bytes + curve.at(curve.end), {}, {}, 0

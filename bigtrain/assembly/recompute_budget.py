@@ -176,11 +176,7 @@ class _BudgetTask:
     def _waiting(self, pp_rank: int) -> int:
         """Micro-batches that a rank holds beside the one it works on."""
         cut = self.plan.techniques.get("cut")
-        if (
-            self.layout is None
-            or not isinstance(cut, CutStrategy)
-            or not cut.predicts_by_stage(self.plan)
-        ):
+        if self.layout is None or not isinstance(cut, CutStrategy):
             return 0
         own_stages = self.layout.stages_of(pp_rank)
         in_flight = [

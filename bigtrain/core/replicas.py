@@ -82,7 +82,8 @@ def average_gradients(
 def with_averaged_gradients(forecast: Forecast, profile: Profile) -> Forecast:
     """As DistributedDataParallel holds gradients: in its buckets, from the first step on."""
     states = replace(forecast.states, gradients=profile.gradient_bytes)
-    return replace(forecast, states=states, first=profile.next)
+    passes = {way: forecast.passes[way.replace("first", "later")] for way in forecast.passes}
+    return replace(forecast, states=states, passes=passes)
 
 
 class LastMicroBatchSync:

@@ -22,6 +22,7 @@ from bigtrain.core.traits import CutTraits, OffloadTiers, Traits
 from bigtrain.core.variants import Shape, Variant
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.costs.rank_replay import RankActions
 from bigtrain.costs.traffic import Traffic
 from bigtrain.cutting.cut import copy_modules
 from bigtrain.cutting.layout import Layout
@@ -109,7 +110,9 @@ class Plan:
 
         None where there are no replicas, or a wrapper reduces during the backward pass.
         """
-        return None if self.dp == 1 or self.shares_engine else self.replicate.averaging_bucket
+        on_ranks = self.cut is not None and self.cut.spans_ranks
+        averages = on_ranks and self.dp > 1 and not self.shares_engine
+        return self.replicate.averaging_bucket if averages else None
 
     @property
     def in_order(self) -> list[Strategy]:
@@ -392,26 +395,16 @@ class CutStrategy(Strategy):
         return CutTraits()
 
     def predicts_by_stage(self, plan: Plan) -> bool:  # noqa: ARG002
-        """Whether the memory is predicted stage by stage, by `replayed`."""
+        """Whether the memory is predicted stage by stage."""
         return self.traits.spans_ranks
 
-    def replay_rank(
-        self,
-        forecasts: Mapping[int, Forecast],
-        plan: Plan,
-        pp_rank: int,
-        split_forecasts: Mapping[int, Forecast],
-    ) -> Forecast:
-        """One rank's forecast from those of its stages, each of one micro-batch.
+    def actions(self, plan: Plan, pp_rank: int) -> RankActions | None:  # noqa: ARG002
+        """What a rank does in a step: which passes of which of its stages, in which order.
 
-        Args:
-            forecasts: by stage.
-            plan: mesh and batch.
-            pp_rank: the rank.
-            split_forecasts: the same with the backward pass in two parts
-            (`Plan.splits_backward`).
+        A whole model, where memory is not predicted stage by stage, is stage 0. None where it is
+        the plain loop's: one micro-batch after the other.
         """
-        raise NotImplementedError
+        return None
 
     def in_flight(self, plan: Plan) -> tuple[int, ...]:  # noqa: ARG002
         """For each stage the most micro-batches that it holds activations of; empty for one."""

@@ -7,11 +7,29 @@ All bytes are per rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from bigtrain.memory.timeline import BlockTicks, Breakdown, Peak, Timeline, highest_peak
 
-EMPTY_TIMELINE = Timeline((), ((0, "forward"),))
+Passes = Mapping[str, Timeline]
+"""One micro-batch of a model or of a stage, forward and backward, by how it goes:
+
+`first`, whose backward pass makes the gradients (they are in it); `later`, that of any other, which
+adds to them. A stage may have both of them again for other ways, `first_WAY` and `later_WAY`:
+
+`split`: with the backward pass in two parts, for the inputs and for the weights.
+`last`: the last micro-batch of a step, where it alone is not computed again.
+`resumed`: of a stage that gathers its parameters, where passes of other micro-batches come in
+between: a forward pass that follows another one finds what that has gathered, and a backward pass
+that follows another one finds nothing.
+`strayed`: the same where several forward passes came before the backward pass.
+"""
+
+
+def _no_passes() -> Passes:
+    empty = Timeline((), ((0, "forward"),))
+    return {"first": empty, "later": empty}
 
 
 @dataclass(frozen=True)
@@ -44,27 +62,21 @@ class Profile:
     updated for each trained one: 2 for AdamW (1 with bf16 moments), 1 for SGD with momentum."""
     state_scalars: int = 0
     """Bytes of optimizer state beside those, as step counts, over all trained parameters."""
-    first: Timeline = EMPTY_TIMELINE
-    """Forward and backward when no gradients exist yet; the gradients made are in it."""
-    next: Timeline = EMPTY_TIMELINE
-    """Forward and backward when gradients are added to existing ones."""
-    step: Timeline = EMPTY_TIMELINE
+    passes: Passes = field(default_factory=_no_passes)
+    step: Timeline = Timeline((), ((0, "forward"),))
     """Clipping and the optimizer step: what they need beside the states."""
     blocks: tuple[tuple[BlockTicks, BlockTicks], ...] = ()
-    """The blocks of the model in `first` and in `next`, in the order in which they run."""
+    """The blocks of the model in `first` and in `later`, in the order in which they run."""
     outside_blocks: BlockTicks | None = None
     """What is in no block, in `first`."""
     boundary: BoundaryBytes = BoundaryBytes()
     """Of a stage."""
     windows: tuple[tuple[str, BlockTicks, BlockTicks], ...] = ()
-    """The modules of which something else than all is kept, or may be, in `first` and `next`."""
+    """The modules of which something else than all is kept, or may be, in `first` and `later`."""
     recomputed: frozenset[str] = frozenset()
     """Those of them that are computed again in the backward pass."""
     tensors: tuple[tuple[str, int, str], ...] = ()
     """Of a stage: the trained parameters in their order, bytes and type of their gradients."""
-    last: tuple[Timeline, Timeline] | None = None
-    """Of a stage: `first` and `next` of a step's last micro-batch, where it alone is not computed
-    again."""
     untraceable: str | None = None
     """Why the timelines are empty, where the model could not run on fake tensors."""
 
@@ -75,23 +87,15 @@ class Forecast:
 
     states: Breakdown
     """Alive at every moment of the step."""
-    first: Timeline
-    """The first micro-batch."""
+    passes: Passes
     step: Timeline
     gradients: int
     """Bytes of gradients after the backward pass."""
-    next: Timeline | None = None
-    """Every further micro-batch, where gradients are accumulated."""
+    micro_batches: int = 1
+    """Of a step, one after the other."""
     boundary: BoundaryBytes = BoundaryBytes()
     """Of a stage of a cut model."""
-    resumed: tuple[Timeline, Timeline] | None = None
-    """Of a stage that gathers its parameters: `first` and `next` where the passes of other
-    micro-batches come in between; see `replay_actions.StageRecord`."""
-    strayed: tuple[Timeline, Timeline] | None = None
-    """The same where several forward passes came before the backward pass."""
     tensors: tuple[tuple[str, int, str], ...] = ()
-    """See `Profile`."""
-    last: tuple[Timeline, Timeline] | None = None
     """See `Profile`."""
 
     @classmethod
@@ -103,15 +107,19 @@ class Forecast:
             buffers=profile.buffer_bytes,
             activations=profile.batch_bytes,
         )
-        initial = (states, profile.first, profile.step, profile.gradient_bytes)
-        return cls(*initial, boundary=profile.boundary, tensors=profile.tensors, last=profile.last)
+        initial = (states, profile.passes, profile.step, profile.gradient_bytes)
+        return cls(*initial, boundary=profile.boundary, tensors=profile.tensors)
+
+    def with_passes(self, **passes: Timeline) -> Forecast:
+        """With other timelines for some ways that a micro-batch goes."""
+        return replace(self, passes={**self.passes, **passes})
 
     def peak(self) -> Peak:
         """The highest moment of a step."""
         states = self.states
         if states.gradients == 0:
             states = replace(states, gradients=self.gradients)
-        peaks = [self.first.peak(self.states), self.step.peak(states)]
-        if self.next is not None:
-            peaks.append(self.next.peak(states))
+        peaks = [self.passes["first"].peak(self.states), self.step.peak(states)]
+        if self.micro_batches > 1:
+            peaks.append(self.passes["later"].peak(states))
         return highest_peak(peaks)

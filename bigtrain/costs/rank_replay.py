@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from bigtrain.costs.forecast import Forecast
@@ -13,34 +13,34 @@ from bigtrain.schedules.orders import Action, merge_split_backward
 from bigtrain.schedules.transfers import InTransit
 
 
+@dataclass(frozen=True)
+class RankActions:
+    """What one rank does in a step, in order."""
+
+    actions: Sequence[Action]
+    in_transit: Sequence[InTransit] = ()
+    """For each action what is on its way to other ranks; see `transfers.transfers`."""
+
+
 def join_stages(
-    actions: Sequence[Action],
-    forecasts: Mapping[int, Forecast],
-    split_forecasts: Mapping[int, Forecast],
-    in_transit: Sequence[InTransit] = (),
-    bucket: int | None = None,
+    rank_actions: RankActions, forecasts: Mapping[int, Forecast], bucket: int | None = None
 ) -> Forecast:
     """Put the stages of a rank together in the order of its schedule.
 
     Args:
-        actions: of this rank, one step.
+        rank_actions: of this rank.
         forecasts: of its stages, each of one micro-batch.
-        split_forecasts: the same with the backward pass in two parts.
-        in_transit: for each action what is on its way; see `transfers.transfers`.
         bucket: see `Traits.averaging_bucket`.
     """
-    if any(stage_forecast.resumed is not None for stage_forecast in forecasts.values()):
+    actions, in_transit = rank_actions.actions, rank_actions.in_transit
+    if any("first_resumed" in stage_forecast.passes for stage_forecast in forecasts.values()):
         # What frees and fills parameters does so around whole backward passes only.
         pairs = zip(actions, in_transit, strict=bool(in_transit))
         in_transit = [ways for action, ways in pairs if action.kind != "W"]
         actions = merge_split_backward(actions)
     records = {
-        stage: StageRecord(
-            *_both(stage_forecast),
-            _both(split_forecasts[stage]) if stage in split_forecasts else None,
-            *(pair and (_passes(pair[0]), _passes(pair[1])) for pair in _others(stage_forecast)),
-        )
-        for stage, stage_forecast in forecasts.items()
+        stage: {way: RecordedPass.of(timeline) for way, timeline in found.passes.items()}
+        for stage, found in forecasts.items()
     }
     states, own_records, gradients = _merge_states(forecasts, records)
     stage_forecasts = list(forecasts.values())
@@ -53,17 +53,13 @@ def join_stages(
         tick = phases[0][0] - 1
         copied = Span(_fullest(stage_forecasts, bucket), "temporary", tick, tick + 1)
         step_spans, phases = (copied, *step_spans), ((tick, "backward"), *phases)
+    extra_bytes = _extra_bytes(actions, forecasts, in_transit)
     return Forecast(
         states=states,
-        first=replay_actions(actions, own_records, _extra_bytes(actions, forecasts, in_transit)),
+        passes={"first": replay_actions(actions, own_records, extra_bytes)},
         step=Timeline(step_spans, phases),
         gradients=gradients,
     )
-
-
-def _others(found: Forecast) -> tuple[tuple[Timeline, Timeline] | None, ...]:
-    """The courses of a stage besides the usual one, as `StageRecord` has them."""
-    return found.resumed, found.strayed, found.last
 
 
 def _fullest(stage_forecasts: Sequence[Forecast], bucket: int) -> int:
@@ -127,8 +123,8 @@ def _adding(piece: StageRecord, sizes: Sequence[int]) -> StageRecord:
 
     if not sizes:
         return piece
-    split = piece.split and (without_gradients(piece.split[0]), piece.split[1])
-    return replace(piece, first=without_gradients(piece.first), split=split)
+    firsts = piece.keys() & {"first", "first_split"}
+    return {**piece, **{way: without_gradients(piece[way]) for way in firsts}}
 
 
 _Doing = dict[tuple[int, int], int]
@@ -199,14 +195,3 @@ def _shared_boundary_bytes(
         elif stage_progress >= 2 and begun:
             total -= wires.outgoing_gradients
     return total
-
-
-def _both(found: Forecast) -> tuple[RecordedPass, RecordedPass]:
-    return _passes(found.first), _passes(found.next or found.first)
-
-
-def _passes(timeline: Timeline) -> RecordedPass:
-    weights_begin = timeline.phases[0][0]
-    end = max((span.death for span in timeline.spans), default=weights_begin + 1) - 1
-    starts = tuple(tick for tick, phase in timeline.phases if phase == "backward") or (end,)
-    return RecordedPass(timeline, starts, max(*starts, end))

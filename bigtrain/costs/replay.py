@@ -7,7 +7,7 @@ The memory of an action is then what its own ticks hold, on top of what all othe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -36,37 +36,29 @@ class RecordedPass:
         if len(self.starts) not in (1, 2) or any(a > b for a, b in pairwise(ticks)):
             raise ValueError(f"the passes of a micro-batch lie between the ticks {ticks}")
 
+    @classmethod
+    def of(cls, timeline: Timeline) -> RecordedPass:
+        """One whose backward phases are its parts, up to where the last storage goes."""
+        weights_begin = timeline.phases[0][0]
+        end = max((span.death for span in timeline.spans), default=weights_begin + 1) - 1
+        starts = tuple(tick for tick, phase in timeline.phases if phase == "backward") or (end,)
+        return cls(timeline, starts, max(*starts, end))
+
     @property
     def begin(self) -> int:
         """The first tick at which anything is alive, or the backward pass begins."""
         return min((*self.starts[:1], *(span.birth for span in self.timeline.spans)))
 
 
-@dataclass(frozen=True)
-class StageRecord:
-    """A stage as the replay needs it."""
+StageRecord = Mapping[str, RecordedPass]
+"""A stage as the replay needs it, by the ways of `forecast.Passes`.
 
-    first: RecordedPass
-    """The micro-batch whose backward pass makes the gradients."""
-    next: RecordedPass
-    """Every other one: it adds to them."""
-    split: tuple[RecordedPass, RecordedPass] | None = None
-    """Both again, recorded with the backward pass in two parts, for schedules that split it.
-
-    Without this the parts are made up, and hold no less than the real ones. For stage 0 that is
-    exact: torch leaves its I out, and its W is the whole backward pass. Elsewhere I and W have the
-    ticks of the whole backward pass each; parameters' gradients come in W; all else that is alive
-    or made in I stays until the end of W, as torch keeps the graph and may keep any gradient in it.
-    """
-    resumed: tuple[RecordedPass, RecordedPass] | None = None
-    """`first` and `next` as they are on a stage that gathers its parameters, where the passes of
-    other micro-batches came in between: a forward pass that follows another one finds what that
-    has gathered, and a backward pass that follows another one finds nothing."""
-    strayed: tuple[RecordedPass, RecordedPass] | None = None
-    """`first` and `next` where several forward passes came before the backward pass."""
-    last: tuple[RecordedPass, RecordedPass] | None = None
-    """`first` and `next` of the last micro-batch, where it goes otherwise than all others: whole,
-    also in a schedule that splits the backward pass."""
+Without `split` its parts are made up, and hold no less than the real ones. For stage 0 that is
+exact: torch leaves its I out, and its W is the whole backward pass. Elsewhere I and W have the
+ticks of the whole backward pass each; parameters' gradients come in W; all else that is alive
+or made in I stays until the end of W, as torch keeps the graph and may keep any gradient in it.
+`last` is whole, also in a schedule that splits the backward pass.
+"""
 
 
 @dataclass(frozen=True, order=True)
@@ -74,7 +66,7 @@ class _PassCase:
     """How one micro-batch goes through a stage: all that go alike are one."""
 
     stage: int
-    first: bool
+    order: Literal["first", "later"]
     split: bool
     last: bool = False
 
@@ -99,7 +91,10 @@ each stage whether it has its parameters gathered; and the bytes of what is on i
 
 
 _Course = Literal["usual", "resumed", "strayed"]
-"""Which of a stage's recordings it is: see `StageRecord`."""
+"""Whether it is the case's recording, or another way: see `forecast.Passes`."""
+
+
+_OTHER_COURSES: tuple[_Course, ...] = ("resumed", "strayed")
 
 
 class _Act(NamedTuple):
@@ -163,22 +158,13 @@ def replay_actions(
         (moment, act, counts) for act, front in fronts.items() for counts, moment in front.items()
     )
     waits = {slot: _waiting(recordings, gathered, key) for key, slot in slots.items()}
-    return _laid_out(chosen, recordings, _others(recordings, pieces), waits)
-
-
-def _others(
-    ways: Iterable[_PassCase], pieces: Mapping[int, StageRecord]
-) -> dict[tuple[_PassCase, _Course], _Recording]:
-    """The recordings of other courses than the usual one, where they differ."""
-    recordings: dict[tuple[_PassCase, _Course], _Recording] = {}
-    for way in ways:
-        record = pieces[way.stage]
-        pairs: dict[_Course, tuple[RecordedPass, RecordedPass] | None]
-        pairs = {"resumed": record.resumed, "strayed": record.strayed}
-        for course, pair in pairs.items():
-            if pair is not None and not way.split:
-                recordings[way, course] = _cut_by_action(pair[0 if way.first else 1])
-    return recordings
+    others = {
+        (case, course): _cut_by_action(pieces[case.stage][f"{case.order}_{course}"])
+        for case in recordings
+        for course in _OTHER_COURSES
+        if not case.split and f"{case.order}_{course}" in pieces[case.stage]
+    }
+    return _laid_out(chosen, recordings, others, waits)
 
 
 def _course(kind: str, forwards: int) -> _Course:
@@ -210,9 +196,9 @@ def _ways(
     return {
         (stage, number): _PassCase(
             stage,
-            firsts.get(stage) == number,
+            "first" if firsts.get(stage) == number else "later",
             (stage, number) in split,
-            number == last_micro_batch and pieces[stage].last is not None,
+            number == last_micro_batch and "first_last" in pieces[stage],
         )
         for stage, _, number in actions
     }
@@ -229,17 +215,14 @@ def _add(front: dict[_Held, int], beside: _Held, moment: int) -> None:
 
 
 def _recording(case: _PassCase, piece: StageRecord) -> _Recording:
-    if case.last and piece.last is not None:
-        last_pass = piece.last[0 if case.first else 1]
-        return _cut_by_action(_torch_first_stage(last_pass) if case.split else last_pass)
+    whole_pass = piece[f"{case.order}_last" if case.last else case.order]
     if not case.split:
-        return _cut_by_action(piece.first if case.first else piece.next)
-    if piece.split is not None:
-        return _cut_by_action(piece.split[0 if case.first else 1])
-    whole_pass = piece.first if case.first else piece.next
-    return _cut_by_action(
-        _torch_first_stage(whole_pass) if case.stage == 0 else _split_conservatively(whole_pass)
-    )
+        return _cut_by_action(whole_pass)
+    split_pass = None if case.last else piece.get(f"{case.order}_split")
+    if split_pass is None:
+        is_whole = case.last or case.stage == 0
+        split_pass = (_torch_first_stage if is_whole else _split_conservatively)(whole_pass)
+    return _cut_by_action(split_pass)
 
 
 def _torch_first_stage(whole: RecordedPass) -> RecordedPass:
@@ -247,7 +230,7 @@ def _torch_first_stage(whole: RecordedPass) -> RecordedPass:
 
 
 def _split_conservatively(whole: RecordedPass) -> RecordedPass:
-    """The backward pass twice: see `StageRecord.split`."""
+    """The backward pass twice: see `StageRecord`."""
     boundary, again = whole.starts[0], whole.end + 1 - whole.starts[0]
     end = whole.end + again + 1  # a tick more, at which all but the gradients is gone
     spans = []

@@ -151,7 +151,7 @@ def offloaded_activations(profile: Profile) -> tuple[int, int]:
     begins = sorted(first.forward[0] for _, first, _ in profile.windows)[1:]
     moved_sizes = [
         span.nbytes
-        for span in profile.first.spans
+        for span in profile.passes["first"].spans
         if span.kind == "temporary"
         and span.nbytes >= MIN_OFFLOADED_BYTES
         and any(span.birth < begin < span.death for begin in begins)

@@ -279,15 +279,15 @@ class PlanEvaluator:
                 self.least_bytes(candidate, plan) * share,
             )
             arguments = (plan, candidate, ladder, self._clock, self._composed, factors)
-            fit = StageFitter(*arguments, self._halves(plan, candidate))
+            fit = StageFitter(*arguments, self._split_passes(plan, candidate))
             plan.check_model(ModelFacts(shared=fit.shared))
             self._fits[candidate] = fit
         return self._fits[candidate]
 
-    def _halves(
+    def _split_passes(
         self, plan: Plan, candidate: Candidate
     ) -> Callable[[], Mapping[str, PassPair] | None] | None:
-        """What is asked for the sections in halves; None where they go back in one part."""
+        """What is asked for sections that go back in two parts; None where none does."""
         if not plan.splits_backward:
             return None
         kind = {"waiting": _waits(plan), "cut": plan.pp > 1}

@@ -14,15 +14,15 @@ from functools import cached_property
 from itertools import pairwise
 
 from bigtrain.activations.policy import BlockPolicy
-from bigtrain.core.strategy import CutStrategy, Plan
+from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.cutting.partition import AtomicUnits, partition
 from bigtrain.memory.timeline import Peak, highest_peak
 from bigtrain.planner.recompute_levels import RecomputeLevels, SectionRange
 from bigtrain.planner.space import Candidate
 from bigtrain.planner.step_time import StepTimer
-from bigtrain.prediction.compose import compose_profile, section_states, split_profile
-from bigtrain.prediction.predict import forecast_stages, forecast_step
+from bigtrain.prediction.compose import compose_profile, section_states, with_split_backward
+from bigtrain.prediction.predict import forecast_rank_step, forecast_stages, forecast_step
 from bigtrain.prediction.sections import PassPair, Section
 from bigtrain.schedules.in_flight import in_flight_at_peak, in_flight_by_stage
 from bigtrain.schedules.orders import STEADY_SCHEDULES, stage_ranks
@@ -44,7 +44,7 @@ class StageFitter:
         composed: profiles that were put together before, for all candidates.
         state_factors: bytes of states on a rank for each byte of a parameter, at least: before
             there are gradients, and with them.
-        halves: of the sections, where a schedule takes their backward pass apart.
+        split_passes: of the sections, where a schedule takes their backward pass apart.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class StageFitter:
         self._clock, self._composed = clock, composed
         self._edges: dict[int | None, list[int]] = {}
         self._all = ladder["keep"].sections
-        self._factors, self._halves = state_factors, split_passes
+        self._factors, self._split_passes = state_factors, split_passes
         schedule_arguments = (str(candidate.schedule), candidate.pp, candidate.stages_per_rank)
         self._ranks = stage_ranks(*schedule_arguments)
         steps = with_fewer_micro_batches(plan).batch.accumulation_steps
@@ -327,34 +327,22 @@ class StageFitter:
         return int(forecast_step(profile, self._plan).peak().bytes / (1 + SIMILARITY)) - sent
 
     def _peak(self, stages: Sequence[SectionRange], own_stages: Sequence[int], rank: int) -> Peak:
-        cut = self._plan.techniques.get("cut")
-        profiles = {place: self.profile(stages[place]) for place in own_stages}
+        profiles = {place: self._with_split_backward(stages[place]) for place in own_stages}
         forecasts = forecast_stages(profiles, self._plan)
-        if not isinstance(cut, CutStrategy):
-            return forecasts[own_stages[0]].peak()
-        split_forecasts = self._in_halves({place: stages[place] for place in own_stages if place})
         if len(own_stages) > 1:  # stages that are alike have one profile, and tensors of their own
-            forecasts, split_forecasts = (
-                {place: _own_names(one, place) for place, one in found.items()}
-                for found in (forecasts, split_forecasts)
-            )
-        return cut.replay_rank(
-            forecasts, with_fewer_micro_batches(self._plan), rank, split_forecasts
-        ).peak()
+            forecasts = {place: _own_names(one, place) for place, one in forecasts.items()}
+        return forecast_rank_step(forecasts, with_fewer_micro_batches(self._plan), rank).peak()
 
-    def _in_halves(self, stages: Mapping[int, SectionRange]) -> dict[int, Forecast]:
-        """Of the stages that go back in two parts; without it the whole pass stands in for both."""
-        split_passes = self._halves() if self._halves is not None else None
+    def _with_split_backward(self, stage: SectionRange) -> Profile:
+        """The profile of a stage that may go back in two parts; the first one has no inputs'."""
+        split_passes = self._split_passes() if self._split_passes and stage.first else None
         if split_passes is None:
-            return {}
-        split_forecasts: dict[int, Forecast] = {}
-        for place, stage in stages.items():
-            key = ("halves", self._kind(stage))
-            if key not in self._composed:
-                section_passes = [split_passes[section.name] for section in self.sections(stage)]
-                self._composed[key] = split_profile(self.profile(stage), section_passes)
-            split_forecasts[place] = forecast_step(self._composed[key], self._plan)
-        return split_forecasts
+            return self.profile(stage)
+        key = ("split", self._key(stage))
+        if key not in self._composed:
+            section_passes = [split_passes[section.name] for section in self.sections(stage)]
+            self._composed[key] = with_split_backward(self.profile(stage), section_passes)
+        return self._composed[key]
 
     def sections(self, stage: SectionRange) -> list[Section]:
         """The sections of a stage, each with what it keeps."""
@@ -367,15 +355,18 @@ class StageFitter:
         passes = [id(section.passes) for section in self.sections(stage)]
         return (*passes, stage.stop < len(self._all))
 
+    def _key(self, stage: SectionRange) -> object:
+        """What the profile of a stage follows from."""
+        return (self._kind(stage), id(self.levels["keep"].base), self._plan.release_gradients)
+
     def profile(self, stage: SectionRange) -> Profile:
         """The profile of a stage, or of a whole model."""
-        base = self.levels["keep"].base
-        key = (self._kind(stage), id(base), self._plan.release_gradients)
+        key = self._key(stage)
         if key not in self._composed:
             sections = self.sections(stage)
             picks = zip(sections, stage.choices, strict=True)
             self._composed[key] = compose_profile(
-                base,
+                self.levels["keep"].base,
                 sections,
                 after=self._all[stage.stop] if stage.stop < len(self._all) else None,
                 recomputed=[section.name for section, choice in picks if choice != "keep"],

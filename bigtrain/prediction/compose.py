@@ -66,8 +66,7 @@ def compose_profile(
         trained_elements=elements,
         state_slots=base.state_slots,
         state_scalars=sum(t.state_scalars for t in tensors),
-        first=timelines[0],
-        next=timelines[1],
+        passes={"first": timelines[0], "later": timelines[1]},
         step=_step(base, trained),
         blocks=tuple(zip(*visits, strict=True)),
         outside_blocks=_rest(sections, tensors, ends[0]),
@@ -78,18 +77,18 @@ def compose_profile(
     )
 
 
-def split_profile(whole: Profile, sections: Sequence[PassPair]) -> Profile:
-    """The profile of a stage with its backward pass in two parts.
+def with_split_backward(whole: Profile, sections: Sequence[PassPair]) -> Profile:
+    """The profile of a stage that may go back in two parts, too.
 
     Args:
-        whole: of the same stage, in one part.
+        whole: of the same stage, where it goes back in one part.
         sections: of the stage.
     """
     first, later = (
         concatenate_sections([passes[number] for passes in sections], begins=True, is_sent=True)[0]
         for number in (0, 1)
     )
-    return replace(whole, first=first, next=later, blocks=(), windows=(), recomputed=frozenset())
+    return replace(whole, passes={**whole.passes, "first_split": first, "later_split": later})
 
 
 def section_states(sections: Sequence[Section]) -> Breakdown:

@@ -19,7 +19,7 @@ from bigtrain.core.loop import LoopRunner
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.workload import Workload
-from bigtrain.costs.forecast import BoundaryBytes, Profile
+from bigtrain.costs.forecast import BoundaryBytes, Passes, Profile
 from bigtrain.cutting.layout import Layout
 from bigtrain.cutting.stage import Stage
 from bigtrain.cutting.stage_program import StageProgram
@@ -27,42 +27,58 @@ from bigtrain.data.loader import MicroBatch
 from bigtrain.losses.loss import Loss
 from bigtrain.memory.timeline import Timeline
 from bigtrain.memory.tracker import StorageTracker
-from bigtrain.prediction.record import TakeStep, WholeModel, profile_from_run, record_steps
+from bigtrain.prediction.record import (
+    FakeRun,
+    TakeStep,
+    WholeModel,
+    profile_from_run,
+    record_steps,
+)
 
 _NO_LOSS = torch.zeros(())
 
 
-def profile_stage(
-    workload: Workload, resolved: ResolvedPlan, index: int, *, split: bool = False
-) -> Profile:
+def profile_stage(workload: Workload, resolved: ResolvedPlan, index: int) -> Profile:
     """Run two micro-batches and two optimizer steps of a stage on fake tensors.
 
     Args:
         workload: with an example.
         resolved: with a layout.
         index: the stage.
-        split: whether the backward pass is two phases, for the inputs and for the weights.
 
     Returns:
         As `record.make_profile`, with what comes in and the gradients that come back.
     """
-    if resolved.layout is None:
-        raise ValueError("the model is not cut")
-    unit = _OneStage(resolved.layout, index, split=split)
-    run = record_steps(workload, resolved, torch.device(resolved.plan.device_type), unit)
-    profile, loop = profile_from_run(run, resolved.plan), unit.loop
-    if split:  # the first step has one micro-batch, and this is the second step
-        begins = loop.weights_begin[1:3]
-        first, later = (_split(run.window(n), begin) for n, begin in enumerate(begins))
-        profile = replace(profile, first=first, next=later)
+    run, unit = _record_stage(workload, resolved, index, split=False)
+    profile, passes = profile_from_run(run, resolved.plan), {}
+    if run.later is not None:
+        passes = {"first_last": run.later.window(0), "later_last": run.later.window(1)}
     return replace(
         profile,
-        boundary=replace(_wires(unit.script, index), outgoing=loop.only_sent),
+        passes={**profile.passes, **passes},
+        boundary=replace(_wires(unit.script, index), outgoing=unit.loop.only_sent),
         tensors=tuple(
             (n, p.nbytes, str(p.dtype)) for n, p in unit.stage.named_parameters() if p.requires_grad
         ),
-        last=(run.later.window(0), run.later.window(1)) if run.later is not None else None,
     )
+
+
+def split_backward_passes(workload: Workload, resolved: ResolvedPlan, index: int) -> Passes:
+    """The same run with the backward pass in two phases, for the inputs and for the weights."""
+    run, unit = _record_stage(workload, resolved, index, split=True)
+    begins = unit.loop.weights_begin[1:3]  # of the second step: the first has one micro-batch
+    first, later = (_split(run.window(n), begin) for n, begin in enumerate(begins))
+    return {"first_split": first, "later_split": later}
+
+
+def _record_stage(
+    workload: Workload, resolved: ResolvedPlan, index: int, *, split: bool
+) -> tuple[FakeRun, _OneStage]:
+    if resolved.layout is None:
+        raise ValueError("the model is not cut")
+    unit = _OneStage(resolved.layout, index, split=split)
+    device = torch.device(resolved.plan.device_type)
+    return record_steps(workload, resolved, device, unit), unit
 
 
 class _OneStage(WholeModel):

@@ -9,9 +9,10 @@ from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import CutStrategy, ModelFacts, Plan
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.costs.rank_replay import join_stages
 from bigtrain.memory.timeline import Peak
 from bigtrain.prediction.compose import merge_steps
-from bigtrain.prediction.loops import profile_stage
+from bigtrain.prediction.loops import profile_stage, split_backward_passes
 from bigtrain.prediction.record import make_profile, untraceable_reason
 
 
@@ -47,8 +48,9 @@ def predict(
     peak = rank.forecast.peak()
     if _by_stages(resolved):
         return Prediction(peak, None, [], peak)
-    profile = rank.profiles[0]
-    own_peak = forecast_step(profile, replace(plan, dp_rank=dp_rank)).peak()
+    profile, own_plan = rank.profiles[0], replace(plan, dp_rank=dp_rank)
+    own_forecast = forecast_rank_step({0: forecast_step(profile, own_plan)}, own_plan, pp_rank)
+    own_peak = own_forecast.peak()
     return Prediction(peak, None, collect_advice(profile, plan), own_peak)
 
 
@@ -84,10 +86,10 @@ def forecast_rank(resolved: ResolvedPlan, workload: Workload, pp_rank: int = 0) 
         plan.check_model(ModelFacts(profile=profile))
         if layout is not None and "recompute" in plan.techniques:
             _try_stages(workload, resolved, len(layout.ranks))
-        rank_forecast = forecast_step(profile, plan)
-        return RankForecast(rank_forecast, None, (profile,), (rank_forecast,))
+        unit_forecast = forecast_step(profile, plan)
+        step = forecast_rank_step({0: unit_forecast}, plan, pp_rank)
+        return RankForecast(step, None, (profile,), (unit_forecast,))
     profiles: dict[int, Profile] = {}
-    split_forecasts: dict[int, Forecast] = {}
     try:
         own_stages = (
             layout.stages_of(pp_rank)
@@ -95,17 +97,18 @@ def forecast_rank(resolved: ResolvedPlan, workload: Workload, pp_rank: int = 0) 
             else range(len(layout.ranks))
         )
         for stage in own_stages:
-            profiles[stage] = profile_stage(workload, resolved, stage)
-            plan.check_model(ModelFacts(profile=profiles[stage]))
+            profile = profile_stage(workload, resolved, stage)
+            plan.check_model(ModelFacts(profile=profile))
             if plan.splits_backward:
-                split = profile_stage(workload, resolved, stage, split=True)
-                split_forecasts[stage] = forecast_step(split, plan)
+                split = split_backward_passes(workload, resolved, stage)
+                profile = replace(profile, passes={**profile.passes, **split})
+            profiles[stage] = profile
     except (RuntimeError, TypeError, NotImplementedError) as error:
         reason = untraceable_reason(error)
         plan.check_model(ModelFacts(untraceable=reason))
         return RankForecast(None, f"a stage does not run on fake tensors ({reason})")
     stage_forecasts = forecast_stages(profiles, plan)
-    step = cut_strategy.replay_rank(stage_forecasts, plan, pp_rank, split_forecasts)
+    step = forecast_rank_step(stage_forecasts, plan, pp_rank)
     return RankForecast(step, None, tuple(profiles.values()), tuple(stage_forecasts.values()))
 
 
@@ -154,6 +157,24 @@ def forecast_stages(profiles: Mapping[int, Profile], plan: Plan) -> dict[int, Fo
             own_step = step if stage == min(forecasts) else replace(step, spans=())
             forecasts[stage] = replace(forecast, step=own_step)
     return forecasts
+
+
+def forecast_rank_step(forecasts: Mapping[int, Forecast], plan: Plan, pp_rank: int) -> Forecast:
+    """One rank's step, as its schedule has it.
+
+    Args:
+        forecasts: of its stages; the whole model, where that is not cut, is stage 0.
+        plan: what will be run.
+        pp_rank: the rank.
+    """
+    cut_strategy = plan.techniques.get("cut")
+    actions = None
+    if isinstance(cut_strategy, CutStrategy):
+        actions = cut_strategy.actions(plan, pp_rank)
+    if actions is None:
+        (forecast,) = forecasts.values()
+        return forecast
+    return join_stages(actions, forecasts, plan.averaging_bucket)
 
 
 def forecast_step(profile: Profile, plan: Plan) -> Forecast:

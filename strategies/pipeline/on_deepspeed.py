@@ -12,15 +12,13 @@ Source: DeepSpeed, runtime/pipe; Narayanan et al. 2019, PipeDream (arXiv 1806.03
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from bigtrain.core.runner import Runner
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.traits import CutTraits
-from bigtrain.costs.forecast import Forecast
-from bigtrain.costs.rank_replay import join_stages
+from bigtrain.costs.rank_replay import RankActions
 from bigtrain.errors import ConfigError
 from bigtrain.schedules.orders import Action
 from bigtrain.strategies.deepspeed_adapter import DEEPSPEED, require_deepspeed
@@ -82,13 +80,7 @@ class DeepSpeedPipeline(Pipeline):
         steps = plan.batch.accumulation_steps
         return tuple(min(steps, plan.pp - rank) for rank in range(plan.pp))
 
-    def replay_rank(
-        self,
-        forecasts: Mapping[int, Forecast],
-        plan: Plan,
-        pp_rank: int,
-        split_forecasts: Mapping[int, Forecast],
-    ) -> Forecast:
+    def actions(self, plan: Plan, pp_rank: int) -> RankActions:
         """DeepSpeed's TrainSchedule: rank s of p has F at the ticks 2i + s, B at 2i + 2p - 1 - s.
 
         That is 1F1B's order, also with fewer micro-batches than stages.
@@ -99,8 +91,7 @@ class DeepSpeedPipeline(Pipeline):
             (2 * number + 2 * stages - 1 - pp_rank, Action(pp_rank, "B", number))
             for number in range(steps)
         ]
-        actions = [action for _, action in sorted(ticks)]
-        return join_stages(actions, forecasts, split_forecasts, bucket=plan.averaging_bucket)
+        return RankActions([action for _, action in sorted(ticks)])
 
     def apply(self, assembly: Assembly) -> None:
         """Make this rank's stage, and let DeepSpeed own the step."""

@@ -10,13 +10,12 @@ Source: fairscale 0.4.13, nn/pipe; Kim et al. 2020, torchgpipe (arXiv 2004.09910
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.traits import CutTraits
-from bigtrain.costs.forecast import EMPTY_TIMELINE, Forecast, Profile
-from bigtrain.costs.rank_replay import join_stages
+from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.costs.rank_replay import RankActions
 from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import Timeline
 from bigtrain.schedules.orders import Action, ActionKind
@@ -91,40 +90,20 @@ class FairscalePipe(Pipeline):
         """See `CutStrategy.predicts_by_stage`: what is handed on is in the process once."""
         return self.checkpoint != "never" or plan.dp > 1
 
-    def estimate(
-        self,
-        forecast: Forecast,
-        profile: Profile,
-        plan: Plan,
-    ) -> Forecast:
-        """The whole model's micro-batches, unless by stages: all forward, then all back."""
-        if self.predicts_by_stage(plan):
+    def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:  # noqa: ARG002
+        """Where a stage is computed again, that comes before it goes back: two parts."""
+        if self.checkpoint == "never":
             return forecast
-        num_micro_batches = plan.batch.accumulation_steps
-        actions = [Action(0, "F", micro_batch) for micro_batch in range(num_micro_batches)]
-        actions += [
-            Action(0, "B", micro_batch) for micro_batch in reversed(range(num_micro_batches))
-        ]
-        per_micro_batch = replace(forecast, first=profile.first, next=profile.next)
-        # All of a step are in it: none comes through when the gradients are there.
-        return replace(
-            forecast,
-            first=join_stages(actions, {0: per_micro_batch}, {}).first,
-            next=EMPTY_TIMELINE,
-        )
+        split = {f"{w}_split": _cut_at_highest(profile.passes[w]) for w in ("first", "later")}
+        return forecast.with_passes(**split)
 
-    def replay_rank(
-        self,
-        forecasts: Mapping[int, Forecast],
-        plan: Plan,
-        pp_rank: int,  # noqa: ARG002
-        split_forecasts: Mapping[int, Forecast],
-    ) -> Forecast:
+    def actions(self, plan: Plan, pp_rank: int) -> RankActions:  # noqa: ARG002
         """Pipe's clock: in each cycle all stages that have something to do; then all of it back.
 
         What is computed again is so for all stages of a cycle, before any of them goes back.
         """
-        num_micro_batches, stages = plan.batch.accumulation_steps, self.devices or 1
+        num_micro_batches = plan.batch.accumulation_steps
+        stages = (self.devices or 1) if self.predicts_by_stage(plan) else 1
         cycles = [
             [
                 (stage, cycle - stage)
@@ -136,16 +115,13 @@ class FairscalePipe(Pipeline):
         actions = [
             Action(stage, "F", micro_batch) for cycle in cycles for stage, micro_batch in cycle
         ]
-        recomputes = self.checkpoint != "never"
-        kinds: tuple[ActionKind, ...] = ("I", "W") if recomputes else ("B",)
+        kinds: tuple[ActionKind, ...] = ("B",) if self.checkpoint == "never" else ("I", "W")
         for cycle in reversed(cycles):
             for kind in kinds:
                 actions += [
                     Action(stage, kind, micro_batch) for stage, micro_batch in reversed(cycle)
                 ]
-        if recomputes:
-            split_forecasts = {stage: _in_parts(found) for stage, found in forecasts.items()}
-        return join_stages(actions, forecasts, split_forecasts)
+        return RankActions(actions)
 
     def apply(self, assembly: Assembly) -> None:
         """Put Pipe around the stages, before a replicate technique wraps the whole."""
@@ -164,11 +140,9 @@ class FairscalePipe(Pipeline):
         super().apply(assembly)
 
 
-def _in_parts(whole: Forecast) -> Forecast:
+def _cut_at_highest(timeline: Timeline) -> Timeline:
     """The same with the backward pass cut at its highest moment: there all is computed again."""
-    passes = [whole.first, whole.next or whole.first]
-    first, following = (replace(t, phases=(*t.phases, (_highest(t), "backward"))) for t in passes)
-    return replace(whole, first=first, next=following)
+    return replace(timeline, phases=(*timeline.phases, (_highest(timeline), "backward")))
 
 
 def _highest(timeline: Timeline) -> int:

@@ -6,14 +6,12 @@ of every kind: DDP's averaging, ZeRO on torch's own parts at every stage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from bigtrain.core.runner import Runner
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.traits import CutTraits
-from bigtrain.costs.forecast import Forecast
-from bigtrain.costs.rank_replay import join_stages
+from bigtrain.costs.rank_replay import RankActions
 from bigtrain.schedules.in_flight import in_flight_by_stage
 from bigtrain.schedules.orders import (
     SPLIT_BACKWARD_SCHEDULES,
@@ -50,25 +48,10 @@ class TorchPipeline(Pipeline):
         steps = plan.batch.accumulation_steps
         return in_flight_by_stage(self.schedule, plan.pp, self.per_rank(), steps, splits=True)
 
-    def replay_rank(
-        self,
-        forecasts: Mapping[int, Forecast],
-        plan: Plan,
-        pp_rank: int,
-        split_forecasts: Mapping[int, Forecast],
-    ) -> Forecast:
-        """The actions of this rank, in the schedule's order."""
-        steps = plan.batch.accumulation_steps
-        schedule_arguments = (self.schedule, plan.pp, self.per_rank(), steps)
-        underway = transfers(*schedule_arguments)[pp_rank]
-        bucket = plan.averaging_bucket
-        return join_stages(
-            schedule_orders(*schedule_arguments)[pp_rank],
-            forecasts,
-            split_forecasts,
-            underway,
-            bucket,
-        )
+    def actions(self, plan: Plan, pp_rank: int) -> RankActions:
+        """See `CutStrategy.actions`."""
+        schedule = (self.schedule, plan.pp, self.per_rank(), plan.batch.accumulation_steps)
+        return RankActions(schedule_orders(*schedule)[pp_rank], transfers(*schedule)[pp_rank])
 
     def apply(self, assembly: Assembly) -> None:
         """Make this rank's stages, and let the schedule own the step."""

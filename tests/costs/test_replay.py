@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from bigtrain.costs.replay import RecordedPass, StageRecord, replay_actions
+from bigtrain.costs.replay import RecordedPass, replay_actions
 from bigtrain.memory.timeline import MEMORY_KINDS, Breakdown, Span, Timeline
 from bigtrain.schedules.orders import SCHEDULES, SINGLE_STAGE_SCHEDULES, Action, schedule_orders
 
@@ -40,10 +40,8 @@ def in_full(actions, pieces):
     split = {(stage, number) for stage, kind, number in actions if kind == "W"}
     clock, places, phases = 0, {}, []
     for stage, kind, number in actions:
-        piece, first = pieces[stage], firsts[stage] == number
-        one = piece.first if first else piece.next
-        if (stage, number) in split:
-            one = piece.split[0 if first else 1]
+        way = "first" if firsts[stage] == number else "later"
+        one = pieces[stage][f"{way}_split" if (stage, number) in split else way]
         ticks = (one.begin, *one.starts, one.end + 1)
         point = {"F": 0, "B": 1, "I": 1, "W": 2}[kind]
         places.setdefault((stage, number), (one, []))[1].append(clock)
@@ -71,11 +69,12 @@ def in_full(actions, pieces):
 
 def random_pieces(dice, stages):
     return {
-        stage: StageRecord(
-            first=passes(dice, 2, gradients=True),
-            next=passes(dice, 2, gradients=False),
-            split=(passes(dice, 3, gradients=True), passes(dice, 3, gradients=False)),
-        )
+        stage: {
+            "first": passes(dice, 2, gradients=True),
+            "later": passes(dice, 2, gradients=False),
+            "first_split": passes(dice, 3, gradients=True),
+            "later_split": passes(dice, 3, gradients=False),
+        }
         for stage in stages
     }
 
@@ -131,8 +130,13 @@ SMALL = RecordedPass(
 )
 
 
+def both(one, way=""):
+    """A stage of which the micro-batch that makes the gradients goes as all others."""
+    return {f"first{way}": one, f"later{way}": one}
+
+
 def test_what_waits_and_what_stays():
-    piece = StageRecord(SMALL, SMALL)
+    piece = both(SMALL)
     two = [Action(1, "F", 0), Action(1, "F", 1), Action(1, "B", 1)]
     peak = replay_actions(two, {1: piece}).peak()
     assert (peak.phase, peak.breakdown) == (
@@ -145,7 +149,7 @@ def test_what_waits_and_what_stays():
 
 
 def test_a_split_that_was_not_recorded_holds_no_less():
-    piece = StageRecord(SMALL, SMALL)
+    piece = both(SMALL)
     forward, inputs, weights = (Action(1, kind, 0) for kind in "FIW")
     other = [Action(1, "F", 1), Action(1, "I", 1)]
     peak = replay_actions([forward, inputs, *other], {1: piece}).peak()
@@ -171,7 +175,7 @@ def test_what_is_gathered_is_there_once_and_goes_with_the_next_backward_pass():
     again = Span(1000, "parameters", 5, 6), Span(900, "temporary", 4, 5)
     alike = gathering(kept, *arrives)
     then = gathering(kept, *again)
-    piece = {1: StageRecord(alike, alike, resumed=(then, then))}
+    piece = {1: both(alike) | both(then, "_resumed")}
     forward = [Action(1, "F", 0), Action(1, "F", 1)]
     assert replay_actions(forward[:1], piece).peak().breakdown == Breakdown(
         parameters=1000, activations=10, temporary=7
@@ -185,7 +189,7 @@ def test_what_is_gathered_is_there_once_and_goes_with_the_next_backward_pass():
         parameters=1000, activations=20
     )
     # The second one back gathers for itself.
-    other = {**piece, 2: StageRecord(SMALL, SMALL)}
+    other = {**piece, 2: both(SMALL)}
     step = [Action(1, "F", 0), Action(1, "F", 1), Action(1, "B", 0), Action(2, "F", 0)]
     timeline = replay_actions(step, other)
     end = max(span.death for span in timeline.spans)
@@ -197,7 +201,7 @@ def test_what_is_gathered_is_there_once_and_goes_with_the_next_backward_pass():
 def test_a_backward_pass_after_several_forward_passes_goes_astray():
     usual = gathering(Span(1, "activations", 1, 6))
     astray = gathering(Span(1, "activations", 1, 6), Span(30, "temporary", 5, 6))
-    piece = {1: StageRecord(usual, usual, strayed=(astray, astray))}
+    piece = {1: both(usual) | both(astray, "_strayed")}
     there = [Action(1, "F", 0), Action(1, "F", 1)]
     assert replay_actions([*there[:1], Action(1, "B", 0)], piece).peak().bytes == 1
     assert replay_actions([*there, Action(1, "B", 0)], piece).peak().bytes == 2 + 30
@@ -209,7 +213,7 @@ def test_a_backward_pass_after_several_forward_passes_goes_astray():
 
 def test_the_last_micro_batch_may_go_otherwise():
     less = gathering(Span(1, "activations", 1, 6))
-    piece = {1: StageRecord(less, less, last=(SMALL, SMALL))}
+    piece = {1: both(less) | both(SMALL, "_last")}
     actions = [Action(1, "F", number) for number in range(3)]
     assert replay_actions(actions, piece).peak().breakdown == Breakdown(
         activations=102, temporary=7
@@ -232,7 +236,7 @@ def test_a_long_step_stays_small(schedule):
     then = RecordedPass(Timeline(spans, phases), (3000,), 6000)
     v = 1 if schedule in SINGLE_STAGE_SCHEDULES else 2
     actions = schedule_orders(schedule, 4, v, 512)[0]
-    pieces = {action.stage: StageRecord(first, then) for action in actions}
+    pieces = {action.stage: {"first": first, "later": then} for action in actions}
     timeline = replay_actions(actions, pieces)
     assert len(timeline.spans) < 200_000
     assert timeline.peak().breakdown.activations > 0

@@ -9,7 +9,7 @@ from torch.distributed.pipelining._backward import (
     stage_backward_weight,
 )
 
-from bigtrain.costs.replay import RecordedPass, StageRecord, replay_actions
+from bigtrain.costs.replay import RecordedPass, replay_actions
 from bigtrain.memory.timeline import Timeline
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.schedules.orders import Action
@@ -99,7 +99,7 @@ def test_the_peak_is_what_torch_holds(order):
         stage.act(kind, number)
     measured = stage.tracker.peak_bytes - stage.beside
 
-    whole = recorded("FB", gradients=False), recorded("FB", gradients=True)
-    split = recorded("FIW", gradients=False), recorded("FIW", gradients=True)
-    assert replay_actions(actions, {1: StageRecord(*whole, split)}).peak().bytes == measured
-    assert replay_actions(actions, {1: StageRecord(*whole)}).peak().bytes >= measured
+    whole = {way: recorded("FB", gradients=way == "later") for way in ("first", "later")}
+    split = {f"{way}_split": recorded("FIW", gradients=way == "later") for way in whole}
+    assert replay_actions(actions, {1: whole | split}).peak().bytes == measured
+    assert replay_actions(actions, {1: whole}).peak().bytes >= measured

@@ -22,7 +22,7 @@ from bigtrain.models import make_model
 from bigtrain.models.blocks import independent_blocks
 from bigtrain.optim.factory import optimizer_factory
 from bigtrain.prediction.compose import compose_profile
-from bigtrain.prediction.predict import forecast_rank, forecast_step
+from bigtrain.prediction.predict import forecast_rank, forecast_rank_step, forecast_step
 from bigtrain.prediction.record import make_profile
 from bigtrain.prediction.section_library import ModelSections, SectionLibrary, resize_micro_batch
 from bigtrain.prediction.shorten import shorten_model, untie_parameters
@@ -186,7 +186,6 @@ def test_a_stage_put_together_is_forecast_as_one_that_was_cut(strategy, ranks, a
     )
     names = [section.name for section in body.sections]
     edges = [0, *(names.index(name) for name in at), len(names)]
-    cut = plan.techniques["cut"]
     parts = {}
     for stage, (first, stop) in enumerate(zip(edges, edges[1:], strict=False)):
         after = body.sections[stop] if stop < len(names) else None
@@ -196,7 +195,7 @@ def test_a_stage_put_together_is_forecast_as_one_that_was_cut(strategy, ranks, a
     for rank in range(2):
         exact = forecast_rank(resolved, workload, rank).forecast
         own = {stage: parts[stage] for stage in resolved.layout.stages_of(rank)}
-        peak = cut.replay_rank(own, plan, rank, {}).peak()
+        peak = forecast_rank_step(own, plan, rank).peak()
         assert exact is not None
         assert peak.bytes == pytest.approx(exact.peak().bytes, rel=5e-3), (peak, exact.peak())
 
@@ -247,6 +246,6 @@ def test_losses_may_differ_where_micro_batches_wait():
         model, tokens(2), loss, optimizer_factory(job_from_keys("single", {}).optim, 0), CPU
     )
     bodies = [anatomy.model_sections(plan, 2, "keep", waiting=waiting) for waiting in (False, True)]
-    spans = [len(put_together(body, again=False).first.spans) for body in bodies]
+    spans = [len(put_together(body, again=False).passes["first"].spans) for body in bodies]
     assert spans[0] != spans[1]
     assert set(asked) == {True, False}

@@ -309,8 +309,9 @@ class Total:
 def held(profile) -> int:
     """Bytes of activations at the moment when the backward pass begins."""
     assert profile.untraceable is None, profile.untraceable
-    back = next(tick for tick, phase in profile.first.phases if phase == "backward")
-    alive = [span for span in profile.first.spans if span.birth <= back < span.death]
+    first = profile.passes["first"]
+    back = next(tick for tick, phase in first.phases if phase == "backward")
+    alive = [span for span in first.spans if span.birth <= back < span.death]
     return sum(span.nbytes for span in alive if span.kind == "activations")
 
 

@@ -68,12 +68,10 @@ def _flat(
         held = size * profile.trained_elements
         first = backward.emptying(first)
     return replace(
-        forecast,
+        forecast.with_passes(first=first),
         states=states,
-        first=first,
         step=_on_shard(profile.step, plan),
         gradients=held,
-        next=None,
     )
 
 
@@ -103,7 +101,7 @@ def _cut(
         group = min(share, int(zero.get("sub_group_size", 1_000_000_000)))
         largest = max(whole, default=0) // size // ranks
         step = _throughout(step, "temporary", 4 * max(group, largest))
-    return replace(forecast, states=states, first=first, step=step, next=None)
+    return replace(forecast.with_passes(first=first), states=states, step=step)
 
 
 def _offloaded(zero: dict[str, Any], found: Forecast, profile: Profile, plan: Plan) -> Forecast:
@@ -136,17 +134,19 @@ class _Backward:
     @classmethod
     def of(cls, profile: Profile) -> _Backward:
         """The second micro-batch of a profile, the first one telling which spans are gradients."""
-        first = sorted(profile.first.spans, key=lambda span: span.birth)
-        later = sorted(profile.next.spans, key=lambda span: span.birth)
+        passes = profile.passes
+        first, later = (
+            sorted(passes[way].spans, key=lambda span: span.birth) for way in ("first", "later")
+        )
         if [s.nbytes for s in first] != [s.nbytes for s in later]:
             # Some gradient is copied before it is kept. Here none is, and none is added to.
             passing = [_passing(span) for span in first]
             gradient_spans = tuple(s for s in passing if s.kind == "gradients")
-            timeline = Timeline(tuple(passing), profile.first.phases)
+            timeline = Timeline(tuple(passing), passes["first"].phases)
             return cls(timeline, gradient_spans, _again(profile, 0))
         pairs = zip(first, later, strict=True)
         gradient_spans = tuple(now for was, now in pairs if was.kind == "gradients")
-        return cls(profile.next, gradient_spans, _again(profile, 1))
+        return cls(passes["later"], gradient_spans, _again(profile, 1))
 
     def with_shard(self, nbytes: int, plan: Plan) -> Timeline:
         """With a rank's shard of the gradients, made when the first of them is reduced."""

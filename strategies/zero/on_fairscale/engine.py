@@ -159,20 +159,19 @@ class FairscaleShardedDDP(FairscaleEngine):
         if plan.dp == 1:
             return forecast
         most_bytes = in_flight_bytes(self, profile.gradient_bytes)
-        accumulates = plan.batch.accumulation_steps > 1
 
         def of_share(deal: RankShare) -> Forecast:
             optimizer = round(profile.optimizer_bytes * deal.share)
+            first = deal.passing(profile.passes["first"], most_bytes)
             return replace(
-                forecast,
+                forecast.with_passes(first=first),
                 states=replace(forecast.states, optimizer=optimizer),
-                first=deal.passing(profile.first, most_bytes),
                 step=scale_timeline(forecast.step, deal.share),
                 gradients=round(profile.gradient_bytes * deal.share),
             )
 
         def peak(one: Forecast) -> int:
-            return (replace(one, next=profile.next) if accumulates else one).peak().bytes
+            return replace(one, micro_batches=plan.batch.accumulation_steps).peak().bytes
 
         return max((of_share(deal) for deal in deal_parameters(profile, plan.dp)), key=peak)
 

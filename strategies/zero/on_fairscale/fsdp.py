@@ -72,14 +72,15 @@ class FairscaleFSDP(FairscaleEngine):
         if plan.dp == 1:
             return forecast
         ranks, states = plan.dp, forecast.states
+        bucket_size = self.bucket_size or 25 * MIB
+        first = reduce_gradients(profile.passes["first"], ranks, bucket_size)
         return replace(
-            forecast,
+            forecast.with_passes(first=first),
             states=replace(
                 states,
                 parameters=states.parameters + states.parameters // ranks,
                 optimizer=states.optimizer // ranks,
             ),
-            first=reduce_gradients(profile.first, ranks, self.bucket_size or 25 * MIB),
             step=scale_timeline(forecast.step, 1 / ranks),
             gradients=forecast.gradients // ranks,
         )

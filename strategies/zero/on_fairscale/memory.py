@@ -52,7 +52,7 @@ def deal_parameters(profile: Profile, ranks: int, max_shares: int = 8) -> list[R
     Returns:
         Those of the fullest ranks, the very fullest first.
     """
-    spans = [span for span in profile.first.spans if span.kind == "gradients"]
+    spans = [span for span in profile.passes["first"].spans if span.kind == "gradients"]
     # The backward pass makes them in about the reverse of the parameters' order.
     spans.sort(key=lambda span: (-span.nbytes, -span.birth))
     loads, births = [0] * ranks, [set[int]() for _ in range(ranks)]

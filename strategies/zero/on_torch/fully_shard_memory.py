@@ -50,39 +50,33 @@ def forecast_fully_shard(
     )
     # Whole gradients are new ones in every micro-batch, and only their shards are added up: each
     # goes as the first of one process.
-    unit_passes, first = _Pass(sizes, units[:-1], stage), (profile.first, profile.outside_blocks)
-    later_pass = None
-    if plan.batch.accumulation_steps > 1:
-        later_pass = unit_passes.timeline(*first, fresh=False)
-    # On a GPU shards, gradients and state are then the host's; what is gathered stays.
-    if plan.offload_tiers.parameters == "cpu" and plan.device_type == "cuda":
+    unit_passes = _Pass(sizes, units[:-1], stage)
+    unsharded = (profile.passes["first"], profile.outside_blocks)
+    on_host = plan.offload_tiers.parameters == "cpu" and plan.device_type == "cuda"
+    fresh = not (on_host or plan.release_gradients)
+    first = later = unit_passes.timeline(*unsharded, fresh=fresh)
+    if fresh and plan.batch.accumulation_steps > 1:
+        later = unit_passes.timeline(*unsharded, fresh=False)
+    if on_host:  # with the gradients and the state; what is gathered stays on the GPU
         return replace(
-            forecast,
+            forecast.with_passes(first=first, later=later),
             states=replace(states, parameters=0, optimizer=0),
-            first=unit_passes.timeline(*first, fresh=False),
-            next=later_pass,
             step=replace(forecast.step, spans=()),
             gradients=0,
         )
-    first_pass = unit_passes.timeline(*first, fresh=not plan.release_gradients)
-    resumed = strayed = None
+    # The last micro-batch goes as the others: no less than it needs.
+    passes = {"first": first, "later": later}
     if plan.pp > 1:
-        resumed = (
-            unit_passes.timeline(*first, fresh=True, resumed=True),
-            unit_passes.timeline(*first, fresh=False, resumed=True),
-        )
-        strayed = (
-            unit_passes.strayed(first_pass, profile.outside_blocks),
-            unit_passes.strayed(later_pass or first_pass, profile.outside_blocks),
-        )
+        passes |= {
+            "first_resumed": unit_passes.timeline(*unsharded, fresh=True, resumed=True),
+            "later_resumed": unit_passes.timeline(*unsharded, fresh=False, resumed=True),
+            "first_strayed": unit_passes.strayed(first, profile.outside_blocks),
+            "later_strayed": unit_passes.strayed(later, profile.outside_blocks),
+        }
     return replace(
         forecast,
         states=states,
-        first=first_pass,
-        next=later_pass,
-        resumed=resumed,
-        strayed=strayed,
-        last=None,  # as the others: no less than it needs
+        passes=passes,
         step=scale_timeline(forecast.step, share * sizes.kept / sizes.used),
         gradients=0 if plan.release_gradients else trained,
     )

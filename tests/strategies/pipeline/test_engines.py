@@ -50,3 +50,25 @@ def test_what_an_engine_cannot_do_is_refused(message: str) -> None:
     named = {k if "." in k else f"strategy.cut.{k}": v for k, v in keys.items()}
     with pytest.raises(ConfigError, match=message):
         make_plan(job_from_keys(strategy, {"train.global_batch_size": 32, **named}), ranks, "cpu")
+
+
+def actions_of(strategy: str, ranks: int, keys: dict[str, object], rank: int = 0) -> str:
+    keys = {"train.global_batch_size": 6, "train.micro_batch_size": 2, **keys}
+    plan = make_plan(job_from_keys(strategy, keys), ranks, "cpu")
+    actions = plan.techniques["cut"].actions(plan, rank)
+    return " ".join(f"{kind}{number}@{stage}" for stage, kind, number in actions.actions)
+
+
+@pytest.mark.skipif(find_spec("fairscale") is None, reason="fairscale is missing")
+def test_fairscale_takes_all_micro_batches_forward_then_back() -> None:
+    # Predicted as one model, or by stages: then a cycle has all stages that have something to do.
+    assert actions_of(FAIRSCALE, 1, {}) == "F0@0 F1@0 F2@0 B2@0 B1@0 B0@0"
+    assert actions_of(FAIRSCALE, 1, {"strategy.cut.checkpoint": "always"}) == (
+        "F0@0 F1@0 F0@1 F2@0 F1@1 F2@1 I2@1 W2@1 I1@1 I2@0 W1@1 W2@0 I0@1 I1@0 W0@1 W1@0 I0@0 W0@0"
+    )
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is missing")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_deepspeed_has_the_order_of_1f1b(rank: int) -> None:
+    assert actions_of(DEEPSPEED, 2, {}, rank) == actions_of("1f1b", 2, {}, rank)

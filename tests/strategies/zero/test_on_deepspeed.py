@@ -84,8 +84,9 @@ def test_without_deepspeed_it_says_what_to_install_and_what_else_to_use(monkeypa
 
 
 def profile_of(activations: int, elements: int = 1_000_000) -> Profile:
-    passes = Timeline((Span(activations, "activations", 1, 9),), ((0, "forward"), (5, "backward")))
-    return Profile(4 * elements, 4 * elements, 0, 8 * elements, 0, elements, 2.0, 4, passes, passes)
+    saved = (Span(activations, "activations", 1, 9),)
+    passes = dict.fromkeys(("first", "later"), Timeline(saved, ((0, "forward"), (5, "backward"))))
+    return Profile(4 * elements, 4 * elements, 0, 8 * elements, 0, elements, 2.0, 4, passes)
 
 
 @pytest.mark.parametrize(

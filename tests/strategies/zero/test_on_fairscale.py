@@ -37,13 +37,14 @@ def test_what_it_cannot_do_is_refused_before_the_ranks_meet(case):
 
 
 def advice(strategy: str, ranks: int, slots: int, sizes=(100, 100, 100, 100)) -> str | None:
+    first = Timeline(tuple(Span(size, "gradients", 1, 3) for size in sizes), ((0, "backward"),))
     profile = Profile(
         parameter_bytes=400,
         gradient_bytes=400,
         buffer_bytes=0,
         optimizer_bytes=400 * slots,
         batch_bytes=8,
-        first=Timeline(tuple(Span(size, "gradients", 1, 3) for size in sizes), ((0, "backward"),)),
+        passes={"first": first, "later": Timeline((), ((0, "forward"),))},
     )
     plan = make_plan(job_from_keys(strategy, {}), ranks, "cpu")
     return plan.techniques["replicate"].advise(Forecast.of(profile), profile, plan)
