@@ -26,7 +26,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 PARTS = ("forecasts", "planner", "listing", "messages")
-EVERY = {"forecasts": 41, "planner": 14, "listing": 9, "messages": 3}
+EVERY = {"forecasts": 67, "planner": 14, "listing": 9, "messages": 5}
 """Of how many cases the quick part has one; prime to the lengths of the rows of cases."""
 MOST_SHOWN = 20
 FIXED = {

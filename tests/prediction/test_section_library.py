@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.full import in_turn
 from torch import Tensor, nn
 
 from bigtrain.assembly.make_plan import make_plan
@@ -140,8 +141,7 @@ def put_together(body: ModelSections, *, again: bool) -> Profile:
     return compose_profile(body.base, body.sections, recomputed=names if again else ())
 
 
-@pytest.mark.parametrize("words", WORDS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "words"), in_turn(MODELS, WORDS))
 def test_a_model_put_together_is_forecast_as_a_whole_one(name, words):
     exact, made, plan = taken_apart(name, words, 4)
     for key in ("parameter_bytes", "gradient_bytes", "buffer_bytes", "optimizer_bytes"):

@@ -77,7 +77,11 @@ def torchrun(*options: str, real: bool) -> list[str]:
     return [*program, "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", *options]
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+# Those that train under each launcher (test_ranks_train_launchers.py) find each other, too.
+@pytest.mark.parametrize(
+    "launcher",
+    [n if n == "start_ranks" else pytest.param(n, marks=pytest.mark.full) for n in LAUNCHERS],
+)
 def test_the_ranks_find_each_other(request: pytest.FixtureRequest, launcher: str) -> None:
     finished = launch(request, launcher, real=True)
     assert finished.status == 0, finished.output
@@ -210,7 +214,9 @@ def test_wrapper_scripts_do_not_part_the_ranks() -> None:
     assert len(finished.ranks) == 2
 
 
-@pytest.mark.parametrize("how", ["ok", "uneven", "fail", "guarded"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("ok", marks=pytest.mark.full), "uneven", "fail", "guarded"]
+)
 def test_a_connection_that_is_held_open_to_the_end(how: str) -> None:
     script = str(ROOT / "tests/support/scripts/held_open.py")
     began = time.monotonic()

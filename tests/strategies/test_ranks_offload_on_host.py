@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.full import in_turn
 from support.nets import TinyLM, tokens
 from support.offloaded import begin_and_continue
 from support.parity import Record, adamw, largest_difference, sgd, train
@@ -69,10 +70,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("optimizer", [sgd, adamw])
-@pytest.mark.parametrize("case", CASES)
+RUNS = [(1, "single"), (2, "ddp"), (2, "zero1_torch"), (2, "fsdp")]
+
+
 @pytest.mark.parametrize(
-    ("world_size", "strategy"), [(1, "single"), (2, "ddp"), (2, "zero1_torch"), (2, "fsdp")]
+    ("world_size", "strategy", "case", "optimizer"), in_turn(RUNS, CASES, [sgd, adamw])
 )
 def test_late_copies_change_nothing(case, optimizer, world_size, strategy):
     args = (TinyLM, tokens(22), strategy)

@@ -9,12 +9,28 @@ from __future__ import annotations
 
 import datetime
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import product
+from typing import Any
 
 import pytest
 
 LONG_S = 10.0
 """A test without the mark `full` that takes longer is named at the end."""
+
+
+def in_turn(*axes: Iterable[Any]) -> list[Any]:
+    """The product of some axes as parameters: each value with half of the others', the rest full.
+
+    Args:
+        axes: values, or tuples of values that go together.
+    """
+    cases = []
+    for numbered in product(*(enumerate(axis) for axis in axes)):
+        values = [v for _, value in numbered for v in (value if type(value) is tuple else (value,))]
+        is_odd = sum(number for number, _ in numbered) % 2
+        cases.append(pytest.param(*values, marks=[pytest.mark.full] * is_odd))
+    return cases
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

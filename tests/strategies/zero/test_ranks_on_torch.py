@@ -125,7 +125,14 @@ def peak_of(context, strategy, keys, optimizer):
     return peaks(context, Deep, text(), strategy, keys, optimizer)
 
 
-@pytest.mark.parametrize("keys", [{}, {"train.micro_batch_size": 8}, {"train.precision": "bf16"}])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param({}, marks=pytest.mark.full),
+        {"train.micro_batch_size": 8},
+        {"train.precision": "bf16"},
+    ],
+)
 def test_more_sharding_is_less_memory_and_the_peak_is_predicted(keys):
     found = {s: run_ranks(peak_of, 2, s, keys, adamw)[0] for s in ("ddp", *PRESETS)}
     measured = [peak.bytes for _, peak, _ in found.values()]
