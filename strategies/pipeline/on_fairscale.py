@@ -71,6 +71,13 @@ class FairscalePipe(Pipeline):
                 f"and mesh.dp={plan.dp} replicas are averaged from one. Use mesh.dp=1, or "
                 "strategy.cut.engine=torch."
             )
+        if plan.dp > 1 and self.checkpoint != "never":
+            raise ConfigError(
+                f"strategy.cut.checkpoint={self.checkpoint}: Pipe computes a stage again inside of "
+                "the backward pass, where DistributedDataParallel takes no second gradient of a "
+                f"parameter, and mesh.dp={plan.dp}. Leave it out and set strategy.recompute=full, "
+                "or use mesh.dp=1."
+            )
         if plan.dp > 1 and replicate not in ("single", "ddp"):
             raise ConfigError(
                 f"strategy.replicate={replicate} shards the states of a model on one device, and "

@@ -19,6 +19,10 @@ DEEPSPEED = "pipeline_deepspeed"
 
 REFUSED = {
     "schedule=1f1b: fairscale's Pipe has gpipe alone": (FAIRSCALE, 1, {"schedule": "1f1b"}),
+    "and mesh.dp=2. Leave it out and set strategy.recompute=full": (
+        *(FAIRSCALE, 2),
+        {"checkpoint": "except_last", "strategy.replicate": "ddp"},
+    ),
     "does not say on how many": (FAIRSCALE, 1, {"devices": None}),
     "engine=fairscale has one on each device": (FAIRSCALE, 1, {"stages_per_rank": 2}),
     "at names 2 places, and strategy.cut.devices=2 has 1 cuts": (FAIRSCALE, 1, {"at": ["a", "b"]}),
