@@ -57,6 +57,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell bigtrain strategies configs benchmarks examples docs *.md *.py Makefile
 	$(BIN)/mypy
+	MYPYPATH=benchmarks $(BIN)/mypy benchmarks
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -95,7 +95,7 @@ def is_late(row: dict[str, Any]) -> bool:
     """Whether more was tracked than was foretold, by more than torch's bar: see the top."""
     if not row.get("ranks") or row["engine"] != "torch" or row.get("runs", 1) > AGAIN:
         return False
-    return min(rank["error"] for rank in row["ranks"]) < -BARS["torch"][1]
+    return bool(min(rank["error"] for rank in row["ranks"]) < -BARS["torch"][1])
 
 
 def again(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:

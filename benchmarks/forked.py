@@ -201,7 +201,7 @@ def _led(task: Task, prepared: Any, folder: Path) -> Outcome:
         if not ready:
             break
         for pipe in ready:
-            rank = ranks.pop(pipe)  # type: ignore[arg-type]
+            rank = ranks.pop(pipe)  # type: ignore[call-overload]
             try:
                 kind, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
             except EOFError:  # most often the echo of another one that is about to speak

@@ -61,7 +61,7 @@ class Plain:
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         output = self.model(inputs)
         loss = cross_entropy(output.flatten(0, 1), targets.flatten())
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()

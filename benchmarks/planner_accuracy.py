@@ -130,7 +130,7 @@ def vit(num_classes: int = 10) -> nn.Module:
     """Torchvision's vision transformer, as vit_b_16 but smaller."""
     from torchvision.models import VisionTransformer
 
-    return VisionTransformer(
+    model: nn.Module = VisionTransformer(
         image_size=64,
         patch_size=8,
         num_layers=6,
@@ -139,6 +139,7 @@ def vit(num_classes: int = 10) -> nn.Module:
         mlp_dim=768,
         num_classes=num_classes,
     )
+    return model
 
 
 @dataclass(frozen=True)

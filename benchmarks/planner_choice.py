@@ -67,9 +67,15 @@ def planned(ranks: int, cap: int | None) -> PlannedAnswer:
     job, cluster = load_job(None, "single", words), measure_local_cluster(ranks)
     kept = None if cap is None else str(cap)
     memory, _ = rank_limits(cluster, memory="1TiB" if cap is None else None, cap=kept)
-    margins = {"torch": 0.0}
-    given = (job, cluster, ranks, memory, BATCH)
-    return ask(Question(*given, margins=margins, capped=cap is not None))
+    question = Question(
+        job=job,
+        cluster=cluster,
+        devices=ranks,
+        memory=memory,
+        global_batch_size=BATCH,
+        margins={"torch": 0.0},
+    )
+    return ask(question)
 
 
 def prepare(ranks: int) -> list[tuple[int, int, list[dict[str, Any]]]]:

@@ -76,7 +76,7 @@ def measured(name: str) -> dict[str, Any]:
     began = time.perf_counter()
     from bigtrain.job.load import load_job
     from bigtrain.machine.cluster import load_cluster
-    from bigtrain.planner.ask import Question, ask
+    from bigtrain.planner.ask import Question, ask, rank_limits
     from bigtrain.planner.show import plan_figures
 
     case = CASES[name]
@@ -90,9 +90,15 @@ def measured(name: str) -> dict[str, Any]:
         f"train.global_batch_size={case['batch']}",
     ]
     cluster = load_cluster("h100-node")
-    size = cluster.device.memory
-    given = (load_job(None, "single", words), cluster, case["devices"])
-    planned = ask(Question(*given, size, cluster.device.usable, case["batch"]))
+    question = Question(
+        job=load_job(None, "single", words),
+        cluster=cluster,
+        devices=case["devices"],
+        memory=rank_limits(cluster, memory=None, cap=None)[0],
+        global_batch_size=case["batch"],
+        margins={"torch": 0.0, "deepspeed": 0.0},
+    )
+    planned = ask(question)
     ended = time.perf_counter()
     best = planned.result.best[0]
     return {
