@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from bigtrain.memory.timeline import BlockTicks, Breakdown, Span, Timeline, scal
 from bigtrain.prediction.record_sections import RecordedSections
 from bigtrain.prediction.sections import PassPair, Section, SectionTensor, concatenate_sections
 
+_MOST = 0.75
 _NUMBER_BYTES = 8
 """What is not larger is a number, as a step count or a norm, and no copy of a parameter."""
 
@@ -132,7 +134,9 @@ def merge_steps(profiles: Sequence[Profile]) -> Profile:
     parameters at once the stages' steps are side by side, the shorter ones drawn out to the
     longest; where it goes through them one by one they follow each other.
     """
-    goes_one_by_one = all(_goes_one_by_one(p.step, len(p.tensors)) for p in profiles)
+    goes_one_by_one = all(
+        _goes_one_by_one(p.step, [size for _, size, _ in p.tensors]) for p in profiles
+    )
     lengths = [max((s.death for s in p.step.spans), default=0) - _begin(p) + 1 for p in profiles]
     spans: list[Span] = []
     offset = 0
@@ -160,16 +164,26 @@ def _begin(profile: Profile) -> int:
     return profile.step.phases[0][0]
 
 
-def _goes_one_by_one(step: Timeline, tensors: int) -> bool:
+def _goes_one_by_one(step: Timeline, sizes: Sequence[int]) -> bool:
     """Whether an optimizer goes through its parameters one by one, or works on all at once.
+
+    At once there is a copy of most of them at the highest moment; one by one there may be as many
+    storages, but all of them are of one parameter.
 
     Args:
         step: recorded.
-        tensors: how many parameters it was recorded with.
+        sizes: bytes of the parameters that it was recorded with.
     """
     highest = step.highest_tick()
-    alive = sum(s.birth <= highest < s.death and s.nbytes > _NUMBER_BYTES for s in step.spans)
-    return alive < max(2, tensors // 2)  # lists are made of parameters of one type
+    alive = Counter(
+        s.nbytes for s in step.spans if s.birth <= highest < s.death and s.nbytes > _NUMBER_BYTES
+    )
+    wanted = Counter(size for size in sizes if size > _NUMBER_BYTES)
+    copied = max(  # in the precision of the parameters, in half and in double of it
+        sum(min(count, alive[round(size * factor)]) for size, count in wanted.items())
+        for factor in (1, 0.5, 2)
+    )
+    return copied < _MOST * wanted.total()
 
 
 def _step(base: RecordedSections, trained: Sequence[SectionTensor]) -> Timeline:
@@ -179,7 +193,7 @@ def _step(base: RecordedSections, trained: Sequence[SectionTensor]) -> Timeline:
     one by one it does not.
     """
     recorded_tensors = [t for t in _distinct(base.sections) if t.trained]
-    if _goes_one_by_one(base.step, len(recorded_tensors)):
+    if _goes_one_by_one(base.step, [t.nbytes for t in recorded_tensors]):
         return base.step
     numbers = sum(t.numbers for t in recorded_tensors)
     return scale_timeline(base.step, sum(t.numbers for t in trained) / numbers)
