@@ -55,7 +55,7 @@ test-full: test
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/codespell bigtrain strategies configs benchmarks examples docs *.md *.py Makefile
+	$(BIN)/codespell --skip benchmarks/results bigtrain strategies configs benchmarks examples docs *.md *.py Makefile
 	$(BIN)/mypy
 	MYPYPATH=benchmarks $(BIN)/mypy benchmarks
 
