@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from bigtrain.core.strategy import Assembly
@@ -24,7 +23,8 @@ from bigtrain.losses.chunked_cross_entropy import head_targets
 from bigtrain.optim.in_backward import InBackwardUpdate
 from bigtrain.optim.partitioned import PartitionedUpdate
 from bigtrain.optim.update import Update, WholeUpdate, tensor_source
-from bigtrain.tensors.dtensors import full_tensor, is_offloaded, local_part, local_tensor
+from bigtrain.tensors.dtensors import local_part, local_tensor
+from bigtrain.tensors.norms import global_norm
 from bigtrain.tensors.source import TensorSource
 
 
@@ -42,6 +42,7 @@ class StepRunner:
         self.meter = assembly.meter
         self._precision = assembly.plan.precision
         self._clip_norm = assembly.plan.clip_norm
+        self._device_type = assembly.plan.device_type
         self._keep_gradients = assembly.keep_gradients
         self._average = assembly.average
         self._before_update = assembly.before_update
@@ -81,14 +82,16 @@ class StepRunner:
         """Scale the gradients down to the clipping norm; return their norm before that."""
         norm = self.norm()
         if self._clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._trained, self._clip_norm, norm)
+            dtype = torch.float64 if self._precision == "fp64" else torch.float32
+            torch.nn.utils.clip_grads_with_norm_(self._trained, self._clip_norm, norm.to(dtype))
         return norm
 
     def norm(self) -> Tensor:
         """The norm of the gradients of the whole model. Collective where they are in shards."""
         if self._released is not None:
-            return full_tensor(torch.linalg.vector_norm(torch.stack(self._released.norms())))
-        return full_tensor(total_norm([p.grad for p in self._trained if p.grad is not None]))
+            return self._released.norm()
+        gradients = (p.grad for p in self._trained if p.grad is not None)
+        return global_norm(gradients, self._device_type)
 
     def apply_step(self) -> None:
         """Step the optimizer and clear the gradients."""
@@ -365,30 +368,6 @@ def check_finite(losses: Mapping[int, float]) -> None:
     for rank, value in losses.items():
         if not math.isfinite(value):
             raise NonFiniteError(f"the loss of rank {rank} is {value}")
-
-
-def total_norm(gradients: list[Tensor]) -> Tensor:
-    """The norm of all gradients together, in fp32 where they are in less."""
-    if any(g.dtype in (torch.bfloat16, torch.float16) for g in gradients):
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
-        here = norms[0].device  # stages may be on several devices of a process
-        norm: Tensor = torch.linalg.vector_norm(torch.stack([n.to(here) for n in norms]))
-        return norm
-    if any(is_offloaded(g) for g in gradients):
-        # Norms are exchanged between the ranks, which must not happen on the host: bring those.
-        total: Tensor = torch.linalg.vector_norm(torch.stack([*map(_norm_on_device, gradients)]))
-        return total
-    return torch.nn.utils.get_total_norm(gradients)
-
-
-def _norm_on_device(gradient: Tensor) -> Tensor:
-    """The norm of a gradient whose shards are on the host, as a number on the device."""
-    mesh, placements = gradient.device_mesh, gradient.placements  # type: ignore[attr-defined]
-    square: Tensor = torch.linalg.vector_norm(local_tensor(gradient)).square().to(mesh.device_type)
-    for axis, placement in enumerate(placements):
-        if placement.is_shard():
-            dist.all_reduce(square, group=mesh.get_group(axis))
-    return square.sqrt()
 
 
 def first_names(names: list[str]) -> str:

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from bigtrain.errors import ConfigError
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.optim.update import MakeOptimizer, WholeUpdate
+from bigtrain.tensors.norms import GradientNorm
 
 
 class InBackwardUpdate(WholeUpdate):
@@ -39,7 +39,8 @@ class InBackwardUpdate(WholeUpdate):
     ) -> None:
         super().__init__(parameters, make_optimizer)
         self._meter = meter
-        self._norms: dict[nn.Parameter, Tensor] = {}
+        self._norm = GradientNorm()
+        self._updated: set[Tensor] = set()
         self._names = {parameter: name for name, parameter in parameters.items()}
         groups = enumerate(self.optimizer.param_groups)
         # By place: whoever loads a state into the optimizer makes its groups anew.
@@ -54,7 +55,7 @@ class InBackwardUpdate(WholeUpdate):
         gradient = parameter.grad
         if gradient is None:
             return
-        if parameter in self._norms:
+        if parameter in self._updated:
             raise ConfigError(
                 f"optim.release_gradients=true: {self._names[parameter]} got a second gradient in "  # type: ignore[index]
                 "one step, after it was updated by the first: of another micro-batch, or of a "
@@ -62,8 +63,8 @@ class InBackwardUpdate(WholeUpdate):
                 "optim.release_gradients=false."
             )
         self._meter.label([gradient], "gradients")
-        dtype = torch.float32 if gradient.dtype in (torch.bfloat16, torch.float16) else None
-        self._norms[parameter] = torch.linalg.vector_norm(gradient, dtype=dtype)  # type: ignore[index]
+        self._updated.add(parameter)
+        self._norm.add([gradient])
         group_index = self._place.get(parameter)
         if group_index is not None:
             self._step_one(parameter, self.optimizer.param_groups[group_index])
@@ -90,13 +91,14 @@ class InBackwardUpdate(WholeUpdate):
 
     def begin_step(self) -> None:
         """Say that the gradients that come now are another step's."""
-        self._norms.clear()
+        self._norm = GradientNorm()
+        self._updated.clear()
 
-    def norms(self) -> list[Tensor]:
-        """The norms of the gradients since the last call, in the parameters' order."""
-        found = [self._norms[p] for p in self._parameters.values() if p in self._norms]
-        self._norms.clear()
-        return found
+    def norm(self) -> Tensor:
+        """The norm of the gradients since the last call. Collective where they are in shards."""
+        norm = self._norm.total()
+        self.begin_step()
+        return norm
 
     def step(self) -> None:
         """See `Update.step`. It is done already."""

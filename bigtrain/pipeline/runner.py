@@ -28,7 +28,6 @@ from bigtrain.core.loop import (
     load_optimizer,
     load_tensors,
     state_sources,
-    total_norm,
 )
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
@@ -45,7 +44,7 @@ from bigtrain.pipeline.torch_stage import (
     is_sharded,
 )
 from bigtrain.schedules.orders import TORCH_SCHEDULES, check_schedule, stage_ranks
-from bigtrain.tensors.dtensors import full_tensor
+from bigtrain.tensors.norms import global_norm
 from bigtrain.tensors.source import TensorSource
 from bigtrain.tensors.tree import map_tensors
 
@@ -313,10 +312,8 @@ class PipelineRunner(StepRunner):
             for name, p in self._named.items()
             if p.grad is not None and name not in elsewhere
         ]
-        own_norm = full_tensor(total_norm(counted_gradients)).to(self.context.device)
-        square = self.context.all_reduce_sum(own_norm.double().square(), "pp")
-        dtype = torch.float64 if self._precision == "fp64" else torch.float32
-        return square.sqrt().to(dtype)
+        own_norm = global_norm(counted_gradients).to(self.context.device)
+        return self.context.all_reduce_sum(own_norm.square(), "pp").sqrt()
 
     def gradients(self) -> dict[str, TensorSource]:
         """See `Runner.gradients`."""

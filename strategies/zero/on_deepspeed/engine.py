@@ -10,7 +10,7 @@ it holds beside the least possible was measured and taken out where that changes
   they are reduced into the one that the step uses;
 * a gradient that is larger than the bucket, kept whole until the backward pass ends: it goes as
   soon as it is reduced, and it is reduced at once;
-* norms by way of fp64 copies of whole gradients: worked out in place, in fp32;
+* norms by way of fp64 copies of whole gradients: worked out in place (`bigtrain/tensors/norms.py`);
 * the flat copy of the model, beside the model, while it is built (4P).
 
 What remains above 4P + 12P/N bytes in fp32 for stages 1 and 2 (a single micro-batch; stage 1

@@ -23,6 +23,7 @@ from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.on_deepspeed.build import BuiltEngine, optimizer_and_names
 from bigtrain.strategies.zero.on_deepspeed.config import bucket_elements, deepspeed_settings
 from bigtrain.strategies.zero.on_deepspeed.update import DeepSpeedUpdate
+from bigtrain.tensors.norms import local_norm
 
 
 def share_engine(options: Zero, assembly_of_cut: Assembly) -> None:
@@ -62,18 +63,15 @@ class PipelineZeroUpdate(DeepSpeedUpdate):
         Args:
             elsewhere: tied parameters, which another stage counts.
         """
-        squares = []
-        for number in range(len(self.shards.pieces)):
-            gradient = self.shards.gradient(number)
-            if gradient is not None:
-                squares.append(_square(gradient))
+        own_square = self._own_square()
         for name in elsewhere:
             stretch = self.shards.slices.get(id(self.parameters[name]))
             gradient = None if stretch is None else self.shards.gradient(stretch.piece)
             if stretch is not None and gradient is not None:
                 flat = gradient.view(-1)
-                squares.append(-_square(flat[stretch.offset : stretch.offset + stretch.length]))
-        own_square = max(0.0, math.fsum(squares))
+                tied = flat[stretch.offset : stretch.offset + stretch.length]
+                own_square -= float(local_norm([tied])) ** 2
+        own_square = max(0.0, own_square)
         norm = math.sqrt(math.fsum(self._context.all_gather_numbers(own_square)))
         device = self.shards.pieces[0].device
         self.shards.set_norm(torch.tensor(norm, dtype=torch.float32, device=device))
@@ -81,10 +79,6 @@ class PipelineZeroUpdate(DeepSpeedUpdate):
 
     def load_master(self, name: str, value: torch.Tensor) -> None:
         """See `Update.load_master`: what is updated are the parameters themselves."""
-
-
-def _square(gradient: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(gradient, dtype=torch.float32)) ** 2
 
 
 def shared_forecast(options: Zero, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:

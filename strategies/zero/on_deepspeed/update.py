@@ -22,6 +22,7 @@ from bigtrain.strategies.zero.on_deepspeed.shards import (
     PartitionedShards,
     ShardSlice,
 )
+from bigtrain.tensors.norms import local_norm
 from bigtrain.tensors.source import TensorSource
 
 
@@ -53,14 +54,13 @@ class DeepSpeedUpdate:
         self.shards.clear()
 
     def norm(self) -> float:
-        """The norm of the whole gradient, in fp32, the same on every rank. Collective."""
-        squares = []
-        for number in range(len(self.shards.pieces)):
-            gradient = self.shards.gradient(number)
-            if gradient is not None:
-                norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float32))
-                squares.append(norm * norm)
-        return math.sqrt(math.fsum(self._context.all_gather_numbers(math.fsum(squares))))
+        """The norm of the whole gradient, the same on every rank. Collective."""
+        return math.sqrt(math.fsum(self._context.all_gather_numbers(self._own_square())))
+
+    def _own_square(self) -> float:
+        """The squares of this rank's gradients, added up."""
+        gradients = (self.shards.gradient(number) for number in range(len(self.shards.pieces)))
+        return float(local_norm([g for g in gradients if g is not None])) ** 2
 
     def resident_tensors(self) -> Iterable[Tensor]:
         """See `Update.resident_tensors`."""

@@ -15,7 +15,6 @@ Source: fairscale 0.4.13, optim/oss.py and nn/data_parallel/sharded_ddp.py.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -43,6 +42,7 @@ from bigtrain.strategies.fairscale_adapter import (
 from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.on_fairscale.memory import RankShare, deal_parameters, in_flight_bytes
 from bigtrain.strategies.zero.on_fairscale.traffic import fairscale_traffic
+from bigtrain.tensors.norms import local_norm
 from bigtrain.tensors.source import TensorSource
 from bigtrain.units import format_bytes
 
@@ -357,19 +357,10 @@ def _in_groups(make_optimizer: MakeOptimizer) -> Callable[..., torch.optim.Optim
 class ShardedGradients(LoopRunner):
     """The plain loop where each rank has the gradients of its own parameters only."""
 
-    def clip(self) -> Tensor:
-        """See `LoopRunner.clip`: the norm is over all ranks' gradients."""
-        gradients = [p.grad.detach() for p in self._trained if p.grad is not None]
-        norms = [
-            float(torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)))
-            for g in gradients
-        ]
-        squares = self.context.all_gather_numbers(math.fsum(norm * norm for norm in norms))
-        total = torch.tensor(math.sqrt(math.fsum(squares)), dtype=torch.float64)
-        if self._clip_norm is not None and gradients:
-            norm = total.to(gradients[0])
-            torch.nn.utils.clip_grads_with_norm_(self._trained, self._clip_norm, norm)
-        return total
+    def norm(self) -> Tensor:
+        """See `LoopRunner.norm`: over all ranks' gradients."""
+        own_norm = local_norm([p.grad for p in self._trained if p.grad is not None])
+        return self.context.all_reduce_sum(own_norm.to(self.context.device).square()).sqrt()
 
     def gradients(self) -> dict[str, TensorSource]:
         """See `Runner.gradients`."""
