@@ -3,7 +3,8 @@
 Memory: as one process, and the gradients never go away: they are views of the buckets.
 Communication: one all-reduce of the gradients a step, 2 (n-1)/n of their bytes sent and
 received per rank (ring), however many micro-batches are accumulated.
-Constraints: every trained parameter takes part in the loss, or `find_unused_parameters: true`.
+Constraints: a parameter takes part in the loss of every step or of none (then it is left out
+beforehand); where it does in some, `find_unused_parameters: true`.
 Example: torchrun --nproc-per-node 2 bigtrain/train.py --strategy ddp
 
 Source: Li et al. 2020, PyTorch Distributed (arXiv 2006.15704), sections 3.2 and 3.3.
@@ -55,7 +56,7 @@ class DDP(Strategy):
     @property
     def traits(self) -> Traits:
         """See `Strategy.traits`."""
-        return Traits(averaging_bucket=self.bucket_size)
+        return Traits(averaging_bucket=self.bucket_size, finds_unused=self.find_unused_parameters)
 
     def variants(self, shape: Shape) -> Iterable[Variant]:
         """See `Strategy.variants`."""

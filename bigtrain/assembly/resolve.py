@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from bigtrain.assembly.recompute_budget import meet_budget
+from bigtrain.core.loop import first_names
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import CutStrategy, ModelFacts, Plan, RecomputeStrategy
 from bigtrain.core.workload import Workload
 from bigtrain.cutting.layout import Layout
 from bigtrain.errors import ConfigError
+from bigtrain.tracing.unreached import freeze_unreached
 
 
 def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
-    """Cut the model, and choose what its blocks keep.
+    """Freeze what the loss does not reach, cut the model, and choose what its blocks keep.
 
     Needs no process group, and is the same on all ranks.
 
     Args:
         plan: what will be run.
-        workload: with an example where the plan has a cut or a budget.
+        workload: with an example where the plan has a cut or a budget. Parameters of its model
+            that the loss does not reach train no more, where an example shows them.
 
     Raises:
         ConfigError: the model cannot be cut so; a name is none of the model's; the smallest peak
             is above the budget.
     """
+    unreached: tuple[str, ...] = ()
+    if workload.example is not None and not plan.replicate.finds_unused:
+        unreached = freeze_unreached(workload.model, workload.example, workload.loss)
     layout = make_layout(plan, workload)
     technique = plan.techniques.get("recompute")
     limit = technique.limit(plan) if isinstance(technique, RecomputeStrategy) else None
@@ -32,7 +39,29 @@ def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
         resolved = meet_budget(plan, technique, limit, workload, layout)
     else:
         resolved = ResolvedPlan.of(plan, workload.model, layout)
-    return replace(resolved, notes=(*_no_replicas(plan), *resolved.notes))
+    notes = (*_not_trained(unreached), *_no_replicas(plan), *resolved.notes)
+    return replace(resolved, unreached=unreached, notes=notes)
+
+
+def _not_trained(names: Sequence[str]) -> list[str]:
+    """What is said of the parameters that the loss does not reach."""
+    return [f"not trained, as the loss does not reach it: {first_names(names)}"] if names else []
+
+
+def check_known(plan: Plan, unreached: Sequence[str]) -> None:
+    """Refuse what should have been left out when the model was wrapped, and is known only now.
+
+    Raises:
+        ConfigError: an exchange or an engine waits for the gradients of these.
+    """
+    replicate = plan.replicate
+    waits = replicate.averaging_bucket is not None or replicate.engine != "torch"
+    if unreached and waits and plan.dp > 1 and not replicate.finds_unused:
+        raise ConfigError(
+            f"strategy {plan.strategy.name} has to know which parameters get no gradient before "
+            f"the first step, and the loss does not reach {first_names(unreached)}. "
+            "Give prepare(..., example=(inputs, targets))."
+        )
 
 
 def _no_replicas(plan: Plan) -> list[str]:

@@ -370,7 +370,7 @@ def check_finite(losses: Mapping[int, float]) -> None:
             raise NonFiniteError(f"the loss of rank {rank} is {value}")
 
 
-def first_names(names: list[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     """The first few of these names."""
     if not names:
         return "nothing"

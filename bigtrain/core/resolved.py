@@ -21,6 +21,8 @@ class ResolvedPlan:
     """How the model is cut, where the plan has a cut."""
     policies: Mapping[str, BlockPolicy] = field(default_factory=dict)
     """What modules keep for the backward pass, by their names in the whole model."""
+    unreached: tuple[str, ...] = ()
+    """Parameters that the loss does not reach: they are not trained."""
     notes: tuple[str, ...] = ()
     """What there is to say of the choices made."""
 

@@ -274,3 +274,22 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 def _bytes_tensor(text: str) -> Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+
+def check_optimizer_state(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a checkpoint of another kind of optimizer.
+
+    Raises:
+        CheckpointError: it keeps other state.
+    """
+    saved_keys = {
+        name.rpartition(".")[2] for name in checkpoint.names if name.startswith("optimizer.")
+    }
+    keys_by_optimizer = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "SGD": {"momentum_buffer"}}
+    keys_by_optimizer["Adafactor"] = {"step", "row_var", "col_var", "variance"}
+    expected = getattr(optimizer, "state_keys", keys_by_optimizer.get(type(optimizer).__name__))
+    if expected is not None and not saved_keys <= expected:
+        raise CheckpointError(
+            f"the checkpoint's optimizer keeps {', '.join(sorted(saved_keys))}, this one keeps "
+            f"{', '.join(sorted(expected))}. Use the optim.name it was saved with."
+        )

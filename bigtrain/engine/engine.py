@@ -6,6 +6,7 @@ It is all of bigtrain that a training loop needs, the project's own `train.py` i
 from __future__ import annotations
 
 import importlib
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -16,31 +17,33 @@ from traceback import clear_frames
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from bigtrain.activations.policy import remove_policies
 from bigtrain.assembly.build import build_runner, check_mesh
 from bigtrain.assembly.make_plan import make_plan
-from bigtrain.assembly.resolve import resolve_plan
+from bigtrain.assembly.resolve import check_known, resolve_plan
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.workload import Workload
 from bigtrain.data import MicroBatch, Step
 from bigtrain.engine.checkpoint import (
     Checkpoint,
+    check_optimizer_state,
     join_tensor_reads,
     random_state,
     set_random_state,
     write_checkpoint,
 )
+from bigtrain.engine.example import is_resized
 from bigtrain.engine.out_of_memory import (
     OutOfMemoryContext,
     explain_out_of_memory,
     predict_out_of_memory,
 )
+from bigtrain.engine.probe_loss import agree_on_loss
 from bigtrain.engine.remedies import ForecastInputs
 from bigtrain.engine.seeds import deterministic, seed_everything
-from bigtrain.errors import CheckpointError, ConfigError, NonFiniteError
+from bigtrain.errors import ConfigError, NonFiniteError
 from bigtrain.job.schema import Job
 from bigtrain.losses.loss import Loss, as_loss
 from bigtrain.losses.tasks import CustomTask, Task
@@ -54,6 +57,7 @@ from bigtrain.prediction.predict import predict
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.fake import meta_copy
 from bigtrain.tensors.tree import tree_tensors
+from bigtrain.tracing.unreached import freeze_unreached
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ class Engine:
         resolved: what will be run, with every choice made; left out, it is made from the job.
     """
 
+    predicted: Peak | None = None
+    prediction_note: str | None = None
     predicted_fullest: Peak | None = None
     """As `predicted`, which is of this rank, of the fullest replica."""
 
@@ -113,21 +119,25 @@ class Engine:
     ) -> None:
         self.job = job
         self.context = context
-        ranks, device_type = context.world_size, context.device.type
-        plan = resolved.plan if resolved else make_plan(job, ranks, device_type)
+        plan = (
+            resolved.plan if resolved else make_plan(job, context.world_size, context.device.type)
+        )
         check_mesh(plan, context)
-        self.loss: Loss = as_loss(loss)
-        self.task = task or CustomTask(self.loss)
         self.blueprint = _blueprint(model)
-        self.predicted: Peak | None = None
-        self.prediction_note: str | None = None
+        probed = None if resolved else example  # what is resolved was probed before
+        self.loss, lines = agree_on_loss(as_loss(loss), self.blueprint.model, probed, context)
+        if probed is not None:
+            example = replace(probed, count=self.loss.count(probed.targets))
+        self.task = task or CustomTask(self.loss)
         self.steps_done = self.samples_seen = 0
         self._learning_rate = learning_rate
         self._closing = ExitStack()
         self._workload = workload = Workload(self.blueprint.model, example, self.loss, optimizer)
         self.resolved = resolved or resolve_plan(plan, workload)
         self.plan, self.layout = self.resolved.plan, self.resolved.layout
-        self.advice = [] if resolved else list(self.resolved.notes)
+        self.notes = lines if resolved else [*lines, *self.resolved.notes]
+        """What there is to say of the loss and of the choices made."""
+        self.advice = [*self.notes]
         """Where a technique cannot help: known with the prediction."""
         if self.layout is not None and example is not None and context.is_main:
             self.advice.append(self.layout.check(workload.model, example, self.loss))
@@ -180,8 +190,11 @@ class Engine:
             NonFiniteError: a loss or gradient is not finite; the optimizer was not stepped.
         """
         began = time.perf_counter()
+        unseen = self.predicted is None and self.prediction_note is None
+        if unseen and not isinstance(batch, Step):
+            self._probe_first(*batch)
         micro_batches, samples = self._micro_batches(batch)
-        if self.predicted is None and self.prediction_note is None:
+        if unseen or self._is_other(micro_batches[0]):
             self._predict_from(micro_batches[0])
             began = time.perf_counter()
         lr = self._set_learning_rate()
@@ -272,7 +285,7 @@ class Engine:
         """
         checkpoint = Checkpoint(path, verify=self.context.local_rank == 0)
         if any(name.startswith("optimizer.") for name in checkpoint.names):
-            _check_optimizer(checkpoint, self.runner.optimizer)
+            check_optimizer_state(checkpoint, self.runner.optimizer)
         with self._explaining("while a checkpoint was read"):
             self.runner.load_state(checkpoint.read, checkpoint.names)
         self.steps_done = int(checkpoint.meta["step"])
@@ -341,11 +354,28 @@ class Engine:
             inputs=self._subject,
         )
 
+    def _is_other(self, first: MicroBatch) -> bool:
+        """Whether the first micro-batch is not as the example was."""
+        example = self._workload.example
+        return not self.steps_done and is_resized(example, first, self.job, self.layout)
+
+    def _probe_first(self, inputs: Any, targets: Any) -> None:
+        """See what the loss counts on the first batch, where there was no example."""
+        rows = next((len(tensor) for tensor in tree_tensors(inputs)), 0)
+        model = self.runner.module if self._skeleton is None else self._skeleton.model
+        batch = MicroBatch(inputs, targets, 0, rows)
+        self.loss, lines = agree_on_loss(self.loss, model, batch, self.context)
+        if isinstance(self.task, CustomTask):
+            self.task = CustomTask(self.loss)
+        for line in lines if self.context.is_main else ():
+            sys.stderr.write(f"bigtrain: {line}\n")
+
     def _predict_from(self, example: MicroBatch) -> None:
         if self._skeleton is None:
             workload = replace(self._workload, model=self.runner.module, example=example)
         else:
             workload = self._skeleton = replace(self._skeleton, example=example)
+            check_known(self.plan, freeze_unreached(workload.model, example, self.loss))
         self._predict(workload)
 
     def _predict(self, workload: Workload) -> None:
@@ -410,17 +440,3 @@ def _tokens_per_sample(micro_batch: MicroBatch) -> int:
     if isinstance(targets, Tensor) and targets.dim() == 2 and not targets.is_floating_point():
         return targets.shape[1]
     return 1
-
-
-def _check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
-    saved_keys = {
-        name.rpartition(".")[2] for name in checkpoint.names if name.startswith("optimizer.")
-    }
-    keys_by_optimizer = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "SGD": {"momentum_buffer"}}
-    keys_by_optimizer["Adafactor"] = {"step", "row_var", "col_var", "variance"}
-    expected = getattr(optimizer, "state_keys", keys_by_optimizer.get(type(optimizer).__name__))
-    if expected is not None and not saved_keys <= expected:
-        raise CheckpointError(
-            f"the checkpoint's optimizer keeps {', '.join(sorted(saved_keys))}, this one keeps "
-            f"{', '.join(sorted(expected))}. Use the optim.name it was saved with."
-        )

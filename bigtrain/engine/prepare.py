@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from torch import Tensor, nn
 
 from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.core.strategy import Plan
-from bigtrain.data import MicroBatch
 from bigtrain.engine.engine import Engine
+from bigtrain.engine.example import example_batch
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.job.schema import Job
@@ -24,7 +24,7 @@ from bigtrain.optim.update import MakeOptimizer
 from bigtrain.ranks.connect import connect
 from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.launcher_env import RankInfo, detect_rank_info
-from bigtrain.tensors.tree import tree_tensors
+from bigtrain.tracing.unreached import unfreeze
 
 
 def connect_job(job: Job, plan: Plan, placement: RankInfo) -> AbstractContextManager[RunContext]:
@@ -71,7 +71,8 @@ def prepare(
         strategy: a preset's name, or the path of a YAML file.
         task: measures validation; left out, the loss alone is.
         example: (inputs, targets) of one micro-batch. A strategy that cuts the model needs it;
-            with it the memory is predicted before anything is built.
+            with it the memory is predicted before anything is built. Of other rows than the keys
+            say, its rows are repeated or left out.
         keys: any key of a job, with two underscores for the dot: `train__micro_batch_size=8`,
             `train__precision="bf16"`, `optim__clip_norm=1.0`, `device="cpu"`.
 
@@ -93,11 +94,17 @@ def prepare(
     connection = connect_job(job, plan, placement)
     context = connection.__enter__()
     try:
-        first_batch = None if example is None else _micro_batch(example, as_loss(loss))
+        first_batch = None if example is None else example_batch(example, as_loss(loss), job, plan)
         engine = Engine(model, loss, optimizer, job, context, task=task, example=first_batch)
     except BaseException as error:
         connection.__exit__(type(error), error, error.__traceback__)
         raise
+    for line in engine.notes if context.is_main else ():
+        sys.stderr.write(f"bigtrain: {line}\n")
+    if isinstance(model, nn.Module):  # the caller's own: it comes back as it was
+        thaw = ExitStack()
+        thaw.callback(unfreeze, model, engine.resolved.unreached)
+        engine.close_with(thaw)
     engine.close_with(connection)
     return engine
 
@@ -122,9 +129,3 @@ def _check_keys(keys: Mapping[str, Any]) -> None:
                 "functools.partial(torch.optim.AdamW, lr=1e-3)); a chunked loss is "
                 "bigtrain.ChunkedCrossEntropy(head=...)."
             )
-
-
-def _micro_batch(example: tuple[Any, Any], loss: Loss) -> MicroBatch:
-    inputs, targets = example
-    rows = next((len(tensor) for tensor in tree_tensors(inputs)), 0)
-    return MicroBatch(inputs, targets, loss.count(targets), rows)

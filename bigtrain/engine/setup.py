@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bigtrain.assembly.resolve import resolve_plan
 from bigtrain.core.resolved import ResolvedPlan
@@ -22,6 +22,7 @@ from bigtrain.data import (
 from bigtrain.engine.checkpoint import find_checkpoint
 from bigtrain.engine.choose_loss import check_chunks, choose_loss
 from bigtrain.engine.engine import Engine
+from bigtrain.engine.probe_loss import probe_loss
 from bigtrain.errors import ConfigError
 from bigtrain.job.import_path import load_object
 from bigtrain.job.schema import Job
@@ -151,6 +152,8 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
     if job.model.loss is not None:
         loss = as_loss(load_object(job.model.loss, "model.loss"))
     example = _example(data, plan.batch.micro_size, loss)
+    loss, said = probe_loss(loss, blueprint.model, example)
+    example = replace(example, count=loss.count(example.targets))
     if job.model.loss is None:
         cut = plan.techniques.get("cut")
         several_waiting = (
@@ -161,13 +164,14 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
         )
     optimizer = optimizer_factory(job.optim, job.train.seed)
     workload = Workload(blueprint.model, example, loss, optimizer)
+    # What cannot be cut, or does not fit a budget, is refused before the ranks connect.
+    resolved = resolve_plan(plan, workload)
     return RunSetup(
         job=job,
         data=data,
         blueprint=blueprint,
         workload=workload,
-        # What cannot be cut, or does not fit a budget, is refused before the ranks connect.
-        resolved=resolve_plan(plan, workload),
+        resolved=replace(resolved, notes=(*said, *resolved.notes)),
         order=order,
         total_steps=_total_steps(job, order),
         parameters=sum(p.numel() for p in blueprint.model.parameters()),

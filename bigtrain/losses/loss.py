@@ -197,6 +197,18 @@ class MeanLoss:
         )
         object.__setattr__(self, "_class_weights", weights if _is_tensor(weights) else None)
 
+    @property
+    def counts_surely(self) -> bool:
+        """Whether it is known what is divided by: `fn` or its maker says so, or torch made it."""
+        inner = self.fn.func if isinstance(self.fn, functools.partial) else self.fn
+        home = getattr(inner, "__module__", None) or type(inner).__module__
+        return self._ignored is not None or home.startswith(("torch.", "torch._"))
+
+    @property
+    def name(self) -> str:
+        """What `fn` is called."""
+        return _name(self.fn)
+
     def __call__(self, output: Any, target: Any, count: float | None = None) -> Tensor:
         """The mean times the count; a zero in the graph of `output` where the count is 0."""
         count = self.count(target) if count is None else count

@@ -114,7 +114,7 @@ class Blueprint:
             ConfigError: a name in `only` is not in the model, or two constructions differ.
         """
         tensors = self._chosen(only)
-        with _kept_random_state():
+        with kept_random_state():
             if self._recording is not None:
                 self._replay(self._recording, tensors, torch.device(device), seed)
                 return self.model
@@ -189,14 +189,14 @@ def describe(make: Callable[[], nn.Module]) -> Blueprint:
     except Exception as error:
         # Whatever it is: the construction on the CPU tells whether the model is at fault.
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-    with _kept_random_state():
+    with kept_random_state():
         torch.default_generator.manual_seed(0)
         _seed_others(0)
         return Blueprint(_checked(make()), reason=reason, _make=make)
 
 
 def _describe_on_meta(make: Callable[[], nn.Module]) -> Blueprint:
-    with _kept_random_state() as state:
+    with kept_random_state() as state:
         with InitRecorder() as recorder:
             model = make()
         recorder.check()
@@ -367,7 +367,8 @@ def _seed_others(seed: int) -> None:
 
 
 @contextmanager
-def _kept_random_state() -> Iterator[_RandomState]:
+def kept_random_state() -> Iterator[_RandomState]:
+    """Put the random generators of the CPU back at the end of a `with` block."""
     state = _RandomState()
     try:
         yield state

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+Result = TypeVar("Result")
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
@@ -16,6 +20,25 @@ def meta_copy(model: nn.Module) -> nn.Module:
     Once a technique has sharded a model, the model as it was is gone.
     """
     return fake_model(model, torch.device("meta"), double=False)
+
+
+def run_without_numbers(run: Callable[[torch.device], Result]) -> Result:
+    """Run something where no tensor has numbers: on the meta device, and if that fails on fakes.
+
+    Meta kernels are several times as fast; but code that looks at values where it sees no tracing
+    (masks in transformers) only takes fake tensors.
+
+    Args:
+        run: makes its tensors by `fake_model` on the device that it is given.
+
+    Raises:
+        Exception: of any kind, of the second try.
+    """
+    meta = torch.device("meta")
+    with suppress(Exception), meta:
+        return run(meta)
+    with FakeTensorMode():
+        return run(torch.device("cpu"))
 
 
 def fake_model(

@@ -72,6 +72,19 @@ class Sometimes(TinyLM):
         return self.head(x)
 
 
+class Unreached(TinyLM):
+    """With parameters that get no gradient: of a layer nobody asks, and of none at all."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(width)
+        self.pooler = nn.Linear(width, 4 * width)
+        self.spare = nn.Parameter(torch.ones(5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.pooler(self.embedding(tokens))
+        return super().forward(tokens)
+
+
 class Gained(TinyLM):
     """With a parameter that is one number without dimensions."""
 

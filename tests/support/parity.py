@@ -51,8 +51,9 @@ def train(
     job = job_from_keys(strategy, {"train.global_batch_size": 8, **UNSEEN, **keys})
     loss = loss or CrossEntropy()
     example = None
-    # A model is cut by the shapes of a micro-batch, and a budget is met by a forecast of one.
-    if job.strategy.cut is not None or "budget" in strategy:
+    # A model is cut by the shapes of a micro-batch, a budget is met by a forecast of one, and by
+    # one it is known what the loss does not reach: one process shows what that comes to.
+    if strategy != "single":
         plan = make_plan(job, context.world_size, context.device.type)
         order = GlobalOrder(len(samples), plan.batch.micro_size, shuffle=False)
         rows = plan.batch.micro_size

@@ -20,9 +20,10 @@ module that computes. In bf16, stages 1 and 2 keep their gradient shard in fp32,
 it: 2P + 16P/N, that is 2P/N above the least. Accumulating, stage 1 keeps whole gradients between
 the micro-batches (4P, in bf16 2P) and stage 3 an fp32 shard of them in bf16 as well (2P/N more).
 
-Where a step brings no gradient of a trained parameter, DeepSpeed's flat shard has zeros there, and
-the optimizer steps on those: weight decay and momentum go on, where other strategies leave such a
-parameter alone. In bf16, frozen parameters are kept in bf16 alone, and are saved as rounded.
+Parameters that the loss never reaches are left out beforehand. Where a step brings no gradient of
+another, DeepSpeed's flat shard has zeros there, and the optimizer steps on those: weight decay and
+momentum go on, where other strategies leave such a parameter alone. In bf16, frozen parameters are
+kept in bf16 alone, and are saved as rounded.
 """
 
 from __future__ import annotations
