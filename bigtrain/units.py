@@ -33,9 +33,9 @@ def parse_bytes(text: str | int) -> int:
     Raises:
         ConfigError: the text is not a size.
     """
-    if isinstance(text, int):
+    if isinstance(text, int) and not isinstance(text, bool):
         return text
-    match = _PATTERN.fullmatch(text)
+    match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise ConfigError(f"{text!r} is not a size in bytes. Write it like 2GiB, 512MiB or 80GB.")

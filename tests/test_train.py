@@ -268,7 +268,7 @@ def test_a_finished_run_resumed_does_nothing_more(tmp_path, corpus):
     [
         (["--strategy", "zeroo"], r"--strategy: unknown 'zeroo'"),
         (["optim.lrr=1"], "unknown key optim.lrr, did you mean optim.lr?"),
-        (["train.steps=many"], "train.steps: input should be a valid integer"),
+        (["train.steps=many"], "train.steps: needs a whole number"),
         (["data.path=/nowhere/at/all"], "data.path: /nowhere/at/all does not exist"),
         (["train.global_batch_size=8", "train.micro_batch_size=3"], "is not a multiple of"),
         (["device=cuda"], "device=cuda"),

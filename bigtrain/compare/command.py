@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bigtrain.compare.contenders import ComparedStrategy, find_strategies
+from bigtrain.compare.contenders import ComparedStrategy, count_strategies, find_strategies
 from bigtrain.compare.html_page import write_page
 from bigtrain.compare.largest import find_largest, first_value, job_key_of, words_for
 from bigtrain.compare.pictures import write_bars
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     _check(options, contenders)
     folder = results_folder(options.output, "compare")
     progress = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    progress.print(f"{len(contenders)} strategies, one after the other; results in {folder}")
+    progress.print(f"{count_strategies(len(contenders))}; results in {folder}")
     rows: list[ComparisonRow] = []
     stopped = False
     try:

@@ -37,6 +37,11 @@ class ComparedStrategy:
 _FIRST = ("single", "ddp")
 
 
+def count_strategies(number: int) -> str:
+    """What is going to run."""
+    return "1 strategy" if number == 1 else f"{number} strategies, one after the other"
+
+
 def named_strategies(text: str) -> list[str]:
     """The strategies that a person lists: words with commas between, or `all` that are whole.
 

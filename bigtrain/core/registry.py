@@ -127,11 +127,7 @@ def make_technique(role: Role, config: RoleConfig) -> Strategy:
     try:
         technique = kind.model_validate(options)
     except ValidationError as error:
-        reason = format_validation_error(error, kind)
-        prefix = f"strategy.{role}."
-        reason = reason.replace("unknown key ", f"unknown key {prefix}", 1)
-        if not reason.startswith("unknown key"):
-            reason = prefix + reason
+        reason = format_validation_error(error, kind, section=f"strategy.{role}.")
         raise ConfigError(f"{reason} (strategy.{role}.name is {config.name})") from None
     entry = TECHNIQUES[role].get(name)
     if isinstance(entry, Engines):

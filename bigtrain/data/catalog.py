@@ -16,6 +16,7 @@ from pydantic.errors import PydanticUserError
 from bigtrain.data.source import Data, Source
 from bigtrain.errors import ConfigError, did_you_mean
 from bigtrain.job.import_path import load_object
+from bigtrain.job.load import describe_fault
 
 SOURCES = {
     "cifar10": "bigtrain.data.images:Cifar10Source",
@@ -178,10 +179,6 @@ def _typed(key: str, value: Any, hint: Any) -> Any:
     try:
         return TypeAdapter(hint).validate_python(value)
     except ValidationError as error:
-        reason = error.errors()[0]["msg"]
-        raise ConfigError(
-            f"data.args.{key}: {reason[:1].lower()}{reason[1:]} (got {value!r}). "
-            f"Set data.args.{key} to such a value."
-        ) from None
+        raise ConfigError(describe_fault(error.errors()[0], f"data.args.{key}")) from None
     except (PydanticUserError, TypeError):
         return value  # a type that cannot be checked is the source's own business

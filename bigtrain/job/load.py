@@ -7,11 +7,14 @@ The order of precedence, lowest first: the defaults of `config`, the job file, t
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
+from datetime import date
 from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from bigtrain.errors import ConfigError
 from bigtrain.job.presets import ConfigTree, KeyPath, read_preset
@@ -143,27 +146,95 @@ def validate_job(kind: type[Job], tree: ConfigTree) -> Job:
 
 
 def format_validation_error(
-    error: ValidationError, kind: type[BaseModel], tree: ConfigTree | None = None
+    error: ValidationError,
+    kind: type[BaseModel],
+    tree: ConfigTree | None = None,
+    section: str = "",
 ) -> str:
-    """One line for the first of pydantic's complaints: place, key, reason, fix."""
+    """One line for the first of pydantic's complaints: place, key, reason, fix.
+
+    Args:
+        error: of pydantic.
+        kind: what was to be made.
+        tree: knows where each key was written.
+        section: what stands before each key, with its dot.
+    """
     first = error.errors()[0]
     cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, ConfigError):  # a check across sections, which names its keys itself
-        return str(cause)
     path = tuple(str(part) for part in first["loc"])
+    if isinstance(cause, ConfigError) and not path:  # a check across sections names its keys itself
+        return str(cause)
     place = tree.origin(path) if tree else None
     prefix = f"{place}: " if place and not place.startswith("command line") else ""
-    name = ".".join(path)
+    name = section + ".".join(path)
     if first["type"] == "extra_forbidden":
         known = _fields_at(kind, path[:-1])
         return f"{prefix}unknown key {name}{_suggest(path, known, kind)}"
     if first["type"] == "missing":
         return f"{prefix}{name} is missing. Add {name}=..."
-    message = str(first["msg"]).removeprefix("Value error, ")
-    message = message[:1].lower() + message[1:]
-    got = first["input"]
-    shown = "" if isinstance(got, dict) or first["type"] == "value_error" else f" (got {got!r})"
-    return f"{prefix}{name}: {message}{shown}."
+    return f"{prefix}{describe_fault(first, name)}"
+
+
+def describe_fault(fault: ErrorDetails, name: str) -> str:
+    """A value that pydantic refuses: its key, what is needed, what was got, the words to type."""
+    if fault["type"] == "value_error":
+        message = str(fault["msg"]).removeprefix("Value error, ").rstrip(".")
+        return f"{name}: {message[:1].lower()}{message[1:]}."
+    return f"{name}: {_needed(fault)} (got {_shown(fault['input'])}).{_fix(fault, name)}"
+
+
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "finite_number": "a finite number",
+    "bool": "true or false",
+    "string": "a word",
+    "dict": "a mapping of keys to values",
+    "model_type": "a mapping of keys to values",
+    "tuple": "a list",
+    "list": "a list",
+}
+"""What is needed, by the beginning of pydantic's word for its complaint."""
+_BOUNDS = {
+    "greater_than_equal": ("ge", "{:g} or more", "{}={:g}"),
+    "greater_than": ("gt", "more than {:g}", ""),
+    "less_than_equal": ("le", "{:g} or less", "{}={:g}"),
+    "less_than": ("lt", "less than {:g}", ""),
+}
+
+
+def _needed(fault: ErrorDetails) -> str:
+    """What would be right, in place of pydantic's sentence where there is a plainer one."""
+    kind = str(fault["type"])
+    if kind in _BOUNDS:
+        key, words, _ = _BOUNDS[kind]
+        return f"needs {words.format(fault['ctx'][key])}"
+    if kind == "literal_error":
+        return f"needs {fault['ctx']['expected']}"
+    for beginning, needed in _KINDS.items():
+        if kind.startswith(beginning):
+            return f"needs {needed}"
+    message = str(fault["msg"])
+    return message[:1].lower() + message[1:]
+
+
+def _fix(fault: ErrorDetails, name: str) -> str:
+    """Words to type, where the complaint tells which."""
+    kind = str(fault["type"])
+    if kind in _BOUNDS and _BOUNDS[kind][2]:
+        key, _, words = _BOUNDS[kind]
+        return f" Use {words.format(name, fault['ctx'][key])}."
+    if kind == "literal_error":
+        known = re.findall(r"'([^']*)'", str(fault["ctx"]["expected"]))
+        near = difflib.get_close_matches(str(fault["input"]).lower(), known, n=1, cutoff=0.3)
+        return f" Use {name}={(near or known)[0]}."
+    return f" Set {name} to such a value."
+
+
+def _shown(value: object) -> str:
+    """What was given, short."""
+    text = str(value) if isinstance(value, date) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _suggest(path: KeyPath, known: list[str], kind: type[BaseModel]) -> str:

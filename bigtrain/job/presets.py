@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import resources
@@ -13,6 +14,8 @@ import yaml
 from bigtrain.errors import ConfigError, did_you_mean
 
 KeyPath = tuple[str, ...]
+_LISTED = 20
+"""The most names that a message lists."""
 
 
 @dataclass
@@ -107,6 +110,9 @@ def read_yaml(path: Path, shown: str | None = None) -> ConfigTree:
         values = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
+        if "block" not in (getattr(error, "context", None) or "block"):
+            # What was opened there is not closed, which shows much later.
+            mark = getattr(error, "context_mark", None) or mark
         where = f"{shown}:{mark.line + 1}" if mark else shown
         raise ConfigError(
             f"{where}: not valid YAML: {getattr(error, 'problem', error)}. "
@@ -157,9 +163,13 @@ def read_preset(kind: str, name: str, asked: str) -> ConfigTree:
         return read_yaml(path)
     names = preset_names(kind)
     if name not in names:
-        known = ", ".join(names)
+        close = did_you_mean(name.lower(), names)
+        if len(names) <= _LISTED:
+            raise ConfigError(f"{asked}: unknown {name!r}{close} Known: {', '.join(names)}.")
+        near = difflib.get_close_matches(name.lower(), names, n=4, cutoff=0.4) or names[:4]
         raise ConfigError(
-            f"{asked}: unknown {name!r}{did_you_mean(name.lower(), names)} Known: {known}."
+            f"{asked}: unknown {name!r}{close} Near it: {', '.join(near)}; "
+            f"`bigtrain {kind}` lists all {len(names)}."
         )
     source = resources.files("bigtrain.configs").joinpath(kind, f"{name}.yaml")
     with resources.as_file(source) as file:

@@ -39,7 +39,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class ConfigSection(BaseModel):
     """The base of every section: frozen, and an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelConfig(ConfigSection):

@@ -12,7 +12,12 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from bigtrain.compare.contenders import ComparedStrategy, find_strategies, without_strategy
+from bigtrain.compare.contenders import (
+    ComparedStrategy,
+    count_strategies,
+    find_strategies,
+    without_strategy,
+)
 from bigtrain.compare.subprocess_runs import RunOutcome, run_bigtrain
 from bigtrain.core.strategy import Plan
 from bigtrain.errors import BigtrainError, ConfigError
@@ -66,7 +71,7 @@ def main(arguments: list[str]) -> int:
         raise ConfigError(f"none of these strategies can run. {first.label}: {first.refusal}")
     folder = results_folder(options.output, "verify")
     progress = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    progress.print(f"{len(contenders)} strategies, one after the other; results in {folder}")
+    progress.print(f"{count_strategies(len(contenders))}; results in {folder}")
     rows: list[VerifiedStrategy] = []
     stopped = False
     bench = _Bench(options, words, folder)

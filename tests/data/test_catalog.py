@@ -103,14 +103,14 @@ def test_a_users_class_is_a_source():
         ("mine:numbers", {"seed": 1}, r"data\.args\.seed: mine:numbers has no such argument"),
         ("mine:anything", {"seed": 1}, r"data\.args\.seed: mine:anything has no such argument"),
         ("mine:plain", {}, r"data\.args\.rows is missing: mine:plain needs it"),
-        ("mine:plain", {"rows": "x"}, r"data\.args\.rows: input should be a valid integer.*'x'"),
+        ("mine:plain", {"rows": "x"}, r"data\.args\.rows: needs a whole number .got 'x'"),
         ("mine:nothing", {}, r"mine:nothing returned a int, and a bigtrain\.data\.Data is needed"),
         ("mine:empty", {}, r"mine:empty has no samples in train, at least 1"),
         ("text", {"sequence_lenght": 5}, r"did you mean 'sequence_length'\?"),
-        ("text", {"sequence_length": 0}, r"sequence_length: .*greater than or equal to 1 \(got 0"),
+        ("text", {"sequence_length": 0}, r"sequence_length: .*needs 1 or more \(got 0"),
         ("text", {"validation_fraction": 1.0}, r"validation_fraction: .*less than 1 \(got 1\.0\)"),
-        ("voc", {"year": "2013"}, r"data\.args\.year: input should be '2007'"),
-        ("synthetic", {"kind": "sound"}, r"data\.args\.kind: input should be 'classification'"),
+        ("voc", {"year": "2013"}, r"data\.args\.year: needs '2007'"),
+        ("synthetic", {"kind": "sound"}, r"data\.args\.kind: needs 'classification'"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_key(name, args, message):

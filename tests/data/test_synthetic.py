@@ -65,7 +65,7 @@ def test_bad_shapes_are_refused():
         check_data("synthetic", None, {"kind": "segmentation", "input_shape": [3]})
     with pytest.raises(ConfigError, match=r"num_classes=300: class 255 marks.*=255 or less"):
         synthetic(kind="segmentation", num_classes=300)
-    with pytest.raises(ConfigError, match=r"data\.args\.input_shape: .*greater than or equal to 1"):
+    with pytest.raises(ConfigError, match=r"data\.args\.input_shape: .*needs 1 or more"):
         synthetic(input_shape=[3, 0])
     prepare_data("synthetic", None, {})
 

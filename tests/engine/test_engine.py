@@ -153,7 +153,7 @@ def test_another_models_checkpoint_is_refused(tmp_path):
             1,
             r"plays the role 'replicate'\. Write strategy\.replicate=",
         ),
-        (["strategy.replicate.bucket_size=-3"], 2, r"strategy\.replicate\.bucket_size: .*greater"),
+        (["strategy.replicate.bucket_size=-3"], 2, r"replicate\.bucket_size: needs more than 0"),
         (["strategy.replicate.bucket_size=big"], 2, r"'big' is not a size"),
         (["strategy.replicate.compress=zip"], 2, r"strategy\.replicate\.compress: .*'fp16'"),
         (

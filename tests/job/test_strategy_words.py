@@ -202,7 +202,7 @@ def test_a_file_a_plan_and_the_command_line_say_the_same(words: str, tmp_path: P
         ("ddp,full", "'ddp,full': between words stands a +, as in ddp+full."),
         ("ddp full", "'ddp full': between words stands a +"),
         ("auto+full", "names auto, which chooses the whole strategy"),
-        ("ddp+fulll", "--strategy ddp+fulll: unknown 'fulll', did you mean 'full'? Known: "),
+        ("ddp+fulll", "--strategy ddp+fulll: unknown 'fulll', did you mean 'full'? Near it: "),
         ("DDP+full", "unknown 'DDP', did you mean 'ddp'?"),
         ("mylib:Net+full", "Use strategy.replicate=mylib:Net, or the role that it has"),
         ("every_x", "unknown 'every_x', did you mean 'every'?"),
@@ -212,8 +212,8 @@ def test_a_file_a_plan_and_the_command_line_say_the_same(words: str, tmp_path: P
         ("list.yaml", "list.yaml:1: strategy: ['ddp', 'full'] names none. Write words, as"),
         ("takes.yaml", "takes.yaml:2: a strategy file has no key 'takes'"),
         ("label.yaml", "label.yaml:1: strategy: unknown 'mine'"),
-        ("accumulation_0", "--strategy: accumulation_0: train.accumulation_steps: input should be "
-         "greater than or equal to 1 (got 0)"),
+        ("accumulation_0", "--strategy: accumulation_0: train.accumulation_steps: needs "
+         "1 or more (got 0)"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_with_both_sides(
