@@ -51,6 +51,12 @@ def format_bytes(size: int | float) -> str:
     return f"{int(size)} B"
 
 
+def format_flops(rate: float) -> str:
+    """Write operations per second for a person: '312.0 TFLOP/s', '88.4 GFLOP/s'."""
+    factor, unit = (1e12, "TFLOP/s") if rate >= 1e12 else (1e9, "GFLOP/s")
+    return f"{rate / factor:.1f} {unit}"
+
+
 def format_count(count: int | float) -> str:
     """Write a count for a person: '10.6M', '175.0B', '512'."""
     for factor, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):

@@ -22,13 +22,18 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bigtrain.machine.rate_cache import cache_file, cached_rates, measured_rates
+from bigtrain.machine.rate_cache import (
+    cache_file,
+    cached_rates,
+    faster_precision,
+    measured_rates,
+)
 from bigtrain.machine.rates import cpu_name, usable_cores
 from bigtrain.machine.versions import installed_version
 from bigtrain.memory.disk import MEMORY_FILE_SYSTEMS, file_system, free_disk_bytes, scratch_folder
 from bigtrain.memory.host_memory import free_host_bytes
 from bigtrain.memory.meter import device_capacity_bytes
-from bigtrain.units import format_bytes
+from bigtrain.units import format_bytes, format_flops
 
 PROBE_TIMEOUT_S = 120.0
 """Seconds that DeepSpeed, or all strategies together, may take to answer."""
@@ -337,9 +342,10 @@ def _strategy_lines(report: Mapping[str, Any], gpus: int) -> Lines:
 
 
 def _rate_lines(rates: Mapping[str, Any]) -> Lines:
-    flops = ", ".join(f"{name} {_flops(value)}" for name, value in rates["flops"].items())
+    flops = ", ".join(f"{name} {format_flops(value)}" for name, value in rates["flops"].items())
     lines = [
         ("matrix products", f"{flops} ({rates['device']})" if flops else "unknown"),
+        *[("what else there is", text) for text in faster_precision(rates["flops"])],
         ("memory copy", _speed(rates["copy_bytes"])),
         ("disk write", _speed(rates["disk_write_bytes"])),
         ("disk read", _speed(rates["disk_read_bytes"])),
@@ -377,8 +383,3 @@ def _size(size: int | None) -> str:
 
 def _speed(rate: float | None) -> str:
     return "unknown" if rate is None else f"{format_bytes(rate)}/s"
-
-
-def _flops(rate: float) -> str:
-    factor, unit = (1e12, "TFLOP/s") if rate >= 1e12 else (1e9, "GFLOP/s")
-    return f"{rate / factor:.1f} {unit}"

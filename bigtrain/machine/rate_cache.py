@@ -6,8 +6,10 @@ import contextlib
 import json
 import math
 import os
+import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,11 @@ from bigtrain.machine.rates import (
     usable_cores,
 )
 from bigtrain.memory.disk import file_system, scratch_folder
+from bigtrain.units import format_flops
+
+WORTH_SAYING = 2.0
+"""How many times faster products in bf16 are, from which on they are mentioned: less goes into
+conversions."""
 
 
 def measured_rates(again: bool = False, ranks: int | None = None) -> MeasuredRates:
@@ -35,10 +42,36 @@ def measured_rates(again: bool = False, ranks: int | None = None) -> MeasuredRat
     cached = None if again else cached_rates(ranks)
     if cached is not None:
         return cached
+    load, cores = os.getloadavg()[0], usable_cores()
+    if load > cores:
+        sys.stderr.write(
+            f"the load average is {load:.1f} on {_cores(cores)}: the rates measured now will be "
+            "too low, and so will what is planned by them. Measure again on an idle machine: "
+            "bigtrain doctor --again\n"
+        )
     rates = measure_rates(link_ranks(ranks))
     if not rates.problems:  # what was in the way may be gone next time
         _keep(rates)
     return rates
+
+
+def faster_precision(flops: Mapping[str, float]) -> list[str]:
+    """A line where the machine has bf16 products that are far faster than those of fp32.
+
+    Args:
+        flops: see `MeasuredRates`.
+    """
+    slow, fast = flops.get("fp32", 0.0), flops.get("bf16", 0.0)
+    if not slow or fast < WORTH_SAYING * slow:
+        return []
+    return [
+        f"bf16 products run at {format_flops(fast)}, those of fp32 at {format_flops(slow)} "
+        f"({fast / slow:.1f} times): train.precision=bf16 uses them"
+    ]
+
+
+def _cores(number: int) -> str:
+    return "1 core" if number == 1 else f"{number} cores"
 
 
 def cached_rates(ranks: int | None = None) -> MeasuredRates | None:

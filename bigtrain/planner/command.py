@@ -15,6 +15,7 @@ from bigtrain.job.arguments import PlanOptions, plan_arguments
 from bigtrain.job.load import load_job
 from bigtrain.job.schema import Job
 from bigtrain.machine.cluster import Cluster, load_cluster
+from bigtrain.machine.rate_cache import faster_precision
 from bigtrain.planner.ask import PlannedAnswer, Question, ask, engine_margins, rank_limits
 from bigtrain.planner.show import (
     no_fit_lines,
@@ -126,6 +127,8 @@ def _show(planned: PlannedAnswer, margin: str, path: Path, options: PlanOptions)
     console = Console() if sys.stdout.isatty() else Console(width=160)
     console.print(plans_table(planned))
     lines = [search_line(planned), margin, *list(rejection_lines(planned))[:MAX_REJECTIONS_SHOWN]]
+    if options.cluster is None and planned.question.job.train.precision == "fp32":
+        lines += faster_precision(planned.question.cluster.device.flops.model_dump())
     lines.append(f"plan: {path}")
     job = f" --config {options.job}" if options.job else ""
     # What was said of the strategy is for the search: the plan's own word is what was found.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -38,6 +38,9 @@ def plans_table(planned: PlannedAnswer) -> Table:
         table.add_column(name, justify="right" if name != "parts" else "left")
     table.add_column(_unit(planned), justify="right")
     table.add_column("MFU", justify="right")
+    apart = _differences(planned, planned.result.best)
+    if any(apart):
+        table.add_column("what differs")
     for place, evaluated in enumerate(planned.result.best, start=1):
         figures = plan_figures(planned, evaluated)
         table.add_row(
@@ -51,8 +54,62 @@ def plans_table(planned: PlannedAnswer) -> Table:
             _seconds(evaluated.seconds.total),
             format_count(figures["targets_per_second"]),
             f"{100 * figures['mfu']:.0f} %",
+            *([_told(apart[place - 1])] if any(apart) else []),
         )
     return table
+
+
+def _differences(planned: PlannedAnswer, plans: Sequence[EvaluatedPlan]) -> list[dict[str, Any]]:
+    """For each plan what its other columns do not tell it by from another one."""
+    shown = [
+        (one.label, one.candidate.pp, one.candidate.dp, one.candidate.rows, recompute_summary(one))
+        for one in plans
+    ]
+    return differences(shown, [plan_values(planned, one)["strategy"] for one in plans])
+
+
+def differences(
+    shown: Sequence[object], strategies: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """What tells rows apart that look the same.
+
+    Args:
+        shown: what is to be seen of each.
+        strategies: in full.
+
+    Returns:
+        For each row the keys of its strategy, and their values, in which one that looks the same
+        differs from it.
+    """
+    leaves = [dict(_leaves(strategy)) for strategy in strategies]
+    told = []
+    for words, own in zip(shown, leaves, strict=True):
+        alike = [other for other, said in zip(leaves, shown, strict=True) if said == words]
+        keys = dict.fromkeys(key for other in alike for key in other)
+        unequal = [k for k in keys if any(other.get(k) != own.get(k) for other in alike)]
+        told.append({key: own.get(key) for key in unequal})
+    return told
+
+
+def _leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def _told(values: Mapping[str, Any]) -> str:
+    """The keys by their last words; of a list the first few."""
+    shown = {
+        key.rpartition(".")[2]: (
+            " ".join([*map(str, value[:3]), *(["..."] if len(value) > 3 else [])])
+            if isinstance(value, list)
+            else value
+        )
+        for key, value in values.items()
+    }
+    return ", ".join(f"{key} {value}" for key, value in shown.items())
 
 
 def _unit(planned: PlannedAnswer) -> str:
@@ -142,14 +199,21 @@ def plan_document(planned: PlannedAnswer, margin: str) -> dict[str, Any]:
         "candidates": answer.candidates,
         "judged": answer.evaluated,
         "search_seconds": answer.seconds,
-        "plans": [_row(planned, one) for one in answer.best],
-        "front": [_row(planned, one) for one in answer.front],
+        "plans": _rows(planned, answer.best),
+        "front": _rows(planned, answer.front),
         "not_fitting": list(rejection_lines(planned)),
     }
 
 
 def _row(planned: PlannedAnswer, one: EvaluatedPlan) -> dict[str, Any]:
     return {"label": one.label, **plan_values(planned, one)}
+
+
+def _rows(planned: PlannedAnswer, plans: Sequence[EvaluatedPlan]) -> list[dict[str, Any]]:
+    """Plans, with what differs where nothing else tells two of them apart."""
+    told = _differences(planned, plans)
+    rows = [_row(planned, one) for one in plans]
+    return [{**row, "differs": one} if one else row for row, one in zip(rows, told, strict=True)]
 
 
 def plan_values(planned: PlannedAnswer, evaluated: EvaluatedPlan) -> dict[str, Any]:

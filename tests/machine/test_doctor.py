@@ -20,6 +20,7 @@ from bigtrain.machine import doctor, rate_cache, rates
 from bigtrain.machine.rate_cache import (
     cache_file,
     cached_rates,
+    faster_precision,
     hardware_fingerprint,
     measured_rates,
 )
@@ -220,6 +221,25 @@ def test_what_cannot_be_measured_is_a_line_and_is_not_kept(home, monkeypatch):
     assert found.copy_bytes != GIVEN.copy_bytes
     assert cached_rates() == GIVEN
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("load", "says"), [(9.0, True), (0.0, False)])
+def test_a_busy_machine_is_measured_with_a_word(home, monkeypatch, capsys, load, says):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(rate_cache, "usable_cores", lambda: 2)
+    monkeypatch.setattr(rate_cache, "measure_rates", lambda _ranks: GIVEN)
+    assert measured_rates(again=True) == GIVEN
+    said = capsys.readouterr().err
+    assert ("the load average is 9.0 on 2 cores" in said) == says
+    assert ("bigtrain doctor --again" in said) == says
+
+
+def test_products_that_are_far_faster_in_bf16_are_mentioned_with_the_words():
+    assert faster_precision({"fp32": 9e10, "bf16": 1.2e12}) == [
+        "bf16 products run at 1.2 TFLOP/s, those of fp32 at 90.0 GFLOP/s (13.3 times): "
+        "train.precision=bf16 uses them"
+    ]
+    assert faster_precision({"fp32": 9e10, "bf16": 1e11}) == faster_precision({}) == []
 
 
 def test_ranks_that_fail_say_why():
