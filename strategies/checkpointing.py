@@ -40,8 +40,9 @@ def _size_or_share(value: object) -> object:
         value = float(match[1]) / 100 if match[2] else float(match[1])
     if isinstance(value, float) and 0 < value <= 1:
         return value
-    size = parse_bytes(value) if isinstance(value, (str, int)) else 0
-    if isinstance(value, bool) or size <= 0:
+    is_size = isinstance(value, (str, int)) and not isinstance(value, bool)
+    size = parse_bytes(value) if is_size else 0  # type: ignore[arg-type]
+    if size <= 0:
         raise ValueError(
             f"{value} is neither a size above 0 nor a share of the device up to 1; "
             "write it like 6GiB, 80% or 0.8"

@@ -226,8 +226,9 @@ def _fix(fault: ErrorDetails, name: str) -> str:
         return f" Use {words.format(name, fault['ctx'][key])}."
     if kind == "literal_error":
         known = re.findall(r"'([^']*)'", str(fault["ctx"]["expected"]))
-        near = difflib.get_close_matches(str(fault["input"]).lower(), known, n=1, cutoff=0.3)
-        return f" Use {name}={(near or known)[0]}."
+        near = difflib.get_close_matches(str(fault["input"]).lower(), known, n=1)
+        if near:
+            return f" Use {name}={near[0]}."
     return f" Set {name} to such a value."
 
 

@@ -112,7 +112,7 @@ def test_a_plan_file_lies_over_the_job(tmp_path):
         (
             "train: {precision: fp8}\n",
             [],
-            r"needs 'fp32'.*got 'fp8'.*Use train\.precision=fp",
+            r"needs 'fp32'.*got 'fp8'.*Set train\.precision to",
         ),
         ("train: {steps: 1, steps: 2}\n", [], r"job\.yaml:1: the key 'steps' is written twice"),
         ("train: [1\n\noptim: {lr: 1}\n", [], r"job\.yaml:1: not valid YAML"),
