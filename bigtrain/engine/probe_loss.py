@@ -95,8 +95,9 @@ def agree_on_loss(
 
 def _judged(loss: MeanLoss, probe: _Probe, named: str) -> tuple[Loss, list[str]]:
     paste = "bigtrain.MeanLoss(fn, ignore_index=-100)"
-    plain = probe.means(None)
-    if plain is None:
+    plain, marked = probe.means(None), {mark: probe.means(mark) for mark in probe.candidates}
+    seen = next((means for means in (plain, *marked.values()) if means is not None), None)
+    if seen is None:
         return loss, [f"{named} could not be tried: it is counted by rows"]
     if probe.is_random:
         return loss, [f"{named} draws random numbers: it is counted by rows, untried"]
@@ -105,15 +106,14 @@ def _judged(loss: MeanLoss, probe: _Probe, named: str) -> tuple[Loss, list[str]]
             f"{named} is made by the model itself: it is counted by rows. If it leaves targets "
             f"out, use {paste}"
         ]
-    whole, *parts = plain
+    whole, *parts = seen
     if _close(whole, sum(parts)) and not _close(parts[0], 0.0):
         raise ConfigError(
             f"{named} of a batch is the sum of those of its parts, and the mean is needed "
             "(bigtrain turns it into the mean over the global batch). Return loss.mean()."
         )
-    by_rows = _follows(plain, (1, 1))
-    for ignored in probe.candidates:
-        means = probe.means(ignored)
+    by_rows = plain is not None and _follows(plain, (1, 1))
+    for ignored, means in marked.items():
         if means is None or _follows(means, (1, 1)):
             continue
         if _follows(means, probe.counts(ignored)):
@@ -241,8 +241,8 @@ class _Probe:
             taken = leaf.detach().cpu()[index].clone()
             if ignored is not None and _is_integer(leaf):
                 others = leaf[(leaf != ignored) & (leaf >= 0)]
-                if others.numel():
-                    taken[taken == ignored] = others[0]
+                if others.numel():  # negative ones mark as well: two marks would hide each other
+                    taken[(taken == ignored) | (taken < 0)] = others[0]
                 flat = taken.view(2, -1)
                 flat[0, : max(1, flat.shape[1] // 2)] = ignored
             return taken
