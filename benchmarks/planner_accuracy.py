@@ -3,6 +3,7 @@
     python benchmarks/planner_accuracy.py --output benchmarks/results/planner_accuracy.json
     python benchmarks/planner_accuracy.py --rows 'gpt-fsdp*' --limit 5
     python benchmarks/planner_accuracy.py --output FILE --resume        # goes on where it stopped
+    /tmp/zoo/bin/python benchmarks/planner_accuracy.py --foreign --output FILE
 
 A row is a model, a strategy, what is kept for the backward pass, a precision and a micro-batch.
 Before anything is built each rank predicts its peak from the job alone (`Engine.predicted`); then
@@ -16,10 +17,12 @@ the forecast on top of the base.
 Each strategy has a row with each model and each way of keeping, in both precisions and both sizes
 of micro-batch; which of these go together rotates from row to row. A budget lies half-way between
 the predicted peaks of keeping all and of computing all blocks again. What a strategy refuses is a
-row with its message. Ranks are forked from one process (`forked.py`), several rows at once. Memory
-does not depend on what else runs, but for one thing: a thread of gloo lets go of a collective's
-tensors when it gets the processor. So a row of which a rank tracked more than torch's bar allows is
-run again by itself, at most twice, and `tracked_in_all` has what each run found; the lowest counts.
+row with its message. `--foreign` has, in place of these, models that nobody picked, each with each
+of nine strategies on two ranks (`foreign_models.py`). Ranks are forked from one process
+(`forked.py`), several rows at once. Memory does not depend on what else runs, but for one thing: a
+thread of gloo lets go of a collective's tensors when it gets the processor. So a row of which a
+rank tracked more than torch's bar allows is run again by itself, at most twice, and
+`tracked_in_all` has what each run found; the lowest counts.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import foreign_models
 import forked
 import torch
 from accuracy_errors import AGAIN, again, is_late, summary, table
@@ -85,6 +89,11 @@ ENGINES = {
     **dict.fromkeys(("oss", "sharded_ddp", "gpipe_fairscale"), "fairscale"),
 }
 """All others are torch's."""
+FOREIGN = (
+    *("fsdp", "zero2", "ddp", "1f1b", "zero1_torch", "fsdp_zero2", "zero1", "zero3", "gpipe"),
+)
+"""Strategies that models drawn by a seed are run with."""
+FOREIGN_STEPS = 3
 KEEPS = ("all", "full", "every2", "budget")
 WORDS = {
     "all": [],
@@ -154,6 +163,7 @@ class Row:
     precision: str
     micro: int
     accumulation: int
+    steps: int = STEPS
 
     @property
     def name(self) -> str:
@@ -179,9 +189,14 @@ class Row:
     def words(self) -> list[str]:
         """The keys of the job, but for what a block keeps."""
         size = self.micro * self.accumulation * self.processes // self.pp
-        words = [*MODELS[self.model], f"train.global_batch_size={size}"]
+        own = MODELS.get(self.model) or foreign_models.words_of(foreign_models.chosen()[self.model])
+        words = [*own, f"train.global_batch_size={size}"]
         words += [f"train.micro_batch_size={self.micro}", f"train.precision={self.precision}"]
-        words += [f"memory.track_steps={STEPS}", f"train.steps={STEPS}", "optim.name=adamw"]
+        words += [
+            f"memory.track_steps={self.steps}",
+            f"train.steps={self.steps}",
+            "optim.name=adamw",
+        ]
         if self.pp > 1:
             words.append(f"mesh.pp={self.pp}")
         if self.strategy in DEVICES:
@@ -220,6 +235,24 @@ def rows() -> list[Row]:
             if (strategy, keep) != ("1f1b", "except_last") or model == "gpt":
                 found.append(Row(model, strategy, 2, keep, "fp32", 4, 4))
     return list({row.name: row for row in found}.values())
+
+
+def foreign_rows() -> list[Row]:
+    """All models that were drawn with one strategy after the other; one or two micro-batches."""
+    return [
+        Row(
+            model,
+            strategy,
+            2,
+            "all",
+            "fp32",
+            2,
+            2 if _stages(strategy, 2) == 2 else 1 + few,
+            FOREIGN_STEPS,
+        )
+        for number, strategy in enumerate(FOREIGN)
+        for few, model in (((number + at) % 2, m) for at, m in enumerate(foreign_models.chosen()))
+    ]
 
 
 def _stages(strategy: str, ranks: int) -> int:
@@ -268,7 +301,7 @@ def train(context: RunContext, words: Sequence[str], row: Row) -> dict[str, Any]
     job, parts = _opened(row, words)
     with unchecked(parts).engine(context) as engine:
         for batch in parts.training_steps(context, 0):
-            if engine.step(batch).step == STEPS:
+            if engine.step(batch).step == row.steps:
                 break
         found, predicted = engine.meter.measured(), engine.predicted
         note = engine.prediction_note
@@ -304,7 +337,7 @@ def _result(row: Row, outcome: forked.Outcome) -> dict[str, Any]:
 
 def _write(path: Path, found: dict[str, dict[str, Any]], order: Sequence[str]) -> None:
     ordered = {name: found[name] for name in order if name in found}
-    whole = {**surroundings(), "steps": STEPS, "summary": summary(found), "rows": ordered}
+    whole = {**surroundings(), "summary": summary(found), "rows": ordered}
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(".part")
     beside.write_text(json.dumps(whole, indent=1) + "\n")
@@ -327,11 +360,14 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="the first so many rows of those selected")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--resume", action="store_true", help="keep what the output has already")
+    parser.add_argument("--foreign", action="store_true", help="models drawn by a seed")
     parser.add_argument("--ranks-at-once", type=int, default=4)
     options = parser.parse_args()
     forked.load_everything()
+    if options.foreign:
+        foreign_models.load()
     patterns = options.rows.split(",") if options.rows else ["*"]
-    every = {row.name: row for row in rows()}
+    every = {row.name: row for row in (foreign_rows() if options.foreign else rows())}
     chosen = [r for r in every.values() if any(fnmatchcase(r.name, p) for p in patterns)]
     found: dict[str, dict[str, Any]] = {}
     if options.resume and options.output and options.output.exists():
