@@ -8,6 +8,7 @@ allocator's rounding) is what the process peak and the CUDA allocator are read f
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -66,6 +67,10 @@ class MemoryMeasurement:
     """The last tracked step, from its beginning to its end."""
 
 
+_MOMENT_S, _MOMENTS = 2e-4, 100
+"""How long, and how often, a tracked exchange waits for gloo's thread."""
+
+
 class MemoryMeter:
     """One rank's memory over a run: tracked for the first steps, then only the cheap counters.
 
@@ -122,6 +127,22 @@ class MemoryMeter:
                 self._course = timeline.curve(start_tick, self._tracker.times)
                 self._tracker.close()
                 self._tracker = None
+
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Around an exchange whose own storages all go with it: wait until gloo's thread agrees.
+
+        Of a storage that is tracked, that thread lets go only when Python lets it: in one run at
+        once, in the next one milliseconds later, when other things are there as well.
+        """
+        tracker = self._tracker
+        before = tracker.live_bytes if tracker is not None else 0
+        yield
+        if tracker is not None and self.device.type == "cpu":
+            for _ in range(_MOMENTS):
+                if tracker.live_bytes <= before:
+                    break
+                time.sleep(_MOMENT_S)
 
     def peak_bytes(self) -> int | None:
         """The peak so far in bytes: the allocator's on CUDA, the tracked one on CPU."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -151,3 +153,18 @@ def test_the_host_says_how_much_it_has():
     capacity = device_capacity_bytes(torch.device("cpu"))
     assert capacity is not None
     assert capacity > 2**28
+
+
+def test_an_exchange_is_over_when_its_own_storages_are_gone():
+    meter = MemoryMeter(torch.device("cpu"))
+    with meter.step():
+        kept = torch.zeros(8)
+        before = meter.peak_bytes()
+        with meter.exchange():
+            held = [torch.zeros(1024)]  # by a thread, which lets go of it a moment later
+            thread = threading.Thread(target=lambda: (time.sleep(0.01), held.clear()))
+            thread.start()
+        again = torch.zeros(1024)
+        assert meter.peak_bytes() == before + again.nbytes
+        thread.join()
+    assert kept.nbytes == 32

@@ -9,6 +9,7 @@ start, when the activations are all there. That is the fullest one; of others a 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,18 +53,19 @@ def _flat(
     """Stages 1 and 2: one flat buffer of parameters, of which a rank updates its part."""
     stage, size = zero["stage"], precision_of(plan)
     share = -(-profile.trained_elements // (2 * plan.dp)) * 2
-    bucket *= 2 if zero.get("overlap_comm", False) else 1
+    buckets = bucket * (2 if zero.get("overlap_comm", False) else 1)
     states = replace(
         forecast.states,
         optimizer=_optimizer_bytes(profile, plan, share),
         gradients=0,
-        buffers=forecast.states.buffers + bucket,
+        buffers=forecast.states.buffers + buckets,
     )
     shard = 4 * share
     backward = _Backward.of(profile)
-    first = backward.with_shard(shard, plan)
+    waits = stage == 1 and plan.batch.accumulation_steps > 1
+    first = backward.with_shard(shard, bucket, plan, added=waits)
     held = shard
-    if stage == 1 and plan.batch.accumulation_steps > 1:
+    if waits:
         # Whole gradients wait for the last micro-batch, which reduces them into the shard.
         held = size * profile.trained_elements
         first = backward.emptying(first)
@@ -148,12 +150,42 @@ class _Backward:
         gradient_spans = tuple(now for was, now in pairs if was.kind == "gradients")
         return cls(passes["later"], gradient_spans, _again(profile, 1))
 
-    def with_shard(self, nbytes: int, plan: Plan) -> Timeline:
-        """With a rank's shard of the gradients, made when the first of them is reduced."""
+    def with_shard(self, nbytes: int, bucket: int, plan: Plan, *, added: bool) -> Timeline:
+        """With a rank's shard of the gradients, made when the first of them is reduced.
+
+        Args:
+            nbytes: of the shard.
+            bucket: bytes of gradients that are reduced together.
+            plan: says which rank.
+            added: whether a gradient goes into one that was there, before it is reduced.
+        """
         if not self.gradients:
             return _throughout(self.timeline, "gradients", nbytes)
-        begin = min(span.death for span in self._part(plan))
+        part = set(self._part(plan))
+        reductions = self._reductions(bucket, added=added)
+        begin = next(tick for tick, sent in reductions if not part.isdisjoint(sent))
         return _from(begin, self.timeline, "gradients", nbytes)
+
+    def _reductions(self, bucket: int, *, added: bool) -> Iterator[tuple[int, list[Span]]]:
+        """When gradients are reduced, and which: a gradient that does not fit is there meanwhile.
+
+        A small one is copied into the bucket and goes. One that is larger than the bucket is
+        reduced where it lies, and what had been in the bucket before it.
+        """
+        waiting: list[Span] = []
+        filled = tick = 0
+        for span in sorted(self.gradients, key=lambda span: span.birth):
+            tick = span.death
+            if waiting and filled + span.nbytes > bucket:
+                yield tick - (not added), waiting
+                waiting, filled = [], 0
+            waiting.append(span)
+            filled += span.nbytes
+            if filled >= bucket:
+                yield tick - (span.nbytes > bucket and not added), waiting
+                waiting, filled = [], 0
+        if waiting:
+            yield tick, waiting
 
     def _part(self, plan: Plan) -> list[Span]:
         """The gradients that lie in a rank's part; they come in the reverse of their order."""

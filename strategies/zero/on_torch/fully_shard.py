@@ -16,7 +16,8 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -31,6 +32,7 @@ from bigtrain.core.traits import Traits
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import OverlapPhase, Traffic, comm_units
 from bigtrain.errors import ConfigError
+from bigtrain.memory.meter import MemoryMeter
 from bigtrain.memory.timeline import BlockTicks
 from bigtrain.models.blocks import independent_blocks
 from bigtrain.models.names import names_of
@@ -231,6 +233,31 @@ def _norms(unit: nn.Module) -> list[nn.Module]:
     ]
 
 
+class _ReduceScatter:
+    """fully_shard's reduce-scatter on a CPU: the copy that gloo makes is gone when it is over."""
+
+    def __init__(self, meter: MemoryMeter) -> None:
+        self._meter = meter
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """A buffer, as fully_shard makes it."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce, then scatter."""
+        with self._meter.exchange():
+            return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+
+
 def _tell_owner(unit: nn.Module, assembly: Assembly) -> None:
     """Unsharded parameters are parameters, too; they are there from the pre-forward hook on."""
 
@@ -239,3 +266,6 @@ def _tell_owner(unit: nn.Module, assembly: Assembly) -> None:
 
     if isinstance(unit, FSDPModule):
         unit.register_forward_pre_hook(own)
+        if assembly.plan.device_type == "cpu":
+            reduce: Any = _ReduceScatter(assembly.meter)
+            unit.set_custom_reduce_scatter(reduce)

@@ -14,6 +14,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Forecast, Profile
@@ -145,7 +146,7 @@ class _Pass:
 
         Args:
             unsharded: without any sharding.
-            rest: what is in no block; whole from the first moment to the last.
+            rest: what is in no block; whole from the first moment until its gradients are reduced.
             fresh: whether the shards of the gradients come to be in this pass.
             resumed: whether the forward pass finds what one before it has gathered and kept, and
                 the backward pass finds none of it, as one before it has freed all.
@@ -155,11 +156,13 @@ class _Pass:
         backward_start = next(
             (tick for tick, phase in unsharded.phases if phase == "backward"), end
         )
-        spans = self._plain(unsharded, end)
+        closed = replace(self, units=_closed_after_rest(self.units, end))
+        spans = closed._plain(unsharded, end)
         if resumed:
             spans += self._kept_before(rest, backward_start, end)
         else:
-            spans.append(_span(self.sizes.whole(rest), "parameters", begin, 0, end, 0))
+            whole = self.sizes.whole(rest)
+            spans.append(_span(whole, "parameters", begin, 0, end - 1, _AFTER_RESHARD))
             spans += self._gathered_forward([rest, *self.units], begin, backward_start)
         if self.stage == 2 and not resumed:
             spans += [
@@ -167,15 +170,15 @@ class _Pass:
                     self.sizes.whole(unit), "parameters",
                     unit.forward[0], _UNIT_THERE, unit.backward[1], _AFTER_RESHARD,
                 )
-                for unit in self.units
+                for unit in closed.units
             ]  # fmt: skip
         if self.stage == 3:
             spans += self._in_forward()
             if resumed:
                 spans += self._gathered_forward(self.units, begin, backward_start)
         if self.stage == 3 or resumed:
-            spans += self._in_backward(backward_start)
-        spans += self._reduced(rest, end, fresh=fresh)
+            spans += closed._in_backward(backward_start)
+        spans += closed._reduced(rest, end, fresh=fresh)
         phases = tuple((tick * _FINE, phase) for tick, phase in unsharded.phases)
         return Timeline(tuple(spans), phases)
 
@@ -236,7 +239,7 @@ class _Pass:
         whole, buffer = self.sizes.whole(rest), self.sizes.padded(rest)
         return [
             _span(buffer, "temporary", back, _AFTER_RESHARD, back, _BUFFER_FREE),
-            _span(whole, "parameters", back, _AFTER_LAST, end, 0),
+            _span(whole, "parameters", back, _AFTER_LAST, end - 1, _AFTER_RESHARD),
         ]
 
     def _in_backward(self, back: int) -> list[Span]:
@@ -255,19 +258,34 @@ class _Pass:
     def _reduced(self, rest: BlockTicks, end: int, *, fresh: bool) -> list[Span]:
         """Each unit's gradients in one buffer until the next unit's, and the shard made of it."""
         spans = []
-        order = sorted(self.units, key=lambda unit: unit.backward[1])
-        ends = [*((unit.backward[1], _AFTER_LAST) for unit in order), (end - 1, _AFTER_LAST)]
-        ends.append((end, 0))
-        for unit, (reduced_at, _), next_reduced in zip(
-            [*order, rest], ends, ends[1:], strict=False
-        ):
+        order = [(unit.backward[1], unit) for unit in self.units] + [(end - 1, rest)]
+        order.sort(key=lambda pair: pair[0])
+        closed = max(end, order[-1][0] + 1)
+        next_ones = [*((tick, _AFTER_LAST) for tick, _ in order[1:]), (closed, 0)]
+        for (reduced_at, unit), next_reduced in zip(order, next_ones, strict=True):
             whole, shard = self.sizes.reduced(unit), self.sizes.shard(unit, trained=True)
             spans.append(_span(whole, "temporary", reduced_at, _REDUCING, *next_reduced))
             spans.append(_span(whole, "temporary", reduced_at, _EXCHANGE, reduced_at, _EXCHANGED))
             kind: MemoryKind = "gradients" if fresh else "temporary"
-            freed_at = (end + 1, 0) if fresh else (reduced_at, _EXCHANGED)
+            freed_at = (closed + 1, 0) if fresh else (reduced_at, _EXCHANGED)
             spans.append(_span(shard, kind, reduced_at, _SHARD, *freed_at))
         return spans
+
+
+def _closed_after_rest(units: Sequence[BlockTicks], end: int) -> list[BlockTicks]:
+    """Blocks whose inputs need no gradient are closed last, one by one, after what is in no block.
+
+    Args:
+        units: in the order of the forward pass.
+        end: the tick at which all is gone in one process.
+    """
+    ticks = count(end)
+    return [
+        replace(unit, backward=(unit.backward[0], next(ticks)))
+        if unit.backward[1] >= end - 1
+        else unit
+        for unit in units
+    ]
 
 
 def _span(nbytes: int, kind: MemoryKind, tick: int, place: int, end: int, end_place: int) -> Span:
