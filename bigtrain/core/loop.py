@@ -39,6 +39,7 @@ class StepRunner:
     def __init__(self, assembly: Assembly, named: Mapping[str, nn.Parameter]) -> None:
         self.context = assembly.context
         self.module = assembly.model
+        self.roots: Sequence[nn.Module] = assembly.roots
         self.meter = assembly.meter
         self._precision = assembly.plan.precision
         self._clip_norm = assembly.plan.clip_norm

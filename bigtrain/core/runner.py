@@ -18,6 +18,8 @@ class Runner(Protocol):
     module: nn.Module
     """The model as the user wrote it: plain parameter names."""
     optimizer: torch.optim.Optimizer
+    roots: Sequence[nn.Module]
+    """What computes here: the model itself, or this rank's stages of it."""
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Run this rank's micro-batches of one global batch, forward and backward.

@@ -18,6 +18,7 @@ class TrainOptions(argparse.Namespace):
     dry_run: bool
     num_ranks: int | None
     record: str
+    trace: bool
     overrides: list[str]
 
 
@@ -29,7 +30,8 @@ def train_arguments(
     Args:
         arguments: without the program's name.
         starts_ranks: also accept `-n`, which only `bigtrain train` has.
-        records: demand `--record`, the folder that `bigtrain.verify.record` writes to.
+        records: demand `--record`, the folder that `bigtrain.verify.record` writes to; take
+            `--trace`.
 
     Raises:
         SystemExit: 2 for an unknown option, 0 after --help.
@@ -44,6 +46,7 @@ def train_arguments(
     add_train_options(parser, starts_ranks=starts_ranks)
     if records:
         parser.add_argument("--record", required=True)
+        parser.add_argument("--trace", action="store_true")
     options, rest = parser.parse_known_args(arguments, namespace=TrainOptions())
     for word in rest:
         if word.startswith("--"):

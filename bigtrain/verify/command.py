@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from bigtrain.job.load import ONE_PROCESS
 from bigtrain.job.schema import Precision
 from bigtrain.report.folders import results_folder
 from bigtrain.verify.differences import Differences, Tolerance, compare_recordings
+from bigtrain.verify.localise import first_difference
 
 _SGD = (
     *("optim.name=sgd", "optim.momentum=0.9", "optim.lr=0.01", "optim.warmup_steps=0"),
@@ -51,6 +52,8 @@ class VerifiedStrategy:
     precision: Precision
     reason: str | None = None
     differences: Differences | None = None
+    first_difference: str | None = None
+    """Where it leaves one process, of a run that differs."""
 
     def as_json(self) -> dict[str, Any]:
         """The row for a machine."""
@@ -118,9 +121,29 @@ class _Bench:
         losses_only = self._options.optimizer == "job"
         passed = differences.passed(Tolerance.of(precision), losses_only=losses_only)
         _forget(folder)
-        return VerifiedStrategy(
-            label, ranks, "pass" if passed else "differs", precision, None, differences
-        )
+        row = VerifiedStrategy(label, ranks, "pass", precision, None, differences)
+        if passed:
+            return row
+        return replace(row, verdict="differs", first_difference=self._localise(contender, row))
+
+    def _localise(self, contender: ComparedStrategy, row: VerifiedStrategy) -> str | None:
+        """Run both again and note what they compute: one process has the same micro-batches."""
+        if contender.plan is None or row.differences is None:
+            return None
+        micro = contender.plan.batch.micro_size
+        try:
+            reference = self._made(contender.plan, micro, traced=True)
+        except (BigtrainError, ConfigError) as error:
+            return f"not found: {error}"
+        folder = self._folder / f"{row.strategy}-traced"
+        words = [*self._options.overrides, *self._words]
+        ended = self._record(folder, contender.strategy, row.num_ranks, words, traced=True)
+        if ended.reason is not None:
+            return f"not found: {ended.reason}"
+        tolerance = Tolerance.of(row.precision)
+        found = first_difference(reference, folder, row.differences, tolerance)
+        _forget(folder)
+        return found
 
     def close(self) -> None:
         """Remove the tensors, which are as large as the model, for each step."""
@@ -134,7 +157,7 @@ class _Bench:
             return self._made(plan, plan.batch.micro_size)
         return reference
 
-    def _made(self, plan: Plan, micro: int) -> Path:
+    def _made(self, plan: Plan, micro: int, *, traced: bool = False) -> Path:
         clip = "null" if plan.clip_norm is None else repr(plan.clip_norm)
         of_plan = (
             f"train.global_batch_size={plan.batch.global_size}",
@@ -142,21 +165,27 @@ class _Bench:
             f"train.precision={plan.precision}",
             f"optim.clip_norm={clip}",
         )
-        if of_plan not in self._references:
+        made = (*of_plan, "traced") if traced else of_plan
+        if made not in self._references:
             folder = self._folder / f"reference-{len(self._references) + 1}"
             words = [*without_strategy(self._options.overrides), *self._words]
-            ended = self._record(folder, "single", 1, [*words, *ONE_PROCESS, *of_plan])
+            words += [*ONE_PROCESS, *of_plan]
+            ended = self._record(folder, "single", 1, words, traced=traced)
             if ended.status == 2:
                 raise ConfigError(str(ended.reason))
             if ended.reason is not None:
                 raise BigtrainError(f"the reference, one process, failed: {ended.reason}")
             _refuse_chance(folder)
-            self._references[of_plan] = folder
-        return self._references[of_plan]
+            self._references[made] = folder
+        return self._references[made]
 
-    def _record(self, folder: Path, strategy: str, ranks: int, words: Sequence[str]) -> RunOutcome:
+    def _record(
+        self, folder: Path, strategy: str, ranks: int, words: Sequence[str], *, traced: bool = False
+    ) -> RunOutcome:
         folder.mkdir()
         line = ["record", "-n", str(ranks), "--record", str(folder), "--strategy", strategy]
+        if traced:
+            line.append("--trace")
         if self._options.job is not None:
             line += ["--config", self._options.job]
         return run_bigtrain([*line, *words], folder / "output.log", self._options.time_limit)
@@ -164,8 +193,9 @@ class _Bench:
 
 def _forget(folder: Path) -> None:
     """Gradients are as large as the model, for each step."""
-    for path in folder.glob("*.safetensors"):
-        path.unlink()
+    for pattern in ("*.safetensors", "trace-*.json"):
+        for path in folder.glob(pattern):
+            path.unlink()
 
 
 def _refuse_chance(folder: Path) -> None:
@@ -235,6 +265,8 @@ def _notes(options: ComparisonOptions, rows: Sequence[VerifiedStrategy]) -> Iter
     for row in rows:
         if row.reason is not None:
             yield f"{row.strategy}: {row.verdict}: {row.reason}"
+        if row.first_difference is not None:
+            yield f"{row.strategy}: first difference: {row.first_difference}"
         if row.verdict == "differs" and row.differences is not None:
             if row.differences.missing:
                 yield f"{row.strategy}: only one has: {', '.join(row.differences.missing[:3])}"
@@ -252,6 +284,7 @@ def _notes(options: ComparisonOptions, rows: Sequence[VerifiedStrategy]) -> Iter
         loss = tolerance.loss * (10 if own else 1)
         held = "losses and norms" if own else "all"
         yield (
-            f"in {precision} rounding explains {loss:.0e} of a loss and {tolerance.tensors:.0e} of "
-            f"a tensor's largest value; {held} must be below that"
+            f"in {precision} rounding explains {loss:.0e} of a loss, {tolerance.norm:.0e} of a "
+            f"norm and {tolerance.tensors:.0e} of a tensor's largest value; {held} must be below "
+            "that"
         )

@@ -7,6 +7,7 @@ Started by `bigtrain verify`, once for the reference and once for each strategy:
     FOLDER/record.json                losses and norms, batch, ranks
            gradients-K.safetensors    of step K, whole, under plain names, before clipping
            weights-before.safetensors, weights-after.safetensors
+           trace-RANK.json            with --trace: see bigtrain/verify/execution_trace.py
 """
 
 import os
@@ -18,6 +19,7 @@ if not __package__ and sys.path and os.path.abspath(sys.path[0]) == os.path.dirn
 
 import json
 from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +36,12 @@ from bigtrain.errors import BigtrainError
 from bigtrain.job.arguments import train_arguments
 from bigtrain.job.load import load_job
 from bigtrain.job.schema import Job
+from bigtrain.models.blocks import find_blocks
 from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.exit_status import run_guarded
 from bigtrain.ranks.launcher_env import detect_rank_info
 from bigtrain.tensors.source import TensorSource
+from bigtrain.verify.execution_trace import ExecutionTrace
 
 
 def main(arguments: list[str]) -> int:
@@ -51,7 +55,7 @@ def main(arguments: list[str]) -> int:
     disable_dropout(parts.workload.model)
     folder = Path(options.record)
     with connect_job(job, plan, placement) as context:
-        record_run(job, parts, context, folder, job.train.steps or 1)
+        record_run(job, parts, context, folder, job.train.steps or 1, traced=options.trace)
     return 0
 
 
@@ -61,8 +65,10 @@ def record_run(
     context: RunContext,
     folder: Path,
     steps: int,
+    *,
+    traced: bool = False,
 ) -> None:
-    """Do the steps; rank 0 writes."""
+    """Do the steps; rank 0 writes, and each rank its trace."""
     # Buffers are left out: BatchNorm's running figures are those of what each rank saw.
     names = {name for name, _ in parts.workload.model.named_parameters(remove_duplicate=False)}
     norms = has_batchnorm(parts.workload.model)
@@ -87,19 +93,43 @@ def record_run(
 
         engine.runner.update = record_and_update  # type: ignore[method-assign]
         write_weights(folder / "weights-before.safetensors", engine, names)
+        trace: ExecutionTrace | None = None
         for batch in parts.training_steps(context, 0):
             alone = context.world_size == 1 and not job.optim.release_gradients
-            if engine.steps_done == 0 and alone:
+            if engine.steps_done == 0 and alone and not traced:
                 recording["chance"] = random_losses(engine, batch)
-            result = engine.step(batch)
+            if traced and trace is None:
+                trace = ExecutionTrace(engine.runner.roots, context.dp_size)
+            with trace or nullcontext():
+                result = engine.step(batch)
             recording["losses"].append(result.loss)
             recording["norms"].append(result.grad_norm)
             if engine.steps_done == steps:
                 break
+            if trace is not None:
+                trace.next_step()
+        if trace is not None:
+            trace.close()
+            write_trace(folder, trace, engine, len(batch.micro_batches))
         write_weights(folder / "weights-after.safetensors", engine, names)
     if context.is_main:
         recording["has_batchnorm"] = norms
         (folder / "record.json").write_text(json.dumps(recording) + "\n", "utf-8")
+
+
+def write_trace(
+    folder: Path, trace: ExecutionTrace, engine: Engine, num_micro_batches: int
+) -> None:
+    """Write what this rank has noted."""
+    context = engine.context
+    found = {
+        "rank": context.rank,
+        "dp_rank": context.dp_rank,
+        "num_micro_batches": num_micro_batches,
+        "blocks": [name for name, _ in find_blocks(engine.runner.module)],
+        "entries": trace.entries,
+    }
+    (folder / f"trace-{context.rank}.json").write_text(json.dumps(found) + "\n", "utf-8")
 
 
 def write_weights(path: Path, engine: Engine, names: Collection[str]) -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import ClassVar
+from unittest import mock
 
+import torch
 from torch import nn
 
+from bigtrain.core.loop import LoopRunner
 from bigtrain.core.strategy import Assembly
 from bigtrain.strategies.ddp import DDP
 
@@ -44,6 +48,63 @@ class Forgets(DDP):
         wrong = dict(assembly.model.named_parameters())["head.bias"]
         if assembly.context.rank == 1:
             wrong.register_hook(lambda gradient: gradient * 1.02)
+
+
+class NormOff(DDP):
+    """The norm of the gradients is a ten-thousandth too large."""
+
+    name: ClassVar[str] = "norm_off"
+    summary: ClassVar[str] = "norm off"
+
+    def apply(self, assembly: Assembly) -> None:
+        super().apply(assembly)
+
+        class Runner(LoopRunner):
+            def norm(self):
+                return super().norm() * 1.0001
+
+        assembly.runner = Runner
+
+
+class CountsRows(DDP):
+    """The loss is divided by rows, those included whose target is ignored."""
+
+    name: ClassVar[str] = "counts_rows"
+    summary: ClassVar[str] = "counts rows"
+
+    def apply(self, assembly: Assembly) -> None:
+        super().apply(assembly)
+
+        class Runner(LoopRunner):
+            def forward_backward(self, micro_batches):
+                every = [replace(m, count=m.targets.numel()) for m in micro_batches]
+                return super().forward_backward(every)
+
+        assembly.runner = Runner
+
+
+class ShiftsMask(DDP):
+    """On rank 1 a token of the second block sees the one after it, too."""
+
+    name: ClassVar[str] = "shifts_mask"
+    summary: ClassVar[str] = "shifts mask"
+
+    def apply(self, assembly: Assembly) -> None:
+        attention = assembly.model.get_submodule("blocks.1.attention")
+        plain = attention.forward
+
+        def shifted(x):
+            def attend(query, key, value, **_):
+                mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(1)
+                return attended(query, key, value, attn_mask=mask)
+
+            attended = nn.functional.scaled_dot_product_attention
+            with mock.patch.object(nn.functional, "scaled_dot_product_attention", attend):
+                return plain(x)
+
+        if assembly.context.rank == 1:
+            attention.forward = shifted
+        super().apply(assembly)
 
 
 class Surrounds(DDP):

@@ -45,14 +45,18 @@ def test_users_own_model_passes_in_double_precision(tmp_path):
 
 
 def test_wrong_strategy_is_caught_by_its_parameter_and_one_that_cannot_run_is_told(tmp_path):
-    (tmp_path / "forgets.yaml").write_text(
-        "strategy: {replicate: {name: 'support.odd_strategies:Forgets'}}\n"
-    )
-    names = "ddp,forgets.yaml,fairscale_fsdp"
+    for name in ("Forgets", "NormOff"):
+        (tmp_path / f"{name.lower()}.yaml").write_text(
+            f"strategy: {{replicate: {{name: 'support.odd_strategies:{name}'}}}}\n"
+        )
+    names = "ddp,forgets.yaml,normoff.yaml,fairscale_fsdp"
     done = bigtrain(tmp_path, "--strategies", names, "-n", "2", *NET, "--output", "found")
     assert done.returncode == 1, done.stderr
     assert "forgets: gradients that differ most: head.bias" in done.stdout
     assert "forgets: updates that differ most: head.bias" in done.stdout
+    said = "forgets: first difference: step 1, the gradient of the parameter head.bias (block head)"
+    assert said in done.stdout
+    assert "normoff: first difference: step 1, the norm of the gradients, which is" in done.stdout
     rows = {
         row["strategy"]: row
         for row in json.loads((tmp_path / "found/verify.json").read_text())["rows"]
@@ -62,6 +66,7 @@ def test_wrong_strategy_is_caught_by_its_parameter_and_one_that_cannot_run_is_to
     assert rows["fairscale_fsdp"]["verdict"] == "refused"
     assert "CUDA" in rows["fairscale_fsdp"]["reason"]
     assert not list(tmp_path.rglob("*.safetensors"))  # as large as the model, for each step
+    assert not list(tmp_path.rglob("trace-*.json"))
 
 
 def test_model_that_draws_lots_is_refused(tmp_path):
@@ -162,7 +167,7 @@ def test_differences_are_relative_to_each_tensor_and_rounding_is_no_difference(t
     assert found.worst_gradients[0][0] == "a"
     assert dict(found.worst_gradients)["b"] < 1e-4  # 1e-9 beside 2.0 is rounding
     assert not found.passed(Tolerance.of("fp32"))
-    assert found.passed(Tolerance(1.0, 0.2))
+    assert found.passed(Tolerance(1.0, 0.2, 0.2))
 
 
 def test_weights_that_are_never_updated_do_not_pass(tmp_path):
@@ -179,7 +184,7 @@ def test_missing_and_unfinished_numbers_never_pass(tmp_path):
     one = recording(tmp_path / "1", {"a": torch.ones(2)})
     lacks = compare_recordings(one, recording(tmp_path / "2", {"b": torch.ones(2)}))
     assert lacks.missing == ("a", "b")
-    assert not lacks.passed(Tolerance(9.0, 9.0))
+    assert not lacks.passed(Tolerance(9.0, 9.0, 9.0))
     broken = compare_recordings(
         one, recording(tmp_path / "3", {"a": torch.tensor([1.0, float("nan")])})
     )

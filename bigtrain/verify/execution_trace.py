@@ -1,0 +1,170 @@
+"""Digests of what a run computes, in order of execution: what a difference is traced back with.
+
+Every result of a function of torch inside a module, every output of a module and the gradients of
+both are noted as a few numbers each. A digest is the same whatever wraps, shards or recomputes the
+module, and on whatever rank it runs. A second pass of what is recomputed is not noted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+_PROJECTIONS = 4
+_SIGNS = 2**14
+"""Of a row of a tensor's elements; rows have signs of their own."""
+_UNNOTED = frozenset(
+    (
+        *("__get__", "__set__", "__getitem__", "backward", "chunk", "detach", "expand", "flatten"),
+        *("narrow", "permute", "requires_grad_", "reshape", "select", "split", "squeeze", "t"),
+        *("transpose", "unbind", "unsqueeze", "view", "view_as"),
+    )
+)
+"""What makes no number: attributes, and views, which may be of what is not written yet."""
+_UNFILLED = ("empty", "new_empty", "resize")
+"""What begins so has no numbers yet."""
+
+
+class Entry(NamedTuple):
+    """One value or gradient, as one rank had it."""
+
+    step: int
+    """From 1."""
+    is_gradient: bool
+    module: str
+    """The innermost one that was at work; empty for the whole model."""
+    call: int
+    """The how manieth of the module in this step, from 0."""
+    operation: str
+    """The function of torch that made it; `output` of a module's own."""
+    number: int
+    """The how manieth of this operation's results in the call, from 0."""
+    digest: tuple[float, ...]
+    """Its norm, and its products with fixed vectors of signs by the root of their length."""
+
+
+class ExecutionTrace(TorchFunctionMode):
+    """Notes what a model computes while it is entered.
+
+    Args:
+        roots: the model, or the stages of it that run here; with plain names.
+        gradient_scale: what this run's gradients of values are multiplied by.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module], gradient_scale: float) -> None:
+        super().__init__()
+        self.step = 1
+        self.entries: list[Entry] = []
+        self._scale = gradient_scale
+        self._signs: dict[int, Tensor] = {}
+        self._calls: Counter[str] = Counter()
+        self._open: dict[str, int] = {}
+        self._results: Counter[tuple[str, str]] = Counter()
+        self._current = ""
+        self._hooks: list[Any] = []
+        self._states: set[int] = set()
+        """Parameters and buffers: what a rank has counted in them is its own."""
+        for root in roots:
+            self._states |= {id(t) for t in (*root.parameters(), *root.buffers())}
+            cut_through: frozenset[str] = getattr(root, "cut_through", frozenset())
+            for name, module in root.named_modules():
+                if name not in cut_through:  # a stage computes a part of it only
+                    self._hooks += [
+                        module.register_forward_pre_hook(partial(self._begin, name), prepend=True),
+                        module.register_forward_hook(partial(self._end, name)),
+                    ]
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def next_step(self) -> None:
+        """Say that what comes is another step's."""
+        self.step += 1
+        self._calls.clear()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """See `TorchFunctionMode`."""
+        del types
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        unnoted = name in _UNNOTED or name.startswith(_UNFILLED)
+        if self._open and not unnoted and not _in_backward():
+            self._note_all(name, result)
+        return result
+
+    def _begin(self, name: str, _module: nn.Module, _args: Any) -> None:
+        if _in_backward():
+            return
+        if not name:  # a stage of a pipeline leaves its modules without a word
+            self._open.clear()
+        self._open[name] = self._calls[name]
+        self._calls[name] += 1
+        for key in [key for key in self._results if key[0] == name]:
+            del self._results[key]
+        self._current = name
+
+    def _end(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        if _in_backward() or name not in self._open:
+            return
+        self._current = name
+        self._note_all("output", output)
+        del self._open[name]
+        while name and name not in self._open:
+            name = name.rpartition(".")[0]
+        self._current = name
+
+    def _note_all(self, operation: str, result: Any) -> None:
+        with torch._C.DisableTorchFunction():  # a stage of a pipeline watches all functions
+            for leaf in tree_leaves(result):
+                known = type(leaf) is Tensor and leaf.device.type != "meta"
+                if known and id(leaf) not in self._states:
+                    self._note(operation, leaf)
+
+    def _note(self, operation: str, value: Tensor) -> None:
+        name = self._current if self._current in self._open else ""
+        number = self._results[name, operation]
+        self._results[name, operation] += 1
+        where = (name, self._open.get(name, 0), operation, number)
+        self.entries.append(Entry(self.step, False, *where, self._digest(value, 1.0)))
+        if value.requires_grad:
+            hook = partial(self._note_gradient, where)
+            value.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _note_gradient(self, where: tuple[str, int, str, int], gradient: Tensor) -> None:
+        with torch._C.DisableTorchFunction():
+            digest = self._digest(gradient, self._scale)
+        self.entries.append(Entry(self.step, True, *where, digest))
+
+    @torch.no_grad()
+    def _digest(self, value: Tensor, scale: float) -> tuple[float, ...]:
+        flat = value.detach().reshape(-1).to(torch.float64) / scale
+        whole = flat.numel() // _SIGNS * _SIGNS
+        rows, rest = flat[:whole].view(-1, _SIGNS), flat[whole:]
+        signs = self._signs_of(_SIGNS, flat)
+        products = ((rows @ signs.T) * self._signs_of(len(rows), flat).T).sum(0)
+        products += signs[:, : len(rest)] @ rest
+        products /= max(1, flat.numel()) ** 0.5
+        return (float(torch.linalg.vector_norm(flat)), *products.tolist())
+
+    def _signs_of(self, length: int, like: Tensor) -> Tensor:
+        if length not in self._signs:
+            drawn = torch.Generator().manual_seed(length)
+            bits = torch.randint(0, 2, (_PROJECTIONS, length), generator=drawn, dtype=torch.int8)
+            self._signs[length] = (bits * 2 - 1).to(like)
+        return self._signs[length]
+
+
+def _in_backward() -> bool:
+    """Whether a backward pass is at work: what runs in it is computed a second time."""
+    return torch._C._current_graph_task_id() != -1
