@@ -145,6 +145,11 @@ class LinkSpec(ConfigSection):
     """Seconds of each step of its ring or chain."""
     bandwidth: PositiveNumber
     """Bytes per second that the busiest rank sends."""
+    ranks: StrictCount = 2
+    """Between so many ranks, on one node, the curve was measured."""
+    curve: list[tuple[PositiveNumber, PositiveNumber]] = Field(default_factory=list)
+    """Bytes of a whole exchange and its seconds, ascending: what its size makes of the two figures
+    above."""
 
 
 class Link(ConfigSection):

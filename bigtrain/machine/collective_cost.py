@@ -15,7 +15,9 @@ all-gather inside; other exchanges have the stages that they need.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from bigtrain.errors import ConfigError
 from bigtrain.machine.cluster import Cluster, CommOp, Link
@@ -112,7 +114,16 @@ def _on_one(kind: CommOp, link: Link, ranks: int, nbytes: float, calls: int) -> 
     """A ring or a chain over links of one kind."""
     if ranks == 1:
         return 0.0
-    link = link.of(kind)
+    seconds = _by_formula(kind, link.of(kind), ranks, nbytes, calls)
+    spec = link.kinds.get(kind)
+    if spec is None or not spec.curve:
+        return seconds
+    message = nbytes / calls
+    known = _by_formula(kind, link.of(kind), spec.ranks, message, 1)
+    return seconds * _on_curve(spec.curve, message, known) / known
+
+
+def _by_formula(kind: CommOp, link: Link, ranks: int, nbytes: float, calls: int) -> float:
     alpha, transfer = calls * link.latency, nbytes / link.rate
     if kind == "send":
         return alpha + transfer
@@ -120,6 +131,14 @@ def _on_one(kind: CommOp, link: Link, ranks: int, nbytes: float, calls: int) -> 
         return (ranks - 1) * alpha + transfer
     half = (ranks - 1) * alpha + (ranks - 1) / ranks * transfer
     return 2 * half if kind == "all_reduce" else half
+
+
+def _on_curve(curve: Sequence[tuple[float, float]], nbytes: float, otherwise: float) -> float:
+    """Seconds between measured sizes; outside of them what is said otherwise."""
+    for (low, before), (high, after) in pairwise(curve):
+        if low <= nbytes <= high:
+            return before + (after - before) * (nbytes - low) / (high - low)
+    return otherwise
 
 
 def sent_bytes(kind: CommOp, nbytes: float, ranks: int) -> float:

@@ -7,7 +7,8 @@ this file again:
     python bigtrain/machine/link_rates.py ANSWER DEVICE          as a rank
 
 ANSWER is a file that rank 0 writes: {"ranks": 2, "latency": seconds, "bytes": per second} of an
-all-reduce, and "kinds": the same two of each other exchange by its name.
+all-reduce, and "kinds": the same two of each exchange by its name, and "curve", the seconds of some
+sizes between: [[bytes, seconds], ...].
 """
 
 import os
@@ -21,7 +22,7 @@ import json
 import statistics
 import time
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,8 @@ from bigtrain.ranks.launcher_env import detect_rank_info
 
 LARGE = 2**25
 """Bytes of the large message: as a bucket of gradients."""
+CURVE = (2**14, 2**17, 2**20, 2**23, LARGE)
+"""Bytes of the messages that a curve is of: what lies between has neither of the two figures."""
 
 
 def main(arguments: list[str]) -> int:
@@ -48,16 +51,23 @@ def main(arguments: list[str]) -> int:
     with connect(placement, device=device, setup_timeout=60, timeout=60) as context:
         found = {kind: _rates(context, kind) for kind in get_args(CommOp)}
         if context.is_main:
-            told = {"ranks": context.world_size, **found.pop("all_reduce"), "kinds": found}
+            whole = {key: found["all_reduce"][key] for key in ("latency", "bytes")}
+            told = {"ranks": context.world_size, **whole, "kinds": found}
             Path(answer).write_text(json.dumps(told), "utf-8")
     return 0
 
 
-def _rates(context: RunContext, kind: CommOp) -> dict[str, float]:
+def _rates(context: RunContext, kind: CommOp) -> dict[str, Any]:
     """Of one kind of exchange; collective."""
     latency = _seconds(context, kind, context.world_size, warm=10, times=50)
-    seconds = _seconds(context, kind, LARGE // 4, warm=2, times=7)
-    return {"latency": latency, "bytes": sent_bytes(kind, LARGE, context.world_size) / seconds}
+    curve = []
+    for nbytes in CURVE:
+        # A whole number of them for each rank.
+        numbers = nbytes // 4 // context.world_size * context.world_size
+        curve.append((4 * numbers, _seconds(context, kind, numbers, warm=2, times=9)))
+    nbytes, seconds = curve[-1]
+    rate = sent_bytes(kind, nbytes, context.world_size) / seconds
+    return {"latency": latency, "bytes": rate, "curve": curve}
 
 
 def _seconds(context: RunContext, kind: CommOp, numbers: int, *, warm: int, times: int) -> float:

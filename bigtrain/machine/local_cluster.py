@@ -110,7 +110,12 @@ def _link(rates: MeasuredRates) -> Link:
     steps = {"all_reduce": 2 * ring, "send": 1}
     latency = _needed(rates, "link", rates.link_latency) / steps["all_reduce"]
     kinds = {
-        kind: {"latency": found["latency"] / steps.get(kind, ring), "bandwidth": found["bytes"]}
+        kind: {
+            "latency": found["latency"] / steps.get(kind, ring),
+            "bandwidth": found["bytes"],
+            "ranks": rates.link_ranks,
+            "curve": found["curve"],
+        }
         for kind, found in rates.link_kinds.items()
     }
     base = {"latency": latency, "bandwidth": _needed(rates, "link", rates.link_bytes)}

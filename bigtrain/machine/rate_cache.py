@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import math
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -145,9 +147,16 @@ def _rates_of(values: object) -> MeasuredRates | None:
 
 
 def _is_link(found: object) -> bool:
-    if not isinstance(found, dict) or set(found) != {"latency", "bytes"}:
+    if not isinstance(found, dict) or set(found) != {"latency", "bytes", "curve"}:
         return False
-    return all(map(_is_positive, found.values()))
+    curve = found["curve"]
+    if not isinstance(curve, list) or not all(_is_point(point) for point in curve):
+        return False
+    return _is_positive(found["latency"]) and _is_positive(found["bytes"])
+
+
+def _is_point(point: object) -> bool:
+    return isinstance(point, list | tuple) and len(point) == 2 and all(map(_is_positive, point))
 
 
 def _is_positive(number: object) -> bool:
@@ -174,3 +183,31 @@ def _keep(rates: MeasuredRates) -> None:
         ) as file:
             json.dump(entries, file, indent=1)
         os.replace(file.name, path)  # another process reads the old file or the new one
+
+
+@contextlib.contextmanager
+def lock_file(path: Path, timeout: float) -> Iterator[None]:
+    """Hold a lock, which goes with the file descriptor, whatever becomes of the process.
+
+    Where the file system knows no locks, it is as if one had it.
+
+    Args:
+        path: of the file, which is made.
+        timeout: seconds to wait for others.
+
+    Raises:
+        OSError: it cannot be made, or others have had it for too long.
+    """
+    with path.open("a") as file:
+        ends = time.monotonic() + timeout
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EACCES, errno.EINTR):
+                    break  # no locks on this file system
+                if time.monotonic() > ends:
+                    raise
+            time.sleep(0.02)
+        yield

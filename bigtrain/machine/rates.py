@@ -63,9 +63,10 @@ class MeasuredRates:
     link_bytes: float | None
     """Bytes per second that each rank sends in a large all-reduce; of n ranks each sends
     2 (n-1)/n of its size."""
-    link_kinds: dict[str, dict[str, float]] = field(default_factory=dict)
-    """The other exchanges by kind: `latency`, seconds of a small one, and `bytes` per second that
-    the busiest rank sends in a large one, as `collective_cost.sent_bytes` counts them."""
+    link_kinds: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Exchanges by kind: `latency`, seconds of a small one, `bytes` per second that the busiest
+    rank sends in a large one, as `collective_cost.sent_bytes` counts them, and `curve`, pairs of
+    the bytes of a whole exchange and its seconds."""
     problems: dict[str, str] = field(default_factory=dict)
     """What could not be measured, by part (compute, memory, disk, device, link), and why."""
 
@@ -245,32 +246,41 @@ def _disk_bytes() -> tuple[float, float]:
 
 
 def _link(ranks: int) -> Mapping[str, Any]:
-    """What `link_rates` finds, run in a process of its own: it can hang or crash there.
+    """What `link_rates` finds."""
+    kind = "cuda" if torch.cuda.device_count() > 1 else "cpu"
+    script = Path(__file__).parent / "link_rates.py"
+    link_rates: dict[str, Any] = measured_by_ranks(script, ranks, [kind], LINK_TIMEOUT_S)
+    return link_rates
+
+
+def measured_by_ranks(script: Path, ranks: int, arguments: list[str], timeout: float) -> Any:
+    """What ranks of this machine measure, in processes of their own: they can hang or crash there.
+
+    Args:
+        script: run with `--start RANKS ANSWER` and the arguments; writes JSON to the file ANSWER.
+        ranks: that it starts.
+        arguments: for the script.
+        timeout: seconds.
 
     Raises:
-        RuntimeError: it did not answer.
+        RuntimeError: they did not answer.
     """
-    kind = "cuda" if torch.cuda.device_count() > 1 else "cpu"
-    with tempfile.TemporaryDirectory(prefix="bigtrain-link-") as folder:
+    with tempfile.TemporaryDirectory(prefix="bigtrain-measure-") as folder:
         answer, said = Path(folder) / "answer.json", Path(folder) / "said"
-        script = str(Path(__file__).parent / "link_rates.py")
-        command = [sys.executable, script, "--start", str(ranks), str(answer), kind]
+        command = [sys.executable, str(script), "--start", str(ranks), str(answer), *arguments]
         with said.open("w") as log:
             child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             try:
-                status = child.wait(LINK_TIMEOUT_S)
+                status = child.wait(timeout)
             except subprocess.TimeoutExpired:
-                raise RuntimeError(
-                    f"{ranks} ranks did not answer in {LINK_TIMEOUT_S:.0f} s"
-                ) from None
+                raise RuntimeError(f"{ranks} ranks did not answer in {timeout:.0f} s") from None
             finally:
                 _end(child)
         if status != 0 or not answer.is_file():
             lines = [line for line in said.read_text("utf-8", "replace").splitlines() if line]
             last = lines[-1].removeprefix("bigtrain: ") if lines else "they said nothing"
             raise RuntimeError(f"{ranks} ranks could not be measured: {last}")
-        link_rates: dict[str, Any] = json.loads(answer.read_text("utf-8"))
-        return link_rates
+        return json.loads(answer.read_text("utf-8"))
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

@@ -19,14 +19,15 @@ from bigtrain.errors import ConfigError
 from bigtrain.job.load import ONE_PROCESS, override_job
 from bigtrain.job.schema import Job
 from bigtrain.losses.loss import Loss
-from bigtrain.machine.cluster import Cluster
+from bigtrain.machine.cluster import Cluster, DeviceSpec
 from bigtrain.memory.cap import Limit
 from bigtrain.planner.evaluate import PlanEvaluator
 from bigtrain.planner.search import PlanSearch, SearchResult
-from bigtrain.planner.space import SearchSpace, searched_techniques
-from bigtrain.planner.step_time import StepTimer
-from bigtrain.prediction.residuals import safety_margin
+from bigtrain.planner.space import SearchSpace, round_sizes, searched_techniques
+from bigtrain.prediction.residuals import is_at_hand, safety_margin
 from bigtrain.prediction.section_library import SectionLibrary, resize_micro_batch
+from bigtrain.timing.block_seconds import BlockTimer
+from bigtrain.timing.step_time import StepTimer
 from bigtrain.units import format_bytes, parse_bytes
 
 
@@ -44,6 +45,8 @@ class Question:
     """Where the mesh, the micro-batch are given and not to be chosen."""
     dp: int | None = None
     rows: int | None = None
+    at_hand: bool = False
+    """Whether the cluster is this machine, so that blocks can be timed on it."""
     margins: Mapping[str, float] = field(kw_only=True)
     """The engines to choose from, and the share by which each one's forecasts are enlarged."""
 
@@ -71,6 +74,8 @@ class PlannedAnswer:
     """Arithmetic of the model for one global batch, forward and backward, nothing twice."""
     tokens: int
     """Targets of one global batch; the samples where the model is not one of language."""
+    timed: str
+    """Of blocks on the machine at hand: what was timed, or why nothing was; empty elsewhere."""
 
     @property
     def peak_flops(self) -> float:
@@ -114,7 +119,10 @@ def _search(question: Question) -> PlannedAnswer:
     given = (_losses(setup, example), setup.workload.make_optimizer, torch.device("cpu"))
     anatomy = SectionLibrary(model, example, *given)
     timer, cut = StepTimer(question.cluster), question.devices > 1
-    evaluator = PlanEvaluator(question.job, anatomy, timer, question.margins, cut=cut)
+    blocks = _block_timer(question, setup)
+    evaluator = PlanEvaluator(
+        question.job, anatomy, timer, question.margins, cut=cut, blocks=blocks
+    )
     whole_model = evaluator.whole_model(2)
     space = SearchSpace(
         devices=question.devices,
@@ -145,7 +153,17 @@ def _search(question: Question) -> PlannedAnswer:
         setup.parameters,
         flops / 2 * samples,
         int(targets * samples),
+        blocks.source if blocks is not None else "",
     )
+
+
+def _block_timer(question: Question, setup: RunSetup) -> BlockTimer | None:
+    if not question.at_hand:
+        return None
+    batch, ranks = question.global_batch_size, min(question.devices, question.cluster.node.devices)
+    sizes = [n for n in round_sizes(batch) if question.rows in (None, n)]
+    workload = setup.workload
+    return BlockTimer(question.job, workload.model, workload.micro_batch, ranks, sizes)
 
 
 def _losses(parts: RunSetup, example: MicroBatch) -> Callable[[bool, int], Loss]:
@@ -217,8 +235,19 @@ def rank_limits(cluster: Cluster, *, memory: str | None, cap: str | None) -> tup
     return Limit(size, reserved), f"{format_bytes(reserved)} are kept for what is no tensor"
 
 
-def engine_margins(engines: Iterable[str]) -> tuple[dict[str, float], str]:
-    """By what share each engine's forecasts are enlarged, and a line on why."""
-    found = {engine: safety_margin(engine) for engine in engines}
+def engine_margins(
+    engines: Iterable[str], device: DeviceSpec | None = None
+) -> tuple[dict[str, float], str]:
+    """By what share each engine's forecasts are enlarged, and a line on why.
+
+    Args:
+        engines: 'torch', 'deepspeed', 'fairscale'.
+        device: of a cluster that is described; left out, this machine's. Runs here say nothing of
+            another kind of device.
+    """
+    foreign = None
+    if device is not None and not is_at_hand(device.kind, device.name):
+        foreign = device.name
+    found = {engine: safety_margin(engine, foreign_device=foreign) for engine in engines}
     lines = [f"{engine}: {one.explanation}" for engine, one in found.items()]
     return {engine: one.margin for engine, one in found.items()}, "; ".join(lines)

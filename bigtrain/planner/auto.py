@@ -28,8 +28,8 @@ AUTO_ENGINES = ("torch",)
 def read_job(options: TrainOptions, placement: RankInfo) -> tuple[Job, list[str]]:
     """The job of a run, and what there is to say of its choice: nothing but for `auto`.
 
-    Every rank plans for itself and comes to the same, as nothing is measured: rates are those that
-    `bigtrain doctor` has kept on this node, or a file's.
+    Every rank plans for itself and comes to the same: rates are those that `bigtrain doctor` has
+    kept on this node, or a file's, and what blocks take is measured by one of them for all.
 
     Raises:
         ConfigError: as `load_job`, or no plan fits.
@@ -42,7 +42,7 @@ def read_job(options: TrainOptions, placement: RankInfo) -> tuple[Job, list[str]
             f"--strategy auto chooses a plan, and --plan {options.plan} is one. Leave one out."
         )
     job = load_job(options.config, "single", options.overrides)
-    cluster, rates_source = _cluster(device_type_of(job), placement)
+    cluster, rates_source, measured = _cluster(device_type_of(job), placement)
     cap = None if job.memory.cap is None else str(job.memory.cap)
     memory, reserved_line = rank_limits(cluster, memory=None, cap=cap)
     shares, margin_line = engine_margins(AUTO_ENGINES)
@@ -62,6 +62,7 @@ def read_job(options: TrainOptions, placement: RankInfo) -> tuple[Job, list[str]
             pp=job.mesh.pp,
             dp=None if job.mesh.dp == -1 else job.mesh.dp,
             rows=job.train.micro_batch_size,
+            at_hand=measured,
             margins=shares,
         )
     )
@@ -69,8 +70,12 @@ def read_job(options: TrainOptions, placement: RankInfo) -> tuple[Job, list[str]
         raise ConfigError(" ".join(no_fit_lines(planned)))
     return planned.result.best[0].job, [
         *_reasons(planned),
-        f"auto: rates {rates_source}; {reserved_line}; {margin_line}",
+        f"auto: rates {rates_source}{_also(planned.timed)}; {reserved_line}; {margin_line}",
     ]
+
+
+def _also(words: str) -> str:
+    return f", {words}" if words else ""
 
 
 def _reasons(planned: PlannedAnswer) -> Iterator[str]:
@@ -93,8 +98,11 @@ def _reasons(planned: PlannedAnswer) -> Iterator[str]:
         yield f"auto: {line}"
 
 
-def _cluster(device_type: str, placement: RankInfo) -> tuple[Cluster, str]:
-    """Where this run is, without measuring: ranks that measured would find different rates."""
+def _cluster(device_type: str, placement: RankInfo) -> tuple[Cluster, str, bool]:
+    """Where this run is, without measuring: ranks that measured would find different rates.
+
+    The last of the three is whether its rates were measured here.
+    """
     ranks = placement.local_world_size
     host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     rates = cached_rates(ranks) or cached_rates() if placement.one_node else None
@@ -107,7 +115,7 @@ def _cluster(device_type: str, placement: RankInfo) -> tuple[Cluster, str]:
             cluster = cluster_from_rates(
                 rates, devices=ranks, host_memory=host_bytes, device_memory=size, device_name=name
             )
-        return cluster, "measured by bigtrain doctor"
+        return cluster, "measured by bigtrain doctor", True
     cluster = load_cluster(_likely(device_type))
     if device_type == "cpu":
         device = cluster.device.model_copy(update={"memory": host_bytes // ranks})
@@ -116,6 +124,7 @@ def _cluster(device_type: str, placement: RankInfo) -> tuple[Cluster, str]:
     return (
         cluster,
         f"of configs/clusters/{cluster.name}.yaml (bigtrain doctor measures this machine)",
+        False,
     )
 
 

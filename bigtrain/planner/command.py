@@ -77,7 +77,8 @@ def make_question(job: Job, cluster: Cluster, options: PlanOptions) -> tuple[Que
             f"planned with. Use --engines {','.join(PLANNED_ENGINES)}"
         )
     memory, line = rank_limits(cluster, memory=options.memory, cap=options.cap)
-    margins_by_engine, why = engine_margins(engines)
+    described = cluster.device if options.cluster else None
+    margins_by_engine, why = engine_margins(engines, described)
     samples = options.global_batch_size
     if samples is None:
         samples = job.train.global_batch_size or 32
@@ -90,6 +91,7 @@ def make_question(job: Job, cluster: Cluster, options: PlanOptions) -> tuple[Que
         pp=job.mesh.pp,
         dp=None if job.mesh.dp == -1 else job.mesh.dp,
         rows=_given(options.overrides, "train.micro_batch_size"),
+        at_hand=options.cluster is None,
         margins=margins_by_engine,
     )
     return question, f"{line}; {why}"
@@ -129,6 +131,8 @@ def _show(planned: PlannedAnswer, margin: str, path: Path, options: PlanOptions)
     lines = [search_line(planned), margin, *list(rejection_lines(planned))[:MAX_REJECTIONS_SHOWN]]
     if options.cluster is None and planned.question.job.train.precision == "fp32":
         lines += faster_precision(planned.question.cluster.device.flops.model_dump())
+    if planned.timed:
+        lines.append(f"seconds: {planned.timed}")
     lines.append(f"plan: {path}")
     job = f" --config {options.job}" if options.job else ""
     # What was said of the strategy is for the search: the plan's own word is what was found.

@@ -18,10 +18,11 @@ from bigtrain.planner.bounds import StateWidths, min_state_bytes
 from bigtrain.planner.fit import StageFitter, with_fewer_micro_batches
 from bigtrain.planner.recompute_levels import RECOMPUTE_LEVELS, RecomputeLevels, SectionRange
 from bigtrain.planner.space import Candidate
-from bigtrain.planner.step_time import PassSeconds, StepSeconds, StepTimer, closed_form_bubble
 from bigtrain.prediction.compose import count_parameters, section_states
 from bigtrain.prediction.section_library import ModelSections, SectionLibrary
 from bigtrain.prediction.sections import PassPair
+from bigtrain.timing.block_seconds import BlockTimer, Slowdowns, slowdowns
+from bigtrain.timing.step_time import PassSeconds, StepSeconds, StepTimer, closed_form_bubble
 from bigtrain.units import format_bytes
 
 BOUND_SLACK = 0.1
@@ -84,6 +85,7 @@ class PlanEvaluator:
         clock: of the cluster.
         margins: by engine, the share by which forecasts are enlarged before they are compared.
         cut: whether some candidates are cut into stages.
+        blocks: what the model's blocks take on the machine at hand; None to go by rates.
     """
 
     def __init__(
@@ -94,18 +96,24 @@ class PlanEvaluator:
         margins: Mapping[str, float],
         *,
         cut: bool = False,
+        blocks: BlockTimer | None = None,
     ) -> None:
-        self._job, self._anatomy, self._clock = job, anatomy, clock
+        self._job, self._anatomy, self._clock, self._blocks = job, anatomy, clock, blocks
         self._device_type, self._margins = clock.cluster.device.kind, margins
         self._cut = cut
         self._composed: dict[object, Profile] = {}
         self._paces: dict[int, PassSeconds] = {}
         self._fits: dict[Candidate, StageFitter] = {}
+        self._slowdowns: dict[bool, Slowdowns | None] = {}
+        self._timed: dict[int, tuple[ModelSections, ModelSections]] = {}
 
     def shallower(self, blocks: int) -> PlanEvaluator:
         """For the same model with its first blocks alone."""
         anatomy = self._anatomy.shallower(blocks)
-        return PlanEvaluator(self._job, anatomy, self._clock, self._margins, cut=self._cut)
+        given = (self._job, anatomy, self._clock, self._margins)
+        evaluator = PlanEvaluator(*given, cut=self._cut, blocks=self._blocks)
+        evaluator._slowdowns = self._slowdowns
+        return evaluator
 
     def most_blocks(self, candidate: Candidate, limit: int) -> tuple[int, int] | None:
         """How many of the model's blocks fit, and the parameters with them; None: not one does.
@@ -135,7 +143,40 @@ class PlanEvaluator:
     def whole_model(self, rows: int) -> ModelSections:
         """The model's sections in one process, everything kept."""
         alone = Candidate(1, 1, None, rows, 1)
-        return self._anatomy.model_sections(self.plan_of(alone), rows, "keep", cut=self._cut)
+        return self._sections(self.plan_of(alone), rows, "keep", cut=self._cut)
+
+    def _sections(
+        self,
+        plan: Plan,
+        rows: int,
+        choice: BlockPolicy,
+        *,
+        waiting: bool = False,
+        cut: bool = False,
+    ) -> ModelSections:
+        """See `SectionLibrary.model_sections`; they take as long as they were seen to."""
+        model = self._anatomy.model_sections(plan, rows, choice, waiting=waiting, cut=cut)
+        slowdowns = self._slowdown(plan)
+        if slowdowns is None:
+            return model
+        if id(model) not in self._timed:  # the key is kept, so that its id stays its own
+            self._timed[id(model)] = model, slowdowns.applied(model, rows)
+        return self._timed[id(model)][1]
+
+    def _slowdown(self, plan: Plan) -> Slowdowns | None:
+        """What was timed of the blocks as this plan has their parameters."""
+        low = plan.bf16_parameters
+        if self._blocks is None:
+            return None
+        if low not in self._slowdowns:
+
+            def sections_at(rows: int) -> ModelSections:
+                return self._anatomy.model_sections(plan, rows, "keep")
+
+            timed = self._blocks.seconds(bf16_parameters=low)
+            arguments = (self._blocks.crowd, self._blocks.model, sections_at, self._clock)
+            self._slowdowns[low] = slowdowns(timed, *arguments) if timed else None
+        return self._slowdowns[low]
 
     def least_seconds(self, candidate: Candidate) -> float:
         """No plan of this candidate is faster: its work, evenly dealt, and the bubble, less a bit.
@@ -298,7 +339,7 @@ class PlanEvaluator:
         kind = {"waiting": _waits(plan), "cut": plan.pp > 1}
 
         def body(choice: BlockPolicy) -> ModelSections:
-            return self._anatomy.model_sections(plan, candidate.rows, choice, **kind)
+            return self._sections(plan, candidate.rows, choice, **kind)
 
         usual = [c for c in RECOMPUTE_LEVELS if c != "selective" or plan.keeps_products]
         # A backward pass in two parts would compute every block again in both of them, and what
@@ -341,8 +382,10 @@ class PlanEvaluator:
         if most is None:
             most = fit.trained // fit.ranks
         work = base.step_work.scaled(most / max(1, run_on))
-        on_host = plan.offload_tiers.optimizer == "cpu" and plan.device_type == "cuda"
-        return self._clock.host_op_seconds(work) if on_host else self._clock.op_seconds(work)
+        if plan.offload_tiers.optimizer == "cpu" and plan.device_type == "cuda":
+            return self._clock.host_op_seconds(work)
+        slowdowns = self._slowdown(plan)
+        return self._clock.op_seconds(work) * (slowdowns.update if slowdowns else 1.0)
 
 
 def _waits(plan: Plan) -> bool:

@@ -20,12 +20,12 @@ from bigtrain.cutting.partition import AtomicUnits, partition
 from bigtrain.memory.timeline import Peak, highest_peak
 from bigtrain.planner.recompute_levels import RecomputeLevels, SectionRange
 from bigtrain.planner.space import Candidate
-from bigtrain.planner.step_time import StepTimer
 from bigtrain.prediction.compose import compose_profile, section_states, with_split_backward
 from bigtrain.prediction.predict import forecast_rank_step, forecast_stages, forecast_step
 from bigtrain.prediction.sections import PassPair, Section
 from bigtrain.schedules.in_flight import in_flight_at_peak, in_flight_by_stage
 from bigtrain.schedules.orders import STEADY_SCHEDULES, stage_ranks
+from bigtrain.timing.step_time import StepTimer
 
 SIMILARITY = 0.02
 """The share by which what blocks save may differ, so that any of them can stand for all."""

@@ -205,7 +205,12 @@ class SearchSpace:
     def _rows(self, share: int) -> list[int]:
         if self.rows is not None:
             return [self.rows] if share % self.rows == 0 else []
-        return [n for n in range(1, min(share, MAX_ROWS) + 1) if share % n == 0 and _is_round(n)]
+        return round_sizes(share)
+
+
+def round_sizes(share: int) -> list[int]:
+    """Sizes of a micro-batch, of so many samples, that are searched."""
+    return [n for n in range(1, min(share, MAX_ROWS) + 1) if share % n == 0 and _is_round(n)]
 
 
 def _traits(role: Role, variant: Variant) -> Traits:

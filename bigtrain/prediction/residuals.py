@@ -12,14 +12,12 @@ be read or written is left alone, and no run fails or says a word for it.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import math
 import os
+import re
 import tempfile
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -27,7 +25,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 
 from bigtrain.core.strategy import Plan
-from bigtrain.machine.rate_cache import cache_file
+from bigtrain.machine.rate_cache import cache_file, lock_file
 from bigtrain.machine.rates import cpu_name
 
 EngineName = Literal["torch", "deepspeed", "fairscale"]
@@ -106,28 +104,38 @@ def record_residuals(entries: Iterable[PeakRecord]) -> None:
     path = residuals_file()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(path.with_suffix(".lock")):
+        with lock_file(path.with_suffix(".lock"), LOCK_TIMEOUT_S):
             stored = _read(path)
             for entry in new_records:
                 stored.setdefault(hardware_key(entry.device), []).append(asdict(entry))
             _write(path, {key: ranks[-MAX_ENTRIES:] for key, ranks in stored.items()})
 
 
-def safety_margin(engine: str, *, device_key: str | None = None) -> SafetyMargin:
+def safety_margin(
+    engine: str, *, device_key: str | None = None, foreign_device: str | None = None
+) -> SafetyMargin:
     """The margin for an engine on a device, from the runs that were seen there.
 
     Args:
         engine: 'torch', 'deepspeed' or 'fairscale'; see `engine_of`.
         device_key: of `hardware_key`; left out, this machine's GPUs, or its CPU where it has none.
+        foreign_device: the name of a device that is not at hand: the engine's default.
     """
+    if foreign_device is not None:
+        return SafetyMargin(
+            margin=_default(engine),
+            beside_bytes=0,
+            runs=0,
+            ranks=0,
+            explanation=f"margin {_percent(_default(engine))}: the default of {engine}, as no run "
+            f"on {foreign_device} is known here",
+        )
     if device_key is None:
         device_key = hardware_key("cuda" if torch.cuda.is_available() else "cpu")
     records = [entry for entry in _seen(device_key) if entry.engine == engine]
     non_tensor_bytes = [entry.beside_bytes for entry in records if entry.beside_bytes is not None]
     if len(records) < MIN_RANKS:
-        # What is not known is trusted as little as the engine that is trusted least.
-        defaults = cast("dict[str, float]", DEFAULT_MARGIN)
-        margin = defaults.get(engine, max(defaults.values()))
+        margin = _default(engine)
         line = (
             f"margin {_percent(margin)}: the default of {engine}, as fewer than {MIN_RANKS} ranks "
             f"({len(records)}) have run on this device"
@@ -145,6 +153,26 @@ def safety_margin(engine: str, *, device_key: str | None = None) -> SafetyMargin
         ranks=len(records),
         explanation=line,
     )
+
+
+def _default(engine: str) -> float:
+    """What is not known is trusted as little as the engine that is trusted least."""
+    defaults = cast("dict[str, float]", DEFAULT_MARGIN)
+    return defaults.get(engine, max(defaults.values()))
+
+
+def is_at_hand(kind: str, name: str) -> bool:
+    """Whether a device of a description is of this machine's, by the words of its name.
+
+    Args:
+        kind: 'cuda' or 'cpu'.
+        name: as in the description, 'NVIDIA A100 SXM 80GB'.
+    """
+    if kind == "cuda" and not torch.cuda.is_available():
+        return False
+    own = cpu_name() if kind == "cpu" else torch.cuda.get_device_name(0)
+    own_words, words = (set(re.findall(r"[a-z0-9]+", each.lower())) for each in (own, name))
+    return bool(words) and words <= own_words
 
 
 def engine_of(plan: Plan) -> EngineName | None:
@@ -185,28 +213,6 @@ def _quantile(values: Sequence[_Number]) -> _Number:
 def _percent(share: float) -> str:
     """Rounded up: what is said to be enough is enough."""
     return f"{math.ceil(share * 1000 - 1e-9) / 10:.1f} %"
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Hold the lock, which goes with the file descriptor, whatever becomes of the process.
-
-    Raises:
-        OSError: it cannot be made, or others have had it for too long.
-    """
-    with path.open("a") as file:
-        ends = time.monotonic() + LOCK_TIMEOUT_S
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if error.errno not in (errno.EAGAIN, errno.EACCES, errno.EINTR):
-                    break  # no locks on this file system
-                if time.monotonic() > ends:
-                    raise
-            time.sleep(0.02)
-        yield
 
 
 def _read(path: Path) -> dict[str, list[dict[str, Any]]]:

@@ -3,8 +3,8 @@
 A section is a block of the model, or what runs before the first block or after the last. It has a
 window of clock ticks in the forward pass and one in the backward pass, or two, where that goes for
 the inputs' gradients first and for the weights' later. What is recorded of it is cut to its own
-windows, so that sections can be put together in another number and order than they were recorded
-in: a block a hundred times, a stage's blocks alone, blocks that keep less.
+windows, so that sections are put together in another number and order than they were recorded in:
+a block a hundred times, a stage's blocks alone, blocks that keep less.
 """
 
 from __future__ import annotations
@@ -189,6 +189,7 @@ class Section:
     """Bytes of the tensors that a block is called with."""
     incoming_gradients: int = 0
     """Of those that a gradient goes back to."""
+    slowdown: tuple[float, float] = (1.0, 1.0)  # seconds timed for each that rates say, both ways
 
 
 def mark_gradients(first: SectionPass, later: SectionPass) -> PassPair:
@@ -284,9 +285,9 @@ class _Owner:
 
     def side(self, span: Span) -> int | None:
         """0 of what comes from the section before, 1 of what the section after hands back."""
-        forward, backward = self._own
         if span.death > self._stop:
             return None
+        forward, backward = self._own
         freed = backward.frees(span)
         if self._before and self._before[0].begin < span.birth <= forward.begin:
             return 0 if freed or forward.frees(span) else None

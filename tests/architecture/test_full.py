@@ -39,6 +39,7 @@ FULL = {
     "strategies/zero/test_ranks_on_torch.py::test_more_sharding_is_less_memory_and_the_peak_is"
     "_predicted": 1,
     "strategies/zero/test_ranks_on_torch.py::test_the_numbers_are_those_of_one_process": 4,
+    "timing/test_block_seconds.py::test_ranks_of_this_machine_time_a_job": 1,
     "test_golden.py::test_what_is_known_without_running_is_what_it_was": 1,
     "test_docs.py::test_the_train_commands_of_the_readme_run_dry": 7,
     "verify/test_command.py::test_batchnorm_is_compared_in_equal_micro_batches": 1,

@@ -128,3 +128,30 @@ def test_measured_figures_give_the_measured_times():
     here = load_cluster("cpu")
     assert collective_seconds("all_reduce", 4, 2, 1, here) == pytest.approx(2.3e-4, rel=0.1)
     assert S / collective_seconds("all_reduce", S, 2, 1, here) == pytest.approx(1.3e9, rel=0.01)
+
+
+def test_a_measured_curve_says_what_lies_between_latency_and_bandwidth():
+    found = cluster().model_dump()
+    found["inside"]["kinds"] = {
+        "all_reduce": {
+            "latency": ALPHA,
+            "bandwidth": RATE,
+            "ranks": 4,
+            "curve": [(1e4, 5e-4), (1e6, 1e-3)],
+        }
+    }
+    measured = Cluster.model_validate(found)
+
+    def seconds(nbytes: float, ranks: int = 4, calls: int = 1) -> float:
+        return collective_seconds("all_reduce", nbytes, ranks, 1, measured, calls)
+
+    assert seconds(1e4) == pytest.approx(5e-4)
+    assert seconds(5.05e5) == pytest.approx(7.5e-4)
+    assert seconds(3e4, calls=3) == pytest.approx(3 * 5e-4)
+    # Other numbers of ranks take as much longer as the formula says; beyond the curve it is all.
+    plain = cluster()
+    share = collective_seconds("all_reduce", 1e6, 2, 1, plain) / collective_seconds(
+        "all_reduce", 1e6, 4, 1, plain
+    )
+    assert seconds(1e6, ranks=2) == pytest.approx(share * 1e-3)
+    assert seconds(1e8) == collective_seconds("all_reduce", 1e8, 4, 1, plain)

@@ -8,7 +8,7 @@ import re
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from support.zygote import forked_cli
 
 from bigtrain.job.strategy_words import whole_strategies
 from bigtrain.machine import doctor, rate_cache, rates
+from bigtrain.machine.cluster import CommOp
 from bigtrain.machine.rate_cache import (
     cache_file,
     cached_rates,
@@ -36,7 +37,7 @@ GIVEN = MeasuredRates(
     link_ranks=2,
     link_latency=1e-4,
     link_bytes=6e8,
-    link_kinds={"all_gather": {"latency": 2e-4, "bytes": 3e8}},
+    link_kinds={"all_gather": {"latency": 2e-4, "bytes": 3e8, "curve": [[1e5, 1e-3]]}},
 )
 
 
@@ -107,8 +108,11 @@ def test_rates_are_measured_where_the_cache_is_damaged(first, cache):
     assert 1e-6 < found["link_latency"] < 1
     assert 1e6 < found["link_bytes"] < 1e13
     kinds = found["link_kinds"]
-    assert set(kinds) == {"all_gather", "reduce_scatter", "broadcast", "reduce", "send"}
+    assert set(kinds) == set(get_args(CommOp))
     assert all(1e-6 < kind["latency"] < 1 and 1e6 < kind["bytes"] < 1e13 for kind in kinds.values())
+    sizes = [[nbytes for nbytes, _ in kind["curve"]] for kind in kinds.values()]
+    assert all(each == sorted(each) and len(each) == 5 for each in sizes)
+    assert all(1e-6 < seconds < 10 for kind in kinds.values() for _, seconds in kind["curve"])
     assert (found["to_device_bytes"] is not None) == torch.cuda.is_available()
     assert [file.name for file in (cache / "bigtrain").iterdir()] == ["rates.json"]
 
@@ -177,7 +181,8 @@ def test_launchers_that_allow_a_rank_one_thread_change_no_rates(home, monkeypatc
         {**asdict(GIVEN), "copy_bytes": "fast"},
         {**asdict(GIVEN), "link_latency": None},
         {**asdict(GIVEN), "link_kinds": {"send": {"latency": 1e-4}}},
-        {**asdict(GIVEN), "link_kinds": {"send": {"latency": 1e-4, "bytes": "fast"}}},
+        {**asdict(GIVEN), "link_kinds": {"send": {"latency": 1e-4, "bytes": "fast", "curve": []}}},
+        {**asdict(GIVEN), "link_kinds": {"send": {"latency": 1e-4, "bytes": 1e9, "curve": [1]}}},
         {**asdict(GIVEN), "link_kinds": None},
         {**asdict(GIVEN), "flops": {"fp32": 1e9}},
         {**asdict(GIVEN), "unknown": 1},

@@ -23,9 +23,9 @@ from bigtrain.planner.evaluate import EvaluatedPlan, RejectedPlan
 from bigtrain.planner.search import MAX_PLANS
 from bigtrain.planner.show import no_fit_lines, plan_document, plan_text, rejection_lines
 from bigtrain.planner.space import Candidate, SearchSpace
-from bigtrain.planner.step_time import PassSeconds, StepSeconds, StepTimer
 from bigtrain.prediction.predict import forecast_rank
 from bigtrain.prediction.sections import OpLog
+from bigtrain.timing.step_time import PassSeconds, StepSeconds, StepTimer
 from bigtrain.units import MIB, format_count
 
 GPT = [

@@ -25,6 +25,10 @@ MAX_SIMULATED_ACTIONS = 4096
 """Actions of a step up to which its schedule is played through; above, a step is as long as the
 closed form of equal stages says of the slowest."""
 
+EXCHANGE_OPERATIONS = 8
+"""An exchange is issued like so many operations: copies in and out, streams that wait for one
+another, the call itself. An assumption."""
+
 
 @dataclass(frozen=True)
 class StepSeconds:
@@ -78,6 +82,8 @@ class StepTimer:
         self._low_flops = device.flops.bf16 * device.efficiency * share
         self._nbytes = device.memory_bandwidth * share
         self._launch = device.launch
+        # On a CPU what was measured of exchanges has it.
+        self._issue = 0.0 if node.shared else EXCHANGE_OPERATIONS * device.launch
         self._known: dict[tuple[int, bool], tuple[Section, float]] = {}
 
     def op_seconds(self, work: OpLog) -> float:
@@ -103,7 +109,7 @@ class StepTimer:
         key = (id(work), back)
         if key not in self._known:  # the section is kept, so that its work's id stays its own
             self._known[key] = (section, self.op_seconds(work))
-        return self._known[key][1]
+        return self._known[key][1] * section.slowdown[back]
 
     def step(
         self,
@@ -175,7 +181,7 @@ class StepTimer:
     def _sending(self, plan: Plan, profiles: Sequence[Profile]) -> float:
         """Seconds for what crosses a cut; on a GPU it hides but for where a rank waits for it."""
         nbytes = max((p.boundary.incoming for p in profiles), default=0)
-        return exchange_seconds("send", nbytes, 2, plan.tp, self.cluster)
+        return max(self._issue, exchange_seconds("send", nbytes, 2, plan.tp, self.cluster))
 
     def _traffic(
         self, plan: Plan, profile: Profile, pace: PassSeconds, micro_batches: int
@@ -191,7 +197,9 @@ class StepTimer:
         for key, messages in by_overlap.items():
             times = micro_batches if key.startswith("micro_batch") else 1
             total_seconds = sum(seconds for _, seconds in messages)
-            exposed = max(0.0, total_seconds - self._hides(key, pace))
+            # What goes on meanwhile does not hide that each message has to be issued.
+            issued = sum(traffic.calls for traffic, _ in messages if traffic.ranks > 1)
+            exposed = max(issued * self._issue, total_seconds - self._hides(key, pace))
             transfers = sum(
                 seconds for traffic, seconds in messages if traffic.kind in HOST_TRANSFERS
             )

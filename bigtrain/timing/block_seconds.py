@@ -1,0 +1,283 @@
+"""What a model's blocks take on the device at hand: timed once, kept, and held beside the rates.
+
+The figures of a device say what its largest products and copies reach; an operation of another
+kind or size may take twice as long. So blocks that are alike are timed for real, as many ranks at
+once as there will be, and the seconds that rates give for a section are enlarged as its block's
+were. They are kept in $XDG_CACHE_HOME/bigtrain/blocks.json (left out: ~/.cache).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from bigtrain.assembly.make_plan import device_type_of
+from bigtrain.data.loader import MicroBatch
+from bigtrain.job.load import ONE_PROCESS, override_job
+from bigtrain.job.schema import Job
+from bigtrain.machine.rate_cache import cache_file, lock_file
+from bigtrain.machine.rates import measured_by_ranks, usable_cores
+from bigtrain.models.blocks import independent_blocks
+from bigtrain.prediction.residuals import hardware_key
+from bigtrain.prediction.section_library import ModelSections
+from bigtrain.prediction.sections import Section
+from bigtrain.prediction.shorten import shorten_model
+from bigtrain.timing.step_time import StepTimer
+from bigtrain.timing.time_blocks import BlockRequest, BlockSeconds
+
+MAX_SIZES = 6
+"""Sizes of a micro-batch that are timed; what lies between is read off."""
+SECONDS_ALLOWED = 15.0
+"""After which no larger size is begun."""
+TIMEOUT_S = 180.0
+"""After which the ranks are given up, and those who wait for them."""
+MAX_KEPT_MODELS = 200
+"""Models, sizes and numbers of ranks that are kept: the newest."""
+
+
+@dataclass(frozen=True)
+class Slowdowns:
+    """By how much sections take longer than rates say, for sizes of a micro-batch."""
+
+    rows: tuple[int, ...]
+    """The sizes, ascending."""
+    by_block: Mapping[str, Sequence[tuple[float, float]]]
+    """For each size forward and backward of a block; BEFORE and AFTER of what is in none."""
+    update: float
+    """Of the optimizer's step."""
+
+    def at(self, rows: int) -> dict[str, tuple[float, float]]:
+        """Of every block at any size; beyond the sizes as at the nearest."""
+        upper = next((n for n, size in enumerate(self.rows) if size >= rows), len(self.rows) - 1)
+        lower = max(0, upper - 1) if self.rows[upper] > rows else upper
+        low, high = self.rows[lower], self.rows[upper]
+        share = 0.0 if high == low else math.log(rows / low) / math.log(high / low)
+
+        def between(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+            forward, backward = (
+                a + (b - a) * share for a, b in zip(pairs[lower], pairs[upper], strict=True)
+            )
+            return forward, backward
+
+        return {name: between(pairs) for name, pairs in self.by_block.items()}
+
+    def applied(self, model: ModelSections, rows: int) -> ModelSections:
+        """The sections of a micro-batch of so many rows, each with its slowdown."""
+        factors = self.at(rows)
+        keys = section_keys(model.sections)
+        sections = (
+            replace(section, slowdown=factors.get(key, (1.0, 1.0)))
+            for key, section in zip(keys, model.sections, strict=True)
+        )
+        return replace(model, sections=tuple(sections))
+
+
+BEFORE, AFTER = "(before)", "(after)"
+
+
+def section_keys(sections: Sequence[Section]) -> list[str]:
+    """The names of a whole model's sections; no block is called as its ends are."""
+    return [BEFORE, *(section.name for section in sections[1:-1]), AFTER]
+
+
+@dataclass
+class BlockTimer:
+    """Times the blocks of a job's model where it is planned for the machine at hand.
+
+    Args:
+        job: any.
+        model: its model, on the meta device.
+        example: one micro-batch.
+        ranks: that will share the machine.
+        rows: sizes of a micro-batch that may be asked for.
+    """
+
+    job: Job
+    model: nn.Module
+    example: MicroBatch
+    ranks: int
+    rows: Sequence[int]
+    source: str = field(default="", init=False)
+    """What was timed, or why nothing was; empty as long as nobody has asked."""
+
+    def seconds(self, *, bf16_parameters: bool) -> list[BlockSeconds]:
+        """As they were kept, or timed now, which takes some seconds; none where it failed."""
+        request = BlockRequest(
+            override_job(
+                self.job, [*ONE_PROCESS, "strategy=single", "train.global_batch_size=1"]
+            ).model_dump(mode="json"),
+            spread_sizes(self.rows),
+            bf16_parameters,
+            SECONDS_ALLOWED,
+        )
+        key = self._key(request)
+        path = cache_file().with_name("blocks.json")
+        kept = _read(path, key)
+        if kept is None:
+            kept = self._timed_alone(path, key, request)
+        if kept:
+            sizes = ", ".join(str(one.rows) for one in kept)
+            self.source = f"blocks timed on this machine, {sizes} rows, {self._copies} at once"
+        return kept
+
+    @property
+    def crowd(self) -> float:
+        """Ranks that were timed for each that computes at full speed."""
+        return self._copies / min(self._copies, usable_cores())
+
+    @property
+    def _copies(self) -> int:
+        return min(self.ranks, 2 * usable_cores())
+
+    def _timed_alone(self, path: Path, key: str, request: BlockRequest) -> list[BlockSeconds]:
+        """One rank of a node times, and the others wait for what it finds."""
+        script = Path(__file__).with_name("time_blocks.py")
+        arguments = [json.dumps(asdict(request))]
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with lock_file(path.with_suffix(".lock"), TIMEOUT_S):
+                kept = _read(path, key)
+                if kept is None:
+                    found = measured_by_ranks(script, self._copies, arguments, TIMEOUT_S)
+                    kept = [_from_json(one) for one in found]
+                    _write(path, key, found)
+        except (OSError, RuntimeError) as error:
+            self.source = f"blocks could not be timed: {error}"
+            return []
+        return kept
+
+    def _key(self, request: BlockRequest) -> str:
+        tensors = [
+            (name, list(t.shape), str(t.dtype))
+            for named in (self.model.named_parameters(), self.model.named_buffers())
+            for name, t in named
+        ]
+        batch = [(list(t.shape[1:]), str(t.dtype)) for t in self.example.tensors()]
+        job = request.job
+        parts = {
+            "model": [job["model"], repr(self.model), tensors, batch],
+            "run": [job["optim"], job["train"]["precision"], request.bf16_parameters],
+            "sizes": request.rows,
+            "device": [hardware_key(device_type_of(self.job)), usable_cores(), self._copies],
+            "threads": os.environ.get("OMP_NUM_THREADS"),
+        }
+        return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
+
+
+def spread_sizes(rows: Sequence[int]) -> list[int]:
+    """At most `MAX_SIZES` of some sizes, the smallest and the largest among them."""
+    sizes = sorted(set(rows))
+    if len(sizes) <= MAX_SIZES:
+        return sizes
+    step = (len(sizes) - 1) / (MAX_SIZES - 1)
+    return [sizes[round(n * step)] for n in range(MAX_SIZES)]
+
+
+def slowdowns(
+    timed: Sequence[BlockSeconds],
+    crowd: float,
+    model: nn.Module,
+    sections_at: Callable[[int], ModelSections],
+    timer: StepTimer,
+) -> Slowdowns:
+    """Hold what was timed beside what rates say of the same.
+
+    Args:
+        timed: one for each size.
+        crowd: see `BlockTimer.crowd`.
+        model: that was timed, whole.
+        sections_at: its sections for a size, as they were timed: everything kept.
+        timer: with the rates.
+    """
+    names = [name for name, _ in independent_blocks(model)]
+    short = shorten_model(model)
+    order = range(len(names)) if short is None else short[1]
+    places = {BEFORE: 0, AFTER: -1, **{n: 1 + at for n, at in zip(names, order, strict=True)}}
+    by_block: dict[str, list[tuple[float, float]]] = {}
+    updates = []
+    for one in timed:
+        whole = sections_at(one.rows)
+        keys = section_keys(whole.sections)
+        modelled = {
+            key: (timer.op_seconds(s.forward), timer.op_seconds(s.backward))
+            for key, s in zip(keys, whole.sections, strict=True)
+        }
+        if len(one.sections) == max(places.values()) + 2 and len(keys) == len(places):
+            pairs = {key: one.sections[places[key]] for key in keys}
+        else:  # of the whole model alone: blocks share its slowdown
+            pairs = _evenly(one, modelled, names, order)
+        for key in keys:
+            ratios = [
+                _ratio(seconds / crowd, known)
+                for seconds, known in zip(pairs[key], modelled[key], strict=True)
+            ]
+            by_block.setdefault(key, []).append((ratios[0], ratios[1]))
+        base = whole.base
+        numbers = sum(t.numbers for s in base.sections for t in s.tensors if t.trained)
+        work = base.step_work.scaled(one.trained / max(1, numbers))
+        updates.append(_ratio(one.update / crowd, timer.op_seconds(work)))
+    sizes = tuple(one.rows for one in timed)
+    return Slowdowns(sizes, by_block, sorted(updates)[len(updates) // 2])
+
+
+def _evenly(
+    one: BlockSeconds,
+    modelled: Mapping[str, tuple[float, float]],
+    names: Sequence[str],
+    order: Sequence[int],
+) -> dict[str, tuple[float, float]]:
+    """Seconds of every section where those of the whole model are known, and no more."""
+    first = {at: name for name, at in reversed([*zip(names, order, strict=True)])}
+    timed = [key for key in (BEFORE, *first.values(), AFTER) if key in modelled]
+    ratios = []
+    for side in (0, 1):
+        known = sum(modelled[key][side] for key in timed)
+        ratios.append(_ratio(sum(pair[side] for pair in one.sections), known))
+    return {key: (a * ratios[0], b * ratios[1]) for key, (a, b) in modelled.items()}
+
+
+def _ratio(seconds: float, known: float) -> float:
+    return seconds / known if known > 0 else 1.0
+
+
+def _from_json(values: Mapping[str, Any]) -> BlockSeconds:
+    pairs = [(float(a), float(b)) for a, b in values["sections"]]
+    return BlockSeconds(values["rows"], pairs, values["update"], values["trained"])
+
+
+def _read(path: Path, key: str) -> list[BlockSeconds] | None:
+    """What is kept; None where there is nothing, or the file is damaged."""
+    try:
+        return [_from_json(one) for one in json.loads(path.read_text("utf-8"))[key]["timed"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(path: Path, key: str, timed: Sequence[Mapping[str, Any]]) -> None:
+    """Keep it beside others; to be called with the lock. A full disk costs the next one seconds."""
+    entries: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        known = json.loads(path.read_text("utf-8"))
+        entries = known if isinstance(known, dict) else {}
+    entries[key] = {"timed": timed, "when": time.strftime("%Y-%m-%d %H:%M:%S")}
+    newest = dict(list(entries.items())[-MAX_KEPT_MODELS:])
+    with (
+        contextlib.suppress(OSError),
+        tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, prefix="blocks-", encoding="utf-8", delete=False
+        ) as file,
+    ):
+        json.dump(newest, file)
+        file.flush()
+        os.replace(file.name, path)

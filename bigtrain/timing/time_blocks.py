@@ -1,0 +1,320 @@
+"""The blocks of a job's model at work: seconds of each, forward and backward, and of an update.
+
+`bigtrain.timing.block_seconds` runs it in a process of its own, which starts as many ranks as will
+share the device; each rank is this file again, and computes beside the others on its own:
+
+    python bigtrain/timing/time_blocks.py --start N ANSWER REQUEST
+    python bigtrain/timing/time_blocks.py ANSWER REQUEST          as a rank
+
+REQUEST is a `BlockRequest` as JSON; ANSWER a file that rank 0 writes: a `BlockSeconds` for each
+micro-batch size, as JSON.
+"""
+
+import os
+import sys
+
+# As in train.py: a file run by its path has its own folder on sys.path, not the package's.
+if not __package__ and sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(__file__):
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import json
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from bigtrain.assembly.make_plan import device_type_of, make_plan
+from bigtrain.core.loop import LoopRunner
+from bigtrain.core.strategy import Assembly, Plan
+from bigtrain.core.workload import Workload
+from bigtrain.engine.setup import RunSetup, open_setup
+from bigtrain.job.schema import Job
+from bigtrain.memory.host_memory import free_host_bytes
+from bigtrain.memory.meter import MemoryMeter
+from bigtrain.models.bf16_parameters import bf16_parameter_names
+from bigtrain.models.blocks import independent_blocks
+from bigtrain.models.names import named_tensors
+from bigtrain.prediction.record import WHOLE_MODEL
+from bigtrain.prediction.section_library import resize_micro_batch
+from bigtrain.prediction.shorten import shorten_model
+from bigtrain.ranks.connect import connect
+from bigtrain.ranks.context import RunContext
+from bigtrain.ranks.exit_status import run_guarded
+from bigtrain.ranks.launch import start_ranks
+from bigtrain.ranks.launcher_env import detect_rank_info
+
+REPEATS = (3, 9)
+"""How often a micro-batch of one size is timed at least, and at most."""
+SECONDS_A_SIZE = 1.0
+"""For which it is repeated."""
+FREE_SHARE = 0.5
+"""Of the host's free memory that all ranks together may come to."""
+
+
+@dataclass(frozen=True)
+class BlockRequest:
+    """What is to be timed."""
+
+    job: dict[str, Any]
+    """For one process, strategy `single`."""
+    rows: list[int]
+    """Sizes of a micro-batch, from the smallest on."""
+    bf16_parameters: bool
+    """See `Plan.bf16_parameters`."""
+    seconds: float
+    """After so many no further size is begun."""
+
+
+@dataclass(frozen=True)
+class BlockSeconds:
+    """One micro-batch of one size: medians of the repeats, means of the ranks."""
+
+    rows: int
+    sections: list[tuple[float, float]]
+    """Forward and backward of what is before the blocks, of each block of the model as
+    `shorten_model` leaves it, of what is after them; of the whole model alone where its blocks do
+    not follow one another."""
+    update: float
+    """Clipping and the optimizer's step."""
+    trained: int
+    """Numbers that it updates."""
+
+
+class BlockStopwatch:
+    """Notes when blocks begin and end in one micro-batch.
+
+    Args:
+        model: with its blocks.
+        names: of the blocks, in the order of the pass.
+        device: on which they run.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str], device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self.names = list(names)
+        self._moments: list[tuple[str, Any]] = []
+        for name in self.names:
+            block = model.get_submodule(name)
+            block.register_forward_pre_hook(self._begins(name), with_kwargs=True)
+            block.register_forward_hook(self._ends(name))
+
+    def start(self) -> None:
+        """A micro-batch begins."""
+        self._moments = []
+        self.note("start")
+
+    def note(self, what: str) -> None:
+        """Something is done now, or on a GPU once it has come to this."""
+        moment: Any
+        if self._cuda:
+            moment = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            moment.record()
+        else:
+            moment = time.perf_counter()
+        self._moments.append((what, moment))
+
+    def sections(self) -> tuple[list[tuple[float, float]], float]:
+        """As `BlockSeconds` has them, of the last micro-batch, and the seconds of the update."""
+        moments = self._seconds()
+        edges = self._edges(moments)
+        update = moments["updated"] - moments["back"]
+        if edges is None:
+            turn = moments["turn"]
+            return [(turn - moments["start"], moments["back"] - turn)], update
+        forward, backward = ([b - a for a, b in pairwise(each)] for each in edges)
+        return list(zip(forward, reversed(backward), strict=True)), update
+
+    def _seconds(self) -> dict[str, float]:
+        """The first moment of each thing, but for gradients: a block's last output counts."""
+        if self._cuda:
+            torch.cuda.synchronize()
+            first = self._moments[0][1]
+            return {w: first.elapsed_time(m) / 1e3 for w, m in reversed(self._moments)}
+        return dict(reversed(self._moments))
+
+    def _edges(self, moments: dict[str, float]) -> tuple[list[float], list[float]] | None:
+        """Where sections meet, in the order of time; None where blocks do not follow one another.
+
+        The gradient of a block's output is where the block goes back, and the one behind is done;
+        that of the first one's inputs is where it is done.
+        """
+        if len(self.names) < 2:
+            return None
+        forward = [moments.get(f"forward {name}", -1.0) for name in self.names]
+        backward = [moments.get(f"backward {name}", -1.0) for name in reversed(self.names)]
+        done = moments.get("inputs", moments["back"])
+        ends = moments.get(f"end {self.names[-1]}", -1.0)
+        there = [moments["start"], *forward, ends, moments["turn"]]
+        back = [moments["turn"], *backward, done, moments["back"]]
+        in_order = there == sorted(there) and back == sorted(back)
+        return (there, back) if in_order else None
+
+    def _begins(self, name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.note(f"forward {name}")
+            if name == self.names[0]:
+                self._watch((args, kwargs), "inputs")
+
+        return hook
+
+    def _ends(self, name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            self.note(f"end {name}")
+            self._watch(output, f"backward {name}")
+
+        return hook
+
+    def _watch(self, tensors: Any, what: str) -> None:
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: self.note(what))  # type: ignore[no-untyped-call]
+
+
+def main(arguments: list[str]) -> int:
+    """Start the ranks, or be one of them; returns the exit status."""
+    if arguments[0] == "--start":
+        return start_ranks(int(arguments[1]), arguments[2:], Path(__file__))
+    answer, request = arguments
+    wanted = BlockRequest(**json.loads(request))
+    job = Job.model_validate(wanted.job)
+    device: Literal["cuda", "cpu"] = "cuda" if device_type_of(job) == "cuda" else "cpu"
+    placement = detect_rank_info(os.environ)
+    with connect(placement, device=device, setup_timeout=120, timeout=600) as context:
+        timed = time_blocks(job, wanted, context)
+        if context.is_main:
+            Path(answer).write_text(json.dumps([asdict(one) for one in timed]), "utf-8")
+    return 0
+
+
+def time_blocks(job: Job, wanted: BlockRequest, context: RunContext) -> list[BlockSeconds]:
+    """Every size as long as there is time and memory; collective."""
+    plan = make_plan(job, 1, context.device.type)
+    setup = open_setup(job, plan)
+    model = shortened_with_values(setup, context)
+    if wanted.bf16_parameters:
+        for name in bf16_parameter_names(model):
+            parameter = model.get_parameter(name)
+            parameter.data = parameter.data.to(torch.bfloat16)
+    workload = replace(setup.workload, model=model)
+    names = [name for name, _ in independent_blocks(model)]
+    stopwatch = BlockStopwatch(model, names, context.device)
+    runner = _runner(workload, plan, context)
+    began = time.perf_counter()
+    timed: list[BlockSeconds] = []
+    before = _resident_bytes()
+    for rows in wanted.rows:
+        # Twice the rows take twice of what has come, and other ranks as much.
+        growth = 2 * (_resident_bytes() - before) if timed else 0
+        free = free_host_bytes() or 0
+        tight = context.device.type == "cpu" and growth * context.world_size > FREE_SHARE * free
+        late = time.perf_counter() - began > wanted.seconds
+        if max(context.all_gather_numbers(float(timed != [] and (tight or late)))):
+            break
+        timed.append(_time_size(runner, workload, stopwatch, rows, context))
+    return timed
+
+
+def shortened_with_values(setup: RunSetup, context: RunContext) -> nn.Module:
+    """The model with few of the blocks that are alike, and the others' weights never made."""
+    model, blueprint = setup.blueprint.model, setup.blueprint
+    short = shorten_model(model)
+    if short is None:
+        blueprint.materialize(context.device, seed=context.seed)
+        return model
+    order = short[1]
+    names = [name for name, _ in independent_blocks(model)]
+    spare = tuple(f"{name}." for place, name in enumerate(names) if order[place] in order[:place])
+    wanted = [name for name in named_tensors(model) if not name.startswith(spare)]
+    blueprint.materialize(context.device, seed=context.seed, only=wanted)
+    result = shorten_model(model)
+    return model if result is None else result[0]
+
+
+def _runner(workload: Workload, plan: Plan, context: RunContext) -> LoopRunner:
+    """The plain loop, as one process has it."""
+    alone = RunContext.alone(context.device, context.seed)
+    root = WHOLE_MODEL.root(workload.model, workload.loss, plan, context.device)
+    return LoopRunner(
+        Assembly(
+            context=alone,
+            plan=plan,
+            loss=workload.loss,
+            meter=MemoryMeter(context.device, track_steps=0),
+            model=workload.model,
+            make_optimizer=workload.make_optimizer,
+            module=root,
+            materialize=lambda _names: None,
+        )
+    )
+
+
+def _time_size(
+    runner: LoopRunner,
+    workload: Workload,
+    stopwatch: BlockStopwatch,
+    rows: int,
+    context: RunContext,
+) -> BlockSeconds:
+    """Micro-batches of one size, all ranks at once; collective."""
+    batch = resize_micro_batch(workload.micro_batch, rows)
+    seconds = _repeat(runner, stopwatch, batch, 1)[0]  # the first one finds no memory to use again
+    whole = sum(map(sum, seconds[0])) + seconds[1]
+    times = max(REPEATS[0], min(REPEATS[1], round(SECONDS_A_SIZE / (2 * whole))))
+    times = round(min(context.all_gather_numbers(times)))
+    context.barrier()
+    repeated = _repeat(runner, stopwatch, batch, times)
+    sections = [_medians(each) for each in zip(*(one for one, _ in repeated), strict=True)]
+    update = statistics.median(seconds for _, seconds in repeated)
+    flat = [*(number for pair in sections for number in pair), update]
+    means = [sum(context.all_gather_numbers(number)) / context.world_size for number in flat]
+    pairs = list(zip(means[:-1:2], means[1::2], strict=True))
+    trained = sum(p.numel() for p in workload.model.parameters() if p.requires_grad)
+    return BlockSeconds(rows, pairs, means[-1], trained)
+
+
+def _repeat(
+    runner: LoopRunner, stopwatch: BlockStopwatch, batch: Any, times: int
+) -> list[tuple[list[tuple[float, float]], float]]:
+    """Each time two micro-batches and an update, of which the second one counts.
+
+    It adds its gradients to those of the first, as all do but the first of a step.
+    """
+    seconds = []
+    for _ in range(times):
+        runner.begin_step()
+        for _ in range(2):
+            stopwatch.start()
+            _pass(runner, stopwatch, batch)
+        runner.update()
+        stopwatch.note("updated")
+        seconds.append(stopwatch.sections())
+    return seconds
+
+
+def _pass(runner: LoopRunner, stopwatch: BlockStopwatch, batch: Any) -> None:
+    placed = runner.place_batch(batch)
+    loss = runner.forward_loss(placed)
+    stopwatch.note("turn")
+    runner.backward(loss / max(1, placed.count))
+    stopwatch.note("back")
+
+
+def _medians(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    forward, backward = zip(*pairs, strict=True)
+    return statistics.median(forward), statistics.median(backward)
+
+
+def _resident_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    sys.exit(run_guarded(lambda: main(sys.argv[1:])))

@@ -1,0 +1,258 @@
+"""Blocks timed on the machine at hand, and what the planner makes of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.engine.setup import open_setup
+from bigtrain.job.load import load_job
+from bigtrain.job.schema import Job
+from bigtrain.machine.cluster import load_cluster
+from bigtrain.memory.cap import Limit
+from bigtrain.planner.ask import Question, ask
+from bigtrain.prediction.section_library import SectionLibrary
+from bigtrain.ranks.context import RunContext
+from bigtrain.timing import block_seconds
+from bigtrain.timing.block_seconds import (
+    AFTER,
+    BEFORE,
+    BlockTimer,
+    Slowdowns,
+    section_keys,
+    slowdowns,
+    spread_sizes,
+)
+from bigtrain.timing.step_time import StepTimer
+from bigtrain.timing.time_blocks import BlockRequest, BlockSeconds, BlockStopwatch, time_blocks
+from bigtrain.units import GIB
+
+WORDS = [
+    "model.name=gpt",
+    "model.args={num_layers: 6, width: 64, num_heads: 4, sequence_length: 32}",
+    "data.name=synthetic",
+    "data.args={kind: language}",
+    "train.global_batch_size=4",
+]
+NODE = load_cluster("cpu")
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return load_job(None, "single", WORDS)
+
+
+def request(job: Job, *rows: int, seconds: float = 60.0) -> BlockRequest:
+    return BlockRequest(job.model_dump(mode="json"), list(rows), False, seconds)
+
+
+def test_every_section_of_a_model_is_timed_and_the_sum_is_the_whole(job):
+    one, two = time_blocks(job, request(job, 1, 2), RunContext.alone())
+    assert (one.rows, two.rows) == (1, 2)
+    assert len(one.sections) == len(two.sections) == 2 + 3  # six blocks that are alike are three
+    assert all(forward > 0 and backward > 0 for forward, backward in one.sections)
+    assert 0 < one.update < 5
+    short_blocks, outside = 3 * 12 * 64 * 64, 256 * 64
+    assert one.trained > short_blocks + outside
+    assert one.trained < 2 * short_blocks
+
+
+def test_after_its_time_no_larger_size_is_begun(job):
+    timed = time_blocks(job, request(job, 1, 2, 4, seconds=0.0), RunContext.alone())
+    assert [one.rows for one in timed] == [1]
+
+
+class TwoBlocks(nn.Module):
+    """Two that follow one another, or of which one is called again."""
+
+    def __init__(self, *, crosswise: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.crosswise = crosswise
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.blocks
+        hidden = first(x * 2)
+        return first(second(hidden)) if self.crosswise else second(hidden)
+
+
+@pytest.mark.parametrize("crosswise", [False, True])
+def test_the_seconds_of_a_micro_batch_are_all_dealt_out(crosswise):
+    model = TwoBlocks(crosswise=crosswise)
+    stopwatch = BlockStopwatch(model, ["blocks.0", "blocks.1"], torch.device("cpu"))
+    stopwatch.start()
+    loss = model(torch.ones(2, 4, requires_grad=True)).sum()
+    stopwatch.note("turn")
+    loss.backward()
+    stopwatch.note("back")
+    stopwatch.note("updated")
+    sections, update = stopwatch.sections()
+    moments = dict(reversed(stopwatch._moments))
+    assert update == moments["updated"] - moments["back"]
+    assert sum(map(sum, sections)) == pytest.approx(moments["back"] - moments["start"])
+    # What is before the blocks, the blocks, what is after them; or all in one.
+    assert len(sections) == (1 if crosswise else 4)
+
+
+def library(job: Job) -> SectionLibrary:
+    setup = open_setup(job, make_plan(job, 1, "cpu"))
+    work = setup.workload
+    cpu = torch.device("cpu")
+    return SectionLibrary(
+        work.model, work.micro_batch, lambda *_: work.loss, work.make_optimizer, cpu
+    )
+
+
+def timed_as(
+    anatomy: SectionLibrary, plan: Any, timer: StepTimer, rows: int, factors: dict[str, float]
+) -> BlockSeconds:
+    """What a machine would tell on which sections take so many times what rates say."""
+    model = anatomy.model_sections(plan, rows, "keep")
+    keys = section_keys(model.sections)
+    at = {key: n for n, key in enumerate(keys)}
+    names = [BEFORE, keys[1], keys[2], keys[-2], AFTER]  # first, middle, last
+    pairs = [
+        tuple(
+            factors[name] * side * timer.op_seconds(work)
+            for side, work in enumerate((section.forward, section.backward), start=1)
+        )
+        for name, section in ((name, model.sections[at[name]]) for name in names)
+    ]
+    numbers = sum(t.numbers for s in model.base.sections for t in s.tensors if t.trained)
+    return BlockSeconds(rows, pairs, 5 * timer.op_seconds(model.base.step_work), numbers)
+
+
+def test_what_was_timed_is_held_beside_what_rates_say(job):
+    anatomy, timer, plan = library(job), StepTimer(NODE), make_plan(job, 1, "cpu")
+    names = section_keys(anatomy.model_sections(plan, 1, "keep").sections)
+    factors = {BEFORE: 2.0, names[1]: 3.0, names[2]: 4.0, names[-2]: 6.0, AFTER: 7.0}
+    timed = [timed_as(anatomy, plan, timer, rows, factors) for rows in (1, 4)]
+    timed[1] = BlockSeconds(
+        4, [(2 * a, 2 * b) for a, b in timed[1].sections], timed[1].update, timed[1].trained
+    )
+
+    def sections_at(rows: int) -> Any:
+        return anatomy.model_sections(plan, rows, "keep")
+
+    found = slowdowns(timed, 1.0, anatomy._model, sections_at, timer)
+    assert found.rows == (1, 4)
+    assert found.update == pytest.approx(5)
+    for name in names[1:-1]:  # all blocks between the ends are as the one that stands for them
+        expected = factors.get(name, 4.0)
+        assert found.at(1)[name] == pytest.approx((expected, 2 * expected))
+        assert found.at(2)[name] == pytest.approx((1.5 * expected, 3 * expected))
+        assert found.at(64)[name] == pytest.approx((2 * expected, 4 * expected))
+    # Ranks that took turns were timed twice as long as one that has a core.
+    crowded = slowdowns(timed, 2.0, anatomy._model, sections_at, timer)
+    assert crowded.at(1)[AFTER] == pytest.approx((3.5, 7.0))
+    whole = found.applied(anatomy.model_sections(plan, 1, "keep"), 1)
+    seconds = timer.pass_seconds(whole.sections)
+    plain = timer.pass_seconds(anatomy.model_sections(plan, 1, "keep").sections)
+    assert 2 * plain.forward < seconds.forward < 7 * plain.forward
+    assert 4 * plain.backward < seconds.backward < 14 * plain.backward
+    # Of a model whose blocks could not be told apart, all share what the whole took.
+    one = BlockSeconds(1, [(3 * plain.forward, 0.0)], timed[0].update, timed[0].trained)
+    alike = slowdowns([one], 1.0, anatomy._model, sections_at, timer)
+    assert len({round(forward, 6) for forward, _ in alike.at(1).values()}) == 1
+
+
+def test_the_search_goes_by_what_was_timed(job, monkeypatch):
+    asked: list[bool] = []
+
+    def seconds(timer: BlockTimer, *, bf16_parameters: bool) -> list[BlockSeconds]:
+        asked.append(bf16_parameters)
+        anatomy, plan = library(timer.job), make_plan(timer.job, 1, "cpu")
+        names = section_keys(anatomy.model_sections(plan, 1, "keep").sections)
+        factors = dict.fromkeys([*names], 3.0)
+        timer.source = "as a test says"
+        one = timed_as(anatomy, plan, StepTimer(NODE), 1, factors)
+        crowd = timer.crowd
+        pairs = [(crowd * a, crowd * b / 2) for a, b in one.sections]
+        return [BlockSeconds(1, pairs, crowd * one.update, one.trained)]
+
+    monkeypatch.setattr(BlockTimer, "seconds", seconds)
+    limit = Limit(GIB, reserved=0)
+    given = (job, NODE, 1, limit, 4)
+    by_rates = ask(Question(*given, rows=2, margins={"torch": 0.0}))
+    by_blocks = ask(Question(*given, rows=2, margins={"torch": 0.0}, at_hand=True))
+    assert asked == [False]
+    assert (by_rates.timed, by_blocks.timed) == ("", "as a test says")
+    candidate = by_rates.result.best[0].candidate
+    before, after = (
+        answer.search.evaluator.evaluate(
+            candidate, answer.search.evaluator.plan_of(candidate), GIB
+        ).seconds
+        for answer in (by_rates, by_blocks)
+    )
+    assert after.compute == pytest.approx(3 * before.compute)
+    assert after.update == pytest.approx(5 * before.update)
+
+
+def test_blocks_are_timed_once_for_a_model_and_a_number_of_ranks(job, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    setup = open_setup(job, make_plan(job, 1, "cpu"))
+    work = setup.workload
+    calls: list[Any] = []
+
+    def measured(_script: Any, ranks: int, arguments: list[str], _timeout: float) -> Any:
+        wanted = json.loads(arguments[0])
+        calls.append((ranks, wanted["rows"], wanted["bf16_parameters"]))
+        assert wanted["job"]["strategy"] == load_job(None, "single", []).model_dump()["strategy"]
+        return [asdict(BlockSeconds(rows, [(0.1, 0.2)], 0.3, 7)) for rows in wanted["rows"]]
+
+    monkeypatch.setattr(block_seconds, "measured_by_ranks", measured)
+
+    def timer(ranks: int = 2, rows: tuple[int, ...] = (1, 2)) -> BlockTimer:
+        return BlockTimer(job, work.model, work.micro_batch, ranks, rows)
+
+    first = timer().seconds(bf16_parameters=False)
+    assert first == [BlockSeconds(1, [(0.1, 0.2)], 0.3, 7), BlockSeconds(2, [(0.1, 0.2)], 0.3, 7)]
+    again = timer()
+    assert again.seconds(bf16_parameters=False) == first
+    assert again.source == "blocks timed on this machine, 1, 2 rows, 2 at once"
+    assert len(calls) == 1
+    timer().seconds(bf16_parameters=True)
+    timer(ranks=1).seconds(bf16_parameters=False)
+    assert calls[1:] == [(2, [1, 2], True), (1, [1, 2], False)]
+    (tmp_path / "bigtrain" / "blocks.json").write_text("half of it {")
+    assert timer().seconds(bf16_parameters=False) == first
+    assert len(calls) == 4
+
+    def failed(*_: Any) -> Any:
+        raise RuntimeError("2 ranks did not answer in 180 s")
+
+    monkeypatch.setattr(block_seconds, "measured_by_ranks", failed)
+    slow = timer(rows=(1, 2, 4))
+    assert slow.seconds(bf16_parameters=False) == []
+    assert slow.source == "blocks could not be timed: 2 ranks did not answer in 180 s"
+
+
+def test_of_many_sizes_the_smallest_the_largest_and_some_between_are_timed():
+    assert spread_sizes([4, 1, 2]) == [1, 2, 4]
+    assert spread_sizes([1, 2, 3, 4, 6, 8, 12, 16, 24, 32]) == [1, 3, 6, 8, 16, 32]
+
+
+@pytest.mark.full
+def test_ranks_of_this_machine_time_a_job(job, monkeypatch, tmp_path):
+    """In processes of their own, as a user has it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    work = open_setup(job, make_plan(job, 1, "cpu")).workload
+    timer = BlockTimer(job, work.model, work.micro_batch, 2, (1,))
+    (one,) = timer.seconds(bf16_parameters=False)
+    assert timer.source.startswith("blocks timed on this machine")
+    assert len(one.sections) == 5
+    assert (tmp_path / "bigtrain" / "blocks.json").is_file()
+
+
+def test_between_two_sizes_the_slowdown_is_read_off_by_their_ratio():
+    found = Slowdowns((1, 4, 16), {"a": [(1.0, 1.0), (3.0, 5.0), (3.0, 5.0)]}, 1.0)
+    assert found.at(1)["a"] == (1.0, 1.0)
+    assert found.at(2)["a"] == pytest.approx((2.0, 3.0))
+    assert found.at(8)["a"] == pytest.approx((3.0, 5.0))
+    assert found.at(100)["a"] == (3.0, 5.0)
