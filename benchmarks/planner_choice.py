@@ -13,8 +13,9 @@ in alternation, as single runs differ by some per cent. `rank correlation` is Sp
 predicted and the measured seconds of all plans under a cap. `wrong` counts plans that were said to
 fit and ended out of memory, or whose tracked peak is above what the cap leaves to tensors.
 
-Rates are those that `bigtrain doctor` measures on this machine. One rank alone has two threads, of
-several each has one. One run at a time, on an idle machine: these are timings.
+Rates are those that `bigtrain doctor` measures on this machine, and blocks are timed on it. One
+rank alone has two threads, of several each has one. One run at a time, on an idle machine: these
+are timings.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ def planned(ranks: int, cap: int | None) -> PlannedAnswer:
         devices=ranks,
         memory=memory,
         global_batch_size=BATCH,
+        at_hand=True,
         margins={"torch": 0.0},
     )
     return ask(question)
