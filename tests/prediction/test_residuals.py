@@ -16,6 +16,7 @@ from support.zygote import forked_cli
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.job.load import job_from_keys
+from bigtrain.machine import rate_cache
 from bigtrain.memory.meter import MemoryMeasurement
 from bigtrain.memory.timeline import Breakdown, Peak
 from bigtrain.prediction import residuals
@@ -229,7 +230,7 @@ def test_without_locks_the_last_writer_wins(monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     locks = SimpleNamespace(flock=none, LOCK_EX=fcntl.LOCK_EX, LOCK_NB=fcntl.LOCK_NB)
-    monkeypatch.setattr(residuals, "fcntl", locks)
+    monkeypatch.setattr(rate_cache, "fcntl", locks)
     record_residuals([entry()])
     record_residuals([entry()])
     assert len(kept()) == 2
