@@ -1,0 +1,90 @@
+"""How far each preset is from one process: the figures behind the tolerances of `bigtrain verify`.
+
+    python benchmarks/verify_accuracy.py [--output benchmarks/results/verify_accuracy.json]
+    python benchmarks/verify_accuracy.py --jobs default --precisions fp32 --strategies zero1,fsdp
+
+Each preset of `bigtrain strategies` that is a run by itself, on 2 ranks, 3 steps of SGD: on the
+default job, a model of torchvision with BatchNorm, and one from outside of the package (timm, where
+it is installed). The figures are the largest relative differences that `bigtrain verify` found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from harness import keep
+
+_PICTURES = ("data.name=synthetic", "train.global_batch_size=8")
+JOBS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "resnet18": (
+        *("model.name=resnet18", "model.args.num_classes=10", "data.name=synthetic"),
+        "data.args={kind: classification, input_shape: [3, 64, 64]}",
+        *("train.global_batch_size=16", "train.micro_batch_size=4"),
+    ),
+    "timm vit": (
+        *("model.name=timm.models.vision_transformer:VisionTransformer", *_PICTURES),
+        "model.args={img_size: 32, patch_size: 8, embed_dim: 64, depth: 4, num_heads: 4, "
+        "num_classes: 10}",
+        "data.args={kind: classification, input_shape: [3, 32, 32]}",
+    ),
+}
+PRECISIONS = ("fp32", "bf16", "fp64")
+FIGURES = ("loss", "norm", "gradient", "update")
+
+
+def measure(job: str, precision: str, strategies: str) -> list[dict[str, Any]]:
+    """The rows of `bigtrain verify`; the reasons of those that were refused or failed are kept."""
+    words = ["-n", "2", "--strategies", strategies, "--json", *JOBS[job]]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "bigtrain", "verify", *words]
+        command += [f"train.precision={precision}", "--output", f"{folder}/verify"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if not done.stdout:
+            raise RuntimeError(done.stderr)
+        rows: list[dict[str, Any]] = json.loads(done.stdout)["rows"]
+    for row in rows:
+        row["differences"] = row["differences"] and {k: row["differences"][k] for k in FIGURES}
+        print(job, precision, row["strategy"], row["verdict"], row["differences"] or row["reason"])
+    return rows
+
+
+def largest(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """The largest figure of each kind for each precision."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["differences"] is not None:
+            most = found.setdefault(row["precision"], dict.fromkeys(FIGURES, 0.0))
+            for key in FIGURES:
+                most[key] = max(most[key], row["differences"][key] or 0.0)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--jobs", default=",".join(JOBS))
+    parser.add_argument("--precisions", default=",".join(PRECISIONS))
+    parser.add_argument("--strategies", default="all")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    jobs = [j for j in options.jobs.split(",") if j != "timm vit" or find_spec("timm") is not None]
+    rows = [
+        {"job": job, **row}
+        for job in jobs
+        for precision in options.precisions.split(",")
+        for row in measure(job, precision, options.strategies)
+    ]
+    found = {"largest": largest(rows), "rows": rows}
+    print(json.dumps(found["largest"], indent=1))
+    keep(options.output, found)
+
+
+if __name__ == "__main__":
+    main()
