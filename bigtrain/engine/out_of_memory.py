@@ -123,10 +123,14 @@ def _held(situation: OutOfMemoryContext) -> list[str]:
 
 def _fits(search: RemedySearch, limit: int | None) -> list[str]:
     remedies = list(search.remedies)
+    cut_short = []
+    if search.begun and not search.complete:
+        cut_short = ["the search for what fits was ended by its time limit: there may be more"]
     if remedies:
-        return ["what would fit, by prediction:", *(f"  {remedy}" for remedy in remedies)]
+        lines = ["what would fit, by prediction:", *(f"  {remedy}" for remedy in remedies)]
+        return lines + cut_short
     if limit is None or not search.forecasts or not search.complete:
-        return ["set a smaller train.micro_batch_size, or strategy.recompute=full"]
+        return ["set a smaller train.micro_batch_size, or strategy.recompute=full", *cut_short]
     return [
         f"no change that was tried is predicted to fit {format_bytes(limit)}. Use a smaller model, "
         "more ranks with --strategy fsdp, or a device with more memory"

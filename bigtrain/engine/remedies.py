@@ -75,6 +75,7 @@ class RemedySearch:
     remedies: list[Remedy] = field(default_factory=list)
     forecasts: int = 0
     """How many changes could be forecast at all."""
+    begun: bool = False
     complete: bool = False
     """Whether every kind of change was tried, or enough were found."""
 
@@ -87,6 +88,7 @@ class RemedySearch:
             deadline_s: seconds after which no further change is tried.
         """
         end = time.monotonic() + deadline_s
+        self.begun = True
         usable = Limit(limit).for_tensors
         for changes in _ways(subject, usable):
             for words in changes():

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.zygote import forked_cli
 
+from bigtrain.engine import out_of_memory, remedies
+from bigtrain.engine.out_of_memory import predict_out_of_memory
 from bigtrain.errors import ConfigError, OutOfMemoryError
 from bigtrain.job.load import load_job
 from bigtrain.memory.cap import is_out_of_memory, requested_bytes
 from bigtrain.memory.host_memory import host_memory_line
+from bigtrain.memory.timeline import Breakdown, Peak
+from bigtrain.units import MIB
 
 # 2 blocks, 128 wide, 128 tokens: about 90 MiB with micro-batches of 32, of which most are
 # activations.
@@ -149,6 +154,18 @@ def test_errors_that_say_that_memory_ran_out(error):
 )
 def test_other_errors_are_left_alone(error):
     assert not is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_search_that_was_cut_short_says_so(monkeypatch, seconds):
+    monkeypatch.setattr(out_of_memory, "REMEDY_TIMEOUT_S", seconds)
+    monkeypatch.setattr(remedies, "_ways", lambda *_: [lambda: iter([["strategy=fsdp"]])])
+    small = Peak("forward", Breakdown(parameters=MIB))
+    subject = SimpleNamespace(peak=lambda _: small)
+    needed = Peak("forward", Breakdown(parameters=200 * MIB))
+    said = "\n".join(predict_out_of_memory(subject, needed, 100 * MIB))
+    assert ("was ended by its time limit: there may be more" in said) == (seconds == 0)
+    assert ("strategy=fsdp" in said) == (seconds > 0)
 
 
 def test_how_much_was_asked_for():

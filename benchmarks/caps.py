@@ -1,0 +1,106 @@
+"""Whether what is said to fit under a cap does: `bigtrain train --strategy auto --cap SIZE`.
+
+    python benchmarks/caps.py --output benchmarks/results/caps.json
+    python benchmarks/caps.py --ranks 2 --caps 90MiB 120MiB
+
+For 1, 2 and 4 ranks the default job is run under `NUM_CAPS` caps, from the smallest under which a
+plan is said to fit to twice the peak of the fastest one without a cap, in equal ratios; each
+through the command, in fresh processes, as a user would, for `STEPS` steps. A plan that runs out of
+memory was wrongly said to fit. Memory does not depend on how busy the machine is.
+
+`predicted_bytes` is the plan's forecast, `tracked_bytes` the highest tracked peak of its ranks,
+`process_bytes` the highest resident memory above what a process held before the model was built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness import keep
+
+from bigtrain.compare.subprocess_runs import RunOutcome, run_bigtrain
+from bigtrain.units import MIB, parse_bytes
+
+NUM_CAPS, STEPS = 20, 3
+LIMIT_S = 900.0
+TOO_SMALL = "12MiB"
+"""A cap under which nothing fits, so that the smallest that does is named."""
+
+
+def run(ranks: int, words: Sequence[str]) -> tuple[RunOutcome, str, list[dict[str, Any]]]:
+    """One run of the command: how it ended, what it printed, and the memory of its ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        line = ["train", "-n", str(ranks), "--strategy", "auto", f"train.steps={STEPS}"]
+        line += ["train.eval_every=0", "checkpoint.at_end=false"]
+        line += [f"log.dir={folder}", "log.name=run", *words]
+        outcome = run_bigtrain(line, log, LIMIT_S)
+        memory = Path(folder) / "run" / "memory.json"
+        peaks = json.loads(memory.read_text())["ranks"] if memory.exists() else []
+        return outcome, log.read_text(), peaks
+
+
+def caps_for(ranks: int) -> list[int]:
+    """Bytes of the caps to try, the smallest first."""
+    said = run(ranks, ["--cap", TOO_SMALL])[1]
+    smallest = parse_bytes(said.partition("Use --cap ")[2].partition(",")[0])
+    largest = 2 * _predicted(run(ranks, ["--dry-run"])[1])
+    ratio = (largest / smallest) ** (1 / (NUM_CAPS - 1))
+    return [round(smallest * ratio**k) for k in range(NUM_CAPS)]
+
+
+def _predicted(said: str) -> int:
+    match = re.search(r"predicted peak:? ([\d.]+) ([KMG]iB)", said)
+    if match is None:
+        raise RuntimeError(f"no plan was chosen: {said[-400:]}")
+    return parse_bytes(match[1] + match[2])
+
+
+def rows(ranks: int, caps: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """A row for each cap."""
+    for cap in caps:
+        outcome, said, peaks = run(ranks, ["--cap", str(cap)])
+        plan = re.search(r"auto: (.+?): predicted peak", said)
+        row = {
+            "ranks": ranks,
+            "cap_bytes": cap,
+            "plan": plan[1] if plan else None,
+            "predicted_bytes": _predicted(said) if plan else None,
+            "ran": outcome.status == 0,
+            "out_of_memory": outcome.out_of_memory,
+        }
+        if outcome.reason is not None:
+            row["reason"] = outcome.reason
+        for key in ("peak_bytes", "process_peak_bytes"):
+            if peaks:
+                name = key.replace("process_peak", "process").replace("peak_bytes", "tracked_bytes")
+                row[name] = max(rank[key] for rank in peaks)
+        yield row
+
+
+def main() -> None:
+    """Measure and print; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4])
+    parser.add_argument("--caps", nargs="*", help="sizes instead of the twenty")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    found: list[dict[str, Any]] = []
+    for ranks in options.ranks:
+        caps = [parse_bytes(size) for size in options.caps or ()]
+        for row in rows(ranks, caps or caps_for(ranks)):
+            found.append(row)
+            text = f"{ranks} ranks, {row['cap_bytes'] / MIB:.1f} MiB, {row['plan']}: "
+            print(text + ("ran" if row["ran"] else str(row["reason"])), flush=True)
+            wrong = sum(one["out_of_memory"] for one in found)
+            keep(options.output, {"steps": STEPS, "wrong": wrong, "rows": found})
+
+
+if __name__ == "__main__":
+    main()
