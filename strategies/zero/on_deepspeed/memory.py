@@ -98,6 +98,8 @@ def _cut(
     )
     prefetch_bytes = size * int(zero.get("stage3_prefetch_bucket_size", 50_000_000))
     first = backward.with_gathered(persistence_bytes, min(prefetch_bytes, sum(whole)))
+    if plan.device_type == "cpu":
+        first = backward.with_copies(first, bucket)
     step = _on_shard(profile.step, plan)
     if accumulator < 4:  # a sub-group's gradients are converted for its update
         group = min(share, int(zero.get("sub_group_size", 1_000_000_000)))
@@ -205,6 +207,14 @@ class _Backward:
         spans = [Span(g.nbytes, "gradients", begin, g.death + 1) for g in self.gradients]
         return Timeline((*timeline.spans, *spans), timeline.phases)
 
+    def with_copies(self, timeline: Timeline, bucket: int) -> Timeline:
+        """With the copies that gloo makes of what it reduces and scatters."""
+        spans = []
+        for tick, sent in self._reductions(bucket, added=False):
+            nbytes = sum(span.nbytes for span in sent)
+            spans.append(Span(nbytes, "temporary", tick, tick + 1))
+        return Timeline((*timeline.spans, *spans), timeline.phases)
+
     def with_gathered(self, persists: int, ahead: int) -> Timeline:
         """With the parameter in use whole: that whose gradient is made next.
 
@@ -221,7 +231,7 @@ class _Backward:
             begin = births[max(0, bisect_left(births, gradient.birth) - 1)]
             # A block that is computed again has its parameters whole from then on.
             begin = min([begin, *(a for a, b in self.again if a <= gradient.birth <= b)])
-            spans.append(Span(gradient.nbytes + ahead, "parameters", begin, gradient.birth + 1))
+            spans.append(Span(gradient.nbytes + ahead, "parameters", begin, gradient.death))
         return Timeline((*self.timeline.spans, *spans), self.timeline.phases)
 
 
