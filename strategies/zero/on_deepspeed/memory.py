@@ -63,7 +63,7 @@ def _flat(
     shard = 4 * share
     backward = _Backward.of(profile)
     waits = stage == 1 and plan.batch.accumulation_steps > 1
-    first = backward.with_shard(shard, bucket, plan, added=waits)
+    first = backward.with_shard(shard, bucket, plan, waits=waits)
     held = shard
     if waits:
         # Whole gradients wait for the last micro-batch, which reduces them into the shard.
@@ -152,23 +152,27 @@ class _Backward:
         gradient_spans = tuple(now for was, now in pairs if was.kind == "gradients")
         return cls(passes["later"], gradient_spans, _again(profile, 1))
 
-    def with_shard(self, nbytes: int, bucket: int, plan: Plan, *, added: bool) -> Timeline:
+    def with_shard(self, nbytes: int, bucket: int, plan: Plan, *, waits: bool) -> Timeline:
         """With a rank's shard of the gradients, made when the first of them is reduced.
 
         Args:
             nbytes: of the shard.
             bucket: bytes of gradients that are reduced together.
             plan: says which rank.
-            added: whether a gradient goes into one that was there, before it is reduced.
+            waits: whether whole gradients wait for the last micro-batch: the first one of the part
+                that is complete makes the shard.
         """
         if not self.gradients:
             return _throughout(self.timeline, "gradients", nbytes)
         part = set(self._part(plan))
-        reductions = self._reductions(bucket, added=added)
-        begin = next(tick for tick, sent in reductions if not part.isdisjoint(sent))
+        if waits:
+            begin = min(span.death for span in part)
+        else:
+            reductions = self._reductions(bucket)
+            begin = next(tick for tick, sent in reductions if not part.isdisjoint(sent))
         return _from(begin, self.timeline, "gradients", nbytes)
 
-    def _reductions(self, bucket: int, *, added: bool) -> Iterator[tuple[int, list[Span]]]:
+    def _reductions(self, bucket: int) -> Iterator[tuple[int, list[Span]]]:
         """When gradients are reduced, and which: a gradient that does not fit is there meanwhile.
 
         A small one is copied into the bucket and goes. One that is larger than the bucket is
@@ -179,12 +183,12 @@ class _Backward:
         for span in sorted(self.gradients, key=lambda span: span.birth):
             tick = span.death
             if waiting and filled + span.nbytes > bucket:
-                yield tick - (not added), waiting
+                yield tick - 1, waiting
                 waiting, filled = [], 0
             waiting.append(span)
             filled += span.nbytes
             if filled >= bucket:
-                yield tick - (span.nbytes > bucket and not added), waiting
+                yield tick - (span.nbytes > bucket), waiting
                 waiting, filled = [], 0
         if waiting:
             yield tick, waiting
@@ -210,7 +214,7 @@ class _Backward:
     def with_copies(self, timeline: Timeline, bucket: int) -> Timeline:
         """With the copies that gloo makes of what it reduces and scatters."""
         spans = []
-        for tick, sent in self._reductions(bucket, added=False):
+        for tick, sent in self._reductions(bucket):
             nbytes = sum(span.nbytes for span in sent)
             spans.append(Span(nbytes, "temporary", tick, tick + 1))
         return Timeline((*timeline.spans, *spans), timeline.phases)
