@@ -56,6 +56,7 @@ setup(
         "bigtrain.strategies.zero.on_fairscale",
         "bigtrain.strategies.zero.on_torch",
         "bigtrain.tensors",
+        "bigtrain.timing",
         "bigtrain.tracing",
         "bigtrain.verify",
     ],

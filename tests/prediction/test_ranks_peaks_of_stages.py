@@ -136,8 +136,9 @@ def step_peaks(context: RunContext, strategy: str, keys: dict[str, Any]) -> Any:
     ("keys", "slack"),
     [
         ({"optim.implementation": "foreach"}, 0.0),
-        # On a disk a few numbers of the stages' updates are counted as if all were there at once.
-        ({"strategy.offload.optimizer": "disk"}, 0.0002),
+        # On a disk a few numbers of the stages' updates are counted as if all were there at once,
+        # and so are the norms of slices of one stage's gradients beside the other's.
+        ({"strategy.offload.optimizer": "disk"}, 0.0003),
         ({"optim.name": "adamw_8bit"}, 0.004),
     ],
     ids=["all parameters at once", "state on disk", "one by one"],

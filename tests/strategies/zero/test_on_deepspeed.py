@@ -27,7 +27,8 @@ from functools import partial
 from support.nets import TinyLM, tokens
 from torch.nn.functional import cross_entropy
 samples = tokens(8, ignored=False)
-loss = lambda output, target: cross_entropy(output.flatten(0, 1), target.flatten())
+mean = lambda output, target: cross_entropy(output.flatten(0, 1), target.flatten())
+loss = bigtrain.MeanLoss(mean, ignore_index=-100)
 for stage in (1, 2, 3):
     how = {"strategy": f"zero{stage}", "train__global_batch_size": 8, "device": "cpu"}
     with bigtrain.prepare(TinyLM, loss, partial(torch.optim.SGD, lr=0.1), **how) as engine:
