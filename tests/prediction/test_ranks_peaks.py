@@ -115,8 +115,8 @@ def peaks_of_large_ends(context, strategies):
 def test_at_the_peak_is_what_one_process_has_no_moment_for():
     # fsdp: what is in no block is freed before its gradients are reduced, and a block whose input
     # needs no gradient comes after it. zero2: a gradient that is larger than the bucket is there
-    # while the shard that it is reduced into is made. zero3: what gloo copies of what is reduced, and
-    # the parameter that is gathered until then.
+    # while the shard that it is reduced into is made. zero3: what gloo copies of what is reduced,
+    # and the parameter that is gathered until then.
     for found in run_ranks(peaks_of_large_ends, 2, ("fsdp", "zero2", "zero3")):
         for strategy, (predicted, measured) in found.items():
             assert predicted.bytes == pytest.approx(measured.bytes, rel=0.005), strategy
