@@ -1,7 +1,7 @@
 """Whether the planner chooses well: its plan under five caps beside all others, measured.
 
     python benchmarks/planner_choice.py --output benchmarks/results/planner_choice.json
-    python benchmarks/planner_choice.py --ranks 2
+    python benchmarks/planner_choice.py --ranks 2 --shares 1.0
 
 For 1, 2 and 4 ranks a small GPT is planned under five caps, from just enough for the smallest
 plan to enough for the fastest. Under each cap every candidate of the space that fits by forecast
@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,11 @@ WORDS = [
 ]
 
 
+def threads_of(ranks: int) -> int:
+    """Of each rank."""
+    return 2 if ranks == 1 else 1
+
+
 def planned(ranks: int, cap: int | None) -> PlannedAnswer:
     """The planner's answer under a cap."""
     words = WORDS if cap is None else [*WORDS, f"memory.cap={cap}"]
@@ -80,14 +86,15 @@ def planned(ranks: int, cap: int | None) -> PlannedAnswer:
     return ask(question)
 
 
-def prepare(ranks: int) -> list[tuple[int, int, list[dict[str, Any]]]]:
+def prepare(ranks: int, shares: Sequence[float]) -> list[tuple[int, int, list[dict[str, Any]]]]:
     """For each cap what it leaves to tensors and the plans that fit, the planner's own first."""
+    os.environ["OMP_NUM_THREADS"] = str(threads_of(ranks))  # of the ranks that time blocks
     roomy = planned(ranks, None)
     smallest = roomy.search.smallest()
     low = smallest.peak.bytes if smallest is not None and smallest.peak is not None else 0
     high = max(low, roomy.result.best[0].peak.bytes)
     found = []
-    for share in SHARES:
+    for share in shares:
         wanted = round(low + (high - low) * share) + MIB
         cap = Limit(0).memory_for(wanted) - 1
         answer = planned(ranks, cap)
@@ -133,8 +140,7 @@ def nothing(*_: Any) -> None:
 
 def train(context: RunContext, _: None, job: Job) -> tuple[int, list[float]]:
     """One rank: its tracked peak, and the seconds of the steps after the warm ones."""
-    if context.world_size == 1:
-        torch.set_num_threads(2)
+    torch.set_num_threads(threads_of(context.world_size))
     parts = open_setup(job, make_plan(job, context.world_size, "cpu"))
     seconds = []
     with unchecked(parts).engine(context) as engine:
@@ -169,9 +175,9 @@ def beside(ranks: int, chosen: dict[str, Any], best: dict[str, Any]) -> float | 
     return statistics.median(ratios) if ratios else None
 
 
-def of_ranks(ranks: int) -> Iterator[dict[str, Any]]:
+def of_ranks(ranks: int, shares: Sequence[float]) -> Iterator[dict[str, Any]]:
     """A row for each limit."""
-    task = forked.Task("plans", prepare, given_back, (ranks,), 1, 1, 10 * LIMIT_S)
+    task = forked.Task("plans", prepare, given_back, (ranks, shares), 1, 1, 10 * LIMIT_S)
     (outcome,) = forked.run_all([task], 1)
     if not outcome.values:
         raise RuntimeError(outcome.refused or outcome.failed)
@@ -228,11 +234,12 @@ def main() -> None:
     forked.load_everything()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="see SHARES")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     found = []
     for ranks in options.ranks:
-        for row in of_ranks(ranks):
+        for row in of_ranks(ranks, options.shares):
             found.append(row)
             print(line(row), flush=True)
             keep(options.output, {"rows": found})
