@@ -145,17 +145,9 @@ class PlanEvaluator:
         alone = Candidate(1, 1, None, rows, 1)
         return self._sections(self.plan_of(alone), rows, "keep", cut=self._cut)
 
-    def _sections(
-        self,
-        plan: Plan,
-        rows: int,
-        choice: BlockPolicy,
-        *,
-        waiting: bool = False,
-        cut: bool = False,
-    ) -> ModelSections:
+    def _sections(self, plan: Plan, rows: int, choice: BlockPolicy, **kind: bool) -> ModelSections:
         """See `SectionLibrary.model_sections`; they take as long as they were seen to."""
-        model = self._anatomy.model_sections(plan, rows, choice, waiting=waiting, cut=cut)
+        model = self._anatomy.model_sections(plan, rows, choice, **kind)
         slowdowns = self._slowdown(plan)
         if slowdowns is None:
             return model
