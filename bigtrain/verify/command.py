@@ -25,8 +25,9 @@ from bigtrain.job.arguments import ComparisonOptions, verify_arguments
 from bigtrain.job.load import ONE_PROCESS
 from bigtrain.job.schema import Precision
 from bigtrain.report.folders import results_folder
-from bigtrain.verify.differences import Differences, Tolerance, compare_recordings
+from bigtrain.verify.differences import GROWTH, Differences, Tolerance, compare_recordings
 from bigtrain.verify.localise import first_difference
+from bigtrain.verify.reference import WITH_BF16_PARAMETERS, WITH_MOVED_WEIGHTS
 
 _SGD = (
     *("optim.name=sgd", "optim.momentum=0.9", "optim.lr=0.01", "optim.warmup_steps=0"),
@@ -54,6 +55,8 @@ class VerifiedStrategy:
     differences: Differences | None = None
     first_difference: str | None = None
     """Where it leaves one process, of a run that differs."""
+    moved: Differences | None = None
+    """How far one process is from itself with moved weights; where it was asked for."""
 
     def as_json(self) -> dict[str, Any]:
         """The row for a machine."""
@@ -94,8 +97,9 @@ def main(arguments: list[str]) -> int:
 class _Bench:
     """Runs and compares; keeps the references, of which one is made for each way to cut a batch.
 
-    Without BatchNorm there is one for each precision: the whole global batch at once. With it what
-    a sample gives depends on its micro-batch, so the reference's are those of the strategy.
+    It is the whole global batch at once. Where what is computed depends on the micro-batch its
+    micro-batches are those of the strategy: with BatchNorm what a sample gives, and in bf16 sums
+    over rows inside of kernels. In bf16 its layers see what the strategy's see.
     """
 
     def __init__(self, options: ComparisonOptions, words: Sequence[str], folder: Path) -> None:
@@ -103,6 +107,8 @@ class _Bench:
         self._words = words
         self._folder = folder
         self._references: dict[tuple[str, ...], Path] = {}
+        self._micro_sizes: dict[Path, int] = {}
+        self._from_itself: dict[Path, Differences] = {}
 
     def check(self, contender: ComparedStrategy) -> VerifiedStrategy:
         """Run one strategy and hold it against the reference."""
@@ -118,21 +124,32 @@ class _Bench:
             verdict: Verdict = "refused" if ended.status == 2 else "failed"
             return VerifiedStrategy(label, ranks, verdict, precision, ended.reason)
         differences = compare_recordings(reference, folder)
-        losses_only = self._options.optimizer == "job"
-        passed = differences.passed(Tolerance.of(precision), losses_only=losses_only)
         _forget(folder)
         row = VerifiedStrategy(label, ranks, "pass", precision, None, differences)
-        if passed:
+        tolerance, losses_only = Tolerance.of(precision), self._options.optimizer == "job"
+        if differences.passed(tolerance, losses_only=losses_only):
             return row
-        return replace(row, verdict="differs", first_difference=self._localise(contender, row))
+        moved = self._moved(contender.plan, reference)
+        row = replace(row, moved=moved)
+        if moved is not None and differences.passed(tolerance, moved, losses_only=losses_only):
+            return row
+        found = self._localise(contender.plan, contender, row)
+        return replace(row, verdict="differs", first_difference=found)
 
-    def _localise(self, contender: ComparedStrategy, row: VerifiedStrategy) -> str | None:
-        """Run both again and note what they compute: one process has the same micro-batches."""
-        if contender.plan is None or row.differences is None:
+    def _moved(self, plan: Plan, reference: Path) -> Differences | None:
+        """How far one process is from itself with moved weights; in bf16 that is no measure."""
+        if plan.precision == "bf16":
             return None
-        micro = contender.plan.batch.micro_size
+        if reference not in self._from_itself:
+            folder = self._made(plan, self._micro_sizes[reference], WITH_MOVED_WEIGHTS)
+            self._from_itself[reference] = compare_recordings(reference, folder)
+            _forget(folder)
+        return self._from_itself[reference]
+
+    def _localise(self, plan: Plan, contender: ComparedStrategy, row: VerifiedStrategy) -> str:
+        """Run both again and note what they compute: one process has the same micro-batches."""
         try:
-            reference = self._made(contender.plan, micro, traced=True)
+            reference = self._made(plan, plan.batch.micro_size, traced=True)
         except (BigtrainError, ConfigError) as error:
             return f"not found: {error}"
         folder = self._folder / f"{row.strategy}-traced"
@@ -140,8 +157,10 @@ class _Bench:
         ended = self._record(folder, contender.strategy, row.num_ranks, words, traced=True)
         if ended.reason is not None:
             return f"not found: {ended.reason}"
+        if row.differences is None:
+            raise ValueError(f"{row.strategy} was not compared")
         tolerance = Tolerance.of(row.precision)
-        found = first_difference(reference, folder, row.differences, tolerance)
+        found = first_difference(reference, folder, row.differences, tolerance, row.moved)
         _forget(folder)
         return found
 
@@ -151,20 +170,24 @@ class _Bench:
             _forget(folder)
 
     def _reference(self, plan: Plan) -> Path:
-        whole = plan.batch.global_size
-        reference = self._made(plan, whole)
+        if plan.precision == "bf16":
+            return self._made(plan, plan.batch.micro_size)
+        reference = self._made(plan, plan.batch.global_size)
         if json.loads((reference / "record.json").read_text("utf-8"))["has_batchnorm"]:
             return self._made(plan, plan.batch.micro_size)
         return reference
 
-    def _made(self, plan: Plan, micro: int, *, traced: bool = False) -> Path:
+    def _made(self, plan: Plan, micro: int, *changes: str, traced: bool = False) -> Path:
         clip = "null" if plan.clip_norm is None else repr(plan.clip_norm)
-        of_plan = (
+        of_plan: tuple[str, ...] = (
             f"train.global_batch_size={plan.batch.global_size}",
             f"train.micro_batch_size={micro}",
             f"train.precision={plan.precision}",
             f"optim.clip_norm={clip}",
         )
+        if plan.bf16_parameters and plan.master_weights:
+            of_plan += (WITH_BF16_PARAMETERS,)
+        of_plan += changes
         made = (*of_plan, "traced") if traced else of_plan
         if made not in self._references:
             folder = self._folder / f"reference-{len(self._references) + 1}"
@@ -177,6 +200,7 @@ class _Bench:
                 raise BigtrainError(f"the reference, one process, failed: {ended.reason}")
             _refuse_chance(folder)
             self._references[made] = folder
+            self._micro_sizes[folder] = micro
         return self._references[made]
 
     def _record(
@@ -267,6 +291,13 @@ def _notes(options: ComparisonOptions, rows: Sequence[VerifiedStrategy]) -> Iter
             yield f"{row.strategy}: {row.verdict}: {row.reason}"
         if row.first_difference is not None:
             yield f"{row.strategy}: first difference: {row.first_difference}"
+        if row.moved is not None:
+            grown = ", ".join(f"{step.gradient or 0.0:.1e}" for step in row.moved.steps)
+            yield (
+                f"{row.strategy}: one process whose weights begin a unit in the last place away is "
+                f"{grown} from itself in the gradients of its steps: each is held to {GROWTH} "
+                "times that"
+            )
         if row.verdict == "differs" and row.differences is not None:
             if row.differences.missing:
                 yield f"{row.strategy}: only one has: {', '.join(row.differences.missing[:3])}"

@@ -15,6 +15,8 @@ from bigtrain.verify.differences import (
     Tolerance,
     gradient_differences,
     relative_difference,
+    tolerances,
+    update_tolerance,
 )
 from bigtrain.verify.execution_trace import Entry
 
@@ -47,7 +49,11 @@ def read_traces(folder: Path) -> list[RankTrace]:
 
 
 def first_difference(
-    reference: Path, other: Path, differences: Differences, tolerance: Tolerance
+    reference: Path,
+    other: Path,
+    differences: Differences,
+    tolerance: Tolerance,
+    moved: Differences | None = None,
 ) -> str:
     """Say where a run first leaves one process: a value, a gradient, the norm or the update.
 
@@ -56,32 +62,34 @@ def first_difference(
         other: the folder of the run.
         differences: of the two.
         tolerance: what rounding explains.
+        moved: how far one process is from itself with moved weights.
     """
     (one,), ranks = read_traces(reference), read_traces(other)
     records = [json.loads((f / "record.json").read_text("utf-8")) for f in (reference, other)]
     gradients = gradient_differences(reference, other)
-    for index in range(len(records[0]["losses"])):
+    steps = len(records[0]["losses"])
+    for index, held in enumerate(tolerances(tolerance, moved, steps)):
         step = index + 1
         for is_gradient in (False, True):
-            found = _first_entry(one, ranks, step, tolerance.tensors, is_gradient=is_gradient)
+            found = _first_entry(one, ranks, step, held.tensors, is_gradient=is_gradient)
             if found is not None:
                 return f"step {step}, {found}"
             losses = relative_difference(*(record["losses"][index] for record in records))
-            if not is_gradient and losses > tolerance.loss:
+            if not is_gradient and losses > held.loss:
                 return (
                     f"step {step}, the loss, which is {losses:.1e} off, while all values in the "
                     "model agree: what is summed, or what it is divided by"
                 )
-        wrong = {n: d for n, d in gradients.get(step, {}).items() if d > tolerance.tensors}
+        wrong = {n: d for n, d in gradients.get(step, {}).items() if d > held.tensors}
         if wrong:
             return f"step {step}, {_first_parameter(one, wrong)}"
         norms = relative_difference(*(record["norms"][index] for record in records))
-        if norms > tolerance.norm:
+        if norms > held.norm:
             return (
                 f"step {step}, the norm of the gradients, which is {norms:.1e} off, while every "
                 "gradient agrees"
             )
-    if differences.update > tolerance.tensors:
+    if differences.update > update_tolerance(tolerance, moved):
         name, far = differences.worst_updates[0]
         return (
             f"the optimizer's step: all gradients agree, and the update of {name} is {far:.1e} off"

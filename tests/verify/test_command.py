@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,14 @@ from bigtrain.engine.checkpoint import write_tensors
 from bigtrain.ranks.exit_status import run_guarded
 from bigtrain.tensors.source import TensorSource
 from bigtrain.verify.command import main
-from bigtrain.verify.differences import Tolerance, compare_recordings
+from bigtrain.verify.differences import (
+    Differences,
+    StepDifferences,
+    Tolerance,
+    compare_recordings,
+)
 from bigtrain.verify.record import disable_dropout
+from bigtrain.verify.reference import SingleInBf16, SingleMoved
 
 NET = [
     *(
@@ -42,6 +49,71 @@ def test_users_own_model_passes_in_double_precision(tmp_path):
         assert row["verdict"] == "pass"
         assert row["differences"]["loss"] < 1e-12
         assert row["differences"]["gradient"] < 1e-9
+
+
+@pytest.mark.full
+def test_bf16_parameters_are_held_against_one_process_that_has_them(tmp_path):
+    words = ["model.args={num_layers: 2, width: 32, num_heads: 2, sequence_length: 32}"]
+    words += ["train.global_batch_size=32", "train.micro_batch_size=8", "train.precision=bf16"]
+    words += ["data.name=synthetic", "data.args={kind: language}", "--json", "-n", "2"]
+    done = bigtrain(tmp_path, "--strategies", "ddp,fsdp,zero1_torch", *words)
+    assert done.returncode == 0, done.stderr + done.stdout
+    rows = verdicts(done)
+    assert rows["ddp"]["differences"]["gradient"] < 1e-6
+    assert rows["fsdp"]["differences"]["gradient"] < 1e-6  # it reduces in fp32
+    assert rows["zero1_torch"]["differences"]["gradient"] < 5e-2
+
+
+def test_the_reference_with_bf16_parameters_has_gradients_in_fp32():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    assembly = SimpleNamespace(model=model, module=model)
+    SingleInBf16().apply(assembly)
+    inputs = torch.randn(3, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = assembly.module(inputs)
+        product = torch.nn.functional.linear(inputs, *(p.bfloat16() for p in model[0].parameters()))
+        assert torch.equal(output, model[1](product))
+    output.square().sum().backward()
+    gradient = model[0].weight.grad
+    assert gradient.dtype == torch.float32
+    assert torch.equal(gradient, gradient.bfloat16().float())
+
+
+def step(gradient, loss=0.0, norm=0.0):
+    return StepDifferences(loss, norm, gradient)
+
+
+def far(*steps, update=0.0):
+    every = [
+        max(values) for values in zip(*((s.loss, s.norm, s.gradient) for s in steps), strict=True)
+    ]
+    return Differences(*every, update, steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("differences", "passes"),
+    [
+        (far(step(1e-7), step(5e-2)), True),
+        (far(step(1e-7), step(5e-2), update=5e-3), True),
+        (far(step(2e-2), step(2e-2)), False),  # a wrong gradient is wrong in the first step
+        (far(step(1e-7), step(2e-1)), False),
+        (far(step(1e-7, norm=1e-4), step(1e-7)), False),
+        (far(step(1e-7), step(1e-7), update=5e-2), False),
+    ],
+)
+def test_a_step_is_held_to_what_one_process_is_from_itself(differences, passes):
+    tolerance = Tolerance.of("fp32")
+    moved = far(step(7e-6, norm=8e-8), step(1e-2, norm=1e-5), update=1e-3)
+    assert differences.passed(tolerance, moved) is passes
+    assert not differences.passed(tolerance)  # nothing has grown
+
+
+def test_moved_weights_are_a_unit_in_the_last_place_away():
+    model = torch.nn.Linear(16, 16)
+    before = model.weight.detach().clone()
+    SingleMoved().apply(SimpleNamespace(model=model))
+    apart = (model.weight.detach() / before - 1).abs()
+    assert 0.5e-7 < apart.min() <= apart.max() < 2.5e-7
 
 
 def test_wrong_strategy_is_caught_by_its_parameter_and_one_that_cannot_run_is_told(tmp_path):
