@@ -85,6 +85,7 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
             total_steps=parts.total_steps,
             first_step=engine.steps_done,
             predicted=engine.predicted,
+            predicted_step=engine.predicted_step,
         ) as log:
             for line in opening_lines(parts, engine, resumed):
                 log.print_line(line)

@@ -1,4 +1,4 @@
-"""Bytes and counts as people write and read them. Inside the code bytes are integers."""
+"""Sizes, seconds, counts as people write and read them. Inside the code bytes are integers."""
 
 from __future__ import annotations
 
@@ -49,6 +49,11 @@ def format_bytes(size: int | float) -> str:
         if magnitude >= factor:
             return f"{size / factor:.2f} {unit}" if factor >= GIB else f"{size / factor:.1f} {unit}"
     return f"{int(size)} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Write seconds for a person: '1.53 s', '12.4 ms'."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
 def format_flops(rate: float) -> str:

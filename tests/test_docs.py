@@ -30,7 +30,7 @@ GROUPS = {
     "learning": ("losses", "data", "models", "activations", "optim"),
     "stages": ("schedules", "tracing", "cutting"),
     "contract": ("costs", "core", "pipeline", "prediction", "strategies"),
-    "a run": ("assembly", "engine", "timing", "report"),
+    "a run": ("assembly", "timing", "engine", "report"),
     "commands": ("planner", "compare", "verify"),
 }
 MOST_LINES = {"README.md": 150, "architecture.md": 150, "measured.md": 150, "CONTRIBUTING.md": 200}

@@ -52,11 +52,12 @@ from bigtrain.memory.meter import MemoryMeter
 from bigtrain.memory.timeline import Peak
 from bigtrain.models.blueprint import Blueprint, describe
 from bigtrain.optim.update import MakeOptimizer
-from bigtrain.prediction.memory_report import MemoryReport, RankMemory
+from bigtrain.prediction.memory_report import MemoryReport, RankMemory, StepForecast
 from bigtrain.prediction.predict import predict
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.fake import meta_copy
 from bigtrain.tensors.tree import tree_tensors
+from bigtrain.timing.run_seconds import StepWatch, forecast_step_seconds
 from bigtrain.tracing.unreached import freeze_unreached
 
 
@@ -103,6 +104,8 @@ class Engine:
     prediction_note: str | None = None
     predicted_fullest: Peak | None = None
     """As `predicted`, which is of this rank, of the fullest replica."""
+    predicted_step: StepForecast | None = None
+    """What a step is expected to take; on rank 0."""
 
     def __init__(
         self,
@@ -160,7 +163,7 @@ class Engine:
             )
         self._cap = MemoryCap(job.memory.cap, context.device)
         self._closing.callback(self._cap.lift)
-        self.meter = MemoryMeter(context.device, job.memory.track_steps)
+        self.meter, self._watch = MemoryMeter(context.device, job.memory.track_steps), StepWatch()
         try:
             mover = self.plan.make_offloader(context.device)
             if mover is not None:
@@ -197,6 +200,7 @@ class Engine:
         if unseen or self._is_other(micro_batches[0]):
             self._predict_from(micro_batches[0])
             began = time.perf_counter()
+        self._watch.begin(tracked=self.meter.tracking)
         lr = self._set_learning_rate()
         self.runner.module.train()
         try:
@@ -208,6 +212,7 @@ class Engine:
         self.steps_done += 1
         self.samples_seen += samples
         seconds = time.perf_counter() - began
+        self._watch.end(seconds)
         tokens = _tokens_per_sample(micro_batches[0])
         return StepResult(
             step=self.steps_done,
@@ -244,14 +249,14 @@ class Engine:
         return self.task.summarize(total) if total else {}
 
     def memory(self) -> MemoryReport | None:
-        """The memory of all ranks, measured and predicted; on rank 0, None elsewhere."""
-        mine = RankMemory(
-            self.context.rank, self.meter.measured(), self.predicted, self.prediction_note
-        )
+        """Memory of all ranks and a step's seconds, measured and predicted; None but on rank 0."""
+        predicted, steps = (self.predicted, self.prediction_note), self._watch.measured()
+        mine = RankMemory(self.context.rank, self.meter.measured(), *predicted, steps)
         ranks = self.context.gather_objects(mine)
         if ranks is None:
             return None
-        return MemoryReport(self.plan.strategy.name, self.context.device.type, tuple(ranks))
+        run = (self.plan.strategy.name, self.context.device.type)
+        return MemoryReport(*run, tuple(ranks), self.predicted_step or StepForecast(None))
 
     def save(self, folder: Path) -> Path | None:
         """Write a checkpoint below `folder`; the path on rank 0, None elsewhere."""
@@ -385,6 +390,9 @@ class Engine:
         prediction = predict(self.resolved, workload, self.context.pp_rank, self.context.dp_rank)
         self.predicted, self.prediction_note = prediction.own_peak, prediction.note
         self.predicted_fullest = prediction.peak
+        if self.context.is_main and self._skeleton is not None:
+            twin = replace(self._skeleton, example=workload.example)
+            self.predicted_step = forecast_step_seconds(self.job, self.resolved, twin, self.context)
         self.advice = [*self.advice, *prediction.advice]
 
     def _set_learning_rate(self) -> float:

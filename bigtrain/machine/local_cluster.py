@@ -10,7 +10,7 @@ import torch
 
 from bigtrain.errors import ConfigError
 from bigtrain.machine.cluster import Cluster, DeviceSpec, Flops, Link, NodeSpec
-from bigtrain.machine.rate_cache import measured_rates
+from bigtrain.machine.rate_cache import cached_rates, measured_rates
 from bigtrain.machine.rates import MeasuredRates, cpu_name, usable_cores
 from bigtrain.units import GIB, MIB, format_bytes
 
@@ -42,6 +42,29 @@ def measure_local_cluster(ranks: int | None = None) -> Cluster:
             rates, devices=count, device_memory=memory, host_memory=host, device_name=name
         )
     return cluster_from_rates(rates, devices=ranks or usable_cores(), host_memory=host)
+
+
+def cached_local_cluster(ranks: int, device_type: str) -> Cluster | None:
+    """The machine at hand by rates that are kept; None without any. Nothing is measured.
+
+    Args:
+        ranks: of this node.
+        device_type: 'cuda' or 'cpu', whose rates are wanted.
+
+    Raises:
+        ConfigError: see `cluster_from_rates`.
+    """
+    rates = cached_rates(min(ranks, MAX_LINKED_RANKS)) or cached_rates()
+    if rates is None or rates.device != device_type:
+        return None
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if device_type == "cpu":
+        return cluster_from_rates(rates, devices=ranks, host_memory=host)
+    about = torch.cuda.get_device_properties(0)
+    memory, name = int(about.total_memory), str(about.name)
+    return cluster_from_rates(
+        rates, devices=ranks, device_memory=memory, host_memory=host, device_name=name
+    )
 
 
 def cluster_from_rates(

@@ -15,6 +15,7 @@ from bigtrain.assembly.make_plan import make_plan
 from bigtrain.data.loader import MicroBatch
 from bigtrain.engine.choose_loss import choose_loss
 from bigtrain.engine.setup import RunSetup, check_job, open_setup
+from bigtrain.engine.time_blocks import SCRIPT
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import ONE_PROCESS, override_job
 from bigtrain.job.schema import Job
@@ -24,7 +25,13 @@ from bigtrain.memory.cap import Limit
 from bigtrain.planner.evaluate import PlanEvaluator
 from bigtrain.planner.search import PlanSearch, SearchResult
 from bigtrain.planner.space import SearchSpace, round_sizes, searched_techniques
-from bigtrain.prediction.residuals import is_at_hand, safety_margin
+from bigtrain.prediction.residuals import (
+    StepBasis,
+    engine_of,
+    is_at_hand,
+    safety_margin,
+    step_uncertainty,
+)
 from bigtrain.prediction.section_library import SectionLibrary, resize_micro_batch
 from bigtrain.timing.block_seconds import BlockTimer
 from bigtrain.timing.step_time import StepTimer
@@ -76,6 +83,21 @@ class PlannedAnswer:
     """Targets of one global batch; the samples where the model is not one of language."""
     timed: str
     """Of blocks on the machine at hand: what was timed, or why nothing was; empty elsewhere."""
+    basis: StepBasis = "rates"
+    """What the seconds go by."""
+
+    @property
+    def seconds_line(self) -> str:
+        """What the seconds of the best plan go by, and how far such ones were off."""
+        cluster, best = self.question.cluster, self.result.best[0]
+        engine = engine_of(best.plan)
+        if not self.question.at_hand:
+            return (
+                f"seconds: by the figures of {cluster.name}; how far off is not known: no run on "
+                f"{cluster.device.name} is known here"
+            )
+        known = f"; {step_uncertainty(engine, self.basis, cluster.device.kind)}" if engine else ""
+        return f"seconds: {self.timed}{known}"
 
     @property
     def peak_flops(self) -> float:
@@ -154,6 +176,7 @@ def _search(question: Question) -> PlannedAnswer:
         flops / 2 * samples,
         int(targets * samples),
         blocks.source if blocks is not None else "",
+        blocks.basis if blocks is not None else "rates",
     )
 
 
@@ -163,7 +186,7 @@ def _block_timer(question: Question, setup: RunSetup) -> BlockTimer | None:
     batch, ranks = question.global_batch_size, min(question.devices, question.cluster.node.devices)
     sizes = [n for n in round_sizes(batch) if question.rows in (None, n)]
     workload = setup.workload
-    return BlockTimer(question.job, workload.model, workload.micro_batch, ranks, sizes)
+    return BlockTimer(question.job, workload.model, workload.micro_batch, ranks, sizes, SCRIPT)
 
 
 def _losses(parts: RunSetup, example: MicroBatch) -> Callable[[bool, int], Loss]:

@@ -13,8 +13,7 @@ from bigtrain.job.arguments import TrainOptions
 from bigtrain.job.load import load_job
 from bigtrain.job.schema import Job
 from bigtrain.machine.cluster import Cluster, cluster_names, load_cluster
-from bigtrain.machine.local_cluster import cluster_from_rates
-from bigtrain.machine.rate_cache import cached_rates
+from bigtrain.machine.local_cluster import cached_local_cluster
 from bigtrain.planner.ask import PlannedAnswer, Question, ask, engine_margins, rank_limits
 from bigtrain.planner.show import no_fit_lines, recompute_summary, rejection_lines
 from bigtrain.ranks.launcher_env import RankInfo
@@ -104,20 +103,12 @@ def _cluster(device_type: str, placement: RankInfo) -> tuple[Cluster, str, bool]
     The last of the three is whether its rates were measured here.
     """
     ranks = placement.local_world_size
-    host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    rates = cached_rates(ranks) or cached_rates() if placement.one_node else None
-    if rates is not None and rates.device == device_type:
-        if device_type == "cpu":
-            cluster = cluster_from_rates(rates, devices=ranks, host_memory=host_bytes)
-        else:
-            properties = torch.cuda.get_device_properties(0)
-            size, name = int(properties.total_memory), str(properties.name)
-            cluster = cluster_from_rates(
-                rates, devices=ranks, host_memory=host_bytes, device_memory=size, device_name=name
-            )
-        return cluster, "measured by bigtrain doctor", True
+    known = cached_local_cluster(ranks, device_type) if placement.one_node else None
+    if known is not None:
+        return known, "measured by bigtrain doctor", True
     cluster = load_cluster(_likely(device_type))
     if device_type == "cpu":
+        host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         device = cluster.device.model_copy(update={"memory": host_bytes // ranks})
         node = cluster.node.model_copy(update={"devices": ranks, "host_memory": host_bytes})
         cluster = cluster.model_copy(update={"device": device, "node": node})

@@ -131,8 +131,7 @@ def _show(planned: PlannedAnswer, margin: str, path: Path, options: PlanOptions)
     lines = [search_line(planned), margin, *list(rejection_lines(planned))[:MAX_REJECTIONS_SHOWN]]
     if options.cluster is None and planned.question.job.train.precision == "fp32":
         lines += faster_precision(planned.question.cluster.device.flops.model_dump())
-    if planned.timed:
-        lines.append(f"seconds: {planned.timed}")
+    lines.append(planned.seconds_line)
     lines.append(f"plan: {path}")
     job = f" --config {options.job}" if options.job else ""
     # What was said of the strategy is for the search: the plan's own word is what was found.

@@ -207,8 +207,11 @@ class PlanEvaluator:
         pace = self._whole(candidate.rows)
         share = PassSeconds(pace.forward / candidate.stages, pace.backward / candidate.stages)
         paces = [share] * candidate.stages
-        update = self._update(fit, plan, None)
-        step = self._clock.step(plan, paces, [fit.even_stage()], update, played=False)
+        base, per_rank = fit.levels["keep"].base, candidate.stages // fit.ranks
+        update = self._clock.update_seconds(plan, base, fit.trained // fit.ranks)
+        update *= self._update_slowdown(plan)
+        profiles = [[fit.even_stage()] * per_rank]
+        step = self._clock.step(plan, paces, profiles, update, played=False)
         return step.total * (1 - BOUND_SLACK)
 
     def kept_seconds(self, candidate: Candidate, plan: Plan) -> float:
@@ -361,23 +364,15 @@ class PlanEvaluator:
 
     def _seconds(self, plan: Plan, fit: StageFitter, stages: Sequence[SectionRange]) -> StepSeconds:
         paces = [self._clock.pass_seconds(fit.sections(stage)) for stage in stages]
-        sampled = sorted({0, len(stages) // 2, len(stages) - 1})
-        profiles = [fit.profile(stages[place]) for place in sampled]
-        most_trained = max(profile.trained_elements for profile in profiles)
-        update = self._update(fit, plan, most_trained)
-        return self._clock.step(plan, paces, profiles, update)
+        base, slowdown = fit.levels["keep"].base, self._update_slowdown(plan)
+        return self._clock.plan_seconds(
+            plan, paces, lambda stage: fit.profile(stages[stage]), base, slowdown
+        )
 
-    def _update(self, fit: StageFitter, plan: Plan, most: int | None) -> float:
-        """Seconds of the optimizer's step on so many numbers; None for a rank's even share."""
-        base = fit.levels["keep"].base
-        run_on = sum(t.numbers for s in base.sections for t in s.tensors if t.trained)
-        if most is None:
-            most = fit.trained // fit.ranks
-        work = base.step_work.scaled(most / max(1, run_on))
-        if plan.offload_tiers.optimizer == "cpu" and plan.device_type == "cuda":
-            return self._clock.host_op_seconds(work)
+    def _update_slowdown(self, plan: Plan) -> float:
         slowdowns = self._slowdown(plan)
-        return self._clock.op_seconds(work) * (slowdowns.update if slowdowns else 1.0)
+        on_host = plan.offload_tiers.optimizer == "cpu" and plan.device_type == "cuda"
+        return slowdowns.update if slowdowns and not on_host else 1.0
 
 
 def _waits(plan: Plan) -> bool:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from bigtrain.planner.ask import PlannedAnswer
 from bigtrain.planner.evaluate import EvaluatedPlan, RejectedPlan
-from bigtrain.units import MIB, format_bytes, format_count
+from bigtrain.units import MIB, format_bytes, format_count, format_seconds
 
 _SHORT = {
     "parameters": "par",
@@ -51,7 +51,7 @@ def plans_table(planned: PlannedAnswer) -> Table:
             recompute_summary(evaluated),
             format_bytes(evaluated.peak.bytes),
             _parts(evaluated),
-            _seconds(evaluated.seconds.total),
+            format_seconds(evaluated.seconds.total),
             format_count(figures["targets_per_second"]),
             f"{100 * figures['mfu']:.0f} %",
             *([_told(apart[place - 1])] if any(apart) else []),
@@ -114,10 +114,6 @@ def _told(values: Mapping[str, Any]) -> str:
 
 def _unit(planned: PlannedAnswer) -> str:
     return "tokens/s" if planned.setup.data.task.name == "language" else "samples/s"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
 def _parts(evaluated: EvaluatedPlan) -> str:
@@ -195,6 +191,7 @@ def plan_document(planned: PlannedAnswer, margin: str) -> dict[str, Any]:
         "memory_bytes": question.memory.nbytes,
         "limit_bytes": question.limit,
         "margin": margin,
+        "seconds": planned.seconds_line if answer.best else None,
         "global_batch_size": question.global_batch_size,
         "candidates": answer.candidates,
         "judged": answer.evaluated,
@@ -235,9 +232,10 @@ def plan_values(planned: PlannedAnswer, evaluated: EvaluatedPlan) -> dict[str, A
 
 def plan_text(planned: PlannedAnswer, evaluated: EvaluatedPlan, command: str) -> str:
     """A plan file that a person can read and change."""
+    peak, step = format_bytes(evaluated.peak.bytes), format_seconds(evaluated.seconds.total)
     head = (
-        f"# {command}\n# {evaluated.label}: predicted peak {format_bytes(evaluated.peak.bytes)} on "
-        f"a rank, {_seconds(evaluated.seconds.total)} a step on {planned.question.cluster.name}.\n"
+        f"# {command}\n# {evaluated.label}: predicted peak {peak} on a rank, {step} a step on "
+        f"{planned.question.cluster.name}.\n"
         "# What stands under `predicted` is for the reader; the rest is followed.\n"
     )
     values = plan_values(planned, evaluated)

@@ -1,25 +1,52 @@
-"""The memory of every rank, measured and predicted in one type."""
+"""The memory of every rank and the seconds of a step, measured and predicted in one type."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
+from bigtrain.machine.busy import CpuUse, is_busy
 from bigtrain.memory.meter import MemoryMeasurement
 from bigtrain.memory.timeline import MemoryKind, Peak
-from bigtrain.prediction.residuals import EngineName, PeakRecord
+from bigtrain.prediction.residuals import EngineName, PeakRecord, StepBasis, StepRecord
+
+
+@dataclass(frozen=True)
+class StepForecast:
+    """What a step was expected to take, or why nobody can say."""
+
+    seconds: float | None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the parts, which sum to it."""
+    basis: StepBasis = "rates"
+    source: str = "nothing was forecast"
+    """What it goes by, in words; where there is none, why not."""
+
+
+@dataclass(frozen=True)
+class StepMeasurement:
+    """The steps of one rank in which memory was not tracked."""
+
+    count: int
+    seconds: float
+    """Their median."""
+    cpu: CpuUse
+    """From the first of them on."""
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """One rank: what was measured, and what had been predicted. All bytes."""
+    """One rank: what was measured, and what had been predicted. Sizes in bytes."""
 
     rank: int
     measured: MemoryMeasurement
     predicted: Peak | None
     note: str | None = None
     """Why there is no prediction, where there is none."""
+    steps: StepMeasurement | None = None
+    """None where every step was tracked."""
 
     def error_bytes(self, kind: MemoryKind | None = None) -> int | None:
         """Predicted less measured: of a part, or of the peak, to which the parts' errors sum.
@@ -52,6 +79,8 @@ class RankMemory:
             entry["reserved_bytes"] = self.measured.reserved_bytes
             entry["capacity_bytes"] = self.measured.capacity_bytes
             entry["alloc_retries"] = self.measured.alloc_retries
+        if self.steps is not None:
+            entry["step_seconds"] = self.steps.seconds
         return entry
 
 
@@ -62,6 +91,25 @@ class MemoryReport:
     strategy: str
     device: str
     ranks: tuple[RankMemory, ...]
+    step: StepForecast = StepForecast(None)
+
+    @property
+    def steps(self) -> StepMeasurement | None:
+        """Of the first rank; all wait for one another in every step."""
+        return self.ranks[0].steps if self.ranks else None
+
+    @property
+    def step_error(self) -> float | None:
+        """Predicted over measured seconds, less one; None where either is missing."""
+        if self.step.seconds is None or self.steps is None:
+            return None
+        return self.step.seconds / self.steps.seconds - 1
+
+    @property
+    def busy(self) -> bool:
+        """Whether others took the cores while steps were measured."""
+        uses = [rank.steps.cpu for rank in self.ranks if rank.steps is not None]
+        return bool(uses) and is_busy(uses)
 
     @property
     def peak_bytes(self) -> int | None:
@@ -109,6 +157,32 @@ class MemoryReport:
             records.append(entry)
         return records
 
+    def step_residual(self, engine: EngineName) -> StepRecord | None:
+        """What the run says about forecasts of seconds; None where the machine was busy."""
+        measured, predicted = self.steps, self.step.seconds
+        if measured is None or not predicted or not measured.seconds or self.busy:
+            return None
+        return StepRecord(
+            when=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
+            engine=engine,
+            strategy=self.strategy,
+            device=self.device,
+            basis=self.step.basis,
+            ranks=len(self.ranks),
+            predicted_seconds=predicted,
+            measured_seconds=measured.seconds,
+        )
+
+    def _step_json(self) -> dict[str, Any]:
+        return {
+            "predicted_seconds": self.step.seconds,
+            "predicted_parts": dict(self.step.parts),
+            "source": self.step.source,
+            "measured_seconds": self.steps.seconds if self.steps else None,
+            "measured_steps": self.steps.count if self.steps else 0,
+            "busy": self.busy,
+        }
+
     def as_json(self) -> dict[str, Any]:
         """The content of memory.json."""
         return {
@@ -117,5 +191,6 @@ class MemoryReport:
             "device": self.device,
             "peak_bytes": self.peak_bytes,
             "predicted_peak_bytes": self.predicted_peak_bytes,
+            "step": self._step_json(),
             "ranks": [rank.as_json() for rank in self.ranks],
         }

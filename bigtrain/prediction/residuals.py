@@ -1,6 +1,6 @@
-"""How far measured peaks were above what had been predicted, and the margin that follows.
+"""How far forecasts were off: of peaks, with the margin that follows, and of seconds.
 
-At the end of a run its main rank adds one entry for each rank to
+At the end of a run its main rank adds one entry for each rank, and one for its step, to
 $XDG_CACHE_HOME/bigtrain/residuals.json (left out: ~/.cache), beside the rates, under the device
 that it ran on. The next answers on that device take their safety margin from there.
 
@@ -29,6 +29,8 @@ from bigtrain.machine.rate_cache import cache_file, lock_file
 from bigtrain.machine.rates import cpu_name
 
 EngineName = Literal["torch", "deepspeed", "fairscale"]
+StepBasis = Literal["blocks", "rates"]
+"""What a forecast of seconds goes by: blocks timed on the machine, or its rates alone."""
 _Number = TypeVar("_Number", int, float)
 
 QUANTILE = 0.99
@@ -37,9 +39,13 @@ MIN_RANKS = 20
 """Ranks of an engine from which on the margin is read off; of fewer the default applies. Up to
 100 ranks the quantile is the highest one seen."""
 MAX_ENTRIES = 500
-"""Entries that are kept for a device: the newest."""
+"""Entries that are kept for a device, ranks and steps each: the newest."""
 DEFAULT_MARGIN: dict[EngineName, float] = {"torch": 0.005, "deepspeed": 0.05, "fairscale": 0.05}
 """Share of the predicted peak, by engine: the bars that the benchmarks hold."""
+MIN_RUNS = 10
+"""Runs of an engine from which on the uncertainty of seconds is read off."""
+STEP_QUANTILE = 0.9
+"""The share of the runs whose seconds were within the stated uncertainty."""
 LOCK_TIMEOUT_S = 5.0
 """Seconds after which a run that cannot have the lock leaves its entries out."""
 
@@ -76,6 +82,28 @@ class PeakRecord:
         return max(0, self.process_bytes - self.tracked_bytes)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """The seconds of a step of one run that came to its end, nobody else using the machine."""
+
+    when: str
+    """The end of the run, ISO 8601 in UTC."""
+    engine: EngineName
+    strategy: str
+    device: str
+    """'cuda' or 'cpu'."""
+    basis: StepBasis
+    ranks: int
+    predicted_seconds: float
+    measured_seconds: float
+    """The median of the steps in which memory was not tracked."""
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted_seconds / self.measured_seconds - 1
+
+
 @dataclass(frozen=True)
 class SafetyMargin:
     """What to add to a prediction before it is held against a limit."""
@@ -93,8 +121,8 @@ class SafetyMargin:
     """The margin and where it is from, in one sentence."""
 
 
-def record_residuals(entries: Iterable[PeakRecord]) -> None:
-    """Add the ranks of a run; to be called by its main rank alone.
+def record_residuals(entries: Iterable[PeakRecord | StepRecord]) -> None:
+    """Add the ranks of a run and its step; to be called by its main rank alone.
 
     The device is that of the caller. A cache that cannot be written is left as it is.
     """
@@ -107,7 +135,9 @@ def record_residuals(entries: Iterable[PeakRecord]) -> None:
         with lock_file(path.with_suffix(".lock"), LOCK_TIMEOUT_S):
             stored = _read(path)
             for entry in new_records:
-                stored.setdefault(hardware_key(entry.device), []).append(asdict(entry))
+                key = hardware_key(entry.device)
+                key = _step_key(key) if isinstance(entry, StepRecord) else key
+                stored.setdefault(key, []).append(asdict(entry))
             _write(path, {key: ranks[-MAX_ENTRIES:] for key, ranks in stored.items()})
 
 
@@ -153,6 +183,37 @@ def safety_margin(
         ranks=len(records),
         explanation=line,
     )
+
+
+def step_uncertainty(engine: str, basis: StepBasis, device: str) -> str:
+    """How far forecasts of seconds were off on this machine, in words.
+
+    Args:
+        engine: see `engine_of`.
+        basis: of the forecast; others say nothing of it.
+        device: 'cuda' or 'cpu'.
+    """
+    records = [
+        entry
+        for entry in map(_step_of, _stored(_step_key(hardware_key(device))))
+        if entry is not None and entry.engine == engine and entry.basis == basis
+    ]
+    kind = f"of {engine} by {'timed blocks' if basis == 'blocks' else 'rates'}"
+    if not records:
+        return f"how far off is not known: no earlier runs {kind} on this device"
+    errors = sorted(entry.error for entry in records)
+    median = f"predicted {1 + errors[(len(errors) - 1) // 2]:.2f} of the measured (median)"
+    count = "1 earlier run" if len(records) == 1 else f"{len(records)} earlier runs"
+    if len(records) < MIN_RUNS:
+        return f"{count} {kind}: {median}; from {MIN_RUNS} on there is a ± here"
+    within = _quantile([abs(error) for error in errors], STEP_QUANTILE)
+    share = f"{STEP_QUANTILE:.0%} of {count} {kind}"
+    return f"± {_percent(within)}: so far off at most were {share}; {median}"
+
+
+def _step_key(device_key: str) -> str:
+    """What the seconds of runs on a device are kept under, beside the bytes of its ranks."""
+    return json.dumps({"step_seconds": json.loads(device_key)})
 
 
 def _default(engine: str) -> float:
@@ -205,9 +266,9 @@ def residuals_file() -> Path:
     return cache_file().with_name("residuals.json")
 
 
-def _quantile(values: Sequence[_Number]) -> _Number:
+def _quantile(values: Sequence[_Number], share: float = QUANTILE) -> _Number:
     """The lowest value that was seen, of which at least the stated share is at or below."""
-    return sorted(values)[math.ceil(QUANTILE * (len(values) - 1))]
+    return sorted(values)[math.ceil(share * (len(values) - 1))]
 
 
 def _percent(share: float) -> str:
@@ -248,13 +309,25 @@ def _write(path: Path, kept: dict[str, list[dict[str, Any]]]) -> None:
             raise
 
 
-def _seen(key: str) -> list[PeakRecord]:
+def _stored(key: str) -> list[dict[str, Any]]:
     try:
-        ranks = _read(residuals_file()).get(key, [])
+        return _read(residuals_file()).get(key, [])
     except OSError:
         return []
-    parsed = [_entry_of(values) for values in ranks]
+
+
+def _seen(key: str) -> list[PeakRecord]:
+    parsed = [_entry_of(values) for values in _stored(key)]
     return [entry for entry in parsed if entry is not None]
+
+
+def _step_of(values: dict[str, Any]) -> StepRecord | None:
+    """An entry from JSON values; None where these are none."""
+    if set(values) != {f.name for f in fields(StepRecord)}:
+        return None
+    seconds = (values["predicted_seconds"], values["measured_seconds"])
+    is_positive = all(type(s) is float and math.isfinite(s) and s > 0 for s in seconds)
+    return StepRecord(**values) if is_positive else None
 
 
 def _entry_of(values: dict[str, Any]) -> PeakRecord | None:

@@ -18,7 +18,7 @@ from bigtrain.engine.setup import RunSetup
 from bigtrain.job.schema import Job
 from bigtrain.memory.timeline import Peak, highest_peak
 from bigtrain.prediction.predict import predict
-from bigtrain.report.run_log import predicted_line
+from bigtrain.report.run_log import predicted_line, step_line
 from bigtrain.units import format_count
 
 
@@ -42,6 +42,8 @@ def opening_lines(parts: RunSetup, engine: Engine, resumed: Path | None) -> Iter
         yield from engine.layout.lines()
     yield from parts.resolved.notes
     yield predicted_line(engine.predicted_fullest, engine.prediction_note)
+    if engine.predicted_step is not None:
+        yield step_line(engine.predicted_step)
     yield from engine.advice
     if resumed is not None:
         yield f"continues after step {engine.steps_done} from {resumed}"

@@ -1,10 +1,10 @@
 """What a run writes while it goes on: its folder, a line or a bar for a person, JSON for machines.
 
     runs/NAME/config.yaml        the resolved job, which can be fed back in
-              plan.yaml          mesh, techniques, batch and the predicted peak
+              plan.yaml          mesh, techniques, batch, the predicted peak and step
               metrics.jsonl      one object a step
               validation.jsonl   one object a validation
-              memory.json        the peak of every rank, by part
+              memory.json        the peak of every rank, by part, and the seconds of a step
               checkpoints/
 
 Rank 0 writes; on the others every method does nothing.
@@ -30,12 +30,12 @@ from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Job
 from bigtrain.memory.meter import device_capacity_bytes
 from bigtrain.memory.timeline import Peak
-from bigtrain.prediction.memory_report import MemoryReport
-from bigtrain.prediction.residuals import engine_of, record_residuals
+from bigtrain.prediction.memory_report import MemoryReport, StepForecast
+from bigtrain.prediction.residuals import engine_of, record_residuals, step_uncertainty
 from bigtrain.ranks.context import RunContext
 from bigtrain.report.folders import folder_numbers, next_folder
 from bigtrain.report.tables import memory_notes, memory_table
-from bigtrain.units import format_bytes
+from bigtrain.units import format_bytes, format_seconds
 
 
 def run_folder(job: Job, context: RunContext) -> Path:
@@ -104,6 +104,8 @@ class RunLog:
         total_steps: steps of the whole run.
         first_step: steps that were done before (after a resume).
         predicted: the predicted peak, for plan.yaml.
+        predicted_step: the predicted seconds of a step, for plan.yaml and the first line of
+            metrics.jsonl.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class RunLog:
         total_steps: int,
         first_step: int = 0,
         predicted: Peak | None = None,
+        predicted_step: StepForecast | None = None,
     ) -> None:
         self.folder = folder
         self._job = job
@@ -129,6 +132,7 @@ class RunLog:
         self._progress: Progress | None = None
         self._board: Any = None
         self._stepped = False
+        self._predicted_seconds = predicted_step.seconds if predicted_step else None
         if not self._main:
             return
         self._write_plan(job, plan, predicted)
@@ -153,6 +157,8 @@ class RunLog:
                 "phase": predicted.phase,
                 "breakdown": asdict(predicted.breakdown),
             }
+        if self._predicted_seconds is not None:
+            described.setdefault("predicted", {})["step_seconds"] = self._predicted_seconds
         _write_yaml(self.folder / "config.yaml", resolved)
         _write_yaml(self.folder / "plan.yaml", described)
 
@@ -168,10 +174,13 @@ class RunLog:
 
     def step(self, result: StepResult) -> None:
         """One optimizer step."""
-        self._stepped = True
+        first, self._stepped = not self._stepped, True
         if not self._main:
             return
-        self._append("metrics.jsonl", asdict(result))
+        values = asdict(result)
+        if first and self._predicted_seconds is not None:
+            values["predicted_step_seconds"] = self._predicted_seconds
+        self._append("metrics.jsonl", values)
         self._board_scalars("train", asdict(result), result.step)
         if self._progress is not None:
             self._progress.update(self._task, completed=result.step, description=self._line(result))
@@ -204,8 +213,13 @@ class RunLog:
         for line in memory_notes(report):
             self.print_line(line)
         engine = engine_of(self._plan)
-        if engine is not None:
-            record_residuals(report.residuals(engine, self._plan.precision))
+        if engine is None:
+            return
+        if report.step.seconds is not None:
+            self.print_line(f"step: {step_uncertainty(engine, report.step.basis, report.device)}")
+        step = report.step_residual(engine)
+        steps = [step] if step is not None else []
+        record_residuals([*report.residuals(engine, self._plan.precision), *steps])
 
     def print_line(self, text: str) -> None:
         """A line for a person."""
@@ -300,3 +314,10 @@ def predicted_line(peak: Peak | None, note: str | None) -> str:
     if peak is None:
         return f"predicted peak: none ({note})"
     return f"predicted peak: {format_bytes(peak.bytes)} a rank, in {peak.phase}"
+
+
+def step_line(step: StepForecast) -> str:
+    """One line before the first step."""
+    if step.seconds is None:
+        return f"predicted step: none ({step.source})"
+    return f"predicted step: {format_seconds(step.seconds)}, {step.source}"

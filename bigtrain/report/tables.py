@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich.table import Table
 
 from bigtrain.memory.timeline import MEMORY_KINDS, MemoryKind, Peak
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory
-from bigtrain.units import format_bytes
+from bigtrain.units import format_bytes, format_seconds
 
 MOST_RANKS = 2
 """Ranks that are shown in full; of more, those with the highest and the lowest peak."""
 
 
 def memory_table(report: MemoryReport) -> Table:
-    """Peak memory by part: for each rank measured, predicted, and how far these are apart.
+    """Peak memory by part, and a step: measured, predicted, and how far these are apart.
 
     An error is a share of the rank's measured peak, also that of a part: so the parts' errors sum
-    to the peak's, and what hardly counts looks so.
+    to the peak's, and what hardly counts looks so. That of a step is a share of what it took.
     """
     shown = _shown(report)
     table = Table(title=f"Peak memory, {report.strategy} on {report.device}", title_justify="left")
@@ -34,6 +36,8 @@ def memory_table(report: MemoryReport) -> Table:
     table.add_row("process", *(c for r in shown for c in (_process(r), "", "")))
     if any(r.measured.reserved_bytes is not None for r in shown):
         table.add_row("reserved", *(c for r in shown for c in (_reserved(r), "", "")))
+    table.add_section()
+    table.add_row("step", *(c for r in shown for c in _step(report, r)))
     return table
 
 
@@ -54,7 +58,20 @@ def memory_notes(report: MemoryReport) -> list[str]:
         lines.insert(0, f"the highest and the lowest of {len(report.ranks)} ranks")
     notes = {r.note for r in report.ranks if r.note}
     lines += [f"no prediction: {note}" for note in sorted(notes)]
-    return lines
+    return [*lines, *_step_notes(report)]
+
+
+def _step_notes(report: MemoryReport) -> Iterator[str]:
+    """How often the step was measured, and by what it was predicted."""
+    count = report.steps.count if report.steps else 0
+    if not count:
+        yield "step: not measured, as memory was tracked in every step (memory.track_steps)"
+    else:
+        steps = "1 step" if count == 1 else f"{count} steps"
+        busy = "; others used the machine meanwhile" if report.busy else ""
+        yield f"step: the median of {steps} in which memory was not tracked{busy}"
+    if report.step.seconds is None:
+        yield f"no predicted seconds: {report.step.source}"
 
 
 def _pair(rank: RankMemory, kind: str) -> tuple[str, str]:
@@ -81,6 +98,16 @@ def _phases(rank: RankMemory) -> tuple[str, str]:
 def _process(rank: RankMemory) -> str:
     process = rank.measured.process_peak_bytes
     return format_bytes(process) if process is not None else "-"
+
+
+def _step(report: MemoryReport, rank: RankMemory) -> tuple[str, str, str]:
+    measured, predicted = rank.steps.seconds if rank.steps else None, report.step.seconds
+    error = f"{predicted / measured - 1:+.1%}" if measured and predicted else "-"
+    return _seconds(measured), _seconds(predicted), error
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else format_seconds(seconds)
 
 
 def _reserved(rank: RankMemory) -> str:

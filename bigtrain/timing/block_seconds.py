@@ -29,12 +29,11 @@ from bigtrain.job.schema import Job
 from bigtrain.machine.rate_cache import cache_file, lock_file
 from bigtrain.machine.rates import measured_by_ranks, usable_cores
 from bigtrain.models.blocks import independent_blocks
-from bigtrain.prediction.residuals import hardware_key
+from bigtrain.prediction.residuals import StepBasis, hardware_key
 from bigtrain.prediction.section_library import ModelSections
 from bigtrain.prediction.sections import Section
 from bigtrain.prediction.shorten import shorten_model
 from bigtrain.timing.step_time import StepTimer
-from bigtrain.timing.time_blocks import BlockRequest, BlockSeconds
 
 MAX_SIZES = 6
 """Sizes of a micro-batch that are timed; what lies between is read off."""
@@ -43,7 +42,36 @@ SECONDS_ALLOWED = 15.0
 TIMEOUT_S = 180.0
 """After which the ranks are given up, and those who wait for them."""
 MAX_KEPT_MODELS = 200
-"""Models, sizes and numbers of ranks that are kept: the newest."""
+"""Models and numbers of ranks that are kept: the newest."""
+
+
+@dataclass(frozen=True)
+class BlockRequest:
+    """What is to be timed."""
+
+    job: dict[str, Any]
+    """For one process, strategy `single`."""
+    rows: list[int]
+    """Sizes of a micro-batch, from the smallest on."""
+    bf16_parameters: bool
+    """See `Plan.bf16_parameters`."""
+    seconds: float
+    """After so many no further size is begun."""
+
+
+@dataclass(frozen=True)
+class BlockSeconds:
+    """One micro-batch of one size: medians of the repeats, means of the ranks."""
+
+    rows: int
+    sections: list[tuple[float, float]]
+    """Forward and backward of what is before the blocks, of each block of the model as
+    `shorten_model` leaves it, of what is after them; of the whole model alone where its blocks do
+    not follow one another."""
+    update: float
+    """Clipping and the optimizer's step."""
+    trained: int
+    """Numbers that it updates."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +129,7 @@ class BlockTimer:
         example: one micro-batch.
         ranks: that will share the machine.
         rows: sizes of a micro-batch that may be asked for.
+        script: `engine/time_blocks.py`, which times; None: what is kept has to do.
     """
 
     job: Job
@@ -108,8 +137,11 @@ class BlockTimer:
     example: MicroBatch
     ranks: int
     rows: Sequence[int]
+    script: Path | None = None
     source: str = field(default="", init=False)
     """What was timed, or why nothing was; empty as long as nobody has asked."""
+    basis: StepBasis = field(default="rates", init=False)
+    """What seconds go by, once somebody has asked."""
 
     def seconds(self, *, bf16_parameters: bool) -> list[BlockSeconds]:
         """As they were kept, or timed now, which takes some seconds; none where it failed."""
@@ -123,11 +155,11 @@ class BlockTimer:
         )
         key = self._key(request)
         path = cache_file().with_name("blocks.json")
-        kept = _read(path, key)
-        if kept is None:
-            kept = self._timed_alone(path, key, request)
+        kept, sizes_asked = _read(path, key)
+        if self.script is not None and not set(request.rows) <= sizes_asked:
+            kept = self._timed_alone(self.script, path, key, request)
         if kept:
-            sizes = ", ".join(str(one.rows) for one in kept)
+            self.basis, sizes = "blocks", ", ".join(str(one.rows) for one in kept)
             self.source = f"blocks timed on this machine, {sizes} rows, {self._copies} at once"
         return kept
 
@@ -140,18 +172,20 @@ class BlockTimer:
     def _copies(self) -> int:
         return min(self.ranks, 2 * usable_cores())
 
-    def _timed_alone(self, path: Path, key: str, request: BlockRequest) -> list[BlockSeconds]:
+    def _timed_alone(
+        self, script: Path, path: Path, key: str, request: BlockRequest
+    ) -> list[BlockSeconds]:
         """One rank of a node times, and the others wait for what it finds."""
-        script = Path(__file__).with_name("time_blocks.py")
         arguments = [json.dumps(asdict(request))]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with lock_file(path.with_suffix(".lock"), TIMEOUT_S):
-                kept = _read(path, key)
-                if kept is None:
+                kept, sizes_asked = _read(path, key)
+                if not set(request.rows) <= sizes_asked:
                     found = measured_by_ranks(script, self._copies, arguments, TIMEOUT_S)
-                    kept = [_from_json(one) for one in found]
-                    _write(path, key, found)
+                    by_rows = {one.rows: one for one in (*kept, *map(_from_json, found))}
+                    kept = [by_rows[rows] for rows in sorted(by_rows)]
+                    _write(path, key, kept, sizes_asked | set(request.rows))
         except (OSError, RuntimeError) as error:
             self.source = f"blocks could not be timed: {error}"
             return []
@@ -165,12 +199,13 @@ class BlockTimer:
         ]
         batch = [(list(t.shape[1:]), str(t.dtype)) for t in self.example.tensors()]
         job = request.job
+        # As many as whoever starts the ranks gives each of them.
+        threads = os.environ.get("OMP_NUM_THREADS") or max(1, usable_cores() // self._copies)
         parts = {
             "model": [job["model"], repr(self.model), tensors, batch],
             "run": [job["optim"], job["train"]["precision"], request.bf16_parameters],
-            "sizes": request.rows,
             "device": [hardware_key(device_type_of(self.job)), usable_cores(), self._copies],
-            "threads": os.environ.get("OMP_NUM_THREADS"),
+            "threads": str(threads),
         }
         return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
@@ -256,21 +291,24 @@ def _from_json(values: Mapping[str, Any]) -> BlockSeconds:
     return BlockSeconds(values["rows"], pairs, values["update"], values["trained"])
 
 
-def _read(path: Path, key: str) -> list[BlockSeconds] | None:
-    """What is kept; None where there is nothing, or the file is damaged."""
+def _read(path: Path, key: str) -> tuple[list[BlockSeconds], set[int]]:
+    """What is kept, and the sizes that were asked for: of large ones there may be no time."""
     try:
-        return [_from_json(one) for one in json.loads(path.read_text("utf-8"))[key]["timed"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        entry = json.loads(path.read_text("utf-8"))[key]
+        return [_from_json(one) for one in entry["timed"]], set(map(int, entry["sizes"]))
+    except (OSError, ValueError, KeyError, TypeError):  # there is nothing, or it is damaged
+        return [], set()
 
 
-def _write(path: Path, key: str, timed: Sequence[Mapping[str, Any]]) -> None:
+def _write(path: Path, key: str, timed: Sequence[BlockSeconds], sizes: set[int]) -> None:
     """Keep it beside others; to be called with the lock. A full disk costs the next one seconds."""
     entries: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         known = json.loads(path.read_text("utf-8"))
         entries = known if isinstance(known, dict) else {}
-    entries[key] = {"timed": timed, "when": time.strftime("%Y-%m-%d %H:%M:%S")}
+    when = time.strftime("%Y-%m-%d %H:%M:%S")
+    entries.pop(key, None)  # so that it is the newest
+    entries[key] = {"timed": [asdict(t) for t in timed], "sizes": sorted(sizes), "when": when}
     newest = dict(list(entries.items())[-MAX_KEPT_MODELS:])
     with (
         contextlib.suppress(OSError),

@@ -6,7 +6,7 @@ least what it costs to issue it (Williams et al. 2009, Roofline); rates are thos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 
@@ -17,6 +17,7 @@ from bigtrain.costs.forecast import Profile
 from bigtrain.costs.traffic import HOST_TRANSFERS, Traffic
 from bigtrain.machine.cluster import Cluster
 from bigtrain.machine.collective_cost import collective_seconds as exchange_seconds
+from bigtrain.prediction.record_sections import RecordedSections
 from bigtrain.prediction.sections import OpLog, Section
 from bigtrain.schedules.bubble import StageSeconds, bubble_share, simulate_step
 from bigtrain.schedules.orders import schedule_orders, stage_ranks
@@ -111,11 +112,53 @@ class StepTimer:
             self._known[key] = (section, self.op_seconds(work))
         return self._known[key][1] * section.slowdown[back]
 
+    def plan_seconds(
+        self,
+        plan: Plan,
+        paces: Sequence[PassSeconds],
+        profile_of: Callable[[int], Profile],
+        base: RecordedSections,
+        update_slowdown: float,
+    ) -> StepSeconds:
+        """One step of a plan, from its stages.
+
+        Args:
+            plan: mesh, schedule, batch, techniques.
+            paces: of every stage; of the whole model where it is not cut.
+            profile_of: a stage's profile, by its number; the whole model's is that of 0.
+            base: the run that says what the optimizer's step takes.
+            update_slowdown: times that this takes longer than rates say.
+        """
+        ranks: tuple[int, ...] = (0,)
+        if plan.cut is not None and plan.pp > 1:
+            ranks = stage_ranks(plan.cut.schedule, plan.pp, len(paces) // plan.pp)
+        count = max(ranks) + 1
+        sampled = sorted({0, count // 2, count - 1})
+        own_stages = ([n for n, whose in enumerate(ranks) if whose == rank] for rank in sampled)
+        rank_profiles = [[profile_of(stage) for stage in stages] for stages in own_stages]
+        most_trained = max(sum(p.trained_elements for p in own) for own in rank_profiles)
+        update = self.update_seconds(plan, base, most_trained) * update_slowdown
+        return self.step(plan, paces, rank_profiles, update)
+
+    def update_seconds(self, plan: Plan, base: RecordedSections, trained: int) -> float:
+        """Seconds of clipping and the optimizer on so many numbers, by rates; see `step`.
+
+        Args:
+            plan: says where it is done.
+            base: the run that says what it takes.
+            trained: numbers, of all shards.
+        """
+        run_on = sum(t.numbers for s in base.sections for t in s.tensors if t.trained)
+        work = base.step_work.scaled(trained / max(1, run_on))
+        if plan.offload_tiers.optimizer == "cpu" and plan.device_type == "cuda":
+            return self.host_op_seconds(work)
+        return self.op_seconds(work)
+
     def step(
         self,
         plan: Plan,
         paces: Sequence[PassSeconds],
-        profiles: Sequence[Profile],
+        rank_profiles: Sequence[Sequence[Profile]],
         update: float,
         *,
         played: bool = True,
@@ -125,17 +168,19 @@ class StepTimer:
         Args:
             plan: mesh, schedule, batch, techniques.
             paces: of every stage; of the whole model where it is not cut.
-            profiles: of the stages that tell what is sent, as many or fewer.
+            rank_profiles: the stages of the ranks that tell what is sent, of all ranks or fewer.
             update: seconds of the optimizer's step on all the trained numbers of one rank.
             played: whether a short schedule is played through; otherwise, where it has no closed
                 form, ranks wait no less than this says.
         """
         micro_batches = plan.batch.accumulation_steps
+        profiles = [profile for own in rank_profiles for profile in own]
         compute, idle = self._computing(plan, paces, profiles, played=played)
         slowest = max(paces, key=lambda pace: pace.total)
         exchange = moving = 0.0
-        for profile in profiles:
-            comm_seconds, transfer_seconds = self._traffic(plan, profile, slowest, micro_batches)
+        for own in rank_profiles:
+            parts = [self._traffic(plan, profile, slowest, micro_batches) for profile in own]
+            comm_seconds, transfer_seconds = (sum(each) for each in zip(*parts, strict=True))
             exchange, moving = max(exchange, comm_seconds), max(moving, transfer_seconds)
         shards = plan.state_ranks
         return StepSeconds(compute, idle, exchange, moving, self.oversubscription * update / shards)

@@ -11,25 +11,37 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from support.residual_files import entry, on_cpu
 from support.zygote import forked_cli
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.job.load import job_from_keys
 from bigtrain.machine import rate_cache
+from bigtrain.machine.busy import CpuUse
+from bigtrain.machine.rates import MeasuredRates
 from bigtrain.memory.meter import MemoryMeasurement
 from bigtrain.memory.timeline import Breakdown, Peak
 from bigtrain.prediction import residuals
-from bigtrain.prediction.memory_report import MemoryReport, RankMemory
+from bigtrain.prediction.memory_report import (
+    MemoryReport,
+    RankMemory,
+    StepForecast,
+    StepMeasurement,
+)
 from bigtrain.prediction.residuals import (
     DEFAULT_MARGIN,
     MAX_ENTRIES,
+    MIN_RUNS,
+    StepRecord,
     engine_of,
     hardware_key,
     record_residuals,
     residuals_file,
     safety_margin,
+    step_uncertainty,
 )
+from bigtrain.report.tables import memory_notes
 
 MODEL = """
 from torch import nn
@@ -55,6 +67,21 @@ def cache(tmp_path, monkeypatch):
     """An empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "bigtrain"
+
+
+_LINK = {"latency": 1e-4, "bytes": 1e9, "curve": [[1e3, 1e-4], [1e6, 1e-3]]}
+RATES = MeasuredRates(
+    device="cpu",
+    flops={"fp32": 1e11, "bf16": 1e11},
+    copy_bytes=1e10,
+    disk_write_bytes=1e9,
+    disk_read_bytes=1e9,
+    to_device_bytes=None,
+    link_ranks=2,
+    link_latency=1e-4,
+    link_bytes=1e9,
+    link_kinds={"all_reduce": _LINK, "broadcast": _LINK},
+)
 
 
 def kept(key=None):
@@ -280,6 +307,59 @@ def test_a_report_gives_entries_for_ranks_with_both_figures():
     assert len({e.when for e in found}) == 1
 
 
+def step_entry(ratio=1.0, **other):
+    """A run whose step took a second."""
+    values = {"when": "2030", "engine": "torch", "strategy": "ddp", "device": "cpu"}
+    values |= {"basis": "blocks", "ranks": 2, "measured_seconds": 1.0}
+    return StepRecord(**{**values, "predicted_seconds": ratio, **other})
+
+
+def test_seconds_are_kept_by_engine_and_by_what_they_go_by():
+    assert step_uncertainty("torch", "blocks", "cpu") == (
+        "how far off is not known: no earlier runs of torch by timed blocks on this device"
+    )
+    record_residuals([step_entry(0.9), step_entry(0.5, basis="rates"), entry()])
+    record_residuals([step_entry(0.7, engine="deepspeed"), step_entry(0.8), step_entry(0.6)])
+    assert step_uncertainty("torch", "blocks", "cpu") == (
+        "3 earlier runs of torch by timed blocks: predicted 0.80 of the measured (median); "
+        f"from {MIN_RUNS} on there is a ± here"
+    )
+    assert step_uncertainty("torch", "rates", "cpu").startswith("1 earlier run of torch by rates")
+    assert on_cpu("torch").ranks == 1  # bytes are kept beside them
+
+
+def test_the_uncertainty_of_seconds_is_a_quantile_from_ten_runs_on():
+    record_residuals(
+        step_entry(ratio) for ratio in (0.9, 1.1, 0.95, 1.0, 1.05, 0.8, 1.3, *[1.0] * 3)
+    )
+    found = step_uncertainty("torch", "blocks", "cpu")
+    assert found == (
+        "± 30.0 %: so far off at most were 90% of 10 earlier runs of torch by timed blocks; "
+        "predicted 1.00 of the measured (median)"
+    )
+    record_residuals(step_entry() for _ in range(1))
+    assert step_uncertainty("torch", "blocks", "cpu").startswith("± 20.0 %")
+
+
+@pytest.mark.parametrize(
+    ("machine", "predicted", "kept_seconds"),
+    [(8.5, 0.8, 0.8), (20.0, 0.8, None), (None, 0.8, 0.8), (8.5, None, None)],
+)
+def test_a_run_on_a_busy_machine_says_nothing_of_seconds(
+    monkeypatch, machine, predicted, kept_seconds
+):
+    monkeypatch.setattr("bigtrain.machine.busy.usable_cores", lambda: 2)
+    steps = StepMeasurement(5, 1.0, CpuUse("here", 5.0, 4.2, machine))
+    ranks = [RankMemory(n, MemoryMeasurement(None, None), None, None, steps) for n in (0, 1)]
+    report = MemoryReport("ddp", "cpu", tuple(ranks), StepForecast(predicted, basis="blocks"))
+    found = report.step_residual("torch")
+    assert (found and found.predicted_seconds) == kept_seconds
+    assert report.as_json()["step"]["busy"] == (machine == 20.0)
+    notes = " ".join(memory_notes(report))
+    assert ("others used the machine meanwhile" in notes) == (machine == 20.0)
+    assert ("no predicted seconds: nothing was forecast" in notes) == (predicted is None)
+
+
 def train(folder, *words, ranks=1):
     """Three steps of a small model; what is kept afterwards."""
     text = folder / "corpus.txt"
@@ -310,10 +390,28 @@ def test_a_run_on_two_ranks_leaves_two_entries(tmp_path):
             "tracked_bytes": rank["peak_bytes"],
             "process_bytes": rank["process_peak_bytes"],
         }
-    done, found = train(tmp_path, "log.name=again", ranks=2)
+    assert memory["step"]["measured_seconds"] is None  # all of its three steps were tracked
+    assert "predicted step: none (the rates of this machine are not known" in done.stdout
+    assert "memory was tracked in every step" in done.stdout
+    rate_cache._keep(RATES)
+    done, found = train(tmp_path, "log.name=again", "memory.track_steps=1", ranks=2)
     assert done.returncode == 0, done.stderr
     assert len(found) == 4
     assert (on_cpu("torch").runs, on_cpu("torch").ranks) == (2, 4)
+    folder = tmp_path / "runs/again"
+    step = json.loads((folder / "memory.json").read_text())["step"]
+    first, *others = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    assert step["measured_steps"] == 2
+    assert step["measured_seconds"] == pytest.approx(sum(s["step_seconds"] for s in others) / 2)
+    assert step["predicted_seconds"] == first["predicted_step_seconds"] > 0
+    assert not any("predicted_step_seconds" in one for one in others)
+    plan = yaml.safe_load((folder / "plan.yaml").read_text())
+    assert plan["predicted"]["step_seconds"] == step["predicted_seconds"]
+    assert "by the rates of this machine" in done.stdout
+    stored = json.loads(residuals_file().read_text())
+    seconds = [one for key in stored if "step_seconds" in key for one in stored[key]]
+    expected = [] if step["busy"] else [step["measured_seconds"]]
+    assert [one["measured_seconds"] for one in seconds] == expected
 
 
 def test_a_run_that_fails_leaves_none(tmp_path):

@@ -23,7 +23,7 @@ ORDER = (
     *("losses", "data", "models", "activations", "optim"),
     *("schedules", "tracing", "cutting"),
     *("costs", "core", "strategy", "pipeline", "prediction", "strategies"),
-    *("assembly", "engine", "timing", "report"),
+    *("assembly", "timing", "engine", "report"),
     *("planner", "compare", "verify"),
     *("train", "cli", "__main__"),
 )

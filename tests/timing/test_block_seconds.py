@@ -12,6 +12,7 @@ from torch import nn
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.engine.setup import open_setup
+from bigtrain.engine.time_blocks import SCRIPT, BlockStopwatch, time_blocks
 from bigtrain.job.load import load_job
 from bigtrain.job.schema import Job
 from bigtrain.machine.cluster import load_cluster
@@ -23,6 +24,8 @@ from bigtrain.timing import block_seconds
 from bigtrain.timing.block_seconds import (
     AFTER,
     BEFORE,
+    BlockRequest,
+    BlockSeconds,
     BlockTimer,
     Slowdowns,
     section_keys,
@@ -30,7 +33,6 @@ from bigtrain.timing.block_seconds import (
     spread_sizes,
 )
 from bigtrain.timing.step_time import StepTimer
-from bigtrain.timing.time_blocks import BlockRequest, BlockSeconds, BlockStopwatch, time_blocks
 from bigtrain.units import GIB
 
 WORDS = [
@@ -209,13 +211,17 @@ def test_blocks_are_timed_once_for_a_model_and_a_number_of_ranks(job, monkeypatc
     monkeypatch.setattr(block_seconds, "measured_by_ranks", measured)
 
     def timer(ranks: int = 2, rows: tuple[int, ...] = (1, 2)) -> BlockTimer:
-        return BlockTimer(job, work.model, work.micro_batch, ranks, rows)
+        return BlockTimer(job, work.model, work.micro_batch, ranks, rows, SCRIPT)
 
+    no_script = BlockTimer(job, work.model, work.micro_batch, 2, (1, 2))
+    assert no_script.seconds(bf16_parameters=False) == []  # nothing is kept, nothing timed
     first = timer().seconds(bf16_parameters=False)
     assert first == [BlockSeconds(1, [(0.1, 0.2)], 0.3, 7), BlockSeconds(2, [(0.1, 0.2)], 0.3, 7)]
     again = timer()
     assert again.seconds(bf16_parameters=False) == first
     assert again.source == "blocks timed on this machine, 1, 2 rows, 2 at once"
+    assert no_script.seconds(bf16_parameters=False) == first
+    assert timer(rows=(2,)).seconds(bf16_parameters=False) == first
     assert len(calls) == 1
     timer().seconds(bf16_parameters=True)
     timer(ranks=1).seconds(bf16_parameters=False)
@@ -223,6 +229,9 @@ def test_blocks_are_timed_once_for_a_model_and_a_number_of_ranks(job, monkeypatc
     (tmp_path / "bigtrain" / "blocks.json").write_text("half of it {")
     assert timer().seconds(bf16_parameters=False) == first
     assert len(calls) == 4
+    more = timer(rows=(2, 8)).seconds(bf16_parameters=False)  # of another question
+    assert [one.rows for one in more] == [1, 2, 8]
+    assert calls[4:] == [(2, [2, 8], False)]
 
     def failed(*_: Any) -> Any:
         raise RuntimeError("2 ranks did not answer in 180 s")
@@ -243,7 +252,7 @@ def test_ranks_of_this_machine_time_a_job(job, monkeypatch, tmp_path):
     """In processes of their own, as a user has it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     work = open_setup(job, make_plan(job, 1, "cpu")).workload
-    timer = BlockTimer(job, work.model, work.micro_batch, 2, (1,))
+    timer = BlockTimer(job, work.model, work.micro_batch, 2, (1,), SCRIPT)
     (one,) = timer.seconds(bf16_parameters=False)
     assert timer.source.startswith("blocks timed on this machine")
     assert len(one.sections) == 5

@@ -1,10 +1,10 @@
 """The blocks of a job's model at work: seconds of each, forward and backward, and of an update.
 
-`bigtrain.timing.block_seconds` runs it in a process of its own, which starts as many ranks as will
-share the device; each rank is this file again, and computes beside the others on its own:
+`bigtrain.timing.block_seconds` has the planner run it in a process of its own, which starts as many
+ranks as will share the device; each rank is this file again, and computes on its own:
 
-    python bigtrain/timing/time_blocks.py --start N ANSWER REQUEST
-    python bigtrain/timing/time_blocks.py ANSWER REQUEST          as a rank
+    python bigtrain/engine/time_blocks.py --start N ANSWER REQUEST
+    python bigtrain/engine/time_blocks.py ANSWER REQUEST          as a rank
 
 REQUEST is a `BlockRequest` as JSON; ANSWER a file that rank 0 writes: a `BlockSeconds` for each
 micro-batch size, as JSON.
@@ -22,7 +22,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -50,42 +50,15 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.exit_status import run_guarded
 from bigtrain.ranks.launch import start_ranks
 from bigtrain.ranks.launcher_env import detect_rank_info
+from bigtrain.timing.block_seconds import BlockRequest, BlockSeconds
 
+SCRIPT = Path(__file__)
 REPEATS = (3, 9)
 """How often a micro-batch of one size is timed at least, and at most."""
 SECONDS_A_SIZE = 1.0
 """For which it is repeated."""
 FREE_SHARE = 0.5
 """Of the host's free memory that all ranks together may come to."""
-
-
-@dataclass(frozen=True)
-class BlockRequest:
-    """What is to be timed."""
-
-    job: dict[str, Any]
-    """For one process, strategy `single`."""
-    rows: list[int]
-    """Sizes of a micro-batch, from the smallest on."""
-    bf16_parameters: bool
-    """See `Plan.bf16_parameters`."""
-    seconds: float
-    """After so many no further size is begun."""
-
-
-@dataclass(frozen=True)
-class BlockSeconds:
-    """One micro-batch of one size: medians of the repeats, means of the ranks."""
-
-    rows: int
-    sections: list[tuple[float, float]]
-    """Forward and backward of what is before the blocks, of each block of the model as
-    `shorten_model` leaves it, of what is after them; of the whole model alone where its blocks do
-    not follow one another."""
-    update: float
-    """Clipping and the optimizer's step."""
-    trained: int
-    """Numbers that it updates."""
 
 
 class BlockStopwatch:

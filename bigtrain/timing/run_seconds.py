@@ -1,0 +1,213 @@
+"""The seconds of a step of a run: what the planner would say of it, beside what is measured.
+
+Nothing is timed or measured for it: it goes by what is kept of earlier questions to the machine.
+"""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+
+from bigtrain.activations.policy import BlockPolicy, recomputed_names
+from bigtrain.core.resolved import ResolvedPlan
+from bigtrain.core.workload import Workload
+from bigtrain.costs.forecast import Profile
+from bigtrain.errors import ConfigError
+from bigtrain.job.schema import Job
+from bigtrain.machine.busy import CpuClock
+from bigtrain.machine.local_cluster import cached_local_cluster
+from bigtrain.prediction.compose import compose_profile
+from bigtrain.prediction.memory_report import StepForecast, StepMeasurement
+from bigtrain.prediction.section_library import ModelSections, SectionLibrary
+from bigtrain.prediction.sections import Section
+from bigtrain.ranks.context import RunContext
+from bigtrain.timing.block_seconds import BlockTimer, Slowdowns, slowdowns
+from bigtrain.timing.step_time import PassSeconds, StepSeconds, StepTimer
+
+MAX_STEPS = 1000
+"""Steps whose seconds are kept: the newest."""
+SECTION_POLICIES: dict[BlockPolicy, BlockPolicy] = {"offload": "keep", "full_offload": "full"}
+"""As what blocks are computed whose tensors are moved away; the moves are the technique's."""
+
+
+class StepWatch:
+    """Notes the seconds of the steps in which memory is not tracked."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=MAX_STEPS)
+        self._count = 0
+        self._tracked = False
+        self._clock: CpuClock | None = None
+
+    def begin(self, *, tracked: bool) -> None:
+        """A step begins."""
+        self._tracked = tracked
+        if self._clock is None and not tracked:
+            self._clock = CpuClock()
+
+    def end(self, seconds: float) -> None:
+        """It is over, and has taken so long."""
+        if not self._tracked:
+            self._seconds.append(seconds)
+            self._count += 1
+
+    def measured(self) -> StepMeasurement | None:
+        """All of them; None where there was none."""
+        if self._clock is None or not self._count:
+            return None
+        return StepMeasurement(self._count, statistics.median(self._seconds), self._clock.read())
+
+
+def forecast_step_seconds(
+    job: Job, resolved: ResolvedPlan, workload: Workload, context: RunContext
+) -> StepForecast:
+    """What a step of a run will take. No rank talks to another for it, and nothing is timed.
+
+    Args:
+        job: of the run.
+        resolved: what will be run.
+        workload: with an example; its model is not changed.
+        context: of the rank that asks.
+    """
+    try:
+        if context.local_world_size < context.world_size:
+            return _none("the ranks are on several nodes, between which nothing was measured")
+        cluster = cached_local_cluster(context.world_size, context.device.type)
+        if cluster is None:
+            return _none("the rates of this machine are not known: bigtrain doctor measures them")
+        return _RunClock(job, resolved, workload, StepTimer(cluster)).forecast()
+    except Exception as error:  # noqa: BLE001 - user code of any kind runs here; the run goes on
+        lines = str(error).strip().splitlines() or [""]
+        kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+        return _none(f"{kind}{lines[0]}")
+
+
+def _none(why: str) -> StepForecast:
+    return StepForecast(None, source=why)
+
+
+class _RunClock:
+    """One run's plan, evaluated as a candidate of the planner's is."""
+
+    def __init__(
+        self, job: Job, resolved: ResolvedPlan, workload: Workload, timer: StepTimer
+    ) -> None:
+        self._plan, self._resolved, self._timer = resolved.plan, resolved, timer
+        self._workload, self._rows = workload, workload.micro_batch.rows
+        given = (lambda *_: workload.loss, workload.make_optimizer, torch.device("cpu"))
+        self._library = SectionLibrary(workload.model, workload.micro_batch, *given)
+        ranks = self._plan.world_size
+        self._blocks = BlockTimer(job, workload.model, workload.micro_batch, ranks, [self._rows])
+
+    def forecast(self) -> StepForecast:
+        """Its seconds.
+
+        Raises:
+            ConfigError: the model does not run without its numbers, or this is not known of it.
+        """
+        plan, cut = self._plan, self._plan.cut
+        if cut is not None and (cut.recompute != "never" or not cut.spans_ranks):
+            raise ConfigError(f"what {plan.strategy.name} does in a step is not known in seconds")
+        timed = self._slowdowns()
+        kept = self._sections("keep", timed)
+        chosen, names = self._chosen(kept, timed)
+        edges = self._edges(kept.sections)
+        paces = [self._pace(chosen, *edge) for edge in pairwise(edges)]
+        whole = [*accumulate(map(round, edges), lambda before, edge: max(before + 1, edge))]
+
+        def profile_of(stage: int) -> Profile:
+            first, stop = whole[stage], whole[stage + 1]
+            own = chosen[first:stop]
+            return compose_profile(
+                kept.base,
+                own,
+                after=kept.sections[stop] if stop < len(chosen) else None,
+                recomputed=[section.name for section in own if section.name in names],
+                released=plan.release_gradients,
+            )
+
+        update_slowdown = 1.0 if timed is None else timed.update
+        seconds = self._timer.plan_seconds(plan, paces, profile_of, kept.base, update_slowdown)
+        return _told(seconds, timed is not None, self._blocks.source)
+
+    def _slowdowns(self) -> Slowdowns | None:
+        found = self._blocks.seconds(bf16_parameters=self._plan.bf16_parameters)
+        if not found:
+            return None
+
+        def sections_at(rows: int) -> ModelSections:
+            return self._library.model_sections(self._plan, rows, "keep")
+
+        given = (self._blocks.crowd, self._workload.model, sections_at, self._timer)
+        return slowdowns(found, *given)
+
+    def _sections(self, choice: BlockPolicy, timed: Slowdowns | None) -> ModelSections:
+        cut = self._plan.pp > 1
+        model = self._library.model_sections(self._plan, self._rows, choice, cut=cut)
+        return model if timed is None else timed.applied(model, self._rows)
+
+    def _chosen(
+        self, kept: ModelSections, timed: Slowdowns | None
+    ) -> tuple[list[Section], frozenset[str]]:
+        """Every section as its block is told to compute, and the names of those computed again."""
+        policies = {
+            name: SECTION_POLICIES.get(policy, policy)
+            for name, policy in self._resolved.policies.items()
+        }
+        names = [section.name for section in kept.sections]
+        others = [name for name, policy in policies.items() if policy != "keep"]
+        unknown = [name for name in others if name not in names]
+        if unknown:
+            raise ConfigError(f"{unknown[0]} is computed again, and is no block of the model")
+        bodies = {policy: self._sections(policy, timed) for policy in {*policies.values()}}
+        if any(len(body.sections) != len(names) for body in bodies.values()):
+            raise ConfigError("the model's blocks do not follow one another")
+        chosen = [
+            bodies[policies[name]].sections[place] if name in policies else kept.sections[place]
+            for place, name in enumerate(names)
+        ]
+        return chosen, recomputed_names(policies)
+
+    def _edges(self, sections: Sequence[Section]) -> list[float]:
+        """Where each stage begins, in sections, and the end: a cut may go through a block.
+
+        Then the block's seconds are dealt out as its arithmetic is.
+        """
+        layout, count = self._resolved.layout, len(sections)
+        if layout is None or self._plan.pp == 1:
+            return [0, count]
+        works = (section.forward for section in sections)
+        flops = [float(((w.flops + w.low_flops) * w.times).sum()) for w in works]
+        ends = list(accumulate(flops))
+        if len(layout.ranks) > 1 and count < 3:
+            raise ConfigError("the model's blocks do not follow one another, and it is cut")
+        edges = [0.0]
+        for before in accumulate(layout.chosen.flops[:-1]):
+            place = min(bisect_right(ends, before), count - 2)
+            into = before - (ends[place] - flops[place])
+            edges.append(place + min(1.0, max(0.0, into / flops[place] if flops[place] else 0.0)))
+        return [*edges, count]
+
+    def _pace(self, sections: Sequence[Section], start: float, stop: float) -> PassSeconds:
+        """A micro-batch through some sections and back, of the first and the last a part."""
+        forward = backward = 0.0
+        for place, section in enumerate(sections):
+            share = min(stop, place + 1.0) - max(start, float(place))
+            if share > 0:
+                pace = self._timer.pass_seconds([section])
+                forward += share * pace.forward
+                backward += share * pace.backward
+        return PassSeconds(forward, backward)
+
+
+def _told(seconds: StepSeconds, by_blocks: bool, source: str) -> StepForecast:  # noqa: FBT001
+    parts = {name: part for name, part in vars(seconds).items() if part}
+    if by_blocks:
+        return StepForecast(seconds.total, parts, "blocks", source)
+    source = "by the rates of this machine; `bigtrain plan` times the model's blocks, too"
+    return StepForecast(seconds.total, parts, "rates", source)

@@ -1,0 +1,126 @@
+"""The seconds of a step of a run, and the planner's of the same plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.engine.setup import RunSetup, open_setup
+from bigtrain.job.load import load_job
+from bigtrain.job.schema import Job
+from bigtrain.machine.cluster import Cluster, load_cluster
+from bigtrain.planner.evaluate import EvaluatedPlan, PlanEvaluator
+from bigtrain.planner.space import SearchSpace
+from bigtrain.prediction.memory_report import StepForecast
+from bigtrain.prediction.section_library import SectionLibrary
+from bigtrain.ranks.context import RunContext
+from bigtrain.timing import run_seconds
+from bigtrain.timing.run_seconds import StepWatch, _RunClock, forecast_step_seconds
+from bigtrain.timing.step_time import StepTimer
+from bigtrain.units import GIB
+
+WORDS = [
+    "model.name=gpt",
+    "model.args={num_layers: 4, width: 64, num_heads: 4, sequence_length: 32}",
+    "data.name=synthetic",
+    "data.args={kind: language}",
+    "train.global_batch_size=8",
+]
+
+
+CPU = torch.device("cpu")
+
+
+def cluster(ranks: int) -> Cluster:
+    cpu = load_cluster("cpu")
+    return cpu.model_copy(update={"node": cpu.node.model_copy(update={"devices": ranks})})
+
+
+@pytest.fixture(autouse=True)
+def rates(monkeypatch, tmp_path):
+    """Of this machine: those of a file; no block was timed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(run_seconds, "cached_local_cluster", lambda ranks, _: cluster(ranks))
+
+
+def setup_of(strategy: str, ranks: int, *words: str) -> tuple[Job, RunSetup]:
+    job = load_job(None, strategy, [*WORDS, *words])
+    return job, open_setup(job, make_plan(job, ranks, "cpu"))
+
+
+def forecast(job: Job, setup: RunSetup, nodes: int = 1) -> StepForecast:
+    ranks = setup.plan.world_size
+    context = replace(RunContext.alone(), world_size=ranks, local_world_size=ranks // nodes)
+    return forecast_step_seconds(job, setup.resolved, setup.workload, context)
+
+
+@pytest.mark.parametrize(("pp", "schedule"), [(1, None), (2, "interleaved_1f1b")])
+def test_a_run_of_a_plan_is_said_to_take_what_the_planner_says(pp, schedule):
+    job, setup = setup_of("single", 1)
+    work, engines = setup.workload, ("torch",)
+    library = SectionLibrary(
+        work.model, work.micro_batch, lambda *_: work.loss, work.make_optimizer, CPU
+    )
+    evaluator = PlanEvaluator(job, library, StepTimer(cluster(2)), {"torch": 0.0}, cut=pp > 1)
+    space = SearchSpace(2, 2, 8, 4, pp=pp, rows=2, engines=engines)
+    candidate = next(c for c in space.candidates() if c.schedule == schedule)
+    judged = evaluator.evaluate(candidate, evaluator.plan_of(candidate), GIB)
+    assert isinstance(judged, EvaluatedPlan)
+    run = open_setup(judged.job, make_plan(judged.job, 2, "cpu"))
+    found = forecast(judged.job, run)
+    assert found.seconds == pytest.approx(judged.seconds.total, rel=1e-6)
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+    assert found.basis == "rates"
+
+
+def test_what_is_computed_again_takes_its_time():
+    job, setup = setup_of("single", 1, "strategy.recompute=full")
+    kept = forecast(job, replace(setup, resolved=replace(setup.resolved, policies={})))
+    again = forecast(job, setup)
+    assert kept.seconds < again.seconds < 1.4 * kept.seconds
+
+
+def test_a_cut_through_a_block_deals_out_its_seconds_as_its_arithmetic_is():
+    job, setup = setup_of("1f1b", 2, "strategy.cut.at=[blocks.2.mlp]")
+    clock = _RunClock(job, setup.resolved, setup.workload, StepTimer(cluster(2)))
+    sections = clock._sections("keep", None).sections
+    begin, edge, end = clock._edges(sections)
+    width, length = 64, 32
+    attention, mlp = 8 * width**2 + 4 * length * width, 16 * width**2
+    assert (begin, end) == (0, 2 + 4)
+    assert edge == pytest.approx(3 + attention / (attention + mlp))
+    paces = [clock._pace(sections, *each) for each in ((begin, edge), (edge, end))]
+    whole = clock._pace(sections, begin, end)
+    assert sum(pace.total for pace in paces) == pytest.approx(whole.total)
+    assert forecast(job, setup).parts["compute"] == pytest.approx(
+        setup.plan.batch.accumulation_steps * max(pace.total for pace in paces)
+    )
+
+
+def test_who_cannot_be_timed_is_told_why(monkeypatch):
+    job, setup = setup_of("ddp", 2)
+    assert "several nodes" in forecast(job, setup, nodes=2).source
+    monkeypatch.setattr(run_seconds, "cached_local_cluster", lambda *_: None)
+    found = forecast(job, setup)
+    assert found.seconds is None
+    assert found.source == "the rates of this machine are not known: bigtrain doctor measures them"
+
+    def broken(*_: object) -> Cluster:
+        raise RuntimeError("the seventh seal\nand more")
+
+    monkeypatch.setattr(run_seconds, "cached_local_cluster", broken)
+    assert forecast(job, setup).source == "RuntimeError: the seventh seal"
+
+
+def test_only_steps_that_are_not_tracked_count():
+    watch = StepWatch()
+    assert watch.measured() is None
+    for tracked, seconds in ((True, 9.0), (False, 1.0), (False, 3.0), (False, 2.0)):
+        watch.begin(tracked=tracked)
+        watch.end(seconds)
+    measured = watch.measured()
+    assert measured is not None
+    assert (measured.count, measured.seconds) == (3, 2.0)
