@@ -5,8 +5,9 @@
 
 For 1, 2 and 4 ranks the default job is run under `NUM_CAPS` caps, from the smallest under which a
 plan is said to fit to twice the peak of the fastest one without a cap, in equal ratios; each
-through the command, in fresh processes, as a user would, for `STEPS` steps. A plan that runs out of
-memory was wrongly said to fit. Memory does not depend on how busy the machine is.
+through the command, in fresh processes, as a user would, for `STEPS` steps, the last of which are
+not tracked. A plan that runs out of memory was wrongly said to fit. Memory does not depend on how
+busy the machine is.
 
 `predicted_bytes` is the plan's forecast, `tracked_bytes` the highest tracked peak of its ranks,
 `process_bytes` the highest resident memory above what a process held before the model was built.
@@ -27,7 +28,7 @@ from harness import keep
 from bigtrain.compare.subprocess_runs import RunOutcome, run_bigtrain
 from bigtrain.units import MIB, parse_bytes
 
-NUM_CAPS, STEPS = 20, 3
+NUM_CAPS, STEPS = 20, 6
 LIMIT_S = 900.0
 TOO_SMALL = "12MiB"
 """A cap under which nothing fits, so that the smallest that does is named."""

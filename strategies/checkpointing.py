@@ -28,7 +28,7 @@ from bigtrain.core.strategy import ModelFacts, Plan, RecomputeStrategy
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Role
-from bigtrain.memory.meter import device_capacity_bytes
+from bigtrain.memory.cap import device_capacity_bytes
 from bigtrain.models.blocks import find_blocks, matching_modules
 from bigtrain.ranks.launcher_env import detect_rank_info
 from bigtrain.units import MIB, parse_bytes

@@ -163,7 +163,8 @@ class Engine:
             )
         self._cap = MemoryCap(job.memory.cap, context.device)
         self._closing.callback(self._cap.lift)
-        self.meter, self._watch = MemoryMeter(context.device, job.memory.track_steps), StepWatch()
+        self.meter = MemoryMeter(context.device, job.memory.track_steps, self._cap)
+        self._watch = StepWatch()
         try:
             mover = self.plan.make_offloader(context.device)
             if mover is not None:

@@ -30,9 +30,9 @@ from bigtrain.machine.rate_cache import (
 )
 from bigtrain.machine.rates import cpu_name, usable_cores
 from bigtrain.machine.versions import installed_version
+from bigtrain.memory.cap import device_capacity_bytes
 from bigtrain.memory.disk import MEMORY_FILE_SYSTEMS, file_system, free_disk_bytes, scratch_folder
 from bigtrain.memory.host_memory import free_host_bytes
-from bigtrain.memory.meter import device_capacity_bytes
 from bigtrain.units import format_bytes, format_flops
 
 PROBE_TIMEOUT_S = 120.0

@@ -1,29 +1,28 @@
 """A limit on what one rank may take, and how to tell that memory ran out.
 
-On a GPU the caching allocator keeps the limit. On a CPU the kernel does: RLIMIT_DATA counts what
-a process has mapped for itself to write to (tensors, the heap, workspaces), and not files on
-disk. Only the soft limit is set, so that it can be lifted again to explain what happened.
+On a GPU the caching allocator keeps the limit. On a CPU it is kept to the byte on the tensors while
+they are tracked (`StorageTracker`), and after that by the kernel: RLIMIT_DATA counts what a process
+has mapped for itself to write to, and not files on disk. To the limit on tensors comes there what
+the process was seen to hold beside them, and some room. Only the soft limit is set, so that it can
+be lifted again to explain what happened.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import math
+import os
 import re
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from bigtrain.errors import ConfigError
-from bigtrain.memory.host_memory import free_host_bytes
-from bigtrain.memory.meter import device_capacity_bytes, proc_status_bytes
-from bigtrain.units import MIB, format_bytes, parse_bytes
+from bigtrain.memory.allocator import return_free_pages, set_thresholds
+from bigtrain.memory.host_memory import free_host_bytes, proc_status_bytes
+from bigtrain.units import KIB, MIB, format_bytes, parse_bytes
 
-# mallopt's names for: from which size on a block is a mapping of its own; arenas.
-_MMAP_THRESHOLD, _ARENA_MAX = -3, -8
 _WORDS = (
     "can't allocate memory",
     "cannot allocate memory",
@@ -34,14 +33,16 @@ _WORDS = (
     "status_alloc_failed",  # cuBLAS and cuDNN
     "can't start new thread",  # a thread's stack is memory, too
 )
+# oneDNN tells no reason; where the process is limited, it is this one.
+_WORDS_UNDER_A_CAP = ("could not create a primitive", "could not execute a primitive")
 _ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|B|KiB|MiB|GiB|TiB)", re.IGNORECASE)
 
 
 class MemoryCap:
-    """The most that this process may take on its device from now on.
+    """The most that this process's tensors may take on its device from now on.
 
     Args:
-        limit: bytes; of a GPU, or on a CPU above what the process holds now. None limits nothing.
+        limit: bytes, per rank. None limits nothing.
         device: of this rank.
 
     Raises:
@@ -52,19 +53,38 @@ class MemoryCap:
         self.limit = limit
         self._device = device
         self._on_host = device.type == "cpu"
+        self._base_bytes = 0
         if limit is None:
             return
         if not self._on_host:
             _cap_gpu(limit, device)
         elif sys.platform == "linux":
-            _warm_up()
-            free = _return_freed()
-            _set_soft((proc_status_bytes("VmData") or 0) - free + limit)
+            _start_kernels()
+            set_thresholds(_CAPPED_BLOCK_BYTES, _CAPPED_BLOCK_BYTES)
+            return_free_pages()
+            self.measure_base(0)
         else:
             raise ConfigError(
                 f"memory.cap={limit} is kept by Linux on a CPU, and this is {sys.platform}. "
                 "Leave memory.cap out."
             )
+
+    @property
+    def tensor_limit(self) -> int | None:
+        """Bytes that tensors of a CPU may take while they are tracked; None limits nothing."""
+        return self.limit if self._on_host else None
+
+    def measure_base(self, tensor_bytes: int) -> None:
+        """Set the kernel's limit by what the process holds beside its tensors now.
+
+        Args:
+            tensor_bytes: what this rank's tensors are now.
+        """
+        if self.limit is None or not self._on_host:
+            return
+        beside = (proc_status_bytes("VmData") or 0) - tensor_bytes
+        self._base_bytes = max(self._base_bytes, beside)
+        _set_soft(self._base_bytes + ROOM_BYTES + self.limit)
 
     def lift(self) -> None:
         """Take the limit away."""
@@ -87,38 +107,11 @@ def _cap_gpu(limit: int, device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction(limit / capacity, device)
 
 
-def _warm_up() -> None:
-    """Have the threads of torch's kernels started: their stacks are not the run's memory."""
-    ones = torch.ones(512, 512, requires_grad=True)
-    (ones @ ones).exp().sum().backward()  # type: ignore[no-untyped-call]
-
-
-class _Heap(ctypes.Structure):
-    """The C library's `struct mallinfo2`."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    )
-
-
-def _return_freed() -> int:
-    """Let the C library give freed tensors back at once, so that the limit is on what is held.
-
-    Returns:
-        Bytes that are mapped for the heap and not in use: the run will find them there.
-    """
-    with suppress(AttributeError, OSError):
-        library = ctypes.CDLL(None)
-        library.mallopt(_MMAP_THRESHOLD, 65536)
-        library.mallopt(_ARENA_MAX, 2)
-        library.malloc_trim(0)
-        library.mallinfo2.restype = _Heap
-        return int(library.mallinfo2().fordblks)
-    return 0
+def _start_kernels() -> None:
+    """Have the threads and buffers of torch's kernels made: they are no tensors of the run."""
+    rows = torch.ones(512, 512, requires_grad=True)
+    weight = torch.ones(2048, 512, requires_grad=True)
+    (rows @ weight.t()).exp().sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _set_soft(limit: int | None) -> None:
@@ -130,6 +123,26 @@ def _set_soft(limit: int | None) -> None:
     if hard != resource.RLIM_INFINITY:
         soft = min(soft, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def device_capacity_bytes(device: torch.device) -> int | None:
+    """What the device has: a GPU's memory, or the host's for the CPU. None where unknown."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
+    return pages * size
+
+
+def _is_capped() -> bool:
+    """Whether the kernel limits what this process may write to."""
+    if sys.platform != "linux":
+        return False
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
 
 
 def available_bytes(limit: int | None, device: torch.device, local_ranks: int) -> int | None:
@@ -155,7 +168,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(word in text for word in _WORDS)
+    words = (*_WORDS, *_WORDS_UNDER_A_CAP) if _is_capped() else _WORDS
+    return isinstance(error, RuntimeError) and any(word in text for word in words)
 
 
 def requested_bytes(error: BaseException) -> int | None:
@@ -167,6 +181,12 @@ def requested_bytes(error: BaseException) -> int | None:
     return parse_bytes(match[1] + unit)
 
 
+ROOM_BYTES = 24 * MIB
+"""What the kernel allows beside the tensors and the process's base: scratch space of kernels and of
+exchanges, blocks that are rounded up."""
+_CAPPED_BLOCK_BYTES = 64 * KIB
+"""Under a cap, blocks from this size on go back to the system when they are freed: what lies
+unused in the heap would count."""
 USABLE_FRACTION, NON_TENSOR_BYTES = 0.95, 8 * MIB
 """Of the room a predicted peak may fill this share, less these bytes: allocators round up, and
 kernels, graphs and Python's objects need memory beside the tensors."""

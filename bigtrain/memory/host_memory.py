@@ -1,4 +1,4 @@
-"""How much memory of the host is free, for this process and its control group."""
+"""How much memory the host and this process have, and how much of it is free."""
 
 from __future__ import annotations
 
@@ -6,6 +6,18 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bigtrain.units import format_bytes
+
+
+def proc_status_bytes(field: str) -> int | None:
+    """A size from this process's /proc/self/status, in bytes; None where there is none."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    return None
 
 
 def free_host_bytes(root: Path = Path("/")) -> int | None:

@@ -7,7 +7,6 @@ allocator's rounding) is what the process peak and the CUDA allocator are read f
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -17,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bigtrain.memory.cap import MemoryCap
+from bigtrain.memory.host_memory import proc_status_bytes
 from bigtrain.memory.timeline import Breakdown, MemoryCurve, MemoryKind, Peak, Phase
 from bigtrain.memory.tracker import StorageTracker
 
@@ -36,18 +37,6 @@ class ProcessPeak:
         if peak is None or self.base_bytes is None:
             return None
         return max(0, peak - self.base_bytes)
-
-
-def proc_status_bytes(field: str) -> int | None:
-    """A size from this process's /proc/self/status, in bytes; None where there is none."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    return None
 
 
 @dataclass(frozen=True)
@@ -77,15 +66,20 @@ class MemoryMeter:
     Args:
         device: where the tensors live.
         track_steps: steps during which every storage is tracked; 0 tracks nothing.
+        cap: what keeps the job's limit; on a CPU it is on the tensors while they are tracked.
     """
 
-    def __init__(self, device: torch.device, track_steps: int = 3) -> None:
+    def __init__(
+        self, device: torch.device, track_steps: int = 3, cap: MemoryCap | None = None
+    ) -> None:
         self.device = device
         self.process = ProcessPeak()
         self._steps_left = track_steps
+        self._cap = cap
         self._tracker: StorageTracker | None = None
         if track_steps > 0:
-            self._tracker = StorageTracker(device_type=device.type)
+            limit = cap.tensor_limit if cap is not None else None
+            self._tracker = StorageTracker(device_type=device.type, limit_bytes=limit)
         self._tracked: Peak | None = None
         self._course: MemoryCurve | None = None
         self.current: Phase = "build"
@@ -125,6 +119,8 @@ class MemoryMeter:
                 timeline = self._tracker.timeline()
                 self._tracked = timeline.peak()
                 self._course = timeline.curve(start_tick, self._tracker.times)
+                if self._cap is not None:
+                    self._cap.measure_base(self._tracker.live_bytes)
                 self._tracker.close()
                 self._tracker = None
 
@@ -179,14 +175,3 @@ def _fill(peak: Peak, allocated: int) -> Peak:
         return replace(peak, breakdown=replace(breakdown, temporary=temporary))
     activations = max(0, breakdown.activations + temporary)
     return replace(peak, breakdown=replace(breakdown, temporary=0, activations=activations))
-
-
-def device_capacity_bytes(device: torch.device) -> int | None:
-    """What the device has: a GPU's memory, or the host's for the CPU. None where unknown."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    try:
-        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return None
-    return pages * size

@@ -39,12 +39,21 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         fake: count fake tensors, and only those.
         device_type: count what is on such devices only; None counts everything.
+        limit_bytes: the most that may be alive at once, per rank; None limits nothing. The
+            operation that goes beyond raises torch.OutOfMemoryError, after it has run.
     """
 
-    def __init__(self, *, fake: bool = False, device_type: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        fake: bool = False,
+        device_type: str | None = None,
+        limit_bytes: int | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake = fake
         self._device_type = device_type
+        self._limit_bytes = limit_bytes
         self._watching = ExitStack()
         self.clock = 0
         self.times = array("d", [time.perf_counter()])
@@ -75,7 +84,12 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # DTensor works out shapes on fake tensors in the midst of a real run.
             if isinstance(leaf, Tensor) and isinstance(leaf, FakeTensor) == self._fake:
                 self._note(leaf)
+        self._check_limit()
         return result
+
+    def _check_limit(self) -> None:
+        if self._limit_bytes is not None and self.live_bytes > self._limit_bytes:
+            raise torch.OutOfMemoryError(f"tried to allocate {self._records[-1].nbytes} bytes")
 
     def __enter__(self) -> StorageTracker:
         self._watching.enter_context(_resizes_told(self._resized))
@@ -136,6 +150,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if known is not None:
             self._record_death(storage._cdata)
             self._enter(storage, known[0].kind)
+            self._check_limit()
 
     def _record_death(self, key: int) -> None:
         entry = self._live.pop(key, None)

@@ -28,7 +28,7 @@ from bigtrain.core.strategy import Plan
 from bigtrain.engine.engine import StepResult
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Job
-from bigtrain.memory.meter import device_capacity_bytes
+from bigtrain.memory.cap import device_capacity_bytes
 from bigtrain.memory.timeline import Peak
 from bigtrain.prediction.memory_report import MemoryReport, StepForecast
 from bigtrain.prediction.residuals import engine_of, record_residuals, step_uncertainty

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from bigtrain.memory.meter import MemoryMeter, device_capacity_bytes
+from bigtrain.memory.cap import device_capacity_bytes
+from bigtrain.memory.meter import MemoryMeter
 from bigtrain.memory.timeline import Breakdown, Peak, Span, Timeline, highest_peak
 from bigtrain.memory.tracker import StorageTracker
 

@@ -1,0 +1,86 @@
+"""A cap is on tensors: to the byte while they are tracked, by the kernel after that."""
+
+import resource
+import sys
+
+import pytest
+import torch
+
+from bigtrain.memory.cap import ROOM_BYTES, MemoryCap, is_out_of_memory, requested_bytes
+from bigtrain.memory.host_memory import proc_status_bytes
+from bigtrain.memory.meter import MemoryMeter
+from bigtrain.units import MIB
+
+CPU = torch.device("cpu")
+LIMIT = 256 * MIB
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kept by Linux")
+
+
+@pytest.fixture
+def cap():
+    """A cap of 256 MiB, which is taken away again."""
+    with MemoryMeter(CPU, 1).step():  # imports what a dispatch mode needs
+        torch.empty(8)
+    made = MemoryCap(LIMIT, CPU)
+    yield made
+    made.lift()
+    assert soft_limit() == resource.RLIM_INFINITY
+
+
+def soft_limit() -> int:
+    """What the kernel allows this process now."""
+    return resource.getrlimit(resource.RLIMIT_DATA)[0]
+
+
+def test_tracked_tensors_are_held_to_the_byte(cap):
+    meter = MemoryMeter(CPU, 2, cap)
+    with meter.step():
+        half = torch.empty(LIMIT // 2, dtype=torch.uint8)
+        rest = torch.empty(LIMIT // 2, dtype=torch.uint8)
+        del rest
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            torch.empty(LIMIT // 2 + 1, dtype=torch.uint8)
+    assert is_out_of_memory(raised.value)
+    assert requested_bytes(raised.value) == LIMIT // 2 + 1
+    assert half.nbytes == LIMIT // 2
+
+
+def test_storage_that_grows_is_held_too(cap):
+    meter = MemoryMeter(CPU, 1, cap)
+    with meter.step():
+        tensor = torch.empty(8, dtype=torch.uint8)
+        with pytest.raises(torch.OutOfMemoryError):
+            tensor.untyped_storage().resize_(LIMIT + 1)
+        del tensor
+
+
+@pytest.mark.parametrize("beside", [0, 60])
+def test_what_is_no_tensor_is_no_part_of_the_cap(cap, beside):
+    base = soft_limit() - LIMIT - ROOM_BYTES
+    assert base == pytest.approx(proc_status_bytes("VmData"), abs=MIB)
+    meter = MemoryMeter(CPU, 1, cap)
+    with meter.step():
+        tensor = torch.empty(24 * MIB, dtype=torch.uint8)
+        scratch = bytearray(beside * MIB)
+    assert soft_limit() == pytest.approx(base + beside * MIB + ROOM_BYTES + LIMIT, abs=MIB)
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(LIMIT + ROOM_BYTES, dtype=torch.uint8)
+    assert is_out_of_memory(raised.value)
+    assert len(scratch) == beside * MIB
+    assert tensor.nbytes == 24 * MIB
+
+
+def test_kernel_library_that_tells_no_reason_is_believed_under_a_cap():
+    error = RuntimeError("could not create a primitive")
+    assert not is_out_of_memory(error)
+    cap = MemoryCap(LIMIT, CPU)
+    try:
+        assert is_out_of_memory(error)
+    finally:
+        cap.lift()
+
+
+def test_without_a_limit_nothing_is_limited():
+    MemoryCap(None, CPU).measure_base(0)
+    assert soft_limit() == resource.RLIM_INFINITY
