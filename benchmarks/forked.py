@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import ConfigError
+from bigtrain.memory.allocator import allocator_environ
 from bigtrain.ranks.launcher_env import RankInfo
 
-ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-"""Freed blocks go back to the system, so that resident memory tells; one thread a rank."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", **allocator_environ(os.environ)}
+"""One thread a rank, and the allocator that ranks of the command have."""
 LOADED = (
     *("torch", "torch._dynamo", "torch.distributed.device_mesh", "torch.distributed.fsdp"),
     *(

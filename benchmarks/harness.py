@@ -15,8 +15,7 @@ from bigtrain.machine.versions import hardware_and_versions as found_surrounding
 
 def run_command(words: Sequence[str], limit_s: float, threads: int = 1) -> str | None:
     """Run `bigtrain WORDS`; return one line where it fails, None where it does not."""
-    # Freed blocks go back to the system, so that resident memory tells.
-    environ = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": str(threads)}
+    environ = {"OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryDirectory() as folder:
         return run_bigtrain(words, Path(folder) / "log", limit_s, environ).reason
 

@@ -48,8 +48,7 @@ def measure(ranks: int, words: list[str], scratch: str) -> dict[str, Any]:
         command += [f"log.dir={folder}", "log.name=run", "checkpoint.at_end=false"]
         if DISK in words:
             command.append(f"strategy.offload.path={scratch}")
-        # Freed memory goes back at once, so that the process's peak is not the allocator's habit.
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environ)
         run = Path(folder) / "run"
         memory = json.loads((run / "memory.json").read_text())

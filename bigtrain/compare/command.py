@@ -22,9 +22,6 @@ from bigtrain.job.arguments import ComparisonOptions, compare_arguments
 from bigtrain.machine.versions import hardware_and_versions
 from bigtrain.report.folders import results_folder
 
-_ENVIRON = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-"""What is freed goes back to the system, so that the process's peak is that of what it holds."""
-
 
 def main(arguments: list[str]) -> int:
     """Run every strategy, then show them side by side; returns the exit status.
@@ -134,7 +131,7 @@ def _run(
     line += [f"log.dir={json.dumps(str(folder))}", f"log.name={json.dumps(label)}"]
     line += ["train.eval_every=0", "checkpoint.every=0", "checkpoint.at_end=false"]
     line += ["checkpoint.resume=null", "memory.on_oom=stop"]  # each row is what it says, from 0
-    return run_bigtrain(line, folder / f"{label}.log", options.time_limit, _ENVIRON)
+    return run_bigtrain(line, folder / f"{label}.log", options.time_limit)
 
 
 def _status(ended: RunOutcome) -> Status:

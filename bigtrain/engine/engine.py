@@ -161,10 +161,9 @@ class Engine:
             self.advice += predict_out_of_memory(
                 self._subject, self.predicted_fullest, self.limit_bytes
             )
-        self._cap = MemoryCap(job.memory.cap, context.device)
+        self._cap, self._watch = MemoryCap(job.memory.cap, context.device), StepWatch()
         self._closing.callback(self._cap.lift)
         self.meter = MemoryMeter(context.device, job.memory.track_steps, self._cap)
-        self._watch = StepWatch()
         try:
             mover = self.plan.make_offloader(context.device)
             if mover is not None:

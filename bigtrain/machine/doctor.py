@@ -30,12 +30,17 @@ from bigtrain.machine.rate_cache import (
 )
 from bigtrain.machine.rates import cpu_name, usable_cores
 from bigtrain.machine.versions import installed_version
+from bigtrain.memory.allocator import tcmalloc
 from bigtrain.memory.cap import device_capacity_bytes
 from bigtrain.memory.disk import MEMORY_FILE_SYSTEMS, file_system, free_disk_bytes, scratch_folder
 from bigtrain.memory.host_memory import free_host_bytes
 from bigtrain.units import format_bytes, format_flops
 
 PROBE_TIMEOUT_S = 120.0
+_NO_TCMALLOC = (
+    "the C library's. apt install libtcmalloc-minimal4: ranks that bigtrain starts on a CPU then "
+    "take up to half as much beside their tensors"
+)
 """Seconds that DeepSpeed, or all strategies together, may take to answer."""
 _LIBRARIES = {
     "torch": "pip install torch",
@@ -150,6 +155,7 @@ def _devices() -> dict[str, Any]:
             "total_bytes": device_capacity_bytes(torch.device("cpu")),
             "free_bytes": free_host_bytes(),
         },
+        "allocator": tcmalloc(),
         "scratch": _scratch(),
     }
 
@@ -303,6 +309,8 @@ def _device_lines(devices: Mapping[str, Any]) -> Lines:
         lines.append(("GPU", "torch sees none"))
     room = f"{_size(memory['free_bytes'])} free for this process"
     lines.append(("host memory", f"{_size(memory['total_bytes'])}, {room}"))
+    if sys.platform == "linux":
+        lines.append(("allocator", devices["allocator"] or _NO_TCMALLOC))
     where = f"{scratch['folder'] or 'none'} ({scratch['file_system'] or 'unknown file system'})"
     text = f"{where}, {_size(scratch['free_bytes'])} free"
     problem = f"; {scratch['problem']}" if scratch["problem"] else ""

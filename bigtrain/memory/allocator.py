@@ -1,96 +1,55 @@
-"""How the C library hands memory out on Linux, so that a process is little more than its tensors.
+"""Which allocator hands memory out on Linux, so that a process is little more than its tensors.
 
-glibc keeps what is freed: each freed block raises the size from which a block is a mapping of its
-own, up to 32 MiB, and between what is kept in the heap nothing large fits any more. With a fixed
-threshold, large tensors come from the system and go back to it; so that this costs little, they
-come in huge pages. Elsewhere nothing is changed, and neither where the user has set the allocator
-up.
+glibc keeps a heap for each thread and gives little of it back: where gloo's threads make and free
+tensors beside the main one, a process holds up to 2.5 times its tensors. tcmalloc shares what is
+free among threads (`benchmarks/process_memory.py` has the figures). It must be there when a process
+begins, so only processes that bigtrain starts are given it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import ctypes.util
 import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 
-import torch
-
-from bigtrain.units import MIB
-
-LARGE_BLOCK_BYTES = MIB
-"""From this size on a block is a mapping of its own."""
-HEAP_TOP_BYTES = 16 * MIB
-"""The most that is kept free at the end of the heap, which smaller blocks come and go in."""
-HUGE_PAGE_BYTES = 2 * MIB
-_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_ASKS = "THP_MEM_ALLOC_ENABLE"
 # mallopt's numbers for what is set.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_REPORTS = "TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD"
 
 
-def ask_for_huge_pages() -> None:
-    """Have torch ask the system for huge pages; without effect where there were tensors before."""
-    if is_user_set(os.environ) or _ASKS in os.environ:
-        return
-    os.environ[_ASKS] = "1"  # which torch looks at once, for a process's first tensor
-    torch.empty(1)
-    del os.environ[_ASKS]
-
-
-def return_large_blocks(device: torch.device) -> bool:
-    """Have freed tensors given back to the system from now on; returns whether that is so.
-
-    Only on a CPU, with glibc, where tensors come in huge pages: page by page it would take a
-    third of a step. Settings of the user's own (`MALLOC_...`, `GLIBC_TUNABLES`) stay.
-    """
-    ask_for_huge_pages()
-    if device.type != "cpu" or is_user_set(os.environ) or not _has_huge_pages():
-        return False
-    return set_thresholds(LARGE_BLOCK_BYTES, HEAP_TOP_BYTES)
-
-
-def is_user_set(environ: Mapping[str, str]) -> bool:
-    """Whether the user has said how glibc is to hand memory out, or by what to replace it."""
-    if any(name.startswith("MALLOC_") for name in environ):
-        return True
-    return "glibc.malloc" in environ.get("GLIBC_TUNABLES", "") or any(
-        name in environ.get("LD_PRELOAD", "") for name in ("malloc", "mimalloc")
-    )
-
-
-def set_thresholds(large_block_bytes: int, heap_top_bytes: int) -> bool:
-    """Set what is a mapping of its own and what stays free in the heap; False without glibc.
-
-    All threads share one heap: what one has freed another finds.
-    """
+def tcmalloc() -> str | None:
+    """The name under which the system's linker knows tcmalloc; None where it is not installed."""
     if sys.platform != "linux":
-        return False
+        return None
+    return ctypes.util.find_library("tcmalloc_minimal") or ctypes.util.find_library("tcmalloc")
+
+
+def allocator_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables with which a process that is started now gets tcmalloc.
+
+    None where it is not installed, and none where the user has said how memory is to be handed
+    out: `LD_PRELOAD` (empty, too), `MALLOC_...`, or glibc.malloc in `GLIBC_TUNABLES`.
+
+    Args:
+        environ: of the process that starts the others, normally `os.environ`.
+    """
+    is_set = "LD_PRELOAD" in environ or any(name.startswith("MALLOC_") for name in environ)
+    if is_set or "glibc.malloc" in environ.get("GLIBC_TUNABLES", ""):
+        return {}
+    library = tcmalloc()
+    # It would say on standard error that a tensor of a GiB is large.
+    return {} if library is None else {"LD_PRELOAD": library, _REPORTS: str(1 << 62)}
+
+
+def return_large_blocks(nbytes: int) -> None:
+    """Have glibc give freed blocks of this size and more back at once; no effect elsewhere."""
+    if sys.platform != "linux" or "malloc" in os.environ.get("LD_PRELOAD", ""):
+        return
     with suppress(AttributeError, OSError):
-        mallopt = ctypes.CDLL(None).mallopt
-        settings = (
-            (_MMAP_THRESHOLD, large_block_bytes),
-            (_TRIM_THRESHOLD, heap_top_bytes),
-            (_ARENA_MAX, 1),
-        )
-        return all(mallopt(name, value) == 1 for name, value in settings)
-    return False
-
-
-def return_free_pages() -> None:
-    """Have what lies free in the heap given back, where the C library can do that."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def _has_huge_pages() -> bool:
-    """Whether the kernel gives tensors huge pages: always, or because torch asks for them."""
-    try:
-        mode = _HUGE_PAGES.read_text()
-    except OSError:
-        return False
-    # Where torch asks, what is as large as a huge page begins at a page.
-    asks = torch.empty(2 * HUGE_PAGE_BYTES, dtype=torch.uint8).data_ptr() % 4096 == 0
-    return "[always]" in mode or ("[madvise]" in mode and asks)
+        library = ctypes.CDLL(None)
+        library.mallopt(_MMAP_THRESHOLD, nbytes)
+        library.mallopt(_TRIM_THRESHOLD, nbytes)
+        library.malloc_trim(0)

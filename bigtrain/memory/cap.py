@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from bigtrain.errors import ConfigError
-from bigtrain.memory.allocator import return_free_pages, set_thresholds
+from bigtrain.memory.allocator import return_large_blocks
 from bigtrain.memory.host_memory import free_host_bytes, proc_status_bytes
 from bigtrain.units import KIB, MIB, format_bytes, parse_bytes
 
@@ -53,16 +53,13 @@ class MemoryCap:
         self.limit = limit
         self._device = device
         self._on_host = device.type == "cpu"
-        self._base_bytes = 0
         if limit is None:
             return
         if not self._on_host:
             _cap_gpu(limit, device)
         elif sys.platform == "linux":
             _start_kernels()
-            set_thresholds(_CAPPED_BLOCK_BYTES, _CAPPED_BLOCK_BYTES)
-            return_free_pages()
-            self.measure_base(0)
+            return_large_blocks(_CAPPED_BLOCK_BYTES)
         else:
             raise ConfigError(
                 f"memory.cap={limit} is kept by Linux on a CPU, and this is {sys.platform}. "
@@ -74,17 +71,16 @@ class MemoryCap:
         """Bytes that tensors of a CPU may take while they are tracked; None limits nothing."""
         return self.limit if self._on_host else None
 
-    def measure_base(self, tensor_bytes: int) -> None:
-        """Set the kernel's limit by what the process holds beside its tensors now.
+    def limit_process(self, tensor_bytes: int) -> None:
+        """From now on the kernel keeps the limit of a CPU: what is no tensor now comes on top.
 
         Args:
             tensor_bytes: what this rank's tensors are now.
         """
         if self.limit is None or not self._on_host:
             return
-        beside = (proc_status_bytes("VmData") or 0) - tensor_bytes
-        self._base_bytes = max(self._base_bytes, beside)
-        _set_soft(self._base_bytes + ROOM_BYTES + self.limit)
+        base = (proc_status_bytes("VmData") or 0) - tensor_bytes
+        _set_soft(base + ROOM_BYTES + self.limit)
 
     def lift(self) -> None:
         """Take the limit away."""

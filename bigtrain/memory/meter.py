@@ -80,6 +80,8 @@ class MemoryMeter:
         if track_steps > 0:
             limit = cap.tensor_limit if cap is not None else None
             self._tracker = StorageTracker(device_type=device.type, limit_bytes=limit)
+        elif cap is not None:
+            cap.limit_process(0)
         self._tracked: Peak | None = None
         self._course: MemoryCurve | None = None
         self.current: Phase = "build"
@@ -120,7 +122,7 @@ class MemoryMeter:
                 self._tracked = timeline.peak()
                 self._course = timeline.curve(start_tick, self._tracker.times)
                 if self._cap is not None:
-                    self._cap.measure_base(self._tracker.live_bytes)
+                    self._cap.limit_process(self._tracker.live_bytes)
                 self._tracker.close()
                 self._tracker = None
 

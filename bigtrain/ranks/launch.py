@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigtrain.errors import ConfigError
+from bigtrain.memory.allocator import allocator_environ
 from bigtrain.memory.host_memory import host_memory_line, oom_kill_count
 from bigtrain.ranks.exit_status import REQUEUE_STATUS
 from bigtrain.ranks.launcher_env import RankInfo
@@ -142,11 +143,12 @@ def _status(first_failure: tuple[int, ProcessFailure], kills_before: int) -> int
 
 @contextlib.contextmanager
 def _agent_surroundings(num_ranks: int) -> Iterator[None]:
-    """Share out the cores, silence the agent's own account, and put everything back."""
+    """Share out cores, choose the allocator, silence the agent, and put everything back."""
     before = dict(os.environ)
     disabled = logging.root.manager.disable
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // num_ranks)))
+    os.environ.update(allocator_environ(os.environ))
     logging.disable(logging.ERROR)
     try:
         yield

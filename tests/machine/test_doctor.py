@@ -26,6 +26,7 @@ from bigtrain.machine.rate_cache import (
     measured_rates,
 )
 from bigtrain.machine.rates import MeasuredRates
+from bigtrain.memory.allocator import tcmalloc
 
 GIVEN = MeasuredRates(
     device="cpu",
@@ -77,6 +78,7 @@ def test_the_machine_is_described(first):
     assert first["launchers"]["torchrun"]
     assert first["devices"]["cpu"]["usable_cores"] >= 1
     assert len(first["devices"]["gpus"]) == torch.cuda.device_count()
+    assert first["devices"]["allocator"] == tcmalloc()
     memory = first["devices"]["memory"]
     assert 0 < memory["free_bytes"] <= memory["total_bytes"]
     assert first["devices"]["scratch"]["free_bytes"] > 0

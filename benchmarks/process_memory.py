@@ -1,0 +1,133 @@
+"""How much more than its tensors a process takes, and what that costs in time.
+
+    python benchmarks/process_memory.py --output benchmarks/results/process_memory.json
+    python benchmarks/process_memory.py --jobs gpt55 --strategies fsdp --repeats 1
+
+Strategies on a GPT of 55 million parameters (4 x 128 tokens a rank) and on the default job, each
+through the command in fresh processes: as users run it (`bigtrain`: with tcmalloc, where that is
+installed) and with the C library's allocator (`glibc`). Runs alternate; a ratio is the median of
+those of neighbouring runs.
+
+`process_over_tracked` is the process's highest resident memory above what it held before the
+model was built, over the tracked peak; of the rank with the highest. `cpu_seconds` and
+`page_faults` are those of all processes of a run, imports included, and tell something on a busy
+machine, too; `seconds` are those of a step (the median after the tracked ones) and need an idle
+one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from harness import keep
+
+from bigtrain.compare.subprocess_runs import run_bigtrain
+from bigtrain.memory.allocator import tcmalloc
+
+STEPS, TRACKED = 8, 3
+LIMIT_S = 900.0
+JOBS: dict[str, list[str]] = {
+    "gpt55": [
+        "model.name=gpt",
+        'model.args={"num_layers": 7, "width": 768, "num_heads": 12, "sequence_length": 128}',
+        "model.chunked_loss=false",
+        "train.global_batch_size=8",
+    ],
+    "default": [],
+}
+STRATEGIES = (
+    "ddp",
+    "zero1_torch",
+    "fsdp_zero2",
+    "fsdp",
+    "zero1",
+    "zero2",
+    "zero3",
+    "1f1b",
+    "gpipe",
+)
+
+
+SETTINGS: dict[str, dict[str, str]] = {"bigtrain": {}, "glibc": {"LD_PRELOAD": ""}}
+"""What the processes of a run find in their environment."""
+
+
+def run_once(words: list[str], environ: dict[str, str]) -> dict[str, Any]:
+    """One run of the command: its figures, or why there are none."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with tempfile.TemporaryDirectory() as folder:
+        line = [*words, f"log.dir={folder}", "log.name=run"]
+        outcome = run_bigtrain(
+            line, Path(folder) / "log", LIMIT_S, {"OMP_NUM_THREADS": "1", **environ}
+        )
+        if outcome.reason is not None:
+            return {"failed": outcome.reason}
+        run = Path(folder) / "run"
+        ranks = json.loads((run / "memory.json").read_text())["ranks"]
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    worst = max(ranks, key=lambda rank: rank["process_peak_bytes"] / rank["peak_bytes"])
+    steps = [line["step_seconds"] for line in lines if "step_seconds" in line]
+    return {
+        "tracked_bytes": worst["peak_bytes"],
+        "process_bytes": worst["process_peak_bytes"],
+        "seconds": statistics.median(steps[TRACKED:]),
+        "cpu_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        "page_faults": after.ru_minflt - before.ru_minflt,
+    }
+
+
+def rows(jobs: list[str], strategies: list[str], repeats: int) -> Iterator[dict[str, Any]]:
+    """A row for each job and strategy."""
+    for job in jobs:
+        for strategy in strategies:
+            words = ["train", "-n", "2", "--strategy", strategy, *JOBS[job]]
+            words += [f"train.steps={STEPS}", f"memory.track_steps={TRACKED}"]
+            words += ["train.eval_every=0", "checkpoint.at_end=false"]
+            runs: dict[str, list[dict[str, Any]]] = {name: [] for name in SETTINGS}
+            for _ in range(repeats):
+                for name, environ in SETTINGS.items():
+                    runs[name].append(run_once(words, environ))
+            yield {"job": job, "strategy": strategy, **{n: summary(n, runs) for n in runs}}
+
+
+def summary(name: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """The figures of one setting, and its time over that of the C library's own."""
+    failed = [run["failed"] for run in runs[name] if "failed" in run]
+    if failed:
+        return {"failed": failed[0]}
+    median = {key: statistics.median(run[key] for run in runs[name]) for key in runs[name][0]}
+    median["process_over_tracked"] = max(
+        run["process_bytes"] / run["tracked_bytes"] for run in runs[name]
+    )
+    pairs = [(a, b) for a, b in zip(runs[name], runs["glibc"], strict=True) if "failed" not in b]
+    for key in ("seconds", "cpu_seconds"):
+        if pairs:
+            median[f"{key}_over_glibc"] = statistics.median(a[key] / b[key] for a, b in pairs)
+    return median
+
+
+def main() -> None:
+    """Measure and print; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--jobs", nargs="*", default=list(JOBS), choices=list(JOBS))
+    parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    found = []
+    for row in rows(options.jobs, options.strategies, options.repeats):
+        found.append(row)
+        print(json.dumps(row), flush=True)
+        keep(options.output, {"steps": STEPS, "allocator": tcmalloc(), "rows": found})
+
+
+if __name__ == "__main__":
+    main()
