@@ -80,11 +80,22 @@ def forecast_step_seconds(
         cluster = cached_local_cluster(context.world_size, context.device.type)
         if cluster is None:
             return _none("the rates of this machine are not known: bigtrain doctor measures them")
-        return _RunClock(job, resolved, workload, StepTimer(cluster)).forecast()
+        return forecast_on(StepTimer(cluster), job, resolved, workload)
     except Exception as error:  # noqa: BLE001 - user code of any kind runs here; the run goes on
         lines = str(error).strip().splitlines() or [""]
         kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
         return _none(f"{kind}{lines[0]}")
+
+
+def forecast_on(
+    timer: StepTimer, job: Job, resolved: ResolvedPlan, workload: Workload
+) -> StepForecast:
+    """The same by any rates; see `forecast_step_seconds`.
+
+    Raises:
+        ConfigError: the model does not run without its numbers, or a step of it is not known.
+    """
+    return _RunClock(job, resolved, workload, timer).forecast()
 
 
 def _none(why: str) -> StepForecast:
