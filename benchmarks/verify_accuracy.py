@@ -6,6 +6,7 @@
 Each preset of `bigtrain strategies` that is a run by itself, on 2 ranks, 3 steps of SGD: on the
 default job, a model of torchvision with BatchNorm, and one from outside of the package (timm, where
 it is installed). The figures are the largest relative differences that `bigtrain verify` found.
+Rows of the file that are not measured anew stay in it.
 """
 
 from __future__ import annotations
@@ -57,14 +58,25 @@ def measure(job: str, precision: str, strategies: str) -> list[dict[str, Any]]:
 
 
 def largest(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """The largest figure of each kind for each precision."""
+    """The largest figure of each kind for each job and precision."""
     found: dict[str, dict[str, float]] = {}
     for row in rows:
         if row["differences"] is not None:
-            most = found.setdefault(row["precision"], dict.fromkeys(FIGURES, 0.0))
+            kind = f"{row['job']}, {row['precision']}"
+            most = found.setdefault(kind, dict.fromkeys(FIGURES, 0.0))
             for key in FIGURES:
                 most[key] = max(most[key], row["differences"][key] or 0.0)
     return found
+
+
+def _of_others(output: Path | None, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of a file of before, less those that were measured anew."""
+    if output is None or not output.exists():
+        return []
+    kind = ("job", "precision", "strategy")
+    anew = {tuple(row[key] for key in kind) for row in rows}
+    before: list[dict[str, Any]] = json.loads(output.read_text("utf-8"))["rows"]
+    return [row for row in before if tuple(row[key] for key in kind) not in anew]
 
 
 def main() -> None:
@@ -81,6 +93,7 @@ def main() -> None:
         for precision in options.precisions.split(",")
         for row in measure(job, precision, options.strategies)
     ]
+    rows = [*_of_others(options.output, rows), *rows]
     found = {"largest": largest(rows), "rows": rows}
     print(json.dumps(found["largest"], indent=1))
     keep(options.output, found)

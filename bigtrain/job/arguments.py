@@ -102,6 +102,9 @@ class ComparisonOptions(argparse.Namespace):
     largest: str | None = None
     picture: str | None = None
     optimizer: str = "sgd"
+    fuzz: int = 0
+    """Plans to draw; 0 where strategies are named."""
+    seed: int = 0
 
 
 def compare_arguments(arguments: list[str]) -> ComparisonOptions:
@@ -140,7 +143,16 @@ def verify_arguments(arguments: list[str]) -> ComparisonOptions:
         default="sgd",
         help="SGD lets every number be compared (default); the job's own lets losses be",
     )
-    return _side_options(parser, arguments)
+    parser.add_argument(
+        "--fuzz", type=int, default=0, metavar="N", help="draw N plans on at most -n ranks instead"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
+    options = _side_options(parser, arguments)
+    if options.fuzz < 0:
+        parser.error(f"--fuzz {options.fuzz}: at least 1 is needed")
+    if options.fuzz and options.strategies != "all":
+        parser.error("--fuzz draws the strategies; leave --strategies out, or --fuzz")
+    return options
 
 
 class PlanOptions(argparse.Namespace):

@@ -52,7 +52,7 @@ COMMANDS = {
         *("--global-batch-size", "--output", "--picture", "--json"),
     },
     "compare": _SIDES | {"--cap", "--largest", "--picture"},
-    "verify": _SIDES | {"--optimizer"},
+    "verify": _SIDES | {"--optimizer", "--fuzz", "--seed"},
     "strategies": {"-h", "--help", "--json"},
     "doctor": {"-h", "--help", "--json", "--no-rates", "--again"},
 }

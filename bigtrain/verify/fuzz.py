@@ -1,0 +1,287 @@
+"""`bigtrain verify --fuzz N`: plans drawn from the planner's space, and a failure made small.
+
+A plan is drawn as the words that a person would type: so the one line that repeats a failure is
+the plan itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bigtrain.assembly.make_plan import device_type_of, make_plan
+from bigtrain.compare.contenders import find_strategies, ranks_to_start, without_strategy
+from bigtrain.engine.setup import open_setup
+from bigtrain.errors import BigtrainError, ConfigError
+from bigtrain.job.arguments import ComparisonOptions
+from bigtrain.job.import_path import load_object
+from bigtrain.job.load import ONE_PROCESS, load_job
+from bigtrain.job.schema import Job
+from bigtrain.models.blocks import find_blocks
+from bigtrain.planner.space import Candidate, SearchSpace
+from bigtrain.verify.bench import Bench, Verdict, VerifiedStrategy
+
+_MOST_SAMPLES = 16
+"""Of a step of a drawn plan: more rows take longer and are computed no other way."""
+_MOST_ATTEMPTS = 60
+"""Smaller plans that are tried for one failure."""
+_RECOMPUTE = (None, None, "full", "selective", "every_2")
+_REFUSALS = 40
+"""Plans that are drawn for each one that can run."""
+
+
+@dataclass(frozen=True)
+class FuzzedPlan:
+    """A plan as words of a command line."""
+
+    pp: int
+    dp: int
+    rows: int
+    """Of a micro-batch."""
+    micro_batches: int
+    """Of a step, for each replica."""
+    replicate: str
+    """A word of `--strategy`, as the next three."""
+    cut: str | None = None
+    recompute: str | None = None
+    offload: str | None = None
+    at: tuple[str, ...] = ()
+    """Modules before which the stages begin; empty where they are balanced."""
+    sizes: tuple[tuple[str, int], ...] = ()
+    """Arguments of the model that are not the job's."""
+    steps: int = 3
+
+    @property
+    def num_ranks(self) -> int:
+        """How many processes run it."""
+        return self.pp * self.dp
+
+    @property
+    def strategy(self) -> str:
+        """Words that `--strategy` takes."""
+        replicate = self.replicate if self.dp > 1 or self.cut is None else None
+        parts = (self.cut, replicate, self.recompute, self.offload)
+        return "+".join(part for part in parts if part is not None)
+
+    @property
+    def words(self) -> list[str]:
+        """The keys of its job."""
+        samples = self.rows * self.micro_batches * self.dp
+        words = [f"mesh.pp={self.pp}", f"mesh.dp={self.dp}", f"train.global_batch_size={samples}"]
+        words += [f"train.micro_batch_size={self.rows}", "train.precision=fp32"]
+        if self.at:
+            words.append(f"strategy.cut.at=[{', '.join(self.at)}]")
+        return words + [f"model.args.{name}={size}" for name, size in self.sizes]
+
+    def command(self, options: ComparisonOptions) -> str:
+        """The line that verifies it and nothing else."""
+        job = [] if options.job is None else [options.job]
+        line = ["bigtrain", "verify", *job, "-n", str(self.num_ranks)]
+        line += ["--strategies", self.strategy, "--steps", str(self.steps)]
+        return shlex.join([*line, *options.overrides, *self.words])
+
+
+def draw_plans(
+    draw: random.Random, spaces: Sequence[SearchSpace], names: Sequence[str]
+) -> Iterator[FuzzedPlan]:
+    """Plans without end, each mesh and each pair of techniques as often as any other.
+
+    Args:
+        draw: chooses.
+        spaces: one for each number of ranks.
+        names: modules that stages may begin with.
+    """
+    by_kind: dict[Any, dict[Any, list[Candidate]]] = {}
+    for space in spaces:
+        for moves in (False, True):
+            for candidate in space.candidates(fallback_tier=moves):
+                kinds = by_kind.setdefault((candidate.pp, candidate.dp), {})
+                kinds.setdefault((candidate.label, moves), []).append(candidate)
+    while by_kind:
+        mesh = by_kind[draw.choice(list(by_kind))]
+        chosen = draw.choice(mesh[draw.choice(list(mesh))])
+        cuts = chosen.stages - 1
+        named = chosen.cut is not None and cuts <= len(names) and draw.random() < 0.5
+        at = sorted(draw.sample(range(len(names)), cuts)) if named else []
+        yield FuzzedPlan(
+            *(chosen.pp, chosen.dp, chosen.rows, chosen.micro_batches),
+            replicate=chosen.replicate.label if chosen.replicate is not None else "single",
+            cut=chosen.cut.label if chosen.cut is not None else None,
+            recompute=draw.choice(_RECOMPUTE),
+            offload=chosen.offload.label if chosen.offload is not None else None,
+            at=tuple(names[index] for index in at),
+        )
+
+
+def shrink(
+    plan: FuzzedPlan,
+    sizes: dict[str, int],
+    fails: Callable[[FuzzedPlan], bool],
+    most: int = _MOST_ATTEMPTS,
+) -> FuzzedPlan:
+    """The smallest plan that still fails: none of its own smaller ones does.
+
+    Args:
+        plan: one that fails.
+        sizes: the model's arguments that are numbers.
+        fails: whether a plan fails as it did; one that cannot run does not.
+        most: plans that are tried.
+    """
+    tried = {plan}
+    progress = True
+    while progress:
+        progress = False
+        for smaller in _smaller(plan, sizes):
+            if smaller in tried or len(tried) > most:
+                continue
+            tried.add(smaller)
+            if fails(smaller):
+                plan, progress = smaller, True
+                break
+    return plan
+
+
+def _smaller(plan: FuzzedPlan, sizes: dict[str, int]) -> Iterator[FuzzedPlan]:
+    """Plans with one thing less, those first that make the others cheap."""
+    if plan.steps > 1:
+        yield replace(plan, steps=1)
+    if plan.dp > 1:
+        yield replace(plan, dp=plan.dp // 2)
+    if plan.cut is not None:
+        yield replace(plan, pp=1, cut=None, at=())
+        if plan.pp > 2:
+            yield replace(plan, pp=plan.pp // 2, at=())
+        if plan.at:
+            yield replace(plan, at=())
+    if plan.recompute is not None:
+        yield replace(plan, recompute=None)
+    if plan.offload is not None:
+        yield replace(plan, offload=None)
+    if plan.micro_batches > 1:
+        yield replace(plan, micro_batches=1)
+        yield replace(plan, micro_batches=plan.micro_batches // 2)
+    if plan.rows > 1:
+        yield replace(plan, rows=1)
+        yield replace(plan, rows=plan.rows // 2)
+    now = {**sizes, **dict(plan.sizes)}
+    for name, size in sorted(now.items(), key=lambda item: -item[1]):
+        if size > 1:
+            changed = {**dict(plan.sizes), name: size // 2}
+            yield replace(plan, sizes=tuple(sorted(changed.items())))
+
+
+@dataclass(frozen=True)
+class FuzzResult:
+    """What has come of a drawn plan."""
+
+    plan: FuzzedPlan
+    row: VerifiedStrategy
+    smallest: FuzzedPlan | None = None
+    """Of a failure; the row is that of it, then."""
+
+    def command(self, options: ComparisonOptions) -> str:
+        """The line that repeats it."""
+        return (self.smallest or self.plan).command(options)
+
+    def as_json(self, options: ComparisonOptions) -> dict[str, Any]:
+        """The result for a machine."""
+        command = self.command(options)
+        return {"drawn": self.plan.command(options), "command": command, **self.row.as_json()}
+
+
+def fuzz(
+    options: ComparisonOptions, job_words: Sequence[str], folder: Path
+) -> Iterator[FuzzResult]:
+    """Draw plans and verify them, one after the other; each failure is made small.
+
+    Args:
+        options: of the command line; `fuzz` plans by `seed`, on at most `num_ranks` ranks.
+        job_words: keys of every run.
+        folder: for what the runs write.
+
+    Raises:
+        ConfigError: the job cannot run in one process, or nothing drawn can run.
+    """
+    bench = _FuzzBench(options, job_words, folder)
+    words = [*without_strategy(options.overrides), *job_words, *ONE_PROCESS]
+    job = load_job(options.job, "single", words)
+    plan = make_plan(job, 1, device_type_of(job))
+    setup = open_setup(job, plan)
+    blocks = [name for name, _ in find_blocks(setup.workload.model)]
+    sizes = model_sizes(job, setup.workload.model)
+    most = ranks_to_start(options.num_ranks, device_type_of(job))
+    samples = max(most, min(_MOST_SAMPLES, plan.batch.global_size) // most * most)
+    mesh = load_job(options.job, None, options.overrides).mesh
+    spaces = [
+        SearchSpace(n, n, samples, len(blocks), pp=mesh.pp, dp=mesh.dp)
+        for n in range(min(2, most), most + 1)
+        if samples % n == 0 and n % (mesh.pp or 1) == 0
+    ]
+    done = refused = 0
+    for drawn in draw_plans(random.Random(options.seed), spaces, blocks[1:]):
+        drawn = replace(drawn, steps=options.steps)
+        row = bench.verify(drawn)
+        if row.verdict == "refused":
+            refused += 1
+            if refused > _REFUSALS * options.fuzz:
+                raise ConfigError(f"none of {refused} drawn plans can run: {row.reason}")
+            continue
+        done += 1
+        if row.verdict == "pass":
+            yield FuzzResult(drawn, row)
+        else:
+            smallest = shrink(drawn, sizes, partial(bench.ends_so, verdict=row.verdict))
+            yield FuzzResult(drawn, bench.verify(smallest, localises=True), smallest)
+        if done == options.fuzz:
+            return
+
+
+class _FuzzBench:
+    """Verifies plans, each with a reference of its own."""
+
+    def __init__(self, options: ComparisonOptions, words: Sequence[str], folder: Path) -> None:
+        self._options = options
+        self._words = [word for word in words if not word.startswith("train.steps=")]
+        self._folder = folder
+        self._count = 0
+
+    def ends_so(self, plan: FuzzedPlan, *, verdict: Verdict) -> bool:
+        return self.verify(plan).verdict == verdict
+
+    def verify(self, plan: FuzzedPlan, *, localises: bool = False) -> VerifiedStrategy:
+        options = copy(self._options)
+        options.strategies, options.num_ranks = plan.strategy, plan.num_ranks
+        options.overrides = [*self._options.overrides, *plan.words]
+        words = [*self._words, f"train.steps={plan.steps}"]
+        try:
+            (contender,) = find_strategies(options, words)
+        except ConfigError as error:
+            ranks = plan.num_ranks
+            return VerifiedStrategy(plan.strategy, ranks, "refused", "fp32", str(error))
+        self._count += 1
+        folder = self._folder / str(self._count)
+        folder.mkdir()
+        bench = Bench(options, words, folder, localises=localises)
+        try:
+            return bench.check(contender)
+        except BigtrainError as error:  # the model does not run in one process as it is now
+            return VerifiedStrategy(contender.label, plan.num_ranks, "refused", "fp32", str(error))
+        finally:
+            bench.close()
+
+
+def model_sizes(job: Job, model: object) -> dict[str, int]:
+    """The arguments of a job's model that are whole numbers, with their values."""
+    sizes: dict[str, Any] = dict(vars(getattr(model, "config", None) or object))
+    if ":" in job.model.name:
+        parameters = inspect.signature(load_object(job.model.name, "model.name")).parameters
+        sizes = {name: parameter.default for name, parameter in parameters.items()}
+    sizes |= job.model.args
+    return {name: size for name, size in sizes.items() if type(size) is int and size > 1}
