@@ -18,6 +18,10 @@ Moment = Literal[
 ]
 
 
+_ALL = ""
+"""The name under which the whole model is followed."""
+
+
 class BlockTickRecorder:
     """The clock ticks at which blocks begin and end; nothing is kept alive by the noting.
 
@@ -47,6 +51,8 @@ class BlockTickRecorder:
                     self._at_gradient(parameter, name, "parameter's gradient")
             module.register_forward_pre_hook(self._before(name), with_kwargs=True)
             module.register_forward_hook(self._after(name))
+        self._notes[_ALL] = []
+        model.register_forward_hook(self._after(_ALL))
 
     def _before(self, name: str) -> Any:
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -110,8 +116,13 @@ class BlockTickRecorder:
         return dict(sorted(found, key=lambda pair: pair[1].forward))
 
     def outside_blocks(self, start: int, stop: int) -> BlockTicks:
-        """What is in no block: there from the first moment of a pass to the last."""
-        return _block_ticks(self._rest, (start, stop), (start, stop))
+        """What is in no block, from the first moment of a pass to the last.
+
+        Its backward pass begins when the gradient of the model's output is there: what the loss
+        does by itself comes before.
+        """
+        begins = min(self.ticks(_ALL, start, stop).get("backward begins", [start]))
+        return _block_ticks(self._rest, (start, stop), (begins, stop))
 
 
 def _together(every: Mapping[str, Mapping[Moment, list[int]]]) -> set[int]:

@@ -177,7 +177,7 @@ class _Pass:
             if resumed:
                 spans += self._gathered_forward(self.units, begin, backward_start)
         if self.stage == 3 or resumed:
-            spans += closed._in_backward(backward_start)
+            spans += closed._in_backward(max(backward_start, rest.backward[0]))
         spans += closed._reduced(rest, end, fresh=fresh)
         phases = tuple((tick * _FINE, phase) for tick, phase in unsharded.phases)
         return Timeline(tuple(spans), phases)
@@ -243,7 +243,11 @@ class _Pass:
         ]
 
     def _in_backward(self, back: int) -> list[Span]:
-        """Units that are gathered for their backward pass, while the one before is at work."""
+        """Units that are gathered for their backward pass, while the one before is at work.
+
+        Args:
+            back: when the gradient of the model's output is there, and so the first one gathered.
+        """
         spans = []
         ahead = (back, _AFTER_LAST)
         for unit in sorted(self.units, key=lambda unit: unit.backward[0]):
