@@ -42,7 +42,7 @@ _INNER = ("intermediate_size", "ffn_dim", "d_ff", "hidden_dim", "moe_intermediat
 _STACKS = ("encoder_layers", "decoder_layers", "num_decoder_layers", "num_encoder_layers")
 SMALL: dict[str, int] = {
     **{"vocab_size": WORDS, "max_position_embeddings": 128, "n_positions": 128},
-    **{"image_size": SIDE, "patch_size": 8, "head_dim": 16, "d_kv": 16, "num_labels": CLASSES},
+    **{"image_size": SIDE, "patch_size": 8, "head_dim": 16, "d_kv": 16},
     **dict.fromkeys(_WIDTHS, 64),
     **dict.fromkeys(_LAYERS, 4),
     **dict.fromkeys(_HEADS, 4),
@@ -95,6 +95,8 @@ def of_transformers(name: str, **_: Any) -> nn.Module:
     small = {key: value for key, value in SMALL.items() if _is_number(known.get(key, "no"))}
     if "num_key_value_heads" in known:
         small["num_key_value_heads"] = 2
+    if head == "IMAGE_CLASSIFICATION":
+        small["num_labels"] = CLASSES
     model = model_class(config_class(**small))
     caches = "use_cache" in known and head in ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM")
     return OneInput(model, head, {"use_cache": False} if caches else {})
