@@ -77,6 +77,9 @@ class Profile:
     """Those of them that are computed again in the backward pass."""
     tensors: tuple[tuple[str, int, str], ...] = ()
     """Of a stage: the trained parameters in their order, bytes and type of their gradients."""
+    gradient_births: tuple[int, ...] = ()
+    """In `first`, the tick at which the gradient of each trained parameter is made, in the order
+    in which the model lists these; empty where it is not known."""
     untraceable: str | None = None
     """Why the timelines are empty, where the model could not run on fake tensors."""
 

@@ -104,6 +104,10 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether a storage, by its `_cdata`, is alive."""
         return storage in self._live
 
+    def birth_of(self, tensor: Tensor) -> int:
+        """The tick at which the storage of a tensor that lives was made."""
+        return self._note(tensor).birth
+
     def enter_phase(self, phase: Phase) -> None:
         """Say what is being done from now on."""
         if self._phases[-1][1] != phase:

@@ -77,6 +77,8 @@ class FakeRun:
     batch_bytes: int
     widths: Mapping[str, float]
     """See `state_bytes_by_slot`."""
+    gradient_births: tuple[int, ...] = ()
+    """See `Profile.gradient_births`."""
     first_step: FakeRun | None = None
     """The first step, where it was taken with two micro-batches of another size."""
     later: FakeRun | None = None
@@ -181,23 +183,37 @@ def record_steps(
             for hook in hooks:  # before the ticks: what they do to a gradient comes before it
                 noting.enter_context(hook(fake, tracker))
             ticks = BlockTickRecorder(root, tracker, choices)
-            marks = unit.steps(runner, batches, partial(_step, tracker))
+            births: list[tuple[int, ...]] = []
+            marks = unit.steps(runner, batches, partial(_step, tracker, births))
         timeline = tracker.timeline()
         sizes = [storage_bytes(batch.tensors()) for batch in batches]
     given = (fake, runner, choices, timeline)
-    first, *others = (FakeRun(*given, one, ticks, sizes[-1], widths) for one in marks)
+    first, *others = (
+        FakeRun(*given, one, ticks, sizes[-1], widths, born)
+        for one, born in zip(marks, births, strict=True)
+    )
     earlier = replace(first, batch_bytes=sizes[0]) if len(batches) > 1 else None
     return replace(others[0], first_step=earlier, later=others[1] if others[1:] else None)
 
 
 def _step(
-    tracker: StorageTracker, runner: LoopRunner, batches: Sequence[MicroBatch]
+    tracker: StorageTracker,
+    births: list[tuple[int, ...]],
+    runner: LoopRunner,
+    batches: Sequence[MicroBatch],
 ) -> tuple[int, ...]:
-    """One step; the ticks of its begin, the ends of its micro-batches, its end."""
+    """One step; the ticks of its begin, the ends of its micro-batches, its end.
+
+    `births` gets those of the gradients that the first micro-batch makes, where it makes all.
+    """
     ticks = [tracker.clock]
     for batch in batches:
         runner.begin_step()  # where gradients are released there is no second one
         runner.run_micro_batch(batch, 1.0)
+        if len(ticks) == 1:
+            made = [p.grad for p in runner.module.parameters() if p.requires_grad]
+            known = [tracker.birth_of(gradient) for gradient in made if gradient is not None]
+            births.append(tuple(known) if len(known) == len(made) else ())
         ticks.append(tracker.clock)
     runner.meter.phase("step")
     runner.clip()
@@ -230,6 +246,7 @@ def profile_from_run(run: FakeRun, plan: Plan) -> Profile:
             if name in followed[1]
         ),
         recomputed=recomputed_names(run.choices),
+        gradient_births=run.gradient_births,
     )
 
 

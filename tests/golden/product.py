@@ -128,6 +128,19 @@ def _kept(resolved: ResolvedPlan) -> dict[str, str]:
     return {choice: " ".join(names) for choice, names in sorted(found.items())}
 
 
+def own_peaks(net: str, strategy: str, ranks: int, keys: Mapping[str, Any]) -> list[int]:
+    """The peak of each replica of a model that is not cut, in bytes."""
+    resolved, workload = _resolved(net, strategy, ranks, keys)
+    (profile,) = forecast_rank(resolved, workload).profiles
+    return [peak.bytes for peak in _of_replicas(profile, resolved.plan)]
+
+
+def _of_replicas(profile: Any, plan: Any) -> list[Any]:
+    return [
+        forecast_step(profile, replace(plan, dp_rank=replica)).peak() for replica in range(plan.dp)
+    ]
+
+
 def _rank(plan: Any, rank: int, predicted: Any) -> dict[str, Any]:
     at = f"rank {rank}"
     if predicted.forecast is None:
@@ -137,10 +150,7 @@ def _rank(plan: Any, rank: int, predicted: Any) -> dict[str, Any]:
     profiles = predicted.profiles
     found[f"{at} profiles"] = [_profile(profile) for profile in profiles]
     if "cut" not in plan.techniques:
-        own = [
-            _peak(forecast_step(profiles[0], replace(plan, dp_rank=replica)).peak())
-            for replica in range(plan.dp)
-        ]
+        own = [_peak(one) for one in _of_replicas(profiles[0], plan)]
         if any(one != peak for one in own):
             found["replicas"] = own
         lines = collect_advice(profiles[0], plan)

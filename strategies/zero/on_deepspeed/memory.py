@@ -1,7 +1,7 @@
 """What one rank holds under DeepSpeed: its shards, its buffers, and what is whole for a moment.
 
 Under stages 1 and 2 the ranks' shards are equal parts of all parameters in a row, and a rank's
-shard of the gradients comes to be when the backward pass reaches its part: of the last rank at its
+shard of the gradients comes to be when the backward pass reaches its part: of one rank at its
 start, when the activations are all there. That is the fullest one; of others a plan asks by
 `dp_rank`.
 """
@@ -9,7 +9,7 @@ start, when the activations are all there. That is the fullest one; of others a 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,7 +68,7 @@ def _flat(
     if waits:
         # Whole gradients wait for the last micro-batch, which reduces them into the shard.
         held = size * profile.trained_elements
-        first = backward.emptying(first)
+        first = backward.emptying(first, bucket)
     return replace(
         forecast.with_passes(first=first),
         states=states,
@@ -98,8 +98,7 @@ def _cut(
     )
     prefetch_bytes = size * int(zero.get("stage3_prefetch_bucket_size", 50_000_000))
     first = backward.with_gathered(persistence_bytes, min(prefetch_bytes, sum(whole)))
-    if plan.device_type == "cpu":
-        first = backward.with_copies(first, bucket)
+    first = backward.with_copies(first, bucket, plan)
     step = _on_shard(profile.step, plan)
     if accumulator < 4:  # a sub-group's gradients are converted for its update
         group = min(share, int(zero.get("sub_group_size", 1_000_000_000)))
@@ -132,6 +131,8 @@ class _Backward:
     timeline: Timeline
     gradients: tuple[Span, ...]
     """By birth; each lives until it is added to what there is."""
+    offsets: tuple[int, ...]
+    """Of each of them, where it begins among the gradients of all parameters in a row, in bytes."""
     again: tuple[tuple[int, int], ...] = ()
     """From when to when blocks are computed again and gone back through."""
 
@@ -142,81 +143,106 @@ class _Backward:
         first, later = (
             sorted(passes[way].spans, key=lambda span: span.birth) for way in ("first", "later")
         )
-        if [s.nbytes for s in first] != [s.nbytes for s in later]:
+        is_alike = [s.nbytes for s in first] == [s.nbytes for s in later]
+        if not is_alike:
             # Some gradient is copied before it is kept. Here none is, and none is added to.
-            passing = [_passing(span) for span in first]
-            gradient_spans = tuple(s for s in passing if s.kind == "gradients")
-            timeline = Timeline(tuple(passing), passes["first"].phases)
-            return cls(timeline, gradient_spans, _again(profile, 0))
-        pairs = zip(first, later, strict=True)
-        gradient_spans = tuple(now for was, now in pairs if was.kind == "gradients")
-        return cls(passes["later"], gradient_spans, _again(profile, 1))
+            later = [_passing(span) for span in first]
+        pairs = [
+            (was.birth, now)
+            for was, now in zip(first, later, strict=True)
+            if was.kind == "gradients"
+        ]
+        offsets = _offsets({birth: now.nbytes for birth, now in pairs}, profile.gradient_births)
+        return cls(
+            passes["later"] if is_alike else Timeline(tuple(later), passes["first"].phases),
+            tuple(now for _, now in pairs),
+            tuple(offsets[birth] for birth, _ in pairs),
+            _again(profile, int(is_alike)),
+        )
 
     def with_shard(self, nbytes: int, bucket: int, plan: Plan, *, waits: bool) -> Timeline:
         """With a rank's shard of the gradients, made when the first of them is reduced.
 
+        What is in bf16 is converted, a gradient at a time, to be added to it.
+
         Args:
             nbytes: of the shard.
             bucket: bytes of gradients that are reduced together.
-            plan: says which rank.
-            waits: whether whole gradients wait for the last micro-batch: the first one of the part
-                that is complete makes the shard.
+            plan: says which rank, and the precision.
+            waits: whether whole gradients wait for the last micro-batch.
         """
         if not self.gradients:
             return _throughout(self.timeline, "gradients", nbytes)
-        part = set(self._part(plan))
-        if waits:
-            begin = min(span.death for span in part)
-        else:
-            reductions = self._reductions(bucket)
-            begin = next(tick for tick, sent in reductions if not part.isdisjoint(sent))
-        return _from(begin, self.timeline, "gradients", nbytes)
+        own_bytes = self._own_bytes(plan)
+        added = [
+            (tick, max(own_bytes[span] for span in sent))
+            for tick, sent in self._reductions(bucket, waits=waits)
+        ]
+        begin = min(tick for tick, largest in added if largest)
+        timeline = _from(begin, self.timeline, "gradients", nbytes)
+        width = precision_of(plan)
+        if width == 4:
+            return timeline
+        converted = (Span(4 * n // width, "temporary", tick, tick + 1) for tick, n in added if n)
+        return Timeline((*timeline.spans, *converted), timeline.phases)
 
-    def _reductions(self, bucket: int) -> Iterator[tuple[int, list[Span]]]:
+    def _reductions(self, bucket: int, *, waits: bool = False) -> Iterator[tuple[int, list[Span]]]:
         """When gradients are reduced, and which: a gradient that does not fit is there meanwhile.
 
         A small one is copied into the bucket and goes. One that is larger than the bucket is
-        reduced where it lies, and what had been in the bucket before it.
+        reduced where it lies, and what had been in the bucket before it. With `waits` it has been
+        added to what waits for it.
         """
         waiting: list[Span] = []
         filled = tick = 0
-        for span in sorted(self.gradients, key=lambda span: span.birth):
+        beside = 0 if waits else 1
+        for span in self.gradients:
             tick = span.death
             if waiting and filled + span.nbytes > bucket:
-                yield tick - 1, waiting
+                yield tick - beside, waiting
                 waiting, filled = [], 0
             waiting.append(span)
             filled += span.nbytes
             if filled >= bucket:
-                yield tick - (span.nbytes > bucket), waiting
+                yield tick - (beside if span.nbytes > bucket else 0), waiting
                 waiting, filled = [], 0
         if waiting:
             yield tick, waiting
 
-    def _part(self, plan: Plan) -> list[Span]:
-        """The gradients that lie in a rank's part; they come in the reverse of their order."""
+    def _own_bytes(self, plan: Plan) -> dict[Span, int]:
+        """How much of each gradient lies in a rank's part; without a rank, in that of any."""
         total = sum(span.nbytes for span in self.gradients)
-        ranks_behind = 0 if plan.dp_rank is None else plan.dp - 1 - plan.dp_rank
-        begin, end = (total * place // plan.dp for place in (ranks_behind, ranks_behind + 1))
-        part_spans, passed = [], 0
-        for span in sorted(self.gradients, key=lambda span: span.birth):
-            if passed < end and passed + span.nbytes > begin:
-                part_spans.append(span)
-            passed += span.nbytes
-        return part_spans
+        ranks = range(plan.dp) if plan.dp_rank is None else [plan.dp_rank]
+        parts = [(total * rank // plan.dp, total * (rank + 1) // plan.dp) for rank in ranks]
+        return {
+            span: max(
+                max(0, min(end, offset + span.nbytes) - max(begin, offset)) for begin, end in parts
+            )
+            for span, offset in zip(self.gradients, self.offsets, strict=True)
+        }
 
-    def emptying(self, timeline: Timeline) -> Timeline:
-        """With whole gradients there from before, each until it is reduced."""
+    def emptying(self, timeline: Timeline, bucket: int) -> Timeline:
+        """With whole gradients there from before, each until it is reduced or in the bucket."""
         begin = timeline.phases[0][0]
-        spans = [Span(g.nbytes, "gradients", begin, g.death + 1) for g in self.gradients]
+        spans = [
+            Span(g.nbytes, "gradients", begin, g.death + (g.nbytes > bucket))
+            for g in self.gradients
+        ]
         return Timeline((*timeline.spans, *spans), timeline.phases)
 
-    def with_copies(self, timeline: Timeline, bucket: int) -> Timeline:
-        """With the copies that gloo makes of what it reduces and scatters."""
+    def with_copies(self, timeline: Timeline, bucket: int, plan: Plan) -> Timeline:
+        """With the copies of what is reduced and scattered.
+
+        DeepSpeed makes one of several gradients, or of one that the ranks cannot share evenly;
+        gloo one of whatever it is given.
+        """
         spans = []
+        unit = precision_of(plan) * plan.dp
         for tick, sent in self._reductions(bucket):
-            nbytes = sum(span.nbytes for span in sent)
-            spans.append(Span(nbytes, "temporary", tick, tick + 1))
+            padded = sum(-(-span.nbytes // unit) * unit for span in sent)
+            copies = int(plan.device_type == "cpu")
+            copies += len(sent) > 1 or padded > sent[0].nbytes
+            spans.append(Span(copies * padded, "temporary", tick, tick + 1))
         return Timeline((*timeline.spans, *spans), timeline.phases)
 
     def with_gathered(self, persists: int, ahead: int) -> Timeline:
@@ -237,6 +263,22 @@ class _Backward:
             begin = min([begin, *(a for a, b in self.again if a <= gradient.birth <= b)])
             spans.append(Span(gradient.nbytes + ahead, "parameters", begin, gradient.death))
         return Timeline((*self.timeline.spans, *spans), self.timeline.phases)
+
+
+def _offsets(sizes: Mapping[int, int], births: Sequence[int]) -> dict[int, int]:
+    """Where each gradient begins among those of all parameters in a row.
+
+    Args:
+        sizes: of the gradients, by birth.
+        births: in the order of the parameters; where others are given, they are taken to come in
+            the reverse of it.
+    """
+    is_known = sorted(births) == sorted(sizes)
+    offsets, filled = {}, 0
+    for birth in births if is_known else sorted(sizes, reverse=True):
+        offsets[birth] = filled
+        filled += sizes[birth]
+    return offsets
 
 
 def _passing(span: Span) -> Span:

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from golden.product import own_peaks
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.costs.forecast import Forecast, Profile
@@ -113,3 +114,23 @@ def test_offload_on_a_cpu_is_no_use():
         Forecast.of(profile_of(1_000_000)), profile_of(1_000_000), plan
     )
     assert "parameters=cpu moves nothing" in said
+
+
+TWO = {"train.micro_batch_size": 2}
+LOW = {"train.precision": "bf16"}
+TRACKED: dict[str, tuple[str, str, dict[str, object], tuple[int, int]]] = {
+    # Its first parameter is used last, so that its gradient comes first.
+    "the part of each rank": ("odd", "zero2", {}, (379_596, 383_392)),
+    "whole gradients wait": ("odd", "zero1", TWO, (447_168, 460_996)),
+    "what is added to is gone": ("tied", "zero1", TWO, (841_768, 915_688)),
+    "not shared evenly": ("odd", "zero3", {}, (354_321, 354_321)),
+    "converted": ("tied", "zero2", LOW, (824_732, 919_836)),
+}
+"""Peaks of two real ranks, tracked with DeepSpeed 0.19.8 and torch 2.15 on a CPU."""
+
+
+@pytest.mark.parametrize("case", TRACKED)
+def test_each_rank_is_forecast_as_it_was_tracked(case):
+    net, strategy, keys, tracked = TRACKED[case]
+    predicted = own_peaks(net, strategy, 2, {"train.global_batch_size": 16, **keys})
+    assert predicted == pytest.approx(tracked, rel=1e-3)
