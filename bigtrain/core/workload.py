@@ -22,6 +22,8 @@ class Workload:
     step of a run that was given none."""
     loss: Loss
     make_optimizer: MakeOptimizer
+    whole_bytes: int = 0
+    """Bytes of the model where each rank builds it whole; 0 where tensors get values one by one."""
 
     @property
     def micro_batch(self) -> MicroBatch:

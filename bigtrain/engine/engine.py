@@ -135,7 +135,9 @@ class Engine:
         self.steps_done = self.samples_seen = 0
         self._learning_rate = learning_rate
         self._closing = ExitStack()
-        self._workload = workload = Workload(self.blueprint.model, example, self.loss, optimizer)
+        self._workload = workload = Workload(
+            self.blueprint.model, example, self.loss, optimizer, self.blueprint.whole_bytes
+        )
         self.resolved = resolved or resolve_plan(plan, workload)
         self.plan, self.layout = self.resolved.plan, self.resolved.layout
         self.notes = lines if resolved else [*lines, *self.resolved.notes]
@@ -153,8 +155,7 @@ class Engine:
         seed_everything(context.seed, context.rank)
         if job.train.deterministic:
             self._closing.enter_context(deterministic(context.device))
-        # Every optimizer imports this; brought in now, it does not count as the run's memory.
-        importlib.import_module("torch._dynamo")
+        importlib.import_module("torch._dynamo")  # by every optimizer: not the run's memory
         self.limit_bytes = available_bytes(job.memory.cap, context.device, context.local_world_size)
         """What this rank could take before it was built, in bytes."""
         if context.is_main and self._subject is not None and job.memory.on_oom == "stop":
@@ -234,14 +235,13 @@ class Engine:
         for micro_batch in batches:
             with self._explaining():
                 prediction = self.runner.predict(micro_batch)
-                if (
-                    prediction is None or micro_batch.padding
-                ):  # a pipeline has its output on one rank
+                # A pipeline has its output on one rank.
+                if prediction is None or micro_batch.padding:
                     continue
                 for key, value in self.task.measure(*prediction).items():
                     sums[key] = sums[key] + value if key in sums else value
-        sums_of_ranks = self.context.gather_objects({k: v.cpu() for k, v in sums.items()})
-        sums_of_ranks = self.context.broadcast_object(sums_of_ranks)
+        gathered = self.context.gather_objects({k: v.cpu() for k, v in sums.items()})
+        sums_of_ranks = self.context.broadcast_object(gathered)
         total: dict[str, Tensor] = {}
         for part in sums_of_ranks or []:
             for key, value in part.items():

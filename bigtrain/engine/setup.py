@@ -163,7 +163,7 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
             job.model, data.task, blueprint.model, example, several_waiting=several_waiting
         )
     optimizer = optimizer_factory(job.optim, job.train.seed)
-    workload = Workload(blueprint.model, example, loss, optimizer)
+    workload = Workload(blueprint.model, example, loss, optimizer, blueprint.whole_bytes)
     # What cannot be cut, or does not fit a budget, is refused before the ranks connect.
     resolved = resolve_plan(plan, workload)
     return RunSetup(

@@ -91,6 +91,12 @@ class Blueprint:
         """Whether the values can be made tensor by tensor."""
         return self._recording is not None
 
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes that every rank holds while it builds the model; 0 where it is deferred."""
+        tensors = () if self.deferred else _named_tensors(self.model).values()
+        return sum(tensor.nbytes for tensor in tensors)
+
     def materialize(
         self, device: torch.device | str, *, seed: int, only: Collection[str] | None = None
     ) -> nn.Module:
@@ -99,7 +105,7 @@ class Blueprint:
         The tensor objects stay the same (but in modules that watch theirs, as nn.RNN does), so
         ties, and references that others already hold, stay valid. Of a deferred model, about
         one tensor more than the result is in memory at any time; one that is not deferred is
-        built whole, twice for a while.
+        built whole.
 
         Args:
             device: where the tensors go; the values are made on the CPU.
@@ -121,7 +127,7 @@ class Blueprint:
             if self._make is not None:
                 torch.default_generator.manual_seed(seed)
                 _seed_others(seed)
-                _copy_values(self._make(), self.model)
+                _build_again(self._make, self.model)
         for tensor in tensors.values():
             tensor.data = tensor.data.to(device)
         return self.model
@@ -284,18 +290,27 @@ def _loose_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return loose
 
 
-def _copy_values(source: nn.Module, target: nn.Module) -> None:
-    """Copy every tensor of one construction into another, which keeps its objects."""
-    new = {**_named_tensors(source), **_loose_tensors(source)}
+def _build_again(make: Callable[[], nn.Module], target: nn.Module) -> None:
+    """Give a model, which keeps its tensor objects, the values of another construction."""
     old = {**_named_tensors(target), **_loose_tensors(target)}
-    for name in new.keys() | old.keys():
-        if name not in new or name not in old or new[name].shape != old[name].shape:
+    shapes = {name: tensor.shape for name, tensor in old.items()}
+    apart = len({tensor.untyped_storage()._cdata for tensor in old.values()}) == len(old)
+    if apart:  # the first values go before the second come
+        for tensor in old.values():
+            tensor.data = tensor.data.new_empty(0)
+    source = make()
+    new = {**_named_tensors(source), **_loose_tensors(source)}
+    for name in new.keys() | shapes.keys():
+        if name not in new or shapes.get(name) != new[name].shape:
             raise ConfigError(
                 f"model: two constructions differ at {name!r}. Make the model's shape depend on "
                 "its arguments only."
             )
     for name, tensor in old.items():
-        tensor.data.copy_(new[name].data)
+        if apart:
+            tensor.data = new[name].data
+        else:
+            tensor.data.copy_(new[name].data)
 
 
 def _trimmed(

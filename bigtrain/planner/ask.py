@@ -137,6 +137,13 @@ def _search(question: Question) -> PlannedAnswer:
     )
     check_job(single_job)
     setup = open_setup(single_job, make_plan(single_job, 1, "cpu"))
+    if setup.workload.whole_bytes > question.limit:
+        raise ConfigError(
+            f"plan: every rank builds the model whole ({setup.blueprint.reason}), which takes "
+            f"{format_bytes(setup.workload.whole_bytes)}, and {format_bytes(question.limit)} is "
+            "what its tensors may take. Use a smaller model, or one that is made without values "
+            "on the meta device."
+        )
     model, example = setup.workload.model, setup.workload.micro_batch
     given = (_losses(setup, example), setup.workload.make_optimizer, torch.device("cpu"))
     anatomy = SectionLibrary(model, example, *given)

@@ -10,7 +10,7 @@ from bigtrain.core.strategy import CutStrategy, ModelFacts, Plan
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.rank_replay import join_stages
-from bigtrain.memory.timeline import Peak
+from bigtrain.memory.timeline import Breakdown, Peak, highest_peak
 from bigtrain.prediction.compose import merge_steps
 from bigtrain.prediction.loops import profile_stage, split_backward_passes
 from bigtrain.prediction.record import make_profile, untraceable_reason
@@ -45,12 +45,13 @@ def predict(
     rank, plan = forecast_rank(resolved, workload, pp_rank), resolved.plan
     if rank.forecast is None:
         return Prediction(None, rank.note)
-    peak = rank.forecast.peak()
+    built = Peak("build", Breakdown(parameters=workload.whole_bytes))
+    peak = highest_peak([rank.forecast.peak(), built])
     if _by_stages(resolved):
         return Prediction(peak, None, [], peak)
     profile, own_plan = rank.profiles[0], replace(plan, dp_rank=dp_rank)
     own_forecast = forecast_rank_step({0: forecast_step(profile, own_plan)}, own_plan, pp_rank)
-    own_peak = own_forecast.peak()
+    own_peak = highest_peak([own_forecast.peak(), built])
     return Prediction(peak, None, collect_advice(profile, plan), own_peak)
 
 

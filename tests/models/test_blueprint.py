@@ -344,6 +344,40 @@ def test_errors_say_what_to_do() -> None:
         grows.materialize("cpu", seed=0)
 
 
+def test_model_that_cannot_be_deferred_is_there_once_while_it_is_built_again() -> None:
+    earlier: list[torch.Tensor] = []
+    bytes_before: list[int] = []
+
+    class Sorted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            bytes_before.append(sum(t.untyped_storage().nbytes() for t in earlier))
+            self.register_buffer("x", torch.unique(torch.arange(1000)))
+
+    blueprint = describe(Sorted)
+    assert blueprint.whole_bytes == 8000
+    earlier += values(blueprint.model).values()
+    blueprint.materialize("cpu", seed=0)
+    assert bytes_before[-1] == 0
+    assert blueprint.model.x is earlier[0]
+    assert torch.equal(earlier[0], torch.arange(1000))
+    assert describe(small).whole_bytes == 0
+
+
+def test_tensors_that_overlap_still_do_when_a_model_is_built_again() -> None:
+    class Overlapping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.whole = torch.unique(torch.arange(8))
+            self.half = self.whole[:4]
+
+    blueprint = describe(Overlapping)
+    assert not blueprint.deferred
+    model: Any = blueprint.materialize("cpu", seed=0)
+    model.whole[0] = 5
+    assert model.half.tolist() == [5, 1, 2, 3]
+
+
 def test_statistics_are_those_of_the_formula() -> None:
     weight = made(lambda: nn.Linear(400, 300))["weight"].detach()
     bound = 1 / math.sqrt(400)

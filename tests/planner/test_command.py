@@ -101,6 +101,21 @@ def test_wrong_input_is_refused_with_the_numbers(words: list[str], message: str)
         main([*usual, *SMALL, *words])
 
 
+def test_a_model_that_no_rank_has_room_to_build_is_refused(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "built.py").write_text(
+        "import torch\n\nclass Net(torch.nn.Linear):\n"
+        "    def __init__(self):\n        super().__init__(4096, 4096)\n"
+        "        self.register_buffer('order', torch.unique(torch.arange(8)))\n"
+    )
+    monkeypatch.syspath_prepend(here)
+    words = ["model.name=built:Net", "data.name=synthetic", "data.args.kind=classification"]
+    words += ["data.args.input_shape=[4096]", "data.args.num_classes=4096"]
+    with pytest.raises(ConfigError, match=r"builds the model whole .* takes 64\.0 MiB, and 39\.5"):
+        main(["--devices", "2", "--cluster", "a100-node", "--cap", "50MiB", *words])
+
+
 def test_a_cluster_file_with_a_missing_figure_is_refused(here: Path) -> None:
     (here / "mine.yaml").write_text("name: mine\nsource: nowhere\ndevice: {name: x, kind: cuda}\n")
     with pytest.raises(ConfigError, match=r"mine.yaml.* is missing"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +13,14 @@ from support.peaks import images, peaks, text, wide
 from support.ranks import run_ranks
 from torch import Tensor, nn
 
+from bigtrain.assembly.make_plan import make_plan
 from bigtrain.data.source import TensorSamples
 from bigtrain.engine.engine import Engine
-from bigtrain.job.load import job_from_keys
+from bigtrain.engine.setup import open_setup
+from bigtrain.job.load import job_from_keys, load_job
 from bigtrain.losses.loss import CrossEntropy
-from bigtrain.memory.timeline import MEMORY_KINDS
+from bigtrain.memory.timeline import MEMORY_KINDS, Breakdown, Peak
+from bigtrain.prediction.predict import predict
 
 CASES: dict[str, tuple[Any, ...]] = {
     "single": (1, "single", {}, adamw),
@@ -79,6 +83,14 @@ def test_prediction_changes_nothing_about_the_run():
         return run_ranks(trained, 1, keys)[0]
 
     assert losses(True) == losses(False)
+
+
+def test_the_model_is_part_of_the_peak_where_each_rank_builds_it_whole():
+    job = load_job("default", "single", ["train.global_batch_size=2"])
+    setup = open_setup(job, make_plan(job, 1, "cpu"))
+    assert predict(setup.resolved, setup.workload).peak.phase != "build"
+    whole = predict(setup.resolved, replace(setup.workload, whole_bytes=2**40))
+    assert whole.peak == whole.own_peak == Peak("build", Breakdown(parameters=2**40))
 
 
 def trained(context, keys):
