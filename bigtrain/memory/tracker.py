@@ -79,17 +79,25 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         if func is torch.ops.prim.device.default:  # asked more often than all else together
             return args[0].fake_device if self._fake else func(*args)
+        known = len(self._records)
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             # DTensor works out shapes on fake tensors in the midst of a real run.
             if isinstance(leaf, Tensor) and isinstance(leaf, FakeTensor) == self._fake:
                 self._note(leaf)
-        self._check_limit()
+        self._check_limit(known)
         return result
 
-    def _check_limit(self) -> None:
-        if self._limit_bytes is not None and self.live_bytes > self._limit_bytes:
-            raise torch.OutOfMemoryError(f"tried to allocate {self._records[-1].nbytes} bytes")
+    def _check_limit(self, known: int) -> None:
+        """Refuse the storages noted since there were `known`, if they are too much."""
+        if self._limit_bytes is None or self.live_bytes <= self._limit_bytes:
+            return
+        refused = {id(record): record.nbytes for record in self._records[known:]}
+        self._live = {k: held for k, held in self._live.items() if id(held[0]) not in refused}
+        del self._records[known:]
+        requested = sum(refused.values())
+        self.live_bytes -= requested
+        raise torch.OutOfMemoryError(f"tried to allocate {requested} bytes")
 
     def __enter__(self) -> StorageTracker:
         self._watching.enter_context(_resizes_told(self._resized))
@@ -145,7 +153,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._records.append(record)
         self._live[key] = (record, weakref.ref(storage, lambda _: self._record_death(key)))
         self.live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if self._limit_bytes is None or self.live_bytes <= self._limit_bytes:
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return record
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
@@ -153,8 +162,9 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._live.get(storage._cdata)
         if known is not None:
             self._record_death(storage._cdata)
+            count = len(self._records)
             self._enter(storage, known[0].kind)
-            self._check_limit()
+            self._check_limit(count)
 
     def _record_death(self, key: int) -> None:
         entry = self._live.pop(key, None)

@@ -45,6 +45,7 @@ def test_tracked_tensors_are_held_to_the_byte(cap):
             torch.empty(LIMIT // 2 + 1, dtype=torch.uint8)
     assert is_out_of_memory(raised.value)
     assert requested_bytes(raised.value) == LIMIT // 2 + 1
+    assert meter.peak_bytes() == meter.measured().peak.bytes == LIMIT  # it was never there
     assert half.nbytes == LIMIT // 2
 
 
