@@ -17,7 +17,7 @@ from bigtrain.activations.recompute import is_saved_op
 from bigtrain.cutting.choose import DeviceRates
 from bigtrain.data.loader import MicroBatch
 from bigtrain.tensors.fake import fake_model
-from bigtrain.tensors.op_cost import bytes_touched, flops_of
+from bigtrain.tensors.op_cost import ProductSize, bytes_touched, flops_of, product_size
 
 
 class Operation(NamedTuple):
@@ -34,6 +34,11 @@ class Operation(NamedTuple):
     def flops(self) -> float:
         """Of matrix products, convolutions and attention."""
         return float(flops_of(self.func, self.args, self.kwargs, self.result))
+
+    @property
+    def product(self) -> ProductSize:
+        """Its sizes, of one that has FLOPs."""
+        return product_size(self.func, self.args, self.result) if self.flops else ProductSize()
 
     @property
     def nbytes(self) -> float:

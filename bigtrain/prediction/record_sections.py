@@ -90,8 +90,8 @@ class SectionHooks:
         self.copies_gradient = False
         """See `RecordedSections.copies_gradient`."""
         self._as_sent = as_sent
-        self.work: list[tuple[int, float, float, float, int]] = []
-        """(clock, flops, flops in bf16, bytes, how often it is done) of each operation."""
+        self.work: list[tuple[float, ...]] = []
+        """(clock, flops, flops in bf16, bytes, how often it is done, m, n, k, batch) of each."""
         self.incoming: list[tuple[int, str, tuple[int, int]]] = []
         """(clock, block, bytes that it is called with, those that a gradient goes back to)"""
         self.used: dict[str, set[int]] = {}
@@ -151,7 +151,7 @@ class SectionHooks:
         flops = operation.flops
         low = any(t.dtype in (torch.bfloat16, torch.float16) for t in operation.given)
         sizes = (0.0 if low else flops, flops if low else 0.0, operation.nbytes)
-        self.work.append((clock, *sizes, REPEAT_COUNT.get()))
+        self.work.append((clock, *sizes, REPEAT_COUNT.get(), *operation.product))
 
 
 def record_sections(
@@ -334,8 +334,9 @@ class SectionSplitter:
         return replace(section_pass, ticks=visit)
 
     def _work(self, after: int, until: int) -> OpLog:
-        rows = np.array([r[1:] for r in self._notes.work if after < r[0] <= until]).reshape(-1, 4)
-        return OpLog(*rows.T)
+        rows = np.array([r[1:] for r in self._notes.work if after < r[0] <= until]).reshape(-1, 8)
+        flops, low_flops, nbytes, times = rows.T[:4]
+        return OpLog(flops, low_flops, nbytes, times, rows[:, 4:])
 
     def _tensors(self, windows: list[Windows]) -> list[tuple[SectionTensor, ...]]:
         """Each section's parameters and buffers; outside of blocks by their first use."""

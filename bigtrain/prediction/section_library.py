@@ -434,13 +434,13 @@ def _line(small: float, large: float, share: float) -> int:
 
 
 def _work(small: OpLog, large: OpLog, share: float) -> OpLog:
-    sizes = ("flops", "low_flops", "nbytes", "times")
+    sizes = ("flops", "low_flops", "nbytes", "times", "products")
     if len(small.times) != len(large.times):  # those of the larger run, so that sums are right
         figures = [_share_of(getattr(small, k), getattr(large, k), share) for k in sizes[:3]]
-        return OpLog(figures[0], figures[1], figures[2], large.times)
+        return OpLog(figures[0], figures[1], figures[2], large.times, large.products)
     rows = [(getattr(small, key), getattr(large, key)) for key in sizes]
     figures = [(a + (b - a) * share).clip(min=0.0) for a, b in rows]
-    return OpLog(figures[0], figures[1], figures[2], figures[3])
+    return OpLog(*figures)
 
 
 def _share_of(small: Any, large: Any, share: float) -> Any:

@@ -119,11 +119,13 @@ class OpLog:
     """Read and written."""
     times: NDArray[np.float64]
     """How often each is done."""
+    products: NDArray[np.float64]
+    """Of those that are matrix products the sizes, see `op_cost.ProductSize`: (operations, 4)."""
 
     def scaled(self, factor: float) -> OpLog:
-        """Operations that are larger or smaller."""
-        flops, low_flops, nbytes = (a * factor for a in (self.flops, self.low_flops, self.nbytes))
-        return OpLog(flops, low_flops, nbytes, self.times)
+        """Operations that are larger or smaller; the sizes of products stay."""
+        flops, low_flops = self.flops * factor, self.low_flops * factor
+        return replace(self, flops=flops, low_flops=low_flops, nbytes=self.nbytes * factor)
 
 
 @dataclass(frozen=True)
@@ -401,10 +403,8 @@ def concatenate_sections(
         passes[0] = passes[0].at_stage_end(0)
     if is_sent:
         passes[-1] = passes[-1].at_stage_end(1)
-    turn, *later = (
-        sum(lengths)
-        for lengths in zip(*(section_pass.lengths for section_pass in passes), strict=True)
-    )
+    lengths = zip(*(section_pass.lengths for section_pass in passes), strict=True)
+    turn, *later = map(sum, lengths)
     forward_offset, backward_offset, stop = 0, turn + later[0], turn + sum(later)
     again = backward_offset
     # The backward pass ends with a tick in which the rest is done, where a block comes first.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -53,6 +54,40 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Arithmetic operations of matrix products, convolutions and attention; 0 of all else."""
     formula = flop_registry.get(func._overloadpacket)
     return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
+
+
+class ProductSize(NamedTuple):
+    """A matrix product m x k times k x n, so many times at once; zeros of what is none."""
+
+    m: int = 0
+    n: int = 0
+    k: int = 0
+    batch: int = 0
+
+
+def product_size(func: Any, args: Any, result: Any) -> ProductSize:
+    """The sizes of a product; zeros of what is none, or not known.
+
+    Attention is taken as its product with the values, one for each head: its kernels share out
+    rows of the queries. A convolution is the product that its windows make (implicit GEMM), and its
+    backward pass two of the same three sizes, which count as that one.
+    """
+    name = func._overloadpacket.__name__
+    shapes = [tuple(a.shape) for a in args if isinstance(a, Tensor)]
+    if name in ("mm", "addmm", "bmm", "baddbmm"):
+        left, right = shapes[-2:]
+        return ProductSize(left[-2], right[-1], left[-1], math.prod(left[:-2]))
+    if name in ("convolution", "_convolution", "convolution_backward"):
+        is_back = name == "convolution_backward"
+        first, weight = shapes[is_back], shapes[is_back + 1]
+        output = shapes[0] if is_back else tuple(result.shape)
+        groups = max(1, first[1] // max(1, weight[1]))
+        windows = output[0] * math.prod(output[2:])
+        return ProductSize(windows, weight[0] // groups, math.prod(weight[1:]), groups)
+    if "scaled_dot_product" in name and len(shapes) > 2:
+        query, _, value = shapes[-3:] if "backward" not in name else shapes[1:4]
+        return ProductSize(query[-2], value[-1], value[-2], math.prod(query[:-2]))
+    return ProductSize()
 
 
 def bytes_touched(inputs: list[Tensor], outputs: list[Tensor]) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Profile
@@ -29,6 +30,8 @@ closed form of equal stages says of the slowest."""
 EXCHANGE_OPERATIONS = 8
 """An exchange is issued like so many operations: copies in and out, streams that wait for one
 another, the call itself. An assumption."""
+TILE = 128
+"""Rows and columns of a tile of a product; see `product_efficiency`."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ class StepTimer:
         self._low_flops = device.flops.bf16 * device.efficiency * share
         self._nbytes = device.memory_bandwidth * share
         self._launch = device.launch
+        self._processors = device.processors if device.kind == "cuda" else None
         # On a CPU what was measured of exchanges has it.
         self._issue = 0.0 if node.shared else EXCHANGE_OPERATIONS * device.launch
         self._known: dict[tuple[int, bool], tuple[Section, float]] = {}
@@ -90,6 +94,10 @@ class StepTimer:
     def op_seconds(self, work: OpLog) -> float:
         """Seconds of the operations of a pass, one after the other."""
         arithmetic = work.flops / self._flops + work.low_flops / self._low_flops
+        if self._processors:
+            fp32_depth, low_depth = 2 * self._flops / self._nbytes, self._low_flops / self._nbytes
+            overhead = np.where(work.low_flops > 0, low_depth, fp32_depth)
+            arithmetic /= product_efficiency(work.products, self._processors, overhead)
         longer = np.maximum(arithmetic, work.nbytes / self._nbytes)
         return float(((longer + self._launch) * work.times).sum())
 
@@ -146,13 +154,16 @@ class StepTimer:
         Args:
             plan: says where it is done.
             base: the run that says what it takes.
-            trained: numbers, of all shards.
+            trained: numbers, of all shards; of which a rank has one. It has less to read and to
+                write than all, in as many operations. On a CPU they count as part of what is timed.
         """
         run_on = sum(t.numbers for s in base.sections for t in s.tensors if t.trained)
         work = base.step_work.scaled(trained / max(1, run_on))
+        if not self.cluster.node.shared:
+            work = work.scaled(1 / plan.state_ranks)
         if plan.offload_tiers.optimizer == "cpu" and plan.device_type == "cuda":
             return self.host_op_seconds(work)
-        return self.op_seconds(work)
+        return self.op_seconds(work) / (plan.state_ranks if self.cluster.node.shared else 1)
 
     def step(
         self,
@@ -169,7 +180,7 @@ class StepTimer:
             plan: mesh, schedule, batch, techniques.
             paces: of every stage; of the whole model where it is not cut.
             rank_profiles: the stages of the ranks that tell what is sent, of all ranks or fewer.
-            update: seconds of the optimizer's step on all the trained numbers of one rank.
+            update: seconds of the optimizer's step on a rank, alone on its cores.
             played: whether a short schedule is played through; otherwise, where it has no closed
                 form, ranks wait no less than this says.
         """
@@ -182,8 +193,7 @@ class StepTimer:
             parts = [self._traffic(plan, profile, slowest, micro_batches) for profile in own]
             comm_seconds, transfer_seconds = (sum(each) for each in zip(*parts, strict=True))
             exchange, moving = max(exchange, comm_seconds), max(moving, transfer_seconds)
-        shards = plan.state_ranks
-        return StepSeconds(compute, idle, exchange, moving, self.oversubscription * update / shards)
+        return StepSeconds(compute, idle, exchange, moving, self.oversubscription * update)
 
     def _computing(
         self, plan: Plan, paces: Sequence[PassSeconds], profiles: Sequence[Profile], *, played: bool
@@ -244,7 +254,9 @@ class StepTimer:
             total_seconds = sum(seconds for _, seconds in messages)
             # What goes on meanwhile does not hide that each message has to be issued.
             issued = sum(traffic.calls for traffic, _ in messages if traffic.ranks > 1)
-            exposed = max(issued * self._issue, total_seconds - self._hides(key, pace))
+            # Nor has the first to be gathered or the last to be reduced anything to hide behind.
+            alone = max((s / t.calls for t, s in messages if t.ranks > 1 and t.calls), default=0.0)
+            exposed = max(issued * self._issue, alone, total_seconds - self._hides(key, pace))
             transfers = sum(
                 seconds for traffic, seconds in messages if traffic.kind in HOST_TRANSFERS
             )
@@ -268,6 +280,37 @@ class StepTimer:
             return traffic.nbytes * node.devices / rate if rate else 0.0
         arguments = (traffic.nbytes, traffic.ranks, traffic.stride, self.cluster, traffic.calls)
         return exchange_seconds(traffic.kind, *arguments)
+
+
+def product_efficiency(
+    products: NDArray[np.float64], processors: int, overhead: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """The share of the rate of large products that products of these sizes reach.
+
+    As NVIDIA's Matrix Multiplication Background User's Guide has it: the output is cut into tiles,
+    those at its edges count as whole ones (tile quantization), as many are computed at once as
+    there are processors (wave quantization), and what a tile takes beside its arithmetic weighs
+    less the longer k is. Of that here is the writing of the result, which is known by the data
+    sheet. Where tiles are fewer than processors, k is cut, too, if that is faster (split-k); each
+    part writes its result. Tiles are 128 x 128, or half as wide as that where more is not needed.
+
+    Args:
+        products: (operations, 4), see `OpLog.products`; where they are 0 the share is 1.
+        processors: see `DeviceSpec.processors`.
+        overhead: of each operation, the k whose arithmetic takes as long as writing the result.
+    """
+    m, n, k, batch = np.maximum(products, 1.0).T
+    # Sizes that were interpolated may be a little off whole numbers.
+    edges = [np.where(size > TILE / 2, TILE, TILE / 2) for size in (m, n)]
+    rows, columns = (np.ceil(s / e - 1e-6) for s, e in zip((m, n), edges, strict=True))
+    tiles = rows * columns * np.ceil(batch - 1e-6)
+    best = np.zeros_like(m)
+    for parts in (np.ones_like(m), np.maximum(1.0, processors // tiles)):
+        waves = np.ceil(tiles * parts / processors)
+        busy = tiles * parts / (waves * processors)
+        best = np.maximum(best, busy * k / (k + parts * overhead))
+    share = best * (m / (rows * edges[0])) * (n / (columns * edges[1]))
+    return np.where(products[:, 0] > 0, np.minimum(share, 1.0), 1.0)
 
 
 @cache

@@ -366,11 +366,13 @@ def test_operations_take_the_longer_of_arithmetic_and_memory() -> None:
     device = NODE.device
     flops = device.flops.bf16 * device.efficiency
     work = OpLog(
-        *(torch.tensor(v).double().numpy() for v in ([0.0, 0], [flops, 0], [0, 0], [1, 2]))
+        *(torch.tensor(v).double().numpy() for v in ([0.0, 0], [flops, 0], [0, 0], [1, 2])),
+        torch.zeros(2, 4).double().numpy(),
     )
     assert clock().op_seconds(work) == pytest.approx(1.0 + 3 * device.launch)
     slow = OpLog(
-        *(torch.tensor([v]).double().numpy() for v in (0.0, 1.0, device.memory_bandwidth, 3.0))
+        *(torch.tensor([v]).double().numpy() for v in (0.0, 1.0, device.memory_bandwidth, 3.0)),
+        torch.zeros(1, 4).double().numpy(),
     )
     assert clock().op_seconds(slow) == pytest.approx(3 * (1.0 + device.launch))
 

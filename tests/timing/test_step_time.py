@@ -1,0 +1,142 @@
+"""Products take as long as their tiles do, and no operation or exchange is for nothing."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.engine.setup import open_setup
+from bigtrain.job.load import load_job
+from bigtrain.machine.cluster import Cluster, load_cluster
+from bigtrain.prediction.compose import compose_profile
+from bigtrain.prediction.section_library import ModelSections, SectionLibrary
+from bigtrain.prediction.sections import OpLog
+from bigtrain.timing.step_time import PassSeconds, StepTimer, product_efficiency
+
+A100, CPU = load_cluster("a100-node"), load_cluster("cpu")
+WORDS = [
+    "model.name=gpt",
+    "model.args={num_layers: 2, width: 64, num_heads: 4, sequence_length: 32}",
+    *("data.name=synthetic", "data.args={kind: language}", "train.global_batch_size=8"),
+]
+
+
+def plan_of(strategy: str, device: str = "cuda") -> Any:
+    return make_plan(load_job(None, strategy, WORDS), 8, device)
+
+
+@cache
+def sections() -> ModelSections:
+    job = load_job(None, "single", WORDS)
+    setup = open_setup(job, make_plan(job, 1, "cpu"))
+    work = setup.workload
+    library = SectionLibrary(
+        work.model,
+        work.micro_batch,
+        lambda *_: work.loss,
+        work.make_optimizer,
+        torch.device("cpu"),
+    )
+    return library.model_sections(setup.plan, 6, "keep")
+
+
+def efficiency(m: float, n: float, k: float, batch: float = 1, overhead: float = 0.0) -> float:
+    found = product_efficiency(np.array([[m, n, k, batch]]), 108, np.array([overhead]))
+    return float(found[0])
+
+
+def test_edges_of_the_output_count_as_whole_tiles() -> None:
+    assert efficiency(12 * 128, 9 * 128, 512) == 1.0
+    assert efficiency(12 * 128 - 64, 9 * 128, 512) == pytest.approx(11.5 / 12)
+    assert efficiency(108 * 128, 64, 512) == 1.0  # tiles of half the width
+    assert efficiency(108 * 128, 16, 512) == 0.25
+
+
+def test_the_last_wave_is_as_long_as_the_others() -> None:
+    assert efficiency(109 * 128, 128, 512) == pytest.approx(109 / 216)
+    assert efficiency(128, 128, 512, batch=162) == pytest.approx(0.75)
+
+
+def test_a_short_k_weighs_less_than_writing_the_result() -> None:
+    assert efficiency(108 * 128, 128, 80, overhead=80.0) == pytest.approx(0.5)
+
+
+def test_few_tiles_are_cut_along_k_where_it_is_long_enough() -> None:
+    long = 10**6
+    assert efficiency(128, 128, long, overhead=80.0) == pytest.approx(long / (long + 108 * 80.0))
+    assert efficiency(128, 128, 80, overhead=80.0) < 2 / 108
+
+
+def test_what_is_no_product_is_as_it_was() -> None:
+    assert efficiency(0, 0, 0, batch=0, overhead=80.0) == 1.0
+
+
+def test_the_log_has_the_sizes_of_every_product_also_between_recorded_sizes() -> None:
+    for section in sections().sections:
+        for work in (section.forward, section.backward):
+            is_product = work.products[:, 0] > 0
+            assert (is_product == (work.flops > 0)).all()
+    block = sections().sections[1].forward
+    rows = 6 * 32  # of the micro-batch, which was not recorded itself
+    assert [rows, 256, 64, 1] in block.products.round(9).tolist()  # into the MLP
+    products = block.flops[block.products[:, 3] == 1]
+    assert products.sum() == pytest.approx(2 * rows * 12 * 64**2)
+
+
+def seconds(cluster: Cluster, work: OpLog) -> float:
+    """By one rate for all products, whatever their size."""
+    device = cluster.device
+    arithmetic = work.flops / (device.flops.fp32 * device.efficiency)
+    longer = np.maximum(arithmetic, work.nbytes / device.memory_bandwidth)
+    return float(((longer + device.launch) * work.times).sum())
+
+
+def test_small_products_are_slower_on_a_gpu_and_as_before_elsewhere() -> None:
+    alone = CPU.node.model_copy(update={"devices": 1, "cores": 1})
+    here = CPU.model_copy(update={"node": alone})
+    device = here.device.model_copy(update={"processors": 108})  # means nothing on a CPU
+    unknown = A100.device.model_copy(update={"processors": None})
+    block = sections().sections[1].forward.scaled(1000)
+    for cluster in (
+        here,
+        here.model_copy(update={"device": device}),
+        A100.model_copy(update={"device": unknown}),
+    ):
+        assert StepTimer(cluster).op_seconds(block) == pytest.approx(seconds(cluster, block))
+    assert StepTimer(A100).op_seconds(block) > 3 * seconds(A100, block)
+
+
+def test_shards_of_a_state_are_updated_in_as_many_operations() -> None:
+    base = sections().base
+    numbers = sum(t.numbers for s in base.sections for t in s.tensors if t.trained)
+    launches = float(base.step_work.times.sum()) * A100.device.launch
+    whole, shard = (
+        StepTimer(A100).update_seconds(plan_of(strategy), base, numbers)
+        for strategy in ("ddp", "fsdp")
+    )
+    assert launches < shard < whole
+    assert shard - launches == pytest.approx((whole - launches) / 8)
+    whole, shard = (
+        StepTimer(CPU).update_seconds(plan_of(strategy, "cpu"), base, numbers)
+        for strategy in ("ddp", "fsdp")
+    )
+    assert shard == pytest.approx(whole / 8)  # as a part of what is timed
+
+
+def test_one_message_has_nothing_to_hide_behind() -> None:
+    """All gradients of a small model are in one bucket, which is full when all is computed."""
+    plan, base = plan_of("ddp"), sections().base
+    profile = compose_profile(base, sections().sections)
+    every = [t for one in plan.techniques.values() for t in one.traffic(profile, plan)]
+    (traffic,) = [t for t in every if t.kind == "all_reduce"]
+    assert traffic.calls == 1
+    slow = A100.inside.model_copy(update={"bandwidth": 1e6})
+    timer = StepTimer(A100.model_copy(update={"inside": slow}))
+    found = timer.step(plan, [PassSeconds(100.0, 200.0)], [[profile]], 0.0)
+    assert found.exchange == pytest.approx(2 * 7 / 8 * traffic.nbytes / 0.8e6, rel=1e-3)
+    assert found.compute == 300.0
