@@ -19,6 +19,7 @@ class TrainOptions(argparse.Namespace):
     num_ranks: int | None
     record: str
     trace: bool
+    no_dropout: bool
     overrides: list[str]
 
 
@@ -31,7 +32,7 @@ def train_arguments(
         arguments: without the program's name.
         starts_ranks: also accept `-n`, which only `bigtrain train` has.
         records: demand `--record`, the folder that `bigtrain.verify.record` writes to; take
-            `--trace`.
+            `--trace` and `--no-dropout`.
 
     Raises:
         SystemExit: 2 for an unknown option, 0 after --help.
@@ -47,6 +48,7 @@ def train_arguments(
     if records:
         parser.add_argument("--record", required=True)
         parser.add_argument("--trace", action="store_true")
+        parser.add_argument("--no-dropout", action="store_true")
     options, rest = parser.parse_known_args(arguments, namespace=TrainOptions())
     for word in rest:
         if word.startswith("--"):

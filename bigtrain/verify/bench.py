@@ -18,6 +18,7 @@ from bigtrain.job.schema import Precision
 from bigtrain.verify.differences import Differences, Tolerance, compare_recordings
 from bigtrain.verify.localise import first_difference
 from bigtrain.verify.reference import WITH_BF16_PARAMETERS, WITH_MOVED_WEIGHTS
+from bigtrain.verify.tied_dropout import untied_reason
 
 Verdict = Literal["pass", "differs", "refused", "failed"]
 
@@ -36,6 +37,8 @@ class VerifiedStrategy:
     """Where it leaves one process, of a run that differs."""
     moved: Differences | None = None
     """How far one process is from itself with moved weights; where it was asked for."""
+    dropout_off: str | None = None
+    """Why dropout was off; None where it is as in the job."""
 
     def as_json(self) -> dict[str, Any]:
         """The row for a machine."""
@@ -47,7 +50,8 @@ class Bench:
 
     It is the whole global batch at once. Where what is computed depends on the micro-batch its
     micro-batches are those of the strategy: with BatchNorm what a sample gives, and in bf16 sums
-    over rows inside of kernels. In bf16 its layers see what the strategy's see.
+    over rows inside of kernels. In bf16 its layers see what the strategy's see. Dropout is off on
+    both sides where the masks are not the samples' own.
     """
 
     def __init__(
@@ -65,15 +69,34 @@ class Bench:
         self._references: dict[tuple[str, ...], Path] = {}
         self._micro_sizes: dict[Path, int] = {}
         self._from_itself: dict[Path, Differences] = {}
+        self._dropout_off: str | None = None
+        """Why it is, for the strategy that is checked now."""
 
     def check(self, contender: ComparedStrategy) -> VerifiedStrategy:
         """Run one strategy and hold it against the reference."""
         label, ranks = contender.label, contender.num_ranks
         if contender.plan is None:
             return VerifiedStrategy(label, ranks, "refused", "fp32", contender.refusal)
-        precision = contender.plan.precision
+        self._dropout_off = None
         reference = self._reference(contender.plan)
-        folder = self._folder / label
+        self._dropout_off = untied_reason(reference, reference)
+        row = self._compare(contender, contender.plan)
+        if row.differences is not None and self._dropout_off is None:
+            self._dropout_off = untied_reason(reference, self._folder / label)
+            if self._dropout_off is not None:
+                try:
+                    row = self._compare(contender, contender.plan)
+                except ConfigError as error:  # of this strategy's: one process ties all
+                    row = replace(row, verdict="refused", reason=str(error), differences=None)
+        row = replace(row, dropout_off=self._dropout_off)
+        if row.verdict == "differs" and self._localises:
+            return replace(row, first_difference=self._localise(contender.plan, contender, row))
+        return row
+
+    def _compare(self, contender: ComparedStrategy, plan: Plan) -> VerifiedStrategy:
+        label, ranks, precision = contender.label, contender.num_ranks, plan.precision
+        reference = self._reference(plan)
+        folder = self._folder / (label if self._dropout_off is None else f"{label}-no-dropout")
         words = [*self._options.overrides, *self._words]
         ended = self._record(folder, contender.strategy, ranks, words)
         if ended.reason is not None:
@@ -85,12 +108,11 @@ class Bench:
         tolerance, losses_only = Tolerance.of(precision), self._options.optimizer == "job"
         if differences.passed(tolerance, losses_only=losses_only):
             return row
-        moved = self._moved(contender.plan, reference)
+        moved = self._moved(plan, reference)
         row = replace(row, moved=moved)
         if moved is not None and differences.passed(tolerance, moved, losses_only=losses_only):
             return row
-        found = self._localise(contender.plan, contender, row) if self._localises else None
-        return replace(row, verdict="differs", first_difference=found)
+        return replace(row, verdict="differs")
 
     def _moved(self, plan: Plan, reference: Path) -> Differences | None:
         """How far one process is from itself with moved weights; in bf16 that is no measure."""
@@ -144,7 +166,7 @@ class Bench:
         if plan.bf16_parameters and plan.master_weights:
             of_plan += (WITH_BF16_PARAMETERS,)
         of_plan += changes
-        made = (*of_plan, "traced") if traced else of_plan
+        made = (*of_plan, f"traced {traced}", f"dropout {self._dropout_off is None}")
         if made not in self._references:
             folder = self._folder / f"reference-{len(self._references) + 1}"
             words = [*without_strategy(self._options.overrides), *self._words]
@@ -154,7 +176,8 @@ class Bench:
                 raise ConfigError(str(ended.reason))
             if ended.reason is not None:
                 raise BigtrainError(f"the reference, one process, failed: {ended.reason}")
-            _refuse_chance(folder)
+            if self._dropout_off is not None or untied_reason(folder, folder) is None:
+                _refuse_chance(folder)
             self._references[made] = folder
             self._micro_sizes[folder] = micro
         return self._references[made]
@@ -166,6 +189,8 @@ class Bench:
         line = ["record", "-n", str(ranks), "--record", str(folder), "--strategy", strategy]
         if traced:
             line.append("--trace")
+        if self._dropout_off is not None:
+            line.append("--no-dropout")
         if self._options.job is not None:
             line += ["--config", self._options.job]
         return run_bigtrain([*line, *words], folder / "output.log", self._options.time_limit)
@@ -183,7 +208,7 @@ def _refuse_chance(folder: Path) -> None:
     if random_pair is not None:
         raise ConfigError(
             f"the model draws random numbers that verify cannot turn off: two passes over one "
-            f"batch gave the losses {random_pair[0]:.6g} and {random_pair[1]:.6g}. Dropout of "
-            "torch's modules "
-            "is off already; set the model's own to 0 with model.args."
+            f"batch gave the losses {random_pair[0]:.6g} and {random_pair[1]:.6g}. Dropout whose "
+            "masks have a row for each sample may stay, and torch's modules are off already; set "
+            "the model's own to 0 with model.args."
         )

@@ -152,6 +152,8 @@ def _notes(options: ComparisonOptions, rows: Sequence[VerifiedStrategy]) -> Iter
     for row in rows:
         if row.reason is not None:
             yield f"{row.strategy}: {row.verdict}: {row.reason}"
+        if row.dropout_off is not None:
+            yield f"{row.strategy}: dropout is off: masks are not the samples'. {row.dropout_off}"
         if row.first_difference is not None:
             yield f"{row.strategy}: first difference: {row.first_difference}"
         if row.moved is not None:
@@ -172,7 +174,7 @@ def _notes(options: ComparisonOptions, rows: Sequence[VerifiedStrategy]) -> Iter
                 yield f"{row.strategy}: {what} that differ most: {named}"
     own = options.optimizer == "job"
     optimizer = "the job's optimizer" if own else "SGD and momentum (--optimizer job: the job's)"
-    yield f"{options.steps} steps with {optimizer}; dropout is off"
+    yield f"{options.steps} steps with {optimizer}; dropout is the job's, with masks by sample"
     for precision in sorted({row.precision for row in rows if row.differences is not None}):
         tolerance = Tolerance.of(precision)
         loss = tolerance.loss * (10 if own else 1)

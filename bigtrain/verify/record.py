@@ -2,12 +2,13 @@
 
 Started by `bigtrain verify`, once for the reference and once for each strategy:
 
-    bigtrain record -n N --record FOLDER [--strategy NAME] [KEY=VALUE ...]
+    bigtrain record -n N --record FOLDER [--trace] [--no-dropout] [--strategy NAME] [KEY=VALUE ...]
 
     FOLDER/record.json                losses and norms, batch, ranks
            gradients-K.safetensors    of step K, whole, under plain names, before clipping
            weights-before.safetensors, weights-after.safetensors
            trace-RANK.json            with --trace: see bigtrain/verify/execution_trace.py
+           dropout-RANK.json          masks that are not the samples' own
 """
 
 import os
@@ -27,7 +28,7 @@ import torch
 from torch import nn
 
 from bigtrain.assembly.make_plan import device_type_of, make_plan
-from bigtrain.data.loader import Step
+from bigtrain.data.loader import MicroBatch, Step
 from bigtrain.engine.checkpoint import write_tensors
 from bigtrain.engine.engine import Engine
 from bigtrain.engine.prepare import connect_job
@@ -42,6 +43,7 @@ from bigtrain.ranks.exit_status import run_guarded
 from bigtrain.ranks.launcher_env import detect_rank_info
 from bigtrain.tensors.source import TensorSource
 from bigtrain.verify.execution_trace import ExecutionTrace
+from bigtrain.verify.tied_dropout import TiedDropout, sample_places
 
 
 def main(arguments: list[str]) -> int:
@@ -52,7 +54,8 @@ def main(arguments: list[str]) -> int:
     plan = make_plan(job, placement.world_size, device_type_of(job))
     check_job(job)
     parts = open_setup(job, plan)
-    disable_dropout(parts.workload.model)
+    if options.no_dropout:
+        disable_dropout(parts.workload.model)
     folder = Path(options.record)
     with connect_job(job, plan, placement) as context:
         record_run(job, parts, context, folder, job.train.steps or 1, traced=options.trace)
@@ -91,16 +94,19 @@ def record_run(
                 write_shared_tensors(folder / f"gradients-{step}.safetensors", gradients, context)
             return update()
 
+        dropout = tie_dropout(engine)
         engine.runner.update = record_and_update  # type: ignore[method-assign]
         write_weights(folder / "weights-before.safetensors", engine, names)
         trace: ExecutionTrace | None = None
         for batch in parts.training_steps(context, 0):
             alone = context.world_size == 1 and not job.optim.release_gradients
+            places = sample_places(batch, context, parts.resolved.plan.batch.micro_size)
             if engine.steps_done == 0 and alone and not traced:
-                recording["chance"] = random_losses(engine, batch)
+                recording["chance"] = random_losses(engine, batch, dropout, places)
             if traced and trace is None:
                 trace = ExecutionTrace(engine.runner.roots, context.dp_size)
-            with trace or nullcontext():
+            dropout.begin_step(engine.steps_done + 1, places)
+            with trace or nullcontext(), dropout:
                 result = engine.step(batch)
             recording["losses"].append(result.loss)
             recording["norms"].append(result.grad_norm)
@@ -111,10 +117,30 @@ def record_run(
         if trace is not None:
             trace.close()
             write_trace(folder, trace, engine, len(batch.micro_batches))
+        dropout.close()
+        dropout.write(folder, context.rank)
         write_weights(folder / "weights-after.safetensors", engine, names)
     if context.is_main:
         recording["has_batchnorm"] = norms
         (folder / "record.json").write_text(json.dumps(recording) + "\n", "utf-8")
+
+
+def tie_dropout(engine: Engine) -> TiedDropout:
+    """What draws the masks of a run, told of each micro-batch as it is taken."""
+    runner: Any = engine.runner
+    spine = {""} if engine.context.pp_size > 1 else set()
+    for root in runner.roots:
+        spine |= set(getattr(root, "cut_through", ()))
+    dropout = TiedDropout(runner.module, engine.context.seed, spine)
+    place_batch = runner.place_batch
+
+    def begin_and_place(micro_batch: MicroBatch) -> MicroBatch:
+        dropout.begin_micro_batch(micro_batch)
+        placed: MicroBatch = place_batch(micro_batch)
+        return placed
+
+    runner.place_batch = begin_and_place
+    return dropout
 
 
 def write_trace(
@@ -152,12 +178,16 @@ def write_shared_tensors(
             source.read()
 
 
-def random_losses(engine: Engine, batch: Step) -> tuple[float, float] | None:
-    """The losses of two passes over one batch, where they differ: the model draws lots."""
+def random_losses(
+    engine: Engine, batch: Step, dropout: TiedDropout, places: Mapping[int, tuple[int, ...]]
+) -> tuple[float, float] | None:
+    """The losses of two passes over one batch, where they differ: not all that is drawn is tied."""
     losses = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        losses.append(engine.runner.forward_backward(batch.micro_batches))
+        dropout.begin_step(0, places)
+        with dropout:
+            losses.append(engine.runner.forward_backward(batch.micro_batches))
         for parameter in engine.runner.module.parameters():
             parameter.grad = None
     same = abs(losses[0] - losses[1]) <= 1e-6 * abs(losses[0])
@@ -165,7 +195,7 @@ def random_losses(engine: Engine, batch: Step) -> tuple[float, float] | None:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Turn dropout off, in place: what ranks draw is theirs, and no two numbers are alike."""
+    """Turn dropout off, in place, where masks cannot be those of the samples."""
     for module in model.modules():
         kind = type(module).__name__.lower()
         for name, value in vars(module).items():

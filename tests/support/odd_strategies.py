@@ -118,16 +118,22 @@ class Surrounds(DDP):
 
 
 class Net(nn.Module):
-    """A user's own model, with dropout written by hand where `verify` cannot see it."""
+    """A user's own model; by hand it drops with a mask whose rows are no samples.
 
-    def __init__(self, num_classes: int = 10, chance: float = 0.0) -> None:
+    `verify` can turn `dropout` off and cannot see `chance`.
+    """
+
+    def __init__(self, num_classes: int = 10, chance: float = 0.0, dropout: float = 0.0) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.3))
         self.head = nn.Linear(32, num_classes)
-        self.chance = chance
+        self.chance, self.dropout = chance, dropout
 
     def forward(self, images):
-        return self.head(nn.functional.dropout(self.body(images), self.chance, self.training))
+        hidden = self.body(images).T
+        for share in (self.chance, self.dropout):
+            hidden = nn.functional.dropout(hidden, share, self.training)
+        return self.head(hidden.T)
 
 
 class Greedy(nn.Module):

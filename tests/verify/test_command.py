@@ -141,6 +141,25 @@ def test_wrong_strategy_is_caught_by_its_parameter_and_one_that_cannot_run_is_to
     assert not list(tmp_path.rglob("trace-*.json"))
 
 
+@pytest.mark.full
+def test_dropout_that_is_tied_to_no_samples_is_off_and_named(tmp_path):
+    done = bigtrain(tmp_path, "--strategies", "ddp", "-n", "2", *NET, "model.args.dropout=0.5")
+    assert done.returncode == 0, done.stderr
+    said = "ddp: dropout is off: masks are not the samples'. the model: bernoulli_ draws (32, 8)"
+    assert said in done.stdout
+
+
+@pytest.mark.full
+def test_dropout_is_the_same_in_one_process_and_in_stages_computed_again(tmp_path):
+    words = ["model.args={num_layers: 2, width: 64, num_heads: 2, sequence_length: 16}"]
+    words += ["model.args.dropout=0.1", "data.name=synthetic", "train.precision=fp32", "--json"]
+    words += ["data.args={kind: language, length: 16}", "train.global_batch_size=8"]
+    words += ["train.micro_batch_size=2", "--strategies", "zero3,1f1b+full", "-n", "2"]
+    done = bigtrain(tmp_path, *words, "--steps", "2")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert all(row["dropout_off"] is None for row in verdicts(done).values())
+
+
 def test_model_that_draws_lots_is_refused(tmp_path):
     done = bigtrain(
         tmp_path, "--strategies", "ddp", *NET, "train.global_batch_size=8", "model.args.chance=0.5"

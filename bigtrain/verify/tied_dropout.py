@@ -1,0 +1,243 @@
+"""Dropout masks that belong to samples instead of ranks, so that all meshes draw the same ones.
+
+A mask follows from the seed, the step, the sample's place in the global batch, the calls of
+modules that led to the draw (names, and the how manieth of its name in the call around it) and the
+how manieth draw of the innermost call it is. Where a forward pass is among all that is carried as
+the seed of torch's default generator: whatever computes a part again (activation checkpointing,
+a stage of a pipeline) has put the generator back to where that part began.
+
+Source: Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3 (SC '11), for numbers that
+follow from a key instead of from what was drawn before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bigtrain.data.loader import MicroBatch, Step
+from bigtrain.data.sampler import split_global_batch
+from bigtrain.ranks.context import RunContext
+
+_FIRST_SEED = 2**60
+"""Seeds from here on number the positions of forward passes; no other code uses such seeds."""
+_UNIFORM = frozenset(("rand", "rand_like", "uniform_"))
+
+
+@dataclass(frozen=True)
+class _Position:
+    """Where the forward pass of a micro-batch is."""
+
+    step: int
+    samples: tuple[int, ...]
+    """Places in the global batch, one for each row; empty for padding."""
+    calls: tuple[tuple[str, int], ...] = ()
+    """The open calls of modules, outermost first: the name, the how manieth in the one around."""
+    draws: int = 0
+    """What the innermost open call itself has drawn so far."""
+    ended_calls: Mapping[str, int] = field(default_factory=dict)
+    """How many calls of each module within the innermost open one have ended."""
+
+
+class TiedDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Draws the masks of a model while it is entered.
+
+    Args:
+        model: with plain names; calls of its modules are counted until `close`, those included
+            that a stage of a pipeline skips.
+        seed: of the job.
+        spine: names of the modules whose own code every stage of a pipeline runs; empty without
+            stages.
+    """
+
+    def __init__(self, model: nn.Module, seed: int, spine: Iterable[str] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.untied: dict[str, str] = {}
+        """By the module's name why what it draws could not be tied to samples."""
+        self._seed, self._spine = seed, frozenset(spine)
+        self._first_seed = _FIRST_SEED
+        self._positions: list[_Position] = []
+        self._micro_batches: dict[int, _Position] = {}
+        self._placed: int | None = None
+        self._entered = True
+        self._thread = threading.get_ident()
+        self._calls_before: list[tuple[nn.Module, Any]] = []
+        for name, module in model.named_modules():
+            # Where `nn.Module.compile` and the stages of a pipeline take calls over.
+            before = module._compiled_call_impl
+            self._calls_before.append((module, before))
+            module._compiled_call_impl = partial(self._call, name, before or module._call_impl)
+
+    def close(self) -> None:
+        """Leave the modules as they were."""
+        for module, before in self._calls_before:
+            module._compiled_call_impl = before
+
+    def begin_step(self, step: int, samples: Mapping[int, tuple[int, ...]]) -> None:
+        """Say which samples the micro-batches of a step are; see `sample_places`."""
+        self._first_seed += len(self._positions) + 1  # an earlier step's seeds mean nothing now
+        self._positions.clear()
+        self._micro_batches = {key: _Position(step, places) for key, places in samples.items()}
+        self._placed, self._entered = None, True
+        torch.default_generator.manual_seed(0)
+
+    def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
+        """Say that what comes is the forward pass of this one."""
+        if self._placed not in (None, id(micro_batch)) and not self._entered:
+            self.untied[""] = "micro-batches are taken before they are computed"
+        self._placed, self._entered = id(micro_batch), False
+        position = self._micro_batches.get(id(micro_batch))
+        if position is None:
+            torch.default_generator.manual_seed(0)
+        else:
+            self._move(position)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """See `TorchDispatchMode`."""
+        del types
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or _draws_nothing(func, args, kwargs):
+            return func(*args, **kwargs)
+        position = self._position()
+        name = position.calls[-1][0] if position is not None and position.calls else ""
+        if position is None:
+            self.untied.setdefault(name, "what it draws is of no known sample")
+            return func(*args, **kwargs)
+        if not position.samples:  # padding, whose loss counts nothing
+            return func(*args, **kwargs)
+        reason = self._reason(func, args, position)
+        if reason is not None:
+            self.untied.setdefault(name, reason)
+            return func(*args, **kwargs)
+        self._move(replace(position, draws=position.draws + 1))
+        return self._drawn(position, func, args, kwargs)
+
+    def _reason(self, func: Any, args: tuple[Any, ...], position: _Position) -> str | None:
+        """Why a draw cannot be tied."""
+        name = func._overloadpacket.__name__
+        if name not in _UNIFORM | {"bernoulli", "bernoulli_", "native_dropout"}:
+            return f"{name} draws by a kernel of its own"
+        if position.calls and position.calls[-1][0] in self._spine:
+            return "its own code is run by several stages"
+        shape = tuple(args[0].shape if isinstance(args[0], Tensor) else args[0])
+        if not shape or shape[0] != len(position.samples):
+            return (
+                f"{name} draws {shape}, whose first dimension is not that of the "
+                f"{len(position.samples)} samples"
+            )
+        return None
+
+    def _drawn(
+        self, position: _Position, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        name, like = func._overloadpacket.__name__, args[0]
+        if name in ("rand", "rand_like"):
+            result = func(*args, **kwargs)
+            return result.copy_(self._uniform(position, result))
+        uniform = self._uniform(position, like)
+        if name == "uniform_":
+            low = args[1] if len(args) > 1 else kwargs.get("from", 0.0)
+            high = args[2] if len(args) > 2 else kwargs.get("to", 1.0)
+            return like.copy_(low + (high - low) * uniform)
+        if name == "bernoulli_":
+            return like.copy_(uniform < (args[1] if len(args) > 1 else kwargs.get("p", 0.5)))
+        if name == "bernoulli":
+            return (uniform < (args[1] if len(args) > 1 else kwargs.get("p", like))).to(like.dtype)
+        mask = uniform >= args[1]
+        return like * mask * (1 / (1 - args[1])), mask
+
+    def _uniform(self, position: _Position, like: Tensor) -> Tensor:
+        """Numbers of [0, 1) in fp32, whatever the type: masks are the same in all precisions."""
+        rows = []
+        for sample in position.samples:
+            key = repr((self._seed, position.step, sample, position.calls, position.draws))
+            digest = hashlib.blake2b(key.encode(), digest_size=7).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+            rows.append(torch.rand(like.shape[1:], generator=generator))
+        return torch.stack(rows).to(like.device)
+
+    def _call(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        position = self._position()
+        if position is None:
+            return call(*args, **kwargs)
+        self._entered = True
+        if threading.get_ident() != self._thread and not _in_backward():
+            self.untied[""] = "modules run in threads of their own"
+        count = position.ended_calls.get(name, 0)
+        after = replace(position, ended_calls={**position.ended_calls, name: count + 1})
+        self._move(_Position(position.step, position.samples, (*position.calls, (name, count))))
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._move(after)
+
+    def _move(self, position: _Position) -> None:
+        torch.default_generator.manual_seed(self._first_seed + len(self._positions))
+        self._positions.append(position)
+
+    def _position(self) -> _Position | None:
+        number = torch.default_generator.initial_seed() - self._first_seed
+        return self._positions[number] if 0 <= number < len(self._positions) else None
+
+    def write(self, folder: Path, rank: int) -> None:
+        """Write what `untied_reason` reads."""
+        (folder / f"dropout-{rank}.json").write_text(json.dumps(self.untied) + "\n", "utf-8")
+
+
+def sample_places(
+    batch: Step, context: RunContext, micro_batch_size: int
+) -> dict[int, tuple[int, ...]]:
+    """By the id of each micro-batch of this rank the places of its rows in the global batch."""
+    shares = (context.dp_rank, context.dp_size, micro_batch_size)
+    plans = split_global_batch(range(batch.samples), *shares)
+    return {
+        id(micro_batch): () if plan.padding else tuple(plan.indices)
+        for micro_batch, plan in zip(batch.micro_batches, plans, strict=True)
+    }
+
+
+def untied_reason(reference: Path, other: Path) -> str | None:
+    """Why the masks of two runs are not the same; None where they are.
+
+    Args:
+        reference: the folder of one process.
+        other: that of the run beside it, or the same.
+    """
+    for folder in (reference, other):
+        for path in sorted(folder.glob("dropout-*.json")):
+            for name, reason in json.loads(path.read_text("utf-8")).items():
+                return f"{name or 'the model'}: {reason}"
+    return None
+
+
+def _draws_nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation that may draw does not, or draws what is no mask of this model."""
+    if kwargs.get("generator") is not None:
+        return True
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if any(isinstance(leaf, FakeTensor) or leaf.device.type == "meta" for leaf in leaves):
+        return True
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dropout_p", "p", "train", "training"):
+            value = args[place] if place < len(args) else kwargs.get(argument.name, True)
+            if not isinstance(value, Tensor) and value is not None and not value:
+                return argument.name != "p" or "dropout" in func._overloadpacket.__name__
+    return str(kwargs.get("device")) == "meta"
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
