@@ -44,6 +44,8 @@ FULL = {
     "test_docs.py::test_the_train_commands_of_the_readme_run_dry": 7,
     "verify/test_command.py::test_batchnorm_is_compared_in_equal_micro_batches": 1,
     "verify/test_command.py::test_bf16_parameters_are_held_against_one_process_that_has_them": 1,
+    "verify/test_command.py::test_dropout_is_the_same_in_one_process_and_in_stages": 1,
+    "verify/test_command.py::test_dropout_that_is_tied_to_no_samples_is_off_and_named": 1,
     "verify/test_fuzz.py::test_a_seeded_fault_is_found_and_made_small": 1,
     "verify/test_localise.py::test_seeded_faults_are_named_by_the_command": 2,
 }

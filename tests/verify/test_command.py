@@ -150,7 +150,7 @@ def test_dropout_that_is_tied_to_no_samples_is_off_and_named(tmp_path):
 
 
 @pytest.mark.full
-def test_dropout_is_the_same_in_one_process_and_in_stages_computed_again(tmp_path):
+def test_dropout_is_the_same_in_one_process_and_in_stages(tmp_path):
     words = ["model.args={num_layers: 2, width: 64, num_heads: 2, sequence_length: 16}"]
     words += ["model.args.dropout=0.1", "data.name=synthetic", "train.precision=fp32", "--json"]
     words += ["data.args={kind: language, length: 16}", "train.global_batch_size=8"]
