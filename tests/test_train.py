@@ -141,6 +141,7 @@ def test_the_table_has_the_error_of_each_part_as_a_share_of_the_peak():
         "difference": "",
         "reached in": "",
         "process": "",
+        "step": "-",
     }
     assert table["peak"] == ["1000 B", "973 B", "-2.7%"]
     assert table["difference"] == ["", "-27 B", ""]
