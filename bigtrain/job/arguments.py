@@ -146,11 +146,20 @@ def verify_arguments(arguments: list[str]) -> ComparisonOptions:
         help="SGD lets every number be compared (default); the job's own lets losses be",
     )
     parser.add_argument(
-        "--fuzz", type=int, default=0, metavar="N", help="draw N plans on at most -n ranks instead"
+        "--fuzz",
+        type=int,
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help="draw N plans on at most -n ranks instead",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
+    parser.add_argument(
+        "--seed", type=int, default=argparse.SUPPRESS, help="of what --fuzz draws (default 0)"
+    )
     options = _side_options(parser, arguments)
-    if options.fuzz < 0:
+    given = vars(options)
+    if "seed" in given and "fuzz" not in given:
+        parser.error("--seed is of what --fuzz draws: add --fuzz N, or set train.seed of the job")
+    if "fuzz" in given and options.fuzz < 1:
         parser.error(f"--fuzz {options.fuzz}: at least 1 is needed")
     if options.fuzz and options.strategies != "all":
         parser.error("--fuzz draws the strategies; leave --strategies out, or --fuzz")

@@ -239,6 +239,12 @@ def check_question(question: Question) -> None:
             f"{cluster.node.devices}, or another --cluster."
         )
     memory = question.memory.nbytes
+    if question.limit <= 0 and question.memory.reserved is None:
+        needed = format_bytes(2 * question.memory.memory_for(0)).replace(" ", "")
+        raise ConfigError(
+            f"plan: --cap {memory} ({format_bytes(memory)}) leaves nothing for tensors. "
+            f"Use --cap {needed} or more."
+        )
     if question.limit <= 0:
         raise ConfigError(
             f"plan: --memory {memory} ({format_bytes(memory)}) is below what a "

@@ -78,6 +78,7 @@ def test_nothing_fits_is_said_with_the_least_that_would(capsys: Any) -> None:
         (["--devices", "0"], r"--devices 0: at least 1 is needed. Use --devices 8"),
         (["--devices", "-3"], r"--devices -3: at least 1"),
         (["--memory", "1GiB"], r"--memory 1073741824 .* below what a process .* takes"),
+        (["--cap", "1KiB"], r"--cap 1024 \(1.0 KiB\) leaves nothing .* Use --cap 16\.8MiB or more"),
         (["--memory", "lots"], r"'lots' is not a size in bytes"),
         (["--global-batch-size", "0"], r"--global-batch-size 0: at least 1 sample"),
         (
