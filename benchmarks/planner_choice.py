@@ -48,7 +48,7 @@ from bigtrain.units import MIB
 
 GPT = {"num_layers": 8, "width": 192, "num_heads": 4, "vocab_size": 1024, "sequence_length": 512}
 BATCH = 4
-WARM, STEPS, AGAIN = 2, 3, 3
+TRACKED, WARM, STEPS, AGAIN = 2, 5, 5, 3
 SHARES = (0.02, 0.25, 0.5, 0.75, 1.0)
 """Of the way from the smallest plan's peak to the fastest one's."""
 LIMIT_S = 240.0
@@ -59,7 +59,7 @@ WORDS = [
     "data.args={kind: language, vocabulary: 1024}",
     f"train.global_batch_size={BATCH}",
     f"train.steps={WARM + STEPS}",
-    f"memory.track_steps={WARM}",
+    f"memory.track_steps={TRACKED}",
 ]
 
 

@@ -21,6 +21,7 @@ TrafficKind = Literal[
     "reduce_scatter",
     "broadcast",
     "reduce",
+    "copy",
     "to_host",
     "from_host",
     "to_disk",
@@ -38,7 +39,8 @@ class Traffic:
     kind: TrafficKind
     nbytes: int
     """Of all calls together: of an exchange the whole tensors, as they are before a
-    reduce-scatter and after an all-gather; of a move this rank's bytes."""
+    reduce-scatter and after an all-gather; of a move this rank's bytes; of copies in the device's
+    own memory (into what is sent, out of what came) those that are copied."""
     calls: int
     """Messages; each has the latency of the link once more."""
     every: Literal["micro_batch", "step"]

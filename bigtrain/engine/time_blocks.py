@@ -29,7 +29,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.distributed.pipelining import _backward
+from torch.utils._pytree import tree_leaves, tree_map
 
 from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.core.loop import LoopRunner
@@ -51,6 +52,7 @@ from bigtrain.ranks.exit_status import run_guarded
 from bigtrain.ranks.launch import start_ranks
 from bigtrain.ranks.launcher_env import detect_rank_info
 from bigtrain.timing.block_seconds import BlockRequest, BlockSeconds
+from bigtrain.timing.step_time import TimedParts
 
 SCRIPT = Path(__file__)
 REPEATS = (3, 9)
@@ -247,10 +249,13 @@ def _time_size(
     sections = [_medians(each) for each in zip(*(one for one, _ in repeated), strict=True)]
     update = statistics.median(seconds for _, seconds in repeated)
     flat = [*(number for pair in sections for number in pair), update]
+    context.barrier()
+    flat += _split_shares(runner, workload.model, stopwatch.names, batch, times)
     means = [sum(context.all_gather_numbers(number)) / context.world_size for number in flat]
-    pairs = list(zip(means[:-1:2], means[1::2], strict=True))
+    *means, update, inputs, weights = means
+    pairs = list(zip(means[::2], means[1::2], strict=True))
     trained = sum(p.numel() for p in workload.model.parameters() if p.requires_grad)
-    return BlockSeconds(rows, pairs, means[-1], trained)
+    return BlockSeconds(rows, pairs, update, trained, (inputs, weights))
 
 
 def _repeat(
@@ -270,6 +275,70 @@ def _repeat(
         stopwatch.note("updated")
         seconds.append(stopwatch.sections())
     return seconds
+
+
+def _split_shares(
+    runner: LoopRunner, model: nn.Module, names: Sequence[str], batch: Any, times: int
+) -> tuple[float, float]:
+    """`TimedParts.split`, of a block in the middle; halves where it does not go back so."""
+    if len(names) < 2:
+        return TimedParts.split
+    block = model.get_submodule(names[len(names) // 2])
+    calls: list[tuple[Any, Any]] = []
+    hook = block.register_forward_pre_hook(
+        lambda _module, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+    )
+    try:
+        with torch.no_grad():
+            runner.forward_loss(runner.place_batch(batch))
+        hook.remove()
+        taken = [_split_seconds(block, *calls[0]) for _ in range(1 + times)][1:]
+    except Exception:  # noqa: BLE001 - user code of any kind runs here
+        return TimedParts.split
+    finally:
+        hook.remove()
+        model.zero_grad()
+    whole, inputs, weights = map(statistics.median, zip(*taken, strict=True))
+    return inputs / whole, weights / whole
+
+
+def _split_seconds(block: nn.Module, args: Any, kwargs: Any) -> tuple[float, float, float]:
+    """A backward pass of a block: whole, and in two parts as torch's schedules take it apart."""
+    moments: list[list[float]] = []
+    for split in (False, True):
+        wires: list[Tensor] = []
+
+        def wired(leaf: Any, wires: list[Tensor] = wires) -> Any:
+            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+                return leaf
+            wires.append(leaf.detach().requires_grad_())
+            return wires[-1]
+
+        given, named = tree_map(wired, (args, kwargs))
+        with torch.enable_grad():
+            outputs = [
+                leaf
+                for leaf in tree_leaves(block(*given, **named))
+                if isinstance(leaf, Tensor) and leaf.requires_grad
+            ]
+        gradients = [torch.ones_like(output) for output in outputs]
+        times = [_now(gradients[0])]
+        if split:
+            backward: Any = _backward
+            _, groups = backward.stage_backward_input(outputs, gradients, wires, block.parameters())
+            times.append(_now(gradients[0]))
+            backward.stage_backward_weight(block.parameters(), groups)
+        else:
+            torch.autograd.backward(outputs, gradients)
+        moments.append([*times, _now(gradients[0])])
+    (begin, end), (start, turn, done) = moments
+    return end - begin, turn - start, done - turn
+
+
+def _now(tensor: Tensor) -> float:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter()
 
 
 def _pass(runner: LoopRunner, stopwatch: BlockStopwatch, batch: Any) -> None:

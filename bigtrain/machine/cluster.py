@@ -153,6 +153,8 @@ class LinkSpec(ConfigSection):
     curve: list[tuple[PositiveNumber, PositiveNumber]] = Field(default_factory=list)
     """Bytes of a whole exchange and its seconds, ascending: what its size makes of the two figures
     above."""
+    after_work: list[tuple[PositiveNumber, PositiveNumber]] = Field(default_factory=list)
+    """The same where ranks have computed since the last exchange, so that one waits for another."""
 
 
 class Link(ConfigSection):

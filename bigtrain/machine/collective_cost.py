@@ -56,7 +56,14 @@ def spread_over_nodes(ranks: int, stride: int, devices: int) -> NodeSpread:
 
 
 def collective_seconds(
-    kind: CommOp, nbytes: float, ranks: int, stride: int, cluster: Cluster, calls: int = 1
+    kind: CommOp,
+    nbytes: float,
+    ranks: int,
+    stride: int,
+    cluster: Cluster,
+    calls: int = 1,
+    *,
+    after_work: bool = False,
 ) -> float:
     """Seconds that an exchange takes when nothing else goes on; 0 in a group of one.
 
@@ -78,6 +85,7 @@ def collective_seconds(
         stride: from one rank of the group to the next; see `spread_over_nodes`.
         cluster: devices of a node, and the links.
         calls: messages; each has the latency once more.
+        after_work: ranks compute between two of them; see `LinkSpec.after_work`.
 
     Raises:
         ConfigError: the group spans nodes, and the cluster has no link between them.
@@ -88,7 +96,7 @@ def collective_seconds(
     if ranks == 1 or calls == 0:
         return 0.0
     if node_spread.nodes == 1:
-        return _on_one(kind, cluster.inside, ranks, nbytes, calls)
+        return _on_one(kind, cluster.inside, ranks, nbytes, calls, after_work=after_work)
     if cluster.between is None:
         raise ConfigError(
             f"cluster {cluster.name} is one node of {cluster.node.devices} devices, and {ranks} "
@@ -110,17 +118,20 @@ def _over_nodes(
     return across + (half if kind in ("all_gather", "reduce_scatter") else 2 * half)
 
 
-def _on_one(kind: CommOp, link: Link, ranks: int, nbytes: float, calls: int) -> float:
+def _on_one(
+    kind: CommOp, link: Link, ranks: int, nbytes: float, calls: int, *, after_work: bool = False
+) -> float:
     """A ring or a chain over links of one kind."""
     if ranks == 1:
         return 0.0
     seconds = _by_formula(kind, link.of(kind), ranks, nbytes, calls)
     spec = link.kinds.get(kind)
-    if spec is None or not spec.curve:
+    curve = [] if spec is None else (after_work and spec.after_work) or spec.curve
+    if spec is None or not curve:
         return seconds
     message = nbytes / calls
     known = _by_formula(kind, link.of(kind), spec.ranks, message, 1)
-    return seconds * _on_curve(spec.curve, message, known) / known
+    return seconds * _on_curve(curve, message, known) / known
 
 
 def _by_formula(kind: CommOp, link: Link, ranks: int, nbytes: float, calls: int) -> float:

@@ -7,8 +7,8 @@ this file again:
     python bigtrain/machine/link_rates.py ANSWER DEVICE          as a rank
 
 ANSWER is a file that rank 0 writes: {"ranks": 2, "latency": seconds, "bytes": per second} of an
-all-reduce, and "kinds": the same two of each exchange by its name, and "curve", the seconds of some
-sizes between: [[bytes, seconds], ...].
+all-reduce, and "kinds": the same two of each exchange by its name, "curve", the seconds of some
+sizes between, [[bytes, seconds], ...], and "after_work", a curve where ranks have computed before.
 """
 
 import os
@@ -39,6 +39,10 @@ LARGE = 2**25
 """Bytes of the large message: as a bucket of gradients."""
 CURVE = (2**14, 2**17, 2**20, 2**23, LARGE)
 """Bytes of the messages that a curve is of: what lies between has neither of the two figures."""
+WORK = 1536, 1024, 1024
+"""Sizes of the product that is computed before an exchange, as a block is in a step: caches hold
+something else when it begins, and ranks do not come to it at the same moment. On two cores an
+all-gather of a block's parameters takes twice as long so as right after another."""
 
 
 def main(arguments: list[str]) -> int:
@@ -65,24 +69,40 @@ def _rates(context: RunContext, kind: CommOp) -> dict[str, Any]:
         # A whole number of them for each rank.
         numbers = nbytes // 4 // context.world_size * context.world_size
         curve.append((4 * numbers, _seconds(context, kind, numbers, warm=2, times=9)))
+    after_work = [
+        (4 * numbers, _seconds(context, kind, numbers, warm=1, times=12, work=True))
+        for numbers in (context.world_size, *(size // 4 for size, _ in curve[1:]))
+    ]
     nbytes, seconds = curve[-1]
     rate = sent_bytes(kind, nbytes, context.world_size) / seconds
-    return {"latency": latency, "bytes": rate, "curve": curve}
+    return {"latency": latency, "bytes": rate, "curve": curve, "after_work": after_work}
 
 
-def _seconds(context: RunContext, kind: CommOp, numbers: int, *, warm: int, times: int) -> float:
-    """The median time of an exchange of so many numbers; collective."""
+def _seconds(
+    context: RunContext, kind: CommOp, numbers: int, *, warm: int, times: int, work: bool = False
+) -> float:
+    """The usual time of an exchange of so many numbers; collective."""
+    rows, inner, columns = WORK
+    left = torch.ones(rows, inner, device=context.device)
+    right = torch.ones(inner, columns, device=context.device)
     whole = torch.zeros(numbers, device=context.device)
     share = torch.zeros(numbers // context.world_size, device=context.device)
     taken = []
     for _ in range(warm + times):
+        if work:
+            left @ right
+            if whole.is_cuda:
+                torch.cuda.synchronize(whole.device)
         began = time.perf_counter()
         _exchange(context, kind, whole, share)
         if whole.is_cuda:
             torch.cuda.synchronize(whole.device)
         taken.append(time.perf_counter() - began)
+    usual = statistics.median(taken[warm:])
+    if work:  # ranks wait now long, now not at all: all of it counts, but for what is far out
+        usual = statistics.fmean(sorted(taken[warm:])[:-1])
     # There and back: what is received cannot be told from what is waited for otherwise.
-    return statistics.median(taken[warm:]) / (2 if kind == "send" else 1)
+    return usual / (2 if kind == "send" else 1)
 
 
 def _exchange(context: RunContext, kind: CommOp, whole: torch.Tensor, share: torch.Tensor) -> None:

@@ -138,6 +138,7 @@ def _link(rates: MeasuredRates) -> Link:
             "bandwidth": found["bytes"],
             "ranks": rates.link_ranks,
             "curve": found["curve"],
+            "after_work": found["after_work"],
         }
         for kind, found in rates.link_kinds.items()
     }

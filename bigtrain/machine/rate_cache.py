@@ -147,11 +147,11 @@ def _rates_of(values: object) -> MeasuredRates | None:
 
 
 def _is_link(found: object) -> bool:
-    if not isinstance(found, dict) or set(found) != {"latency", "bytes", "curve"}:
+    if not isinstance(found, dict) or set(found) != {"latency", "bytes", "curve", "after_work"}:
         return False
-    curve = found["curve"]
-    if not isinstance(curve, list) or not all(_is_point(point) for point in curve):
-        return False
+    for curve in (found["curve"], found["after_work"]):
+        if not isinstance(curve, list) or not all(_is_point(point) for point in curve):
+            return False
     return _is_positive(found["latency"]) and _is_positive(found["bytes"])
 
 

@@ -22,7 +22,13 @@ from bigtrain.prediction.compose import count_parameters, section_states
 from bigtrain.prediction.section_library import ModelSections, SectionLibrary
 from bigtrain.prediction.sections import PassPair
 from bigtrain.timing.block_seconds import BlockTimer, Slowdowns, slowdowns
-from bigtrain.timing.step_time import PassSeconds, StepSeconds, StepTimer, closed_form_bubble
+from bigtrain.timing.step_time import (
+    PassSeconds,
+    StepSeconds,
+    StepTimer,
+    TimedParts,
+    closed_form_bubble,
+)
 from bigtrain.units import format_bytes
 
 BOUND_SLACK = 0.1
@@ -209,9 +215,10 @@ class PlanEvaluator:
         paces = [share] * candidate.stages
         base, per_rank = fit.levels["keep"].base, candidate.stages // fit.ranks
         update = self._clock.update_seconds(plan, base, fit.trained // fit.ranks)
-        update *= self._update_slowdown(plan)
+        timed = self._timed_parts(plan)
         profiles = [[fit.even_stage()] * per_rank]
-        step = self._clock.step(plan, paces, profiles, update, played=False)
+        given = (plan, paces, profiles, update * timed.update)
+        step = self._clock.step(*given, split=timed.split, played=False)
         return step.total * (1 - BOUND_SLACK)
 
     def kept_seconds(self, candidate: Candidate, plan: Plan) -> float:
@@ -364,15 +371,18 @@ class PlanEvaluator:
 
     def _seconds(self, plan: Plan, fit: StageFitter, stages: Sequence[SectionRange]) -> StepSeconds:
         paces = [self._clock.pass_seconds(fit.sections(stage)) for stage in stages]
-        base, slowdown = fit.levels["keep"].base, self._update_slowdown(plan)
+        base, timed = fit.levels["keep"].base, self._timed_parts(plan)
         return self._clock.plan_seconds(
-            plan, paces, lambda stage: fit.profile(stages[stage]), base, slowdown
+            plan, paces, lambda stage: fit.profile(stages[stage]), base, timed
         )
 
-    def _update_slowdown(self, plan: Plan) -> float:
+    def _timed_parts(self, plan: Plan) -> TimedParts:
         slowdowns = self._slowdown(plan)
+        if slowdowns is None:
+            return TimedParts()
         on_host = plan.offload_tiers.optimizer == "cpu" and plan.device_type == "cuda"
-        return slowdowns.update if slowdowns and not on_host else 1.0
+        parts = slowdowns.parts(plan.batch.micro_size)
+        return replace(parts, update=1.0) if on_host else parts
 
 
 def _waits(plan: Plan) -> bool:

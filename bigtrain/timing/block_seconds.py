@@ -16,7 +16,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from bigtrain.prediction.residuals import StepBasis, hardware_key
 from bigtrain.prediction.section_library import ModelSections
 from bigtrain.prediction.sections import Section
 from bigtrain.prediction.shorten import shorten_model
-from bigtrain.timing.step_time import StepTimer
+from bigtrain.timing.step_time import StepTimer, TimedParts
 
 MAX_SIZES = 6
 """Sizes of a micro-batch that are timed; what lies between is read off."""
@@ -72,6 +72,8 @@ class BlockSeconds:
     """Clipping and the optimizer's step."""
     trained: int
     """Numbers that it updates."""
+    split: tuple[float, float] = TimedParts.split
+    """See `TimedParts`: of one block; in halves where none is timed so."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,20 @@ class Slowdowns:
     """For each size forward and backward of a block; BEFORE and AFTER of what is in none."""
     update: float
     """Of the optimizer's step."""
+    split: Sequence[tuple[float, float]]
+    """For each size: see `TimedParts`."""
+
+    def parts(self, rows: int) -> TimedParts:
+        """What else was timed than sections, at any size."""
+        return TimedParts(self.update, self._between(rows)(self.split))
 
     def at(self, rows: int) -> dict[str, tuple[float, float]]:
         """Of every block at any size; beyond the sizes as at the nearest."""
+        between = self._between(rows)
+        return {name: between(pairs) for name, pairs in self.by_block.items()}
+
+    def _between(self, rows: int) -> Callable[[Sequence[tuple[float, float]]], tuple[float, float]]:
+        """What takes a pair of numbers for each size to that of another size."""
         upper = next((n for n, size in enumerate(self.rows) if size >= rows), len(self.rows) - 1)
         lower = max(0, upper - 1) if self.rows[upper] > rows else upper
         low, high = self.rows[lower], self.rows[upper]
@@ -98,7 +111,7 @@ class Slowdowns:
             )
             return forward, backward
 
-        return {name: between(pairs) for name, pairs in self.by_block.items()}
+        return between
 
     def applied(self, model: ModelSections, rows: int) -> ModelSections:
         """The sections of a micro-batch of so many rows, each with its slowdown."""
@@ -202,6 +215,7 @@ class BlockTimer:
         # As many as whoever starts the ranks gives each of them.
         threads = os.environ.get("OMP_NUM_THREADS") or max(1, usable_cores() // self._copies)
         parts = {
+            "figures": [one.name for one in fields(BlockSeconds)],
             "model": [job["model"], repr(self.model), tensors, batch],
             "run": [job["optim"], job["train"]["precision"], request.bf16_parameters],
             "device": [hardware_key(device_type_of(self.job)), usable_cores(), self._copies],
@@ -263,7 +277,8 @@ def slowdowns(
         work = base.step_work.scaled(one.trained / max(1, numbers))
         updates.append(_ratio(one.update / crowd, timer.op_seconds(work)))
     sizes = tuple(one.rows for one in timed)
-    return Slowdowns(sizes, by_block, sorted(updates)[len(updates) // 2])
+    update = sorted(updates)[len(updates) // 2]
+    return Slowdowns(sizes, by_block, update, [one.split for one in timed])
 
 
 def _evenly(
@@ -288,7 +303,10 @@ def _ratio(seconds: float, known: float) -> float:
 
 def _from_json(values: Mapping[str, Any]) -> BlockSeconds:
     pairs = [(float(a), float(b)) for a, b in values["sections"]]
-    return BlockSeconds(values["rows"], pairs, values["update"], values["trained"])
+    inputs, weights = values["split"]
+    return BlockSeconds(
+        values["rows"], pairs, values["update"], values["trained"], (inputs, weights)
+    )
 
 
 def _read(path: Path, key: str) -> tuple[list[BlockSeconds], set[int]]:

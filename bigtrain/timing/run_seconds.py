@@ -27,7 +27,7 @@ from bigtrain.prediction.section_library import ModelSections, SectionLibrary
 from bigtrain.prediction.sections import Section
 from bigtrain.ranks.context import RunContext
 from bigtrain.timing.block_seconds import BlockTimer, Slowdowns, slowdowns
-from bigtrain.timing.step_time import PassSeconds, StepSeconds, StepTimer
+from bigtrain.timing.step_time import PassSeconds, StepSeconds, StepTimer, TimedParts
 
 MAX_STEPS = 1000
 """Steps whose seconds are kept: the newest."""
@@ -142,8 +142,8 @@ class _RunClock:
                 released=plan.release_gradients,
             )
 
-        update_slowdown = 1.0 if timed is None else timed.update
-        seconds = self._timer.plan_seconds(plan, paces, profile_of, kept.base, update_slowdown)
+        parts = TimedParts() if timed is None else timed.parts(self._rows)
+        seconds = self._timer.plan_seconds(plan, paces, profile_of, kept.base, parts)
         return _told(seconds, timed is not None, self._blocks.source)
 
     def _slowdowns(self) -> Slowdowns | None:

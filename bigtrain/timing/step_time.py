@@ -7,7 +7,7 @@ least what it costs to issue it (Williams et al. 2009, Roofline); rates are thos
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 
 import numpy as np
@@ -68,6 +68,17 @@ class PassSeconds:
         return self.forward + self.backward
 
 
+@dataclass(frozen=True)
+class TimedParts:
+    """What was timed of a step beside its sections' passes; else as rates say, and in halves."""
+
+    update: float = 1.0
+    """Times that clipping and the optimizer take longer than rates say."""
+    split: tuple[float, float] = (0.5, 0.5)
+    """Of a backward pass in two parts, for the inputs and for the weights, each part's seconds over
+    those of a whole pass: together more than 1, as some of it is done in both."""
+
+
 class StepTimer:
     """Times on one cluster.
 
@@ -126,7 +137,7 @@ class StepTimer:
         paces: Sequence[PassSeconds],
         profile_of: Callable[[int], Profile],
         base: RecordedSections,
-        update_slowdown: float,
+        timed: TimedParts,
     ) -> StepSeconds:
         """One step of a plan, from its stages.
 
@@ -135,7 +146,7 @@ class StepTimer:
             paces: of every stage; of the whole model where it is not cut.
             profile_of: a stage's profile, by its number; the whole model's is that of 0.
             base: the run that says what the optimizer's step takes.
-            update_slowdown: times that this takes longer than rates say.
+            timed: on the device, of this model.
         """
         ranks: tuple[int, ...] = (0,)
         if plan.cut is not None and plan.pp > 1:
@@ -145,8 +156,8 @@ class StepTimer:
         own_stages = ([n for n, whose in enumerate(ranks) if whose == rank] for rank in sampled)
         rank_profiles = [[profile_of(stage) for stage in stages] for stages in own_stages]
         most_trained = max(sum(p.trained_elements for p in own) for own in rank_profiles)
-        update = self.update_seconds(plan, base, most_trained) * update_slowdown
-        return self.step(plan, paces, rank_profiles, update)
+        update = self.update_seconds(plan, base, most_trained) * timed.update
+        return self.step(plan, paces, rank_profiles, update, split=timed.split)
 
     def update_seconds(self, plan: Plan, base: RecordedSections, trained: int) -> float:
         """Seconds of clipping and the optimizer on so many numbers, by rates; see `step`.
@@ -172,6 +183,7 @@ class StepTimer:
         rank_profiles: Sequence[Sequence[Profile]],
         update: float,
         *,
+        split: tuple[float, float] = (0.5, 0.5),
         played: bool = True,
     ) -> StepSeconds:
         """One step.
@@ -181,12 +193,15 @@ class StepTimer:
             paces: of every stage; of the whole model where it is not cut.
             rank_profiles: the stages of the ranks that tell what is sent, of all ranks or fewer.
             update: seconds of the optimizer's step on a rank, alone on its cores.
+            split: see `TimedParts`.
             played: whether a short schedule is played through; otherwise, where it has no closed
                 form, ranks wait no less than this says.
         """
         micro_batches = plan.batch.accumulation_steps
         profiles = [profile for own in rank_profiles for profile in own]
-        compute, idle = self._computing(plan, paces, profiles, played=played)
+        if plan.pp > 1 and plan.splits_backward:
+            paces = [replace(pace, backward=sum(split) * pace.backward) for pace in paces]
+        compute, idle = self._computing(plan, paces, profiles, split, played=played)
         slowest = max(paces, key=lambda pace: pace.total)
         exchange = moving = 0.0
         for own in rank_profiles:
@@ -196,7 +211,13 @@ class StepTimer:
         return StepSeconds(compute, idle, exchange, moving, self.oversubscription * update)
 
     def _computing(
-        self, plan: Plan, paces: Sequence[PassSeconds], profiles: Sequence[Profile], *, played: bool
+        self,
+        plan: Plan,
+        paces: Sequence[PassSeconds],
+        profiles: Sequence[Profile],
+        split: tuple[float, float],
+        *,
+        played: bool,
     ) -> tuple[float, float]:
         """Seconds of the busiest rank, and those in which it waits."""
         micro_batches = plan.batch.accumulation_steps
@@ -206,7 +227,8 @@ class StepTimer:
         schedule = cut.schedule
         sending = self._sending(plan, profiles)
         splits = plan.splits_backward
-        stages = [_seconds(pace, sending, splits=splits) for pace in paces]
+        weights = split[1] / sum(split) if splits else 0.0
+        stages = [_seconds(pace, sending, weights) for pace in paces]
         ranks = stage_ranks(schedule, plan.pp, len(paces) // plan.pp)
         busy_seconds = [0.0] * plan.pp
         for rank, pace in zip(ranks, paces, strict=True):
@@ -236,7 +258,8 @@ class StepTimer:
     def _sending(self, plan: Plan, profiles: Sequence[Profile]) -> float:
         """Seconds for what crosses a cut; on a GPU it hides but for where a rank waits for it."""
         nbytes = max((p.boundary.incoming for p in profiles), default=0)
-        return max(self._issue, exchange_seconds("send", nbytes, 2, plan.tp, self.cluster))
+        one = exchange_seconds("send", nbytes, 2, plan.tp, self.cluster, after_work=True)
+        return max(self._issue, one)
 
     def _traffic(
         self, plan: Plan, profile: Profile, pace: PassSeconds, micro_batches: int
@@ -278,8 +301,11 @@ class StepTimer:
         if traffic.kind == "to_disk" or traffic.kind == "from_disk":
             rate = node.disk_write if traffic.kind == "to_disk" else node.disk_read
             return traffic.nbytes * node.devices / rate if rate else 0.0
+        if traffic.kind == "copy":  # read and written
+            return self.oversubscription * 2 * traffic.nbytes / self._nbytes
         arguments = (traffic.nbytes, traffic.ranks, traffic.stride, self.cluster, traffic.calls)
-        return exchange_seconds(traffic.kind, *arguments)
+        between = traffic.overlaps in ("forward", "backward")
+        return exchange_seconds(traffic.kind, *arguments, after_work=between)
 
 
 def product_efficiency(
@@ -333,7 +359,7 @@ def closed_form_bubble(
         return None
 
 
-def _seconds(pace: PassSeconds, sending: float, *, splits: bool) -> StageSeconds:
-    """With sending. Where backward passes are split, that for the weights is half of them."""
-    weights = pace.backward / 2 if splits else 0.0
+def _seconds(pace: PassSeconds, sending: float, weights_share: float) -> StageSeconds:
+    """With sending, and the share of the backward pass that is done later, for the weights."""
+    weights = pace.backward * weights_share
     return StageSeconds(pace.forward + sending, pace.backward - weights + sending, weights)

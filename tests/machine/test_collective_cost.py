@@ -138,16 +138,20 @@ def test_a_measured_curve_says_what_lies_between_latency_and_bandwidth():
             "bandwidth": RATE,
             "ranks": 4,
             "curve": [(1e4, 5e-4), (1e6, 1e-3)],
+            "after_work": [(1e4, 2e-3), (1e6, 4e-3)],
         }
     }
     measured = Cluster.model_validate(found)
 
-    def seconds(nbytes: float, ranks: int = 4, calls: int = 1) -> float:
-        return collective_seconds("all_reduce", nbytes, ranks, 1, measured, calls)
+    def seconds(nbytes: float, ranks: int = 4, calls: int = 1, *, work: bool = False) -> float:
+        given = ("all_reduce", nbytes, ranks, 1, measured, calls)
+        return collective_seconds(*given, after_work=work)
 
     assert seconds(1e4) == pytest.approx(5e-4)
     assert seconds(5.05e5) == pytest.approx(7.5e-4)
     assert seconds(3e4, calls=3) == pytest.approx(3 * 5e-4)
+    # Ranks that have computed before each of them wait for one another.
+    assert seconds(3e4, calls=3, work=True) == pytest.approx(3 * 2e-3)
     # Other numbers of ranks take as much longer as the formula says; beyond the curve it is all.
     plain = cluster()
     share = collective_seconds("all_reduce", 1e6, 2, 1, plain) / collective_seconds(

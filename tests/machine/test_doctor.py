@@ -38,7 +38,9 @@ GIVEN = MeasuredRates(
     link_ranks=2,
     link_latency=1e-4,
     link_bytes=6e8,
-    link_kinds={"all_gather": {"latency": 2e-4, "bytes": 3e8, "curve": [[1e5, 1e-3]]}},
+    link_kinds={
+        "all_gather": {"latency": 2e-4, "bytes": 3e8, "curve": [[1e5, 1e-3]], "after_work": []}
+    },
 )
 
 
@@ -112,9 +114,10 @@ def test_rates_are_measured_where_the_cache_is_damaged(first, cache):
     kinds = found["link_kinds"]
     assert set(kinds) == set(get_args(CommOp))
     assert all(1e-6 < kind["latency"] < 1 and 1e6 < kind["bytes"] < 1e13 for kind in kinds.values())
-    sizes = [[nbytes for nbytes, _ in kind["curve"]] for kind in kinds.values()]
+    curves = [kind[name] for kind in kinds.values() for name in ("curve", "after_work")]
+    sizes = [[nbytes for nbytes, _ in curve] for curve in curves]
     assert all(each == sorted(each) and len(each) == 5 for each in sizes)
-    assert all(1e-6 < seconds < 10 for kind in kinds.values() for _, seconds in kind["curve"])
+    assert all(1e-6 < seconds < 10 for curve in curves for _, seconds in curve)
     assert (found["to_device_bytes"] is not None) == torch.cuda.is_available()
     assert [file.name for file in (cache / "bigtrain").iterdir()] == ["rates.json"]
 
@@ -183,8 +186,16 @@ def test_launchers_that_allow_a_rank_one_thread_change_no_rates(home, monkeypatc
         {**asdict(GIVEN), "copy_bytes": "fast"},
         {**asdict(GIVEN), "link_latency": None},
         {**asdict(GIVEN), "link_kinds": {"send": {"latency": 1e-4}}},
-        {**asdict(GIVEN), "link_kinds": {"send": {"latency": 1e-4, "bytes": "fast", "curve": []}}},
-        {**asdict(GIVEN), "link_kinds": {"send": {"latency": 1e-4, "bytes": 1e9, "curve": [1]}}},
+        {
+            **asdict(GIVEN),
+            "link_kinds": {
+                "send": {"latency": 1e-4, "bytes": "fast", "curve": [], "after_work": []}
+            },
+        },
+        {
+            **asdict(GIVEN),
+            "link_kinds": {"send": {"latency": 1e-4, "bytes": 1e9, "curve": [1], "after_work": []}},
+        },
         {**asdict(GIVEN), "link_kinds": None},
         {**asdict(GIVEN), "flops": {"fp32": 1e9}},
         {**asdict(GIVEN), "unknown": 1},

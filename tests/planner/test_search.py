@@ -390,6 +390,18 @@ def test_a_pipeline_waits_as_its_bubble_says() -> None:
     assert found.bubble == pytest.approx(3 * 3.0, rel=1e-3)  # (p - 1) (F + B)
 
 
+def test_a_backward_pass_in_two_parts_takes_what_was_timed_of_each() -> None:
+    _, plan = plan_of("zero_bubble", 2, **{"train.micro_batch_size": 2, "mesh.pp": 2})
+    paces = [PassSeconds(1.0, 2.0)] * 4
+    halves = clock().step(plan, paces, [], 0.0)
+    assert halves.compute == pytest.approx(4 * 2 * 3.0)
+    parts = clock().step(plan, paces, [], 0.0, split=(0.8, 0.4))
+    assert parts.compute == pytest.approx(4 * 2 * (1.0 + 1.2 * 2.0))
+    # The part for the weights fills less of the bubble: (p - 1) (F + I - W).
+    assert halves.bubble == pytest.approx(1.0, rel=1e-2)
+    assert parts.bubble == pytest.approx(1.0 + 1.6 - 0.8, rel=1e-2)
+
+
 def test_ranks_that_wait_leave_a_crowded_cpu_to_the_others() -> None:
     """Four ranks on two cores: each is as fast as a core, and two of them compute at a time."""
     cpu = load_cluster("cpu")

@@ -32,7 +32,7 @@ from bigtrain.timing.block_seconds import (
     slowdowns,
     spread_sizes,
 )
-from bigtrain.timing.step_time import StepTimer
+from bigtrain.timing.step_time import StepTimer, TimedParts
 from bigtrain.units import GIB
 
 WORDS = [
@@ -60,6 +60,10 @@ def test_every_section_of_a_model_is_timed_and_the_sum_is_the_whole(job):
     assert len(one.sections) == len(two.sections) == 2 + 3  # six blocks that are alike are three
     assert all(forward > 0 and backward > 0 for forward, backward in one.sections)
     assert 0 < one.update < 5
+    # Of a backward pass in two parts the one for the inputs has the attention, too.
+    assert 0.1 < min(one.split) < 1.5
+    assert 0.5 < sum(one.split) < 4
+    assert one.split != TimedParts.split
     short_blocks, outside = 3 * 12 * 64 * 64, 256 * 64
     assert one.trained > short_blocks + outside
     assert one.trained < 2 * short_blocks
@@ -260,8 +264,10 @@ def test_ranks_of_this_machine_time_a_job(job, monkeypatch, tmp_path):
 
 
 def test_between_two_sizes_the_slowdown_is_read_off_by_their_ratio():
-    found = Slowdowns((1, 4, 16), {"a": [(1.0, 1.0), (3.0, 5.0), (3.0, 5.0)]}, 1.0)
+    splits = [(0.6, 0.6), (0.8, 0.4), (0.8, 0.4)]
+    found = Slowdowns((1, 4, 16), {"a": [(1.0, 1.0), (3.0, 5.0), (3.0, 5.0)]}, 1.5, splits)
     assert found.at(1)["a"] == (1.0, 1.0)
     assert found.at(2)["a"] == pytest.approx((2.0, 3.0))
     assert found.at(8)["a"] == pytest.approx((3.0, 5.0))
     assert found.at(100)["a"] == (3.0, 5.0)
+    assert found.parts(2) == TimedParts(1.5, pytest.approx((0.7, 0.5)))

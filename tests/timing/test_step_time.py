@@ -128,6 +128,20 @@ def test_shards_of_a_state_are_updated_in_as_many_operations() -> None:
     assert shard == pytest.approx(whole / 8)  # as a part of what is timed
 
 
+def test_what_fully_shard_gathers_is_copied_in_and_out() -> None:
+    plan, base = plan_of("fsdp"), sections().base
+    profile = compose_profile(base, sections().sections)
+    every = [t for one in plan.techniques.values() for t in one.traffic(profile, plan)]
+    gathered = sum(t.nbytes for t in every if t.kind == "all_gather")
+    reduced = sum(t.nbytes for t in every if t.kind == "reduce_scatter")
+    copied = [t for t in every if t.kind == "copy"]
+    assert sum(t.nbytes for t in copied) == gathered + gathered // 8 + reduced
+    timer = StepTimer(A100)
+    seconds = sum(timer._one(t) for t in copied)
+    read_and_written = 2 * sum(t.nbytes for t in copied)
+    assert seconds == pytest.approx(read_and_written / A100.device.memory_bandwidth)
+
+
 def test_one_message_has_nothing_to_hide_behind() -> None:
     """All gradients of a small model are in one bucket, which is full when all is computed."""
     plan, base = plan_of("ddp"), sections().base

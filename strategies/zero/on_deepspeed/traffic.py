@@ -146,8 +146,8 @@ def _cut_moves(zero: dict[str, Any], profile: Profile, plan: Plan) -> list[Traff
 
 
 def _beside(zero: dict[str, Any], plan: Plan, behind: OverlapPhase) -> OverlapPhase:
-    """A CPU has no streams, and without `overlap_comm` there is one."""
-    return behind if plan.device_type == "cuda" and zero.get("overlap_comm", True) else "nothing"
+    """Without `overlap_comm` a GPU has one stream; on a CPU ranks compute in between either way."""
+    return behind if plan.device_type == "cpu" or zero.get("overlap_comm", True) else "nothing"
 
 
 def _reductions(profile: Profile, bucket: int, plan: Plan) -> int:

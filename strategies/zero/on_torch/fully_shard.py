@@ -145,7 +145,7 @@ class _UnitTraffic:
 
     Gathered is in the precision of the computation (BatchNorm, which is gathered in fp32, is not
     told apart), reduced in that of the shards. What is in no block is gathered once in stage 3,
-    too. Blocks that are computed again are whole already. On a CPU nothing is beside anything.
+    too. Blocks that are computed again are whole already.
 
     Args:
         units: with their parameters.
@@ -158,8 +158,7 @@ class _UnitTraffic:
         self._plan, self._ranks = plan, ranks
         self._kept = 8 if plan.precision == "fp64" else 4
         self._used = 2 if plan.bf16_parameters else self._kept
-        self._on_gpu = plan.device_type == "cuda"
-        self._away = plan.offload_tiers.parameters == "cpu" and self._on_gpu
+        self._away = plan.offload_tiers.parameters == "cpu" and plan.device_type == "cuda"
 
     def gathered(self, units: Sequence[BlockTicks], behind: OverlapPhase) -> list[Traffic]:
         """Parameters come together; from the host first, where the shards live there."""
@@ -168,7 +167,9 @@ class _UnitTraffic:
             nbytes, calls = self._kept * elements // self._ranks, sum(len(u.shapes) for u in units)
             messages.append(Traffic("from_host", nbytes, calls, "micro_batch", behind))
         if self._ranks > 1 and units:
-            messages.append(self._exchange("all_gather", self._used * elements, len(units), behind))
+            nbytes = self._used * elements
+            messages.append(self._exchange("all_gather", nbytes, len(units), behind))
+            messages.append(self._copied(nbytes // self._ranks + nbytes, behind))
         return messages
 
     def reduced(self) -> list[Traffic]:
@@ -178,12 +179,13 @@ class _UnitTraffic:
         shard, messages = nbytes // self._ranks, []
         if self._ranks > 1 and units:
             messages.append(self._exchange("reduce_scatter", nbytes, len(units), "backward"))
+            messages.append(self._copied(nbytes, "backward"))
         groups = self._plan.dp // self._ranks
         if groups > 1 and units:
             stride = self._ranks * self._plan.pp * self._plan.tp
-            behind: OverlapPhase = "backward" if self._on_gpu else "nothing"
+            calls = len(units)
             messages.append(
-                Traffic("all_reduce", shard, len(units), "micro_batch", behind, groups, stride)
+                Traffic("all_reduce", shard, calls, "micro_batch", "backward", groups, stride)
             )
         if self._away and units:
             calls = sum(sum(unit.trained) for unit in units)
@@ -197,9 +199,12 @@ class _UnitTraffic:
         calls: int,
         behind: OverlapPhase,
     ) -> Traffic:
-        beside: OverlapPhase = behind if self._on_gpu else "nothing"
         stride = self._plan.pp * self._plan.tp
-        return Traffic(kind, nbytes, calls, "micro_batch", beside, self._ranks, stride)
+        return Traffic(kind, nbytes, calls, "micro_batch", behind, self._ranks, stride)
+
+    def _copied(self, nbytes: int, behind: OverlapPhase) -> Traffic:
+        """Shards into one buffer, what was gathered out of one, and gradients into one."""
+        return Traffic("copy", nbytes, 0, "micro_batch", behind)
 
     def _padded(self, unit: BlockTicks, *, trained: bool = False) -> int:
         """Numbers of a unit: rows are dealt out evenly, the last ranks' padded to the same."""
