@@ -20,8 +20,9 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     A container (ModuleList, ModuleDict, Sequential) counts as repeated where at least two of its
     children are of one class and themselves made of modules; its children are then blocks, or,
     where a child is such a container again (the stages of a vision model), what is in it. A
-    model without any has its own children as blocks. A stage of a cut model says itself which
-    of the whole model's blocks it computes (`own_blocks`).
+    model without any has its own children as blocks, of a list of modules what is in it. A
+    stage of a cut model says itself which of the whole model's blocks it computes
+    (`own_blocks`).
     """
     named_blocks = getattr(model, "own_blocks", None)
     if named_blocks is not None:
@@ -29,7 +30,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
         return [(name, block) for name, block in named if _has_weights(block)]
     blocks = _once(_repeated("", model))
     if not blocks:
-        blocks = [(name, child) for name, child in model.named_children() if _has_weights(child)]
+        blocks = list(_called("", model))
     return blocks
 
 
@@ -112,6 +113,15 @@ def _repeated(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         return
     for name, child in children:
         yield from _repeated(name, child)
+
+
+def _called(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The children with weights; a list is never called itself, those in it are."""
+    for name, child in module.named_children():
+        if isinstance(child, _LISTS):
+            yield from _called(f"{path}{name}.", child)
+        elif _has_weights(child):
+            yield f"{path}{name}", child
 
 
 def _once(named: Iterator[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

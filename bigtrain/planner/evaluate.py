@@ -158,7 +158,8 @@ class PlanEvaluator:
         if slowdowns is None:
             return model
         if id(model) not in self._timed:  # the key is kept, so that its id stays its own
-            self._timed[id(model)] = model, slowdowns.applied(model, rows)
+            kept = self._anatomy.model_sections(plan, rows, "keep", **kind)
+            self._timed[id(model)] = model, slowdowns.applied(model, kept, rows, self._clock)
         return self._timed[id(model)][1]
 
     def _slowdown(self, plan: Plan) -> Slowdowns | None:

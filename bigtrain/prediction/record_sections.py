@@ -27,7 +27,6 @@ from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import BlockTicks, Timeline
 from bigtrain.memory.tracker import StorageTracker
-from bigtrain.models.blocks import independent_blocks
 from bigtrain.prediction.loops import SplitBackward
 from bigtrain.prediction.operation_log import Operation, OperationLog
 from bigtrain.prediction.record import (
@@ -156,6 +155,7 @@ class SectionHooks:
 
 def record_sections(
     workload: Workload,
+    names: Sequence[str],
     micro_batches: Sequence[MicroBatch],
     plan: Plan,
     device: torch.device,
@@ -166,6 +166,7 @@ def record_sections(
 
     Args:
         workload: the model on the meta device; its example is not looked at.
+        names: of its blocks.
         micro_batches: one, or two of different sizes: both are taken in one run.
         plan: as in the run.
         device: whose kernels decide what is saved.
@@ -178,7 +179,7 @@ def record_sections(
         CannotRunError: the model's own code raises where it sees no numbers; the cause says what.
         ConfigError: a technique refuses the model.
     """
-    notes = SectionHooks([name for name, _ in independent_blocks(workload.model)], as_sent=as_sent)
+    notes = SectionHooks(names, as_sent=as_sent)
     try:
         run = _recorded(workload, micro_batches, plan, device, notes)
     except ConfigError:
@@ -393,6 +394,7 @@ class SectionSplitter:
 
 def record_split_backward(
     workload: Workload,
+    names: Sequence[str],
     micro_batches: Sequence[MicroBatch],
     plan: Plan,
     device: torch.device,
@@ -407,7 +409,7 @@ def record_split_backward(
         For each micro-batch the blocks by their names, and under "" what is after them; None where
         the model does not run so.
     """
-    notes = SectionHooks([name for name, _ in independent_blocks(workload.model)], as_sent=as_sent)
+    notes = SectionHooks(names, as_sent=as_sent)
     unit = SplitBackward(notes.names)
     try:
         run = _recorded(workload, micro_batches, plan, device, notes, unit)

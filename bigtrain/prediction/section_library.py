@@ -202,11 +202,9 @@ class SectionLibrary:
         def run(sizes: tuple[int, ...]) -> tuple[dict[str, PassPair], ...] | None:
             if (kind, sizes) not in self._halved:
                 batches = [resize_micro_batch(self._example, size) for size in sizes]
-                workload = self._workload(loss, cut=kind.cut)
-                keeping_plan = _with_policy(plan, "keep")
-                found = record_split_backward(
-                    workload, batches, keeping_plan, self._device, as_sent=kind.as_sent
-                )
+                workload, names = self._workload(loss, cut=kind.cut)
+                given = (workload, names, batches, _with_policy(plan, "keep"), self._device)
+                found = record_split_backward(*given, as_sent=kind.as_sent)
                 self._halved[kind, sizes] = found
             return self._halved[kind, sizes]
 
@@ -233,12 +231,11 @@ class SectionLibrary:
         self, plan: Plan, sizes: Sequence[int], kind: _Kind, loss: Loss
     ) -> tuple[RecordedSections, ...]:
         batches = [resize_micro_batch(self._example, rows) for rows in sizes]
-        workload, choosing = self._workload(loss, cut=kind.cut), _with_policy(plan, kind.choice)
-        is_whole = len(independent_blocks(workload.model)) == len(self._named)
+        workload, names = self._workload(loss, cut=kind.cut)
+        is_whole = len(names) == len(self._named)
+        given = (workload, names, batches, _with_policy(plan, kind.choice), self._device)
         try:
-            recorded = record_sections(
-                workload, batches, choosing, self._device, as_sent=kind.as_sent
-            )
+            recorded = record_sections(*given, as_sent=kind.as_sent)
         except UntraceableError as error:
             if is_whole:
                 raise ConfigError(_untraceable(str(error), error.__cause__)) from error
@@ -260,9 +257,12 @@ class SectionLibrary:
             cache.clear()
         return recorded
 
-    def _workload(self, loss: Loss, *, cut: bool) -> Workload:
-        model, _ = self._shortened(cut=cut)
-        return Workload(model, self._example, loss, self._make_optimizer)
+    def _workload(self, loss: Loss, *, cut: bool) -> tuple[Workload, list[str]]:
+        """What is run, and the names of its blocks: a copy that ties nothing might have more."""
+        model, stands_for = self._shortened(cut=cut)
+        workload = Workload(model, self._example, loss, self._make_optimizer)
+        run = set(stands_for.values())
+        return workload, [name for name, _ in independent_blocks(model) if name in run]
 
     def _untied(self, *, cut: bool) -> nn.Module:
         if not cut:

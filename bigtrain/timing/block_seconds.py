@@ -113,14 +113,27 @@ class Slowdowns:
 
         return between
 
-    def applied(self, model: ModelSections, rows: int) -> ModelSections:
-        """The sections of a micro-batch of so many rows, each with its slowdown."""
-        factors = self.at(rows)
-        keys = section_keys(model.sections)
-        sections = (
-            replace(section, slowdown=factors.get(key, (1.0, 1.0)))
-            for key, section in zip(keys, model.sections, strict=True)
-        )
+    def applied(
+        self, model: ModelSections, kept: ModelSections, rows: int, timer: StepTimer
+    ) -> ModelSections:
+        """The sections of a micro-batch of so many rows, each with its slowdown.
+
+        Args:
+            model: with any choice of what blocks keep.
+            kept: the same where they keep all, as they were timed.
+            rows: of a micro-batch.
+            timer: with the rates.
+        """
+        factors, sections = self.at(rows), []
+        plain = dict(zip(section_keys(kept.sections), kept.sections, strict=True))
+        for key, section in zip(section_keys(model.sections), model.sections, strict=True):
+            forward, backward = factors.get(key, (1.0, 1.0))
+            seconds = timer.op_seconds(section.backward)
+            own = timer.op_seconds(plain.get(key, section).backward)
+            # What is computed again in the backward pass is as slow as it was in the forward pass.
+            again = max(0.0, 1.0 - _ratio(own, seconds))
+            backward += again * (forward - backward)
+            sections.append(replace(section, slowdown=(forward, backward)))
         return replace(model, sections=tuple(sections))
 
 

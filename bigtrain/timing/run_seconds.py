@@ -160,7 +160,10 @@ class _RunClock:
     def _sections(self, choice: BlockPolicy, timed: Slowdowns | None) -> ModelSections:
         cut = self._plan.pp > 1
         model = self._library.model_sections(self._plan, self._rows, choice, cut=cut)
-        return model if timed is None else timed.applied(model, self._rows)
+        if timed is None:
+            return model
+        kept = self._library.model_sections(self._plan, self._rows, "keep", cut=cut)
+        return timed.applied(model, kept, self._rows, self._timer)
 
     def _chosen(
         self, kept: ModelSections, timed: Slowdowns | None

@@ -157,11 +157,16 @@ def test_what_was_timed_is_held_beside_what_rates_say(job):
     # Ranks that took turns were timed twice as long as one that has a core.
     crowded = slowdowns(timed, 2.0, anatomy._model, sections_at, timer)
     assert crowded.at(1)[AFTER] == pytest.approx((3.5, 7.0))
-    whole = found.applied(anatomy.model_sections(plan, 1, "keep"), 1)
+    kept = anatomy.model_sections(plan, 1, "keep")
+    whole = found.applied(kept, kept, 1, timer)
     seconds = timer.pass_seconds(whole.sections)
     plain = timer.pass_seconds(anatomy.model_sections(plan, 1, "keep").sections)
     assert 2 * plain.forward < seconds.forward < 7 * plain.forward
     assert 4 * plain.backward < seconds.backward < 14 * plain.backward
+    # A block that is computed again is once more as slow as in its forward pass.
+    full = found.applied(anatomy.model_sections(plan, 1, "full"), kept, 1, timer)
+    once, again = (timer.pass_seconds([each.sections[2]]) for each in (whole, full))
+    assert again.backward == pytest.approx(once.backward + once.forward, rel=0.1)
     # Of a model whose blocks could not be told apart, all share what the whole took.
     one = BlockSeconds(1, [(3 * plain.forward, 0.0)], timed[0].update, timed[0].trained)
     alike = slowdowns([one], 1.0, anatomy._model, sections_at, timer)
