@@ -22,16 +22,18 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import _backward
 from torch.utils._pytree import tree_leaves, tree_map
 
+from bigtrain.activations.recompute import checkpoint_block
 from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.core.loop import LoopRunner
 from bigtrain.core.strategy import Assembly, Plan
@@ -51,8 +53,7 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.exit_status import run_guarded
 from bigtrain.ranks.launch import start_ranks
 from bigtrain.ranks.launcher_env import detect_rank_info
-from bigtrain.timing.block_seconds import BlockRequest, BlockSeconds
-from bigtrain.timing.step_time import TimedParts
+from bigtrain.timing.block_seconds import BlockRequest, BlockSeconds, BlockVariant
 
 SCRIPT = Path(__file__)
 REPEATS = (3, 9)
@@ -249,13 +250,12 @@ def _time_size(
     sections = [_medians(each) for each in zip(*(one for one, _ in repeated), strict=True)]
     update = statistics.median(seconds for _, seconds in repeated)
     flat = [*(number for pair in sections for number in pair), update]
-    context.barrier()
-    flat += _split_shares(runner, workload.model, stopwatch.names, batch, times)
     means = [sum(context.all_gather_numbers(number)) / context.world_size for number in flat]
-    *means, update, inputs, weights = means
-    pairs = list(zip(means[::2], means[1::2], strict=True))
+    pairs = list(zip(means[:-1:2], means[1::2], strict=True))
     trained = sum(p.numel() for p in workload.model.parameters() if p.requires_grad)
-    return BlockSeconds(rows, pairs, update, trained, (inputs, weights))
+    context.barrier()
+    shares = _block_shares(runner, workload.model, stopwatch.names, batch, times)
+    return BlockSeconds(rows, pairs, means[-1], trained, shares)
 
 
 def _repeat(
@@ -277,62 +277,72 @@ def _repeat(
     return seconds
 
 
-def _split_shares(
+def _block_shares(
     runner: LoopRunner, model: nn.Module, names: Sequence[str], batch: Any, times: int
-) -> tuple[float, float]:
-    """`TimedParts.split`, of a block in the middle; halves where it does not go back so."""
+) -> dict[BlockVariant, tuple[float, float]]:
+    """See `BlockSeconds.shares`: of a block in the middle; what it does not run is left out."""
     if len(names) < 2:
-        return TimedParts.split
+        return {}
     block = model.get_submodule(names[len(names) // 2])
     calls: list[tuple[Any, Any]] = []
     hook = block.register_forward_pre_hook(
         lambda _module, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
     )
-    try:
-        with torch.no_grad():
-            runner.forward_loss(runner.place_batch(batch))
-        hook.remove()
-        taken = [_split_seconds(block, *calls[0]) for _ in range(1 + times)][1:]
-    except Exception:  # noqa: BLE001 - user code of any kind runs here
-        return TimedParts.split
-    finally:
-        hook.remove()
-        model.zero_grad()
-    whole, inputs, weights = map(statistics.median, zip(*taken, strict=True))
-    return inputs / whole, weights / whole
+    with torch.no_grad():
+        runner.forward_loss(runner.place_batch(batch))
+    hook.remove()
+    taken: dict[BlockVariant, list[tuple[float, ...]]] = {}
+    for _ in range(1 + times):
+        for variant in get_args(BlockVariant):
+            # User code of any kind runs here.
+            with suppress(Exception):
+                plain = _variant_seconds(block, None, *calls[0])
+                seconds = _variant_seconds(block, variant, *calls[0])
+                base = plain[1:] * 2 if variant == "split" else plain
+                shares = tuple(a / b for a, b in zip(seconds, base, strict=True))
+                taken.setdefault(variant, []).append(shares)
+    model.zero_grad()
+    found = {}
+    for variant, each in taken.items():
+        if len(each) <= times:  # it failed now and then
+            continue
+        first, second = (statistics.median(one) for one in zip(*each[1:], strict=True))
+        found[variant] = first, second
+    return found
 
 
-def _split_seconds(block: nn.Module, args: Any, kwargs: Any) -> tuple[float, float, float]:
-    """A backward pass of a block: whole, and in two parts as torch's schedules take it apart."""
-    moments: list[list[float]] = []
-    for split in (False, True):
-        wires: list[Tensor] = []
+def _variant_seconds(
+    block: nn.Module, variant: BlockVariant | None, args: Any, kwargs: Any
+) -> tuple[float, float]:
+    """A block's forward and backward pass; of a split one the two parts of the backward pass."""
+    wires: list[Tensor] = []
 
-        def wired(leaf: Any, wires: list[Tensor] = wires) -> Any:
-            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-                return leaf
-            wires.append(leaf.detach().requires_grad_())
-            return wires[-1]
+    def wired(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        wires.append(leaf.detach().requires_grad_())
+        return wires[-1]
 
-        given, named = tree_map(wired, (args, kwargs))
-        with torch.enable_grad():
-            outputs = [
-                leaf
-                for leaf in tree_leaves(block(*given, **named))
-                if isinstance(leaf, Tensor) and leaf.requires_grad
-            ]
-        gradients = [torch.ones_like(output) for output in outputs]
-        times = [_now(gradients[0])]
-        if split:
-            backward: Any = _backward
-            _, groups = backward.stage_backward_input(outputs, gradients, wires, block.parameters())
-            times.append(_now(gradients[0]))
-            backward.stage_backward_weight(block.parameters(), groups)
-        else:
-            torch.autograd.backward(outputs, gradients)
-        moments.append([*times, _now(gradients[0])])
-    (begin, end), (start, turn, done) = moments
-    return end - begin, turn - start, done - turn
+    given, named = tree_map(wired, (args, kwargs))
+    times = [_now(wires[0])]
+    if variant in ("selective", "full"):
+        result = checkpoint_block(block, block, *given, selective=variant == "selective", **named)
+    else:
+        result = block(*given, **named)
+    outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
+    times.append(_now(wires[0]))
+    gradients = [torch.ones_like(output) for output in outputs]
+    if variant == "split":  # as torch's schedules take it apart
+        backward: Any = _backward
+        times = [_now(wires[0])]
+        _, groups = backward.stage_backward_input(outputs, gradients, wires, block.parameters())
+        times.append(_now(wires[0]))
+        backward.stage_backward_weight(block.parameters(), groups)
+    else:
+        torch.autograd.backward(outputs, gradients)
+    times.append(_now(wires[0]))
+    first, second = (after - before for before, after in pairwise(times))
+    return first, second
 
 
 def _now(tensor: Tensor) -> float:

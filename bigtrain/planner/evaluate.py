@@ -159,7 +159,8 @@ class PlanEvaluator:
             return model
         if id(model) not in self._timed:  # the key is kept, so that its id stays its own
             kept = self._anatomy.model_sections(plan, rows, "keep", **kind)
-            self._timed[id(model)] = model, slowdowns.applied(model, kept, rows, self._clock)
+            applied = slowdowns.applied(model, kept, choice, rows, self._clock)
+            self._timed[id(model)] = model, applied
         return self._timed[id(model)][1]
 
     def _slowdown(self, plan: Plan) -> Slowdowns | None:

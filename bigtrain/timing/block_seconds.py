@@ -18,10 +18,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
+from bigtrain.activations.policy import BlockPolicy
 from bigtrain.assembly.make_plan import device_type_of
 from bigtrain.data.loader import MicroBatch
 from bigtrain.job.load import ONE_PROCESS, override_job
@@ -43,6 +44,11 @@ TIMEOUT_S = 180.0
 """After which the ranks are given up, and those who wait for them."""
 MAX_KEPT_MODELS = 200
 """Models and numbers of ranks that are kept: the newest."""
+
+
+BlockVariant = Literal["split", "selective", "full"]
+"""Going back in two parts, for the inputs and for the weights; keeping products alone; keeping the
+inputs alone."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +78,9 @@ class BlockSeconds:
     """Clipping and the optimizer's step."""
     trained: int
     """Numbers that it updates."""
-    split: tuple[float, float] = TimedParts.split
-    """See `TimedParts`: of one block; in halves where none is timed so."""
+    shares: Mapping[BlockVariant, tuple[float, float]] = field(default_factory=dict)
+    """What a block takes in other ways, over what it takes where it keeps all and goes back whole:
+    its forward and its backward pass, of "split" the two parts of the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +93,18 @@ class Slowdowns:
     """For each size forward and backward of a block; BEFORE and AFTER of what is in none."""
     update: float
     """Of the optimizer's step."""
-    split: Sequence[tuple[float, float]]
-    """For each size: see `TimedParts`."""
+    shares: Sequence[Mapping[BlockVariant, tuple[float, float]]]
+    """For each size: see `BlockSeconds.shares`."""
 
     def parts(self, rows: int) -> TimedParts:
         """What else was timed than sections, at any size."""
-        return TimedParts(self.update, self._between(rows)(self.split))
+        return TimedParts(self.update, self.share("split", rows) or TimedParts.split)
+
+    def share(self, variant: BlockVariant, rows: int) -> tuple[float, float] | None:
+        """See `BlockSeconds.shares`, at any size; None where that was not timed of all."""
+        if not all(variant in each for each in self.shares):
+            return None
+        return self._between(rows)([each[variant] for each in self.shares])
 
     def at(self, rows: int) -> dict[str, tuple[float, float]]:
         """Of every block at any size; beyond the sizes as at the nearest."""
@@ -114,26 +127,41 @@ class Slowdowns:
         return between
 
     def applied(
-        self, model: ModelSections, kept: ModelSections, rows: int, timer: StepTimer
+        self,
+        model: ModelSections,
+        kept: ModelSections,
+        choice: BlockPolicy,
+        rows: int,
+        timer: StepTimer,
     ) -> ModelSections:
         """The sections of a micro-batch of so many rows, each with its slowdown.
 
         Args:
-            model: with any choice of what blocks keep.
-            kept: the same where they keep all, as they were timed.
+            model: with a choice of what blocks keep.
+            kept: the same where they keep all.
+            choice: the one of `model`.
             rows: of a micro-batch.
             timer: with the rates.
         """
-        factors, sections = self.at(rows), []
+        factors = self.at(rows)
         plain = dict(zip(section_keys(kept.sections), kept.sections, strict=True))
+        share = self.share(choice, rows) if choice == "selective" or choice == "full" else None
+        sections = []
         for key, section in zip(section_keys(model.sections), model.sections, strict=True):
-            forward, backward = factors.get(key, (1.0, 1.0))
-            seconds = timer.op_seconds(section.backward)
-            own = timer.op_seconds(plain.get(key, section).backward)
-            # What is computed again in the backward pass is as slow as it was in the forward pass.
-            again = max(0.0, 1.0 - _ratio(own, seconds))
-            backward += again * (forward - backward)
-            sections.append(replace(section, slowdown=(forward, backward)))
+            slowdown = factors.get(key, (1.0, 1.0))
+            if share is not None and section.name and key in plain:
+                own, whole = (
+                    [timer.op_seconds(work) for work in (each.forward, each.backward)]
+                    for each in (section, plain[key])
+                )
+                forward, backward = (
+                    factor * part * _ratio(seconds, known)
+                    for factor, part, seconds, known in zip(
+                        slowdown, share, whole, own, strict=True
+                    )
+                )
+                slowdown = forward, backward
+            sections.append(replace(section, slowdown=slowdown))
         return replace(model, sections=tuple(sections))
 
 
@@ -291,7 +319,7 @@ def slowdowns(
         updates.append(_ratio(one.update / crowd, timer.op_seconds(work)))
     sizes = tuple(one.rows for one in timed)
     update = sorted(updates)[len(updates) // 2]
-    return Slowdowns(sizes, by_block, update, [one.split for one in timed])
+    return Slowdowns(sizes, by_block, update, [one.shares for one in timed])
 
 
 def _evenly(
@@ -316,10 +344,8 @@ def _ratio(seconds: float, known: float) -> float:
 
 def _from_json(values: Mapping[str, Any]) -> BlockSeconds:
     pairs = [(float(a), float(b)) for a, b in values["sections"]]
-    inputs, weights = values["split"]
-    return BlockSeconds(
-        values["rows"], pairs, values["update"], values["trained"], (inputs, weights)
-    )
+    shares = {variant: (a, b) for variant, (a, b) in values["shares"].items()}
+    return BlockSeconds(values["rows"], pairs, values["update"], values["trained"], shares)
 
 
 def _read(path: Path, key: str) -> tuple[list[BlockSeconds], set[int]]:

@@ -163,7 +163,7 @@ class _RunClock:
         if timed is None:
             return model
         kept = self._library.model_sections(self._plan, self._rows, "keep", cut=cut)
-        return timed.applied(model, kept, self._rows, self._timer)
+        return timed.applied(model, kept, choice, self._rows, self._timer)
 
     def _chosen(
         self, kept: ModelSections, timed: Slowdowns | None
