@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
+from typing import Any, Literal
 
 from bigtrain.assembly.optimizer_check import check_optimizer
 from bigtrain.core.registry import make_technique
 from bigtrain.core.strategy import CutStrategy, Plan
+from bigtrain.devices import Kind, accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.job.batch import Batch, resolve_batch
 from bigtrain.job.schema import Job, RoleConfig, TrainConfig
@@ -121,8 +120,8 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
     }
 
 
-def device_type_of(job: Job) -> str:
-    """'cuda' or 'cpu', as the job's `device` says for this machine."""
+def device_type_of(job: Job) -> Literal["cpu"] | Kind:
+    """'cuda', 'xpu' or 'cpu', as the job's `device` says for this machine."""
     if job.device != "auto":
         return job.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return accelerator() or "cpu"

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-import torch
-
 from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.core.strategy import CutStrategy, Plan
+from bigtrain.devices import device_count
 from bigtrain.engine.setup import check_job, open_setup
 from bigtrain.errors import ConfigError
 from bigtrain.job.arguments import ComparisonOptions
@@ -67,7 +66,7 @@ def ranks_to_start(wanted: int | None, device: str) -> int:
         ConfigError: less than one.
     """
     if wanted is None:
-        return torch.cuda.device_count() if device == "cuda" else 2
+        return 2 if device == "cpu" else device_count()
     if wanted < 1:
         raise ConfigError(f"-n {wanted}: at least 1 rank is needed. Use -n 2")
     return wanted

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, default_collate
 from bigtrain.data.sampler import GlobalOrder, MicroBatchPlan, split_global_batch
 from bigtrain.data.seeding import SampleKey, SeededSamples
 from bigtrain.data.source import Samples
+from bigtrain.devices import accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.tensors.fake import fake_tensor
 from bigtrain.tensors.tree import map_tensors, tree_tensors
@@ -234,7 +235,7 @@ class _Reader:
             SeededSamples(self.dataset, self.seed),
             batch_sampler=_Once(keys),
             num_workers=self.workers,
-            pin_memory=self.pin_memory and torch.cuda.is_available(),
+            pin_memory=self.pin_memory and accelerator() is not None,
             collate_fn=self.collate or default_collate,
             worker_init_fn=_start_worker if self.workers else None,
             # Its own generator, else every new iterator would advance the training's.

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bigtrain import devices
 from bigtrain.errors import CheckpointError, ConfigError
 from bigtrain.tensors.source import TensorSource
 
@@ -254,8 +255,10 @@ def random_state() -> dict[str, Any]:
         "numpy": [str(name), np.asarray(keys).tolist(), *rest],
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
     }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
+    kind = devices.accelerator()
+    own = devices.random_state(torch.device(kind)) if kind else None
+    if kind and own is not None:
+        state[kind] = own.numpy().tobytes().hex()
     return state
 
 
@@ -268,8 +271,9 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.asarray(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(_bytes_tensor(state["torch"]))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_bytes_tensor(state["cuda"]))
+    kind = devices.accelerator()
+    if kind and kind in state:
+        devices.set_random_state(_bytes_tensor(state[kind]), torch.device(kind))
 
 
 def _bytes_tensor(text: str) -> Tensor:

@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.core.loop import LoopRunner
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.workload import Workload
+from bigtrain.devices import is_accelerator, synchronize, timing_event
 from bigtrain.engine.setup import RunSetup, open_setup
 from bigtrain.job.schema import Job
 from bigtrain.memory.host_memory import free_host_bytes
@@ -74,7 +75,8 @@ class BlockStopwatch:
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device = device
+        self._beside = is_accelerator(device)
         self.names = list(names)
         self._moments: list[tuple[str, Any]] = []
         for name in self.names:
@@ -90,8 +92,8 @@ class BlockStopwatch:
     def note(self, what: str) -> None:
         """Something is done now, or on a GPU once it has come to this."""
         moment: Any
-        if self._cuda:
-            moment = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        if self._beside:
+            moment = timing_event(self._device)
             moment.record()
         else:
             moment = time.perf_counter()
@@ -110,8 +112,8 @@ class BlockStopwatch:
 
     def _seconds(self) -> dict[str, float]:
         """The first moment of each thing, but for gradients: a block's last output counts."""
-        if self._cuda:
-            torch.cuda.synchronize()
+        if self._beside:
+            synchronize(self._device)
             first = self._moments[0][1]
             return {w: first.elapsed_time(m) / 1e3 for w, m in reversed(self._moments)}
         return dict(reversed(self._moments))
@@ -161,9 +163,8 @@ def main(arguments: list[str]) -> int:
     answer, request = arguments
     wanted = BlockRequest(**json.loads(request))
     job = Job.model_validate(wanted.job)
-    device: Literal["cuda", "cpu"] = "cuda" if device_type_of(job) == "cuda" else "cpu"
     placement = detect_rank_info(os.environ)
-    with connect(placement, device=device, setup_timeout=120, timeout=600) as context:
+    with connect(placement, device=device_type_of(job), setup_timeout=120, timeout=600) as context:
         timed = time_blocks(job, wanted, context)
         if context.is_main:
             Path(answer).write_text(json.dumps([asdict(one) for one in timed]), "utf-8")
@@ -346,8 +347,7 @@ def _variant_seconds(
 
 
 def _now(tensor: Tensor) -> float:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
+    synchronize(tensor.device)
     return time.perf_counter()
 
 

@@ -336,7 +336,7 @@ class Job(ConfigSection):
     memory: MemoryConfig = MemoryConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
 
     @model_validator(mode="after")
     def _deepspeed_agrees(self) -> Job:

@@ -22,6 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from bigtrain.devices import accelerator, device_count, device_name, free_bytes
 from bigtrain.machine.rate_cache import (
     cache_file,
     cached_rates,
@@ -150,7 +151,7 @@ def _devices() -> dict[str, Any]:
     return {
         "cpu": {"name": cpu_name(), "cores": os.cpu_count(), "usable_cores": usable_cores()},
         "threads": torch.get_num_threads(),
-        "gpus": [_gpu(number) for number in range(torch.cuda.device_count())],
+        "gpus": [_gpu(number) for number in range(device_count())],
         "memory": {
             "total_bytes": device_capacity_bytes(torch.device("cpu")),
             "free_bytes": free_host_bytes(),
@@ -163,9 +164,10 @@ def _devices() -> dict[str, Any]:
 def _gpu(number: int) -> dict[str, Any]:
     gpu: dict[str, Any] = {"name": None, "total_bytes": None, "free_bytes": None, "problem": None}
     try:
-        gpu["name"] = torch.cuda.get_device_name(number)
-        gpu["total_bytes"] = device_capacity_bytes(torch.device("cuda", number))
-        gpu["free_bytes"] = torch.cuda.mem_get_info(number)[0]
+        place = torch.device(str(accelerator()), number)
+        gpu["name"] = device_name(number)
+        gpu["total_bytes"] = device_capacity_bytes(place)
+        gpu["free_bytes"] = free_bytes(place)
     except RuntimeError as error:  # another process may have the GPU for itself
         gpu["problem"] = str(error).splitlines()[0]
     return gpu

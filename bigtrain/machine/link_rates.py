@@ -22,11 +22,12 @@ import json
 import statistics
 import time
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
 
+from bigtrain.devices import Kind, synchronize
 from bigtrain.machine.cluster import CommOp
 from bigtrain.machine.collective_cost import sent_bytes
 from bigtrain.ranks.connect import connect
@@ -50,9 +51,8 @@ def main(arguments: list[str]) -> int:
     if arguments[0] == "--start":
         return start_ranks(int(arguments[1]), arguments[2:], Path(__file__))
     answer, kind = arguments
-    device: Literal["cpu", "cuda"] = "cuda" if kind == "cuda" else "cpu"
     placement = detect_rank_info(os.environ)
-    with connect(placement, device=device, setup_timeout=60, timeout=60) as context:
+    with connect(placement, device=cast(Literal["cpu"] | Kind, kind), setup_timeout=60, timeout=60) as context:
         found = {kind: _rates(context, kind) for kind in get_args(CommOp)}
         if context.is_main:
             whole = {key: found["all_reduce"][key] for key in ("latency", "bytes")}
@@ -91,12 +91,10 @@ def _seconds(
     for _ in range(warm + times):
         if work:
             left @ right
-            if whole.is_cuda:
-                torch.cuda.synchronize(whole.device)
+            synchronize(whole.device)
         began = time.perf_counter()
         _exchange(context, kind, whole, share)
-        if whole.is_cuda:
-            torch.cuda.synchronize(whole.device)
+        synchronize(whole.device)
         taken.append(time.perf_counter() - began)
     usual = statistics.median(taken[warm:])
     if work:  # ranks wait now long, now not at all: all of it counts, but for what is far out

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from bigtrain.devices import capacity_bytes, device_count, device_names
 from bigtrain.errors import ConfigError
 from bigtrain.machine.cluster import Cluster, DeviceSpec, Flops, Link, NodeSpec
 from bigtrain.machine.rate_cache import cached_rates, measured_rates
@@ -34,12 +35,10 @@ def measure_local_cluster(ranks: int | None = None) -> Cluster:
     """
     rates = measured_rates(ranks=None if ranks is None else min(ranks, MAX_LINKED_RANKS))
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if rates.device == "cuda":
-        count = torch.cuda.device_count()
-        about = torch.cuda.get_device_properties(0)
-        memory, name = int(about.total_memory), str(about.name)
+    if rates.device != "cpu":
+        memory, name = capacity_bytes(torch.device(rates.device, 0)), device_names()[0]
         return cluster_from_rates(
-            rates, devices=count, device_memory=memory, host_memory=host, device_name=name
+            rates, devices=device_count(), device_memory=memory, host_memory=host, device_name=name
         )
     return cluster_from_rates(rates, devices=ranks or usable_cores(), host_memory=host)
 
@@ -60,8 +59,7 @@ def cached_local_cluster(ranks: int, device_type: str) -> Cluster | None:
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device_type == "cpu":
         return cluster_from_rates(rates, devices=ranks, host_memory=host)
-    about = torch.cuda.get_device_properties(0)
-    memory, name = int(about.total_memory), str(about.name)
+    memory, name = capacity_bytes(torch.device(device_type, 0)), device_names()[0]
     return cluster_from_rates(
         rates, devices=ranks, device_memory=memory, host_memory=host, device_name=name
     )

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from bigtrain.devices import device_names
 from bigtrain.machine.rates import (
     PRODUCT_TYPES,
     MeasuredRates,
@@ -99,12 +100,11 @@ def hardware_fingerprint(ranks: int | None = None) -> dict[str, Any]:
     scratch = None
     with contextlib.suppress(OSError):  # no folder takes files
         scratch = scratch_folder()
-    gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
     return {
         "cpu": cpu_name(),
         "cores": usable_cores(),
         "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        "gpus": gpus,
+        "gpus": device_names(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "link_ranks": link_ranks(ranks),

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from bigtrain.devices import accelerator, device_count, empty_cache, is_accelerator, synchronize
 from bigtrain.memory.disk import free_disk_bytes, scratch_folder
 from bigtrain.memory.host_memory import free_host_bytes
 from bigtrain.units import MIB, format_bytes
@@ -91,7 +92,7 @@ def usable_cores() -> int:
 
 def link_ranks(ranks: int | None = None) -> int:
     """Between how many ranks the link is measured: the GPUs, or on a CPU so many, at least two."""
-    return torch.cuda.device_count() if torch.cuda.device_count() > 1 else max(2, ranks or 2)
+    return device_count() if device_count() > 1 else max(2, ranks or 2)
 
 
 def measure_rates(ranks: int) -> MeasuredRates:
@@ -105,19 +106,19 @@ def measure_rates(ranks: int) -> MeasuredRates:
 
 
 def _measured(ranks: int) -> MeasuredRates:
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    kind = accelerator()
+    measured = torch.device(kind, 0) if kind else torch.device("cpu")
     problems: dict[str, str] = {}
-    flops = _part(lambda: _flops(device), "compute", problems) or {}
-    copied = _part(lambda: _copy_bytes(device), "memory", problems)
+    flops = _part(lambda: _flops(measured), "compute", problems) or {}
+    copied = _part(lambda: _copy_bytes(measured), "memory", problems)
     disk = _part(_disk_bytes, "disk", problems) or (None, None)
     moved = None
-    if device.type == "cuda":
-        moved = _part(lambda: _to_device_bytes(device), "device", problems)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # the ranks want the memory
+    if kind:
+        moved = _part(lambda: _to_device_bytes(measured), "device", problems)
+        empty_cache()  # the ranks want the memory
     link = _part(lambda: _link(ranks), "link", problems) or {}
     return MeasuredRates(
-        device=device.type,
+        device=measured.type,
         flops=flops,
         copy_bytes=copied,
         disk_write_bytes=disk[0],
@@ -143,7 +144,7 @@ def _part(measure: Callable[[], _Found], name: str, problems: dict[str, str]) ->
 
 def _seconds(
     work: Callable[[], object],
-    device: torch.device,
+    place: torch.device,
     *,
     before: Callable[[], object] | None = None,
     warm: int = 2,
@@ -153,7 +154,7 @@ def _seconds(
 
     Args:
         work: what is timed.
-        device: on which it runs.
+        place: on which it runs.
         before: called each time, and not timed.
         warm: how often the work is done first.
         limit_s: it is repeated for so long, and three times at least; where that would be ten
@@ -166,8 +167,7 @@ def _seconds(
             before()
         began = time.perf_counter()
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(place)
         taken.append(time.perf_counter() - began)
         if len(taken) > warm:
             spent += taken[-1]
@@ -176,39 +176,39 @@ def _seconds(
     return statistics.median(taken[warm:])
 
 
-def _flops(device: torch.device) -> dict[str, float]:
+def _flops(place: torch.device) -> dict[str, float]:
     """Operations per second in products of square matrices, by precision."""
-    sizes = (1024, 2048, 4096, 8192) if device.type == "cuda" else (256, 512, 1024, 2048)
-    generator = torch.Generator(device).manual_seed(0)  # the caller's own random numbers stay
+    sizes = (1024, 2048, 4096, 8192) if is_accelerator(place) else (256, 512, 1024, 2048)
+    generator = torch.Generator(place).manual_seed(0)  # the caller's own random numbers stay
     best_flops: dict[str, float] = {}
     for name, kind in PRODUCT_TYPES.items():
         for size in sizes:  # larger ones are faster, up to where a single one takes long
             a, b = (
-                torch.randn(size, size, device=device, generator=generator).to(kind)
+                torch.randn(size, size, device=place, generator=generator).to(kind)
                 for _ in range(2)
             )
             out = torch.empty_like(a)
-            seconds = _seconds(partial(torch.mm, a, b, out=out), device)
+            seconds = _seconds(partial(torch.mm, a, b, out=out), place)
             best_flops[name] = max(best_flops.get(name, 0.0), 2 * size**3 / seconds)
             if seconds > 0.02:
                 break
     return best_flops
 
 
-def _copy_bytes(device: torch.device) -> float:
-    size = (512 if device.type == "cuda" else 128) * MIB
-    if device.type == "cpu":
+def _copy_bytes(place: torch.device) -> float:
+    size = (512 if is_accelerator(place) else 128) * MIB
+    if place.type == "cpu":
         size = min(size, (free_host_bytes() or size * 8) // 8)
-    source = torch.ones(size, dtype=torch.uint8, device=device)
+    source = torch.ones(size, dtype=torch.uint8, device=place)
     target = torch.empty_like(source)
-    return size / _seconds(lambda: target.copy_(source), device)
+    return size / _seconds(lambda: target.copy_(source), place)
 
 
-def _to_device_bytes(device: torch.device) -> float:
+def _to_device_bytes(place: torch.device) -> float:
     size = min(256 * MIB, (free_host_bytes() or 8 * 256 * MIB) // 8)
     source = torch.ones(size, dtype=torch.uint8).pin_memory()
-    target = torch.empty(size, dtype=torch.uint8, device=device)
-    return size / _seconds(lambda: target.copy_(source, non_blocking=True), device)
+    target = torch.empty(size, dtype=torch.uint8, device=place)
+    return size / _seconds(lambda: target.copy_(source, non_blocking=True), place)
 
 
 def _disk_bytes() -> tuple[float, float]:
@@ -248,7 +248,7 @@ def _disk_bytes() -> tuple[float, float]:
 
 def _link(ranks: int) -> Mapping[str, Any]:
     """What `link_rates` finds."""
-    kind = "cuda" if torch.cuda.device_count() > 1 else "cpu"
+    kind = (accelerator() if device_count() > 1 else None) or "cpu"
     script = Path(__file__).parent / "link_rates.py"
     link_rates: dict[str, Any] = measured_by_ranks(script, ranks, [kind], LINK_TIMEOUT_S)
     return link_rates

@@ -7,7 +7,7 @@ import os
 import platform
 from typing import Any
 
-import torch
+from bigtrain.devices import device_count, device_names
 
 _LIBRARIES = ("torch", "deepspeed", "fairscale")
 
@@ -23,8 +23,7 @@ def installed_version(name: str) -> str | None:
 def hardware_and_versions() -> dict[str, Any]:
     """Hardware and versions, as JSON values."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    count = torch.cuda.device_count()
-    gpus = f"{count} x {torch.cuda.get_device_name(0)}" if count else "no GPU"
+    gpus = f"{device_count()} x {device_names()[0]}" if device_count() else "no GPU"
     return {
         "hardware": f"{os.cpu_count()} cores, {platform.machine()}, {memory:.0f} GiB, {gpus}",
         "python": platform.python_version(),

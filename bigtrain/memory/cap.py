@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from bigtrain.devices import capacity_bytes, free_bytes, is_accelerator, limit_memory
 from bigtrain.errors import ConfigError
 from bigtrain.memory.allocator import return_large_blocks
 from bigtrain.memory.host_memory import free_host_bytes, proc_status_bytes
@@ -89,7 +90,7 @@ class MemoryCap:
         if self._on_host:
             _set_soft(None)
         else:
-            torch.cuda.set_per_process_memory_fraction(1.0, self._device)
+            limit_memory(self._device, 1.0)
 
 
 def _cap_gpu(limit: int, device: torch.device) -> None:
@@ -100,7 +101,7 @@ def _cap_gpu(limit: int, device: torch.device) -> None:
             f"{device}. "
             f"Use memory.cap={capacity} or less, or leave it out."
         )
-    torch.cuda.set_per_process_memory_fraction(limit / capacity, device)
+    limit_memory(device, limit / capacity)
 
 
 def _start_kernels() -> None:
@@ -123,8 +124,8 @@ def _set_soft(limit: int | None) -> None:
 
 def device_capacity_bytes(device: torch.device) -> int | None:
     """What the device has: a GPU's memory, or the host's for the CPU. None where unknown."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+    if is_accelerator(device):
+        return capacity_bytes(device)
     try:
         pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
@@ -151,8 +152,8 @@ def available_bytes(limit: int | None, device: torch.device, local_ranks: int) -
     """
     if limit is not None:
         return limit
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+    if is_accelerator(device):
+        return free_bytes(device)
     free = free_host_bytes()
     return None if free is None else free // local_ranks
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bigtrain.devices import allocator_peaks, capacity_bytes, is_accelerator, reset_peaks
 from bigtrain.memory.cap import MemoryCap
 from bigtrain.memory.host_memory import proc_status_bytes
 from bigtrain.memory.timeline import Breakdown, MemoryCurve, MemoryKind, Peak, Phase
@@ -86,8 +87,7 @@ class MemoryMeter:
         self._course: MemoryCurve | None = None
         self.current: Phase = "build"
         """The phase that the run is in."""
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        reset_peaks(device)
 
     @property
     def tracking(self) -> bool:
@@ -144,8 +144,8 @@ class MemoryMeter:
 
     def peak_bytes(self) -> int | None:
         """The peak so far in bytes: the allocator's on CUDA, the tracked one on CPU."""
-        if self.device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self.device))
+        if is_accelerator(self.device):
+            return allocator_peaks(self.device).allocated
         if self._tracker is not None:
             return self._tracker.peak_bytes
         return self._tracked.bytes if self._tracked else None
@@ -154,16 +154,15 @@ class MemoryMeter:
         """Everything measured so far."""
         peak = self._tracker.timeline().peak() if self._tracker is not None else self._tracked
         process, base = self.process.bytes(), self.process.base_bytes
-        if self.device.type != "cuda":
+        if not is_accelerator(self.device):
             return MemoryMeasurement(peak, process, process_base_bytes=base, curve=self._course)
-        stats = torch.cuda.memory_stats(self.device)
-        allocated = int(stats.get("allocated_bytes.all.peak", 0))
+        peaks = allocator_peaks(self.device)
         return MemoryMeasurement(
-            peak=_fill(peak or Peak("forward", Breakdown()), allocated),
+            peak=_fill(peak or Peak("forward", Breakdown()), peaks.allocated),
             process_peak_bytes=process,
-            reserved_bytes=int(stats.get("reserved_bytes.all.peak", 0)),
-            capacity_bytes=int(torch.cuda.get_device_properties(self.device).total_memory),
-            alloc_retries=int(stats.get("num_alloc_retries", 0)),
+            reserved_bytes=peaks.reserved,
+            capacity_bytes=capacity_bytes(self.device),
+            alloc_retries=peaks.retries,
             process_base_bytes=base,
             curve=self._course,
         )

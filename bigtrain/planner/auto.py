@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-import torch
-
 from bigtrain.assembly.make_plan import device_type_of
+from bigtrain.devices import device_names
 from bigtrain.errors import ConfigError
 from bigtrain.job.arguments import TrainOptions
 from bigtrain.job.load import load_job
@@ -123,7 +122,7 @@ def _likely(device_type: str) -> str:
     """The cluster file of this kind of device."""
     if device_type == "cpu":
         return "cpu"
-    device_name = torch.cuda.get_device_name(0).lower()
+    device_name = device_names()[0].lower()
     for name in cluster_names():
         if name.partition("-")[0] in device_name:
             return name

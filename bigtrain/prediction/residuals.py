@@ -25,6 +25,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 
 from bigtrain.core.strategy import Plan
+from bigtrain.devices import accelerator, device_names
 from bigtrain.machine.rate_cache import cache_file, lock_file
 from bigtrain.machine.rates import cpu_name
 
@@ -161,7 +162,7 @@ def safety_margin(
             f"on {foreign_device} is known here",
         )
     if device_key is None:
-        device_key = hardware_key("cuda" if torch.cuda.is_available() else "cpu")
+        device_key = hardware_key(accelerator() or "cpu")
     records = [entry for entry in _seen(device_key) if entry.engine == engine]
     non_tensor_bytes = [entry.beside_bytes for entry in records if entry.beside_bytes is not None]
     if len(records) < MIN_RANKS:
@@ -229,9 +230,9 @@ def is_at_hand(kind: str, name: str) -> bool:
         kind: 'cuda' or 'cpu'.
         name: as in the description, 'NVIDIA A100 SXM 80GB'.
     """
-    if kind == "cuda" and not torch.cuda.is_available():
+    if kind != "cpu" and accelerator() != kind:
         return False
-    own = cpu_name() if kind == "cpu" else torch.cuda.get_device_name(0)
+    own = cpu_name() if kind == "cpu" else device_names()[0]
     own_words, words = (set(re.findall(r"[a-z0-9]+", each.lower())) for each in (own, name))
     return bool(words) and words <= own_words
 
@@ -249,16 +250,13 @@ def engine_of(plan: Plan) -> EngineName | None:
     return next((name for name in foreign if name in named), "torch")
 
 
-def hardware_key(device: str) -> str:
-    """What residuals of 'cuda' or 'cpu' on this machine are kept under: hardware and torch.
+def hardware_key(kind: str) -> str:
+    """What residuals of 'cuda', 'xpu' or 'cpu' on this machine are kept under: hardware and torch.
 
     Neither the number of GPUs nor that of threads counts: a rank's tensors are the same.
     """
-    names = [cpu_name()]
-    if device == "cuda":
-        count = torch.cuda.device_count()
-        names = sorted({torch.cuda.get_device_name(number) for number in range(count)})
-    return json.dumps({"device": device, "names": names, "torch": str(torch.__version__)})
+    names = [cpu_name()] if kind == "cpu" else sorted(set(device_names()))
+    return json.dumps({"device": kind, "names": names, "torch": str(torch.__version__)})
 
 
 def residuals_file() -> Path:

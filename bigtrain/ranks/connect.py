@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from bigtrain.devices import KINDS, Kind, accelerator, device_count, set_current
 from bigtrain.errors import ConfigError, LaunchError
 from bigtrain.ranks.context import AXES, RunContext, resolve_mesh, set_timeouts
 from bigtrain.ranks.cpu_threads import share_cores
@@ -35,7 +36,7 @@ _OWN_GPU_VARIABLES = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_T
 def connect(
     placement: RankInfo = SINGLE_RANK,
     *,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
+    device: Literal["auto", "cpu"] | Kind = "auto",
     backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto",
     pp: int = 1,
     dp: int = -1,
@@ -95,30 +96,34 @@ _SHARED_FIELDS = ("rank", "local_rank", "world_size", "local_world_size", "launc
 
 
 def pick_device(
-    wanted: Literal["auto", "cpu", "cuda"], placement: RankInfo, environ: Mapping[str, str]
+    wanted: Literal["auto", "cpu"] | Kind, placement: RankInfo, environ: Mapping[str, str]
 ) -> torch.device:
     """Return the device of this rank.
 
     Raises:
         ConfigError: there is no GPU, or fewer than ranks on this node.
     """
-    if wanted not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"device={wanted!r} is not known. Use device=auto, cpu or cuda")
-    available = torch.cuda.is_available()
-    if wanted == "cpu" or (wanted == "auto" and not available):
+    if wanted not in ("auto", "cpu", *KINDS):
+        kinds = ", ".join(("auto", "cpu", *KINDS))
+        raise ConfigError(f"device={wanted!r} is not known. Use device={kinds}")
+    kind = accelerator()
+    if wanted == "cpu" or (wanted == "auto" and kind is None):
         return torch.device("cpu")
-    if not available:
-        raise ConfigError("device=cuda, and torch sees no GPU here. Use device=cpu or device=auto")
-    count, ranks = torch.cuda.device_count(), placement.local_world_size
+    if kind is None or wanted not in ("auto", kind):
+        here = f"no {wanted} device" if kind else "no GPU"
+        raise ConfigError(
+            f"device={wanted}, and torch sees {here} here. Use device=cpu or device=auto"
+        )
+    count, ranks = device_count(), placement.local_world_size
     if count == 1 and any(name in environ for name in _OWN_GPU_VARIABLES):
-        return torch.device("cuda", 0)
+        return torch.device(kind, 0)
     if count < ranks:
         raise ConfigError(
             f"device={wanted} needs one GPU for each rank: {ranks} ranks on this node, {count} "
             f"GPU{'s' if count > 1 else ''}. Start {count} rank{'s' if count > 1 else ''} a node, "
             "or use device=cpu"
         )
-    return torch.device("cuda", placement.local_rank)
+    return torch.device(kind, placement.local_rank)
 
 
 def pick_backend(
@@ -162,8 +167,7 @@ def _open_mesh(
     timeout: float,
 ) -> DeviceMesh:
     """Make the process group and the mesh, wait for everyone, then shorten the timeouts."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    set_current(device)
     # MPI knows its ranks and brings its own means of meeting.
     joining: dict[str, Any] = {"timeout": timedelta(seconds=setup_timeout)}
     if backend != "mpi":

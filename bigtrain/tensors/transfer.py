@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from bigtrain.devices import current_stream, on_stream, side_stream
 from bigtrain.errors import BigtrainError
 from bigtrain.memory.disk import anonymous_file
 
@@ -80,11 +81,7 @@ class HostCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = (
-            torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            if device.type == "cuda"
-            else None
-        )
+        self._stream = side_stream(device)
 
     def host_buffer(self, like: Tensor) -> Tensor:
         """Memory of the host for the values of a tensor: pinned, where copies are beside."""
@@ -99,8 +96,8 @@ class HostCopies:
             target.copy_(source)
             return
         # After what is computed so far: it makes the source, or last used the target's memory.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(current_stream(self._device))
+        with on_stream(self._stream):
             target.copy_(source, non_blocking=True)
 
     def host_wait(self) -> WaitFn:
@@ -115,7 +112,7 @@ class HostCopies:
         if self._stream is None:
             return _arrived
         event = self._stream.record_event()
-        return lambda: torch.cuda.current_stream(self._device).wait_event(event)
+        return lambda: current_stream(self._device).wait_event(event)
 
 
 class HostTransfer:

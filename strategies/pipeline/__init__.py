@@ -28,6 +28,7 @@ from bigtrain.core.workload import Workload
 from bigtrain.cutting.choose import NOMINAL_RATES, CutRequest, choose_cut
 from bigtrain.cutting.layout import Layout, numerics_for
 from bigtrain.cutting.traced_model import TracedModel
+from bigtrain.devices import device_count, is_accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Bytes, Role
 from bigtrain.optim.update import bytes_per_parameter_byte
@@ -221,7 +222,7 @@ def refuse_missing_devices(devices: int, plan: Plan) -> None:
     Raises:
         ConfigError: with both numbers.
     """
-    found = torch.cuda.device_count() if plan.device_type == "cuda" else devices
+    found = devices if plan.device_type == "cpu" else device_count()
     if found < devices:
         raise ConfigError(
             f"strategy.cut.devices={devices}, and there are {found} GPUs. "
@@ -232,7 +233,7 @@ def refuse_missing_devices(devices: int, plan: Plan) -> None:
 def local_devices(assembly: Assembly, count: int) -> list[torch.device]:
     """The devices of this process: on GPUs those after the other local ranks'."""
     here = assembly.context.device
-    if here.type != "cuda":
+    if not is_accelerator(here):
         return [here] * count
     first = assembly.context.local_rank * count
-    return [torch.device("cuda", first + number) for number in range(count)]
+    return [torch.device(here.type, first + number) for number in range(count)]

@@ -1,0 +1,159 @@
+"""The device that a rank computes on: everything that is not the same on a CPU and elsewhere.
+
+torch has a module for each kind of accelerator (`torch.get_device_module`). Those with all that is
+needed here are in `KINDS`: "cuda", to which ROCm answers, too, and "xpu". What one of them lacks is
+refused in one line, by name. Nothing else of bigtrain asks a kind's module itself.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bigtrain.errors import ConfigError
+
+Kind = Literal["cuda", "xpu"]
+KINDS: tuple[Kind, ...] = ("cuda", "xpu")
+
+
+@dataclass(frozen=True)
+class AllocatorPeaks:
+    """What a device's allocator has counted since `reset_peaks`, in bytes."""
+
+    requested: int
+    """By tensors, as they asked for it."""
+    allocated: int
+    """In blocks: rounded up, and with workspaces of kernels."""
+    reserved: int
+    """Taken from the device."""
+    retries: int
+    """How often the cache was emptied because nothing fitted."""
+
+
+def accelerator() -> Kind | None:
+    """The kind that torch sees at work here; None where there is but a CPU."""
+    return next((kind for kind in KINDS if _module(kind).is_available()), None)
+
+
+def is_accelerator(device: torch.device | str) -> bool:
+    """Whether it has memory of its own, and computes beside the host."""
+    return torch.device(device).type in KINDS
+
+
+def device_count() -> int:
+    """Accelerators of this machine that this process may use."""
+    kind = accelerator()
+    return int(_module(kind).device_count()) if kind else 0
+
+
+def device_name(index: int) -> str:
+    """What one of them is called."""
+    return str(_module(accelerator() or "cpu").get_device_name(index))
+
+
+def device_names() -> list[str]:
+    """What they are called, in the order of their indices."""
+    return [device_name(index) for index in range(device_count())]
+
+
+def set_current(device: torch.device) -> None:
+    """From now on this thread's tensors without an index go there; nothing on a CPU."""
+    if is_accelerator(device):
+        _module(device.type).set_device(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until it has computed all that it was told; nothing on a CPU."""
+    if is_accelerator(device):
+        _module(device.type).synchronize(device)
+
+
+def capacity_bytes(device: torch.device) -> int:
+    """All of an accelerator's memory."""
+    return int(_module(device.type).get_device_properties(device).total_memory)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What of an accelerator's memory nobody has taken."""
+    return int(_module(device.type).mem_get_info(device)[0])
+
+
+def limit_memory(device: torch.device, share: float) -> None:
+    """Let this process have so much of an accelerator's memory, from now on.
+
+    Raises:
+        ConfigError: torch cannot limit this kind.
+    """
+    _function(device.type, "set_per_process_memory_fraction", "memory.cap")(share, device)
+
+
+def reset_peaks(device: torch.device) -> None:
+    """`allocator_peaks` count from now on; nothing on a CPU."""
+    if is_accelerator(device):
+        _module(device.type).reset_peak_memory_stats(device)
+
+
+def allocator_peaks(device: torch.device) -> AllocatorPeaks:
+    """Of an accelerator."""
+    stats = _module(device.type).memory_stats(device)
+    kinds = ("requested_bytes", "allocated_bytes", "reserved_bytes")
+    peaks = (int(stats.get(f"{kind}.all.peak", 0)) for kind in kinds)
+    return AllocatorPeaks(*peaks, int(stats.get("num_alloc_retries", 0)))
+
+
+def empty_cache() -> None:
+    """Give what the allocator keeps back to the device, so that others may have it."""
+    kind = accelerator()
+    if kind:
+        _module(kind).empty_cache()
+
+
+def side_stream(device: torch.device) -> Any:
+    """A stream beside the one that computes; None on a CPU, which has no other."""
+    return _module(device.type).Stream(device) if is_accelerator(device) else None
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream on which an accelerator computes what it is told now."""
+    return _module(device.type).current_stream(device)
+
+
+def on_stream(stream: Any) -> AbstractContextManager[Any]:
+    """What is told to the stream's device inside goes there."""
+    context: AbstractContextManager[Any] = _module(stream.device.type).stream(stream)
+    return context
+
+
+def timing_event(device: torch.device) -> Any:
+    """A moment of an accelerator's time: record it, later ask for `elapsed_time` to another."""
+    return _module(device.type).Event(enable_timing=True)
+
+
+def random_state(device: torch.device) -> Tensor | None:
+    """Of an accelerator's generator; None on a CPU."""
+    if not is_accelerator(device):
+        return None
+    state: Tensor = _module(device.type).get_rng_state(device)
+    return state
+
+
+def set_random_state(state: Tensor, device: torch.device) -> None:
+    """Put back what `random_state` took."""
+    _module(device.type).set_rng_state(state, device)
+
+
+def _module(kind: str) -> Any:
+    return torch.get_device_module(kind)
+
+
+def _function(kind: str, name: str, key: str) -> Any:
+    function = getattr(_module(kind), name, None)
+    if function is None:
+        raise ConfigError(
+            f"{key}: torch {torch.__version__} has no {name} for {kind}. Leave it out."
+        )
+    return function
