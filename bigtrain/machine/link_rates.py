@@ -52,7 +52,8 @@ def main(arguments: list[str]) -> int:
         return start_ranks(int(arguments[1]), arguments[2:], Path(__file__))
     answer, kind = arguments
     placement = detect_rank_info(os.environ)
-    with connect(placement, device=cast(Literal["cpu"] | Kind, kind), setup_timeout=60, timeout=60) as context:
+    place = cast(Literal["cpu"] | Kind, kind)
+    with connect(placement, device=place, setup_timeout=60, timeout=60) as context:
         found = {kind: _rates(context, kind) for kind in get_args(CommOp)}
         if context.is_main:
             whole = {key: found["all_reduce"][key] for key in ("latency", "bytes")}

@@ -16,7 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bigtrain.devices import allocator_peaks, capacity_bytes, is_accelerator, reset_peaks
+from bigtrain.devices import (
+    allocator_peaks,
+    capacity_bytes,
+    is_accelerator,
+    reset_peaks,
+    start_kernels,
+)
 from bigtrain.memory.cap import MemoryCap
 from bigtrain.memory.host_memory import proc_status_bytes
 from bigtrain.memory.timeline import Breakdown, MemoryCurve, MemoryKind, Peak, Phase
@@ -47,8 +53,11 @@ class MemoryMeasurement:
     peak: Peak | None
     """None where tracking was off and the device counts nothing itself."""
     process_peak_bytes: int | None
+    allocated_bytes: int | None = None
+    """On an accelerator: the most in the allocator's blocks. `peak` is of what tensors requested,
+    as forecasts are; blocks are rounded up, and kernels have workspaces of their own."""
     reserved_bytes: int | None = None
-    """CUDA only: the most that the caching allocator took from the device."""
+    """On an accelerator: the most that the caching allocator took from the device."""
     capacity_bytes: int | None = None
     alloc_retries: int | None = None
     process_base_bytes: int | None = None
@@ -87,7 +96,8 @@ class MemoryMeter:
         self._course: MemoryCurve | None = None
         self.current: Phase = "build"
         """The phase that the run is in."""
-        reset_peaks(device)
+        start_kernels(device)
+        self._base_bytes = reset_peaks(device)
 
     @property
     def tracking(self) -> bool:
@@ -143,9 +153,9 @@ class MemoryMeter:
                 time.sleep(_MOMENT_S)
 
     def peak_bytes(self) -> int | None:
-        """The peak so far in bytes: the allocator's on CUDA, the tracked one on CPU."""
+        """The peak so far in bytes: requested of an accelerator, the tracked one on a CPU."""
         if is_accelerator(self.device):
-            return allocator_peaks(self.device).allocated
+            return allocator_peaks(self.device).requested - self._base_bytes
         if self._tracker is not None:
             return self._tracker.peak_bytes
         return self._tracked.bytes if self._tracked else None
@@ -158,8 +168,9 @@ class MemoryMeter:
             return MemoryMeasurement(peak, process, process_base_bytes=base, curve=self._course)
         peaks = allocator_peaks(self.device)
         return MemoryMeasurement(
-            peak=_fill(peak or Peak("forward", Breakdown()), peaks.allocated),
+            peak=_fill(peak or Peak("forward", Breakdown()), peaks.requested - self._base_bytes),
             process_peak_bytes=process,
+            allocated_bytes=peaks.allocated,
             reserved_bytes=peaks.reserved,
             capacity_bytes=capacity_bytes(self.device),
             alloc_retries=peaks.retries,
@@ -168,10 +179,10 @@ class MemoryMeter:
         )
 
 
-def _fill(peak: Peak, allocated: int) -> Peak:
-    """Let the parts sum to what the allocator counted: kernels' scratch space is temporary."""
+def _fill(peak: Peak, requested: int) -> Peak:
+    """Let the parts sum to what was requested: kernels' scratch space is temporary."""
     breakdown = peak.breakdown
-    temporary = breakdown.temporary + allocated - breakdown.total
+    temporary = breakdown.temporary + requested - breakdown.total
     if temporary >= 0:
         return replace(peak, breakdown=replace(breakdown, temporary=temporary))
     activations = max(0, breakdown.activations + temporary)

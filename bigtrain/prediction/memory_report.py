@@ -76,6 +76,7 @@ class RankMemory:
             "predicted_breakdown": asdict(self.predicted.breakdown) if self.predicted else None,
         }
         if self.measured.reserved_bytes is not None:
+            entry["allocated_bytes"] = self.measured.allocated_bytes
             entry["reserved_bytes"] = self.measured.reserved_bytes
             entry["capacity_bytes"] = self.measured.capacity_bytes
             entry["alloc_retries"] = self.measured.alloc_retries

@@ -35,7 +35,12 @@ def memory_table(report: MemoryReport) -> Table:
     table.add_row("reached in", *(c for r in shown for c in (*_phases(r), "")))
     table.add_row("process", *(c for r in shown for c in (_process(r), "", "")))
     if any(r.measured.reserved_bytes is not None for r in shown):
-        table.add_row("reserved", *(c for r in shown for c in (_reserved(r), "", "")))
+        table.add_row(
+            "allocated", *(c for r in shown for c in (_size(r.measured.allocated_bytes), "", ""))
+        )
+        table.add_row(
+            "reserved", *(c for r in shown for c in (_size(r.measured.reserved_bytes), "", ""))
+        )
     table.add_section()
     table.add_row("step", *(c for r in shown for c in _step(report, r)))
     return table
@@ -96,8 +101,7 @@ def _phases(rank: RankMemory) -> tuple[str, str]:
 
 
 def _process(rank: RankMemory) -> str:
-    process = rank.measured.process_peak_bytes
-    return format_bytes(process) if process is not None else "-"
+    return _size(rank.measured.process_peak_bytes)
 
 
 def _step(report: MemoryReport, rank: RankMemory) -> tuple[str, str, str]:
@@ -110,9 +114,8 @@ def _seconds(seconds: float | None) -> str:
     return "-" if seconds is None else format_seconds(seconds)
 
 
-def _reserved(rank: RankMemory) -> str:
-    reserved = rank.measured.reserved_bytes
-    return format_bytes(reserved) if reserved is not None else "-"
+def _size(nbytes: int | None) -> str:
+    return "-" if nbytes is None else format_bytes(nbytes)
 
 
 def _error(rank: RankMemory, kind: MemoryKind | None = None) -> str:
