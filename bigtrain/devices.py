@@ -60,6 +60,36 @@ def device_names() -> list[str]:
     return [device_name(index) for index in range(device_count())]
 
 
+def current_device(kind: str) -> torch.device:
+    """The one of a kind that this thread uses, with its index; the CPU where there is none."""
+    if kind not in KINDS or accelerator() != kind:
+        return torch.device("cpu")
+    return torch.device(kind, _module(kind).current_device())
+
+
+def tracing_device(kind: str) -> torch.device:
+    """Where fake tensors of a run on this kind of device are: the one that this thread uses.
+
+    With an index, so that they go together with those of a later moment; with a context, which a
+    backward pass on fakes needs and does not make. Where there is none of the kind, the CPU: torch
+    has no backward pass on fakes for it there, and what it chooses of a GPU's kernels is not that.
+    """
+    device = current_device(kind)
+    if device.index is not None:
+        torch.empty(1, device=device)
+    return device
+
+
+def tracing_note(kind: str) -> str | None:
+    """What is to be said of forecasts that are not made by the kernels of the run."""
+    if kind not in KINDS or accelerator() == kind:
+        return None
+    return (
+        f"torch sees no {kind} device here, so the forecast is of the CPU's kernels: those of "
+        f"{kind} keep other things for the backward pass"
+    )
+
+
 def set_current(device: torch.device) -> None:
     """From now on this thread's tensors without an index go there; nothing on a CPU."""
     if is_accelerator(device):

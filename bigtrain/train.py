@@ -18,6 +18,7 @@ from rich.console import Console
 from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.core.strategy import Plan
 from bigtrain.data import prepare_data
+from bigtrain.devices import is_accelerator, set_current
 from bigtrain.engine.adapt import adapt_on_oom
 from bigtrain.engine.checkpoint import find_checkpoint, newest_checkpoint
 from bigtrain.engine.engine import Engine
@@ -27,6 +28,7 @@ from bigtrain.job.arguments import train_arguments
 from bigtrain.job.load import override_job
 from bigtrain.job.schema import Job
 from bigtrain.planner.auto import read_job
+from bigtrain.ranks.connect import pick_device
 from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.exit_status import run_guarded
 from bigtrain.ranks.launch import launcher_hint
@@ -46,6 +48,8 @@ def main(arguments: list[str]) -> int:
         job = override_job(job, restart.words)
     plan = make_plan(job, placement.world_size, device_type_of(job))
     check_job(job)
+    if not options.dry_run:  # before a forecast touches a GPU: each rank its own
+        set_current(pick_device(job.device, placement, os.environ))
     # Without a download everything that can be refused is refused before the ranks connect.
     download = bool(job.data.args.get("download"))
     parts = None if download else open_setup(job, plan)
@@ -54,7 +58,7 @@ def main(arguments: list[str]) -> int:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if options.dry_run:
         return show(job, plan, parts, console) if placement.rank == 0 else 0
-    has_gpu = plan.device_type == "cuda"
+    has_gpu = is_accelerator(plan.device_type)
     hint = launcher_hint(placement, os.cpu_count() or 1, has_gpu=has_gpu)
     if hint is not None:
         console.print(hint, highlight=False, soft_wrap=True)

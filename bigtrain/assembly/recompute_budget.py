@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from bigtrain.activations.budget_solver import BudgetSolution, fastest_within, lowest_peak
 from bigtrain.activations.policy import BLOCK_POLICIES, BlockPolicy
 from bigtrain.assembly.block_prices import BudgetProblem, UniformForecast, make_budget_problem
@@ -17,6 +15,7 @@ from bigtrain.core.strategy import CutStrategy, Plan, RecomputeStrategy
 from bigtrain.core.workload import Workload
 from bigtrain.cutting.choose import NOMINAL_RATES
 from bigtrain.cutting.layout import Layout
+from bigtrain.devices import tracing_device
 from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import Peak
 from bigtrain.models.blocks import find_blocks
@@ -66,9 +65,9 @@ def meet_budget(
             "Name modules: strategy.recompute.layers=[...]."
         )
     bf16 = plan.precision == "bf16"
-    device = torch.device(plan.device_type)
+    device, rates = tracing_device(plan.device_type), RECOMPUTE_RATES[plan.device_type]
     try:
-        seen = (workload.model, names, workload.example, RECOMPUTE_RATES[device.type], device)
+        seen = (workload.model, names, workload.example, rates, device)
         costs = block_costs(*seen, bf16=bf16)
     except Exception as error:  # user code of any kind runs here
         raise ConfigError(_no_forecast(untraceable_reason(error))) from error

@@ -26,9 +26,11 @@ class DeviceRates:
     """Bytes sent to the next stage."""
 
 
+_GPU = DeviceRates(flops=3e14, nbytes=2.5e12, sent=5e10)
 NOMINAL_RATES = {
     "cpu": DeviceRates(flops=5e10, nbytes=1e10, sent=2e9),
-    "cuda": DeviceRates(flops=3e14, nbytes=2.5e12, sent=5e10),
+    "cuda": _GPU,
+    "xpu": _GPU,
 }
 """One core's and one data-centre GPU's order of magnitude: only their ratios matter here."""
 

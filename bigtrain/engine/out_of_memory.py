@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+from bigtrain.devices import current_device, set_current
 from bigtrain.engine.remedies import ForecastInputs, RemedySearch
 from bigtrain.errors import OutOfMemoryError
 from bigtrain.memory.cap import requested_bytes
@@ -142,9 +143,15 @@ def _in_time(subject: ForecastInputs | None, limit: int | None) -> RemedySearch:
     search = RemedySearch()
     if subject is None or limit is None:
         return search
+    # A new thread's device is the first; there it would take memory of another rank's.
+    device = current_device(subject.resolved.plan.device_type)
+
+    def run() -> None:
+        set_current(device)
+        search.run(subject, limit, REMEDY_TIMEOUT_S * 0.6)
+
     thread = threading.Thread(
-        target=search.run,
-        args=(subject, limit, REMEDY_TIMEOUT_S * 0.6),
+        target=run,
         name="bigtrain-remedies",
         daemon=True,
     )

@@ -85,7 +85,7 @@ def cluster_from_rates(
     Raises:
         ConfigError: something that is needed could not be measured.
     """
-    kind: Literal["cuda", "cpu"] = "cuda" if rates.device == "cuda" else "cpu"
+    kind: Literal["cuda", "cpu"] = "cpu" if rates.device == "cpu" else "cuda"
     if kind == "cuda" and device_memory is None:
         raise ConfigError("a GPU's device_memory is missing. Give its bytes.")
     memory = device_memory or host_memory // devices

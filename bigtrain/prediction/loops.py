@@ -24,6 +24,7 @@ from bigtrain.cutting.layout import Layout
 from bigtrain.cutting.stage import Stage
 from bigtrain.cutting.stage_program import StageProgram
 from bigtrain.data.loader import MicroBatch
+from bigtrain.devices import tracing_device
 from bigtrain.losses.loss import Loss
 from bigtrain.memory.timeline import Timeline
 from bigtrain.memory.tracker import StorageTracker
@@ -77,7 +78,7 @@ def _record_stage(
     if resolved.layout is None:
         raise ValueError("the model is not cut")
     unit = _OneStage(resolved.layout, index, split=split)
-    device = torch.device(resolved.plan.device_type)
+    device = tracing_device(resolved.plan.device_type)
     return record_steps(workload, resolved, device, unit), unit
 
 

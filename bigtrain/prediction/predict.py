@@ -10,6 +10,7 @@ from bigtrain.core.strategy import CutStrategy, ModelFacts, Plan
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.rank_replay import join_stages
+from bigtrain.devices import tracing_note
 from bigtrain.memory.timeline import Breakdown, Peak, highest_peak
 from bigtrain.prediction.compose import merge_steps
 from bigtrain.prediction.loops import profile_stage, split_backward_passes
@@ -46,13 +47,14 @@ def predict(
     if rank.forecast is None:
         return Prediction(None, rank.note)
     built = Peak("build", Breakdown(parameters=workload.whole_bytes))
-    peak = highest_peak([rank.forecast.peak(), built])
+    peak, note = highest_peak([rank.forecast.peak(), built]), tracing_note(plan.device_type)
+    told = [] if note is None else [note]
     if _by_stages(resolved):
-        return Prediction(peak, None, [], peak)
+        return Prediction(peak, None, told, peak)
     profile, own_plan = rank.profiles[0], replace(plan, dp_rank=dp_rank)
     own_forecast = forecast_rank_step({0: forecast_step(profile, own_plan)}, own_plan, pp_rank)
     own_peak = highest_peak([own_forecast.peak(), built])
-    return Prediction(peak, None, collect_advice(profile, plan), own_peak)
+    return Prediction(peak, None, [*told, *collect_advice(profile, plan)], own_peak)
 
 
 @dataclass(frozen=True)

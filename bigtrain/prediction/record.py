@@ -25,6 +25,7 @@ from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile
 from bigtrain.data.loader import MicroBatch
+from bigtrain.devices import tracing_device
 from bigtrain.losses.chunked_cross_entropy import attach_head
 from bigtrain.losses.loss import Loss
 from bigtrain.memory.meter import MemoryMeter
@@ -56,7 +57,7 @@ def make_profile(workload: Workload, resolved: ResolvedPlan) -> Profile:
         The profile; with only the states in it, and the reason, where the model cannot run so.
     """
     try:
-        device = torch.device(resolved.plan.device_type)
+        device = tracing_device(resolved.plan.device_type)
         return profile_from_run(record_steps(workload, resolved, device), resolved.plan)
     except Exception as error:  # noqa: BLE001 - user code of any kind runs here
         return profile_states_only(workload.model, workload.micro_batch, untraceable_reason(error))

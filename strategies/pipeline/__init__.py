@@ -28,7 +28,7 @@ from bigtrain.core.workload import Workload
 from bigtrain.cutting.choose import NOMINAL_RATES, CutRequest, choose_cut
 from bigtrain.cutting.layout import Layout, numerics_for
 from bigtrain.cutting.traced_model import TracedModel
-from bigtrain.devices import device_count, is_accelerator
+from bigtrain.devices import device_count, is_accelerator, tracing_device
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Bytes, Role
 from bigtrain.optim.update import bytes_per_parameter_byte
@@ -157,7 +157,7 @@ class Pipeline(CutStrategy):
         )
         numerics_of_run = numerics_for(plan.precision, bf16_parameters=plan.bf16_parameters)
         traced_model = TracedModel(
-            workload.model, workload.loss, torch.device(plan.device_type), numerics_of_run
+            workload.model, workload.loss, tracing_device(plan.device_type), numerics_of_run
         )
         return Layout(
             choose_cut(traced_model, workload.micro_batch, request),
