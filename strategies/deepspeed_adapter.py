@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.machine.libraries import ForeignLibrary, foreign_names
 from bigtrain.ranks.context import RunContext
@@ -115,7 +116,7 @@ def load_deepspeed(device_type: str) -> Any:
     logging.getLogger("DeepSpeed").addFilter(_only_errors)
     # Left to itself it takes a GPU that it finds, whatever device the job is on.
     before = set(os.environ)
-    with default_environment(DS_ACCELERATOR=device_type), warnings.catch_warnings():
+    with changed_environment(DS_ACCELERATOR=device_type), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loaded = import_module("deepspeed")
         DEEPSPEED.missing_names()  # imports the modules that have them
@@ -147,15 +148,17 @@ def require_deepspeed(device_type: str, user: str, instead: str) -> None:
 
 
 @contextmanager
-def default_environment(**values: str) -> Iterator[None]:
-    """Set what is not set, for a while."""
-    missing = {key: value for key, value in values.items() if key not in os.environ}
-    os.environ.update(missing)
+def changed_environment(**values: str) -> Iterator[None]:
+    """Give variables of the environment other values for a while."""
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        for key in missing:
+        for key, value in before.items():
             os.environ.pop(key, None)
+            if value is not None:
+                os.environ[key] = value
 
 
 def parse_config(config: dict[str, Any]) -> None:
@@ -185,8 +188,10 @@ def connect_deepspeed(context: RunContext, closing: ExitStack) -> Any:
             "DeepSpeed needs a process group, for one rank, too. Use bigtrain.prepare, or "
             "bigtrain.connect(..., force_group=True)."
         )
-    # Only some launchers set it, and DeepSpeed reads it all the time.
-    closing.enter_context(default_environment(LOCAL_RANK=str(context.local_rank)))
+    # DeepSpeed reads it all the time, and takes it for the number of its device. Only some
+    # launchers set it, and where each rank sees one GPU alone it is not that.
+    number = context.device.index if is_accelerator(context.device) else context.local_rank
+    closing.enter_context(changed_environment(LOCAL_RANK=str(number)))
     # What it keeps of a group outlives the group, and a second engine may have another one.
     import_module("deepspeed.comm.comm").__dict__["cdb"] = None
     import_module("deepspeed.utils.groups").__dict__["_WORLD_GROUP"] = None

@@ -30,6 +30,8 @@ from bigtrain.ranks.rendezvous import Rendezvous, hostname_resolves, open_rendez
 
 # Set where every rank has its own view of the GPUs: it then sees one, and that is number 0.
 _OWN_GPU_VARIABLES = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+"""What a launcher hides GPUs by."""
 
 
 @contextlib.contextmanager
@@ -115,15 +117,28 @@ def pick_device(
             f"device={wanted}, and torch sees {here} here. Use device=cpu or device=auto"
         )
     count, ranks = device_count(), placement.local_world_size
-    if count == 1 and any(name in environ for name in _OWN_GPU_VARIABLES):
+    if count == 1 and any(_is_own(name, environ.get(name)) for name in _OWN_GPU_VARIABLES):
         return torch.device(kind, 0)
     if count < ranks:
         raise ConfigError(
             f"device={wanted} needs one GPU for each rank: {ranks} ranks on this node, {count} "
-            f"GPU{'s' if count > 1 else ''}. Start {count} rank{'s' if count > 1 else ''} a node, "
-            "or use device=cpu"
+            f"GPU{'s' if count > 1 else ''}{_hidden_by(environ)}. Start {count} "
+            f"rank{'s' if count > 1 else ''} a node, or use device=cpu"
         )
     return torch.device(kind, placement.local_rank)
+
+
+def _is_own(name: str, value: str | None) -> bool:
+    """Whether a variable of Slurm says that a rank has GPUs of its own: of resources some do."""
+    if value is None:
+        return False
+    return name != "SLURM_TRES_PER_TASK" or "gres/gpu" in value or "gres:gpu" in value
+
+
+def _hidden_by(environ: Mapping[str, str]) -> str:
+    """What keeps others from sight, in words."""
+    found = [f"{name}={environ[name]}" for name in _VISIBLE if name in environ]
+    return f" to be seen with {' '.join(found)}" if found else ""
 
 
 def pick_backend(

@@ -24,6 +24,7 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from bigtrain.devices import accelerator
 from bigtrain.memory.host_memory import host_memory_line
 from bigtrain.ranks.restart import RESTART_STATUS, restart_process
 
@@ -56,7 +57,16 @@ def lost_rank_message(rank: int, lost: int) -> str:
     return (
         f"bigtrain: rank {rank} lost rank {lost}: it ended without a message "
         "(killed by the system? exit status -9 or 137 means that host memory ran out; "
-        f"{host_memory_line()})"
+        f"{host_memory_line()}{_watchdog()})"
+    )
+
+
+def _watchdog() -> str:
+    if accelerator() is None:
+        return ""
+    return (
+        "; -6 or 134: an exchange between GPUs took longer than mesh.timeout, see the line of its "
+        "watchdog"
     )
 
 

@@ -83,8 +83,13 @@ def test_pick_device(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, 1)
     own = {"SLURM_GPUS_PER_TASK": "1"}
     assert pick_device("cuda", placed(3, 4, 4, "srun"), own) == torch.device("cuda", 0)
+    own = {"SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=1"}
+    assert pick_device("cuda", placed(3, 4, 4, "srun"), own) == torch.device("cuda", 0)
     with pytest.raises(ConfigError, match="2 ranks on this node, 1 GPU. Start 1 rank a node"):
-        pick_device("cuda", placed(0, 2, 2), {})
+        pick_device("cuda", placed(0, 2, 2), {"SLURM_TRES_PER_TASK": "cpu=4"})
+    seen = r"1 GPU to be seen with CUDA_VISIBLE_DEVICES=0\. Start 1 rank a node"
+    with pytest.raises(ConfigError, match=seen):
+        pick_device("cuda", placed(0, 2, 2), {"CUDA_VISIBLE_DEVICES": "0"})
     with pytest.raises(ConfigError, match="device='gpu' is not known"):
         pick_device("gpu", SINGLE_RANK, {})  # type: ignore[arg-type]
 
