@@ -87,11 +87,16 @@ def write_checkpoint(
     return final
 
 
-def join_tensor_reads(tensors: Mapping[str, TensorSource]) -> None:
-    """Take part in what rank 0 reads while it writes, on a rank that does not."""
+def join_tensor_reads(tensors: Mapping[str, TensorSource], device: torch.device) -> None:
+    """Take part in what rank 0 reads while it writes, on a rank that does not.
+
+    Never further than one tensor ahead: NCCL's watchdog counts from when an exchange is asked for,
+    and would end the run where all are asked for at once and the writing takes long.
+    """
     for part in STATE_PARTS:
         for source in _of_part(part, tensors).values():
             source.read()
+            devices.synchronize(device)
 
 
 def _of_part(part: str, tensors: Mapping[str, TensorSource]) -> dict[str, TensorSource]:

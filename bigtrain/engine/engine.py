@@ -266,7 +266,7 @@ class Engine:
     def _save(self, folder: Path) -> Path | None:
         states = self.context.gather_objects(random_state())
         tensors = self.runner.state()
-        path = None
+        path: Path | None = None
         if states is not None:
             meta = {
                 "samples_seen": self.samples_seen,
@@ -274,11 +274,10 @@ class Engine:
                 "seed": self.context.seed,
                 "random": states,
             }
-            path = write_checkpoint(
-                folder, self.steps_done, tensors, meta, self.job.checkpoint.keep
-            )
+            keep = self.job.checkpoint.keep
+            path = write_checkpoint(folder, self.steps_done, tensors, meta, keep)
         else:
-            join_tensor_reads(tensors)
+            join_tensor_reads(tensors, self.context.device)
         self.context.barrier()
         return path
 
@@ -289,6 +288,7 @@ class Engine:
             CheckpointError: it is damaged, or it is another model's.
         """
         checkpoint = Checkpoint(path, verify=self.context.local_rank == 0)
+        self.context.barrier()  # has patience: to hash a large one takes longer than exchanges may
         if any(name.startswith("optimizer.") for name in checkpoint.names):
             check_optimizer_state(checkpoint, self.runner.optimizer)
         with self._explaining("while a checkpoint was read"):

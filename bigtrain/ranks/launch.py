@@ -128,8 +128,9 @@ def _status(first_failure: tuple[int, ProcessFailure], kills_before: int) -> int
         cause = "a crash in native code?"
         if number == signal.SIGABRT and accelerator() is not None:
             cause = (
-                "NCCL's watchdog ends ranks so where an exchange takes longer than mesh.timeout: see "
-                "its line above, and set TORCH_NCCL_DUMP_ON_TIMEOUT=1; or a crash in native code?"
+                "NCCL's watchdog ends ranks so where an exchange takes longer than mesh.timeout: "
+                "see its line above, and set TORCH_NCCL_DUMP_ON_TIMEOUT=1; or a crash in native "
+                "code?"
             )
         if number == signal.SIGKILL:
             cause = f"host memory ran out? ({host_memory_line()})"
