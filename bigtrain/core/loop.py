@@ -135,7 +135,7 @@ class StepRunner:
 
     def place_batch(self, micro_batch: MicroBatch) -> MicroBatch:
         """The micro-batch on the device, in the precision of the run."""
-        placed = micro_batch.to(self.context.device)
+        placed = micro_batch.to(self.context.device, non_blocking=True)  # from pinned memory
         return placed.double() if self._precision == "fp64" else placed
 
     def label_batch(self, micro_batch: MicroBatch) -> None:

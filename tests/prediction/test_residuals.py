@@ -159,11 +159,11 @@ def test_a_device_is_its_hardware_and_torch(monkeypatch):
     assert hardware_key("cpu") == first
     monkeypatch.setattr(residuals.torch, "__version__", "0.1")
     assert hardware_key("cpu") != first
+    monkeypatch.setattr(residuals.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(residuals.torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(residuals.torch.cuda, "get_device_name", lambda _: "Alpha")
     two = hardware_key("cuda")
     assert json.loads(two) == {"device": "cuda", "names": ["Alpha"], "torch": "0.1"}
-    monkeypatch.setattr(residuals.torch.cuda, "is_available", lambda: True)
     record_residuals([entry(1100, device="cuda")] * 20)
     assert safety_margin("torch").margin == pytest.approx(0.1)
 

@@ -150,6 +150,8 @@ class Cuda:
 
 
 class Stream:
+    device = torch.device("cuda", 0)
+
     def __init__(self, cuda: Cuda, name: str) -> None:
         self.cuda, self.name = cuda, name
 

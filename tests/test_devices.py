@@ -1,0 +1,138 @@
+"""The functions of a device, with a module of torch's that is made up where there is no GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bigtrain import devices
+from bigtrain.errors import ConfigError
+from bigtrain.memory import meter
+from bigtrain.memory.meter import MemoryMeter
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU, SECOND = torch.device("cpu"), torch.device("cuda", 1)
+
+
+class MadeUp(SimpleNamespace):
+    """Two GPUs, of which the thread uses the second."""
+
+    def __init__(self, **stats: int) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, ...]] = []
+        self.stats = stats
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 2
+
+    def current_device(self) -> int:
+        return 1
+
+    def get_device_name(self, index: int) -> str:
+        return f"Alpha {index}"
+
+    def get_device_properties(self, device: torch.device) -> Any:
+        return SimpleNamespace(total_memory=1000 + device.index)
+
+    def mem_get_info(self, _: torch.device) -> tuple[int, int]:
+        return 700, 1001
+
+    def memory_stats(self, _: torch.device) -> dict[str, int]:
+        return self.stats
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.calls.append(("reset", device))
+
+    def set_device(self, device: torch.device) -> None:
+        self.calls.append(("set", device))
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
+    made_up = MadeUp()
+    real = torch.get_device_module
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda kind: made_up if kind == "cuda" else real(kind)
+    )
+    return made_up
+
+
+@pytest.mark.skipif(devices.accelerator() is not None, reason="there is one")
+def test_without_an_accelerator_there_is_the_cpu() -> None:
+    assert devices.device_count() == 0
+    assert devices.device_names() == []
+    assert devices.current_device("cuda") == devices.tracing_device("cuda") == CPU
+    assert devices.tracing_note("cpu") is None
+    note = devices.tracing_note("cuda")
+    assert note is not None
+    assert note.startswith("torch sees no cuda device here, so the forecast is of the CPU's")
+    for nothing in (devices.synchronize, devices.set_current, devices.start_kernels):
+        nothing(CPU)
+    assert devices.reset_peaks(CPU) == 0
+    assert devices.side_stream(CPU) is devices.random_state(CPU) is None
+
+
+def test_what_an_accelerator_tells(gpus: MadeUp, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert devices.accelerator() == "cuda"
+    assert devices.device_names() == ["Alpha 0", "Alpha 1"]
+    assert devices.capacity_bytes(SECOND) == 1001
+    assert devices.free_bytes(SECOND) == 700
+    assert devices.tracing_note("cuda") is None
+    devices.set_current(SECOND)
+    assert gpus.calls == [("set", SECOND)]
+    made: list[Any] = []
+    monkeypatch.setattr(torch, "empty", lambda *size, device: made.append((size, device)))
+    # With an index, and with a context.
+    assert devices.tracing_device("cuda") == SECOND
+    assert made == [((1,), SECOND)]
+    assert devices.tracing_device("xpu") == CPU
+
+
+def test_what_torch_cannot_do_for_a_kind_is_refused_by_name(gpus: MadeUp) -> None:
+    with pytest.raises(ConfigError, match=r"memory\.cap: .* no set_per_process_memory_fraction"):
+        devices.limit_memory(SECOND, 0.5)
+    assert gpus.calls == []
+
+
+def test_the_peak_is_what_tensors_requested_above_what_kernels_keep(
+    gpus: MadeUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meter, "start_kernels", lambda device: gpus.calls.append(("warm", device)))
+    gpus.stats = {"requested_bytes.all.current": 64}
+    held = MemoryMeter(SECOND, track_steps=0)
+    assert gpus.calls == [("warm", SECOND), ("reset", SECOND)]
+    gpus.stats = {
+        "requested_bytes.all.peak": 1064,
+        "allocated_bytes.all.peak": 1536,
+        "reserved_bytes.all.peak": 2048,
+        "num_alloc_retries": 3,
+    }
+    assert held.peak_bytes() == 1000
+    measured = held.measured()
+    assert measured.peak is not None
+    assert measured.peak.bytes == 1000
+    assert (measured.allocated_bytes, measured.reserved_bytes) == (1536, 2048)
+    assert (measured.capacity_bytes, measured.alloc_retries) == (1001, 3)
+    # A backend that counts no requests has what is in blocks.
+    gpus.stats = {"allocated_bytes.all.peak": 1536}
+    assert devices.allocator_peaks(SECOND).requested == 1536
+
+
+def test_the_rest_asks_for_no_kind_of_device_itself() -> None:
+    own = [
+        path
+        for folder in ("bigtrain", "strategies")
+        for path in (ROOT / folder).rglob("*.py")
+        if path.name != "devices.py"
+    ]
+    sources = {path: path.read_text("utf-8") for path in own}
+    assert [path for path, text in sources.items() if "torch.cuda" in text] == []
+    # Where a plan is made for a kind of device that need not be here, it is called by its name.
+    assert sum(text.count('"cuda"') for text in sources.values()) <= 40
