@@ -110,7 +110,7 @@ def _both(name: str, draw: Callable[[float, str], Figure | None]) -> Iterator[st
 
 def _table(document: dict[str, Any], rows: Sequence[ComparisonRow]) -> Iterator[str]:
     headings = ["strategy", "ranks", "peak", *MEMORY_KINDS, "process", "predicted", "error"]
-    headings += ["s/step", "samples/s"]
+    headings += ["s/step", "predicted s", "samples/s"]
     if document["largest"]:
         headings.append(f"largest {document['largest'].rpartition('.')[2]}")
     yield '<div class="scroll"><table><thead><tr>'
@@ -140,5 +140,6 @@ def _cells(row: ComparisonRow) -> Iterator[str]:
     ):
         yield f"{size / MIB:,.1f}" if size is not None else "-"
     yield f"{round(row.error, 3) + 0.0:+.1%}" if row.error is not None else "-"
-    yield f"{row.step_seconds:.3f}" if row.step_seconds else "-"
+    for seconds in (row.step_seconds, row.predicted_step_seconds):
+        yield f"{seconds:.3f}" if seconds else "-"
     yield f"{row.samples_per_second:.1f}" if row.samples_per_second else "-"

@@ -28,6 +28,8 @@ class ComparisonRow:
     """Of `peak_bytes`, to which the parts sum."""
     step_seconds: float | None = None
     """Median of the steps in which memory was not tracked."""
+    predicted_step_seconds: float | None = None
+    """None where the machine's rates are not known."""
     samples_per_second: float | None = None
     losses: tuple[float, ...] = ()
     timeline: dict[str, Any] | None = None
@@ -68,6 +70,7 @@ class ComparisonRow:
             phase=highest["phase"],
             breakdown=highest["breakdown"],
             step_seconds=seconds,
+            predicted_step_seconds=steps[0].get("predicted_step_seconds") if steps else None,
             samples_per_second=steps[-1]["samples"] / seconds if seconds else None,
             losses=tuple(step["loss"] for step in steps),
             timeline=json.loads(timeline.read_text("utf-8")) if timeline.exists() else None,

@@ -28,7 +28,7 @@ def comparison_table(rows: Sequence[ComparisonRow], title: str, largest: str | N
         "predicted",
         "error",
         "s/step",
-        "samples/s",
+        "predicted s",
         "time",
     ):
         table.add_column(_SHORT.get(heading, heading), justify="right", no_wrap=True)
@@ -42,7 +42,7 @@ def comparison_table(rows: Sequence[ComparisonRow], title: str, largest: str | N
         parts = row.breakdown or {}
         cells = [_mib(row.peak_bytes), *(_mib(parts.get(kind)) for kind in MEMORY_KINDS)]
         cells += [_mib(row.process_peak_bytes), _mib(row.predicted_peak_bytes), _percent(row.error)]
-        cells += [_number(row.step_seconds, 3), _number(row.samples_per_second, 1)]
+        cells += [_number(row.step_seconds, 3), _number(row.predicted_step_seconds, 3)]
         cells.append(_times(row, first))
         if largest is not None:
             cells.append(str(row.largest or "-"))
@@ -69,7 +69,8 @@ def notes(rows: Sequence[ComparisonRow]) -> list[str]:
     ]
     lines.append(
         "peak: tracked tensors, to which the parts sum; process: resident memory above what it was "
-        "before the model was built; time: of a step, against the first row"
+        "before the model was built; time: of a step, against the first row; predicted s: seconds of a step, where "
+        "`bigtrain doctor` has measured the machine"
     )
     return lines
 
