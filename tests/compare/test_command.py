@@ -18,6 +18,7 @@ from bigtrain.compare.largest import find_largest
 from bigtrain.compare.pictures import pareto_front
 from bigtrain.compare.rows import ComparisonRow
 from bigtrain.compare.subprocess_runs import reason_in
+from bigtrain.compare.table import comparison_table
 from bigtrain.ranks.exit_status import run_guarded
 
 LENET = [
@@ -62,6 +63,19 @@ def test_rows_that_ran_have_every_figure(compared):
         assert row["samples_per_second"] == pytest.approx(8 / row["step_seconds"])
         assert len(row["losses"]) == 5
     assert rows["ddp"]["losses"] == pytest.approx(rows["single"]["losses"], abs=1e-5)
+
+
+def test_a_row_has_the_seconds_that_its_run_foretold(tmp_path):
+    rank = {"peak_bytes": 5, "predicted_peak_bytes": 4, "process_peak_bytes": 6, "phase": "forward"}
+    (tmp_path / "memory.json").write_text(json.dumps({"ranks": [{**rank, "breakdown": {}}]}))
+    step = {"step_seconds": 0.2, "samples": 8, "loss": 1.0}
+    lines = [{**step, "predicted_step_seconds": 0.125}, step, step]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    row = ComparisonRow.of_run("ddp", 2, tmp_path)
+    assert (row.step_seconds, row.predicted_step_seconds) == (0.2, 0.125)
+    table = comparison_table([row], "a", None)
+    cells = {str(column.header): list(column.cells) for column in table.columns}
+    assert (cells["s/step"], cells["predicted s"]) == (["0.200"], ["0.125"])
 
 
 def test_timeline_has_the_phases_of_a_step_and_its_peak(compared):
