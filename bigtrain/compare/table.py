@@ -69,8 +69,8 @@ def notes(rows: Sequence[ComparisonRow]) -> list[str]:
     ]
     lines.append(
         "peak: tracked tensors, to which the parts sum; process: resident memory above what it was "
-        "before the model was built; time: of a step, against the first row; predicted s: a step's, "
-        "where `bigtrain doctor` has measured the machine"
+        "before the model was built; time: of a step, against the first row; predicted s: of a "
+        "step, where `bigtrain doctor` has measured the machine"
     )
     return lines
 
