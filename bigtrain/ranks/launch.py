@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bigtrain.devices import accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.memory.allocator import allocator_environ
 from bigtrain.memory.host_memory import host_memory_line, oom_kill_count
@@ -126,11 +125,10 @@ def _status(first_failure: tuple[int, ProcessFailure], kills_before: int) -> int
     if failure.exitcode < 0:
         number = -failure.exitcode
         cause = "a crash in native code?"
-        if number == signal.SIGABRT and accelerator() is not None:
+        if number == signal.SIGABRT:
             cause = (
-                "NCCL's watchdog ends ranks so where an exchange takes longer than mesh.timeout: "
-                "see its line above, and set TORCH_NCCL_DUMP_ON_TIMEOUT=1; or a crash in native "
-                "code?"
+                "a crash in native code? On GPUs NCCL's watchdog ends ranks so, too, where an "
+                "exchange takes longer than mesh.timeout: see its line above."
             )
         if number == signal.SIGKILL:
             cause = f"host memory ran out? ({host_memory_line()})"
