@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.ranks.launcher_env import Launcher
 
@@ -113,7 +114,7 @@ class RunContext:
         same: it ends all ranks.
         """
         if self.mesh is not None:
-            devices = [self.device.index] if self.device.type == "cuda" else None
+            devices = [self.device.index] if is_accelerator(self.device) else None
             with long_timeout(self.device):
                 dist.barrier(device_ids=devices)
 

@@ -24,7 +24,6 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bigtrain.devices import accelerator
 from bigtrain.memory.host_memory import host_memory_line
 from bigtrain.ranks.restart import RESTART_STATUS, restart_process
 
@@ -62,6 +61,9 @@ def lost_rank_message(rank: int, lost: int) -> str:
 
 
 def _watchdog() -> str:
+    # A rank has loaded torch; who starts ranks has not.
+    from bigtrain.devices import accelerator
+
     if accelerator() is None:
         return ""
     return (
