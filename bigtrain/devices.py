@@ -182,7 +182,7 @@ def timing_event(device: torch.device) -> Any:
     return _module(device.type).Event(enable_timing=True)
 
 
-def random_state(device: torch.device) -> Tensor | None:
+def generator_state(device: torch.device) -> Tensor | None:
     """Of an accelerator's generator; None on a CPU."""
     if not is_accelerator(device):
         return None
@@ -190,8 +190,8 @@ def random_state(device: torch.device) -> Tensor | None:
     return state
 
 
-def set_random_state(state: Tensor, device: torch.device) -> None:
-    """Put back what `random_state` took."""
+def set_generator_state(state: Tensor, device: torch.device) -> None:
+    """Put back what `generator_state` took."""
     _module(device.type).set_rng_state(state, device)
 
 

@@ -76,7 +76,7 @@ def test_without_an_accelerator_there_is_the_cpu() -> None:
     for nothing in (devices.synchronize, devices.set_current, devices.start_kernels):
         nothing(CPU)
     assert devices.reset_peaks(CPU) == 0
-    assert devices.side_stream(CPU) is devices.random_state(CPU) is None
+    assert devices.side_stream(CPU) is devices.generator_state(CPU) is None
 
 
 def test_what_an_accelerator_tells(gpus: MadeUp, monkeypatch: pytest.MonkeyPatch) -> None:

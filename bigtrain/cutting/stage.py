@@ -27,7 +27,7 @@ from bigtrain.cutting.placeholder import (
 )
 from bigtrain.cutting.stage_program import SkippedResult, StageProgram, ValueId
 from bigtrain.data.loader import MicroBatch
-from bigtrain.devices import random_state, set_random_state
+from bigtrain.devices import generator_state, set_generator_state
 from bigtrain.errors import ConfigError
 from bigtrain.losses.chunked_cross_entropy import head_targets, is_head_loss
 from bigtrain.losses.loss import Loss
@@ -356,13 +356,13 @@ _SAME_WAY = (
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), random_state(device)
+    return torch.get_rng_state(), generator_state(device)
 
 
 def _set_random_state(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
     torch.set_rng_state(state[0])
     if state[1] is not None:
-        set_random_state(state[1], device)
+        set_generator_state(state[1], device)
 
 
 class _Functions(TorchFunctionMode):

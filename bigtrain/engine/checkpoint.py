@@ -261,7 +261,7 @@ def random_state() -> dict[str, Any]:
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
     }
     kind = devices.accelerator()
-    own = devices.random_state(torch.device(kind)) if kind else None
+    own = devices.generator_state(torch.device(kind)) if kind else None
     if kind and own is not None:
         state[kind] = own.numpy().tobytes().hex()
     return state
@@ -278,7 +278,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(_bytes_tensor(state["torch"]))
     kind = devices.accelerator()
     if kind and kind in state:
-        devices.set_random_state(_bytes_tensor(state[kind]), torch.device(kind))
+        devices.set_generator_state(_bytes_tensor(state[kind]), torch.device(kind))
 
 
 def _bytes_tensor(text: str) -> Tensor:
