@@ -36,10 +36,13 @@ def forecast_deepspeed(
     """
     zero = config["zero_optimization"]
     bucket = int(zero.get("reduce_bucket_size", 500_000_000)) * precision_of(plan)
-    forecast_on_device = (_cut if zero["stage"] == 3 else _flat)(
-        zero, forecast, profile, plan, bucket
-    )
     device = json_section(zero, "offload_optimizer").get("device", "none")
+    # With the state on the host a rank has room for its gradients from the first one on that is
+    # reduced, whosever it is.
+    whose = plan if device == "none" else replace(plan, dp_rank=None)
+    forecast_on_device = (_cut if zero["stage"] == 3 else _flat)(
+        zero, forecast, profile, whose, bucket
+    )
     return (
         forecast_on_device
         if device == "none"
