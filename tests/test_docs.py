@@ -248,7 +248,10 @@ def test_figures_of_the_readme_are_those_of_the_result_file():
             sizes = (row["peak_bytes"], row["predicted_peak_bytes"])
             sizes += tuple(row["breakdown"][part] for part in parts)
             shown = [f"{size / 2**20:.1f}" for size in sizes]
-            measured.add((str(row["num_ranks"]), *shown, f"{row['step_seconds']:.2f} s"))
+            seconds = (row["step_seconds"], row["predicted_step_seconds"])
+            measured.add(
+                (str(row["num_ranks"]), *shown, *(f"{s:.2f} s" if s else "-" for s in seconds))
+            )
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `\S+` \| (\d \| .*) \|$", text, re.MULTILINE)
     assert len(rows) > 9

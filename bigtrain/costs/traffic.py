@@ -27,8 +27,16 @@ TrafficKind = Literal[
     "to_disk",
     "from_disk",
 ]
+EXCHANGES: tuple[TrafficKind, ...] = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "reduce",
+)
+"""Those that go between ranks."""
 HOST_TRANSFERS: tuple[TrafficKind, ...] = ("to_host", "from_host", "to_disk", "from_disk")
-"""Those that go between a device, its host and the host's disk; the others go between ranks."""
+"""Those that go between a device, its host and the host's disk."""
 OverlapPhase = Literal["forward", "backward", "step", "nothing"]
 
 

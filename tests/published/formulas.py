@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from bigtrain.costs.traffic import HOST_TRANSFERS, Traffic
+from bigtrain.costs.traffic import EXCHANGES, Traffic
 from bigtrain.planner.bounds import StateWidths
 from bigtrain.schedules.orders import IN_FLIGHT_CHANGE, Action, check_schedule
 
@@ -114,7 +114,7 @@ def theory_elements(found: Sequence[Traffic], micro_batches: int, size: int) -> 
     return sum(
         t.step_bytes(micro_batches) * (2 if t.kind == "all_reduce" else 1) / size
         for t in found
-        if t.kind not in HOST_TRANSFERS
+        if t.kind in EXCHANGES
     )
 
 

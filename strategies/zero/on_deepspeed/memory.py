@@ -37,11 +37,8 @@ def forecast_deepspeed(
     zero = config["zero_optimization"]
     bucket = int(zero.get("reduce_bucket_size", 500_000_000)) * precision_of(plan)
     device = json_section(zero, "offload_optimizer").get("device", "none")
-    # With the state on the host a rank has room for its gradients from the first one on that is
-    # reduced, whosever it is.
-    whose = plan if device == "none" else replace(plan, dp_rank=None)
     forecast_on_device = (_cut if zero["stage"] == 3 else _flat)(
-        zero, forecast, profile, whose, bucket
+        zero, forecast, profile, plan, bucket
     )
     return (
         forecast_on_device
@@ -66,7 +63,11 @@ def _flat(
     shard = 4 * share
     backward = _Backward.of(profile)
     waits = stage == 1 and plan.batch.accumulation_steps > 1
-    first = backward.with_shard(shard, bucket, plan, waits=waits)
+    if size == 4 and json_section(zero, "offload_optimizer").get("device", "none") != "none":
+        # What is reduced goes into the gradient of the optimizer's own copy, there from the start.
+        first = _throughout(backward.timeline, "gradients", shard)
+    else:
+        first = backward.with_shard(shard, bucket, plan, waits=waits)
     held = shard
     if waits:
         # Whole gradients wait for the last micro-batch, which reduces them into the shard.
@@ -115,15 +116,18 @@ def _offloaded(zero: dict[str, Any], found: Forecast, profile: Profile, plan: Pl
     if plan.device_type == "cuda":
         return replace(found, states=replace(found.states, optimizer=0))
     size, share = precision_of(plan), -(-profile.trained_elements // plan.dp)
-    largest = max((span.nbytes for span in _Backward.of(profile).gradients), default=0)
+    backward = _Backward.of(profile)
+    largest = max((span.nbytes for span in backward.gradients), default=0)
     # fp32 values apart from the parameters, and the gradient where the optimizer wants it.
     copies = 0 if plan.bf16_parameters else 4 * share
     if zero["stage"] == 3:
         copies += 4 * share + (2 * largest if plan.bf16_parameters else 0)
     else:
         copies += size * share + 3 * largest
-        if plan.bf16_parameters or plan.batch.accumulation_steps > 1:
-            copies += 4 * share  # what is reduced into, or accumulated in
+        if plan.bf16_parameters:
+            copies += 4 * share  # what is reduced into
+        elif plan.batch.accumulation_steps > 1:
+            copies += backward.accumulated_bytes(plan)
     return replace(found, states=replace(found.states, buffers=found.states.buffers + copies))
 
 
@@ -223,6 +227,17 @@ class _Backward:
             )
             for span, offset in zip(self.gradients, self.offsets, strict=True)
         }
+
+    def accumulated_bytes(self, plan: Plan) -> int:
+        """Of the gradients that reach into a rank's part: each accumulates whole on the host."""
+        return max(
+            sum(
+                span.nbytes
+                for span, own in self._own_bytes(replace(plan, dp_rank=rank)).items()
+                if own
+            )
+            for rank in (range(plan.dp) if plan.dp_rank is None else [plan.dp_rank])
+        )
 
     def emptying(self, timeline: Timeline, bucket: int) -> Timeline:
         """With whole gradients there from before, each until it is reduced or in the bucket."""
