@@ -125,8 +125,8 @@ class StepRunner:
     def _has_gradient_anywhere(self) -> list[bool]:
         """Of each trained parameter, whether any replica has a gradient of it."""
         has_gradient = [p.grad is not None for p in self._trained]
-        flags = torch.tensor(has_gradient, dtype=torch.int32, device=self.context.device)
-        return [bool(flag) for flag in self.context.all_reduce_sum(flags, "dp").tolist()]
+        rows = self.context.all_gather_rows(has_gradient, "dp")
+        return [any(column) for column in zip(*rows, strict=True)]
 
     def label_gradients(self) -> None:
         """Tell the meter of the gradients that there are."""

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigtrain.core.strategy import Assembly
 from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.dtensors import flat_view
@@ -108,6 +109,22 @@ class LastMicroBatchSync:
         return self._wrapped.no_sync()
 
 
+def broadcast_buffers(context: RunContext, buffers: Sequence[Tensor]) -> None:
+    """Let buffers follow the first replica's. Collective over the dp axis.
+
+    On an accelerator many go in one message; on a CPU each by itself, without a copy.
+    """
+    group = context.dp_group
+    if group is None or context.dp_size == 1 or not buffers:
+        return
+    if is_accelerator(context.device):  # as DistributedDataParallel does it
+        together: Any = dist._broadcast_coalesced  # type: ignore[attr-defined]
+        together(group, list(buffers), BUCKET_SIZE, 0)
+        return
+    for buffer in buffers:
+        dist.broadcast(buffer, group=group, group_src=0)
+
+
 class GradientAverager:
     """Average gradients over the dp axis in place, when all micro-batches are through.
 
@@ -124,8 +141,8 @@ class GradientAverager:
     def __init__(
         self, context: RunContext, bucket_size: int = BUCKET_SIZE, buffers: Iterable[Tensor] = ()
     ) -> None:
+        self._context = context
         self._size, self._group = context.dp_size, context.dp_group
-        self._source = context.ranks_of("dp")[0]
         self._bucket_size = bucket_size
         self._buffers = list(buffers)
 
@@ -144,8 +161,7 @@ class GradientAverager:
                 part = together[begin : begin + gradient.numel()]
                 gradient.copy_(part.view(gradient.shape))
                 begin += gradient.numel()
-        for buffer in self._buffers:
-            dist.broadcast(buffer, src=self._source, group=self._group)
+        broadcast_buffers(self._context, self._buffers)
 
     def _average(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self._group)  # gloo cannot average by itself

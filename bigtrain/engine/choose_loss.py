@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bigtrain.data.loader import MicroBatch
+from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import ModelConfig
 from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy, check_head
-from bigtrain.losses.linear_cross_entropy import DEFAULT_CHUNK_BYTES
+from bigtrain.losses.linear_cross_entropy import ACCELERATOR_CHUNK_BYTES, DEFAULT_CHUNK_BYTES
 from bigtrain.losses.loss import CrossEntropy, Loss, main_logits
 from bigtrain.losses.tasks import Task
 from bigtrain.models import task_of
@@ -52,6 +53,7 @@ def choose_loss(
     example: MicroBatch,
     *,
     several_waiting: bool = False,
+    device_type: str = "cpu",
 ) -> Loss:
     """The task's loss, in chunks where the job says so.
 
@@ -65,6 +67,7 @@ def choose_loss(
         several_waiting: whether several micro-batches wait at the head for their
             backward passes (GPipe).
             Each then holds a gradient of the head's weight, and without chunks its logits.
+        device_type: of the run; it decides how large a chunk is.
 
     Raises:
         ConfigError: a chunked loss is asked for, and this task or model has none.
@@ -88,7 +91,8 @@ def choose_loss(
         targets = sum(tensor.numel() for tensor in tree_tensors(example.targets))
         if head.in_features > targets:  # the gradient is larger than the logits
             return task_loss
-    size = DEFAULT_CHUNK_BYTES if config.chunk_size is None else config.chunk_size
+    default = ACCELERATOR_CHUNK_BYTES if is_accelerator(device_type) else DEFAULT_CHUNK_BYTES
+    size = default if config.chunk_size is None else config.chunk_size
     return ChunkedCrossEntropy(**asdict(task_loss), head=name, chunk_size=size)
 
 

@@ -160,7 +160,12 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
             isinstance(cut, CutStrategy) and max(cut.in_flight(plan)[-1:], default=1) > 1
         )
         loss = choose_loss(
-            job.model, data.task, blueprint.model, example, several_waiting=several_waiting
+            job.model,
+            data.task,
+            blueprint.model,
+            example,
+            several_waiting=several_waiting,
+            device_type=plan.device_type,
         )
     optimizer = optimizer_factory(job.optim, job.train.seed)
     workload = Workload(blueprint.model, example, loss, optimizer, blueprint.whole_bytes)

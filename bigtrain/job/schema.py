@@ -54,7 +54,7 @@ class ModelConfig(ConfigSection):
     chunked_loss: bool | None = None
     """Cross entropy in chunks, without the whole logits; left out, for the built-in gpt models."""
     chunk_size: Bytes | None = Field(None, gt=0)
-    """Bytes of the logits in one chunk; left out, 32 MiB."""
+    """Bytes of the logits in one chunk; left out, 32 MiB on a CPU and 256 MiB elsewhere."""
     head: str | None = None
     """The linear layer that makes the logits, by its name; left out, it is found."""
 

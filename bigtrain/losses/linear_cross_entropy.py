@@ -23,7 +23,10 @@ from bigtrain.tensors.op_cost import loop_starts
 from bigtrain.units import MIB
 
 DEFAULT_CHUNK_BYTES = 32 * MIB
-"""Bytes of a chunk's logits where nothing else is asked for."""
+"""Bytes of a chunk's logits on a CPU, where nothing else is asked for."""
+ACCELERATOR_CHUNK_BYTES = 256 * MIB
+"""The same on an accelerator: in small chunks the weight's gradient would be read and written more
+often than the products take."""
 
 _LOW = (torch.bfloat16, torch.float16)
 

@@ -13,19 +13,29 @@ algorithm 2; Zamirai et al. 2020, Revisiting BFloat16 Training (arXiv 2010.06192
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from bigtrain.devices import is_accelerator
 from bigtrain.tensors.dtensors import flat_view, is_dense, local_tensor
 
 CHUNK_ELEMENTS = 1 << 18
-"""Elements that are updated at a time: 1 MiB for each temporary tensor in fp32."""
+"""Elements that are updated at a time on a CPU: 1 MiB for each temporary tensor in fp32."""
+ACCELERATOR_CHUNK_ELEMENTS = 1 << 22
+"""The same on an accelerator, 16 MiB: its kernels then take longer than their launches."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def chunks(elements: int, device: torch.device) -> Iterator[slice]:
+    """The stretches in which so many elements are updated."""
+    size = ACCELERATOR_CHUNK_ELEMENTS if is_accelerator(device) else CHUNK_ELEMENTS
+    for start in range(0, elements, size):
+        yield slice(start, min(start + size, elements))
 
 
 class LeanAdamW(torch.optim.Optimizer):
@@ -106,8 +116,7 @@ class LeanAdamW(torch.optim.Optimizer):
         if gradient.stride() != contiguous.stride():
             gradient = torch.empty_like(contiguous).copy_(gradient)
         values, gradients = flat_view(contiguous), flat_view(gradient)
-        for start in range(0, len(values), CHUNK_ELEMENTS):
-            part = slice(start, min(start + CHUNK_ELEMENTS, len(values)))
+        for part in chunks(len(values), values.device):
             self._update_chunk(
                 values[part],
                 gradients[part].to(compute_dtype),

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from bigtrain.errors import ConfigError
-from bigtrain.optim.lean_adamw import CHUNK_ELEMENTS, MOMENTS, LeanAdamW
+from bigtrain.optim.lean_adamw import MOMENTS, LeanAdamW, chunks
 from bigtrain.tensors.dtensors import flat_view, local_tensor
 
 QUANTIZATION_BLOCK = {8: 256, 4: 128}
@@ -77,8 +77,7 @@ class LowBitAdamW(LeanAdamW):
             slots[self._scale(key)] = torch.zeros(size // self._block, device=device)
             if before is not None:  # moments of a run that kept them in full
                 elements = flat_view(before)
-                for start in range(0, size, CHUNK_ELEMENTS):
-                    part = slice(start, min(start + CHUNK_ELEMENTS, size))
+                for part in chunks(size, device):
                     self._write(slots, key, part, elements[part].to(work), None)
 
     def _scale(self, key: str) -> str:

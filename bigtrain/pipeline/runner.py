@@ -106,12 +106,14 @@ class PipelineRunner(StepRunner):
         self._ties = TiedGradients(ties, ranks, parameters, context)
         self._transport = StageTransport(context, ranks)
         self._sharded = any(is_sharded(stage) for stage in stages)
+        self._placed: dict[int, tuple[MicroBatch, int]] = {}
         self._built: OrderedDict[tuple[BatchSignature, int], Any] = OrderedDict()
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> float:
         """See `Runner.forward_backward`."""
         context = self.context
         self._transport.wait_sends()
+        self._placed.clear()  # of a step that failed
         self._set_mode(training=self.module.training)
         # All ranks of a pipeline have the same targets: they count once.
         total = sum(context.all_gather_numbers(sum(m.count for m in micro_batches), "dp"))
@@ -144,8 +146,8 @@ class PipelineRunner(StepRunner):
         breaks = [a != b for a, b in zip(signatures, signatures[1:], strict=False)]
         if self._sharded and breaks:
             # Replicas exchange in every pass, so all of them must take these in one order.
-            flags = torch.tensor(breaks, dtype=torch.int32, device=self.context.device)
-            breaks = self.context.all_reduce_sum(flags, "dp").bool().tolist()
+            breaks_of_replicas = self.context.all_gather_rows(breaks, "dp")
+            breaks = [any(column) for column in zip(*breaks_of_replicas, strict=True)]
         groups = [[micro_batches[0]]]
         for micro_batch, ends in zip(micro_batches[1:], breaks, strict=True):
             if ends:
@@ -295,10 +297,19 @@ class PipelineRunner(StepRunner):
         final: bool,  # noqa: FBT001 - handed on
     ) -> Any:
         self.meter.phase("forward")
-        placed = self.place_batch(micro_batch)
-        self.label_batch(placed)
+        placed = self._place_once(micro_batch)
         with self.autocast():
             return stage(*wires, micro_batch=placed, scale=scale, final=final)
+
+    def _place_once(self, micro_batch: MicroBatch) -> MicroBatch:
+        """The micro-batch on the device, which is let go of when all stages here had it."""
+        placed, num_left = self._placed.pop(id(micro_batch), (None, len(self._stages)))
+        if placed is None:
+            placed = self.place_batch(micro_batch)
+            self.label_batch(placed)
+        if num_left > 1:
+            self._placed[id(micro_batch)] = placed, num_left - 1
+        return placed
 
     def _begin_backward(self) -> Callable[[], None]:
         self.meter.phase("backward")

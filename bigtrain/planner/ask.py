@@ -145,7 +145,11 @@ def _search(question: Question) -> PlannedAnswer:
             "on the meta device."
         )
     model, example = setup.workload.model, setup.workload.micro_batch
-    given = (_losses(setup, example), setup.workload.make_optimizer, torch.device("cpu"))
+    given = (
+        _losses(setup, example, question.cluster.device.kind),
+        setup.workload.make_optimizer,
+        torch.device("cpu"),
+    )
     anatomy = SectionLibrary(model, example, *given)
     timer, cut = StepTimer(question.cluster), question.devices > 1
     blocks = _block_timer(question, setup)
@@ -196,7 +200,7 @@ def _block_timer(question: Question, setup: RunSetup) -> BlockTimer | None:
     return BlockTimer(question.job, workload.model, workload.micro_batch, ranks, sizes, SCRIPT)
 
 
-def _losses(parts: RunSetup, example: MicroBatch) -> Callable[[bool, int], Loss]:
+def _losses(parts: RunSetup, example: MicroBatch, device_type: str) -> Callable[[bool, int], Loss]:
     """The loss of a run, which depends on whether several micro-batches wait at the head."""
     job = parts.job
     if job.model.loss is not None:
@@ -210,7 +214,7 @@ def _losses(parts: RunSetup, example: MicroBatch) -> Callable[[bool, int], Loss]
             parts.workload.model,
             resize_micro_batch(example, rows),
         )
-        return choose_loss(*arguments, several_waiting=several_waiting)
+        return choose_loss(*arguments, several_waiting=several_waiting, device_type=device_type)
 
     return loss
 

@@ -19,7 +19,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from bigtrain.devices import KINDS, Kind, accelerator, device_count, set_current
+from bigtrain.devices import (
+    KINDS,
+    Kind,
+    accelerator,
+    device_count,
+    is_accelerator,
+    set_current,
+)
 from bigtrain.errors import ConfigError, LaunchError
 from bigtrain.ranks.context import AXES, RunContext, resolve_mesh, set_timeouts
 from bigtrain.ranks.cpu_threads import share_cores
@@ -58,7 +65,7 @@ def connect(
     Args:
         placement: where this process stands; see `bigtrain.ranks.launcher_env.detect_rank_info`.
         device: "auto" is CUDA where there is any.
-        backend: "auto" is nccl on CUDA and gloo on the CPU.
+        backend: "auto" is torch's own for the device: nccl on CUDA, gloo on the CPU.
         pp: ranks on the pipeline axis.
         dp: ranks on the data axis; -1 for what remains.
         tp: ranks on the tensor axis.
@@ -141,10 +148,8 @@ def _hidden_by(environ: Mapping[str, str]) -> str:
     return f" to be seen with {' '.join(found)}" if found else ""
 
 
-def pick_backend(
-    wanted: Literal["auto", "gloo", "nccl", "mpi"], device: torch.device
-) -> Literal["gloo", "nccl", "mpi"]:
-    """Return the backend of the process group.
+def pick_backend(wanted: Literal["auto", "gloo", "nccl", "mpi"], device: torch.device) -> str:
+    """Return the backend of the process group; "auto" is torch's own for the device.
 
     Raises:
         ConfigError: this torch has not got it, or it does not serve the device.
@@ -152,7 +157,7 @@ def pick_backend(
     if wanted not in ("auto", "gloo", "nccl", "mpi"):
         raise ConfigError(f"mesh.backend={wanted!r} is not known. Use mesh.backend=auto")
     if wanted == "auto":
-        return "nccl" if device.type == "cuda" else "gloo"
+        return str(dist.get_default_backend_for_device(device))
     if wanted == "nccl" and device.type != "cuda":
         raise ConfigError(
             f"mesh.backend=nccl needs CUDA tensors, and the device is {device.type}. "
@@ -172,11 +177,21 @@ def pick_backend(
     return wanted
 
 
+def _is_of_device(backend: str) -> bool:
+    """Whether it sends an accelerator's tensors and no others."""
+    return backend not in ("gloo", "mpi")
+
+
+def _with_host(backend: str, device: torch.device) -> str:
+    """With gloo for what goes from host to host, where the device's own cannot send that."""
+    return f"cpu:gloo,{device.type}:{backend}" if _is_of_device(backend) else backend
+
+
 def _open_mesh(
     placement: RankInfo,
     meeting: Rendezvous,
     device: torch.device,
-    backend: Literal["gloo", "nccl", "mpi"],
+    backend: str,
     sizes: tuple[int, int, int],
     setup_timeout: float,
     timeout: float,
@@ -191,14 +206,16 @@ def _open_mesh(
             "rank": placement.rank,
             "world_size": placement.world_size,
         }
-    if backend == "nccl":
+    if _is_of_device(backend) and sizes[0] == 1:
+        # A communicator from the start on. Stages go without: what they send and receive would
+        # share its one stream, in both directions.
         joining["device_id"] = device
     try:
         with _local_gloo(placement):
-            dist.init_process_group(backend, **joining)
+            dist.init_process_group(_with_host(backend, device), **joining)
             shape = tuple(dict(zip(("pp", "dp", "tp"), sizes, strict=True))[a] for a in AXES)
             mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
-        dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+        dist.barrier(device_ids=[device.index] if is_accelerator(device) else None)
     except (RuntimeError, OSError) as error:
         if not is_peer_failure(error):
             raise

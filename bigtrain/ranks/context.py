@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -149,17 +149,30 @@ class RunContext:
     def all_gather_numbers(self, number: float, axis: Axis | None = None) -> list[float]:
         """Return every rank's number in the order of ranks, on every rank.
 
+        It goes from host to host: an accelerator computes on meanwhile.
+
         Args:
             number: this rank's; exact as a float64.
             axis: the mesh axis to gather over; all ranks when left out.
         """
+        return [row[0] for row in self.all_gather_rows([number], axis)]
+
+    def all_gather_rows(
+        self, numbers: Sequence[float], axis: Axis | None = None
+    ) -> list[list[float]]:
+        """As `all_gather_numbers`, of several at once; every rank gives as many.
+
+        Args:
+            numbers: this rank's; each exact as a float64.
+            axis: the mesh axis to gather over; all ranks when left out.
+        """
         if self.mesh is None:
-            return [float(number)]
+            return [[float(number) for number in numbers]]
         size = self.world_size if axis is None else self._size(axis)
-        mine = torch.tensor([number], dtype=torch.float64, device=self.device)
+        mine = torch.tensor(numbers, dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(size)]
         dist.all_gather(everyone, mine, group=self.group(axis))
-        return [float(value) for value in torch.cat(everyone).tolist()]
+        return [row.tolist() for row in everyone]
 
 
 def resolve_mesh(pp: int, dp: int, tp: int, world_size: int) -> tuple[int, int, int]:

@@ -63,6 +63,8 @@ def deepspeed_settings(options: Zero, plan: Plan, elements: int) -> dict[str, An
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": _zero(options, plan, stage, elements),
+        # Its clock waits for an accelerator at each forward pass and each step.
+        "timers": {"throughput": {"enabled": False}},
     }
     if bf16 and accumulates_in_fp32(plan, stage):
         defaults["data_types"] = {"grad_accum_dtype": "fp32"}
@@ -141,7 +143,8 @@ def bucket_elements(options: Zero, plan: Plan, elements: int) -> int:
     if options.bucket_size is not None:
         return max(2, options.bucket_size // precision_of(plan) // 2 * 2)
     if plan.device_type == "cuda":
-        return min(50_000_000, max(500_000, elements // 16 // 2 * 2))
+        # Each bucket is waited for: of a small model few, of a large one a sixteenth.
+        return min(50_000_000, max(5_000_000, elements // 16 // 2 * 2))
     # A larger gradient than this is reduced where it lies, without a copy.
     return min(1_000_000, max(256, elements // 512 // 2 * 2))
 

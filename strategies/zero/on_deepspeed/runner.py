@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from bigtrain.core.loop import LoopRunner
+from bigtrain.core.replicas import broadcast_buffers
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import CheckpointError
@@ -91,7 +91,8 @@ class DeepSpeedRunner(LoopRunner):
 
     def forward_loss(self, placed: MicroBatch) -> Tensor:
         """See `LoopRunner.forward_loss`."""
-        self._follow_buffers()
+        # BatchNorm's statistics follow the first rank's, as under DDP.
+        broadcast_buffers(self.context, list(self.module.buffers()))
         return super().forward_loss(placed)
 
     def backward(self, loss: Tensor) -> None:
@@ -105,13 +106,6 @@ class DeepSpeedRunner(LoopRunner):
             found = (shards.gradient(number) for number in range(len(shards.pieces)))
             self.meter.label(found, "gradients")
         super().label_gradients()
-
-    def _follow_buffers(self) -> None:
-        """Buffers (BatchNorm statistics) follow the first rank's, as under DDP."""
-        if self.context.dp_size > 1:
-            first = dist.get_global_rank(self.context.dp_group, 0) if self.context.dp_group else 0
-            for buffer in self.module.buffers():
-                dist.broadcast(buffer, src=first, group=self.context.dp_group)
 
     def clip(self) -> Tensor:
         """See `LoopRunner.clip`; DeepSpeed itself scales the gradients, in its step."""

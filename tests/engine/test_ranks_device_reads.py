@@ -1,0 +1,104 @@
+"""How often a step waits for the device: a frozen table, by strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+import torch
+from support.device_reads import DeviceReads
+from support.nets import BlockLM, tokens
+from support.parity import adamw
+from support.ranks import run_ranks
+
+from bigtrain.data import GlobalOrder, MicroBatch, StepLoader
+from bigtrain.engine.engine import Engine
+from bigtrain.job.load import job_from_keys
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.ranks.context import RunContext
+from bigtrain.tensors.tree import tree_tensors
+
+REPLICAS = ("ddp", "zero1_torch", "fsdp", "fsdp_zero2", "hybrid", "fsdp_checkpointing")
+ENGINES = ("zero1", "zero2", "zero3", "zero3_offload", "oss", "sharded_ddp")
+PIPELINES = ("gpipe", "1f1b", "zero_bubble", "interleaved_1f1b", "zbv", "dualpipev", "layer_split")
+LOSS, NORM = "forward_backward", "update"
+
+
+def reads(
+    context: RunContext, strategies: Sequence[str], micro_batches: int
+) -> dict[str, list[str]]:
+    """Where the third step of each strategy waits."""
+    places = {}
+    for strategy in strategies:
+        keys = {"train.accumulation_steps": micro_batches, "train.micro_batch_size": 2}
+        job = job_from_keys(strategy, {**keys, "memory.track_steps": 0, "memory.predict": False})
+        loss, samples = CrossEntropy(), tokens(64, ignored=False)
+        inputs, targets = samples.inputs[:2], samples.targets[:2]
+        example = MicroBatch(inputs, targets, loss.count(targets), 2)
+        make = partial(BlockLM, width=32)
+        with Engine(make, loss, adamw, job, context, example=example) as engine:
+            loader = StepLoader(
+                samples,
+                GlobalOrder(len(samples), engine.plan.batch.global_size),
+                count=loss.count,
+                dp_rank=context.dp_rank,
+                dp_size=context.dp_size,
+                micro_batch_size=engine.plan.batch.micro_size,
+            )
+            batches = iter(loader)
+            for _ in range(2):
+                engine.step(next(batches))
+            batch = next(batches)
+            held = [*engine.model.parameters(), *engine.model.buffers()]
+            held += [p for root in engine.runner.roots for p in root.parameters()]
+            for micro_batch in batch.micro_batches:
+                held += [*tree_tensors(micro_batch.inputs), *tree_tensors(micro_batch.targets)]
+            with DeviceReads(held) as found:
+                engine.step(batch)
+            places[strategy] = found.places
+    return places
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_replicas_wait_for_the_loss_and_for_the_norm(micro_batches):
+    for rank in run_ranks(reads, 2, REPLICAS, micro_batches):
+        assert {name: waits(places) for name, places in rank.items()} == dict.fromkeys(
+            REPLICAS, [LOSS, NORM]
+        )
+
+
+def test_alone_a_step_waits_as_often():
+    (rank,) = run_ranks(reads, 1, ("single", "single_checkpointing", "accumulation"), 3)
+    assert {tuple(waits(places)) for places in rank.values()} == {(LOSS, NORM)}
+
+
+def test_engines_of_others_wait_as_often():
+    for rank in run_ranks(reads, 2, ENGINES, 2):
+        assert {name: len(places) for name, places in rank.items()} == dict.fromkeys(ENGINES, 2)
+
+
+@pytest.mark.parametrize("micro_batches", [4, 8])
+def test_of_a_pipeline_the_rank_with_the_loss_waits_once_more(micro_batches):
+    first, last = run_ranks(reads, 2, PIPELINES, micro_batches, pp=2)
+    for name in PIPELINES:
+        found = [waits(first[name]), waits(last[name])]
+        # Where stages are laid as a V, the first rank has the last one, too.
+        ends = found[::-1] if name in ("zbv", "dualpipev") else found
+        assert ends == [[NORM], [LOSS, NORM]], name
+
+
+def test_a_read_is_seen():
+    values = torch.ones(3, requires_grad=True)
+    for read in (lambda t: float(t.sum()), torch.Tensor.tolist, torch.Tensor.numpy):
+        with DeviceReads([values]) as found:
+            read((values * 2).detach())
+        assert len(found.places) == 1
+    with DeviceReads([values]) as found:
+        float(torch.ones(3).sum())
+    assert found.places == []
+
+
+def waits(places: list[str]) -> list[str]:
+    """The functions that wait, of a step."""
+    return [place.rpartition(" ")[2] for place in places]
