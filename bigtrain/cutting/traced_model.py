@@ -59,7 +59,7 @@ class TracedModel:
         check_closures(model)
         self.shared = shared_storages(model)
         self.hooked = [name for name, p in model.named_parameters() if p._backward_hooks]
-        self._batch: MicroBatch | None = None
+        self._shapes_seen: MicroBatch | None = None
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._mode:
             constants = constant_tensors(model)
@@ -77,7 +77,7 @@ class TracedModel:
         Raises:
             ConfigError: it cannot run so.
         """
-        self._batch = micro_batch
+        self._shapes_seen = micro_batch.map(_without_numbers)
         key = (*_shapes(micro_batch), training)
         if key not in self._traces:
             while len(self._traces) >= KEPT_TRACES:
@@ -125,9 +125,9 @@ class TracedModel:
         Raises:
             ConfigError: no cut can be there in evaluation.
         """
-        if self._batch is None:
+        if self._shapes_seen is None:
             return {}
-        return self.program(self._batch, training=False, places=places).used
+        return self.program(self._shapes_seen, training=False, places=places).used
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass."""
@@ -198,6 +198,11 @@ def _reached(loss: Tensor, edges: Mapping[Any, int]) -> set[int]:
                 visited.add(node)
                 pending.append(node)
     return reached_values
+
+
+def _without_numbers(tensor: Tensor) -> Tensor:
+    # What is remembered between steps must not keep a batch.
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _shapes(micro_batch: MicroBatch) -> tuple[object, object]:
