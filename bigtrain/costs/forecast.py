@@ -38,10 +38,13 @@ class BoundaryBytes:
 
     incoming: int = 0
     incoming_gradients: int = 0
-    """Of those that a gradient goes back to."""
+    """Of the gradients that go back for those; several may be one storage."""
     outgoing: int = 0
     """Of those that are not kept for the backward pass anyhow."""
     outgoing_gradients: int = 0
+    incoming_copied: int = 0
+    """Of `incoming_gradients` those that autograd gives otherwise than contiguous: a copy of them
+    is sent, and they themselves are kept as all others are."""
 
 
 @dataclass(frozen=True)

@@ -163,9 +163,10 @@ def _sent(underway: InTransit, forecasts: Mapping[int, Forecast], progress: _Doi
             "RECV_B": wires.outgoing_gradients,
             "SEND_B": wires.incoming_gradients,
         }
-        if kind == "SEND_B":  # a gradient is kept with its input until W, sent or not
-            count -= min(count, sum(s == stage and at == 3 for (s, _), at in progress.items()))
         total += count * bytes_by_kind[kind]
+        if kind == "SEND_B":  # a gradient is kept with its input until W, sent or not
+            kept = min(count, sum(s == stage and at == 3 for (s, _), at in progress.items()))
+            total -= kept * (wires.incoming_gradients - wires.incoming_copied)
     return total
 
 
@@ -190,8 +191,12 @@ def _shared_boundary_bytes(
             total += wires.outgoing  # nobody has it yet
         elif begun:
             total -= forecasts[next_stage].boundary.incoming - wires.outgoing
-        if stage_progress == 1 and ended:
-            total += wires.outgoing_gradients
-        elif stage_progress >= 2 and begun:
-            total -= wires.outgoing_gradients
+        theirs = forecasts[next_stage].boundary
+        if stage_progress == 1:
+            total += theirs.incoming_gradients * ended
+            total += theirs.incoming_copied * (next_progress == 3)
+        elif ended:
+            total -= wires.outgoing_gradients - theirs.incoming_gradients
+        elif begun:
+            total -= wires.outgoing_gradients - theirs.incoming_copied
     return total

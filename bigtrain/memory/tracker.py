@@ -122,6 +122,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._tick()
             self._phases.append((self.clock, phase))
 
+    def mark(self) -> int:
+        """A tick at which nothing comes or goes: what is before it is told from what follows."""
+        self._tick()
+        return self.clock
+
     def label(self, tensors: Iterable[Tensor | None], kind: MemoryKind) -> None:
         """Say what kind the storages of these tensors are, known to the tracker or not."""
         for tensor in tensors:

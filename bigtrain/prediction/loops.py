@@ -19,7 +19,7 @@ from bigtrain.core.loop import LoopRunner
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.workload import Workload
-from bigtrain.costs.forecast import BoundaryBytes, Passes, Profile
+from bigtrain.costs.forecast import BoundaryBytes, Profile
 from bigtrain.cutting.layout import Layout
 from bigtrain.cutting.stage import Stage
 from bigtrain.cutting.stage_program import StageProgram
@@ -57,19 +57,33 @@ def profile_stage(workload: Workload, resolved: ResolvedPlan, index: int) -> Pro
     return replace(
         profile,
         passes={**profile.passes, **passes},
-        boundary=replace(_wires(unit.script, index), outgoing=unit.loop.only_sent),
+        boundary=_boundary(_wires(unit.script, index), unit.loop),
         tensors=tuple(
             (n, p.nbytes, str(p.dtype)) for n, p in unit.stage.named_parameters() if p.requires_grad
         ),
     )
 
 
-def split_backward_passes(workload: Workload, resolved: ResolvedPlan, index: int) -> Passes:
-    """The same run with the backward pass in two phases, for the inputs and for the weights."""
+def split_backward(
+    profile: Profile, workload: Workload, resolved: ResolvedPlan, index: int
+) -> Profile:
+    """A stage's profile with the same run once more, its backward pass in two phases.
+
+    Args:
+        profile: of `profile_stage`.
+        workload: as there.
+        resolved: as there.
+        index: the stage.
+    """
     run, unit = _record_stage(workload, resolved, index, split=True)
     begins = unit.loop.weights_begin[1:3]  # of the second step: the first has one micro-batch
     first, later = (_split(run.window(n), begin) for n, begin in enumerate(begins))
-    return {"first_split": first, "later_split": later}
+    return replace(
+        profile,
+        passes={**profile.passes, "first_split": first, "later_split": later},
+        # Here gradients of inputs are what autograd gives; whole passes lay them as the inputs.
+        boundary=_boundary(profile.boundary, unit.loop),
+    )
 
 
 def _record_stage(
@@ -144,6 +158,10 @@ class StageLoop(LoopRunner):
         """Whether micro-batches go as the last of a step does."""
         self.only_sent = 0
         """Bytes of what goes out and is not kept for the backward pass."""
+        self.sent_back = 0
+        """Bytes of the gradients of what comes in, as they are sent: inputs may share one."""
+        self.copied = 0
+        """Of those the bytes that are copied for it."""
         self.weights_begin: list[int] = []
         """For each micro-batch the tick at which the backward pass for the weights begins."""
 
@@ -170,7 +188,7 @@ class StageLoop(LoopRunner):
         gradients = None
         if not stage.last:
             gradients = [torch.empty(*s, dtype=d, device=stage.device) for s, d in shapes]
-        self.weights_begin.append(self._tracker.clock)
+        self.weights_begin.append(self._tracker.mark())
         if roots:
             self._go_back(roots, gradients, wires)
         self.label_gradients()
@@ -182,18 +200,38 @@ class StageLoop(LoopRunner):
         if not self._split or self._stage.index == 0:
             # A first stage's inputs want nothing: all of it is for the weights.
             torch.autograd.backward(roots, gradients)
+            self._send_back(wires)
             return
         from torch.distributed.pipelining import _backward
 
         for_inputs: Callable[..., Any] = _backward.stage_backward_input
         for_weights: Callable[..., Any] = _backward.stage_backward_weight
         _, groups = for_inputs(roots, gradients, wires, self._stage.parameters())
-        self.weights_begin[-1] = self._tracker.clock
+        self._send_back(wires)
+        self.weights_begin[-1] = self._tracker.mark()
         for_weights(self._stage.parameters(), groups)
+
+    def _send_back(self, wires: list[Tensor]) -> None:
+        """Make the gradients of what came in contiguous, as `torch_stage` does to send them."""
+        given = [wire.grad for wire in wires if wire.grad is not None]
+        made = [gradient.contiguous() for gradient in given]
+        own, sent = _storages(given), _storages(made)
+        self.sent_back = sum(sent.values())
+        self.copied = sum(size for key, size in sent.items() if key not in own)
 
     def _arrived(self, meta: Tensor) -> Tensor:
         wire = torch.empty(meta.shape, dtype=meta.dtype, device=self._stage.device)
         return wire.requires_grad_(meta.requires_grad)
+
+
+def _storages(tensors: Sequence[Tensor]) -> dict[int, int]:
+    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+
+
+def _boundary(wires: BoundaryBytes, loop: StageLoop) -> BoundaryBytes:
+    """With what a run of the stage has shown."""
+    sent_back = {"incoming_gradients": loop.sent_back, "incoming_copied": loop.copied}
+    return replace(wires, outgoing=loop.only_sent, **sent_back)
 
 
 def _split(timeline: Timeline, at: int) -> Timeline:
@@ -273,11 +311,11 @@ class SplitBackward(WholeModel):
                 (places.get(o, len(places)), o) for o in (owners[n] for n in group["params"])
             )
 
-        self.starts.append(self._tracker.clock)
+        self.starts.append(self._tracker.mark())
         for group in sorted(groups, key=place):
             name = place(group)[1]
             for_weights(iter(parameters), [group])
-            self.done.append((self._tracker.clock, name))
+            self.done.append((self._tracker.mark(), name))
 
     def _block(self, parameter: str) -> str:
         return next((n for n in self._names if parameter.startswith(f"{n}.")), "")

@@ -13,7 +13,7 @@ from bigtrain.costs.rank_replay import join_stages
 from bigtrain.devices import tracing_note
 from bigtrain.memory.timeline import Breakdown, Peak, highest_peak
 from bigtrain.prediction.compose import merge_steps
-from bigtrain.prediction.loops import profile_stage, split_backward_passes
+from bigtrain.prediction.loops import profile_stage, split_backward
 from bigtrain.prediction.record import make_profile, untraceable_reason
 
 
@@ -103,8 +103,7 @@ def forecast_rank(resolved: ResolvedPlan, workload: Workload, pp_rank: int = 0) 
             profile = profile_stage(workload, resolved, stage)
             plan.check_model(ModelFacts(profile=profile))
             if plan.splits_backward:
-                split = split_backward_passes(workload, resolved, stage)
-                profile = replace(profile, passes={**profile.passes, **split})
+                profile = split_backward(profile, workload, resolved, stage)
             profiles[stage] = profile
     except (RuntimeError, TypeError, NotImplementedError) as error:
         reason = untraceable_reason(error)
