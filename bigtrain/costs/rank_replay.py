@@ -117,8 +117,10 @@ def _adding(piece: StageRecord, sizes: Sequence[int]) -> StageRecord:
         for size in sizes:
             matching = [n for n, s in enumerate(spans) if (s.kind, s.nbytes) == ("gradients", size)]
             if matching:
-                span = spans[matching[0]]
-                spans[matching[0]] = span._replace(kind="temporary", death=span.birth + 1)
+                # Of several the last one made: a lower stage begins with what it shares.
+                number = max(matching, key=lambda n: spans[n].birth)
+                span = spans[number]
+                spans[number] = span._replace(kind="temporary", death=span.birth + 1)
         return replace(passes, timeline=replace(passes.timeline, spans=tuple(spans)))
 
     if not sizes:
