@@ -1,7 +1,8 @@
 """Loops over fake tensors beside the plain one: of a stage of a model, of a backward pass in parts.
 
-torch keeps a stage's whole graph between the two parts of a backward pass, with all that was saved,
-and at each layer with weights the gradient that came there. So both are recorded as they are.
+torch keeps a stage's graph from the layers with weights on between the two parts of a backward pass,
+with all that was saved there, and at each of them the gradient that came. So both are recorded as
+they are.
 """
 
 from __future__ import annotations
@@ -208,6 +209,7 @@ class StageLoop(LoopRunner):
         for_weights: Callable[..., Any] = _backward.stage_backward_weight
         _, groups = for_inputs(roots, gradients, wires, self._stage.parameters())
         self._send_back(wires)
+        roots.clear()  # as torch: the part for the weights begins at the layers that have some
         self.weights_begin[-1] = self._tracker.mark()
         for_weights(self._stage.parameters(), groups)
 
