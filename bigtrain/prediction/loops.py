@@ -1,8 +1,8 @@
 """Loops over fake tensors beside the plain one: of a stage of a model, of a backward pass in parts.
 
-torch keeps a stage's graph from the layers with weights on between the two parts of a backward pass,
-with all that was saved there, and at each of them the gradient that came. So both are recorded as
-they are.
+Between the two parts of a backward pass torch keeps a stage's graph from the layers with weights
+on, with all that was saved there, and at each of them the gradient that came. So both are recorded
+as they are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import BoundaryBytes, Profile
-from bigtrain.cutting.layout import Layout
 from bigtrain.cutting.stage import Stage
 from bigtrain.cutting.stage_program import StageProgram
 from bigtrain.data.loader import MicroBatch
@@ -36,6 +35,7 @@ from bigtrain.prediction.record import (
     profile_from_run,
     record_steps,
 )
+from bigtrain.schedules.orders import TORCH_SCHEDULES
 
 _NO_LOSS = torch.zeros(())
 
@@ -90,9 +90,7 @@ def split_backward(
 def _record_stage(
     workload: Workload, resolved: ResolvedPlan, index: int, *, split: bool
 ) -> tuple[FakeRun, _OneStage]:
-    if resolved.layout is None:
-        raise ValueError("the model is not cut")
-    unit = _OneStage(resolved.layout, index, split=split)
+    unit = _OneStage(resolved, index, split=split)
     device = tracing_device(resolved.plan.device_type)
     return record_steps(workload, resolved, device, unit), unit
 
@@ -104,8 +102,14 @@ class _OneStage(WholeModel):
     script: StageProgram
     loop: StageLoop
 
-    def __init__(self, layout: Layout, index: int, *, split: bool) -> None:
+    def __init__(self, resolved: ResolvedPlan, index: int, *, split: bool) -> None:
+        layout, traits = resolved.layout, resolved.plan.cut
+        if layout is None or traits is None:
+            raise ValueError("the model is not cut")
         self._cut, self._index, self._split = layout.chosen.cut, index, split
+        following = layout.ranks[index + 1 : index + 2]
+        is_sent = traits.spans_ranks and any(rank != layout.ranks[index] for rank in following)
+        self._holds = is_sent and traits.schedule in TORCH_SCHEDULES
 
     def placed(self, micro_batch: MicroBatch, plan: Plan) -> MicroBatch:
         """See `WholeModel.placed`. Every stage of a run has the batch as it is computed with."""
@@ -126,7 +130,8 @@ class _OneStage(WholeModel):
 
     def runner(self, assembly: Assembly, tracker: StorageTracker) -> LoopRunner:
         """See `WholeModel.runner`."""
-        self.loop = StageLoop(assembly, self.stage, tracker, split=self._split)
+        parts = {"split": self._split, "holds": self._holds}
+        self.loop = StageLoop(assembly, self.stage, tracker, **parts)
         return self.loop
 
     def steps(
@@ -148,17 +153,25 @@ class StageLoop(LoopRunner):
         stage: the same.
         tracker: of the storages.
         split: whether it goes back in two parts.
+        holds: whether what is sent is held until it has gone back, as torch's tables have it.
     """
 
     def __init__(
-        self, assembly: Assembly, stage: Stage, tracker: StorageTracker, *, split: bool
+        self,
+        assembly: Assembly,
+        stage: Stage,
+        tracker: StorageTracker,
+        *,
+        split: bool,
+        holds: bool,
     ) -> None:
         super().__init__(assembly)
+        self._holds = holds
         self._stage, self._tracker, self._split = stage, tracker, split
         self.final = False
         """Whether micro-batches go as the last of a step does."""
         self.only_sent = 0
-        """Bytes of what goes out and is not kept for the backward pass."""
+        """Bytes of what goes out and is neither kept for the backward pass nor held."""
         self.sent_back = 0
         """Bytes of the gradients of what comes in, as they are sent: inputs may share one."""
         self.copied = 0
@@ -180,6 +193,7 @@ class StageLoop(LoopRunner):
         wanted = [out for out in outputs if out.requires_grad]
         shapes = [(out.shape, out.dtype) for out in wanted]
         sent = {out.untyped_storage()._cdata: out.untyped_storage().nbytes() for out in outputs}
+        held = [out.detach() for out in outputs] if self._holds else []
         del output, outputs
         # What is sent on is let go; the graph is kept by its edges, as torch's stages do.
         roots: list[Any] = wanted if stage.last else [get_gradient_edge(out) for out in wanted]
@@ -191,15 +205,21 @@ class StageLoop(LoopRunner):
             gradients = [torch.empty(*s, dtype=d, device=stage.device) for s, d in shapes]
         self.weights_begin.append(self._tracker.mark())
         if roots:
-            self._go_back(roots, gradients, wires)
+            self._go_back(roots, gradients, wires, held)
         self.label_gradients()
         return _NO_LOSS
 
     def _go_back(
-        self, roots: list[Any], gradients: list[Tensor] | None, wires: list[Tensor]
+        self,
+        roots: list[Any],
+        gradients: list[Tensor] | None,
+        wires: list[Tensor],
+        held: list[Tensor],
     ) -> None:
         if not self._split or self._stage.index == 0:
-            # A first stage's inputs want nothing: all of it is for the weights.
+            if self._split:
+                # A first stage's inputs want nothing: all of it is for the weights.
+                held.clear()
             torch.autograd.backward(roots, gradients)
             self._send_back(wires)
             return
@@ -209,6 +229,7 @@ class StageLoop(LoopRunner):
         for_weights: Callable[..., Any] = _backward.stage_backward_weight
         _, groups = for_inputs(roots, gradients, wires, self._stage.parameters())
         self._send_back(wires)
+        held.clear()
         roots.clear()  # as torch: the part for the weights begins at the layers that have some
         self.weights_begin[-1] = self._tracker.mark()
         for_weights(self._stage.parameters(), groups)
