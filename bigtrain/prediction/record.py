@@ -35,7 +35,7 @@ from bigtrain.models.bf16_parameters import bf16_parameter_names
 from bigtrain.optim.update import MakeOptimizer, state_bytes_by_slot
 from bigtrain.prediction.block_ticks import BlockTickRecorder
 from bigtrain.ranks.context import RunContext
-from bigtrain.tensors.fake import fake_model
+from bigtrain.tensors.fake import NormStatistics, fake_model
 
 
 class FakeMeter(MemoryMeter):
@@ -159,7 +159,7 @@ def record_steps(
     ]
     widths = state_bytes_by_slot(workload.make_optimizer)
     tracker = StorageTracker(fake=True)
-    with FakeTensorMode(), tracker:
+    with FakeTensorMode(), NormStatistics(), tracker:  # type: ignore[no-untyped-call]
         fake = fake_model(workload.model, device, double=plan.precision == "fp64")
         for name in bf16_parameter_names(fake) if plan.bf16_parameters else ():
             parameter = fake.get_parameter(name)
