@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,17 @@ def cut_of(case: Case, at: str) -> Any:
     found, _ = rehearsal.trace(batches[0], training=True)
     call = next(index for index, call in enumerate(found.calls) if call.name == at)
     return model, batches[0], cut_at(found, [call], rehearsal)
+
+
+def test_no_batch_is_kept() -> None:
+    """A batch of real numbers is gone when its step is over; only its shapes are remembered."""
+    _, rehearsal, batches = rehearsed(next(iter(CASES.values())))
+    own = batches[0].map(torch.clone)
+    rehearsal.trace(own, training=True)
+    gone = [weakref.ref(tensor) for tensor in own.tensors()]
+    del own
+    assert gone
+    assert not any(tensor() is not None for tensor in gone)
 
 
 @RECOMPUTED
