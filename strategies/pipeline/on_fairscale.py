@@ -14,10 +14,10 @@ from dataclasses import replace
 
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.traits import CutTraits
-from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.costs.forecast import Forecast, Passes, Profile
 from bigtrain.costs.rank_replay import RankActions
 from bigtrain.errors import ConfigError
-from bigtrain.memory.timeline import Timeline
+from bigtrain.memory.timeline import Span, Timeline
 from bigtrain.schedules.orders import Action, ActionKind
 from bigtrain.strategies.fairscale_adapter import FAIRSCALE, require_fairscale
 from bigtrain.strategies.pipeline import (
@@ -98,9 +98,14 @@ class FairscalePipe(Pipeline):
         return self.checkpoint != "never" or plan.dp > 1
 
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:  # noqa: ARG002
-        """Where a stage is computed again, that comes before it goes back: two parts."""
+        """Gradients are summed as they come; where a stage is computed again, that comes before.
+
+        All micro-batches go back in one call, and each parameter has the sum of theirs at its end.
+        While tensors are tracked autograd sums into a new one: that and both that are added up.
+        A stage that is computed again goes back in a call of its own, and adds in place.
+        """
         if self.checkpoint == "never":
-            return forecast
+            return forecast.with_passes(later=_with_sums(forecast.passes))
         split = {f"{w}_split": _cut_at_highest(profile.passes[w]) for w in ("first", "later")}
         return forecast.with_passes(**split)
 
@@ -145,6 +150,19 @@ class FairscalePipe(Pipeline):
         )
         assembly.runner = FairscaleRunner
         super().apply(assembly)
+
+
+def _with_sums(passes: Passes) -> Timeline:
+    """The pass of a later micro-batch, with the sum beside each gradient when it is added."""
+    first, later = (sorted(passes[w].spans, key=lambda s: s.birth) for w in ("first", "later"))
+    if [span.nbytes for span in first] != [span.nbytes for span in later]:
+        return passes["later"]  # which are gradients is not known
+    sums = (
+        Span(now.nbytes, "temporary", now.death - 1, now.death)
+        for was, now in zip(first, later, strict=True)
+        if was.kind == "gradients"
+    )
+    return Timeline((*later, *sums), passes["later"].phases)
 
 
 def _cut_at_highest(timeline: Timeline) -> Timeline:
