@@ -53,6 +53,8 @@ DEEPSPEED = ForeignLibrary("deepspeed", "0.19.8", "0.19.9", (
         "reduce_independent_p_g_buckets_and_remove_grads"),
     *foreign_names("replace", "reduce what the last micro-batch brings none of", _FLAT,
         "independent_gradient_partition_epilogue _offload_accumulated_param_ids"),
+    *foreign_names("replace", "see in our norm what is not finite", _FLAT,
+        "update_offload_overflow_tracker"),
     *foreign_names("replace", "clip by our norm", _FLAT, "scaled_global_norm"),
     *foreign_names("read", "find the flat pieces that a rank updates", _FLAT,
         "optimizer dtype cpu_offload real_dp_process_group partition_size bit16_groups "
@@ -309,6 +311,14 @@ def replace_end_of_backward(zero: Any, finish: Callable[[], None]) -> Replaced:
     before: Replaced = zero.independent_gradient_partition_epilogue
     zero.independent_gradient_partition_epilogue = finish
     return before
+
+
+def look_at_the_norm_alone(zero: Any) -> None:
+    """Stages 1 and 2 with the state on the host: ask of no gradient by itself if it is finite.
+
+    Each would be waited for, and the norm says it of all of them before the step.
+    """
+    zero.update_offload_overflow_tracker = lambda _gradient: None
 
 
 def take_flat_from_host(zero: Any, but: set[int]) -> None:

@@ -20,7 +20,7 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.tree import tree_tensors
 
 REPLICAS = ("ddp", "zero1_torch", "fsdp", "fsdp_zero2", "hybrid", "fsdp_checkpointing")
-ENGINES = ("zero1", "zero2", "zero3", "zero3_offload", "oss", "sharded_ddp")
+ENGINES = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "oss", "sharded_ddp")
 PIPELINES = ("gpipe", "1f1b", "zero_bubble", "interleaved_1f1b", "zbv", "dualpipev", "layer_split")
 LOSS, NORM = "forward_backward", "update"
 

@@ -20,6 +20,7 @@ from bigtrain.strategies.deepspeed_adapter import (
     add_up_in_one_buffer,
     bucket_sender,
     link_parameters,
+    look_at_the_norm_alone,
     replace_bucketing,
     replace_end_of_backward,
     replace_gradient_of_piece,
@@ -148,6 +149,8 @@ class FlatShards(OptimizerShards):
             if zero.dtype == torch.float32:
                 self._update_in_place()
             self._reduce_into_one_buffer()
+        else:
+            look_at_the_norm_alone(zero)
         self._reduce_the_rest()
         self.restore_fp32()
 
