@@ -44,8 +44,10 @@ class Wire(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             sent = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
-            # Losses, norms and counts are numbers in fp64; for ties stages ask in integers.
-            number = sent and sent[0].dtype == torch.float64 and sent[0].numel() == 1
+            # Losses, norms, counts, flags are numbers in fp64, gathered as a list of tensors; for
+            # ties stages ask in integers.
+            number = sent and sent[0].dtype == torch.float64
+            number = number and (sent[0].numel() == 1 or func.__name__.startswith("allgather_."))
             if sent and not number and sent[0].dtype != torch.int32:
                 name = func.__name__.partition(".")[0]
                 if name not in ("send", "recv_"):  # over the cuts: the schedule's, not a strategy's
