@@ -36,19 +36,22 @@ def forecast_deepspeed(
     """
     zero = config["zero_optimization"]
     bucket = int(zero.get("reduce_bucket_size", 500_000_000)) * precision_of(plan)
-    device = json_section(zero, "offload_optimizer").get("device", "none")
-    forecast_on_device = (_cut if zero["stage"] == 3 else _flat)(
-        zero, forecast, profile, plan, bucket
-    )
-    return (
-        forecast_on_device
-        if device == "none"
-        else _offloaded(zero, forecast_on_device, profile, plan)
-    )
+    offloads = json_section(zero, "offload_optimizer").get("device", "none") != "none"
+    if zero["stage"] == 3:
+        found = _cut(zero, forecast, profile, plan, bucket)
+    else:
+        found = _flat(zero, forecast, profile, plan, bucket, offloads=offloads)
+    return _offloaded(zero, found, profile, plan) if offloads else found
 
 
 def _flat(
-    zero: dict[str, Any], forecast: Forecast, profile: Profile, plan: Plan, bucket: int
+    zero: dict[str, Any],
+    forecast: Forecast,
+    profile: Profile,
+    plan: Plan,
+    bucket: int,
+    *,
+    offloads: bool,
 ) -> Forecast:
     """Stages 1 and 2: one flat buffer of parameters, of which a rank updates its part."""
     stage, size = zero["stage"], precision_of(plan)
@@ -63,18 +66,23 @@ def _flat(
     shard = 4 * share
     backward = _Backward.of(profile)
     waits = stage == 1 and plan.batch.accumulation_steps > 1
-    if size == 4 and json_section(zero, "offload_optimizer").get("device", "none") != "none":
+    if offloads and (size == 4 or stage == 1):
         # What is reduced goes into the gradient of the optimizer's own copy, there from the start.
         first = _throughout(backward.timeline, "gradients", shard)
     else:
         first = backward.with_shard(shard, bucket, plan, waits=waits)
+    passes = {}
+    if offloads:
+        first = backward.with_host_copies(first, bucket, plan)
+        if not waits:
+            passes["later"] = backward.with_host_copies(backward.timeline, bucket, plan)
     held = shard
     if waits:
         # Whole gradients wait for the last micro-batch, which reduces them into the shard.
         held = size * profile.trained_elements
         first = backward.emptying(first, bucket)
     return replace(
-        forecast.with_passes(first=first),
+        forecast.with_passes(first=first, **passes),
         states=states,
         step=_on_shard(profile.step, plan),
         gradients=held,
@@ -123,10 +131,10 @@ def _offloaded(zero: dict[str, Any], found: Forecast, profile: Profile, plan: Pl
     if zero["stage"] == 3:
         copies += 4 * share + (2 * largest if plan.bf16_parameters else 0)
     else:
-        copies += size * share + 3 * largest
-        if plan.bf16_parameters:
+        copies += size * share + 2 * largest  # and a gradient's way there and back
+        if zero["stage"] == 2 and plan.bf16_parameters:
             copies += 4 * share  # what is reduced into
-        elif plan.batch.accumulation_steps > 1:
+        elif zero["stage"] == 2 and plan.batch.accumulation_steps > 1:
             copies += backward.accumulated_bytes(plan)
     return replace(found, states=replace(found.states, buffers=found.states.buffers + copies))
 
@@ -192,6 +200,32 @@ class _Backward:
             return timeline
         converted = (Span(4 * n // width, "temporary", tick, tick + 1) for tick, n in added if n)
         return Timeline((*timeline.spans, *converted), timeline.phases)
+
+    def with_host_copies(self, timeline: Timeline, bucket: int, plan: Plan) -> Timeline:
+        """With what is there while gradients go to the host.
+
+        A gradient that is larger than the bucket is copied, and waits for the next one. Of what
+        lies in a rank's part the norm is taken in fp64.
+        """
+        own_bytes = self._own_bytes(plan)
+        wider = 8 // precision_of(plan)
+        arrivals = sorted(self.gradients, key=lambda span: span.death)
+        spans, waiting, filled = [], list[Span](), 0
+        for span in (*arrivals, None):
+            if waiting and (span is None or filled + span.nbytes > bucket):
+                tick = (span or waiting[-1]).death
+                largest = max(own_bytes[sent] for sent in waiting)
+                spans.append(Span(wider * largest, "temporary", tick - 1, tick))
+                spans += [
+                    Span(sent.nbytes, "temporary", sent.death, max(tick, sent.death + 1))
+                    for sent in waiting
+                    if sent.nbytes > bucket
+                ]
+                waiting, filled = [], 0
+            if span:
+                waiting.append(span)
+                filled += span.nbytes
+        return Timeline((*timeline.spans, *spans), timeline.phases)
 
     def _reductions(self, bucket: int, *, waits: bool = False) -> Iterator[tuple[int, list[Span]]]:
         """When gradients are reduced, and which: a gradient that does not fit is there meanwhile.
