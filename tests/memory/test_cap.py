@@ -1,5 +1,6 @@
 """A cap is on tensors: to the byte while they are tracked, by the kernel after that."""
 
+import gc
 import mmap
 import resource
 import sys
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kept by Linux")
 @pytest.fixture
 def cap():
     """A cap, which is taken away again."""
+    gc.collect()  # what earlier tests left behind may go at any moment, and be a GiB
     with MemoryMeter(CPU, 1).step():  # imports what a dispatch mode needs
         torch.empty(8)
     made = MemoryCap(LIMIT, CPU)
