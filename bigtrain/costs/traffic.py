@@ -59,6 +59,8 @@ class Traffic:
     """Of the group that exchanges."""
     stride: int = 1
     """From one rank of the group to the next; axes are (dp, pp, tp), the last the fastest."""
+    in_hooks: bool = False
+    """Whether hooks of `fully_shard` issue it, which on a CPU take time of their own."""
 
     def step_bytes(self, micro_batches: int) -> int:
         """Bytes over a step of so many micro-batches."""

@@ -155,6 +155,9 @@ class LinkSpec(ConfigSection):
     above."""
     after_work: list[tuple[PositiveNumber, PositiveNumber]] = Field(default_factory=list)
     """The same where ranks have computed since the last exchange, so that one waits for another."""
+    issue: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Seconds beside it: of an all-gather and a reduce-scatter in the hooks of `fully_shard`, of a
+    send in an action of a pipeline's schedule. On a GPU they hide behind what it computes."""
 
 
 class Link(ConfigSection):

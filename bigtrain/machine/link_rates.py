@@ -8,7 +8,8 @@ this file again:
 
 ANSWER is a file that rank 0 writes: {"ranks": 2, "latency": seconds, "bytes": per second} of an
 all-reduce, and "kinds": the same two of each exchange by its name, "curve", the seconds of some
-sizes between, [[bytes, seconds], ...], and "after_work", a curve where ranks have computed before.
+sizes between, [[bytes, seconds], ...], "after_work", a curve where ranks have computed before, and
+"issue", seconds: see `bigtrain.machine.cluster.LinkSpec`.
 """
 
 import os
@@ -21,6 +22,7 @@ if not __package__ and sys.path and os.path.abspath(sys.path[0]) == os.path.dirn
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -30,6 +32,8 @@ import torch.distributed as dist
 from bigtrain.devices import Kind, synchronize
 from bigtrain.machine.cluster import CommOp
 from bigtrain.machine.collective_cost import sent_bytes
+from bigtrain.machine.issue_rates import action_seconds, unit_seconds
+from bigtrain.machine.rates import usable_cores
 from bigtrain.ranks.connect import connect
 from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.exit_status import run_guarded
@@ -55,6 +59,8 @@ def main(arguments: list[str]) -> int:
     place = cast(Literal["cpu"] | Kind, kind)
     with connect(placement, device=place, setup_timeout=60, timeout=60) as context:
         found = {kind: _rates(context, kind) for kind in get_args(CommOp)}
+        if context.device.type == "cpu":
+            _add_issue(context, found)
         if context.is_main:
             whole = {key: found["all_reduce"][key] for key in ("latency", "bytes")}
             told = {"ranks": context.world_size, **whole, "kinds": found}
@@ -70,38 +76,72 @@ def _rates(context: RunContext, kind: CommOp) -> dict[str, Any]:
         # A whole number of them for each rank.
         numbers = nbytes // 4 // context.world_size * context.world_size
         curve.append((4 * numbers, _seconds(context, kind, numbers, warm=2, times=9)))
-    after_work = [
-        (4 * numbers, _seconds(context, kind, numbers, warm=1, times=12, work=True))
-        for numbers in (context.world_size, *(size // 4 for size, _ in curve[1:]))
-    ]
+    after_work = []
+    for nbytes, alone in ((4 * context.world_size, latency), *curve[1:]):
+        seconds = _seconds(context, kind, nbytes // 4, warm=1, times=12, work=True)
+        after_work.append((nbytes, max(alone, seconds)))
     nbytes, seconds = curve[-1]
     rate = sent_bytes(kind, nbytes, context.world_size) / seconds
-    return {"latency": latency, "bytes": rate, "curve": curve, "after_work": after_work}
+    curves = {"curve": curve, "after_work": after_work}
+    return {"latency": latency, "bytes": rate, **curves, "issue": 0.0}
+
+
+def _add_issue(context: RunContext, found: dict[CommOp, dict[str, Any]]) -> None:
+    """What `LinkSpec.issue` says."""
+    send, gather, reduce = (found[kind] for kind in ("send", "all_gather", "reduce_scatter"))
+    send["issue"] = action_seconds(context, send["latency"])
+    gather["issue"], reduce["issue"] = unit_seconds(context, gather["latency"], reduce["latency"])
 
 
 def _seconds(
     context: RunContext, kind: CommOp, numbers: int, *, warm: int, times: int, work: bool = False
 ) -> float:
     """The usual time of an exchange of so many numbers; collective."""
-    rows, inner, columns = WORK
-    left = torch.ones(rows, inner, device=context.device)
-    right = torch.ones(inner, columns, device=context.device)
+    is_crowded = work and context.device.type == "cpu" and context.world_size > usable_cores()
     whole = torch.zeros(numbers, device=context.device)
     share = torch.zeros(numbers // context.world_size, device=context.device)
+    compute = _product(context.device)
     taken = []
     for _ in range(warm + times):
+        begins_with_work = time.perf_counter()
         if work:
-            left @ right
-            synchronize(whole.device)
-        began = time.perf_counter()
+            compute()
+        began = begins_with_work if is_crowded else time.perf_counter()
         _exchange(context, kind, whole, share)
         synchronize(whole.device)
         taken.append(time.perf_counter() - began)
     usual = statistics.median(taken[warm:])
     if work:  # ranks wait now long, now not at all: all of it counts, but for what is far out
         usual = statistics.fmean(sorted(taken[warm:])[:-1])
+    if is_crowded:  # who waits leaves the cores to others: of a round, what is no computing
+        usual -= context.world_size / usable_cores() * _work_seconds(context)
     # There and back: what is received cannot be told from what is waited for otherwise.
     return usual / (2 if kind == "send" else 1)
+
+
+def _product(device: torch.device) -> Callable[[], None]:
+    """What is computed before an exchange."""
+    rows, inner, columns = WORK
+    left, right = torch.ones(rows, inner, device=device), torch.ones(inner, columns, device=device)
+
+    def compute() -> None:
+        left @ right
+        synchronize(device)
+
+    return compute
+
+
+def _work_seconds(context: RunContext) -> float:
+    """What it takes where as many ranks compute as there are cores; collective."""
+    compute, taken = _product(context.device), []
+    for _ in range(6):
+        context.barrier()
+        began = time.perf_counter()
+        if context.rank < usable_cores():
+            compute()
+            taken.append(time.perf_counter() - began)
+    context.barrier()
+    return statistics.median(taken) if taken else 0.0
 
 
 def _exchange(context: RunContext, kind: CommOp, whole: torch.Tensor, share: torch.Tensor) -> None:

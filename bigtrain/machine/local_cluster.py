@@ -135,8 +135,7 @@ def _link(rates: MeasuredRates) -> Link:
             "latency": found["latency"] / steps.get(kind, ring),
             "bandwidth": found["bytes"],
             "ranks": rates.link_ranks,
-            "curve": found["curve"],
-            "after_work": found["after_work"],
+            **{key: found[key] for key in ("curve", "after_work", "issue")},
         }
         for kind, found in rates.link_kinds.items()
     }

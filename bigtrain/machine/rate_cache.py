@@ -147,12 +147,14 @@ def _rates_of(values: object) -> MeasuredRates | None:
 
 
 def _is_link(found: object) -> bool:
-    if not isinstance(found, dict) or set(found) != {"latency", "bytes", "curve", "after_work"}:
+    names = {"latency", "bytes", "curve", "after_work", "issue"}
+    if not isinstance(found, dict) or set(found) != names:
         return False
     for curve in (found["curve"], found["after_work"]):
         if not isinstance(curve, list) or not all(_is_point(point) for point in curve):
             return False
-    return _is_positive(found["latency"]) and _is_positive(found["bytes"])
+    is_issue = found["issue"] == 0 or _is_positive(found["issue"])
+    return is_issue and _is_positive(found["latency"]) and _is_positive(found["bytes"])
 
 
 def _is_point(point: object) -> bool:

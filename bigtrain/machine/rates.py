@@ -67,8 +67,8 @@ class MeasuredRates:
     link_kinds: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Exchanges by kind: `latency`, seconds of a small one, `bytes` per second that the busiest
     rank sends in a large one, as `collective_cost.sent_bytes` counts them, `curve`, pairs of the
-    bytes of a whole exchange and its seconds, and `after_work`, the same of ranks that have
-    computed since the last one."""
+    bytes of a whole exchange and its seconds, `after_work`, the same of ranks that have computed
+    since the last one, and `issue`; see `cluster.LinkSpec`."""
     problems: dict[str, str] = field(default_factory=dict)
     """What could not be measured, by part (compute, memory, disk, device, link), and why."""
 

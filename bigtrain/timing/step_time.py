@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Profile
 from bigtrain.costs.traffic import HOST_TRANSFERS, Traffic
-from bigtrain.machine.cluster import Cluster
+from bigtrain.machine.cluster import Cluster, CommOp
 from bigtrain.machine.collective_cost import collective_seconds as exchange_seconds
 from bigtrain.prediction.record_sections import RecordedSections
 from bigtrain.prediction.sections import OpLog, Section
@@ -230,9 +230,10 @@ class StepTimer:
         weights = split[1] / sum(split) if splits else 0.0
         stages = [_seconds(pace, sending, weights) for pace in paces]
         ranks = stage_ranks(schedule, plan.pp, len(paces) // plan.pp)
-        busy_seconds = [0.0] * plan.pp
-        for rank, pace in zip(ranks, paces, strict=True):
+        busy_seconds, rank_seconds = [0.0] * plan.pp, [0.0] * plan.pp
+        for rank, pace, with_sending in zip(ranks, paces, stages, strict=True):
             busy_seconds[rank] += micro_batches * pace.total
+            rank_seconds[rank] += micro_batches * sum(with_sending)
         per_rank = len(paces) // plan.pp
         is_short = 2 * len(paces) * micro_batches <= MAX_SIMULATED_ACTIONS
         bubble_fraction = None
@@ -241,9 +242,6 @@ class StepTimer:
                 schedule, plan.pp, micro_batches, per_rank, splits=splits
             )
         if bubble_fraction is not None:
-            rank_seconds = [0.0] * plan.pp
-            for rank, stage_seconds in zip(ranks, stages, strict=True):
-                rank_seconds[rank] += micro_batches * sum(stage_seconds)
             total = max(rank_seconds) / (1.0 - bubble_fraction)
         elif played:
             total = simulate_step(
@@ -252,14 +250,14 @@ class StepTimer:
         else:  # one micro-batch goes there and back through all stages
             total = sum(stage_seconds.forward + stage_seconds.inputs for stage_seconds in stages)
         # Where ranks take turns on the cores, those that wait leave them to the others.
-        total = max(total, self.oversubscription * sum(busy_seconds) / len(busy_seconds))
+        total = max(total, self.oversubscription * sum(rank_seconds) / len(rank_seconds))
         return max(busy_seconds), max(0.0, total - max(busy_seconds))
 
     def _sending(self, plan: Plan, profiles: Sequence[Profile]) -> float:
         """Seconds for what crosses a cut; on a GPU it hides but for where a rank waits for it."""
         nbytes = max((p.boundary.incoming for p in profiles), default=0)
         one = exchange_seconds("send", nbytes, 2, plan.tp, self.cluster, after_work=True)
-        return max(self._issue, one)
+        return max(self._issue, one + self._beside("send"))
 
     def _traffic(
         self, plan: Plan, profile: Profile, pace: PassSeconds, micro_batches: int
@@ -305,7 +303,13 @@ class StepTimer:
             return self.oversubscription * 2 * traffic.nbytes / self._nbytes
         arguments = (traffic.nbytes, traffic.ranks, traffic.stride, self.cluster, traffic.calls)
         between = traffic.overlaps in ("forward", "backward")
-        return exchange_seconds(traffic.kind, *arguments, after_work=between)
+        seconds = exchange_seconds(traffic.kind, *arguments, after_work=between)
+        return seconds + (traffic.calls * self._beside(traffic.kind) if traffic.in_hooks else 0.0)
+
+    def _beside(self, kind: CommOp) -> float:
+        """Seconds to issue it; see `LinkSpec.issue`."""
+        measured = self.cluster.inside.kinds.get(kind)
+        return measured.issue if measured else 0.0
 
 
 def product_efficiency(

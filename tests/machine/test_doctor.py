@@ -39,7 +39,13 @@ GIVEN = MeasuredRates(
     link_latency=1e-4,
     link_bytes=6e8,
     link_kinds={
-        "all_gather": {"latency": 2e-4, "bytes": 3e8, "curve": [[1e5, 1e-3]], "after_work": []}
+        "all_gather": {
+            "latency": 2e-4,
+            "bytes": 3e8,
+            "curve": [[1e5, 1e-3]],
+            "after_work": [],
+            "issue": 0.0,
+        }
     },
 )
 
@@ -118,6 +124,10 @@ def test_rates_are_measured_where_the_cache_is_damaged(first, cache):
     sizes = [[nbytes for nbytes, _ in curve] for curve in curves]
     assert all(each == sorted(each) and len(each) == 5 for each in sizes)
     assert all(1e-6 < seconds < 10 for curve in curves for _, seconds in curve)
+    # On a CPU hooks and actions take their time; broadcasts and the like are issued as they are.
+    issued = {kind for kind, figures in kinds.items() if figures["issue"] > 0}
+    assert issued == {"all_gather", "reduce_scatter", "send"}
+    assert all(figures["issue"] < 0.5 for figures in kinds.values())
     assert (found["to_device_bytes"] is not None) == torch.cuda.is_available()
     assert [file.name for file in (cache / "bigtrain").iterdir()] == ["rates.json"]
 
@@ -189,12 +199,30 @@ def test_launchers_that_allow_a_rank_one_thread_change_no_rates(home, monkeypatc
         {
             **asdict(GIVEN),
             "link_kinds": {
-                "send": {"latency": 1e-4, "bytes": "fast", "curve": [], "after_work": []}
+                "send": {
+                    "latency": 1e-4,
+                    "bytes": "fast",
+                    "curve": [],
+                    "after_work": [],
+                    "issue": 0.0,
+                }
             },
         },
         {
             **asdict(GIVEN),
-            "link_kinds": {"send": {"latency": 1e-4, "bytes": 1e9, "curve": [1], "after_work": []}},
+            "link_kinds": {
+                "send": {
+                    "latency": 1e-4,
+                    "bytes": 1e9,
+                    "curve": [1],
+                    "after_work": [],
+                    "issue": 0.0,
+                }
+            },
+        },
+        {
+            **asdict(GIVEN),
+            "link_kinds": {"send": {**GIVEN.link_kinds["all_gather"], "issue": -1.0}},
         },
         {**asdict(GIVEN), "link_kinds": None},
         {**asdict(GIVEN), "flops": {"fp32": 1e9}},

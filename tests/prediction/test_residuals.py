@@ -69,7 +69,13 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "bigtrain"
 
 
-_LINK = {"latency": 1e-4, "bytes": 1e9, "curve": [[1e3, 1e-4], [1e6, 1e-3]], "after_work": []}
+_LINK = {
+    "latency": 1e-4,
+    "bytes": 1e9,
+    "curve": [[1e3, 1e-4], [1e6, 1e-3]],
+    "after_work": [],
+    "issue": 0.0,
+}
 RATES = MeasuredRates(
     device="cpu",
     flops={"fp32": 1e11, "bf16": 1e11},

@@ -154,3 +154,60 @@ def test_one_message_has_nothing_to_hide_behind() -> None:
     found = timer.step(plan, [PassSeconds(100.0, 200.0)], [[profile]], 0.0)
     assert found.exchange == pytest.approx(2 * 7 / 8 * traffic.nbytes / 0.8e6, rel=1e-3)
     assert found.compute == 300.0
+
+
+def issuing(**seconds: float) -> Cluster:
+    """A core for each rank, and what it costs to issue an exchange."""
+    kinds = {
+        kind: {"latency": 1e-4, "bandwidth": 1e9, "issue": issue} for kind, issue in seconds.items()
+    }
+    here = CPU.model_dump()
+    here["inside"]["kinds"] = kinds
+    here["node"] |= {"devices": 8, "cores": 8}
+    return Cluster.model_validate(here)
+
+
+def test_hooks_of_fully_shard_take_time_for_every_unit_on_a_cpu() -> None:
+    plan, base = plan_of("fsdp", "cpu"), sections().base
+    profile = compose_profile(base, sections().sections)
+    paces = [PassSeconds(0.1, 0.2)]
+    free, costly = (
+        StepTimer(issuing(all_gather=gather, reduce_scatter=reduce)).step(
+            plan, paces, [[profile]], 0.0
+        )
+        for gather, reduce in ((0.0, 0.0), (0.001, 0.01))
+    )
+    units = 3  # two blocks, and what is in none, which is gathered once
+    assert costly.exchange - free.exchange == pytest.approx(5 * 0.001 + units * 0.01)
+    ddp = plan_of("ddp", "cpu")
+    told = [
+        StepTimer(issuing(all_reduce=issue)).step(ddp, paces, [[profile]], 0.0).exchange
+        for issue in (0.0, 0.01)
+    ]
+    assert told[0] == told[1]  # it has no such hooks
+
+
+def test_every_action_of_a_schedule_takes_time_on_a_cpu() -> None:
+    plan = plan_of("1f1b", "cpu")
+    profile = compose_profile(sections().base, sections().sections)
+    paces = [PassSeconds(0.1, 0.2)] * plan.pp
+    free, costly = (
+        StepTimer(issuing(send=issue)).step(plan, paces, [[profile]], 0.0) for issue in (0.0, 0.01)
+    )
+    # There and back for every micro-batch, and of the stages before and behind.
+    actions = 2 * (plan.batch.accumulation_steps + plan.pp - 1)
+    assert costly.total - free.total == pytest.approx(actions * 0.01)
+
+
+def test_who_waits_leaves_the_cores_to_others_but_sending_is_work_too() -> None:
+    """Eight stages on two cores: what all do takes four times as long as on a core each."""
+    plan = plan_of("1f1b", "cpu")
+    profile = compose_profile(sections().base, sections().sections)
+    crowded = issuing(send=0.01).model_dump()
+    crowded["node"]["cores"] = 2
+    paces = [PassSeconds(0.1, 0.2)] * plan.pp
+    timer = StepTimer(Cluster.model_validate(crowded))
+    found = timer.step(plan, paces, [[profile]], 0.0)
+    micro_batches = plan.batch.accumulation_steps
+    sent = timer._sending(plan, [profile])
+    assert found.total >= 8 / 2 * micro_batches * (0.3 + 2 * sent)

@@ -200,7 +200,8 @@ class _UnitTraffic:
         behind: OverlapPhase,
     ) -> Traffic:
         stride = self._plan.pp * self._plan.tp
-        return Traffic(kind, nbytes, calls, "micro_batch", behind, self._ranks, stride)
+        group = (self._ranks, stride)
+        return Traffic(kind, nbytes, calls, "micro_batch", behind, *group, in_hooks=True)
 
     def _copied(self, nbytes: int, behind: OverlapPhase) -> Traffic:
         """Shards into one buffer, what was gathered out of one, and gradients into one."""
