@@ -6,13 +6,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-full check setup system clean help
+.PHONY: train test test-full check gpu setup system clean help
 
 help:
 	@echo "make train   train a small language model on two ranks (two to three minutes)"
 	@echo "make test    run the tests"
 	@echo "make test-full  run those, too, that prove the same at greater length"
 	@echo "make check   style and types only"
+	@echo "make gpu     what bigtrain promises, run on this machine: a table and one JSON file"
 
 setup: $(READY)
 
@@ -58,6 +59,9 @@ check: $(READY)
 	$(BIN)/codespell --skip benchmarks/results bigtrain strategies configs benchmarks examples docs *.md *.py Makefile
 	$(BIN)/mypy
 	MYPYPATH=benchmarks $(BIN)/mypy benchmarks
+
+gpu: $(READY)
+	$(BIN)/bigtrain doctor --check
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

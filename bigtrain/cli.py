@@ -52,6 +52,10 @@ def _guarded(command: str, arguments: list[str]) -> int:
         from bigtrain.compare.command import main as run
     elif command == "verify":
         from bigtrain.verify.command import main as run
+    elif command == "doctor" and "--check" in arguments:
+        from bigtrain.compare.checklist import main as run
+
+        arguments = [word for word in arguments if word != "--check"]
     elif command == "doctor":
         from bigtrain.machine.doctor import main as run
     else:

@@ -7,6 +7,7 @@ refused in one line, by name. Nothing else of bigtrain asks a kind's module itse
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -72,7 +73,7 @@ def tracing_device(kind: str) -> torch.device:
 
     With an index, so that they go together with those of a later moment; with a context, which a
     backward pass on fakes needs and does not make. Where there is none of the kind, the CPU: torch
-    has no backward pass on fakes for it there, and what it chooses of a GPU's kernels is not that.
+    has no backward pass on fakes for it there; `tensors.cuda_program` has them keep what CUDA's do.
     """
     device = current_device(kind)
     if device.index is not None:
@@ -84,10 +85,10 @@ def tracing_note(kind: str) -> str | None:
     """What is to be said of forecasts that are not made by the kernels of the run."""
     if kind not in KINDS or accelerator() == kind:
         return None
-    return (
-        f"torch sees no {kind} device here, so the forecast is of the CPU's kernels: those of "
-        f"{kind} keep other things for the backward pass"
-    )
+    seen = f"torch sees no {kind} device here, so the forecast is of the CPU's kernels"
+    if kind == "cuda":
+        return f"{seen}, with CUDA's autocast, dropout and attention; workspaces are not in it"
+    return f"{seen}: those of {kind} keep other things for the backward pass"
 
 
 def set_current(device: torch.device) -> None:
@@ -132,6 +133,20 @@ def start_kernels(device: torch.device) -> None:
         rows = torch.ones(16, 16, device=device, dtype=kind, requires_grad=True)
         (rows @ rows).sum().backward()  # type: ignore[no-untyped-call]
     synchronize(device)
+
+
+def grow_segments(environ: MutableMapping[str, str]) -> None:
+    """Let the allocator grow what it has of a device instead of taking more that fits nothing else.
+
+    To be called before a tensor is on the device. It leaves the user's own settings as they are;
+    ROCm has no such segments everywhere, and says so itself.
+
+    Args:
+        environ: of this process.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    if not any(name in environ for name in names):
+        environ[names[1]] = "expandable_segments:True"
 
 
 def reset_peaks(device: torch.device) -> int:

@@ -18,7 +18,7 @@ from rich.console import Console
 from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.core.strategy import Plan
 from bigtrain.data import prepare_data
-from bigtrain.devices import is_accelerator, set_current
+from bigtrain.devices import grow_segments, is_accelerator, set_current
 from bigtrain.engine.adapt import adapt_on_oom
 from bigtrain.engine.checkpoint import find_checkpoint, newest_checkpoint
 from bigtrain.engine.engine import Engine
@@ -49,6 +49,7 @@ def main(arguments: list[str]) -> int:
     plan = make_plan(job, placement.world_size, device_type_of(job))
     check_job(job)
     if not options.dry_run:  # before a forecast touches a GPU: each rank its own
+        grow_segments(os.environ)
         set_current(pick_device(job.device, placement, os.environ))
     # Without a download everything that can be refused is refused before the ranks connect.
     download = bool(job.data.args.get("download"))

@@ -182,16 +182,19 @@ def connect_deepspeed(context: RunContext, closing: ExitStack) -> Any:
         The library.
 
     Raises:
-        ConfigError: there is no process group.
+        ConfigError: there is no process group, or DeepSpeed has served another kind of device.
     """
     deepspeed = load_deepspeed(context.device.type)
+    here, served = context.device.type, deepspeed.get_accelerator().device_name()
+    if served != here:
+        taken = f"DeepSpeed serves one kind of device in a process, here {served}"
+        raise ConfigError(f"{taken}, and this run is on {here}. Start a new process.")
     if not dist.is_initialized():
         raise ConfigError(
             "DeepSpeed needs a process group, for one rank, too. Use bigtrain.prepare, or "
             "bigtrain.connect(..., force_group=True)."
         )
-    # DeepSpeed reads it all the time, and takes it for the number of its device. Only some
-    # launchers set it, and where each rank sees one GPU alone it is not that.
+    # DeepSpeed takes it for the number of its device: not so where each rank sees one GPU alone.
     number = context.device.index if is_accelerator(context.device) else context.local_rank
     closing.enter_context(changed_environment(LOCAL_RANK=str(number)))
     # What it keeps of a group outlives the group, and a second engine may have another one.

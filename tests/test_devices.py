@@ -125,6 +125,16 @@ def test_the_peak_is_what_tensors_requested_above_what_kernels_keep(
     assert devices.allocator_peaks(SECOND).requested == 1536
 
 
+def test_segments_grow_unless_the_user_has_said_how() -> None:
+    for given in ({"PYTORCH_ALLOC_CONF": "x:1"}, {"PYTORCH_CUDA_ALLOC_CONF": ""}):
+        environ = dict(given)
+        devices.grow_segments(environ)
+        assert environ == given
+    environ = {}
+    devices.grow_segments(environ)
+    assert environ == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
 def test_the_rest_asks_for_no_kind_of_device_itself() -> None:
     own = [
         path

@@ -83,6 +83,9 @@ class Profile:
     gradient_births: tuple[int, ...] = ()
     """In `first`, the tick at which the gradient of each trained parameter is made, in the order
     in which the model lists these; empty where it is not known."""
+    viewed_births: tuple[int, ...] = ()
+    """Those of them of whose parameters autograd keeps a part for the backward pass: the view
+    keeps the whole. Noted where a technique replaces the products, see `Traits`."""
     untraceable: str | None = None
     """Why the timelines are empty, where the model could not run on fake tensors."""
 

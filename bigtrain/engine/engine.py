@@ -42,7 +42,7 @@ from bigtrain.engine.out_of_memory import (
 )
 from bigtrain.engine.probe_loss import agree_on_loss
 from bigtrain.engine.remedies import ForecastInputs
-from bigtrain.engine.seeds import deterministic, seed_everything
+from bigtrain.engine.seeds import kernels_as_asked, seed_everything
 from bigtrain.errors import ConfigError, NonFiniteError
 from bigtrain.job.schema import Job
 from bigtrain.losses.loss import Loss, as_loss
@@ -153,8 +153,7 @@ class Engine:
         if example is not None:
             self._predict(workload)
         seed_everything(context.seed, context.rank)
-        if job.train.deterministic:
-            self._closing.enter_context(deterministic(context.device))
+        self._closing.enter_context(kernels_as_asked(job.train, context.device))
         importlib.import_module("torch._dynamo")  # by every optimizer: not the run's memory
         self.limit_bytes = available_bytes(job.memory.cap, context.device, context.local_world_size)
         """What this rank could take before it was built, in bytes."""

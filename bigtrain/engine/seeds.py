@@ -10,18 +10,31 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from bigtrain.devices import is_accelerator
+from bigtrain.job.schema import TrainConfig
+
 
 @contextmanager
-def deterministic(device: torch.device) -> Iterator[None]:
-    """Only kernels that give the same bits each time; torch names those that cannot."""
-    if device.type == "cuda":  # cuBLAS asks for this before its first call
+def kernels_as_asked(train: TrainConfig, device: torch.device) -> Iterator[None]:
+    """Kernels that give the same bits each time, where `deterministic`, and as exact as `matmul`.
+
+    torch names the kernels that cannot give the same bits. On a CPU `matmul` changes nothing.
+    """
+    if train.deterministic and device.type == "cuda":  # cuBLAS asks for it before its first call
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    precision, in_tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.use_deterministic_algorithms(train.deterministic or was_deterministic)
+    if is_accelerator(device):
+        torch.set_float32_matmul_precision(train.matmul)
+        torch.backends.cudnn.allow_tf32 = train.matmul != "highest"  # torch's own is True
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(was_deterministic)
+        if is_accelerator(device):
+            torch.set_float32_matmul_precision(precision)
+            torch.backends.cudnn.allow_tf32 = in_tf32
 
 
 def seed_everything(seed: int, rank: int) -> None:

@@ -19,6 +19,7 @@ from bigtrain.data import (
     open_data,
     validation_batches,
 )
+from bigtrain.devices import is_accelerator
 from bigtrain.engine.checkpoint import find_checkpoint
 from bigtrain.engine.choose_loss import check_chunks, choose_loss
 from bigtrain.engine.engine import Engine
@@ -27,10 +28,14 @@ from bigtrain.errors import ConfigError
 from bigtrain.job.import_path import load_object
 from bigtrain.job.schema import Job
 from bigtrain.losses.loss import Loss, as_loss
+from bigtrain.machine.rates import usable_cores
 from bigtrain.models import check_model, make_model, model_defaults, sequence_length, task_of
 from bigtrain.models.blueprint import Blueprint, describe
 from bigtrain.optim.factory import learning_rate, optimizer_factory
 from bigtrain.ranks.context import RunContext
+
+MAX_WORKERS = 4
+"""Processes of a rank on a GPU that read ahead, unless a job says how many."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +86,18 @@ class RunSetup:
             dp_size=context.dp_size,
             micro_batch_size=self.plan.batch.micro_size,
             samples_seen=samples_seen,
-            workers=self.job.data.workers,
-            pin_memory=context.device.type == "cuda",
+            workers=self._workers(context),
+            pin_memory=is_accelerator(context.device),
             collate=self.data.collate,
         )
+
+    def _workers(self, context: RunContext) -> int:
+        """See `DataConfig.workers`."""
+        if self.job.data.workers is not None:
+            return self.job.data.workers
+        if not is_accelerator(context.device):
+            return 0
+        return min(MAX_WORKERS, usable_cores() // max(1, context.local_world_size))
 
     def validation_batches(self, context: RunContext) -> Iterable[MicroBatch]:
         """The share of this rank in the held-out samples; nothing where there are none."""
@@ -96,7 +109,8 @@ class RunSetup:
             dp_rank=context.dp_rank,
             dp_size=context.dp_size,
             micro_batch_size=self.plan.batch.micro_size,
-            pin_memory=context.device.type == "cuda",
+            workers=self._workers(context),
+            pin_memory=is_accelerator(context.device),
             collate=self.data.collate,
         )
 

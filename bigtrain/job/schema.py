@@ -68,8 +68,9 @@ class DataConfig(ConfigSection):
     """The file or folder of the source; for text, left out, the Python library's own source."""
     args: dict[str, Any] = {}
     """Arguments of the source."""
-    workers: int = Field(0, ge=0)
-    """Processes per rank that read samples ahead; 0 reads in the training process."""
+    workers: int | None = Field(None, ge=0)
+    """Processes per rank that read samples ahead; 0 reads in the training process. Left out, none
+    on a CPU, and on a GPU as many as there are cores for each rank, 4 at most."""
 
 
 class OptimConfig(ConfigSection):
@@ -172,6 +173,9 @@ class TrainConfig(ConfigSection):
     """BatchNorm statistics over all ranks (CUDA only)."""
     deterministic: bool = False
     """Only deterministic kernels (torch.use_deterministic_algorithms)."""
+    matmul: Literal["highest", "high"] = "highest"
+    """On a GPU: products and convolutions of fp32 numbers in fp32, or in TF32 (`high`), which keeps
+    10 bits of each factor and is several times as fast."""
 
     @model_validator(mode="after")
     def _one_length(self) -> TrainConfig:

@@ -108,6 +108,9 @@ def main(arguments: list[str]) -> int:
     measuring.add_argument(
         "--again", action="store_true", help="measure the rates, also where they are kept"
     )
+    measuring.add_argument(  # of `bigtrain.compare.checklist`, to which it goes
+        "--check", action="store_true", help="run what bigtrain promises, each held to a rule"
+    )
     options = parser.parse_args(arguments)
     report = examine_machine()
     if not options.no_rates:
@@ -143,7 +146,8 @@ def _versions() -> dict[str, dict[str, str | None]]:
     for name, fix in _LIBRARIES.items():
         version = installed_version(name)
         versions[name] = {"version": version, "fix": None if version else fix}
-    versions["torch"]["cuda"] = torch.version.cuda
+    for key in ("cuda", "hip", "xpu"):
+        versions["torch"][key] = getattr(torch.version, key, None)
     return versions
 
 
@@ -294,8 +298,14 @@ def _version_lines(versions: Mapping[str, Any]) -> Lines:
     lines = [
         (name, entry["version"] or f"missing: {entry['fix']}") for name, entry in versions.items()
     ]
-    cuda = versions["torch"]["cuda"]
-    built = f"built for CUDA {cuda}" if cuda else "built for the CPU alone"
+    built = next(
+        (
+            f"built for {name} {versions['torch'][key]}"
+            for key, name in (("cuda", "CUDA"), ("hip", "ROCm"), ("xpu", "XPU"))
+            if versions["torch"][key]
+        ),
+        "built for the CPU alone",
+    )
     return [(n, f"{text} ({built})" if n == "torch" else text) for n, text in lines]
 
 

@@ -128,7 +128,12 @@ class PartitionedUpdate:
         }
         self._state_store.ensure_space(
             sum(self._bytes(cuts) for cuts in own_slices.values()),
-            sum(self._bytes(cuts) for name, cuts in own_slices.items() if self._copies(name)),
+            [
+                self._bytes([cut])
+                for name, cuts in own_slices.items()
+                for cut in cuts
+                if self._copies(name)
+            ],
             make_optimizer,
         )
         for name, cuts in own_slices.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -59,13 +59,13 @@ class StateStore:
     """Whether to update a chunk at a time, so that little of the state is in memory at once."""
 
     def ensure_space(
-        self, updated_bytes: int, copied_bytes: int, make_optimizer: MakeOptimizer
+        self, updated_bytes: int, copied: Sequence[int], make_optimizer: MakeOptimizer
     ) -> None:
         """Make sure of the room, before anything is moved. Collective.
 
         Args:
             updated_bytes: bytes of the pieces that this rank updates.
-            copied_bytes: bytes of those of which a copy is kept beside the parameters.
+            copied: bytes of each of which a copy is kept beside the parameters.
             make_optimizer: tells how much state there is for each of these bytes.
 
         Raises:
@@ -122,12 +122,10 @@ class DiskStateStore(StateStore):
         self._file = ScratchFile(folder, "The optimizer's state lives there")
 
     def ensure_space(
-        self, updated_bytes: int, copied_bytes: int, make_optimizer: MakeOptimizer
+        self, updated_bytes: int, copied: Sequence[int], make_optimizer: MakeOptimizer
     ) -> None:
         """See `StateStore.ensure_space`. The blocks are taken at once."""
-        needed = copied_bytes + round(
-            updated_bytes * state_bytes_per_parameter_byte(make_optimizer)
-        )
+        needed = sum(copied) + round(updated_bytes * state_bytes_per_parameter_byte(make_optimizer))
         where, free = str(os.fstat(self._file.fd).st_dev), free_disk_bytes(self._folder)
         shortage = find_shortage(_gather_requests(self._context, where, needed, free))
         if shortage is not None:
@@ -211,12 +209,11 @@ class HostStateStore(StateStore):
         self._copies = copies or HostCopies(context.device)
 
     def ensure_space(
-        self, updated_bytes: int, copied_bytes: int, make_optimizer: MakeOptimizer
+        self, updated_bytes: int, copied: Sequence[int], make_optimizer: MakeOptimizer
     ) -> None:
         """See `StateStore.ensure_space`."""
-        needed = copied_bytes + round(
-            updated_bytes * state_bytes_per_parameter_byte(make_optimizer)
-        )
+        state = round(updated_bytes * state_bytes_per_parameter_byte(make_optimizer))
+        needed = state + sum(map(self._copies.host_bytes, copied))
         free = free_host_bytes()
         if free is None:
             return
@@ -233,9 +230,12 @@ class HostStateStore(StateStore):
         staging = self._copies.host_buffer(like)
         self._copies.copy(staging, gradient)
         wait = self._copies.host_wait()
+        # A stream that reads it does not keep the allocator from handing it out again.
+        read = [gradient] if self._copies.beside else []
 
         def wait_and_get() -> Tensor:
             wait()
+            read.clear()
             return staging
 
         return wait_and_get

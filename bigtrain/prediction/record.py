@@ -7,7 +7,7 @@ the tensors are missing. So the timelines are those of the run, storage by stora
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigtrain.activations.policy import BlockPolicy, apply_policies, recomputed_names
@@ -35,6 +36,7 @@ from bigtrain.models.bf16_parameters import bf16_parameter_names
 from bigtrain.optim.update import MakeOptimizer, state_bytes_by_slot
 from bigtrain.prediction.block_ticks import BlockTickRecorder
 from bigtrain.ranks.context import RunContext
+from bigtrain.tensors.cuda_program import cuda_program
 from bigtrain.tensors.fake import NormStatistics, fake_model
 
 
@@ -80,6 +82,8 @@ class FakeRun:
     """See `state_bytes_by_slot`."""
     gradient_births: tuple[int, ...] = ()
     """See `Profile.gradient_births`."""
+    viewed_births: tuple[int, ...] = ()
+    """See `Profile.viewed_births`."""
     first_step: FakeRun | None = None
     """The first step, where it was taken with two micro-batches of another size."""
     later: FakeRun | None = None
@@ -159,7 +163,9 @@ def record_steps(
     ]
     widths = state_bytes_by_slot(workload.make_optimizer)
     tracker = StorageTracker(fake=True)
-    with FakeTensorMode(), NormStatistics(), tracker:  # type: ignore[no-untyped-call]
+    of_cuda = plan.device_type == "cuda" and device.type == "cpu"
+    program = cuda_program() if of_cuda else nullcontext()
+    with program, FakeTensorMode(), NormStatistics(of_cuda=of_cuda), tracker:
         fake = fake_model(workload.model, device, double=plan.precision == "fp64")
         for name in bf16_parameter_names(fake) if plan.bf16_parameters else ():
             parameter = fake.get_parameter(name)
@@ -180,26 +186,63 @@ def record_steps(
         runner = unit.runner(assembly, tracker)
         cut_through = getattr(root, "cut_through", ())
         choices = {n: choice for n, choice in resolved.policies.items() if n not in cut_through}
+        views = _SavedViews(root.parameters() if plan.replicate.replaces_products else ())
         with ExitStack() as noting:
+            noting.enter_context(views.noting())
             for hook in hooks:  # before the ticks: what they do to a gradient comes before it
                 noting.enter_context(hook(fake, tracker))
             ticks = BlockTickRecorder(root, tracker, choices)
-            births: list[tuple[int, ...]] = []
-            marks = unit.steps(runner, batches, partial(_step, tracker, births))
+            births: list[_Births] = []
+            marks = unit.steps(runner, batches, partial(_step, tracker, births, views))
         timeline = tracker.timeline()
         sizes = [storage_bytes(batch.tensors()) for batch in batches]
     given = (fake, runner, choices, timeline)
     first, *others = (
-        FakeRun(*given, one, ticks, sizes[-1], widths, born)
+        FakeRun(*given, one, ticks, sizes[-1], widths, born.all_trained, born.of_viewed)
         for one, born in zip(marks, births, strict=True)
     )
     earlier = replace(first, batch_bytes=sizes[0]) if len(batches) > 1 else None
     return replace(others[0], first_step=earlier, later=others[1] if others[1:] else None)
 
 
+@dataclass(frozen=True)
+class _Births:
+    """The ticks at which gradients are made; see `Profile`."""
+
+    all_trained: tuple[int, ...]
+    of_viewed: tuple[int, ...]
+
+
+class _SavedViews:
+    """Notes of which parameters a part is saved for the backward pass.
+
+    Args:
+        parameters: those to look for.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self.found: set[nn.Parameter] = set()
+
+    def noting(self) -> AbstractContextManager[object]:
+        """To be entered around all passes."""
+        if not self._parameters:
+            return nullcontext()
+        by_storage = {p.untyped_storage()._cdata: p for p in self._parameters}
+
+        def note(tensor: Tensor) -> Tensor:
+            owner = by_storage.get(tensor.untyped_storage()._cdata)
+            if owner is not None and tensor.numel() < owner.numel():
+                self.found.add(owner)
+            return tensor
+
+        return saved_tensors_hooks(note, lambda tensor: tensor)
+
+
 def _step(
     tracker: StorageTracker,
-    births: list[tuple[int, ...]],
+    births: list[_Births],
+    views: _SavedViews,
     runner: LoopRunner,
     batches: Sequence[MicroBatch],
 ) -> tuple[int, ...]:
@@ -212,9 +255,11 @@ def _step(
         runner.begin_step()  # where gradients are released there is no second one
         runner.run_micro_batch(batch, 1.0)
         if len(ticks) == 1:
-            made = [p.grad for p in runner.module.parameters() if p.requires_grad]
-            known = [tracker.birth_of(gradient) for gradient in made if gradient is not None]
-            births.append(tuple(known) if len(known) == len(made) else ())
+            trained = [p for p in runner.module.parameters() if p.requires_grad]
+            known = {p: tracker.birth_of(p.grad) for p in trained if p.grad is not None}
+            is_all = len(known) == len(trained)
+            of_viewed = tuple(birth for p, birth in known.items() if p in views.found)
+            births.append(_Births(tuple(known.values()) if is_all else (), of_viewed))
         ticks.append(tracker.clock)
     runner.meter.phase("step")
     runner.clip()
@@ -248,6 +293,7 @@ def profile_from_run(run: FakeRun, plan: Plan) -> Profile:
         ),
         recomputed=recomputed_names(run.choices),
         gradient_births=run.gradient_births,
+        viewed_births=run.viewed_births,
     )
 
 

@@ -23,11 +23,18 @@ _NORMS = (
 
 
 class NormStatistics(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Statistics of norms in the precision of the CPU's kernels, entered inside a fake mode.
+    """Statistics of norms in the precision of the kernels, entered inside a fake mode.
 
-    torch's fakes have those of a low input in its precision; the kernels have them in float32
-    where anything else that they are given is float32, and keep them for the backward pass.
+    torch's fakes have those of a low input in its precision; kernels keep them in float32 for the
+    backward pass, those of the CPU where anything else that they are given is float32.
+
+    Args:
+        of_cuda: whether the kernels are CUDA's.
     """
+
+    def __init__(self, *, of_cuda: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._of_cuda = of_cuda
 
     def __torch_dispatch__(
         self,
@@ -42,7 +49,7 @@ class NormStatistics(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func not in _NORMS or result[0].device.type != "cpu" or args[0].dtype not in _LOW:
             return result
         others = [leaf for leaf in args[1:] if isinstance(leaf, Tensor)]
-        if all(other.dtype != torch.float32 for other in others):
+        if not self._of_cuda and all(other.dtype != torch.float32 for other in others):
             return result
         return (result[0], *(statistic.float() for statistic in result[1:]))
 

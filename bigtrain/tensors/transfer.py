@@ -83,6 +83,15 @@ class HostCopies:
         self._device = device
         self._stream = side_stream(device)
 
+    @property
+    def beside(self) -> bool:
+        """Whether copies go on beside what is computed, so that they end later than the call."""
+        return self._stream is not None
+
+    def host_bytes(self, nbytes: int) -> int:
+        """What the host gives for a buffer of so many: pinned memory comes in powers of two."""
+        return 1 << (nbytes - 1).bit_length() if self._stream is not None and nbytes else nbytes
+
     def host_buffer(self, like: Tensor) -> Tensor:
         """Memory of the host for the values of a tensor: pinned, where copies are beside."""
         # Torch keeps pinned memory that is free for the next one who wants as much.

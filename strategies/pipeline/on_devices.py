@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.traits import CutTraits
+from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.pipeline.local_chain import StageChain
 from bigtrain.strategies.pipeline import (
@@ -40,6 +41,12 @@ class DevicePipeline(Pipeline):
                     f"strategy.cut.devices={self.devices} lays them on devices of one process. "
                     "Leave it out, or leave strategy.cut.devices out."
                 )
+        if plan.dp > 1 and is_accelerator(plan.device_type):
+            raise ConfigError(
+                f"strategy.cut.devices={self.devices} has the parameters of a process on several "
+                f"GPUs, and mesh.dp={plan.dp} replicas are averaged from one. Use mesh.dp=1, or "
+                "leave strategy.cut.devices out: stages are on ranks then."
+            )
         if self.devices is not None:
             refuse_missing_devices(self.devices, plan)
             where = f"strategy.cut.devices={self.devices}"

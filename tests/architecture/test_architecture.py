@@ -54,7 +54,7 @@ COMMANDS = {
     "compare": _SIDES | {"--cap", "--largest", "--picture"},
     "verify": _SIDES | {"--optimizer", "--fuzz", "--seed"},
     "strategies": {"-h", "--help", "--json"},
-    "doctor": {"-h", "--help", "--json", "--no-rates", "--again"},
+    "doctor": {"-h", "--help", "--json", "--no-rates", "--again", "--check"},
 }
 HEADINGS = ("Memory:", "Communication:", "Constraints:", "Example:")
 READ_INDIRECTLY = {f"strategy.{role}": "by name, in StrategyConfig.roles" for role in ROLES}

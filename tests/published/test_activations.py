@@ -22,6 +22,7 @@ from bigtrain.assembly.make_plan import make_plan
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.workload import Workload
 from bigtrain.data import MicroBatch
+from bigtrain.devices import accelerator
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.models.gpt import GPT, GPTConfig
@@ -315,21 +316,23 @@ def held(profile) -> int:
     return sum(span.nbytes for span in alive if span.kind == "activations")
 
 
-def profiled(model: nn.Module, inputs: Tensor, targets: Tensor, loss, **keys) -> int:
+def profiled(
+    model: nn.Module, inputs: Tensor, targets: Tensor, loss, device: str = "cpu", **keys
+) -> int:
     job = job_from_keys("single", {"train.global_batch_size": 4, **keys})
     example = MicroBatch(inputs, targets, 4, 4)
-    plan = make_plan(job, 1, "cpu")
+    plan = make_plan(job, 1, device)
     return held(make_profile(Workload(model, example, loss, sgd), ResolvedPlan.of(plan, model)))
 
 
-def of_one_layer(**keys) -> int:
+def of_one_layer(dtype: torch.dtype = torch.bfloat16, **keys) -> int:
     """What one layer more keeps, of the 22B model's shape."""
     model, _, _, _, _, _, b = MODELS["22B"]
     sizes = []
     for count in (2, 3):  # one alone is no block
         with torch.device("meta"):
-            layers = Layers(count, model.width, model.num_heads).to(torch.bfloat16)
-            x = torch.empty(model.sequence_length, b, model.width, dtype=torch.bfloat16)
+            layers = Layers(count, model.width, model.num_heads).to(dtype)
+            x = torch.empty(model.sequence_length, b, model.width, dtype=dtype)
         sizes.append(profiled(layers, x, torch.empty(1), Total(), **keys))
     return sizes[1] - sizes[0]
 
@@ -354,6 +357,32 @@ def test_profiles_know_what_a_layer_keeps():
     core = {"mode": "full", "layers": ["layers.*.core"]}
     like_the_paper = of_one_layer(**{"strategy.recompute": core})
     assert like_the_paper == model.activation_bytes(b, recompute="selective") + 2 * sbh + norms
+
+
+@pytest.mark.skipif(accelerator() is not None, reason="its own kernels are traced")
+def test_profiles_for_cuda_know_it_without_one():
+    """Traced on a CPU for CUDA: the formula to the byte, and means and deviations of two norms."""
+    model, _, _, _, _, _, b = MODELS["22B"]
+    sb = model.sequence_length * b
+    assert of_one_layer(device="cuda") == model.activation_bytes(b) + 16 * sb
+
+
+@pytest.mark.skipif(accelerator() is not None, reason="its own kernels are traced")
+def test_profiles_for_cuda_follow_its_autocast():
+    """fp32 parameters under autocast, which computes norms and softmax in fp32.
+
+    More than in pure bf16: the inputs of both norms, 4sbh; the softmax's result in fp32 beside what
+    is multiplied, 2as^2b; and the weights in bf16, 24h^2.
+    """
+    model, _, _, _, _, _, b = MODELS["22B"]
+    h, sb = model.width, model.sequence_length * b
+    scores = sb * model.sequence_length * model.num_heads
+    paper = model.activation_bytes(b) + 16 * sb
+    keys = {"train.precision": "bf16"}
+    found = of_one_layer(torch.float32, device="cuda", **keys)
+    assert found == paper + 4 * sb * h + 2 * scores + 24 * h * h
+    # A CPU's own autocast leaves what is in bf16 there, and its masks are wider.
+    assert of_one_layer(torch.float32, **keys) != found
 
 
 GPT_SHAPE = {"vocab_size": 64, "sequence_length": 32, "width": 48, "num_heads": 3}

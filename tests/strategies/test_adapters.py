@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import warnings
+from contextlib import ExitStack
 from dataclasses import replace
+from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
@@ -18,6 +20,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys, load_job
 from bigtrain.machine import doctor, libraries
 from bigtrain.machine.libraries import ForeignLibrary, foreign_names
+from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.launcher_env import SINGLE_RANK
 from bigtrain.report.lines import dry_run_lines
 from bigtrain.strategies import deepspeed_adapter, fairscale_adapter
@@ -89,6 +92,14 @@ def test_another_version_than_those_seen_is_told_once(library, strategy, ranks, 
     assert lines[0].startswith(f"{library} 9.9 is installed, and was never tried here")
     assert f"`{LIBRARIES[library].fix}`" in lines[0]
     assert make_plan(job_from_keys("ddp", {}), ranks, "cpu").warnings == []
+
+
+def test_deepspeed_serves_one_kind_of_device_in_a_process(monkeypatch):
+    load_deepspeed("cpu")
+    accelerator = import_module("deepspeed.accelerator").get_accelerator()
+    monkeypatch.setattr(accelerator, "device_name", lambda *_: "cuda")
+    with pytest.raises(ConfigError, match=r"here cuda, .* run is on cpu\. Start a new process"):
+        deepspeed_adapter.connect_deepspeed(RunContext.alone(), ExitStack())
 
 
 def test_rank_0_tells_before_the_ranks_connect_and_a_dry_run_does(capsys, monkeypatch):

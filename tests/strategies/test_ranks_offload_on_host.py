@@ -136,7 +136,7 @@ def build_with_little_memory(context, free: int) -> str:
     make = torch.optim.AdamW
     try:
         HostStateStore(context).ensure_space(
-            updated_bytes=400, copied_bytes=400, make_optimizer=make
+            updated_bytes=400, copied=[300, 100], make_optimizer=make
         )
     except ConfigError as error:
         return str(error)

@@ -8,6 +8,7 @@ import os
 import random
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,6 +19,8 @@ from torch import nn
 
 from bigtrain.activations.offload import ActivationOffloader
 from bigtrain.errors import BigtrainError, ConfigError
+from bigtrain.optim.state_store import HostStateStore
+from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.transfer import FileAllocator, HostCopies, HostTransfer
 
 
@@ -227,6 +230,36 @@ def test_the_host_waits_for_one_copy_where_it_needs_the_values(cuda):
     assert cuda.told == ["pinned", *COPY, "side marks 1"]
     wait()
     assert cuda.told.pop() == "the host waits for 1"
+
+
+def test_pinned_memory_comes_in_powers_of_two(cuda):
+    copies = HostCopies(torch.device("cuda", 0))
+    assert [copies.host_bytes(n) for n in (0, 1, 4096, 4097, 3 << 20)] == [
+        0,
+        1,
+        4096,
+        8192,
+        4 << 20,
+    ]
+    assert HostCopies(torch.device("cpu")).host_bytes(4097) == 4097
+
+
+def test_a_gradient_is_there_until_its_copy_is_made(cuda):
+    """A temporary that nobody else holds: its memory would be handed out while it is read."""
+    store = HostStateStore(RunContext.alone(), HostCopies(torch.device("cuda", 0)))
+    gradient = torch.ones(8)
+    alive = weakref.ref(gradient)
+    wait = store.begin_copy(gradient, torch.zeros(8))
+    del gradient
+    assert alive() is not None
+    assert torch.equal(wait(), torch.ones(8))
+    assert alive() is None
+    # Of a CPU it is made at once, and holds nothing.
+    gradient = torch.ones(8)
+    alive = weakref.ref(gradient)
+    HostStateStore(RunContext.alone()).begin_copy(gradient, torch.zeros(8))
+    del gradient
+    assert alive() is None
 
 
 def test_of_a_cpu_copies_are_made_at_once():

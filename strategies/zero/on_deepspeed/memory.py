@@ -148,6 +148,8 @@ class _Backward:
     """By birth; each lives until it is added to what there is."""
     offsets: tuple[int, ...]
     """Of each of them, where it begins among the gradients of all parameters in a row, in bytes."""
+    viewed: frozenset[int] = frozenset()
+    """Births of the gradients of parameters of which a view is saved; see `Profile`."""
     again: tuple[tuple[int, int], ...] = ()
     """From when to when blocks are computed again and gone back through."""
 
@@ -172,6 +174,7 @@ class _Backward:
             passes["later"] if is_alike else Timeline(tuple(later), passes["first"].phases),
             tuple(now for _, now in pairs),
             tuple(offsets[birth] for birth, _ in pairs),
+            frozenset(now.birth for birth, now in pairs if birth in profile.viewed_births),
             _again(profile, int(is_alike)),
         )
 
@@ -314,6 +317,9 @@ class _Backward:
             # A block that is computed again has its parameters whole from then on.
             begin = min([begin, *(a for a, b in self.again if a <= gradient.birth <= b)])
             spans.append(Span(gradient.nbytes + ahead, "parameters", begin, gradient.death))
+            if gradient.birth in self.viewed:  # of the forward pass: the whole, by its view
+                start = self.timeline.phases[0][0]
+                spans.append(Span(gradient.nbytes, "parameters", start, gradient.birth))
         return Timeline((*self.timeline.spans, *spans), self.timeline.phases)
 
 

@@ -56,6 +56,15 @@ def test_what_an_engine_cannot_do_is_refused(message: str) -> None:
         make_plan(job_from_keys(strategy, {"train.global_batch_size": 32, **named}), ranks, "cpu")
 
 
+def test_replicas_of_stages_on_several_gpus_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr("bigtrain.strategies.pipeline.device_count", lambda: 4)
+    keys = {"strategy.cut.devices": 2, "strategy.replicate": "ddp"}
+    job = job_from_keys("layer_split_devices", {"train.global_batch_size": 32, **keys})
+    with pytest.raises(ConfigError, match=r"mesh\.dp=2 replicas are averaged from one.*mesh\.dp=1"):
+        make_plan(job, 2, "cuda")
+    assert make_plan(job, 2, "cpu").dp == 2
+
+
 def actions_of(strategy: str, ranks: int, keys: dict[str, object], rank: int = 0) -> str:
     keys = {"train.global_batch_size": 6, "train.micro_batch_size": 2, **keys}
     plan = make_plan(job_from_keys(strategy, keys), ranks, "cpu")

@@ -1,0 +1,79 @@
+"""What CUDA computes of a model, on the CPU's fake tensors: where torch sees no GPU.
+
+Three things decide what is saved for the backward pass and are not alike on the two: autocast has
+its own list of operations in fp32 for CUDA, dropout keeps a mask of bytes there instead of one of
+the input's type, and attention with dropout keeps no probabilities.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+from torch.utils._pytree import tree_map
+
+FP32_OPERATIONS = (
+    *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p"),
+    *("reciprocal", "rsqrt", "sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor"),
+    *("pow.Scalar", "softplus", "layer_norm", "native_layer_norm", "rms_norm", "group_norm"),
+    *("cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d"),
+    *("hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss"),
+    *("binary_cross_entropy_with_logits", "dist", "cdist", "renorm", "logsumexp"),
+    *("prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum"),
+    *("linalg_vector_norm", "sum", "sum.dim_IntList"),
+)
+"""Run in fp32 under CUDA's autocast: those of ATen's `autocast_mode.h` that models have."""
+_LOW = (torch.bfloat16, torch.float16)
+
+
+@contextmanager
+def cuda_program() -> Iterator[None]:
+    """Operations of CPU tensors inside, of any thread, save what CUDA's would."""
+    library: Any = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the CPU's own list is overridden is the purpose
+            for name in FP32_OPERATIONS:
+                library.impl(name, _in_fp32(_overload(name)), "AutocastCPU")
+            library.impl("dropout", _dropout, "AutogradCPU")
+            library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
+        yield
+    finally:
+        library._destroy()
+
+
+def _overload(name: str) -> Callable[..., Any]:
+    packet, _, overload = name.partition(".")
+    found: Callable[..., Any] = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return found
+
+
+def _in_fp32(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def widened(value: Any) -> Any:
+        return value.float() if isinstance(value, Tensor) and value.dtype in _LOW else value
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return operation(*tree_map(widened, args), **tree_map(widened, kwargs))
+
+    return run
+
+
+def _dropout(tensor: Tensor, p: float, train: bool) -> Tensor:  # noqa: FBT001
+    if not train or p == 0:
+        return tensor
+    return torch.native_dropout(tensor, p, train)[0]
+
+
+def _attention(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
+    """Flash attention keeps no mask: it draws it anew in the backward pass."""
+    del dropout_p
+    # query, key, value, mask, dropout_p, is_causal
+    given = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+    result: Tensor = torch.ops.aten.scaled_dot_product_attention.default.decompose(*given, **kwargs)
+    return result

@@ -1,0 +1,114 @@
+"""What `bigtrain doctor --check` runs, what it lets pass, and what it does not."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bigtrain import cli
+from bigtrain.compare import checklist
+from bigtrain.compare.checklist import CHECKS, Check, CheckedRun, forecast_holds, same_losses
+from bigtrain.compare.rows import ComparisonRow
+from bigtrain.devices import accelerator
+
+FULL = pytest.mark.full
+ROW = ComparisonRow(
+    "single", 1, "ok", peak_bytes=1000, predicted_peak_bytes=1004, losses=(5.0, 4.0)
+)
+GOOD = CheckedRun("single", "", "passed", "", status=0, row=ROW)
+FAILED = CheckedRun("other", "", "passed", "it crashed", status=1, last_lines=["bigtrain: crashed"])
+
+
+def like_single(**changes: object) -> CheckedRun:
+    return replace(GOOD, name="other", row=replace(ROW, **changes))
+
+
+@pytest.mark.parametrize(
+    ("rule", "run", "wrong"),
+    [
+        (forecast_holds, GOOD, None),
+        (forecast_holds, like_single(predicted_peak_bytes=1006), r"\+0\.60 % off; 0\.5 % may be"),
+        (forecast_holds, like_single(predicted_peak_bytes=None), "no forecast of its peak"),
+        (forecast_holds, FAILED, "it crashed"),
+        (same_losses("single"), like_single(losses=(5.0, 4.00001)), None),
+        (same_losses("single"), like_single(losses=(5.0, 4.001)), r"2\.5e-04 from those of single"),
+        (same_losses("single"), like_single(losses=(5.0,)), "has 1 losses, and single 2"),
+        (same_losses("single"), FAILED, "it crashed"),
+        (checklist.smaller_than("single"), like_single(peak_bytes=999), None),
+        (checklist.smaller_than("single"), GOOD, "1000 B is not below the 1000 B of single"),
+        (checklist.smaller_than("single"), FAILED, "a peak is missing"),
+        (checklist.ends_for_want_of_memory, GOOD, "status 0 and not with 1"),
+        (checklist.ends_for_want_of_memory, FAILED, "does not say 'out of memory'"),
+        (
+            checklist.ends_for_want_of_memory,
+            replace(FAILED, last_lines=["rank 0 ran out of memory", "what would fit:"]),
+            None,
+        ),
+    ],
+)
+def test_rules(rule, run, wrong) -> None:
+    found = rule(run, {"single": GOOD})
+    if wrong is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert re.search(wrong, found)
+
+
+def test_what_others_are_held_against_comes_first() -> None:
+    names = [check.name for check in CHECKS]
+    assert names[0] == "single"
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("given", ["nothing", ",", ""])
+def test_a_name_that_is_none_is_refused(given: str, capsys) -> None:
+    assert cli.main(["doctor", "--check", "--only", given]) == 2
+    assert "Use one of single, single_bf16" in capsys.readouterr().err
+
+
+def test_what_is_missing_is_skipped_with_a_word(tmp_path) -> None:
+    for changes, words in (
+        ({"only": "accelerator"}, "torch sees no GPU"),
+        ({"needs": "no_such_library"}, "no_such_library is not installed"),
+    ):
+        run = checklist.run_check(Check("one", "", [], [], **changes), {}, tmp_path)
+        assert (run.verdict, run.told) == ("skipped", words)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "only", ["recompute_full,cap,optimizer_cpu", pytest.param(None, marks=FULL)]
+)
+def test_checks_run_by_the_command_and_leave_one_file(tmp_path, monkeypatch, capsys, only) -> None:
+    monkeypatch.chdir(tmp_path)
+    chosen = [
+        check.name for check in CHECKS if only is None or check.name in ("single", *only.split(","))
+    ]
+    assert cli.main(["doctor", "--check", *([] if only is None else ["--only", only])]) == 0
+    document = json.loads(Path("check.json").read_text())
+    by_name = {run["name"]: run for run in document["checks"]}
+    assert list(by_name) == chosen
+    skipped = {check.name for check in CHECKS if check.only == "accelerator"} & set(chosen)
+    if accelerator() is None:
+        verdicts = {name: run["verdict"] for name, run in by_name.items()}
+        assert verdicts == {name: "skipped" if name in skipped else "passed" for name in chosen}
+        assert f"{len(chosen) - len(skipped)} of {len(chosen)} passed" in capsys.readouterr().out
+    assert document["surroundings"]
+    assert by_name["single"]["command"].startswith("bigtrain train -n 1 ")
+    assert by_name["single"]["row"]["peak_bytes"] > by_name["recompute_full"]["row"]["peak_bytes"]
+    assert by_name["cap"]["row"] is None
+
+
+def test_a_promise_that_is_not_kept_fails_the_command(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    wrong = replace(FAILED, name="single", verdict="failed", told="its forecast is wrong")
+    monkeypatch.setattr(checklist, "run_check", lambda *_: wrong)
+    assert cli.main(["doctor", "--check", "--only", "single", "--output", "figures.json"]) == 1
+    assert "0 of 1 passed" in capsys.readouterr().out
+    (run,) = json.loads(Path("figures.json").read_text())["checks"]
+    assert (run["told"], run["last_lines"]) == ("its forecast is wrong", ["bigtrain: crashed"])

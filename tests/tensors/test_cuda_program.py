@@ -1,0 +1,92 @@
+"""What CUDA's autocast, dropout and attention keep, on the CPU's fakes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from bigtrain.tensors.cuda_program import FP32_OPERATIONS, cuda_program
+
+LEFT_OUT = re.compile(r"upsample|margin|frobenius|nuclear|pdist|fft|linalg_matrix_norm")
+"""Of torch's list: no model of torchvision, timm or transformers has them in bf16."""
+
+
+def test_the_list_is_that_of_the_torch_that_is_installed():
+    header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+    listed = set()
+    for macro in ("AT_FORALL_FP32", "AT_FORALL_FP32_SET_OPT_DTYPE"):
+        body = re.search(rf"define {macro}\(_\)(.*?)\n\n", header.read_text() + "\n\n", re.DOTALL)
+        assert body is not None
+        for name, overload in re.findall(r"_\((\w+)(?:, (\w+))?\)", body[1]):
+            listed.add(f"{name}.{overload}" if overload else name)
+    wanted = {name for name in listed if not LEFT_OUT.search(name)}
+    assert wanted - set(FP32_OPERATIONS) <= {"sum.dim_DimnameList"}
+    # Of norms and sums there are more overloads than are said in the list.
+    assert set(FP32_OPERATIONS) <= listed | {"linalg_vector_norm", "sum", "sum.dim_IntList"}
+
+
+def test_what_autocast_computes_in_fp32_is_cudas_list():
+    with cuda_program(), FakeTensorMode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        low = F.linear(torch.ones(4, 8), torch.ones(8, 8))
+        assert low.dtype == torch.bfloat16
+        found = [
+            F.layer_norm(low, (8,)),
+            low.softmax(-1),
+            F.log_softmax(low, -1),
+            low.exp(),
+            low.pow(2),
+            low.sum(),
+            F.cross_entropy(low, torch.zeros(4, dtype=torch.long)),
+            F.mse_loss(low, low),
+        ]
+        assert {each.dtype for each in found} == {torch.float32}
+        assert F.gelu(low).dtype == (low + low).dtype == torch.bfloat16
+    with FakeTensorMode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        low = F.linear(torch.ones(4, 8), torch.ones(8, 8))
+        assert F.layer_norm(low, (8,)).dtype == low.softmax(-1).dtype == torch.bfloat16
+
+
+def test_dropout_keeps_a_byte_for_each_number_and_attention_no_mask():
+    kept: dict[str, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[str(tensor.dtype)] = kept.get(str(tensor.dtype), 0) + tensor.untyped_storage().nbytes()
+        return tensor
+
+    with cuda_program(), FakeTensorMode():
+        inputs = torch.ones(2, 4, 64, 16, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            F.dropout(inputs, 0.1, training=True)
+            assert kept == {"torch.bool": inputs.numel()}
+            kept.clear()
+            F.scaled_dot_product_attention(inputs, inputs, inputs, dropout_p=0.1)
+        assert sum(kept.values()) < 6 * inputs.nbytes  # and no 2 x 4 x 64 x 64 of probabilities
+        assert F.dropout(inputs, 0.1, training=False) is inputs
+
+
+def test_afterwards_the_cpus_own_kernels_are_back():
+    values = torch.ones(4, 8, requires_grad=True)
+    with pytest.raises(RuntimeError, match="fails inside"), cuda_program():
+        raise RuntimeError("fails inside")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = F.linear(values, torch.ones(8, 8))
+        assert F.layer_norm(low, (8,)).dtype == torch.bfloat16
+    assert "NativeDropout" not in type(F.dropout(values, 0.5, training=True).grad_fn).__name__
+
+
+def test_what_is_computed_again_is_the_same_program():
+    with cuda_program(), FakeTensorMode():
+        layer = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Dropout(0.1))
+        inputs = torch.ones(4, 8, requires_grad=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = checkpoint(layer, inputs, use_reentrant=False)
+        assert found.dtype == torch.float32
+        found.sum().backward()
+        assert inputs.grad is not None
