@@ -86,6 +86,8 @@ class Profile:
     viewed_births: tuple[int, ...] = ()
     """Those of them of whose parameters autograd keeps a part for the backward pass: the view
     keeps the whole. Noted where a technique replaces the products, see `Traits`."""
+    module_births: tuple[tuple[int, ...], ...] = ()
+    """The same, of modules that have several parameters themselves."""
     untraceable: str | None = None
     """Why the timelines are empty, where the model could not run on fake tensors."""
 

@@ -84,6 +84,8 @@ class FakeRun:
     """See `Profile.gradient_births`."""
     viewed_births: tuple[int, ...] = ()
     """See `Profile.viewed_births`."""
+    module_births: tuple[tuple[int, ...], ...] = ()
+    """See `Profile.module_births`."""
     first_step: FakeRun | None = None
     """The first step, where it was taken with two micro-batches of another size."""
     later: FakeRun | None = None
@@ -198,7 +200,7 @@ def record_steps(
         sizes = [storage_bytes(batch.tensors()) for batch in batches]
     given = (fake, runner, choices, timeline)
     first, *others = (
-        FakeRun(*given, one, ticks, sizes[-1], widths, born.all_trained, born.of_viewed)
+        FakeRun(*given, one, ticks, sizes[-1], widths, born.trained, born.viewed, born.by_module)
         for one, born in zip(marks, births, strict=True)
     )
     earlier = replace(first, batch_bytes=sizes[0]) if len(batches) > 1 else None
@@ -209,8 +211,9 @@ def record_steps(
 class _Births:
     """The ticks at which gradients are made; see `Profile`."""
 
-    all_trained: tuple[int, ...]
-    of_viewed: tuple[int, ...]
+    trained: tuple[int, ...]
+    viewed: tuple[int, ...]
+    by_module: tuple[tuple[int, ...], ...]
 
 
 class _SavedViews:
@@ -232,8 +235,10 @@ class _SavedViews:
 
         def note(tensor: Tensor) -> Tensor:
             owner = by_storage.get(tensor.untyped_storage()._cdata)
-            if owner is not None and tensor.numel() < owner.numel():
-                self.found.add(owner)
+            # What goes whole into a linear layer is kept by code of the technique's own.
+            if owner is not None and tensor is not owner:
+                if tensor.numel() < owner.numel() or owner.dim() > 2:
+                    self.found.add(owner)
             return tensor
 
         return saved_tensors_hooks(note, lambda tensor: tensor)
@@ -258,8 +263,15 @@ def _step(
             trained = [p for p in runner.module.parameters() if p.requires_grad]
             known = {p: tracker.birth_of(p.grad) for p in trained if p.grad is not None}
             is_all = len(known) == len(trained)
-            of_viewed = tuple(birth for p, birth in known.items() if p in views.found)
-            births.append(_Births(tuple(known.values()) if is_all else (), of_viewed))
+            own = (m.parameters(recurse=False) for m in runner.module.modules())
+            groups = (tuple(known[p] for p in parameters if p in known) for parameters in own)
+            births.append(
+                _Births(
+                    tuple(known.values()) if is_all else (),
+                    tuple(birth for p, birth in known.items() if p in views.found),
+                    tuple(group for group in groups if len(group) > 1),
+                )
+            )
         ticks.append(tracker.clock)
     runner.meter.phase("step")
     runner.clip()
@@ -294,6 +306,7 @@ def profile_from_run(run: FakeRun, plan: Plan) -> Profile:
         recomputed=recomputed_names(run.choices),
         gradient_births=run.gradient_births,
         viewed_births=run.viewed_births,
+        module_births=run.module_births,
     )
 
 

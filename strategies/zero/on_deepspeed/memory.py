@@ -150,6 +150,8 @@ class _Backward:
     """Of each of them, where it begins among the gradients of all parameters in a row, in bytes."""
     viewed: frozenset[int] = frozenset()
     """Births of the gradients of parameters of which a view is saved; see `Profile`."""
+    together: tuple[frozenset[int], ...] = ()
+    """Births of the gradients of parameters that one module has."""
     again: tuple[tuple[int, int], ...] = ()
     """From when to when blocks are computed again and gone back through."""
 
@@ -175,6 +177,10 @@ class _Backward:
             tuple(now for _, now in pairs),
             tuple(offsets[birth] for birth, _ in pairs),
             frozenset(now.birth for birth, now in pairs if birth in profile.viewed_births),
+            tuple(
+                frozenset(now.birth for birth, now in pairs if birth in births)
+                for births in profile.module_births
+            ),
             _again(profile, int(is_alike)),
         )
 
@@ -309,11 +315,13 @@ class _Backward:
         """
         spans = []
         births = sorted(span.birth for span in self.timeline.spans)
-        for gradient in self.gradients:
-            if gradient.nbytes <= persists:
-                continue
+        gathered = [gradient for gradient in self.gradients if gradient.nbytes > persists]
+        for gradient in gathered:
+            # All of a module are, when the first is wanted.
+            own = next((group for group in self.together if gradient.birth in group), ())
+            first = min([g.birth for g in gathered if g.birth in own], default=gradient.birth)
             # Gathered for the gradient of the module's input, which is made just before.
-            begin = births[max(0, bisect_left(births, gradient.birth) - 1)]
+            begin = births[max(0, bisect_left(births, first) - 1)]
             # A block that is computed again has its parameters whole from then on.
             begin = min([begin, *(a for a, b in self.again if a <= gradient.birth <= b)])
             spans.append(Span(gradient.nbytes + ahead, "parameters", begin, gradient.death))
