@@ -236,12 +236,16 @@ class _SavedViews:
         def note(tensor: Tensor) -> Tensor:
             owner = by_storage.get(tensor.untyped_storage()._cdata)
             # What goes whole into a linear layer is kept by code of the technique's own.
-            if owner is not None and tensor is not owner:
-                if tensor.numel() < owner.numel() or owner.dim() > 2:
-                    self.found.add(owner)
+            is_view = owner is not None and tensor is not owner
+            if owner is not None and is_view and not _is_whole_matrix(tensor, owner):
+                self.found.add(owner)
             return tensor
 
         return saved_tensors_hooks(note, lambda tensor: tensor)
+
+
+def _is_whole_matrix(tensor: Tensor, owner: nn.Parameter) -> bool:
+    return owner.dim() <= 2 and tensor.numel() == owner.numel()
 
 
 def _step(
