@@ -138,14 +138,14 @@ def start_kernels(device: torch.device) -> None:
 def grow_segments(environ: MutableMapping[str, str]) -> None:
     """Let the allocator grow what it has of a device instead of taking more that fits nothing else.
 
-    To be called before a tensor is on the device. It leaves the user's own settings as they are;
-    ROCm has no such segments everywhere, and says so itself.
+    To be called before a tensor is on the device. It leaves the user's own settings as they are, and
+    does nothing where there is no CUDA; ROCm has no such segments everywhere, and says so itself.
 
     Args:
         environ: of this process.
     """
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    if not any(name in environ for name in names):
+    if accelerator() == "cuda" and not any(name in environ for name in names):
         environ[names[1]] = "expandable_segments:True"
 
 

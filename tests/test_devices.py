@@ -125,7 +125,8 @@ def test_the_peak_is_what_tensors_requested_above_what_kernels_keep(
     assert devices.allocator_peaks(SECOND).requested == 1536
 
 
-def test_segments_grow_unless_the_user_has_said_how() -> None:
+def test_segments_grow_unless_the_user_has_said_how(gpus: MadeUp) -> None:
+    assert gpus.calls == []
     for given in ({"PYTORCH_ALLOC_CONF": "x:1"}, {"PYTORCH_CUDA_ALLOC_CONF": ""}):
         environ = dict(given)
         devices.grow_segments(environ)
@@ -133,6 +134,13 @@ def test_segments_grow_unless_the_user_has_said_how() -> None:
     environ = {}
     devices.grow_segments(environ)
     assert environ == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+@pytest.mark.skipif(devices.accelerator() is not None, reason="there is one")
+def test_without_cuda_the_environment_is_left_alone() -> None:
+    environ: dict[str, str] = {}
+    devices.grow_segments(environ)
+    assert environ == {}
 
 
 def test_the_rest_asks_for_no_kind_of_device_itself() -> None:
