@@ -138,8 +138,8 @@ def start_kernels(device: torch.device) -> None:
 def grow_segments(environ: MutableMapping[str, str]) -> None:
     """Let the allocator grow what it has of a device instead of taking more that fits nothing else.
 
-    To be called before a tensor is on the device. It leaves the user's own settings as they are, and
-    does nothing where there is no CUDA; ROCm has no such segments everywhere, and says so itself.
+    To be called before a tensor is on the device. It leaves the user's own settings as they are,
+    and does nothing without CUDA; ROCm has no such segments everywhere, and says so itself.
 
     Args:
         environ: of this process.
