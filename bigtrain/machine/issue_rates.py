@@ -22,7 +22,7 @@ from bigtrain.ranks.context import RunContext
 WIDTH = 32
 """Of layers that have hardly any work."""
 UNITS = 12
-STAGES, MICRO_BATCHES = 4, 4
+STAGES, MICRO_BATCHES = 4, 2
 """Stages of a rank, and micro-batches for each rank."""
 
 
@@ -82,7 +82,7 @@ def action_seconds(context: RunContext, send: float) -> float:
         given = (rows,) if context.rank == 0 else ()
         schedule.step(*given, target=rows if context.rank == ranks - 1 else None)
 
-    (seconds,) = _in_turn([step])
+    (seconds,) = _in_turn([step], warm=1, times=5)
     # There and back; a rank is idle at the beginning and at the end for one action of each other.
     actions = 2 * (STAGES * micro_batches + ranks - 1)
     return max(0.0, seconds / actions - send)

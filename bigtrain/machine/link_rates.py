@@ -58,7 +58,8 @@ def main(arguments: list[str]) -> int:
     placement = detect_rank_info(os.environ)
     place = cast(Literal["cpu"] | Kind, kind)
     with connect(placement, device=place, setup_timeout=60, timeout=60) as context:
-        found = {kind: _rates(context, kind) for kind in get_args(CommOp)}
+        others = _others_work(context)
+        found = {kind: _rates(context, kind, others) for kind in get_args(CommOp)}
         if context.device.type == "cpu":
             _add_issue(context, found)
         if context.is_main:
@@ -68,8 +69,8 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _rates(context: RunContext, kind: CommOp) -> dict[str, Any]:
-    """Of one kind of exchange; collective."""
+def _rates(context: RunContext, kind: CommOp, others: float | None) -> dict[str, Any]:
+    """Of one kind of exchange; collective. See `_others_work`."""
     latency = _seconds(context, kind, context.world_size, warm=10, times=50)
     curve = []
     for nbytes in CURVE:
@@ -78,7 +79,7 @@ def _rates(context: RunContext, kind: CommOp) -> dict[str, Any]:
         curve.append((4 * numbers, _seconds(context, kind, numbers, warm=2, times=9)))
     after_work = []
     for nbytes, alone in ((4 * context.world_size, latency), *curve[1:]):
-        seconds = _seconds(context, kind, nbytes // 4, warm=1, times=12, work=True)
+        seconds = _seconds_after_work(context, kind, nbytes // 4, others)
         after_work.append((nbytes, max(alone, seconds)))
     nbytes, seconds = curve[-1]
     rate = sent_bytes(kind, nbytes, context.world_size) / seconds
@@ -93,30 +94,54 @@ def _add_issue(context: RunContext, found: dict[CommOp, dict[str, Any]]) -> None
     gather["issue"], reduce["issue"] = unit_seconds(context, gather["latency"], reduce["latency"])
 
 
-def _seconds(
-    context: RunContext, kind: CommOp, numbers: int, *, warm: int, times: int, work: bool = False
-) -> float:
+def _seconds(context: RunContext, kind: CommOp, numbers: int, *, warm: int, times: int) -> float:
     """The usual time of an exchange of so many numbers; collective."""
-    is_crowded = work and context.device.type == "cpu" and context.world_size > usable_cores()
+    taken = _times(context, kind, numbers, warm=warm, times=times, before=None)
+    return statistics.median(exchange for _, exchange in taken) / _ways(kind)
+
+
+def _seconds_after_work(
+    context: RunContext, kind: CommOp, numbers: int, others: float | None
+) -> float:
+    """The same where ranks have computed before: what they wait for one another is in it."""
+    compute = _product(context.device)
+    times = 12 if others is None else 6  # each is so much longer there
+    taken = _times(context, kind, numbers, warm=1, times=times, before=compute)
+    if others is not None:
+        rounds = [work + exchange - others for work, exchange in taken]
+    else:
+        rounds = [exchange for _, exchange in taken]
+    # They wait now long, now not at all: all of it counts, but for what is far out.
+    return statistics.fmean(sorted(rounds)[:-1]) / _ways(kind)
+
+
+def _ways(kind: CommOp) -> int:
+    """There and back: what is received cannot be told from what is waited for otherwise."""
+    return 2 if kind == "send" else 1
+
+
+def _times(
+    context: RunContext,
+    kind: CommOp,
+    numbers: int,
+    *,
+    warm: int,
+    times: int,
+    before: Callable[[], None] | None,
+) -> list[tuple[float, float]]:
+    """Seconds of what is done before, and of the exchange, of each round; collective."""
     whole = torch.zeros(numbers, device=context.device)
     share = torch.zeros(numbers // context.world_size, device=context.device)
-    compute = _product(context.device)
     taken = []
     for _ in range(warm + times):
-        begins_with_work = time.perf_counter()
-        if work:
-            compute()
-        began = begins_with_work if is_crowded else time.perf_counter()
+        start = time.perf_counter()
+        if before is not None:
+            before()
+        began = time.perf_counter()
         _exchange(context, kind, whole, share)
         synchronize(whole.device)
-        taken.append(time.perf_counter() - began)
-    usual = statistics.median(taken[warm:])
-    if work:  # ranks wait now long, now not at all: all of it counts, but for what is far out
-        usual = statistics.fmean(sorted(taken[warm:])[:-1])
-    if is_crowded:  # who waits leaves the cores to others: of a round, what is no computing
-        usual -= context.world_size / usable_cores() * _work_seconds(context)
-    # There and back: what is received cannot be told from what is waited for otherwise.
-    return usual / (2 if kind == "send" else 1)
+        taken.append((began - start, time.perf_counter() - began))
+    return taken[warm:]
 
 
 def _product(device: torch.device) -> Callable[[], None]:
@@ -131,17 +156,24 @@ def _product(device: torch.device) -> Callable[[], None]:
     return compute
 
 
-def _work_seconds(context: RunContext) -> float:
-    """What it takes where as many ranks compute as there are cores; collective."""
-    compute, taken = _product(context.device), []
+def _others_work(context: RunContext) -> float | None:
+    """Seconds of the product where ranks take turns on the cores; None where each has its own.
+
+    Who waits leaves the cores to others: of a round there, only what is no computing counts.
+    Collective.
+    """
+    cores = usable_cores()
+    if context.device.type != "cpu" or context.world_size <= cores:
+        return None
+    compute, taken = _product(context.device), [0.0]
     for _ in range(6):
         context.barrier()
         began = time.perf_counter()
-        if context.rank < usable_cores():
+        if context.rank < cores:  # as many as there are cores, the others wait
             compute()
             taken.append(time.perf_counter() - began)
     context.barrier()
-    return statistics.median(taken) if taken else 0.0
+    return context.world_size / cores * statistics.median(taken[1:] or taken)
 
 
 def _exchange(context: RunContext, kind: CommOp, whole: torch.Tensor, share: torch.Tensor) -> None:

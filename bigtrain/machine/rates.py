@@ -28,8 +28,9 @@ from bigtrain.memory.disk import free_disk_bytes, scratch_folder
 from bigtrain.memory.host_memory import free_host_bytes
 from bigtrain.units import MIB, format_bytes
 
-LINK_TIMEOUT_S = 120.0
-"""Seconds after which two ranks that have not answered are given up."""
+LINK_TIMEOUT_S = 60.0
+"""Seconds for each of the ranks, after which those that have not answered are given up: on a few
+cores many take turns."""
 _DISK_BYTES = 64 * MIB
 _Found = TypeVar("_Found")
 PRODUCT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -250,7 +251,7 @@ def _link(ranks: int) -> Mapping[str, Any]:
     """What `link_rates` finds."""
     kind = (accelerator() if device_count() > 1 else None) or "cpu"
     script = Path(__file__).parent / "link_rates.py"
-    link_rates: dict[str, Any] = measured_by_ranks(script, ranks, [kind], LINK_TIMEOUT_S)
+    link_rates: dict[str, Any] = measured_by_ranks(script, ranks, [kind], ranks * LINK_TIMEOUT_S)
     return link_rates
 
 

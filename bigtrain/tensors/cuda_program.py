@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import Library
+from torch import library as operators
 from torch.utils._pytree import tree_map
 
 FP32_OPERATIONS = (
@@ -34,17 +34,17 @@ _LOW = (torch.bfloat16, torch.float16)
 @contextmanager
 def cuda_program() -> Iterator[None]:
     """Operations of CPU tensors inside, of any thread, save what CUDA's would."""
-    library: Any = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    kernels: Any = operators.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the CPU's own list is overridden is the purpose
             for name in FP32_OPERATIONS:
-                library.impl(name, _in_fp32(_overload(name)), "AutocastCPU")
-            library.impl("dropout", _dropout, "AutogradCPU")
-            library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
+                kernels.impl(name, _in_fp32(_overload(name)), "AutocastCPU")
+            kernels.impl("dropout", _dropout, "AutogradCPU")
+            kernels.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
         yield
     finally:
-        library._destroy()
+        kernels._destroy()
 
 
 def _overload(name: str) -> Callable[..., Any]:

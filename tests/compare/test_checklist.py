@@ -37,6 +37,7 @@ def like_single(**changes: object) -> CheckedRun:
         (same_losses("single"), like_single(losses=(5.0, 4.00001)), None),
         (same_losses("single"), like_single(losses=(5.0, 4.001)), r"2\.5e-04 from those of single"),
         (same_losses("single"), like_single(losses=(5.0,)), "has 1 losses, and single 2"),
+        (same_losses("single"), like_single(losses=(5.0, float("nan"))), "nan from those of"),
         (same_losses("single"), FAILED, "it crashed"),
         (checklist.smaller_than("single"), like_single(peak_bytes=999), None),
         (checklist.smaller_than("single"), GOOD, "1000 B is not below the 1000 B of single"),
@@ -69,6 +70,11 @@ def test_what_others_are_held_against_comes_first() -> None:
 def test_a_name_that_is_none_is_refused(given: str, capsys) -> None:
     assert cli.main(["doctor", "--check", "--only", given]) == 2
     assert "Use one of single, single_bf16" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(capsys) -> None:
+    assert cli.main(["doctor", "--check", "--output", "/no/such/folder/check.json"]) == 2
+    assert "there is no such folder" in capsys.readouterr().err
 
 
 def test_what_is_missing_is_skipped_with_a_word(tmp_path) -> None:
