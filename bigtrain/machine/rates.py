@@ -250,8 +250,8 @@ def _disk_bytes() -> tuple[float, float]:
 def _link(ranks: int) -> Mapping[str, Any]:
     """What `link_rates` finds."""
     kind = (accelerator() if device_count() > 1 else None) or "cpu"
-    script = Path(__file__).parent / "link_rates.py"
-    link_rates: dict[str, Any] = measured_by_ranks(script, ranks, [kind], ranks * LINK_TIMEOUT_S)
+    script, timeout = Path(__file__).parent / "link_rates.py", max(1, ranks) * LINK_TIMEOUT_S
+    link_rates: dict[str, Any] = measured_by_ranks(script, ranks, [kind], timeout)
     return link_rates
 
 
