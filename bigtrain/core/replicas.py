@@ -84,6 +84,8 @@ def with_averaged_gradients(forecast: Forecast, profile: Profile) -> Forecast:
     """As DistributedDataParallel holds gradients: in its buckets, from the first step on."""
     states = replace(forecast.states, gradients=profile.gradient_bytes)
     passes = {way: forecast.passes[way.replace("first", "later")] for way in forecast.passes}
+    if profile.copies_gradients():  # both are there while it is copied into its bucket
+        passes["first"] = profile.with_passing_gradients()
     return replace(forecast, states=states, passes=passes)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from bigtrain.memory.timeline import BlockTicks, Breakdown, Peak, Timeline, highest_peak
+from bigtrain.memory.timeline import BlockTicks, Breakdown, Peak, Span, Timeline, highest_peak
 
 Passes = Mapping[str, Timeline]
 """One micro-batch of a model or of a stage, forward and backward, by how it goes:
@@ -25,6 +25,9 @@ between: a forward pass that follows another one finds what that has gathered, a
 that follows another one finds nothing.
 `strayed`: the same where several forward passes came before the backward pass.
 """
+
+GRADIENT_TICKS = 3
+"""Ticks from when a layer has made a gradient until it is where it belongs."""
 
 
 def _no_passes() -> Passes:
@@ -90,6 +93,28 @@ class Profile:
     """The same, of modules that have several parameters themselves."""
     untraceable: str | None = None
     """Why the timelines are empty, where the model could not run on fake tensors."""
+
+    def copies_gradients(self) -> bool:
+        """Whether some gradient comes in another layout than its parameter's, and is copied."""
+        first, later = (
+            sorted((span.birth, span.nbytes) for span in self.passes[way].spans)
+            for way in ("first", "later")
+        )
+        return [nbytes for _, nbytes in first] != [nbytes for _, nbytes in later]
+
+    def with_passing_gradients(self) -> Timeline:
+        """One micro-batch whose gradients go as soon as they are there: none is added to."""
+        if not self.copies_gradients():
+            return self.passes["later"]
+        first = self.passes["first"]
+        return Timeline(tuple(_passing(span) for span in first.spans), first.phases)
+
+
+def _passing(span: Span) -> Span:
+    """A gradient that goes as soon as it is there; all else as it is."""
+    if span.kind != "gradients":
+        return span
+    return span._replace(death=min(span.death, span.birth + GRADIENT_TICKS))
 
 
 @dataclass(frozen=True)

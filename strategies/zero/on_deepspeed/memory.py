@@ -19,9 +19,6 @@ from bigtrain.job.deepspeed_json import json_section
 from bigtrain.memory.timeline import MemoryKind, Span, Timeline, scale_timeline
 from bigtrain.strategies.zero.on_deepspeed.config import accumulates_in_fp32, precision_of
 
-GRADIENT_TICKS = 3
-"""Ticks from when a layer has made a gradient until it is where it belongs."""
-
 
 def forecast_deepspeed(
     config: dict[str, Any], forecast: Forecast, profile: Profile, plan: Plan
@@ -71,18 +68,17 @@ def _flat(
         first = _throughout(backward.timeline, "gradients", shard)
     else:
         first = backward.with_shard(shard, bucket, plan, waits=waits)
-    passes = {}
+    later = forecast.passes["later"] if waits else backward.timeline
     if offloads:
         first = backward.with_host_copies(first, bucket, plan)
-        if not waits:
-            passes["later"] = backward.with_host_copies(backward.timeline, bucket, plan)
+        later = later if waits else backward.with_host_copies(later, bucket, plan)
     held = shard
     if waits:
         # Whole gradients wait for the last micro-batch, which reduces them into the shard.
         held = size * profile.trained_elements
         first = backward.emptying(first, bucket)
     return replace(
-        forecast.with_passes(first=first, **passes),
+        forecast.with_passes(first=first, later=later),
         states=states,
         step=_on_shard(profile.step, plan),
         gradients=held,
@@ -158,14 +154,11 @@ class _Backward:
     @classmethod
     def of(cls, profile: Profile) -> _Backward:
         """The second micro-batch of a profile, the first one telling which spans are gradients."""
-        passes = profile.passes
+        timeline = profile.with_passing_gradients()
         first, later = (
-            sorted(passes[way].spans, key=lambda span: span.birth) for way in ("first", "later")
+            sorted(one.spans, key=lambda span: span.birth)
+            for one in (profile.passes["first"], timeline)
         )
-        is_alike = [s.nbytes for s in first] == [s.nbytes for s in later]
-        if not is_alike:
-            # Some gradient is copied before it is kept. Here none is, and none is added to.
-            later = [_passing(span) for span in first]
         pairs = [
             (was.birth, now)
             for was, now in zip(first, later, strict=True)
@@ -173,7 +166,7 @@ class _Backward:
         ]
         offsets = _offsets({birth: now.nbytes for birth, now in pairs}, profile.gradient_births)
         return cls(
-            passes["later"] if is_alike else Timeline(tuple(later), passes["first"].phases),
+            timeline,
             tuple(now for _, now in pairs),
             tuple(offsets[birth] for birth, _ in pairs),
             frozenset(now.birth for birth, now in pairs if birth in profile.viewed_births),
@@ -181,7 +174,7 @@ class _Backward:
                 frozenset(now.birth for birth, now in pairs if birth in births)
                 for births in profile.module_births
             ),
-            _again(profile, int(is_alike)),
+            _again(profile, int(not profile.copies_gradients())),
         )
 
     def with_shard(self, nbytes: int, bucket: int, plan: Plan, *, waits: bool) -> Timeline:
@@ -345,13 +338,6 @@ def _offsets(sizes: Mapping[int, int], births: Sequence[int]) -> dict[int, int]:
         offsets[birth] = filled
         filled += sizes[birth]
     return offsets
-
-
-def _passing(span: Span) -> Span:
-    """A gradient that goes as soon as it is there; all else as it is."""
-    if span.kind != "gradients":
-        return span
-    return span._replace(death=min(span.death, span.birth + GRADIENT_TICKS))
 
 
 def _again(profile: Profile, pass_number: int) -> tuple[tuple[int, int], ...]:
