@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -22,7 +22,12 @@ from torch import Tensor, nn
 
 from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
-from bigtrain.machine.libraries import ForeignLibrary, foreign_names
+from bigtrain.machine.libraries import (
+    ForeignLibrary,
+    changed_environment,
+    foreign_names,
+    replaced,
+)
 from bigtrain.ranks.context import RunContext
 
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
@@ -90,7 +95,7 @@ DEEPSPEED = ForeignLibrary("deepspeed", "0.19.8", "0.19.9", (
         "_enable_mem_efficient_linear _convert_to_deepspeed_param partition partition_numel "
         "all_gather ds_id ds_numel ds_process_group ds_shape ds_tensor"),
     *foreign_names("read", "put torch's linear layer back", _PARTS,
-        "is_zero_param InsertPostInitMethodToModuleSubClasses"),
+        "is_zero_param InsertPostInitMethodToModuleSubClasses zero3_linear_wrap"),
     *foreign_names("read", "see parameters become whole",
         "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload", "get_param_coordinator"),
     *foreign_names("replace", "see parameters become whole",
@@ -149,20 +154,6 @@ def require_deepspeed(device_type: str, user: str, instead: str) -> None:
     DEEPSPEED.refuse_missing(user, instead)
 
 
-@contextmanager
-def changed_environment(**values: str) -> Iterator[None]:
-    """Give variables of the environment other values for a while."""
-    before = {key: os.environ.get(key) for key in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            os.environ.pop(key, None)
-            if value is not None:
-                os.environ[key] = value
-
-
 def parse_config(config: dict[str, Any]) -> None:
     """Have DeepSpeed read a configuration; what it dislikes it raises in its own words."""
     reader: Any = import_module("deepspeed.runtime.config").DeepSpeedConfig
@@ -200,23 +191,10 @@ def connect_deepspeed(context: RunContext, closing: ExitStack) -> Any:
     # What it keeps of a group outlives the group, and a second engine may have another one.
     import_module("deepspeed.comm.comm").__dict__["cdb"] = None
     import_module("deepspeed.utils.groups").__dict__["_WORLD_GROUP"] = None
-    with _replaced(import_module("deepspeed.comm.torch"), build_shm_op=lambda: None):
+    with replaced(import_module("deepspeed.comm.torch"), build_shm_op=lambda: None):
         name = "nccl" if context.device.type == "cuda" else "gloo"
         deepspeed.init_distributed(name, auto_mpi_discovery=False, verbose=False)
     return deepspeed
-
-
-@contextmanager
-def _replaced(owner: Any, **values: object) -> Iterator[None]:
-    """Give attributes other values for a while."""
-    before = {name: getattr(owner, name) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
 
 
 def start_engine(
@@ -246,7 +224,7 @@ def start_engine(
         "align_dense_tensors": partial(align, otherwise=module.align_dense_tensors),
     }
     silent = {"_broadcast_model": lambda _engine: None}
-    with _replaced(module, **flat), _replaced(deepspeed.DeepSpeedEngine, **silent):
+    with replaced(module, **flat), replaced(deepspeed.DeepSpeedEngine, **silent):
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
@@ -278,6 +256,12 @@ class Partitioner:
         """Leave this rank its part of a parameter; nothing is sent."""
         self._init._convert_to_deepspeed_param(parameter)
         parameter.partition()
+
+
+def stage_3_linear() -> AbstractContextManager[None]:
+    """Have linear layers computed as stage 3 does it, for a while."""
+    own: Any = import_module(_PARTS)
+    return replaced(torch.nn.functional, linear=own.zero3_linear_wrap)
 
 
 def link_parameters(zero: Any) -> None:

@@ -8,7 +8,7 @@ over the micro-batches of a global batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -314,6 +314,10 @@ class Strategy(BaseModel):
     def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:  # noqa: ARG002
         """One line where this choice cannot help, said before training; None where it can."""
         return None
+
+    def replaced_functions(self) -> AbstractContextManager[object]:
+        """Entered while a model runs on fake tensors: what the technique puts in torch's place."""
+        return nullcontext()
 
     def warning(self) -> str | None:
         """One line said before the ranks connect, such as of a version; None where all is well."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -159,3 +161,30 @@ def _release(version: str) -> tuple[int, ...]:
     while release and not release[-1]:
         release.pop()
     return tuple(release)
+
+
+@contextmanager
+def changed_environment(**values: str) -> Iterator[None]:
+    """Give variables of the environment other values for a while."""
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            os.environ.pop(key, None)
+            if value is not None:
+                os.environ[key] = value
+
+
+@contextmanager
+def replaced(owner: Any, **values: object) -> Iterator[None]:
+    """Give attributes other values for a while."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigtrain.activations.policy import BlockPolicy, apply_policies, recomputed_names
@@ -38,6 +37,7 @@ from bigtrain.prediction.block_ticks import BlockTickRecorder
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.cuda_program import cuda_program
 from bigtrain.tensors.fake import NormStatistics, fake_model
+from bigtrain.tensors.replaced_products import ReplacedProducts
 
 
 class FakeMeter(MemoryMeter):
@@ -188,14 +188,15 @@ def record_steps(
         runner = unit.runner(assembly, tracker)
         cut_through = getattr(root, "cut_through", ())
         choices = {n: choice for n, choice in resolved.policies.items() if n not in cut_through}
-        views = _SavedViews(root.parameters() if plan.replicate.replaces_products else ())
         with ExitStack() as noting:
-            noting.enter_context(views.noting())
+            technique = plan.techniques["replicate"]
+            products = ReplacedProducts(root if plan.replicate.replaces_products else None)
+            noting.enter_context(products.noted(technique.replaced_functions()))
             for hook in hooks:  # before the ticks: what they do to a gradient comes before it
                 noting.enter_context(hook(fake, tracker))
             ticks = BlockTickRecorder(root, tracker, choices)
             births: list[_Births] = []
-            marks = unit.steps(runner, batches, partial(_step, tracker, births, views))
+            marks = unit.steps(runner, batches, partial(_step, tracker, births, products))
         timeline = tracker.timeline()
         sizes = [storage_bytes(batch.tensors()) for batch in batches]
     given = (fake, runner, choices, timeline)
@@ -216,42 +217,10 @@ class _Births:
     by_module: tuple[tuple[int, ...], ...]
 
 
-class _SavedViews:
-    """Notes of which parameters a part is saved for the backward pass.
-
-    Args:
-        parameters: those to look for.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._parameters = list(parameters)
-        self.found: set[nn.Parameter] = set()
-
-    def noting(self) -> AbstractContextManager[object]:
-        """To be entered around all passes."""
-        if not self._parameters:
-            return nullcontext()
-        by_storage = {p.untyped_storage()._cdata: p for p in self._parameters}
-
-        def note(tensor: Tensor) -> Tensor:
-            owner = by_storage.get(tensor.untyped_storage()._cdata)
-            # What goes whole into a linear layer is kept by code of the technique's own.
-            is_view = owner is not None and tensor is not owner
-            if owner is not None and is_view and not _is_whole_matrix(tensor, owner):
-                self.found.add(owner)
-            return tensor
-
-        return saved_tensors_hooks(note, lambda tensor: tensor)
-
-
-def _is_whole_matrix(tensor: Tensor, owner: nn.Parameter) -> bool:
-    return owner.dim() <= 2 and tensor.numel() == owner.numel()
-
-
 def _step(
     tracker: StorageTracker,
     births: list[_Births],
-    views: _SavedViews,
+    products: ReplacedProducts,
     runner: LoopRunner,
     batches: Sequence[MicroBatch],
 ) -> tuple[int, ...]:
@@ -267,13 +236,12 @@ def _step(
             trained = [p for p in runner.module.parameters() if p.requires_grad]
             known = {p: tracker.birth_of(p.grad) for p in trained if p.grad is not None}
             is_all = len(known) == len(trained)
-            own = (m.parameters(recurse=False) for m in runner.module.modules())
-            groups = (tuple(known[p] for p in parameters if p in known) for parameters in own)
+            groups = (tuple(known[p] for p in own if p in known) for own in products.together())
             births.append(
                 _Births(
                     tuple(known.values()) if is_all else (),
-                    tuple(birth for p, birth in known.items() if p in views.found),
-                    tuple(group for group in groups if len(group) > 1),
+                    tuple(birth for p, birth in known.items() if p in products.viewed),
+                    tuple(groups),
                 )
             )
         ticks.append(tracker.clock)

@@ -28,13 +28,15 @@ kept in bf16 alone, and are saved as rounded.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 from bigtrain.core.runner import Runner
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.traits import Traits
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic
 from bigtrain.errors import ConfigError
-from bigtrain.strategies.deepspeed_adapter import DEEPSPEED, require_deepspeed
+from bigtrain.strategies.deepspeed_adapter import DEEPSPEED, require_deepspeed, stage_3_linear
 from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.advice import advise
 from bigtrain.strategies.zero.on_deepspeed.build import build_engine, check_file
@@ -73,6 +75,10 @@ class DeepSpeed(Zero):
             sharded_states=max(2, self.stage),
             own_offload=True,
         )
+
+    def replaced_functions(self) -> AbstractContextManager[object]:
+        """Stage 3 has a linear layer of its own, which saves other tensors than torch's."""
+        return stage_3_linear() if self.traits.replaces_products else nullcontext()
 
     def warning(self) -> str | None:
         """See `Strategy.warning`."""

@@ -310,14 +310,15 @@ class _Backward:
         births = sorted(span.birth for span in self.timeline.spans)
         gathered = [gradient for gradient in self.gradients if gradient.nbytes > persists]
         for gradient in gathered:
-            # All of a module are, when the first is wanted.
+            # All of a module are, when the first is wanted, and go with the last.
             own = next((group for group in self.together if gradient.birth in group), ())
-            first = min([g.birth for g in gathered if g.birth in own], default=gradient.birth)
+            alike = [g for g in gathered if g.birth in own] or [gradient]
+            first, end = min(g.birth for g in alike), max(g.death for g in alike)
             # Gathered for the gradient of the module's input, which is made just before.
             begin = births[max(0, bisect_left(births, first) - 1)]
             # A block that is computed again has its parameters whole from then on.
             begin = min([begin, *(a for a, b in self.again if a <= gradient.birth <= b)])
-            spans.append(Span(gradient.nbytes + ahead, "parameters", begin, gradient.death))
+            spans.append(Span(gradient.nbytes + ahead, "parameters", begin, end))
             if gradient.birth in self.viewed:  # of the forward pass: the whole, by its view
                 start = self.timeline.phases[0][0]
                 spans.append(Span(gradient.nbytes, "parameters", start, gradient.birth))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -345,6 +346,48 @@ def test_parameters_that_are_used_by_views_stay_whole_and_that_is_predicted():
         assert -0.005 < predicted.bytes / reached.bytes - 1 < 0.05
         # The forward pass leaves the three of both there.
         assert predicted.breakdown.parameters > 3 * 2 * 8 * 128 * 64 * 4
+
+
+class Attention(nn.Module):
+    """torch's own, which is told by `is` that a sequence attends to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(128, 4, batch_first=True)
+
+    def forward(self, x):
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+
+class LastChannel(nn.Module):
+    """A convolution of numbers whose channels lie together: so does its gradient then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(128, 128, 3, padding=1)
+
+    def forward(self, x):
+        return x + self.conv(x[:, :, None].permute(0, 3, 1, 2)).permute(0, 2, 3, 1)[:, :, 0]
+
+
+def of_blocks(block) -> nn.Module:
+    return nn.Sequential(nn.Embedding(13, 128), *(block() for _ in range(3)), nn.Linear(128, 13))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "block", "keys", "repeats"),
+    [
+        ("zero3", Attention, {"train.precision": "bf16"}, 1),
+        ("ddp", LastChannel, {}, 1),
+        ("zero2", LastChannel, {}, 2),
+    ],
+)
+def test_what_hooks_and_layouts_keep_is_predicted(strategy, block, keys, repeats):
+    cases = [(functools.partial(of_blocks, block), adamw, keys, repeats)]
+    for found in run_ranks(measured, 2, strategy, cases, timeout_s=120.0):
+        _, predicted, reached = found[0]
+        assert predicted.phase == "backward"
+        assert predicted.bytes == pytest.approx(reached.bytes, rel=0.005)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
