@@ -11,6 +11,7 @@ from torch import nn
 
 from bigtrain.activations.recompute import checkpoint_block
 from bigtrain.errors import ConfigError
+from bigtrain.models.compiled import remove_compiled
 
 BlockPolicy = Literal["keep", "selective", "full", "offload", "full_offload"]
 """All stays; products stay and the rest is computed again; the inputs stay; all is moved away;
@@ -81,7 +82,7 @@ def _apply_policy(module: nn.Module, choice: BlockPolicy, mover: Offloader | Non
 
 
 def remove_policies(root: nn.Module) -> None:
-    """Undo `apply_policies`, for all modules of a tree."""
+    """Undo `apply_policies` and `compile_blocks`, for all modules of a tree."""
     for module in root.modules():
         own = module.__dict__.get("forward")
         if isinstance(own, partial) and own.func is _forward:
@@ -90,6 +91,7 @@ def remove_policies(root: nn.Module) -> None:
                 del module.__dict__["forward"]
             else:
                 module.forward = before
+    remove_compiled(root)
 
 
 def _forward(

@@ -19,6 +19,7 @@ from bigtrain.losses.chunked_cross_entropy import attach_head
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.models.bf16_parameters import bf16_parameter_names
 from bigtrain.models.blueprint import Blueprint
+from bigtrain.models.compiled import compile_blocks
 from bigtrain.models.names import names_of
 from bigtrain.ranks.context import RunContext
 
@@ -108,6 +109,8 @@ def build_runner(
         # replicate: wraps or shards what is left, hooks of recomputation included.
         # accumulate: says how often all of that runs before the optimizer does.
         if layout is None:
+            if plan.compiles_blocks:
+                compile_blocks(model, resolved.policies)
             apply_policies(model, resolved.policies, mover)
         for technique in plan.in_order:
             technique.apply(assembly)

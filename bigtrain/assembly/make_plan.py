@@ -11,6 +11,7 @@ from bigtrain.devices import Kind, accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.job.batch import Batch, resolve_batch
 from bigtrain.job.schema import Job, RoleConfig, TrainConfig
+from bigtrain.models.compiled import check_compiler
 from bigtrain.ranks.context import resolve_mesh
 
 
@@ -72,11 +73,29 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
         sync_batchnorm=job.train.sync_batchnorm,
         master_weights=job.optim.master_weights,
         release_gradients=job.optim.release_gradients,
+        compiles_blocks=job.train.compile == "blocks",
     )
     check_optimizer(job.optim, plan)
     for technique in techniques.values():
         technique.check(plan)
+    if plan.compiles_blocks:
+        _check_compiled(plan)
     return plan
+
+
+def _check_compiled(plan: Plan) -> None:
+    """Refuse to compile what is taken apart or filled by hooks inside of blocks."""
+    if plan.splits_backward:
+        raise ConfigError(
+            "train.compile=blocks makes one step of a block's backward pass, and this schedule has "
+            "it in two parts. Use strategy.cut.schedule=1f1b, or train.compile=none."
+        )
+    if plan.replicate.replaces_products:
+        raise ConfigError(
+            "train.compile=blocks: DeepSpeed's stage 3 gathers the parameters of each layer inside "
+            "of a block. Use --strategy fsdp, which gathers whole blocks, or train.compile=none."
+        )
+    check_compiler(plan.device_type)
 
 
 def _mesh(job: Job, world_size: int, *, spans: bool) -> tuple[int, int, int]:

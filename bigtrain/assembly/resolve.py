@@ -11,6 +11,7 @@ from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import CutStrategy, ModelFacts, Plan, RecomputeStrategy
 from bigtrain.core.workload import Workload
 from bigtrain.cutting.layout import Layout
+from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.tracing.unreached import freeze_unreached
 
@@ -39,13 +40,21 @@ def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
         resolved = meet_budget(plan, technique, limit, workload, layout)
     else:
         resolved = ResolvedPlan.of(plan, workload.model, layout)
-    notes = (*_not_trained(unreached), *_no_replicas(plan), *resolved.notes)
+    notes = (*_not_trained(unreached), *_no_replicas(plan), *_compiled(plan), *resolved.notes)
     return replace(resolved, unreached=unreached, notes=notes)
 
 
 def _not_trained(names: Sequence[str]) -> list[str]:
     """What is said of the parameters that the loss does not reach."""
     return [f"not trained, as the loss does not reach it: {first_names(names)}"] if names else []
+
+
+def _compiled(plan: Plan) -> list[str]:
+    """What the figures of a run with compiled blocks are of."""
+    if not plan.compiles_blocks:
+        return []
+    tracked = "" if is_accelerator(plan.device_type) else ", and memory is tracked so"
+    return [f"train.compile=blocks: bytes and seconds are forecast for blocks as written{tracked}"]
 
 
 def check_known(plan: Plan, unreached: Sequence[str]) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
 
 from bigtrain.devices import is_accelerator
 from bigtrain.job.schema import TrainConfig
+from bigtrain.models.compiled import programs_for_every_size
 
 
 @contextmanager
@@ -29,7 +30,8 @@ def kernels_as_asked(train: TrainConfig, device: torch.device) -> Iterator[None]
         torch.set_float32_matmul_precision(train.matmul)
         torch.backends.cudnn.allow_tf32 = train.matmul != "highest"  # torch's own is True
     try:
-        yield
+        with programs_for_every_size() if train.compile == "blocks" else nullcontext():
+            yield
     finally:
         torch.use_deterministic_algorithms(was_deterministic)
         if is_accelerator(device):

@@ -176,6 +176,8 @@ class TrainConfig(ConfigSection):
     matmul: Literal["highest", "high"] = "highest"
     """On a GPU: products and convolutions of fp32 numbers in fp32, or in TF32 (`high`), which keeps
     10 bits of each factor and is several times as fast."""
+    compile: Literal["none", "blocks"] = "none"
+    """torch.compile of each repeated block; blocks that are alike share one program."""
 
     @model_validator(mode="after")
     def _one_length(self) -> TrainConfig:

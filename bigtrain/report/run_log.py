@@ -217,6 +217,8 @@ class RunLog:
             return
         if report.step.seconds is not None:
             self.print_line(f"step: {step_uncertainty(engine, report.step.basis, report.device)}")
+        if self._plan.compiles_blocks:  # the forecast is of the blocks as written
+            return
         step = report.step_residual(engine)
         steps = [step] if step is not None else []
         record_residuals([*report.residuals(engine, self._plan.precision), *steps])

@@ -45,6 +45,9 @@ class VerifiedStrategy:
         return asdict(self)
 
 
+_COMPILED = "train.compile=blocks: masks are tied to samples operation by operation"
+
+
 class Bench:
     """Runs and compares; keeps the references, of which one is made for each way to cut a batch.
 
@@ -77,9 +80,9 @@ class Bench:
         label, ranks = contender.label, contender.num_ranks
         if contender.plan is None:
             return VerifiedStrategy(label, ranks, "refused", "fp32", contender.refusal)
-        self._dropout_off = None
+        self._dropout_off = _COMPILED if contender.plan.compiles_blocks else None
         reference = self._reference(contender.plan)
-        self._dropout_off = untied_reason(reference, reference)
+        self._dropout_off = self._dropout_off or untied_reason(reference, reference)
         row = self._compare(contender, contender.plan)
         if row.differences is not None and self._dropout_off is None:
             self._dropout_off = untied_reason(reference, self._folder / label)
@@ -170,7 +173,7 @@ class Bench:
         if made not in self._references:
             folder = self._folder / f"reference-{len(self._references) + 1}"
             words = [*without_strategy(self._options.overrides), *self._words]
-            words += [*ONE_PROCESS, *of_plan]
+            words += [*ONE_PROCESS, "train.compile=none", *of_plan]
             ended = self._record(folder, "single", 1, words, traced=traced)
             if ended.status == 2:
                 raise ConfigError(str(ended.reason))

@@ -43,7 +43,7 @@ from bigtrain.ranks.exit_status import run_guarded
 from bigtrain.ranks.launcher_env import detect_rank_info
 from bigtrain.tensors.source import TensorSource
 from bigtrain.verify.execution_trace import ExecutionTrace
-from bigtrain.verify.tied_dropout import TiedDropout, sample_places
+from bigtrain.verify.tied_dropout import NoDropout, TiedDropout, sample_places
 
 
 def main(arguments: list[str]) -> int:
@@ -94,14 +94,16 @@ def record_run(
                 write_shared_tensors(folder / f"gradients-{step}.safetensors", gradients, context)
             return update()
 
-        dropout = tie_dropout(engine)
+        is_compiled = parts.resolved.plan.compiles_blocks
+        dropout = NoDropout() if is_compiled else tie_dropout(engine)
         engine.runner.update = record_and_update  # type: ignore[method-assign]
         write_weights(folder / "weights-before.safetensors", engine, names)
         trace: ExecutionTrace | None = None
         for batch in parts.training_steps(context, 0):
             alone = context.world_size == 1 and not job.optim.release_gradients
             places = sample_places(batch, context, parts.resolved.plan.batch.micro_size)
-            if engine.steps_done == 0 and alone and not traced:
+            first = engine.steps_done == 0 and not traced
+            if isinstance(dropout, TiedDropout) and first and alone:
                 recording["chance"] = random_losses(engine, batch, dropout, places)
             if traced and trace is None:
                 trace = ExecutionTrace(engine.runner.roots, context.dp_size)

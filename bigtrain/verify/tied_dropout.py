@@ -16,6 +16,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -208,6 +209,19 @@ def sample_places(
         id(micro_batch): () if plan.padding else tuple(plan.indices)
         for micro_batch, plan in zip(batch.micro_batches, plans, strict=True)
     }
+
+
+class NoDropout(nullcontext[None]):
+    """In place of `TiedDropout` where blocks are compiled, which torch does under no such mode."""
+
+    def begin_step(self, step: int, samples: Mapping[int, tuple[int, ...]]) -> None:
+        """Nothing: dropout is off."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+    def write(self, folder: Path, rank: int) -> None:
+        """Nothing: no mask is drawn."""
 
 
 def untied_reason(reference: Path, other: Path) -> str | None:

@@ -1,0 +1,89 @@
+"""Blocks compiled one by one (`train.compile=blocks`), inside of all hooks.
+
+Blocks that are alike share one compiled program, and what shards, recomputes or cuts them sees the
+modules as they were. Source: PyTorch's recipe of regional compilation.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from bigtrain.errors import ConfigError
+from bigtrain.models.blocks import find_blocks
+
+PROGRAMS = 64
+"""Programs that one class of blocks may have, for sizes, precisions and training or not."""
+
+
+def compile_blocks(root: nn.Module, policies: Mapping[str, str]) -> None:
+    """Compile the blocks of a model or of a stage, each at its first call.
+
+    In place, without a change of any name; a copy made afterwards does the same. Left as they are:
+    blocks with `selective` recomputation, which looks at single operations, those that a cut goes
+    through, and those that have a forward pass of their own beside their class.
+
+    Args:
+        root: the model or a stage, before recomputation wraps its blocks.
+        policies: what blocks keep for the backward pass, by their names in the whole model.
+    """
+    cut_through = getattr(root, "cut_through", ())
+    for name, block in find_blocks(root):
+        is_own = "forward" in block.__dict__ or isinstance(block, torch.jit.ScriptModule)
+        if not (is_own or name in cut_through or policies.get(name) == "selective"):
+            block.forward = partial(_forward, block)
+
+
+def remove_compiled(root: nn.Module) -> None:
+    """Undo `compile_blocks`, for all modules of a tree."""
+    for module in root.modules():
+        own = module.__dict__.get("forward")
+        if isinstance(own, partial) and own.func is _forward:
+            del module.__dict__["forward"]
+
+
+def programs_for_every_size() -> AbstractContextManager[None]:
+    """Let a class have as many programs as its blocks have sizes; torch gives up at eight."""
+    from torch._dynamo import config
+
+    return config.patch(recompile_limit=PROGRAMS)  # type: ignore[no-any-return]
+
+
+def check_compiler(device_type: str) -> None:
+    """Refuse to compile without what torch compiles with.
+
+    Raises:
+        ConfigError: a C++ compiler is missing, for a CPU; or Triton, for a GPU.
+    """
+    if device_type == "cpu":
+        asked = os.environ.get("CXX", "")
+        if not any(shutil.which(name) for name in (asked, "g++", "clang++") if name):
+            raise ConfigError(
+                "train.compile=blocks needs a C++ compiler, and there is no g++ here. "
+                "Run: sudo apt-get install g++ (or set CXX), or leave train.compile out."
+            )
+    elif find_spec("triton") is None:
+        raise ConfigError(
+            "train.compile=blocks needs Triton on a GPU, and it is not installed. "
+            "Run: pip install triton, or leave train.compile out."
+        )
+
+
+def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return _program(type(block).forward)(block, *args, **kwargs)
+
+
+@cache
+def _program(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Of one class; dropout draws the numbers that it draws uncompiled."""
+    options: dict[str, Any] = {"fallback_random": True}
+    compiled: Callable[..., Any] = torch.compile(forward, dynamic=False, options=options)
+    return compiled
