@@ -210,6 +210,11 @@ def set_generator_state(state: Tensor, device: torch.device) -> None:
     _module(device.type).set_rng_state(state, device)
 
 
+def generator_states(kind: str) -> list[Tensor]:
+    """Of all accelerators that this process sees, by index: stages may lie on several."""
+    return [_module(kind).get_rng_state(torch.device(kind, i)) for i in range(device_count())]
+
+
 def _module(kind: str) -> Any:
     return torch.get_device_module(kind)
 

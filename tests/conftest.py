@@ -16,6 +16,7 @@ pytest_plugins = ["support.full"]
 _NOT_OURS = {
     "PYTEST_CURRENT_TEST",
     "TORCHINDUCTOR_CACHE_DIR",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
     "KMP_INIT_AT_FORK",
     "KMP_DUPLICATE_LIB_OK",
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import (
@@ -78,7 +79,10 @@ def checkpoint_block(
         again.__class__ = _only_saved_ops(kind)
         return first, _ReentrantContexts(lambda: again, *same)
 
-    return checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts, **_HOOKS)
+    # Fakes draw nothing, and torch 2.11 copies a GPU's real state where all should be fake.
+    keeps = not any(isinstance(leaf, FakeTensor) for leaf in leaves)
+    options = {"use_reentrant": False, "preserve_rng_state": keeps, **_HOOKS}
+    return checkpoint(run, *leaves, context_fn=contexts, **options)
 
 
 _HOOKS: dict[str, Any] = (

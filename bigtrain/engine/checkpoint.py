@@ -260,10 +260,9 @@ def random_state() -> dict[str, Any]:
         "numpy": [str(name), np.asarray(keys).tolist(), *rest],
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
     }
-    kind = devices.accelerator()
-    own = devices.generator_state(torch.device(kind)) if kind else None
-    if kind and own is not None:
-        state[kind] = own.numpy().tobytes().hex()
+    if kind := devices.accelerator():
+        own = devices.generator_states(kind)
+        state[kind] = [one.numpy().tobytes().hex() for one in own]
     return state
 
 
@@ -276,9 +275,10 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.asarray(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(_bytes_tensor(state["torch"]))
-    kind = devices.accelerator()
-    if kind and kind in state:
-        devices.set_generator_state(_bytes_tensor(state[kind]), torch.device(kind))
+    if (kind := devices.accelerator()) and kind in state:
+        # Fewer devices than then: the stages lie elsewhere, and draw anew.
+        for number, one in enumerate(state[kind][: devices.device_count()]):
+            devices.set_generator_state(_bytes_tensor(one), torch.device(kind, number))
 
 
 def _bytes_tensor(text: str) -> Tensor:

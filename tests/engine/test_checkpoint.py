@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -146,6 +147,31 @@ def test_a_type_that_cannot_be_saved_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"c: tensors of type torch\.complex64"):
         write(tmp_path, values={"model.c": torch.zeros(1, dtype=torch.complex64)})
     assert newest_checkpoint(tmp_path) is None
+
+
+def test_random_states_of_all_gpus_are_kept_and_put_back(monkeypatch):
+    kept = {0: 10, 1: 11}
+
+    def put(state, device):
+        kept[device.index] = int(state[0])
+
+    gpus = SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: len(kept),
+        get_rng_state=lambda device: torch.tensor([kept[device.index]], dtype=torch.uint8),
+        set_rng_state=put,
+    )
+    real = torch.get_device_module
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda kind: gpus if kind == "cuda" else real(kind)
+    )
+    state = json.loads(json.dumps(random_state()))
+    kept[0] = kept[1] = 0
+    set_random_state(state)
+    assert kept == {0: 10, 1: 11}
+    kept = {0: 7}  # one GPU less than then
+    set_random_state(state)
+    assert kept == {0: 10}
 
 
 def test_random_states_go_through_json_and_back():
