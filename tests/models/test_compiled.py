@@ -1,0 +1,140 @@
+"""Blocks compiled one by one: which are, with one program for all that are alike."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from support.nets import VOCABULARY, tokens
+from torch import nn
+
+from bigtrain.activations.policy import apply_policies, remove_policies
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.engine.engine import Engine
+from bigtrain.errors import ConfigError
+from bigtrain.job.load import job_from_keys
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.models import compiled
+from bigtrain.models.blocks import find_blocks
+from bigtrain.models.compiled import compile_blocks, programs_for_every_size
+from bigtrain.ranks.context import RunContext
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.nn.functional.gelu(self.inner(x))
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
+    """The programs that torch makes, run as they are: nothing of C++ is compiled."""
+    made: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _example: object) -> torch.fx.GraphModule:
+        made.append(graph)
+        return graph
+
+    def program(forward: object) -> object:
+        return torch.compile(forward, backend=keep, dynamic=False)
+
+    monkeypatch.setattr(compiled, "_program", program)
+    torch._dynamo.reset()
+    return made
+
+
+def test_blocks_that_are_alike_share_a_program_and_all_else_stays(programs) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ModuleList(Block() for _ in range(5)))
+    blocks = model[1]
+    blocks[3].forward = lambda x: 2 * x
+    x = torch.randn(4, 8)
+    before = [block(x) for block in blocks]
+    compile_blocks(model, {"1.4": "selective"})
+    after = [block(x) for block in blocks]
+    for was, now in zip(before, after, strict=True):
+        torch.testing.assert_close(now, was)
+    assert len(programs) == 1
+    assert [bool(block.__dict__.get("forward")) for block in blocks] == [True] * 4 + [False]
+    remove_policies(model)
+    assert [bool(block.__dict__.get("forward")) for block in blocks] == [False] * 3 + [True, False]
+
+
+def test_a_copy_computes_with_its_own_parameters_and_recomputation_goes_around(programs) -> None:
+    model = nn.Sequential(Block(), Block())
+    compile_blocks(model, {})
+    apply_policies(model, {"0": "full", "1": "full"})
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    x = torch.randn(4, 8, requires_grad=True)
+    torch.testing.assert_close(other(x), x)
+    model(x).sum().backward()
+    assert programs
+    grads = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    remove_policies(model)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    model(x).sum().backward()
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        torch.testing.assert_close(grad, parameter.grad)
+
+
+def test_more_sizes_than_torch_allows_are_all_compiled(programs) -> None:
+    sizes = range(8, 8 + 3 * 12, 3)
+    model = nn.ModuleList(Block(size) for size in sizes)
+    compile_blocks(model, {})
+    with programs_for_every_size():
+        for size, (_, block) in zip(sizes, find_blocks(model), strict=True):
+            block(torch.randn(2, size))
+    assert len(programs) == len(sizes) > 8
+
+
+def losses(**keys: object) -> list[float]:
+    torch.manual_seed(0)
+    fixed = {"train.global_batch_size": 4, "memory.predict": False, "memory.track_steps": 1}
+    job = job_from_keys("single_checkpointing", {**fixed, **keys})
+    context = RunContext.alone(torch.device("cpu"))
+    make = lambda parameters: torch.optim.SGD(parameters, 0.1)  # noqa: E731
+    model = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Sequential(Block(), Block()))
+    model.append(nn.Linear(8, VOCABULARY))
+    samples = tokens(4)
+    batch = (samples.inputs, samples.targets)
+    with Engine(model, CrossEntropy(), make, job, context) as engine:
+        return [engine.step(batch).loss for _ in range(4)]
+
+
+@pytest.mark.filterwarnings("default::UserWarning")  # of torch, at its own looks
+def test_a_compiled_run_is_the_uncompiled_one_within_rounding() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    found = losses(**{"train.compile": "blocks"})
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+    assert found == pytest.approx(losses(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "words"),
+    [
+        ("zero3", 2, "train.compile=blocks: DeepSpeed's stage 3 gathers .* Use --strategy fsdp"),
+        ("zero_bubble", 2, "in two parts. Use strategy.cut.schedule=1f1b, or train.compile=none"),
+    ],
+)
+def test_what_compiles_no_block_is_refused_with_the_fix(strategy, ranks, words) -> None:
+    job = job_from_keys(strategy, {"train.global_batch_size": 8, "train.compile": "blocks"})
+    with pytest.raises(ConfigError, match=words):
+        make_plan(job, ranks, "cpu")
+
+
+def test_a_missing_compiler_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_from_keys("single", {"train.global_batch_size": 8, "train.compile": "blocks"})
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match="Run: sudo apt-get install g"):
+        make_plan(job, 1, "cpu")
+    monkeypatch.setattr(compiled, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="Run: pip install triton"):
+        make_plan(job, 1, "cuda")
