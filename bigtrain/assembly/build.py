@@ -22,6 +22,7 @@ from bigtrain.models.blueprint import Blueprint
 from bigtrain.models.compiled import compile_blocks
 from bigtrain.models.names import names_of
 from bigtrain.ranks.context import RunContext
+from bigtrain.tensors.memory_format import set_channels_last
 
 
 def check_mesh(plan: Plan, context: RunContext) -> None:
@@ -85,6 +86,8 @@ def build_runner(
         # A technique that never holds the whole model makes them a piece at a time.
         if not any(technique.traits.materializes for technique in plan.techniques.values()):
             materialize(names_of(model))
+        if plan.lays_weights:
+            set_channels_last(model)
         # BatchNorm is replaced while the model is still plain: wrappers keep what they find.
         if plan.sync_batchnorm:
             convert = nn.SyncBatchNorm.convert_sync_batchnorm

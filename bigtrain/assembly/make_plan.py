@@ -74,12 +74,19 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
         master_weights=job.optim.master_weights,
         release_gradients=job.optim.release_gradients,
         compiles_blocks=job.train.compile == "blocks",
+        channels_last=job.train.memory_format == "channels_last",
     )
     check_optimizer(job.optim, plan)
     for technique in techniques.values():
         technique.check(plan)
     if plan.compiles_blocks:
         _check_compiled(plan)
+    if plan.channels_last and plan.cut is not None:
+        raise ConfigError(
+            "train.memory_format=channels_last is for whole models, and strategy.cut has stages "
+            "send each other tensors as they are written. Use train.memory_format=contiguous, or "
+            "leave strategy.cut out."
+        )
     return plan
 
 

@@ -24,6 +24,7 @@ from bigtrain.optim.in_backward import InBackwardUpdate
 from bigtrain.optim.partitioned import PartitionedUpdate
 from bigtrain.optim.update import Update, WholeUpdate, tensor_source
 from bigtrain.tensors.dtensors import local_part, local_tensor
+from bigtrain.tensors.memory_format import channels_last
 from bigtrain.tensors.norms import global_norm
 from bigtrain.tensors.source import TensorSource
 
@@ -42,6 +43,7 @@ class StepRunner:
         self.roots: Sequence[nn.Module] = assembly.roots
         self.meter = assembly.meter
         self._precision = assembly.plan.precision
+        self._channels_last = assembly.plan.channels_last
         self._clip_norm = assembly.plan.clip_norm
         self._device_type = assembly.plan.device_type
         self._keep_gradients = assembly.keep_gradients
@@ -136,7 +138,8 @@ class StepRunner:
     def place_batch(self, micro_batch: MicroBatch) -> MicroBatch:
         """The micro-batch on the device, in the precision of the run."""
         placed = micro_batch.to(self.context.device, non_blocking=True)  # from pinned memory
-        return placed.double() if self._precision == "fp64" else placed
+        placed = placed.double() if self._precision == "fp64" else placed
+        return placed.map(channels_last) if self._channels_last else placed
 
     def label_batch(self, micro_batch: MicroBatch) -> None:
         """Tell the meter of a batch, as far as it is on the device."""

@@ -69,6 +69,7 @@ class Plan:
     master_weights: bool = True
     release_gradients: bool = False
     compiles_blocks: bool = False
+    channels_last: bool = False
     dp_rank: int | None = None
     """The replica that a forecast is asked of; None for the fullest."""
 
@@ -88,6 +89,12 @@ class Plan:
         """Whether the layers see their parameters in bf16."""
         own = self.replicate.bf16_parameters and not self.shares_engine
         return self.precision == "bf16" and (own or not self.master_weights)
+
+    @property
+    def lays_weights(self) -> bool:
+        """Whether weights are laid with their channels last: those who shard want them plain."""
+        traits = self.replicate
+        return self.channels_last and traits.engine == "torch" and not traits.sharded_states
 
     @property
     def shares_engine(self) -> bool:

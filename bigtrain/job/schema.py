@@ -176,6 +176,8 @@ class TrainConfig(ConfigSection):
     matmul: Literal["highest", "high"] = "highest"
     """On a GPU: products and convolutions of fp32 numbers in fp32, or in TF32 (`high`), which keeps
     10 bits of each factor and is several times as fast."""
+    memory_format: Literal["contiguous", "channels_last"] = "contiguous"
+    """How images lie in memory, and the weights of convolutions where no technique shards them."""
     compile: Literal["none", "blocks"] = "none"
     """torch.compile of each repeated block; blocks that are alike share one program."""
 

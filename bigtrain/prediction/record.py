@@ -37,6 +37,7 @@ from bigtrain.prediction.block_ticks import BlockTickRecorder
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.cuda_program import cuda_program
 from bigtrain.tensors.fake import NormStatistics, fake_model
+from bigtrain.tensors.memory_format import set_channels_last
 from bigtrain.tensors.replaced_products import ReplacedProducts
 
 
@@ -172,6 +173,8 @@ def record_steps(
         for name in bf16_parameter_names(fake) if plan.bf16_parameters else ():
             parameter = fake.get_parameter(name)
             parameter.data = parameter.data.to(torch.bfloat16)
+        if plan.lays_weights:
+            set_channels_last(fake)
         root = unit.root(fake, workload.loss, plan, device)
         apply_policies(root, resolved.policies, plan.make_offloader(device, fake=True))
         batches = [replace(one.fake(device), count=max(1, one.count)) for one in real]

@@ -45,6 +45,8 @@ class VerifiedStrategy:
         return asdict(self)
 
 
+PLAIN = ("train.compile=none", "train.memory_format=contiguous")
+"""The words that have the reference computed as the model is written."""
 _COMPILED = "train.compile=blocks: masks are tied to samples operation by operation"
 
 
@@ -173,7 +175,7 @@ class Bench:
         if made not in self._references:
             folder = self._folder / f"reference-{len(self._references) + 1}"
             words = [*without_strategy(self._options.overrides), *self._words]
-            words += [*ONE_PROCESS, "train.compile=none", *of_plan]
+            words += [*ONE_PROCESS, *PLAIN, *of_plan]
             ended = self._record(folder, "single", 1, words, traced=traced)
             if ended.status == 2:
                 raise ConfigError(str(ended.reason))
