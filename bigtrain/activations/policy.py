@@ -11,7 +11,7 @@ from torch import nn
 
 from bigtrain.activations.recompute import checkpoint_block
 from bigtrain.errors import ConfigError
-from bigtrain.models.compiled import remove_compiled
+from bigtrain.models.compiled import compile_blocks, remove_compiled
 
 BlockPolicy = Literal["keep", "selective", "full", "offload", "full_offload"]
 """All stays; products stay and the rest is computed again; the inputs stay; all is moved away;
@@ -36,7 +36,11 @@ class Offloader(Protocol):
 
 
 def apply_policies(
-    root: nn.Module, choices: Mapping[str, BlockPolicy], mover: Offloader | None = None
+    root: nn.Module,
+    choices: Mapping[str, BlockPolicy],
+    mover: Offloader | None = None,
+    *,
+    compiles: bool = False,
 ) -> None:
     """Let the forward passes of modules keep what they are told to.
 
@@ -46,7 +50,10 @@ def apply_policies(
         root: a model, real or fake, or a stage of one.
         choices: by the modules' names in the whole model.
         mover: for what is moved.
+        compiles: whether the blocks are compiled first, see `compile_blocks`.
     """
+    if compiles:
+        compile_blocks(root, choices)
     through: frozenset[str] = getattr(root, "cut_through", frozenset())
     for name, choice in choices.items():
         if choice == "keep":

@@ -19,7 +19,6 @@ from bigtrain.losses.chunked_cross_entropy import attach_head
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.models.bf16_parameters import bf16_parameter_names
 from bigtrain.models.blueprint import Blueprint
-from bigtrain.models.compiled import compile_blocks
 from bigtrain.models.names import names_of
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.memory_format import set_channels_last
@@ -112,9 +111,7 @@ def build_runner(
         # replicate: wraps or shards what is left, hooks of recomputation included.
         # accumulate: says how often all of that runs before the optimizer does.
         if layout is None:
-            if plan.compiles_blocks:
-                compile_blocks(model, resolved.policies)
-            apply_policies(model, resolved.policies, mover)
+            apply_policies(model, resolved.policies, mover, compiles=plan.compiles_blocks)
         for technique in plan.in_order:
             technique.apply(assembly)
         assembly.collect_parameters()

@@ -31,7 +31,6 @@ from bigtrain.job.batch import Batch
 from bigtrain.job.schema import Precision, Role, StrategyConfig
 from bigtrain.losses.loss import Loss
 from bigtrain.memory.meter import MemoryMeter
-from bigtrain.models.compiled import compile_blocks
 from bigtrain.optim.state_store import StateStore
 from bigtrain.optim.update import MakeOptimizer, Update
 from bigtrain.ranks.context import RunContext
@@ -272,9 +271,8 @@ class Assembly:
             tree = self.model if len(indices) == 1 else copy_modules(self.model)
             cut.strip(tree, [index], device)
             stages.append(cut.stage(tree, index, self.loss, device))
-            if self.plan.compiles_blocks:
-                compile_blocks(stages[-1], self.block_policies)
-            apply_policies(stages[-1], self.block_policies, self.offloader)
+            compiles = self.plan.compiles_blocks
+            apply_policies(stages[-1], self.block_policies, self.offloader, compiles=compiles)
         self.roots = list(stages)
         return stages
 

@@ -27,6 +27,10 @@ from bigtrain.ranks.launcher_env import RankInfo, detect_rank_info
 from bigtrain.tracing.unreached import unfreeze
 
 
+COMPILING_S = 1800.0
+"""Seconds an exchange may take, at least, where blocks are compiled (`train.compile`)."""
+
+
 def connect_job(job: Job, plan: Plan, placement: RankInfo) -> AbstractContextManager[RunContext]:
     """Join the other ranks as a job's `mesh`, `device` and seed say, for a `with` block.
 
@@ -45,7 +49,8 @@ def connect_job(job: Job, plan: Plan, placement: RankInfo) -> AbstractContextMan
         dp=plan.dp,
         tp=plan.tp,
         setup_timeout=job.mesh.setup_timeout,
-        timeout=job.mesh.timeout,
+        # A rank that compiles has the others wait, in a first exchange longer than any later one.
+        timeout=max(job.mesh.timeout, COMPILING_S if plan.compiles_blocks else 0.0),
         seed=job.train.seed,
         force_group=any(t.traits.needs_group for t in plan.techniques.values()),
     )

@@ -203,7 +203,7 @@ class MeshConfig(ConfigSection):
     setup_timeout: float = Field(300.0, gt=0)
     """Seconds the ranks wait for each other at the start."""
     timeout: float = Field(100.0, gt=0)
-    """Seconds a collective may take afterwards."""
+    """Seconds a collective may take afterwards; at least 1800 with train.compile=blocks."""
 
     @field_validator("dp")
     @classmethod

@@ -88,7 +88,7 @@ def test_what_is_missing_is_skipped_with_a_word(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "only", ["recompute_full,cap,optimizer_cpu", pytest.param(None, marks=FULL)]
+    "only", ["recompute_full,cap", pytest.param(None, marks=FULL)]
 )
 def test_checks_run_by_the_command_and_leave_one_file(tmp_path, monkeypatch, capsys, only) -> None:
     monkeypatch.chdir(tmp_path)
