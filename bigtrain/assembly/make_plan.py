@@ -79,19 +79,20 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
     check_optimizer(job.optim, plan)
     for technique in techniques.values():
         technique.check(plan)
-    if plan.compiles_blocks:
-        _check_compiled(plan)
+    _check_kernels(plan)
+    return plan
+
+
+def _check_kernels(plan: Plan) -> None:
+    """Refuse to lay what stages send, and to compile what is filled or taken apart inside."""
     if plan.channels_last and plan.cut is not None:
         raise ConfigError(
             "train.memory_format=channels_last is for whole models, and strategy.cut has stages "
             "send each other tensors as they are written. Use train.memory_format=contiguous, or "
             "leave strategy.cut out."
         )
-    return plan
-
-
-def _check_compiled(plan: Plan) -> None:
-    """Refuse to compile what is taken apart or filled by hooks inside of blocks."""
+    if not plan.compiles_blocks:
+        return
     if plan.splits_backward:
         raise ConfigError(
             "train.compile=blocks makes one step of a block's backward pass, and this schedule has "

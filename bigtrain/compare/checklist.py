@@ -330,7 +330,15 @@ CHECKS = (
         ["optim.release_gradients=true", "optim.clip_norm=null"],
         [forecast_holds],
     ),
+    Check("compiled", "blocks compiled", ["train.compile=blocks"], [same_losses("single")]),
     Check("convolutions", "the forecast of ResNet-18", [], [forecast_holds], images=True),
+    Check(
+        "channels_last",
+        "the same, with its channels last",
+        ["train.memory_format=channels_last"],
+        [forecast_holds],
+        images=True,
+    ),
     Check("fsdp_1", "fully_shard on one rank", ["--strategy", "fsdp"], [same_losses("single")]),
     Check(
         "zero2_1",

@@ -92,8 +92,7 @@ class Plan:
     @property
     def lays_weights(self) -> bool:
         """Whether weights are laid with their channels last: those who shard want them plain."""
-        traits = self.replicate
-        return self.channels_last and traits.engine == "torch" and not traits.sharded_states
+        return self.channels_last and not self.replicate.sharded_states
 
     @property
     def shares_engine(self) -> bool:

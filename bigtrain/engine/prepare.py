@@ -26,7 +26,6 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.launcher_env import RankInfo, detect_rank_info
 from bigtrain.tracing.unreached import unfreeze
 
-
 COMPILING_S = 1800.0
 """Seconds an exchange may take, at least, where blocks are compiled (`train.compile`)."""
 

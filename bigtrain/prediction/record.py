@@ -192,9 +192,8 @@ def record_steps(
         cut_through = getattr(root, "cut_through", ())
         choices = {n: choice for n, choice in resolved.policies.items() if n not in cut_through}
         with ExitStack() as noting:
-            technique = plan.techniques["replicate"]
             products = ReplacedProducts(root if plan.replicate.replaces_products else None)
-            noting.enter_context(products.noted(technique.replaced_functions()))
+            noting.enter_context(products.noted(plan.techniques["replicate"].replaced_functions()))
             for hook in hooks:  # before the ticks: what they do to a gradient comes before it
                 noting.enter_context(hook(fake, tracker))
             ticks = BlockTickRecorder(root, tracker, choices)

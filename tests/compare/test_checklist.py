@@ -87,9 +87,7 @@ def test_what_is_missing_is_skipped_with_a_word(tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "only", ["recompute_full,cap", pytest.param(None, marks=FULL)]
-)
+@pytest.mark.parametrize("only", ["recompute_full,cap", pytest.param(None, marks=FULL)])
 def test_checks_run_by_the_command_and_leave_one_file(tmp_path, monkeypatch, capsys, only) -> None:
     monkeypatch.chdir(tmp_path)
     chosen = [
