@@ -79,11 +79,11 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
     check_optimizer(job.optim, plan)
     for technique in techniques.values():
         technique.check(plan)
-    _check_kernels(plan)
+    _check_kernels(plan, job.memory.cap)
     return plan
 
 
-def _check_kernels(plan: Plan) -> None:
+def _check_kernels(plan: Plan, cap: int | None) -> None:
     """Refuse to lay what stages send, and to compile what is filled or taken apart inside."""
     if plan.channels_last and plan.cut is not None:
         raise ConfigError(
@@ -102,6 +102,11 @@ def _check_kernels(plan: Plan) -> None:
         raise ConfigError(
             "train.compile=blocks: DeepSpeed's stage 3 gathers the parameters of each layer inside "
             "of a block. Use --strategy fsdp, which gathers whole blocks, or train.compile=none."
+        )
+    if cap is not None and plan.device_type == "cpu":
+        raise ConfigError(
+            f"train.compile=blocks: the compiler takes memory of the process, and on a CPU "
+            f"memory.cap={cap} limits all of that. Use train.compile=none, or leave memory.cap out."
         )
     check_compiler(plan.device_type)
 

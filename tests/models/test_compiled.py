@@ -130,6 +130,12 @@ def test_what_compiles_no_block_is_refused_with_the_fix(strategy, ranks, words) 
         make_plan(job, ranks, "cpu")
 
 
+def test_a_cap_that_the_compiler_would_break_is_refused() -> None:
+    keys = {"train.global_batch_size": 8, "train.compile": "blocks", "memory.cap": "100MiB"}
+    with pytest.raises(ConfigError, match=r"memory.cap=104857600 limits all of that. Use train"):
+        make_plan(job_from_keys("single", keys), 1, "cpu")
+
+
 def test_a_missing_compiler_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_from_keys("single", {"train.global_batch_size": 8, "train.compile": "blocks"})
     monkeypatch.setenv("PATH", "")
