@@ -1,0 +1,85 @@
+"""What `train.compile=blocks` and `train.memory_format=channels_last` are worth: runs in turns.
+
+    python benchmarks/kernels.py --output benchmarks/results/kernels.json
+
+The default job, and ResNet-18 on images, in one process: as written, and with the keys. A step is
+the median of those in which memory is not tracked but for the first of them, which compiles; its
+share is the median over the rounds of a run beside the one as written in the same round. `process`
+is the highest resident memory above what the process held before the model was built: with the
+compiler's own. One run at a time, on an idle machine: these are timings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from harness import keep, run_command
+
+STEPS, LIMIT_S = 20, 400.0
+JOBS = {
+    "default job": [],
+    "ResNet-18": [
+        "model.name=resnet18",
+        "data.name=synthetic",
+        "data.args={input_shape: [3, 96, 96], num_classes: 10}",
+        "train.global_batch_size=16",
+    ],
+}
+KEYS = {
+    "as written": [],
+    "compile": ["train.compile=blocks"],
+    "channels_last": ["train.memory_format=channels_last"],
+}
+
+
+def run(words: list[str], threads: int) -> dict[str, Any]:
+    """One run: median seconds of a step, bytes of the process above what it began with."""
+    with tempfile.TemporaryDirectory() as folder:
+        fixed = [f"train.steps={STEPS}", "train.eval_every=0", f"log.dir={folder}"]
+        failed = run_command(
+            ["train", "--strategy", "single", *fixed, "log.name=one", *words], LIMIT_S, threads
+        )
+        if failed is not None:
+            return {"failed": failed}
+        found = json.loads((Path(folder) / "one" / "memory.json").read_text("utf-8"))
+    (rank,) = found["ranks"]
+    return {
+        "seconds": found["step"]["measured_seconds"],
+        "busy": found["step"]["busy"],
+        "process_bytes": rank["process_peak_bytes"] - rank["process_base_bytes"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    rows = []
+    for job, words in JOBS.items():
+        keys = {k: v for k, v in KEYS.items() if job == "ResNet-18" or k != "channels_last"}
+        rounds = [
+            {name: run([*words, *key], options.threads) for name, key in keys.items()}
+            for _ in range(options.rounds)
+        ]
+        for name in keys:
+            runs = [one[name] for one in rounds]
+            ratios = [
+                one[name]["seconds"] / one["as written"]["seconds"]
+                for one in rounds
+                if "failed" not in one[name] and "failed" not in one["as written"]
+            ]
+            share = statistics.median(ratios) if ratios else None
+            rows.append({"job": job, "kernels": name, "share_of_written": share, "runs": runs})
+            print(job, name, share, runs, flush=True)
+    keep(options.output, {"steps": STEPS, "rows": rows}, options.threads)
+
+
+if __name__ == "__main__":
+    main()
