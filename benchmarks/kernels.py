@@ -4,9 +4,8 @@
 
 The default job, and ResNet-18 on images, in one process: as written, and with the keys. A step is
 the median of those in which memory is not tracked but for the first of them, which compiles; its
-share is the median over the rounds of a run beside the one as written in the same round. `process`
-is the highest resident memory above what the process held before the model was built: with the
-compiler's own. One run at a time, on an idle machine: these are timings.
+share is the median over the rounds of a run beside the one as written in the same round. One run at
+a time, on an idle machine: these are timings.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ KEYS = {
 
 
 def run(words: list[str], threads: int) -> dict[str, Any]:
-    """One run: median seconds of a step, bytes of the process above what it began with."""
+    """One run: median seconds of a step, and whether others used the machine meanwhile."""
     with tempfile.TemporaryDirectory() as folder:
         fixed = [f"train.steps={STEPS}", "train.eval_every=0", f"log.dir={folder}"]
         failed = run_command(
@@ -47,12 +46,7 @@ def run(words: list[str], threads: int) -> dict[str, Any]:
         if failed is not None:
             return {"failed": failed}
         found = json.loads((Path(folder) / "one" / "memory.json").read_text("utf-8"))
-    (rank,) = found["ranks"]
-    return {
-        "seconds": found["step"]["measured_seconds"],
-        "busy": found["step"]["busy"],
-        "process_bytes": rank["process_peak_bytes"] - rank["process_base_bytes"],
-    }
+    return {"seconds": found["step"]["measured_seconds"], "busy": found["step"]["busy"]}
 
 
 def main() -> None:
