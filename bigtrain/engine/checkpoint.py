@@ -277,7 +277,10 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(_bytes_tensor(state["torch"]))
     if (kind := devices.accelerator()) and kind in state:
         # Fewer devices than then: the stages lie elsewhere, and draw anew.
-        for number, one in enumerate(state[kind][: devices.device_count()]):
+        own = (
+            [state[kind]] if isinstance(state[kind], str) else state[kind]
+        )  # of one device alone: older
+        for number, one in enumerate(own[: devices.device_count()]):
             devices.set_generator_state(_bytes_tensor(one), torch.device(kind, number))
 
 

@@ -172,6 +172,9 @@ def test_random_states_of_all_gpus_are_kept_and_put_back(monkeypatch):
     kept = {0: 7}  # one GPU less than then
     set_random_state(state)
     assert kept == {0: 10}
+    kept = {0: 7, 1: 8}
+    set_random_state({**state, "cuda": state["cuda"][1]})  # as older checkpoints have it
+    assert kept == {0: 11, 1: 8}
 
 
 def test_random_states_go_through_json_and_back():
