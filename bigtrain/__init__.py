@@ -17,10 +17,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from bigtrain.checkpoint.folders import newest_checkpoint as newest_checkpoint
+    from bigtrain.checkpoint.read import Checkpoint as Checkpoint
     from bigtrain.core.strategy import Plan as Plan
     from bigtrain.core.strategy import Strategy as Strategy
-    from bigtrain.engine.checkpoint import Checkpoint as Checkpoint
-    from bigtrain.engine.checkpoint import newest_checkpoint as newest_checkpoint
     from bigtrain.engine.engine import Engine as Engine
     from bigtrain.engine.engine import StepResult as StepResult
     from bigtrain.engine.prepare import prepare as prepare
@@ -45,7 +45,7 @@ __version__ = "0.1.0"
 
 _MODULE_OF = {
     "BigtrainError": "errors",
-    "Checkpoint": "engine.checkpoint",
+    "Checkpoint": "checkpoint.read",
     "CheckpointError": "errors",
     "ChunkedCrossEntropy": "losses.chunked_cross_entropy",
     "ConfigError": "errors",
@@ -65,7 +65,7 @@ _MODULE_OF = {
     "connect": "ranks.connect",
     "detect_rank_info": "ranks.launcher_env",
     "load_job": "job.load",
-    "newest_checkpoint": "engine.checkpoint",
+    "newest_checkpoint": "checkpoint.folders",
     "prepare": "engine.prepare",
 }
 

@@ -53,7 +53,19 @@ class OutOfMemoryError(BigtrainError):
 
 
 class CheckpointError(BigtrainError):
-    """A checkpoint is missing, damaged, or does not belong to this model."""
+    """A checkpoint is missing, damaged, cannot be written, or does not belong to this model."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A file of a checkpoint is not what was written.
+
+    Args:
+        damage: which file, and how it is damaged, as a sentence.
+    """
+
+    def __init__(self, damage: str) -> None:
+        super().__init__(f"{damage} Resume from an older step (checkpoint.resume=PATH).")
+        self.damage = damage
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -20,9 +20,8 @@ from bigtrain.core.strategy import Plan
 from bigtrain.data import prepare_data
 from bigtrain.devices import grow_segments, is_accelerator, set_current
 from bigtrain.engine.adapt import adapt_on_oom
-from bigtrain.engine.checkpoint import find_checkpoint, newest_checkpoint
-from bigtrain.engine.engine import Engine
 from bigtrain.engine.prepare import connect_job
+from bigtrain.engine.resume import resume, save_or_explain
 from bigtrain.engine.setup import RunSetup, check_job, open_setup
 from bigtrain.job.arguments import train_arguments
 from bigtrain.job.load import override_job
@@ -80,7 +79,8 @@ def main(arguments: list[str]) -> int:
 def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console: Console) -> int:
     """Build the engine, go through the steps, and leave the results behind."""
     with parts.engine(context) as engine:
-        resumed = resume(job, engine, folder)
+        engine.reserve(folder / "checkpoints")
+        resumed = resume(job, engine, folder)  # from a checkpoint, if the job says so
         with RunLog(
             folder,
             job,
@@ -104,7 +104,8 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
                         measured = engine.evaluate(parts.validation_batches(context))
                         log.validation(result.step, measured)
                     if (last and job.checkpoint.at_end) or due(result.step, job.checkpoint.every):
-                        engine.save(folder / "checkpoints")
+                        for line in save_or_explain(engine, folder, last=last):
+                            log.print_line(line)
                     if last:
                         break
             log.memory(engine.memory())
@@ -116,21 +117,6 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
 def due(step: int, every: int) -> bool:
     """Whether something that is done every so many steps is done after this one."""
     return every > 0 and step % every == 0
-
-
-def resume(job: Job, engine: Engine, folder: Path) -> Path | None:
-    """Continue from the checkpoint that the job names, if it names one."""
-    if job.checkpoint.resume is None:
-        return None
-    if job.checkpoint.resume == "auto":
-        found = newest_checkpoint(folder / "checkpoints")
-    else:
-        found = find_checkpoint(job.checkpoint.resume)
-    # All ranks continue from the one that rank 0 has found.
-    path: Path | None = engine.context.broadcast_object(found)
-    if path is not None:
-        engine.load(path)
-    return path
 
 
 def show(job: Job, plan: Plan, parts: RunSetup | None, console: Console) -> int:

@@ -10,8 +10,9 @@ however unevenly the targets are spread over ranks and micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +23,11 @@ from bigtrain.errors import BigtrainError, CheckpointError, NonFiniteError
 from bigtrain.losses.chunked_cross_entropy import head_targets
 from bigtrain.optim.in_backward import InBackwardUpdate
 from bigtrain.optim.partitioned import PartitionedUpdate
-from bigtrain.optim.update import Update, WholeUpdate, tensor_source
-from bigtrain.tensors.dtensors import local_part, local_tensor
+from bigtrain.optim.update import Update, WholeUpdate
+from bigtrain.tensors.dtensors import local_tensor
 from bigtrain.tensors.memory_format import channels_last
 from bigtrain.tensors.norms import global_norm
-from bigtrain.tensors.source import TensorSource
+from bigtrain.tensors.shards import SavedTensor, StateTensor, read_like
 
 
 class StepRunner:
@@ -230,7 +231,7 @@ class LoopRunner(StepRunner):
         check_finite(dict(zip(self.context.ranks_of("dp"), sums, strict=True)))
         return math.fsum(sums) / max(total, 1)
 
-    def gradients(self) -> dict[str, TensorSource]:
+    def gradients(self) -> dict[str, StateTensor]:
         """See `Runner.gradients`.
 
         Raises:
@@ -242,7 +243,7 @@ class LoopRunner(StepRunner):
                 "Set optim.release_gradients=false to see them."
             )
         return {
-            name: tensor_source(parameter.grad)
+            name: StateTensor.of(parameter.grad)
             for name, parameter in self.module.named_parameters()
             if parameter.grad is not None
         }
@@ -253,31 +254,29 @@ class LoopRunner(StepRunner):
         with torch.no_grad(), self.autocast():
             return self._wrapped(placed.inputs), placed.targets
 
-    def state(self) -> dict[str, TensorSource]:
+    def state(self) -> dict[str, StateTensor]:
         """See `Runner.state`."""
         state = self.module.state_dict()
         named = self.module.named_parameters(remove_duplicate=False)
-        values = state_sources(state, named, self._update.masters())
-        sources = {f"model.{name}": source for name, source in values.items()}
-        return sources | {f"optimizer.{k}": source for k, source in self._update.state().items()}
+        values = model_state(state, named, self._update.masters())
+        tensors = {f"model.{name}": tensor for name, tensor in values.items()}
+        return tensors | {f"optimizer.{k}": tensor for k, tensor in self._update.state().items()}
 
-    def load_state(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
+    def load_state(self, saved: Mapping[str, SavedTensor]) -> None:
         """See `Runner.load_state`."""
-        stored = set(names)
-        self._load_model(read, stored)
+        self._load_model(saved)
         trained = {n for n, p in self.module.named_parameters() if p.requires_grad}
-        load_optimizer(self._update, trained, trained, read, stored)
+        load_optimizer(self._update, trained, trained, saved)
 
-    def _load_model(self, read: Callable[[str], Tensor], stored: set[str]) -> None:
+    def _load_model(self, saved: Mapping[str, SavedTensor]) -> None:
         current = self.module.state_dict()
-        load_tensors(current, set(current), read, stored, self._update)
+        load_tensors(current, set(current), saved, self._update)
 
 
 def load_tensors(
     current: Mapping[str, Tensor],
     expected: set[str],
-    read: Callable[[str], Tensor],
-    stored: Iterable[str],
+    saved: Mapping[str, SavedTensor],
     update: Update,
 ) -> None:
     """Take a checkpoint's values over into these tensors, and into the fp32 copies of an update.
@@ -285,38 +284,55 @@ def load_tensors(
     Args:
         current: this rank's tensors by the model's plain names.
         expected: the names of the whole model.
-        read: gives `model.NAME` on the CPU.
-        stored: all names of the checkpoint.
+        saved: has `model.NAME`.
         update: may keep fp32 values of its own.
 
     Raises:
         CheckpointError: names or shapes are not those of the model.
     """
-    saved_names = {name.removeprefix("model.") for name in stored if name.startswith("model.")}
+    check_shapes({name: tensor.shape for name, tensor in current.items()}, expected, saved)
+    with torch.no_grad():
+        for name, tensor in current.items():
+            value = saved[f"model.{name}"]
+            local_tensor(tensor).copy_(read_like(value, tensor))
+            update.load_master(name, value)
+
+
+def check_shapes(
+    shapes: Mapping[str, Sequence[int]], expected: set[str], saved: Mapping[str, SavedTensor]
+) -> None:
+    """Refuse a checkpoint of another model, before anything of it is taken over.
+
+    Args:
+        shapes: of the tensors that this rank holds a part of, each whole, by plain names.
+        expected: the names of the whole model.
+        saved: has `model.NAME`.
+
+    Raises:
+        CheckpointError: names or shapes are not those of the model.
+    """
+    saved_names = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
     missing, extra = sorted(expected - saved_names), sorted(saved_names - expected)
     if missing or extra:
         raise CheckpointError(
             f"the checkpoint does not fit this model: it lacks {first_names(missing)} and has "
             f"{first_names(extra)} too many. Use the model.name and model.args it was saved with."
         )
-    with torch.no_grad():
-        for name, tensor in current.items():
-            value = read(f"model.{name}")
-            if value.shape != tensor.shape:
-                raise CheckpointError(
-                    f"{name} has shape {tuple(value.shape)} in the checkpoint and "
-                    f"{tuple(tensor.shape)} in the model. Use the model.args it was saved with."
-                )
-            local_tensor(tensor).copy_(local_part(value, tensor))
-            update.load_master(name, value)
+    for name, shape in shapes.items():
+        found = saved[f"model.{name}"].shape
+        if tuple(found) != tuple(shape):
+            raise CheckpointError(
+                f"{name} has shape {tuple(found)} in the checkpoint and "
+                f"{tuple(shape)} in the model. Use the model.args it was saved with."
+            )
 
 
-def state_sources(
+def model_state(
     state: Mapping[str, Tensor],
     named: Iterable[tuple[str, nn.Parameter]],
-    masters: Mapping[str, TensorSource],
-) -> dict[str, TensorSource]:
-    """The state of a module, with the fp32 values of those parameters that have some.
+    masters: Mapping[str, StateTensor],
+) -> dict[str, StateTensor]:
+    """What this rank holds of a module, with the fp32 values of those parameters that have some.
 
     Args:
         state: of `state_dict`, which puts gathered parameters back into shards, other objects:
@@ -324,13 +340,14 @@ def state_sources(
         named: the parameters by all their names.
         masters: see `Update.masters`.
     """
-    values = {name: tensor_source(tensor) for name, tensor in state.items()}
+    # What is no parameter follows the batches that its rank has seen.
+    values = {n: replace(StateTensor.of(t), replicas_differ=True) for n, t in state.items()}
     first: dict[int, str] = {}
     for name, parameter in named:
         # Tied parameters are saved under each of their names, as in the module's own state.
         trained = first.setdefault(id(parameter), name)
-        if name in values and trained in masters:
-            values[name] = masters[trained]
+        if name in values:
+            values[name] = masters.get(trained) or replace(values[name], replicas_differ=False)
     return values
 
 
@@ -338,8 +355,7 @@ def load_optimizer(
     update: Update,
     trained: Collection[str],
     held: Collection[str],
-    read: Callable[[str], Tensor],
-    stored: Iterable[str],
+    saved: Mapping[str, SavedTensor],
 ) -> None:
     """Take a checkpoint's optimizer state over.
 
@@ -347,20 +363,19 @@ def load_optimizer(
         update: has the optimizer.
         trained: the trained parameters of the whole model.
         held: those of them on this rank.
-        read: gives `optimizer.NAME.KEY` on the CPU.
-        stored: all names of the checkpoint.
+        saved: has `optimizer.NAME.KEY`.
 
     Raises:
         CheckpointError: it has a state of a parameter that the model has not.
     """
-    for full in sorted(stored):
+    for full in sorted(saved):
         if not full.startswith("optimizer."):
             continue
         name, _, key = full.removeprefix("optimizer.").rpartition(".")
         if name not in trained:
             raise CheckpointError(f"the checkpoint has a state for {name!r}, the model has not")
         if name in held:
-            update.load_state(name, key, read(full))
+            update.load_state(name, key, saved[full])
 
 
 def check_finite(losses: Mapping[int, float]) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from bigtrain.data.loader import MicroBatch
-from bigtrain.tensors.source import TensorSource
+from bigtrain.tensors.shards import SavedTensor, StateTensor
 
 
 class Runner(Protocol):
@@ -34,10 +34,10 @@ class Runner(Protocol):
     def update(self) -> float:
         """Clip, step the optimizer and clear the gradients; return the global gradient norm."""
 
-    def gradients(self) -> dict[str, TensorSource]:
-        """The gradients of the global batch by plain names, before clipping.
+    def gradients(self) -> dict[str, StateTensor]:
+        """What this rank has of the gradients of the global batch by plain names, before clipping.
 
-        There between `forward_backward` and `update`; reading one is collective.
+        There between `forward_backward` and `update`.
         """
 
     def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor] | None:
@@ -47,15 +47,18 @@ class Runner(Protocol):
         the others return None.
         """
 
-    def state(self) -> dict[str, TensorSource]:
-        """The training state under plain names: `model.NAME`, `optimizer.NAME.KEY`.
+    def state(self) -> dict[str, StateTensor]:
+        """What this rank holds of the training state: `model.NAME`, `optimizer.NAME.KEY`.
 
-        Collective, and so is reading each. Weights are in the precision that is updated (fp32,
-        where bf16 is only computed with).
+        Weights are in the precision that is updated (fp32, where bf16 is only computed with).
         """
 
-    def load_state(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
-        """Take the state over: `read(name)` gives each of `torchvision_names` on the CPU."""
+    def load_state(self, saved: Mapping[str, SavedTensor]) -> None:
+        """Take over, of all of a training state, what this rank holds. Collective.
+
+        Raises:
+            CheckpointError: it is another model's.
+        """
 
     def close(self) -> None:
         """Let go of what outlives the objects (hooks, files, threads)."""

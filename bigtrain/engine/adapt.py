@@ -10,8 +10,8 @@ from pathlib import Path
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from bigtrain.checkpoint.folders import newest_checkpoint
 from bigtrain.core.strategy import Plan
-from bigtrain.engine.checkpoint import newest_checkpoint
 from bigtrain.engine.remedies import smaller_batch
 from bigtrain.errors import OutOfMemoryError
 from bigtrain.job.schema import Job

@@ -23,17 +23,13 @@ from bigtrain.activations.policy import remove_policies
 from bigtrain.assembly.build import build_runner, check_mesh
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.assembly.resolve import check_known, resolve_plan
+from bigtrain.checkpoint.folders import sole_writer
+from bigtrain.checkpoint.random_state import random_state, set_random_state
+from bigtrain.checkpoint.save import save_checkpoint
+from bigtrain.checkpoint.together import check_optimizer_state, config_texts, open_together
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.workload import Workload
 from bigtrain.data import MicroBatch, Step
-from bigtrain.engine.checkpoint import (
-    Checkpoint,
-    check_optimizer_state,
-    join_tensor_reads,
-    random_state,
-    set_random_state,
-    write_checkpoint,
-)
 from bigtrain.engine.example import is_resized
 from bigtrain.engine.out_of_memory import (
     OutOfMemoryContext,
@@ -135,6 +131,7 @@ class Engine:
         self.steps_done = self.samples_seen = 0
         self._learning_rate = learning_rate
         self._closing = ExitStack()
+        self._reserved: set[Path] = set()
         self._workload = workload = Workload(
             self.blueprint.model, example, self.loss, optimizer, self.blueprint.whole_bytes
         )
@@ -257,28 +254,53 @@ class Engine:
         run = (self.plan.strategy.name, self.context.device.type)
         return MemoryReport(*run, tuple(ranks), self.predicted_step or StepForecast(None))
 
-    def save(self, folder: Path) -> Path | None:
-        """Write a checkpoint below `folder`; the path on rank 0, None elsewhere."""
+    def reserve(self, folder: Path) -> None:
+        """Keep other runs from saving below `folder` until this engine is closed. Collective.
+
+        Raises:
+            ConfigError: another one saves there; the same on all ranks.
+        """
+        if folder in self._reserved:
+            return
+        problem = ""
+        if self.context.is_main:
+            try:
+                self._closing.enter_context(sole_writer(folder))
+            except ConfigError as error:
+                problem = str(error)
+        problem = self.context.broadcast_object(problem)
+        if problem:
+            raise ConfigError(problem)
+        self._reserved.add(folder)
+
+    def save(self, folder: Path) -> Path:
+        """Write a checkpoint below `folder`; return its path. Collective.
+
+        Raises:
+            CheckpointError: it could not be written (a full disk, a folder that is gone); the same
+                on all ranks. What was there before stays, and the run can go on.
+        """
+        self.reserve(folder)
         with self._explaining("while a checkpoint was written"):
             return self._save(folder)
 
-    def _save(self, folder: Path) -> Path | None:
-        states = self.context.gather_objects(random_state())
-        tensors = self.runner.state()
-        path: Path | None = None
-        if states is not None:
-            meta = {
-                "samples_seen": self.samples_seen,
-                "world_size": self.context.world_size,
-                "seed": self.context.seed,
-                "random": states,
-            }
-            keep = self.job.checkpoint.keep
-            path = write_checkpoint(folder, self.steps_done, tensors, meta, keep)
-        else:
-            join_tensor_reads(tensors, self.context.device)
-        self.context.barrier()
-        return path
+    def _save(self, folder: Path) -> Path:
+        meta = {
+            "samples_seen": self.samples_seen,
+            "world_size": self.context.world_size,
+            "seed": self.context.seed,
+            "random": self.context.gather_objects(random_state()),
+            "job": self.job.model_dump(mode="json"),
+        }
+        return save_checkpoint(
+            folder,
+            self.steps_done,
+            self.runner.state(),
+            meta,
+            self.context,
+            keep=self.job.checkpoint.keep,
+            texts=config_texts(self.runner.module),
+        )
 
     def load(self, path: Path) -> None:
         """Continue from a checkpoint: weights, optimizer, position, random states.
@@ -286,12 +308,10 @@ class Engine:
         Raises:
             CheckpointError: it is damaged, or it is another model's.
         """
-        checkpoint = Checkpoint(path, verify=self.context.local_rank == 0)
-        self.context.barrier()  # has patience: to hash a large one takes longer than exchanges may
-        if any(name.startswith("optimizer.") for name in checkpoint.names):
-            check_optimizer_state(checkpoint, self.runner.optimizer)
+        checkpoint = open_together(path, self.context)
+        check_optimizer_state(checkpoint.tensors, self.runner.optimizer)
         with self._explaining("while a checkpoint was read"):
-            self.runner.load_state(checkpoint.read, checkpoint.names)
+            self.runner.load_state(checkpoint.tensors)
         self.steps_done = int(checkpoint.meta["step"])
         self.samples_seen = int(checkpoint.meta["samples_seen"])
         states = checkpoint.meta["random"]

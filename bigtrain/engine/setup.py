@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from bigtrain.assembly.resolve import resolve_plan
+from bigtrain.checkpoint.folders import find_checkpoint
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import CutStrategy, Plan
 from bigtrain.core.workload import Workload
@@ -20,7 +21,6 @@ from bigtrain.data import (
     validation_batches,
 )
 from bigtrain.devices import is_accelerator
-from bigtrain.engine.checkpoint import find_checkpoint
 from bigtrain.engine.choose_loss import check_chunks, choose_loss
 from bigtrain.engine.engine import Engine
 from bigtrain.engine.probe_loss import probe_loss

@@ -20,14 +20,19 @@ from bigtrain.optim.partition import Slice, chunk_elements, merge_slices, partit
 from bigtrain.optim.state_store import StateStore, StoredTensor
 from bigtrain.optim.update import MakeOptimizer, is_elementwise, optimizer_tensors, steps_on_device
 from bigtrain.tensors.dtensors import (
-    as_dtensor_like,
     flat_view,
-    full_tensor,
     is_dense,
-    local_part,
     local_tensor,
 )
-from bigtrain.tensors.source import TensorSource
+from bigtrain.tensors.shards import (
+    Extent,
+    SavedTensor,
+    StateTensor,
+    extents_of,
+    read_whole,
+    slice_extents,
+    whole_extents,
+)
 
 ELEMENTWISE_OPTIMIZERS = {
     *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
@@ -265,135 +270,108 @@ class PartitionedUpdate:
         yield from optimizer_tensors(self.optimizer)
         yield from (piece.shard for piece in self._owned.values() if piece.copied)
 
-    def state(self) -> dict[str, TensorSource]:
+    def state(self) -> dict[str, StateTensor]:
         """See `Update.state`."""
-        own_slots: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...] | None]]] = {}
-        for cut, piece in self._owned.items():
-            for key, value in self.optimizer.state.get(piece.shard, {}).items():
-                if isinstance(value, Tensor | StoredTensor):
-                    sliced = value.shape == piece.shape and len(value.shape) > 0
-                    description = (value.dtype, None if sliced else tuple(value.shape))
-                    own_slots.setdefault(cut.name, {})[key] = description
-        keys: dict[str, dict[str, Any]] = {}
-        for part in self._replicas.gather(own_slots):
-            for name, slots in part.items():
-                keys.setdefault(name, {}).update(slots)
-        return {
-            f"{name}.{key}": self._slot(name, key, *description)
-            for name in self._parameters
-            for key, description in sorted(keys.get(name, {}).items())
-        }
+        tensors: dict[str, StateTensor] = {}
+        for name in self._parameters:
+            pieces = self._owned_of(name)
+            for key in sorted({k for p in pieces for k in self.optimizer.state.get(p.shard, {})}):
+                found = self._slot(name, key, pieces)
+                if found is not None:
+                    tensors[f"{name}.{key}"] = found
+        return tensors
 
-    def _slot(
-        self, name: str, key: str, dtype: torch.dtype, shape: tuple[int, ...] | None
-    ) -> TensorSource:
-        def values(piece: OwnedSlice) -> Tensor:
-            return self._read(self.optimizer.state[piece.shard][key])
+    def _owned_of(self, name: str) -> list[OwnedSlice]:
+        return [piece for cut, piece in self._owned.items() if cut.name == name]
 
-        if shape is None:
-            size = tuple(self._parameters[name].shape)
-            return TensorSource(dtype, size, lambda: self._assemble(name, dtype, values))
-        return TensorSource(dtype, shape, lambda: self._scalar(name, dtype, shape, values))
+    def _slot(self, name: str, key: str, pieces: Sequence[OwnedSlice]) -> StateTensor | None:
+        first = self.optimizer.state[pieces[0].shard][key]
+        if not isinstance(first, Tensor | StoredTensor):
+            return None
+        if first.shape == pieces[0].shape and len(first.shape) > 0:
+            return self._joined(
+                name, pieces, first.dtype, lambda piece: self.optimizer.state[piece.shard][key]
+            )
+        shape = tuple(first.shape)
+        return StateTensor(
+            first.dtype, shape, whole_extents(shape), lambda: self._read(first).detach().reshape(-1)
+        )
 
     def _read(self, value: Tensor | StoredTensor) -> Tensor:
         return self._state_store.load(value) if isinstance(value, StoredTensor) else value
 
-    def _assemble(
-        self, name: str, dtype: torch.dtype, values: Callable[[OwnedSlice], Tensor]
-    ) -> Tensor:
-        parameter = self._parameters[name]
-        result = torch.empty_like(local_tensor(parameter).detach(), dtype=dtype)
-        elements = flat_view(result)
-        for cut in self._slices_of(name):
-            section = elements[cut.start : cut.stop]
-            if cut in self._owned:
-                value = values(self._owned[cut]).detach()
-                if value.shape == result.shape:  # laid out in memory as it may be
-                    result.copy_(value)
-                else:
-                    section.copy_(flat_view(value))
-            work = self._replicas.broadcast(section, cut.owner)
-            if work is not None:
-                work.wait()
-        return full_tensor(as_dtensor_like(result, parameter))
-
-    def _scalar(
+    def _joined(
         self,
         name: str,
+        pieces: Sequence[OwnedSlice],
         dtype: torch.dtype,
-        shape: tuple[int, ...],
-        values: Callable[[OwnedSlice], Tensor],
-    ) -> Tensor:
-        first = self._slices_of(name)[0]
-        device = local_tensor(self._parameters[name]).device
-        result = torch.zeros(shape, dtype=dtype, device=device)
-        if first in self._owned:
-            result.copy_(values(self._owned[first]))
-        work = self._replicas.broadcast(result, first.owner)
-        if work is not None:
-            work.wait()
-        return result
+        value_of: Callable[[OwnedSlice], Tensor | StoredTensor],
+    ) -> StateTensor:
+        """What the pieces of a parameter have, each a number for each of its elements."""
+        parameter = self._parameters[name]
 
-    def _slices_of(self, name: str) -> list[Slice]:
-        return [cut for cut in self._slices if cut.name == name]
+        def values() -> Tensor:
+            found = []
+            for piece in pieces:
+                value = self._read(value_of(piece)).detach()
+                # A whole one goes in row-major order, however it lies in memory.
+                flat = value.reshape(-1) if self._whole_shape else flat_view(value)
+                found.append(flat.to(dtype))
+            return found[0] if len(found) == 1 else torch.cat(found)
 
-    def masters(self) -> dict[str, TensorSource]:
+        return StateTensor(dtype, tuple(parameter.shape), self._extents(name, pieces), values)
+
+    def _extents(self, name: str, pieces: Iterable[OwnedSlice]) -> tuple[Extent, ...]:
+        """Which elements of the parameter these pieces are."""
+        parameter = self._parameters[name]
+        if self._whole_shape:
+            return extents_of(parameter)
+        cuts = merge_slices(piece.slice for piece in pieces)
+        return tuple(e for cut in cuts for e in slice_extents(parameter, cut.start, cut.stop))
+
+    def masters(self) -> dict[str, StateTensor]:
         """See `Update.masters`."""
+        return {
+            name: self._joined(
+                name,
+                self._owned_of(name),
+                torch.float32,
+                lambda piece: piece.stored.get(VALUE_KEY, piece.shard),
+            )
+            for name in self._parameters
+            if name in self._low
+        }
 
-        def value(piece: OwnedSlice) -> Tensor:
-            return self._read(piece.stored.get(VALUE_KEY, piece.shard))
-
-        def source(name: str) -> TensorSource:
-            shape, dtype = tuple(self._parameters[name].shape), torch.float32
-            return TensorSource(dtype, shape, lambda: self._assemble(name, dtype, value))
-
-        return {name: source(name) for name in self._parameters if name in self._low}
-
-    def load_state(self, name: str, key: str, value: Tensor) -> None:
+    def load_state(self, name: str, key: str, saved: SavedTensor) -> None:
         """See `Update.load_state`."""
-        pieces = [self._owned[cut] for cut in self._slices_of(name) if cut in self._owned]
-        if not pieces:
-            return
-        sliced = is_elementwise(key, value, self._parameters[name].shape)
-        elements = self._elements(name, value) if sliced else None
-        for piece in pieces:
+        sliced = is_elementwise(key, saved, self._parameters[name].shape)
+        for piece in self._owned_of(name):
             slots = self.optimizer.state[piece.shard]
-            if elements is not None:
-                slots[key] = self._part(piece, elements)
+            if sliced:
+                slots[key] = self._part(piece, saved)
             else:
-                device = piece.shard.device if steps_on_device(self.optimizer) else value.device
-                slots[key] = value.clone().to(device)
+                device = piece.shard.device if steps_on_device(self.optimizer) else "cpu"
+                slots[key] = read_whole(saved).to(device)
             self._store_slot(piece, slots, key)
 
-    def load_master(self, name: str, value: Tensor) -> None:
+    def load_master(self, name: str, saved: SavedTensor) -> None:
         """See `Update.load_master`."""
-        pieces = [self._owned[cut] for cut in self._slices_of(name) if cut in self._owned]
-        copied = [piece for piece in pieces if piece.copied]
-        if not copied:
-            return
-        elements = self._elements(name, value)
-        for piece in copied:
-            part = self._part(piece, elements)
-            if VALUE_KEY in piece.stored:
-                self._store_value(piece, part.to(piece.stored[VALUE_KEY].dtype))
-            else:
-                piece.shard.data.copy_(part)
+        for piece in self._owned_of(name):
+            if piece.copied:
+                part = self._part(piece, saved)
+                if VALUE_KEY in piece.stored:
+                    self._store_value(piece, part.to(piece.stored[VALUE_KEY].dtype))
+                else:
+                    piece.shard.data.copy_(part)
 
-    def _elements(self, name: str, value: Tensor) -> Tensor:
-        """What this rank holds of a whole tensor, in the order of the cuts."""
-        parameter = self._parameters[name]
-        own_values = torch.empty_like(local_tensor(parameter).detach(), dtype=value.dtype)
-        return flat_view(own_values.copy_(local_part(value, parameter)))
-
-    def _part(self, piece: OwnedSlice, elements: Tensor) -> Tensor:
+    def _part(self, piece: OwnedSlice, saved: SavedTensor) -> Tensor:
         """A piece's own copy of its elements, in the shape of its shard."""
-        part = elements[piece.slice.start : piece.slice.stop]
+        part = saved.read(self._extents(piece.slice.name, [piece])).to(piece.shard.device)
         if not self._whole_shape:
-            return part.to(piece.shard.device, copy=True)
+            return part
         like = local_tensor(self._parameters[piece.slice.name])
         shaped = torch.empty_like(like, dtype=part.dtype, device=piece.shard.device)
-        flat_view(shaped).copy_(part)
-        return shaped
+        return shaped.copy_(part.view(like.shape))
 
     def close(self) -> None:
         """See `Update.close`."""

@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from bigtrain.tensors.dtensors import as_dtensor_like, full_tensor, local_part, local_tensor
-from bigtrain.tensors.source import TensorSource
+from bigtrain.tensors.dtensors import as_dtensor_like, local_tensor
+from bigtrain.tensors.shards import SavedTensor, StateTensor, read_like, read_whole
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 """Sharding and cutting change the parameters first, so the optimizer is made from what is left."""
@@ -27,17 +27,17 @@ class Update(Protocol):
     def resident_tensors(self) -> Iterable[Tensor]:
         """The tensors of the state that this rank holds in memory, fp32 copies included."""
 
-    def state(self) -> dict[str, TensorSource]:
-        """The state as `NAME.KEY`. Collective."""
+    def state(self) -> dict[str, StateTensor]:
+        """What this rank holds of the state, as `NAME.KEY`."""
 
-    def masters(self) -> dict[str, TensorSource]:
-        """The fp32 values of the parameters that are computed with in less."""
+    def masters(self) -> dict[str, StateTensor]:
+        """The fp32 values of the parameters that are computed with in less, or in shards."""
 
-    def load_state(self, name: str, key: str, value: Tensor) -> None:
-        """Take over one tensor of the state, whole and on the CPU."""
+    def load_state(self, name: str, key: str, saved: SavedTensor) -> None:
+        """Take over what this rank holds of one tensor of the state."""
 
-    def load_master(self, name: str, value: Tensor) -> None:
-        """Take over a parameter's fp32 value, whole and on the CPU, where a copy is kept."""
+    def load_master(self, name: str, saved: SavedTensor) -> None:
+        """Take over what this rank holds of a parameter's fp32 values, where a copy is kept."""
 
     def close(self) -> None:
         """Let go of files and threads."""
@@ -60,38 +60,38 @@ class WholeUpdate:
         """See `Update.resident_tensors`."""
         return optimizer_tensors(self.optimizer)
 
-    def state(self) -> dict[str, TensorSource]:
+    def state(self) -> dict[str, StateTensor]:
         """See `Update.state`."""
-        sources = {}
+        tensors = {}
         for name, parameter in self._parameters.items():
             for key, value in sorted(self.optimizer.state.get(parameter, {}).items()):
                 if isinstance(value, Tensor):
-                    sources[f"{name}.{key}"] = tensor_source(value)
-        return sources
+                    tensors[f"{name}.{key}"] = StateTensor.of(value)
+        return tensors
 
-    def masters(self) -> dict[str, TensorSource]:
+    def masters(self) -> dict[str, StateTensor]:
         """See `Update.masters`."""
         return {}
 
-    def load_state(self, name: str, key: str, value: Tensor) -> None:
+    def load_state(self, name: str, key: str, saved: SavedTensor) -> None:
         """See `Update.load_state`."""
         parameter = self._parameters[name]
-        if is_elementwise(key, value, parameter.shape):
+        if is_elementwise(key, saved, parameter.shape):
             # In the parameter's own order in memory, which kernels go through side by side, and in
             # its type, but for optimizers that bring their state to the type they want.
             own_values = local_tensor(parameter).detach()
-            keeps_dtype = hasattr(self.optimizer, "state_keys") or not value.is_floating_point()
+            keeps_dtype = hasattr(self.optimizer, "state_keys") or not saved.dtype.is_floating_point
             loaded = torch.empty_like(
-                own_values, dtype=value.dtype if keeps_dtype else own_values.dtype
+                own_values, dtype=saved.dtype if keeps_dtype else own_values.dtype
             )
-            loaded.copy_(local_part(value, parameter))
+            loaded.copy_(read_like(saved, parameter))
             self.optimizer.state[parameter][key] = as_dtensor_like(loaded, parameter)
             return
         # A step count is on the host, but for the kernels that read it on the device.
-        device = local_tensor(parameter).device if steps_on_device(self.optimizer) else value.device
-        self.optimizer.state[parameter][key] = value.to(device)
+        device = local_tensor(parameter).device if steps_on_device(self.optimizer) else "cpu"
+        self.optimizer.state[parameter][key] = read_whole(saved).to(device)
 
-    def load_master(self, name: str, value: Tensor) -> None:
+    def load_master(self, name: str, saved: SavedTensor) -> None:
         """See `Update.load_master`."""
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ _ONCE = ("step", "mu_product", "eta", "mu")
 """What torch's optimizers keep once for a parameter, as a number."""
 
 
-def is_elementwise(key: str, value: Tensor, shape: tuple[int, ...]) -> bool:
+def is_elementwise(key: str, value: Tensor | SavedTensor, shape: tuple[int, ...]) -> bool:
     """Whether a slot of the state has a number for each element of a parameter of this shape.
 
     The shapes alone do not tell for a parameter that is one number without dimensions.
@@ -132,11 +132,6 @@ def state_bytes_by_slot(make_optimizer: MakeOptimizer, side: int = 32) -> dict[s
         for key, value in slots
         if isinstance(value, Tensor) and value.numel() > 1
     }
-
-
-def tensor_source(tensor: Tensor) -> TensorSource:
-    """A tensor of which this rank holds all or, as a DTensor, a part."""
-    return TensorSource(tensor.dtype, tuple(tensor.shape), lambda: full_tensor(tensor.detach()))
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:

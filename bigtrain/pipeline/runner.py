@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,14 +27,13 @@ from bigtrain.core.loop import (
     check_finite,
     load_optimizer,
     load_tensors,
-    state_sources,
+    model_state,
 )
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
-from bigtrain.optim.update import tensor_source
 from bigtrain.pipeline.one_at_a_time import StageTransport, backward_through, forward_through
-from bigtrain.pipeline.state import gather_names, gather_state
+from bigtrain.pipeline.state import gather_names
 from bigtrain.pipeline.tied_parameters import TiedGradients, TiedParameter
 from bigtrain.pipeline.torch_stage import (
     FixedShapeStage,
@@ -45,7 +44,7 @@ from bigtrain.pipeline.torch_stage import (
 )
 from bigtrain.schedules.orders import TORCH_SCHEDULES, check_schedule, stage_ranks
 from bigtrain.tensors.norms import global_norm
-from bigtrain.tensors.source import TensorSource
+from bigtrain.tensors.shards import SavedTensor, StateTensor
 from bigtrain.tensors.tree import map_tensors
 
 _KEPT = 64
@@ -326,14 +325,13 @@ class PipelineRunner(StepRunner):
         own_norm = global_norm(counted_gradients).to(self.context.device)
         return self.context.all_reduce_sum(own_norm.square(), "pp").sqrt()
 
-    def gradients(self) -> dict[str, TensorSource]:
+    def gradients(self) -> dict[str, StateTensor]:
         """See `Runner.gradients`."""
-        own_gradients = {
-            name: (self._stage_of[name], tensor_source(parameter.grad))
+        return {
+            name: StateTensor.of(parameter.grad)
             for name, parameter in self._named.items()
             if parameter.grad is not None
         }
-        return gather_state(self.context, own_gradients)
 
     def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor] | None:
         """See `Runner.predict`."""
@@ -348,28 +346,25 @@ class PipelineRunner(StepRunner):
             )
         return (output, placed.targets) if self._count - 1 in self._stages else None
 
-    def state(self) -> dict[str, TensorSource]:
+    def state(self) -> dict[str, StateTensor]:
         """See `Runner.state`."""
         masters, elsewhere = self._update.masters(), self._ties.owned_elsewhere
-        own_tensors: dict[str, tuple[int, TensorSource]] = {}
-        for index, stage in self._stages.items():
+        tensors: dict[str, StateTensor] = {}
+        for stage in self._stages.values():
             state, named = stage.state_dict(), stage.named_parameters(remove_duplicate=False)
-            for name, source in state_sources(state, named, masters).items():
-                own_tensors.setdefault(f"model.{name}", (index, source))
-        # After all of the model, as in one process.
-        for key, source in self._update.state().items():
-            name = key.rpartition(".")[0]
-            if name not in elsewhere:
-                own_tensors[f"optimizer.{key}"] = (self._count + self._stage_of[name], source)
-        return gather_state(self.context, own_tensors)
+            for name, tensor in model_state(state, named, masters).items():
+                tensors.setdefault(f"model.{name}", tensor)
+        for key, tensor in self._update.state().items():
+            if key.rpartition(".")[0] not in elsewhere:
+                tensors[f"optimizer.{key}"] = tensor
+        return tensors
 
-    def load_state(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
+    def load_state(self, saved: Mapping[str, SavedTensor]) -> None:
         """See `Runner.load_state`."""
-        stored = set(names)
         current = {n: t for stage in self._stages.values() for n, t in stage.state_dict().items()}
-        load_tensors(current, gather_names(self.context, current), read, stored, self._update)
+        load_tensors(current, gather_names(self.context, current), saved, self._update)
         trained = gather_names(self.context, self._named)
-        load_optimizer(self._update, trained, self._named, read, stored)
+        load_optimizer(self._update, trained, self._named, saved)
 
     def close(self) -> None:
         """See `Runner.close`."""

@@ -138,6 +138,14 @@ class RunContext:
         dist.gather_object(value, gathered)
         return gathered
 
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's object in the order of ranks, on every rank."""
+        if self.mesh is None:
+            return [value]
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, value)
+        return everyone
+
     def broadcast_object(self, value: Any) -> Any:
         """Return rank 0's object on every rank; what the others give is not looked at."""
         if self.mesh is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import yaml
@@ -27,7 +27,7 @@ def make_console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=100)
 
 
-def opening_lines(parts: RunSetup, engine: Engine, resumed: Path | None) -> Iterator[str]:
+def opening_lines(parts: RunSetup, engine: Engine, resumed: Sequence[str]) -> Iterator[str]:
     """What will be trained, on what, in which batches, and the predicted peak."""
     context = engine.context
     yield f"{model_line(parts)}, {parts.job.train.precision}"
@@ -45,8 +45,7 @@ def opening_lines(parts: RunSetup, engine: Engine, resumed: Path | None) -> Iter
     if engine.predicted_step is not None:
         yield step_line(engine.predicted_step)
     yield from engine.advice
-    if resumed is not None:
-        yield f"continues after step {engine.steps_done} from {resumed}"
+    yield from resumed
 
 
 def closing_lines(parts: RunSetup, folder: Path) -> Iterator[str]:

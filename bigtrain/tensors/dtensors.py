@@ -1,50 +1,14 @@
-"""Tensors of which this rank holds a part: a DTensor's local piece, and the whole again."""
+"""Tensors of which this rank holds a part: a DTensor's local piece."""
 
 from __future__ import annotations
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor: a DTensor's own piece, any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    """The full tensor. Collective for a DTensor: all its ranks call it."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    if is_offloaded(tensor):  # the ranks exchange on their devices
-        moved = as_dtensor_like(local_tensor(tensor).to(tensor.device_mesh.device_type), tensor)
-        return full_tensor(moved)
-    return tensor.full_tensor()
-
-
-def is_offloaded(tensor: Tensor) -> bool:
-    """Whether a DTensor's piece lies on the host while its ranks exchange on GPUs."""
-    return (
-        isinstance(tensor, DTensor)
-        and tensor._local_tensor.device.type != tensor.device_mesh.device_type
-    )
-
-
-def local_part(full: Tensor, like: Tensor) -> Tensor:
-    """What this rank holds of `full`, were it laid out as `like` is; no exchange.
-
-    Args:
-        full: the whole values, on any device; the same on every rank.
-        like: a DTensor or a plain tensor of the same shape.
-
-    Returns:
-        A plain tensor on `like`'s device.
-    """
-    placed = full.to(local_tensor(like).device)
-    if not isinstance(like, DTensor):
-        return placed
-    return distribute_tensor(
-        placed, like.device_mesh, like.placements, src_data_rank=None
-    ).to_local()
 
 
 def as_dtensor_like(piece: Tensor, like: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ import torch
 from torch import nn
 
 from bigtrain.assembly.make_plan import device_type_of, make_plan
+from bigtrain.checkpoint.write import write_tensors
 from bigtrain.data.loader import MicroBatch, Step
-from bigtrain.engine.checkpoint import write_tensors
 from bigtrain.engine.engine import Engine
 from bigtrain.engine.prepare import connect_job
 from bigtrain.engine.setup import RunSetup, check_job, open_setup
@@ -41,7 +41,6 @@ from bigtrain.models.blocks import find_blocks
 from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.exit_status import run_guarded
 from bigtrain.ranks.launcher_env import detect_rank_info
-from bigtrain.tensors.source import TensorSource
 from bigtrain.verify.execution_trace import ExecutionTrace
 from bigtrain.verify.tied_dropout import NoDropout, TiedDropout, sample_places
 
@@ -91,7 +90,7 @@ def record_run(
                 recording["no_gradients"] = str(error)
             else:
                 step = engine.steps_done + 1
-                write_shared_tensors(folder / f"gradients-{step}.safetensors", gradients, context)
+                write_tensors(folder / f"gradients-{step}.safetensors", gradients, context)
             return update()
 
         is_compiled = parts.resolved.plan.compiles_blocks
@@ -166,18 +165,7 @@ def write_weights(path: Path, engine: Engine, names: Collection[str]) -> None:
     state = engine.runner.state().items()
     named = {name.removeprefix(prefix): value for name, value in state if name.startswith(prefix)}
     weights = {name: value for name, value in named.items() if name in names}
-    write_shared_tensors(path, weights, engine.context)
-
-
-def write_shared_tensors(
-    path: Path, tensors: Mapping[str, TensorSource], context: RunContext
-) -> None:
-    """Write tensors that may lie in pieces on the ranks; collective."""
-    if context.is_main:
-        write_tensors(path, tensors)
-    else:
-        for source in tensors.values():
-            source.read()
+    write_tensors(path, weights, engine.context)
 
 
 def random_losses(

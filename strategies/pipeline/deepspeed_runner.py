@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
 from typing import Any, Protocol, cast
 
@@ -32,7 +32,6 @@ from bigtrain.cutting.stage import Stage
 from bigtrain.data.loader import MicroBatch
 from bigtrain.optim.update import Update, WholeUpdate
 from bigtrain.pipeline.runner import PipelineRunner
-from bigtrain.pipeline.state import gather_state
 from bigtrain.pipeline.tied_parameters import TiedParameter
 from bigtrain.ranks.context import RunContext
 from bigtrain.strategies.deepspeed_adapter import (
@@ -47,7 +46,7 @@ from bigtrain.strategies.deepspeed_adapter import (
     set_instructions,
     step_pipeline,
 )
-from bigtrain.tensors.source import TensorSource
+from bigtrain.tensors.shards import SavedTensor, StateTensor
 
 
 class _StageLayer(nn.Module):
@@ -73,8 +72,8 @@ class ShardedUpdate(Update, Protocol):
             elsewhere: tied parameters, which another stage counts.
         """
 
-    def gradients(self) -> dict[str, TensorSource]:
-        """The whole gradients by name. Collective over the replicas."""
+    def gradients(self) -> dict[str, StateTensor]:
+        """What this rank has of the gradients, by name."""
 
     def update_parameters(self) -> None:
         """Let the parameters follow what was loaded."""
@@ -271,17 +270,15 @@ class DeepSpeedPipelineRunner(PipelineRunner):
         norm = cast(ShardedUpdate, self._update).clip(self._ties.owned_elsewhere)
         return torch.tensor(norm, dtype=torch.float64)
 
-    def gradients(self) -> dict[str, TensorSource]:
+    def gradients(self) -> dict[str, StateTensor]:
         """See `Runner.gradients`."""
         if not self._sharding:
             return super().gradients()
-        sources = cast(ShardedUpdate, self._update).gradients()
-        own_sources = {name: (self._stage_of[name], source) for name, source in sources.items()}
-        return gather_state(self.context, own_sources)
+        return cast(ShardedUpdate, self._update).gradients()
 
-    def load_state(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
+    def load_state(self, saved: Mapping[str, SavedTensor]) -> None:
         """See `Runner.load_state`."""
-        super().load_state(read, names)
+        super().load_state(saved)
         if self._sharding:
             cast(ShardedUpdate, self._update).update_parameters()
 

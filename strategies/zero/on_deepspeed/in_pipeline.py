@@ -24,6 +24,7 @@ from bigtrain.strategies.zero.on_deepspeed.build import BuiltEngine, optimizer_a
 from bigtrain.strategies.zero.on_deepspeed.config import bucket_elements, deepspeed_settings
 from bigtrain.strategies.zero.on_deepspeed.update import DeepSpeedUpdate
 from bigtrain.tensors.norms import local_norm
+from bigtrain.tensors.shards import SavedTensor
 
 
 def share_engine(options: Zero, assembly_of_cut: Assembly) -> None:
@@ -77,7 +78,7 @@ class PipelineZeroUpdate(DeepSpeedUpdate):
         self.shards.set_norm(torch.tensor(norm, dtype=torch.float32, device=device))
         return norm
 
-    def load_master(self, name: str, value: torch.Tensor) -> None:
+    def load_master(self, name: str, saved: SavedTensor) -> None:
         """See `Update.load_master`: what is updated are the parameters themselves."""
 
 

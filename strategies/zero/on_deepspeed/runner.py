@@ -7,21 +7,20 @@ that DeepSpeed divides by no count of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bigtrain.core.loop import LoopRunner
+from bigtrain.core.loop import LoopRunner, check_shapes
 from bigtrain.core.replicas import broadcast_buffers
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
-from bigtrain.errors import CheckpointError
 from bigtrain.strategies.deepspeed_adapter import after_gathering
 from bigtrain.strategies.zero.on_deepspeed.update import DeepSpeedUpdate, shape_of
-from bigtrain.tensors.source import TensorSource
+from bigtrain.tensors.shards import SavedTensor, StateTensor, read_like
 
 
 class DeepSpeedRunner(LoopRunner):
@@ -114,39 +113,30 @@ class DeepSpeedRunner(LoopRunner):
         self._sharded.shards.set_norm(torch.tensor(norm, dtype=torch.float32, device=device))
         return torch.tensor(norm, dtype=torch.float64)
 
-    def gradients(self) -> dict[str, TensorSource]:
+    def gradients(self) -> dict[str, StateTensor]:
         """See `Runner.gradients`."""
         return self._sharded.gradients()
 
-    def load_state(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
+    def load_state(self, saved: Mapping[str, SavedTensor]) -> None:
         """See `Runner.load_state`."""
-        super().load_state(read, names)
+        super().load_state(saved)
         self._sharded.update_parameters()
 
-    def _load_model(self, read: Callable[[str], Tensor], stored: set[str]) -> None:
-        kept = {name.removeprefix("model.") for name in stored if name.startswith("model.")}
-        current = self.module.state_dict()
-        if odd := sorted(kept.symmetric_difference(current)):
-            raise CheckpointError(
-                f"the checkpoint does not fit this model: {odd[0]} is in one of them only. "
-                "Use the model.name and model.args it was saved with."
-            )
-        parameters = self._sharded.parameters
+    def _load_model(self, saved: Mapping[str, SavedTensor]) -> None:
+        parameters, current = self._sharded.parameters, self.module.state_dict()
         first = {id(p): n for n, p in parameters.items()}
         tied = {n: first[id(p)] for n, p in self.module.named_parameters(remove_duplicate=False)}
+        shapes = {
+            name: shape_of(parameters[tied[name]] if name in tied else tensor)
+            for name, tensor in current.items()
+        }
+        check_shapes(shapes, set(current), saved)
         with torch.no_grad():
             for name, tensor in current.items():
-                value = read(f"model.{name}")
-                shape = shape_of(parameters[tied[name]] if name in tied else tensor)
-                if tuple(value.shape) != shape:
-                    raise CheckpointError(
-                        f"{name} has shape {tuple(value.shape)} in the checkpoint and {shape} in "
-                        "the model. Use the model.args it was saved with."
-                    )
                 if name in tied:
-                    self._sharded.load_master(tied[name], value)
+                    self._sharded.load_master(tied[name], saved[f"model.{name}"])
                 else:
-                    tensor.copy_(value)
+                    tensor.copy_(read_like(saved[f"model.{name}"], tensor))
 
     def close(self) -> None:
         """See `Runner.close`."""

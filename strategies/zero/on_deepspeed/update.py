@@ -1,12 +1,12 @@
 """DeepSpeed's engine seen as one update, and its state read and written by plain names.
 
-Reading a tensor puts the stretches of all ranks together; writing one takes this rank's.
+Of each tensor a rank has the stretch that it updates.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from bigtrain.strategies.zero.on_deepspeed.shards import (
     ShardSlice,
 )
 from bigtrain.tensors.norms import local_norm
-from bigtrain.tensors.source import TensorSource
+from bigtrain.tensors.shards import Extent, SavedTensor, StateTensor, read_whole
 
 
 class DeepSpeedUpdate:
@@ -68,23 +68,23 @@ class DeepSpeedUpdate:
         if self.zero.dtype != torch.float32:
             yield from self.shards.pieces
 
-    def gradients(self) -> dict[str, TensorSource]:
+    def gradients(self) -> dict[str, StateTensor]:
         """See `Runner.gradients`."""
-        sources = {}
+        tensors = {}
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
                 gradient = self.shards.gradient(self.shards.piece_of[id(parameter)])
                 if gradient is None:  # nothing of this piece takes part in the loss
                     gradient = torch.zeros_like(self._piece_of(parameter))
-                sources[name] = self._source(parameter, _stretches_of(gradient))
-        return sources
+                tensors[name] = self._sharded(parameter, gradient)
+        return tensors
 
     def _piece_of(self, parameter: nn.Parameter) -> Tensor:
         return self.shards.pieces[self.shards.piece_of[id(parameter)]].detach()
 
-    def state(self) -> dict[str, TensorSource]:
+    def state(self) -> dict[str, StateTensor]:
         """See `Update.state`."""
-        sources = {}
+        tensors = {}
         pieces = self.shards.pieces
         for name, parameter in self.parameters.items():
             if not parameter.requires_grad:
@@ -94,88 +94,66 @@ class DeepSpeedUpdate:
                 if not isinstance(value, Tensor):
                     continue
                 if value.dim() and value.shape == piece.shape:
-                    sources[f"{name}.{key}"] = self._source(parameter, _stretches_of(value))
+                    tensors[f"{name}.{key}"] = self._sharded(parameter, value)
                 else:
-                    kind = (value.dtype, tuple(value.shape))
-                    sources[f"{name}.{key}"] = TensorSource(*kind, value.detach().clone)
-        return sources
+                    tensors[f"{name}.{key}"] = StateTensor.of(value)
+        return tensors
 
-    def masters(self) -> dict[str, TensorSource]:
+    def masters(self) -> dict[str, StateTensor]:
         """See `Update.masters`: all parameters, as stage 3 leaves nothing in the module."""
-        sources = {}
+        tensors = {}
         pieces = self.shards.pieces
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
                 piece = pieces[self.shards.piece_of[id(parameter)]]
-                sources[name] = self._source(parameter, _stretches_of(piece))
+                tensors[name] = self._sharded(parameter, piece)
+            elif self._stage < 3:
+                tensors[name] = StateTensor.of(parameter, torch.float32)
             else:
-                shape = shape_of(parameter)
-                sources[name] = TensorSource(torch.float32, shape, self._frozen(parameter))
-        return sources
+                tensors[name] = _frozen(parameter)
+        return tensors
 
-    def _frozen(self, parameter: nn.Parameter) -> Callable[[], Tensor]:
-        def read() -> Tensor:
-            if self._stage < 3:
-                return parameter.detach().float()
-            part, start = _part_of(parameter)
-            return self._whole(part.float(), start, shape_of(parameter))
-
-        return read
-
-    def _source(
-        self, parameter: nn.Parameter, part: Callable[[ShardSlice], Tensor]
-    ) -> TensorSource:
+    def _sharded(self, parameter: nn.Parameter, flat: Tensor) -> StateTensor:
+        """What this rank has of a parameter in a flat tensor that is laid out as its piece is."""
         stretch, shape = self.shards.slices.get(id(parameter)), shape_of(parameter)
+        if stretch is None:
+            return StateTensor(torch.float32, shape, (), lambda: torch.empty(0))
+        begin, end = stretch.offset, stretch.offset + stretch.length
 
-        def read() -> Tensor:
-            if stretch is None:
-                return self._whole(None, 0, shape)
-            return self._whole(part(stretch).detach(), stretch.start, shape)
+        def values() -> Tensor:
+            return flat.detach().view(-1)[begin:end].float()
 
-        return TensorSource(torch.float32, shape, read)
+        return StateTensor(torch.float32, shape, (_extent_of(stretch),), values)
 
-    def _whole(self, part: Tensor | None, start: int, shape: tuple[int, ...]) -> Tensor:
-        """The stretches of all ranks put together, bit for bit. Collective."""
-        size = math.prod(shape)
-        # As integers: adding zeros to them changes no bit, not even the sign of a zero.
-        bits = torch.zeros(size, dtype=torch.int32, device=self._context.device)
-        if part is not None:
-            placed = part.to(self._context.device, torch.float32).contiguous()
-            bits[start : start + part.numel()] = placed.view(torch.int32)
-        if self._context.dp_size > 1:
-            dist.all_reduce(bits, group=self._context.dp_group)
-        whole: Tensor = bits.view(torch.float32).view(shape)
-        return whole
-
-    def load_state(self, name: str, key: str, value: Tensor) -> None:
+    def load_state(self, name: str, key: str, saved: SavedTensor) -> None:
         """See `Update.load_state`."""
         parameter = self.parameters[name]
         piece = self.shards.pieces[self.shards.piece_of[id(parameter)]]
         slots = self.optimizer.state[piece]
-        if is_elementwise(key, value, shape_of(parameter)):
+        if is_elementwise(key, saved, shape_of(parameter)):
             if key not in slots:
                 slots[key] = torch.zeros_like(piece.detach())
             stretch = self.shards.slices.get(id(parameter))
             if stretch is not None:
-                mine = value.reshape(-1)[stretch.start : stretch.start + stretch.length]
                 flat = slots[key].view(-1)
+                mine = saved.read([_extent_of(stretch)])
                 flat[stretch.offset : stretch.offset + stretch.length].copy_(mine)
             return
-        device = piece.device if steps_on_device(self.optimizer) else value.device
-        slots[key] = value.to(device, copy=True)
+        device = piece.device if steps_on_device(self.optimizer) else "cpu"
+        slots[key] = read_whole(saved).to(device)
 
-    def load_master(self, name: str, value: Tensor) -> None:
+    def load_master(self, name: str, saved: SavedTensor) -> None:
         """See `Update.load_master`."""
         parameter = self.parameters[name]
         stretch = self.shards.slices.get(id(parameter))
         if stretch is not None:
-            mine = value.reshape(-1)[stretch.start : stretch.start + stretch.length]
+            mine = saved.read([_extent_of(stretch)])
             self.shards.slice_of(self.shards.pieces, stretch).copy_(mine)
         elif not parameter.requires_grad and self._stage < 3:
-            parameter.data.copy_(value)
+            parameter.data.copy_(read_whole(saved))
         elif not parameter.requires_grad:
-            part, start = _part_of(parameter)
-            part.copy_(value.reshape(-1)[start : start + part.numel()])
+            part, extents = _part_of(parameter)
+            part.copy_(saved.read(extents))
 
     def update_parameters(self) -> None:
         """Let the parameters follow what was loaded. Collective."""
@@ -193,17 +171,18 @@ def shape_of(parameter: Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def _stretches_of(flat: Tensor) -> Callable[[ShardSlice], Tensor]:
-    """Reads a stretch of a flat tensor."""
-
-    def read(stretch: ShardSlice) -> Tensor:
-        return flat.detach().view(-1)[stretch.offset : stretch.offset + stretch.length]
-
-    return read
+def _extent_of(stretch: ShardSlice) -> Extent:
+    return Extent(stretch.start, stretch.length)
 
 
-def _part_of(parameter: Any) -> tuple[Tensor, int]:
-    """What this rank has of a frozen parameter under stage 3, and where that begins."""
+def _frozen(parameter: Any) -> StateTensor:
+    part, extents = _part_of(parameter)
+    return StateTensor(torch.float32, shape_of(parameter), extents, part.float)
+
+
+def _part_of(parameter: Any) -> tuple[Tensor, tuple[Extent, ...]]:
+    """What this rank has of a frozen parameter under stage 3, and which elements these are."""
     part = parameter.ds_tensor.detach()
     start = part.numel() * dist.get_rank(group=parameter.ds_process_group)
-    return part[: max(0, min(part.numel(), parameter.ds_numel - start))], start
+    part = part[: max(0, min(part.numel(), parameter.ds_numel - start))]
+    return part, (Extent(start, part.numel()),) if part.numel() else ()

@@ -43,7 +43,7 @@ from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.on_fairscale.memory import RankShare, deal_parameters, in_flight_bytes
 from bigtrain.strategies.zero.on_fairscale.traffic import fairscale_traffic
 from bigtrain.tensors.norms import local_norm
-from bigtrain.tensors.source import TensorSource
+from bigtrain.tensors.shards import SavedTensor, StateTensor, read_whole
 from bigtrain.units import format_bytes
 
 FAIRSCALE_ALTERNATIVES = {1: "zero1_torch", 2: "fsdp_zero2", 3: "fsdp"}
@@ -207,19 +207,19 @@ class OwnedUpdate:
 
     optimizer: torch.optim.Optimizer
 
-    def gradients(self) -> dict[str, TensorSource]:
-        """The whole gradients by plain names. Collective, and so is reading each."""
+    def gradients(self) -> dict[str, StateTensor]:
+        """What this rank has of the gradients, by plain names."""
         raise NotImplementedError
 
     def resident_tensors(self) -> Iterable[Tensor]:
         """See `Update.resident_tensors`."""
         return optimizer_tensors(self.optimizer)
 
-    def masters(self) -> dict[str, TensorSource]:
+    def masters(self) -> dict[str, StateTensor]:
         """See `Update.masters`: there are none, the parameters are fp32."""
         return {}
 
-    def load_master(self, name: str, value: Tensor) -> None:
+    def load_master(self, name: str, saved: SavedTensor) -> None:
         """See `Update.load_master`."""
 
     def close(self) -> None:
@@ -275,72 +275,27 @@ class OSSUpdate(OwnedUpdate):
             target.update({key: value for key, value in source.items() if key != "params"})
         self.oss.step()
 
-    def gradients(self) -> dict[str, TensorSource]:
+    def gradients(self) -> dict[str, StateTensor]:
         """See `OwnedUpdate.gradients`."""
-        mine = {n: {"grad": p.grad} for n, p in self.mine.items() if p.grad is not None}
-        return {name: found["grad"] for name, found in self.sources(mine).items()}
+        return {n: StateTensor.of(p.grad) for n, p in self.mine.items() if p.grad is not None}
 
-    def state(self) -> dict[str, TensorSource]:
+    def state(self) -> dict[str, StateTensor]:
         """See `Update.state`."""
-        slots = {
-            name: {
-                key: value
-                for key, value in self.optimizer.state.get(parameter, {}).items()
-                if isinstance(value, Tensor)
-            }
-            for name, parameter in self.mine.items()
-        }
-        found = self.sources(slots)
-        return {f"{name}.{key}": found[name][key] for name in found for key in sorted(found[name])}
-
-    def sources(
-        self, own_tensors: Mapping[str, Mapping[str, Tensor]]
-    ) -> dict[str, dict[str, TensorSource]]:
-        """Whole tensors that their owners have, by parameter and key, on all ranks. Collective.
-
-        Args:
-            own_tensors: the tensors of the parameters that this rank updates.
-        """
-        descriptions = {
-            n: {k: (t.dtype, tuple(t.shape)) for k, t in m.items()} for n, m in own_tensors.items()
-        }
-        described: dict[str, dict[str, Any]] = {}
-        for part in self._replicas.gather(descriptions):
-            described.update(part)
         return {
-            name: {
-                key: self._source(name, dtype, shape, own_tensors.get(name, {}).get(key))
-                for key, (dtype, shape) in described[name].items()
-            }
-            for name in self.parameters
-            if name in described
+            f"{name}.{key}": StateTensor.of(value)
+            for name, parameter in self.mine.items()
+            for key, value in sorted(self.optimizer.state.get(parameter, {}).items())
+            if isinstance(value, Tensor)
         }
 
-    def _source(
-        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], value: Tensor | None
-    ) -> TensorSource:
-        device = self.parameters[name].device
-
-        def read() -> Tensor:
-            if value is None:
-                result = torch.empty(shape, dtype=dtype, device=device)
-            else:
-                result = value.detach().to(device).contiguous()
-            work = self._replicas.broadcast(result, self.owners[name])
-            if work is not None:
-                work.wait()
-            return result
-
-        return TensorSource(dtype, shape, read)
-
-    def load_state(self, name: str, key: str, value: Tensor) -> None:
+    def load_state(self, name: str, key: str, saved: SavedTensor) -> None:
         """See `Update.load_state`."""
         parameter = self.mine.get(name)
-        if parameter is None:
-            return
-        there = is_elementwise(key, value, parameter.shape) or steps_on_device(self.optimizer)
-        device = parameter.device if there else value.device
-        self.optimizer.state[parameter][key] = value.to(device, copy=True)
+        if parameter is not None:
+            on_device = is_elementwise(key, saved, parameter.shape)
+            on_device = on_device or steps_on_device(self.optimizer)
+            device = parameter.device if on_device else "cpu"
+            self.optimizer.state[parameter][key] = read_whole(saved).to(device)
 
 
 def _in_groups(make_optimizer: MakeOptimizer) -> Callable[..., torch.optim.Optimizer]:
@@ -362,7 +317,7 @@ class ShardedGradients(LoopRunner):
         own_norm = local_norm([p.grad for p in self._trained if p.grad is not None])
         return self.context.all_reduce_sum(own_norm.to(self.context.device).square()).sqrt()
 
-    def gradients(self) -> dict[str, TensorSource]:
+    def gradients(self) -> dict[str, StateTensor]:
         """See `Runner.gradients`."""
         update = self._update
         return update.gradients() if isinstance(update, OwnedUpdate) else super().gradients()

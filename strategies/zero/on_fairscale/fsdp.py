@@ -13,18 +13,19 @@ Source: fairscale 0.4.13, nn/data_parallel/fully_sharded_data_parallel.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from bigtrain.core.loop import check_shapes, load_optimizer
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.traits import Traits
 from bigtrain.costs.forecast import Forecast, Profile
-from bigtrain.errors import CheckpointError, ConfigError
+from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import scale_timeline
 from bigtrain.models.blocks import independent_blocks
 from bigtrain.models.names import names_of
@@ -37,7 +38,7 @@ from bigtrain.strategies.zero.on_fairscale.engine import (
     ShardedGradients,
 )
 from bigtrain.strategies.zero.on_fairscale.memory import reduce_gradients
-from bigtrain.tensors.source import TensorSource
+from bigtrain.tensors.shards import Extent, SavedTensor, StateTensor, read_whole
 from bigtrain.units import MIB
 
 
@@ -140,94 +141,82 @@ class FlatShardUpdate(OwnedUpdate):
         """See `Update.step`."""
         self.optimizer.step()
 
-    def gradients(self) -> dict[str, TensorSource]:
+    def gradients(self) -> dict[str, StateTensor]:
         """See `OwnedUpdate.gradients`."""
         return {
-            name: self.source(parameter.grad, parameter)
+            name: self.stretch(parameter.grad, parameter)
             for name, parameter in self.parameters.items()
             if parameter.grad is not None
         }
 
-    def state(self) -> dict[str, TensorSource]:
+    def state(self) -> dict[str, StateTensor]:
         """See `Update.state`."""
-        sources = {}
-        for name, parameter in self.parameters.items():
-            for key, value in sorted(self.optimizer.state.get(parameter, {}).items()):
-                if isinstance(value, Tensor):
-                    sources[f"{name}.{key}"] = self.source(value, parameter)
-        return sources
+        return {
+            f"{name}.{key}": self.stretch(value, parameter)
+            for name, parameter in self.parameters.items()
+            for key, value in sorted(self.optimizer.state.get(parameter, {}).items())
+            if isinstance(value, Tensor)
+        }
 
-    def source(self, value: Tensor, parameter: nn.Parameter) -> TensorSource:
-        """The whole tensor of which `value` is the stretch, or `value` where it is a number."""
+    def stretch(self, value: Tensor, parameter: nn.Parameter) -> StateTensor:
+        """What this rank has of a tensor: its stretch, or all of one that is a number."""
         if value.shape != parameter.shape or not value.dim():
-            return TensorSource(value.dtype, tuple(value.shape), lambda: value.detach())
-        size = whole_size(parameter)
+            return StateTensor.of(value)
+        extents = self.extents(parameter)
+        length = sum(extent.size for extent in extents)
+        size = tuple(whole_size(parameter))
+        return StateTensor(value.dtype, size, extents, lambda: value.detach()[:length])
 
-        def read() -> Tensor:
-            pieces = [torch.empty_like(value) for _ in range(self._ranks)]
-            dist.all_gather(pieces, value.detach().contiguous(), group=self._group)
-            return torch.cat(pieces)[: size.numel()].view(size)
+    def extents(self, parameter: Tensor) -> tuple[Extent, ...]:
+        """The elements of a parameter that this rank has; the last ranks' stretches are padded."""
+        start = self._rank * parameter.numel()
+        length = min(parameter.numel(), math.prod(whole_size(parameter)) - start)
+        return (Extent(start, length),) if length > 0 else ()
 
-        return TensorSource(value.dtype, tuple(size), read)
+    def load(self, target: Tensor, saved: SavedTensor, parameter: Tensor) -> Tensor:
+        """Fill a stretch, zeros after its end."""
+        mine = saved.read(self.extents(parameter))
+        target[: len(mine)].copy_(mine)
+        target[len(mine) :].zero_()
+        return target
 
-    def stretch(self, value: Tensor, parameter: Tensor) -> Tensor:
-        """The part of a whole tensor that this rank has, zeros after its end."""
-        length = parameter.numel()
-        result = torch.zeros(length, dtype=value.dtype, device=parameter.device)
-        own_part = value.reshape(-1)[self._rank * length : (self._rank + 1) * length]
-        result[: own_part.numel()].copy_(own_part)
-        return result
-
-    def load_state(self, name: str, key: str, value: Tensor) -> None:
+    def load_state(self, name: str, key: str, saved: SavedTensor) -> None:
         """See `Update.load_state`."""
         parameter = self.parameters[name]
-        if is_elementwise(key, value, whole_size(parameter)):
-            self.optimizer.state[parameter][key] = self.stretch(value, parameter)
+        if is_elementwise(key, saved, whole_size(parameter)):
+            stretch = torch.empty(parameter.numel(), dtype=saved.dtype, device=parameter.device)
+            self.optimizer.state[parameter][key] = self.load(stretch, saved, parameter)
             return
-        device = parameter.device if steps_on_device(self.optimizer) else value.device
-        self.optimizer.state[parameter][key] = value.to(device, copy=True)
+        device = parameter.device if steps_on_device(self.optimizer) else "cpu"
+        self.optimizer.state[parameter][key] = read_whole(saved).to(device)
 
 
 class FullyShardedRunner(ShardedGradients):
     """The plain loop, whose weights are read and written as stretches of parameters."""
 
-    def state(self) -> dict[str, TensorSource]:
+    def state(self) -> dict[str, StateTensor]:
         """See `Runner.state`."""
         update = self._stretches()
-        sources = {}
+        tensors = {}
         for name, tensor in self._tensors().items():
             if isinstance(tensor, nn.Parameter):
-                sources[f"model.{name}"] = update.source(tensor.data, tensor)
+                tensors[f"model.{name}"] = update.stretch(tensor.data, tensor)
             else:
-                kind = (tensor.dtype, tuple(tensor.shape))
-                sources[f"model.{name}"] = TensorSource(*kind, tensor.detach)
-        return sources | {f"optimizer.{key}": source for key, source in update.state().items()}
+                tensors[f"model.{name}"] = replace(StateTensor.of(tensor), replicas_differ=True)
+        return tensors | {f"optimizer.{key}": tensor for key, tensor in update.state().items()}
 
-    def load_state(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
+    def load_state(self, saved: Mapping[str, SavedTensor]) -> None:
         """See `Runner.load_state`."""
-        update, tensors, stored = self._stretches(), self._tensors(), sorted(set(names))
-        wanted = {f"model.{name}" for name in tensors}
-        missing = sorted(wanted.symmetric_difference(n for n in stored if n.startswith("model.")))
-        if missing:
-            raise CheckpointError(
-                f"the checkpoint does not fit this model: {missing[0]} is in one of them only. "
-                "Use the model.name and model.args it was saved with."
-            )
+        update, tensors = self._stretches(), self._tensors()
+        check_shapes({n: whole_size(t) for n, t in tensors.items()}, set(tensors), saved)
         with torch.no_grad():
             for name, tensor in tensors.items():
-                value, size = read(f"model.{name}"), whole_size(tensor)
-                if value.shape != size:
-                    raise CheckpointError(
-                        f"{name} has shape {tuple(value.shape)} in the checkpoint and "
-                        f"{tuple(size)} in the model. Use the model.args it was saved with."
-                    )
-                is_parameter = isinstance(tensor, nn.Parameter)
-                tensor.copy_(update.stretch(value, tensor) if is_parameter else value)
-        for full in (name for name in stored if name.startswith("optimizer.")):
-            name, _, key = full.removeprefix("optimizer.").rpartition(".")
-            if name not in update.parameters:
-                raise CheckpointError(f"the checkpoint has a state for {name!r}, the model has not")
-            update.load_state(name, key, read(full))
+                value = saved[f"model.{name}"]
+                if isinstance(tensor, nn.Parameter):
+                    update.load(tensor.data, value, tensor)
+                else:
+                    tensor.copy_(read_whole(value))
+        load_optimizer(update, update.parameters, update.parameters, saved)
 
     def _stretches(self) -> FlatShardUpdate:
         if not isinstance(self._update, FlatShardUpdate):

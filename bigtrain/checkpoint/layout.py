@@ -1,0 +1,260 @@
+"""Which rank writes which tensor, who sends it what, and where each byte stands in a file.
+
+Every rank works the same out of what all of them hold, so that nothing has to be arranged. The
+files are safetensors: a JSON header and raw bytes, so that reading runs no code, and whoever reads
+the Hub's models reads these.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from bigtrain.errors import CheckpointError
+from bigtrain.tensors.shards import Extent, StateTensor
+
+PIECE_BYTES = 16 << 20
+"""A file is written, sent and hashed in pieces of so many bytes."""
+STATE_PARTS = ("model", "optimizer")
+"""The first word of a tensor's name says in which of the files it stands."""
+DTYPE_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""As safetensors calls them."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank says of a tensor; see `StateTensor`."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    extents: tuple[Extent, ...]
+    replicas_differ: bool
+
+    @classmethod
+    def of(cls, tensor: StateTensor) -> Held:
+        """Without the values."""
+        return cls(tensor.dtype, tensor.shape, tensor.extents, tensor.replicas_differ)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A whole tensor: who writes it, and who has which of its bytes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    owner: int
+    sources: tuple[tuple[int, tuple[Extent, ...]], ...]
+    """(rank, bytes) that together are all of it, each byte once."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def plan_entries(
+    held_by_rank: Sequence[Mapping[str, Held]], owners: Collection[int]
+) -> list[Entry]:
+    """Give each tensor to a rank that has most of it, so that all write about as many bytes.
+
+    Args:
+        held_by_rank: by rank, then by name.
+        owners: the ranks that may write.
+
+    Returns:
+        Every name once, in the order in which the ranks have them.
+
+    Raises:
+        CheckpointError: the ranks' parts of a tensor do not make up a whole.
+    """
+    holders: dict[str, dict[int, Held]] = {}
+    for rank, held in enumerate(held_by_rank):
+        for name, one in held.items():
+            holders.setdefault(name, {})[rank] = one
+    classes = {name: _classes(name, held) for name, held in holders.items()}
+    written, sent = dict.fromkeys(owners, 0), dict.fromkeys(range(len(held_by_rank)), 0)
+    entries = {}
+    sizes = {name: _nbytes(next(iter(held.values()))) for name, held in holders.items()}
+    for name in sorted(holders, key=lambda n: -sizes[n]):  # the largest first: shares come out even
+        first = next(iter(holders[name].values()))
+        found = classes[name]
+        most = max((sum(e.size for e in extents) for extents, _ in found), default=0)
+        near = [
+            rank
+            for extents, ranks in found
+            if sum(e.size for e in extents) == most
+            for rank in ranks
+            if rank in written
+        ]
+        owner = min(near or written, key=lambda rank: (written[rank], rank))
+        written[owner] += sizes[name]
+        sources = []
+        for extents, ranks in found:
+            rank = owner if owner in ranks else min(ranks, key=lambda r: (sent[r], r))
+            sent[rank] += most if rank != owner else 0
+            sources.append((rank, tuple(e.scaled(first.dtype.itemsize) for e in extents)))
+        entries[name] = Entry(name, first.dtype, first.shape, owner, tuple(sources))
+    return [entries[name] for name in holders]
+
+
+def _nbytes(held: Held) -> int:
+    return math.prod(held.shape) * held.dtype.itemsize
+
+
+def _classes(
+    name: str, held: Mapping[int, Held]
+) -> list[tuple[tuple[Extent, ...], tuple[int, ...]]]:
+    """The parts that make up a tensor, and the ranks that have each."""
+    first = next(iter(held.values()))
+    ranks_of: dict[tuple[Extent, ...], list[int]] = {}
+    for rank, one in held.items():
+        if (one.dtype, one.shape) != (first.dtype, first.shape):
+            raise CheckpointError(
+                f"{name}: rank {rank} has {one.dtype} {one.shape}, another rank "
+                f"{first.dtype} {first.shape}"
+            )
+        if one.extents:
+            ranks_of.setdefault(one.extents, []).append(rank)
+    elements = math.prod(first.shape)
+    whole = [e for e in ranks_of if sum(extent.size for extent in e) == elements]
+    wanted = whole[:1] or list(ranks_of)
+    there = sum(extent.size for extents in wanted for extent in extents)
+    if there != elements:
+        raise CheckpointError(f"{name}: the ranks hold {there} of its {elements} elements")
+    return [
+        (extents, tuple(ranks_of[extents][: 1 if first.replicas_differ else None]))
+        for extents in wanted
+    ]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes of an entry that a rank has, inside a piece."""
+
+    entry: Entry
+    position: int
+    """Where they begin among the bytes that the rank has of the entry."""
+    extent: Extent
+    """Where they go, from the beginning of the piece."""
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """A safetensors file of some entries, one after the other."""
+
+    name: str
+    owner: int
+    header: bytes
+    entries: tuple[Entry, ...]
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Where each entry begins in the file, and where the file ends."""
+        offsets = [len(self.header)]
+        for entry in self.entries:
+            offsets.append(offsets[-1] + entry.nbytes)
+        return offsets
+
+    @property
+    def nbytes(self) -> int:
+        """Of the file."""
+        return self.offsets[-1]
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of `PIECE_BYTES`; the last may be shorter."""
+        return -(-self.nbytes // PIECE_BYTES)
+
+    def parts(self, piece: int) -> dict[int, list[Part]]:
+        """Who has what of a piece, by rank; the header is in none of them."""
+        begin, end = piece * PIECE_BYTES, min((piece + 1) * PIECE_BYTES, self.nbytes)
+        parts: dict[int, list[Part]] = {}
+        number = max(0, bisect_right(self.offsets, begin) - 1)
+        while number < len(self.entries) and self.offsets[number] < end:
+            entry, offset = self.entries[number], self.offsets[number]
+            for rank, extents in entry.sources:
+                before = 0
+                for extent in extents:
+                    for position, found in extent.within(begin - offset, end - offset):
+                        place = Extent(
+                            found.start + offset - begin, found.length, found.count, found.pitch
+                        )
+                        parts.setdefault(rank, []).append(Part(entry, before + position, place))
+                    before += extent.size
+            number += 1
+        return parts
+
+
+def tensor_file(name: str, owner: int, entries: Iterable[Entry], prefix: str = "") -> TensorFile:
+    """Lay entries out in a file.
+
+    Args:
+        name: of the file.
+        owner: the rank that writes it.
+        entries: its tensors.
+        prefix: what their names begin with that they lack in the file.
+
+    Raises:
+        CheckpointError: a tensor's type is none of safetensors'.
+    """
+    # The widest types first: then every tensor begins at a multiple of its elements' size.
+    ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for entry in ordered:
+        if entry.dtype not in DTYPE_CODES:
+            raise CheckpointError(f"{entry.name}: tensors of type {entry.dtype} cannot be saved")
+        header[entry.name.removeprefix(prefix)] = {
+            "dtype": DTYPE_CODES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [offset, offset + entry.nbytes],
+        }
+        offset += entry.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return TensorFile(name, owner, struct.pack("<Q", len(text)) + text, tuple(ordered))
+
+
+def checkpoint_files(entries: Sequence[Entry]) -> list[TensorFile]:
+    """The files of a checkpoint: for each part of the state one by each rank that writes of it."""
+    files = []
+    for part in STATE_PARTS:
+        of_part = [entry for entry in entries if entry.name.startswith(f"{part}.")]
+        owners = sorted({entry.owner for entry in of_part})
+        for number, owner in enumerate(owners, start=1):
+            name = f"{part}-{number:05d}-of-{len(owners):05d}.safetensors"
+            own = (entry for entry in of_part if entry.owner == owner)
+            files.append(tensor_file(name, owner, own, f"{part}."))
+    return files
+
+
+def index_texts(files: Iterable[TensorFile]) -> dict[str, str]:
+    """By name, the files that say in which file a tensor stands, as the Hub's libraries read it."""
+    texts = {}
+    for part in STATE_PARTS:
+        of_part = [file for file in files if file.name.startswith(f"{part}-")]
+        if of_part:
+            places = {e.name.removeprefix(f"{part}."): f.name for f in of_part for e in f.entries}
+            total = sum(entry.nbytes for file in of_part for entry in file.entries)
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+            texts[f"{part}.safetensors.index.json"] = json.dumps(index, indent=1)
+    return texts

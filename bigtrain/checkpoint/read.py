@@ -1,0 +1,154 @@
+"""One checkpoint, opened for reading: each rank reads the bytes that it wants, and no others."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bigtrain.checkpoint.layout import DTYPE_CODES, PIECE_BYTES
+from bigtrain.checkpoint.manifest import STATE, Manifest
+from bigtrain.errors import CheckpointError, DamagedCheckpointError
+from bigtrain.tensors.shards import Extent, read_whole
+
+_DTYPE_OF = {code: dtype for dtype, code in DTYPE_CODES.items()}
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor in a safetensors file; see `SavedTensor`."""
+
+    path: Path
+    offset: int
+    """Of its first byte in the file."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self, extents: Sequence[Extent]) -> Tensor:
+        """See `SavedTensor.read`.
+
+        Raises:
+            CheckpointError: the file ends before, or cannot be read.
+        """
+        wanted = [extent.scaled(self.dtype.itemsize) for extent in extents]
+        result = torch.empty(sum(extent.size for extent in wanted), dtype=torch.uint8)
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                position = 0
+                for extent in wanted:
+                    values = result[position : position + extent.size]
+                    self._read_extent(file.fileno(), extent, values)
+                    position += extent.size
+        except OSError as error:
+            raise DamagedCheckpointError(f"{self.path} is not readable: {error}.") from None
+        return result.view(self.dtype)
+
+    def _read_extent(self, descriptor: int, extent: Extent, target: Tensor) -> None:
+        if extent.count == 1:
+            self._fill(descriptor, extent.start, target)
+            return
+        # Short runs side by side: what lies between them is read, too, and left out.
+        end = extent.start + (extent.count - 1) * extent.pitch + extent.length
+        for begin in range(extent.start, end, PIECE_BYTES):
+            block = torch.empty(min(PIECE_BYTES, end - begin), dtype=torch.uint8)
+            self._fill(descriptor, begin, block)
+            for position, part in extent.within(begin, begin + len(block)):
+                size, stride = (part.count, part.length), (part.pitch or part.length, 1)
+                runs = block.as_strided(size, stride, part.start - begin)
+                target[position : position + part.size].view(size).copy_(runs)
+
+    def _fill(self, descriptor: int, begin: int, target: Tensor) -> None:
+        data, place = memoryview(target.numpy()), self.offset + begin  # type: ignore[arg-type]
+        while len(data):
+            count = os.preadv(descriptor, [data], place)
+            if count <= 0:
+                raise OSError("the file was cut off")
+            data, place = data[count:], place + count
+
+
+class Checkpoint:
+    """One checkpoint, opened for reading.
+
+    Args:
+        path: the folder `step-N`.
+        verify: compare every piece of every file with its hash. Where several ranks open one,
+            each looks for damage in a share of it instead: `find_damage`.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the format is a newer one.
+    """
+
+    def __init__(self, path: Path, *, verify: bool = True) -> None:
+        self.path = path
+        self.manifest = Manifest.open(path)
+        found = self.manifest.find_damage() if verify else self._small_damage()
+        if found is not None:
+            raise DamagedCheckpointError(found)
+        self.meta: dict[str, Any] = json.loads((path / STATE).read_text("utf-8"))
+        self._tensors: dict[str, FileTensor] | None = None
+
+    def _small_damage(self) -> str | None:
+        """What is wrong with what every rank reads as a whole."""
+        return self.manifest.damage(STATE) if STATE in self.manifest.files else None
+
+    def find_damage(self, share: tuple[int, int]) -> str | None:
+        """What is wrong with one's share of the pieces; see `Manifest.damage`."""
+        return self.manifest.find_damage(share)
+
+    @property
+    def tensors(self) -> Mapping[str, FileTensor]:
+        """By name: `model.NAME` and `optimizer.NAME.KEY`."""
+        if self._tensors is None:
+            self._tensors = {}
+            for name in self.manifest.tensor_files:
+                part = name.partition("-" if self.manifest.format > 1 else ".")[0]
+                for key, tensor in tensors_of_file(self.path / name).items():
+                    self._tensors[f"{part}.{key}"] = tensor
+        return self._tensors
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors: `model.NAME` and `optimizer.NAME.KEY`."""
+        return list(self.tensors)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, whole, on the CPU."""
+        return read_whole(self.tensors[name])
+
+
+def tensors_of_file(path: Path) -> dict[str, FileTensor]:
+    """The tensors of a safetensors file by name.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > path.stat().st_size - 8:
+                raise ValueError(f"its header says that it is {length} bytes long")
+            header: dict[str, Any] = json.loads(file.read(length))
+        found = {}
+        for name, one in header.items():
+            if name != "__metadata__":
+                begin, end = one["data_offsets"]
+                dtype, shape = _DTYPE_OF[one["dtype"]], tuple(one["shape"])
+                tensor = found[name] = FileTensor(path, 8 + length + begin, dtype, shape)
+                if tensor.nbytes != end - begin or 8 + length + end > path.stat().st_size:
+                    raise ValueError(f"{name} has other bytes than its type and shape need")
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise CheckpointError(f"{path} is no safetensors file: {error}") from None
+    return found

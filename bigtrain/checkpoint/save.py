@@ -1,0 +1,131 @@
+"""Saving one checkpoint: whole, or not there at all.
+
+    checkpoints/step-100/
+        model-00001-of-00004.safetensors      tensors under the model's own names
+        model.safetensors.index.json          in which file each stands
+        optimizer-00001-of-00004.safetensors  `NAME.KEY` for each slot of each parameter
+        optimizer.safetensors.index.json
+        state.json                            step, position, random states, job, versions
+        manifest.json                         the hashes of all pieces; written last
+    checkpoints/latest                        the name of the newest
+
+Everything is written under a temporary name and renamed when it is on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bigtrain.checkpoint.folders import draft_folder, publish, write_text
+from bigtrain.checkpoint.layout import checkpoint_files, index_texts
+from bigtrain.checkpoint.manifest import FORMAT, MANIFEST, STATE, file_record, manifest_text
+from bigtrain.checkpoint.write import FileRecord, gather_entries, write_files
+from bigtrain.errors import CheckpointError
+from bigtrain.ranks.context import RunContext
+from bigtrain.tensors.shards import StateTensor
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    state: Mapping[str, StateTensor],
+    meta: Mapping[str, Any],
+    context: RunContext,
+    *,
+    keep: int = 1,
+    texts: Mapping[str, str] | None = None,
+) -> Path:
+    """Write a checkpoint, point `latest` at it, and remove the oldest beyond `keep`. Collective.
+
+    Every rank writes that sees the folder that rank 0 has made; where each node has a disk of its
+    own, that are the ranks of the first.
+
+    Args:
+        folder: the run's `checkpoints/`.
+        step: optimizer steps done.
+        state: `model.NAME` and `optimizer.NAME.KEY`, as this rank holds them.
+        meta: what else belongs to the state, as JSON values; rank 0's counts.
+        context: of all ranks.
+        keep: see `publish`.
+        texts: other files by name; rank 0's count.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: it could not be written; the same on all ranks. What was there stays.
+    """
+    draft = _agreed(context, lambda: draft_folder(folder, step), folder)
+    try:
+        return _write(draft, step, state, meta, context, keep, texts or {})
+    except CheckpointError:
+        if context.is_main:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def _write(
+    draft: Path,
+    step: int,
+    state: Mapping[str, StateTensor],
+    meta: Mapping[str, Any],
+    context: RunContext,
+    keep: int,
+    texts: Mapping[str, str],
+) -> Path:
+    seen = [row[0] > 0 for row in context.all_gather_rows([draft.is_dir()])]
+    owners = [rank for rank, sees in enumerate(seen) if sees or rank == 0]
+    files = checkpoint_files(gather_entries(state, context, owners))
+    records: dict[str, FileRecord] = {}
+    problem: OSError | None = None
+    try:
+        records = write_files(draft, files, state, context)
+    except OSError as error:
+        problem = error
+    words = None if problem is None else f"rank {context.rank}: {problem}"
+    gathered = context.all_gather_objects((words, records))
+    failed = [words for words, _ in gathered if words is not None]
+    if failed:
+        raise _failure(draft.parent, failed[0])
+
+    def finish() -> Path:
+        small = {**index_texts(files), **texts}
+        small[STATE] = json.dumps(
+            {"format": FORMAT, "step": step, "torch": torch.__version__, **meta}, indent=1
+        )
+        every = {name: record for _, part in gathered for name, record in part.items()}
+        for name, text in small.items():
+            write_text(draft / name, text)
+            every[name] = file_record(text.encode())
+        write_text(draft / MANIFEST, manifest_text(every))
+        return publish(draft, step, keep)
+
+    return _agreed(context, finish, draft.parent)
+
+
+def _agreed(context: RunContext, make: Any, folder: Path) -> Path:
+    """What rank 0 has made, on every rank.
+
+    Raises:
+        CheckpointError: it could not; the same on all ranks.
+    """
+    found: tuple[Path | None, str | None] = (None, None)
+    if context.is_main:
+        try:
+            found = make(), None
+        except OSError as error:
+            found = None, f"rank 0: {error}"
+    path, problem = context.broadcast_object(found)
+    if problem is not None:
+        raise _failure(folder, problem)
+    return Path(path)
+
+
+def _failure(folder: Path, problem: str) -> CheckpointError:
+    return CheckpointError(f"no checkpoint was written to {folder}: {problem}")

@@ -1,0 +1,69 @@
+"""What all ranks do together with a checkpoint before they continue from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from bigtrain.checkpoint.read import Checkpoint
+from bigtrain.errors import CheckpointError, DamagedCheckpointError
+from bigtrain.ranks.context import RunContext
+
+
+def open_together(path: Path, context: RunContext) -> Checkpoint:
+    """Open a checkpoint on all ranks, when those of each node have looked for damage. Collective.
+
+    Every piece is hashed once on each node, by one of its ranks.
+
+    Raises:
+        CheckpointError: it is damaged, or a newer bigtrain's; the same on all ranks.
+    """
+    checkpoint: Checkpoint | None = None
+    problem: CheckpointError | None = None
+    try:
+        checkpoint = Checkpoint(path, verify=False)
+        damage = checkpoint.find_damage((context.local_rank, context.local_world_size))
+        problem = None if damage is None else DamagedCheckpointError(damage)
+    except CheckpointError as error:
+        problem = error
+    context.barrier()  # has patience: to hash a large one takes longer than exchanges may
+    words = None if problem is None else (str(problem), getattr(problem, "damage", None))
+    found = next((one for one in context.all_gather_objects(words) if one is not None), None)
+    if found is not None or checkpoint is None:
+        text, damage = found or ("", None)
+        raise CheckpointError(text) if damage is None else DamagedCheckpointError(damage)
+    return checkpoint
+
+
+def check_optimizer_state(names: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a checkpoint of another kind of optimizer; one without any state fits them all.
+
+    Raises:
+        CheckpointError: it keeps other state.
+    """
+    saved_keys = {name.rpartition(".")[2] for name in names if name.startswith("optimizer.")}
+    keys_by_optimizer = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "SGD": {"momentum_buffer"}}
+    keys_by_optimizer["Adafactor"] = {"step", "row_var", "col_var", "variance"}
+    expected = getattr(optimizer, "state_keys", keys_by_optimizer.get(type(optimizer).__name__))
+    if expected is not None and not saved_keys <= expected:
+        raise CheckpointError(
+            f"the checkpoint's optimizer keeps {', '.join(sorted(saved_keys))}, this one keeps "
+            f"{', '.join(sorted(expected))}. Use the optim.name it was saved with."
+        )
+
+
+def config_texts(model: nn.Module) -> dict[str, str]:
+    """`config.json` of a model of transformers, with which `from_pretrained` opens the folder."""
+    config = getattr(model, "config", None)
+    write = getattr(config, "to_json_string", None)
+    if not callable(write) or not hasattr(config, "architectures"):
+        return {}
+    before = config.architectures  # type: ignore[union-attr]
+    config.architectures = [type(model).__name__]  # type: ignore[union-attr]
+    try:
+        return {"config.json": str(write())}
+    finally:
+        config.architectures = before  # type: ignore[union-attr]

@@ -1,0 +1,239 @@
+"""What a rank holds of a tensor of the training state, and what it wants of a saved one.
+
+Whatever the technique, a rank holds elements of a tensor that are runs of its row-major order:
+all of it, some rows (DTensors), a stretch of the flattened tensor (DeepSpeed, fairscale). An
+`Extent` says which. Nothing here exchanges anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from bigtrain.tensors.dtensors import is_dense, local_tensor
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Runs of equal length at equal distances in a tensor whose elements lie in row-major order.
+
+    In elements, or in bytes (`scaled`). One run is `Extent(start, length)`.
+    """
+
+    start: int
+    length: int
+    """Of a run."""
+    count: int = 1
+    """Runs."""
+    pitch: int = 0
+    """From the start of a run to that of the next one; at least `length` where there are two."""
+
+    @property
+    def size(self) -> int:
+        """Of all runs together."""
+        return self.length * self.count
+
+    def scaled(self, factor: int) -> Extent:
+        """The same, with each element `factor` long."""
+        return Extent(self.start * factor, self.length * factor, self.count, self.pitch * factor)
+
+    def within(self, begin: int, end: int) -> Iterator[tuple[int, Extent]]:
+        """What lies in [begin, end) of the whole: its place in the runs' values, and its extent."""
+        if self.count == 1:
+            first, last = max(self.start, begin), min(self.start + self.length, end)
+            if first < last:
+                yield first - self.start, Extent(first, last - first)
+            return
+        lowest = max(0, (begin - self.start - self.length) // self.pitch + 1)
+        highest = min(self.count - 1, -((self.start - end) // self.pitch) - 1)
+        number = lowest
+        while number <= highest:
+            run = self.start + number * self.pitch
+            first, last = max(run, begin), min(run + self.length, end)
+            runs = 1
+            if last - first == self.length:  # with all after it, but for a last one that is cut
+                is_cut = self.start + highest * self.pitch + self.length > end
+                runs = max(1, highest - number + 1 - is_cut)
+            found = Extent(run, self.length, runs, self.pitch) if runs > 1 else None
+            yield number * self.length + first - run, found or Extent(first, last - first)
+            number += runs
+
+    def at(self, begin: int, end: int) -> Iterator[Extent]:
+        """Where the elements [begin, end) of the runs' values lie in the whole."""
+        while begin < min(end, self.size):
+            number, inside = divmod(begin, self.length)
+            full = (min(end, self.size) - begin) // self.length
+            if inside == 0 and full > 1:
+                yield Extent(self.start + number * self.pitch, self.length, full, self.pitch)
+                begin += full * self.length
+            else:
+                last = min(end, (number + 1) * self.length)
+                yield Extent(self.start + number * self.pitch + inside, last - begin)
+                begin = last
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """A tensor of the training state, as one rank has it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Of the whole."""
+    extents: tuple[Extent, ...]
+    """The elements that are here, in the order of `values`; none where it lies elsewhere."""
+    values: Callable[[], Tensor]
+    """Those elements, of `dtype`, in one dimension, on any device. No exchange."""
+    replicas_differ: bool = False
+    """Whether ranks may hold other values of it (running statistics): the lowest rank's count."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, dtype: torch.dtype | None = None) -> StateTensor:
+        """A tensor of which this rank holds all or, as a DTensor, a part.
+
+        Args:
+            tensor: it is read when `values` is called.
+            dtype: what its values are saved in; left out, its own.
+        """
+        saved = dtype or tensor.dtype
+
+        def values() -> Tensor:
+            return local_tensor(tensor.detach()).reshape(-1).to(saved)
+
+        return cls(saved, tuple(tensor.shape), extents_of(tensor), values)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class SavedTensor(Protocol):
+    """A tensor that can be read in parts."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As it was saved."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+
+    def read(self, extents: Sequence[Extent]) -> Tensor:
+        """The elements of these extents one after the other: one dimension, on the CPU."""
+
+
+def extents_of(tensor: Tensor) -> tuple[Extent, ...]:
+    """The elements of the whole tensor that this rank holds, in row-major order of its part."""
+    if not isinstance(tensor, DTensor):
+        return whole_extents(tensor.shape)
+    shape = tuple(tensor.shape)
+    local, offset = compute_local_shape_and_global_offset(
+        shape, tensor.device_mesh, tensor.placements
+    )
+    return box_extents(shape, offset, local)
+
+
+def whole_extents(shape: Sequence[int]) -> tuple[Extent, ...]:
+    """All elements of a tensor."""
+    return (Extent(0, math.prod(shape)),) if math.prod(shape) else ()
+
+
+def box_extents(
+    shape: Sequence[int], offset: Sequence[int], local: Sequence[int]
+) -> tuple[Extent, ...]:
+    """The elements of a box of a tensor, in the row-major order of the box.
+
+    Args:
+        shape: of the whole tensor.
+        offset: where the box begins, along each dim.
+        local: its size along each dim.
+    """
+    if not math.prod(local):
+        return ()
+    partial = [dim for dim, size in enumerate(shape) if local[dim] != size]
+    if not partial:
+        return whole_extents(shape)
+    last = partial[-1]
+    inner = math.prod(shape[last + 1 :])
+    length, begin = local[last] * inner, offset[last] * inner
+    if len(partial) == 1:
+        outer, pitch = math.prod(shape[:last]), shape[last] * inner
+        return (Extent(begin, length, outer, pitch) if outer > 1 else Extent(begin, length),)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(last)]
+    ranges = [range(offset[dim], offset[dim] + local[dim]) for dim in range(last)]
+    return tuple(
+        Extent(begin + sum(i * s for i, s in zip(index, strides, strict=True)), length)
+        for index in product(*ranges)
+    )
+
+
+def slice_extents(held: Tensor, start: int, stop: int) -> tuple[Extent, ...]:
+    """The elements [start, stop) of what this rank holds, as it lies in memory.
+
+    Args:
+        held: a tensor or a DTensor, without gaps in memory; its dims may lie in any order.
+        start: the first element.
+        stop: the one after the last.
+    """
+    local = local_tensor(held)
+    if local.is_contiguous():
+        inside = [Extent(start, stop - start)] if stop > start else []
+    else:
+        inside = list(_memory_runs(local, start, stop))
+    return tuple(
+        outer
+        for extent in inside
+        for run in range(extent.count)
+        for outer in _nested(
+            extents_of(held),
+            extent.start + run * extent.pitch,
+            extent.start + run * extent.pitch + extent.length,
+        )
+    )
+
+
+def _nested(outer: Iterable[Extent], begin: int, end: int) -> Iterator[Extent]:
+    """Where elements [begin, end) of the values of these extents lie in the whole."""
+    for extent in outer:
+        yield from extent.at(max(0, begin), max(0, end))
+        begin, end = begin - extent.size, end - extent.size
+
+
+def _memory_runs(tensor: Tensor, start: int, stop: int) -> Iterator[Extent]:
+    """Elements [start, stop) in the order of memory, as runs of the row-major order."""
+    if not is_dense(tensor):
+        raise ValueError(f"a tensor with gaps in memory: {tensor.shape}, {tensor.stride()}")
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+    index = torch.arange(tensor.numel()).view(tensor.shape).permute(order).reshape(-1)[start:stop]
+    breaks = torch.nonzero(index.diff() != 1).reshape(-1) + 1
+    bounds = [0, *breaks.tolist(), len(index)]
+    for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+        if last > first:
+            yield Extent(int(index[first]), last - first)
+
+
+def read_whole(saved: SavedTensor) -> Tensor:
+    """All of a saved tensor, on the CPU, in its shape."""
+    return saved.read(whole_extents(saved.shape)).view(saved.shape)
+
+
+def read_like(saved: SavedTensor, like: Tensor) -> Tensor:
+    """What this rank holds of a saved tensor, were it laid out as `like` is.
+
+    Args:
+        saved: of the shape of `like`.
+        like: a DTensor or a plain tensor.
+
+    Returns:
+        A plain tensor of the saved type, on the CPU, in the shape of `like`'s local part.
+    """
+    return saved.read(extents_of(like)).view(local_tensor(like).shape)
