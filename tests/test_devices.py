@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from bigtrain import devices
 from bigtrain.errors import ConfigError
 from bigtrain.memory import meter
 from bigtrain.memory.meter import MemoryMeter
+from bigtrain.prediction.memory_report import MemoryReport, RankMemory
+from bigtrain.report.tables import memory_table
+from bigtrain.strategies.pipeline import local_devices
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU, SECOND = torch.device("cpu"), torch.device("cuda", 1)
@@ -123,6 +128,43 @@ def test_the_peak_is_what_tensors_requested_above_what_kernels_keep(
     # A backend that counts no requests has what is in blocks.
     gpus.stats = {"allocated_bytes.all.peak": 1536}
     assert devices.allocator_peaks(SECOND).requested == 1536
+
+
+def test_the_peak_of_a_process_on_several_devices_is_of_all_of_them(
+    gpus: MadeUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = torch.device("cuda", 0)
+    stats: dict[torch.device, dict[str, int]] = {
+        first: {"requested_bytes.all.current": 64},
+        SECOND: {"requested_bytes.all.current": 32},
+    }
+    monkeypatch.setattr(gpus, "memory_stats", stats.__getitem__)
+    monkeypatch.setattr(meter, "start_kernels", lambda device: gpus.calls.append(("warm", device)))
+    held = MemoryMeter(first, track_steps=0)
+    context = SimpleNamespace(device=first, local_rank=0)
+    assembly: Any = SimpleNamespace(context=context, meter=held)
+    assert local_devices(assembly, 2) == [first, SECOND]
+    assert gpus.calls == [(what, on) for on in (first, SECOND) for what in ("warm", "reset")]
+    for device, peaks in ((first, (1064, 1536, 2048, 1)), (SECOND, (532, 1024, 2048, 2))):
+        kinds = ("requested", "allocated", "reserved")
+        stats[device] = {
+            f"{kind}_bytes.all.peak": peak for kind, peak in zip(kinds, peaks, strict=False)
+        }
+        stats[device]["num_alloc_retries"] = peaks[-1]
+    assert held.peak_bytes() == 1500
+    measured = held.measured()
+    assert measured.peak is not None
+    assert measured.peak.bytes == 1500
+    assert (measured.allocated_bytes, measured.reserved_bytes) == (2560, 4096)
+    assert (measured.capacity_bytes, measured.alloc_retries) == (2001, 3)
+    report = MemoryReport("split", "cuda", (RankMemory(0, measured, None),))
+    console = Console(width=120, file=io.StringIO())
+    console.print(memory_table(report))
+    assert "fullest device" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert [device["peak_bytes"] for device in report.as_json()["ranks"][0]["devices"]] == [
+        1000,
+        500,
+    ]
 
 
 def test_segments_grow_unless_the_user_has_said_how(gpus: MadeUp) -> None:

@@ -231,9 +231,11 @@ def refuse_missing_devices(devices: int, plan: Plan) -> None:
 
 
 def local_devices(assembly: Assembly, count: int) -> list[torch.device]:
-    """The devices of this process: on GPUs those after the other local ranks'."""
+    """The devices of this process, all of which are measured: on GPUs those after other ranks'."""
     here = assembly.context.device
     if not is_accelerator(here):
         return [here] * count
     first = assembly.context.local_rank * count
-    return [torch.device(here.type, first + number) for number in range(count)]
+    found = [torch.device(here.type, first + number) for number in range(count)]
+    assembly.meter.add_devices(found)
+    return found
