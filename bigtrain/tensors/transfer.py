@@ -42,6 +42,9 @@ class Transfer(Protocol):
     def copy_in(self, spot: Any, target: Tensor) -> WaitFn:
         """Begin to copy back what `put` has put there, into uint8; the target must live as long."""
 
+    def held_bytes(self, nbytes: int) -> int:
+        """What a tensor of so many takes of the place."""
+
     def free(self, spot: Any) -> None:
         """What is put away from now on may overwrite what is there."""
 
@@ -49,8 +52,20 @@ class Transfer(Protocol):
         """Let go of threads, files and memory."""
 
 
+def pinned_bytes(nbytes: int) -> int:
+    """What the host gives for a pinned buffer of so many: torch takes powers of two."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
 class NullTransfer:
-    """Copies nothing: for fake tensors, which have no numbers."""
+    """Copies nothing: for fake tensors, which have no numbers.
+
+    Args:
+        pinned: whether it stands for copies to pinned memory of the host.
+    """
+
+    def __init__(self, *, pinned: bool = False) -> None:
+        self._pinned = pinned
 
     def copy_out(self, source: Tensor) -> tuple[Any, WaitFn]:
         """See `Transfer.copy_out`."""
@@ -61,6 +76,10 @@ class NullTransfer:
         """See `Transfer.copy_in`."""
         del spot, target
         return _arrived
+
+    def held_bytes(self, nbytes: int) -> int:
+        """See `Transfer.held_bytes`."""
+        return pinned_bytes(nbytes) if self._pinned else nbytes
 
     def free(self, spot: Any) -> None:
         """See `Transfer.free`."""
@@ -89,8 +108,8 @@ class HostCopies:
         return self._stream is not None
 
     def host_bytes(self, nbytes: int) -> int:
-        """What the host gives for a buffer of so many: pinned memory comes in powers of two."""
-        return 1 << (nbytes - 1).bit_length() if self._stream is not None and nbytes else nbytes
+        """What the host gives for a buffer of so many."""
+        return pinned_bytes(nbytes) if self._stream is not None else nbytes
 
     def host_buffer(self, like: Tensor) -> Tensor:
         """Memory of the host for the values of a tensor: pinned, where copies are beside."""
@@ -140,6 +159,10 @@ class HostTransfer:
         """See `Transfer.copy_in`."""
         self._copies.copy(target, spot)
         return self._copies.device_wait()
+
+    def held_bytes(self, nbytes: int) -> int:
+        """See `Transfer.held_bytes`."""
+        return self._copies.host_bytes(nbytes)
 
     def free(self, spot: Any) -> None:
         """See `Transfer.free`. Torch does it, when the last reference goes."""
@@ -247,6 +270,10 @@ class DiskTransfer:
         # the last reference never goes there.
         holder = [tensor]
         return self._worker.submit(lambda: transfer(holder.pop(), offset)).result
+
+    def held_bytes(self, nbytes: int) -> int:
+        """See `Transfer.held_bytes`."""
+        return nbytes
 
     def free(self, spot: Any) -> None:
         """See `Transfer.free`."""

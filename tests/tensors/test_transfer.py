@@ -21,7 +21,7 @@ from bigtrain.activations.offload import ActivationOffloader
 from bigtrain.errors import BigtrainError, ConfigError
 from bigtrain.optim.state_store import HostStateStore
 from bigtrain.ranks.context import RunContext
-from bigtrain.tensors.transfer import FileAllocator, HostCopies, HostTransfer
+from bigtrain.tensors.transfer import FileAllocator, HostCopies, HostTransfer, NullTransfer
 
 
 @pytest.fixture
@@ -274,4 +274,6 @@ def test_of_a_cpu_copies_are_made_at_once():
 def test_on_a_gpu_the_host_is_where_things_go(cuda):
     mover = ActivationOffloader("cpu", torch.device("cuda"))
     assert isinstance(mover._transfer, HostTransfer)
+    assert mover._transfer.held_bytes(4097) == 8192
+    assert NullTransfer(pinned=True).held_bytes(4097) == 8192
     mover.close()
