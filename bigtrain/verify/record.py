@@ -29,6 +29,7 @@ from torch import nn
 
 from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.data.loader import MicroBatch, Step
+from bigtrain.devices import grow_segments, set_current
 from bigtrain.engine.checkpoint import write_tensors
 from bigtrain.engine.engine import Engine
 from bigtrain.engine.prepare import connect_job
@@ -38,6 +39,7 @@ from bigtrain.job.arguments import train_arguments
 from bigtrain.job.load import load_job
 from bigtrain.job.schema import Job
 from bigtrain.models.blocks import find_blocks
+from bigtrain.ranks.connect import pick_device
 from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.exit_status import run_guarded
 from bigtrain.ranks.launcher_env import detect_rank_info
@@ -53,6 +55,8 @@ def main(arguments: list[str]) -> int:
     placement = detect_rank_info(os.environ)
     plan = make_plan(job, placement.world_size, device_type_of(job))
     check_job(job)
+    grow_segments(os.environ)  # as `train` does, before a forecast touches a GPU: each rank its own
+    set_current(pick_device(job.device, placement, os.environ))
     parts = open_setup(job, plan)
     if options.no_dropout:
         disable_dropout(parts.workload.model)
