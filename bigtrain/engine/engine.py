@@ -190,7 +190,7 @@ class Engine:
 
         Raises:
             ConfigError: more rows than the job's micro-batches hold.
-            NonFiniteError: a loss or gradient is not finite; the optimizer was not stepped.
+            NonFiniteError: a loss or gradient is not finite, and that is checked; nothing stepped.
         """
         began = time.perf_counter()
         unseen = self.predicted is None and self.prediction_note is None
@@ -206,7 +206,7 @@ class Engine:
         try:
             with self._explaining(), self.meter.step():
                 loss = self.runner.forward_backward(micro_batches)
-                grad_norm = self.runner.update()
+                grad_norm = self.runner.update(loss)
         except NonFiniteError as error:
             raise NonFiniteError(_explained(error, self.steps_done + 1)) from None
         self.steps_done += 1
@@ -216,7 +216,7 @@ class Engine:
         tokens = _tokens_per_sample(micro_batches[0])
         return StepResult(
             step=self.steps_done,
-            loss=loss,
+            loss=loss.read(),
             grad_norm=grad_norm,
             lr=lr,
             samples=samples,
