@@ -45,7 +45,7 @@ from bigtrain.engine.remedies import ForecastInputs
 from bigtrain.engine.seeds import kernels_as_asked, seed_everything
 from bigtrain.errors import ConfigError, NonFiniteError
 from bigtrain.job.schema import Job
-from bigtrain.losses.loss import Loss, as_loss
+from bigtrain.losses.loss import Loss, as_loss, count_targets
 from bigtrain.losses.tasks import CustomTask, Task
 from bigtrain.memory.cap import MemoryCap, available_bytes, is_out_of_memory
 from bigtrain.memory.meter import MemoryMeter
@@ -416,11 +416,12 @@ class Engine:
                 f"{size} * {steps} = {size * steps}. "
                 f"Use train.accumulation_steps={-(-rows // size)}."
             )
-        micro_batches = []
+        pieces = []
         for start in range(0, rows, size):
             part = slice(start, min(rows, start + size))
-            piece = MicroBatch(inputs, targets, 0, part.stop - start).map(itemgetter(part))
-            micro_batches.append(replace(piece, count=self.loss.count(piece.targets)))
+            pieces.append(MicroBatch(inputs, targets, 0, part.stop - start).map(itemgetter(part)))
+        counts = count_targets(self.loss, [piece.targets for piece in pieces])
+        micro_batches = [replace(p, count=n) for p, n in zip(pieces, counts, strict=True)]
         return micro_batches, round(sum(self.context.all_gather_numbers(rows, "dp")))
 
 

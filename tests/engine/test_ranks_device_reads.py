@@ -7,17 +7,31 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.device_reads import DeviceReads
 from support.nets import BlockLM, tokens
 from support.parity import adamw
 from support.ranks import run_ranks
+from torch import nn
 
+import bigtrain
 from bigtrain.data import GlobalOrder, MicroBatch, StepLoader
 from bigtrain.engine.engine import Engine
 from bigtrain.job.load import job_from_keys
-from bigtrain.losses.loss import CrossEntropy
+from bigtrain.losses.loss import CrossEntropy, as_loss
+from bigtrain.losses.tasks import ClassificationTask, CustomTask, LanguageTask, SegmentationTask
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.tree import tree_tensors
+
+
+class OwnLoss(CrossEntropy):
+    """A user's: it counts one batch at a time."""
+
+    queue_count = None
+
+    def count(self, target):
+        return int((target != -100).sum())
+
 
 REPLICAS = ("ddp", "zero1_torch", "fsdp", "fsdp_zero2", "hybrid", "fsdp_checkpointing")
 ENGINES = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "oss", "sharded_ddp")
@@ -99,13 +113,56 @@ def test_of_a_pipeline_the_rank_with_the_loss_waits_once_more(micro_batches, che
 
 def test_a_read_is_seen():
     values = torch.ones(3, requires_grad=True)
-    for read in (lambda t: float(t.sum()), torch.Tensor.tolist, torch.Tensor.numpy):
+    chosen = (lambda t: t[t > 0], lambda t: t.long().bincount())
+    for read in (lambda t: float(t.sum()), torch.Tensor.tolist, torch.Tensor.numpy, *chosen):
         with DeviceReads([values]) as found:
             read((values * 2).detach())
         assert len(found.places) == 1
     with DeviceReads([values]) as found:
         float(torch.ones(3).sum())
     assert found.places == []
+
+
+LOSSES = {
+    "cross entropy": CrossEntropy(),
+    "mean": F.cross_entropy,
+    "weights": nn.CrossEntropyLoss(torch.tensor([0.5, 1.0, 2.0])),
+    "rows": F.mse_loss,
+    "own": OwnLoss(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_batches_that_are_on_the_device_are_counted_with_one_read(name):
+    keys = {"train__accumulation_steps": 4, "memory__predict": False, "memory__track_steps": 0}
+    inputs, targets = torch.randn(8, 4), torch.arange(8) % 3
+    targets = torch.randn(8, 3) if name == "rows" else targets.where(targets != 1, -100)
+    with bigtrain.prepare(lambda: nn.Linear(4, 3), LOSSES[name], adamw, **keys) as engine:
+        engine.step((inputs, targets))
+        with DeviceReads([inputs, targets]) as found:
+            micro_batches, _ = engine._micro_batches((inputs, targets))
+        assert len(found.places) == {"rows": 0, "own": 4}.get(name, 1)
+        counts = [micro_batch.count for micro_batch in micro_batches]
+        one_by_one = [engine.loss.count(micro_batch.targets) for micro_batch in micro_batches]
+        assert counts == one_by_one
+        assert {type(count) for count in counts} == {type(count) for count in one_by_one}
+        assert (len(set(counts)) > 1) is (name != "rows")
+
+
+def test_an_evaluation_waits_for_its_end_only():
+    output, target = torch.randn(2, 4, 3, 3), torch.arange(18).reshape(2, 3, 3) % 4
+    target[0, 0, 0] = 255
+    rows = output.reshape(-1, 4)[:8], target.reshape(-1)[1:9]
+    tasks = (SegmentationTask(4), output, target), (ClassificationTask(4), *rows)
+    tasks = (*tasks, (LanguageTask(4), output.transpose(1, 3), target.where(target < 4, -100)))
+    for task, *both in tasks:
+        with DeviceReads(both) as found:
+            task.measure(*both)
+        assert found.places == [], task
+    custom = CustomTask(as_loss(F.cross_entropy))
+    with DeviceReads(rows) as found:
+        custom.measure(*rows)
+    assert len(found.places) == 1
 
 
 def waits(places: list[str]) -> list[str]:
