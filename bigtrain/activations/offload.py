@@ -34,9 +34,17 @@ from bigtrain.activations.saved_tensors import (
     live_referents,
     untyped_storage_of,
 )
+from bigtrain.devices import is_accelerator
 from bigtrain.errors import BigtrainError
 from bigtrain.memory.disk import scratch_folder
-from bigtrain.tensors.transfer import DiskTransfer, HostTransfer, NullTransfer, Transfer, WaitFn
+from bigtrain.tensors.transfer import (
+    DiskTransfer,
+    HostCopies,
+    HostTransfer,
+    NullTransfer,
+    Transfer,
+    WaitFn,
+)
 from bigtrain.units import KIB
 
 MIN_OFFLOADED_BYTES = 16 * KIB
@@ -71,11 +79,11 @@ class ActivationOffloader:
         carrier: Transfer | None = None,
     ) -> None:
         self._device, self._fake = device, fake
-        if carrier is None and (place == "disk" or device.type == "cuda"):
+        if carrier is None and (place == "disk" or is_accelerator(device)):
             if fake:
                 carrier = NullTransfer()
             elif place == "disk":
-                carrier = DiskTransfer(folder or scratch_folder())
+                carrier = DiskTransfer(folder or scratch_folder(), HostCopies(device))
             else:
                 carrier = HostTransfer(device)
         self._transfer = carrier
