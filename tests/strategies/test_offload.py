@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -239,3 +240,9 @@ def test_offload_needs_no_name_and_takes_none_but_its_own():
     assert job.strategy.offload is not None
     assert job.strategy.offload.name == "offload"
     assert isinstance(plan_of("single", DISK).techniques["offload"], Offload)
+
+
+@pytest.mark.parametrize(("device", "place"), [("cpu", "disk"), ("cuda", "cpu"), ("xpu", "cpu")])
+def test_what_is_on_an_accelerator_goes_to_the_host_first(device, place):
+    (variant,) = Offload().variants(SimpleNamespace(device_type=device))
+    assert variant.options == {"optimizer": place}

@@ -18,6 +18,7 @@ from itertools import count
 
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.devices import is_accelerator
 from bigtrain.memory.timeline import BlockTicks, MemoryKind, Span, Timeline, scale_timeline
 
 
@@ -53,7 +54,7 @@ def forecast_fully_shard(
     # goes as the first of one process.
     unit_passes = _Pass(sizes, units[:-1], stage)
     unsharded = (profile.passes["first"], profile.outside_blocks)
-    on_host = plan.offload_tiers.parameters == "cpu" and plan.device_type == "cuda"
+    on_host = plan.offload_tiers.parameters == "cpu" and is_accelerator(plan.device_type)
     fresh = not (on_host or plan.release_gradients)
     first = later = unit_passes.timeline(*unsharded, fresh=fresh)
     if fresh and plan.batch.accumulation_steps > 1:
