@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from support.hidden_gpus import SHOWN, hide_gpus
+from support.ranks import run_ranks
 
 from bigtrain import devices
 from bigtrain.errors import ConfigError
 from bigtrain.memory import meter
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory
+from bigtrain.ranks.context import RunContext
 from bigtrain.report.tables import memory_table
 from bigtrain.strategies.pipeline import local_devices
 
@@ -195,4 +201,27 @@ def test_the_rest_asks_for_no_kind_of_device_itself() -> None:
     sources = {path: path.read_text("utf-8") for path in own}
     assert [path for path, text in sources.items() if "torch.cuda" in text] == []
     # Where a plan is made for a kind of device that need not be here, it is called by its name.
-    assert sum(text.count('"cuda"') for text in sources.values()) <= 40
+    assert sum(text.count('"cuda"') for text in sources.values()) <= 22
+
+
+def test_programs_that_tests_start_see_no_gpu() -> None:
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ONEAPI_DEVICE_SELECTOR")
+    said = f"import os; print([os.environ.get(name) for name in {names}])"
+    ran = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
+    hidden: dict[str, str] = {}
+    hide_gpus(hidden)
+    assert set(hidden) == set(names)
+    if os.environ.get(SHOWN) != "1":
+        assert ran.stdout.strip() == str([hidden[name] for name in names])
+    shown = {SHOWN: "1", "CUDA_VISIBLE_DEVICES": "2"}
+    hide_gpus(shown)
+    assert shown == {SHOWN: "1", "CUDA_VISIBLE_DEVICES": "2"}
+
+
+def test_ranks_see_no_gpu() -> None:
+    if os.environ.get(SHOWN) != "1":
+        assert run_ranks(visible, 1) == [("", "")]
+
+
+def visible(_context: RunContext) -> tuple[str | None, str | None]:
+    return os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("HIP_VISIBLE_DEVICES")

@@ -37,7 +37,14 @@ from bigtrain.activations.saved_tensors import (
 from bigtrain.devices import is_accelerator
 from bigtrain.errors import BigtrainError
 from bigtrain.memory.disk import scratch_folder
-from bigtrain.tensors.transfer import DiskTransfer, HostTransfer, NullTransfer, Transfer, WaitFn
+from bigtrain.tensors.transfer import (
+    DiskTransfer,
+    HostCopies,
+    HostTransfer,
+    NullTransfer,
+    Transfer,
+    WaitFn,
+)
 from bigtrain.units import KIB
 
 MIN_OFFLOADED_BYTES = 16 * KIB
@@ -78,7 +85,7 @@ class ActivationOffloader:
             if fake:
                 carrier = NullTransfer(pinned=place == "cpu")
             elif place == "disk":
-                carrier = DiskTransfer(folder or scratch_folder())
+                carrier = DiskTransfer(folder or scratch_folder(), HostCopies(device))
             else:
                 carrier = HostTransfer(device)
         self._transfer = carrier

@@ -46,7 +46,7 @@ from bigtrain.engine.remedies import ForecastInputs
 from bigtrain.engine.seeds import kernels_as_asked, seed_everything
 from bigtrain.errors import ConfigError, NonFiniteError
 from bigtrain.job.schema import Job
-from bigtrain.losses.loss import Loss, as_loss
+from bigtrain.losses.loss import Loss, as_loss, count_targets
 from bigtrain.losses.tasks import CustomTask, Task
 from bigtrain.memory.cap import MemoryCap, available_bytes, is_out_of_memory
 from bigtrain.memory.meter import MemoryMeter
@@ -193,7 +193,7 @@ class Engine:
 
         Raises:
             ConfigError: more rows than the job's micro-batches hold.
-            NonFiniteError: a loss or gradient is not finite; the optimizer was not stepped.
+            NonFiniteError: a loss or gradient is not finite, and that is checked; nothing stepped.
         """
         began = time.perf_counter()
         unseen = self.predicted is None and self.prediction_note is None
@@ -209,7 +209,7 @@ class Engine:
         try:
             with self._explaining(), self.meter.step():
                 loss = self.runner.forward_backward(micro_batches)
-                grad_norm = self.runner.update()
+                grad_norm = self.runner.update(loss)
         except NonFiniteError as error:
             raise NonFiniteError(_explained(error, self.steps_done + 1)) from None
         self.steps_done += 1
@@ -219,7 +219,7 @@ class Engine:
         tokens = _tokens_per_sample(micro_batches[0])
         return StepResult(
             step=self.steps_done,
-            loss=loss,
+            loss=loss.read(),
             grad_norm=grad_norm,
             lr=lr,
             samples=samples,
@@ -419,11 +419,12 @@ class Engine:
                 f"{size} * {steps} = {size * steps}. "
                 f"Use train.accumulation_steps={-(-rows // size)}."
             )
-        micro_batches = []
+        pieces = []
         for start in range(0, rows, size):
             part = slice(start, min(rows, start + size))
-            piece = MicroBatch(inputs, targets, 0, part.stop - start).map(itemgetter(part))
-            micro_batches.append(replace(piece, count=self.loss.count(piece.targets)))
+            pieces.append(MicroBatch(inputs, targets, 0, part.stop - start).map(itemgetter(part)))
+        counts = count_targets(self.loss, [piece.targets for piece in pieces])
+        micro_batches = [replace(p, count=n) for p, n in zip(pieces, counts, strict=True)]
         return micro_batches, round(sum(self.context.all_gather_numbers(rows, "dp")))
 
 

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from bigtrain.assembly.make_plan import device_type_of, make_plan
+from bigtrain.core.runner import StepLoss
 from bigtrain.data.loader import MicroBatch, Step
 from bigtrain.devices import grow_segments, set_current
 from bigtrain.engine.checkpoint import write_tensors
@@ -88,7 +89,7 @@ def record_run(
         }
         update = engine.runner.update
 
-        def record_and_update() -> float:
+        def record_and_update(loss: StepLoss | None = None) -> float:
             try:
                 gradients = engine.runner.gradients()
             except BigtrainError as error:  # they are used and freed as they come
@@ -96,7 +97,7 @@ def record_run(
             else:
                 step = engine.steps_done + 1
                 write_shared_tensors(folder / f"gradients-{step}.safetensors", gradients, context)
-            return update()
+            return update(loss)
 
         is_compiled = parts.resolved.plan.compiles_blocks
         dropout = NoDropout() if is_compiled else tie_dropout(engine)
@@ -193,7 +194,7 @@ def random_losses(
         torch.manual_seed(seed)
         dropout.begin_step(0, places)
         with dropout:
-            losses.append(engine.runner.forward_backward(batch.micro_batches))
+            losses.append(engine.runner.forward_backward(batch.micro_batches).read())
         for parameter in engine.runner.module.parameters():
             parameter.grad = None
     same = abs(losses[0] - losses[1]) <= 1e-6 * abs(losses[0])
