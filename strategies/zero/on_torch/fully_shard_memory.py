@@ -21,6 +21,7 @@ from itertools import count
 
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.devices import is_accelerator
 from bigtrain.memory.timeline import BlockTicks, MemoryKind, Span, Timeline, scale_timeline
 
 
@@ -115,7 +116,7 @@ class _Sizes:
     @property
     def on_host(self) -> bool:
         """Whether the shards live on the host, and what is gathered on the GPU."""
-        return self.plan.offload_tiers.parameters == "cpu" and self.plan.device_type == "cuda"
+        return self.plan.offload_tiers.parameters == "cpu" and is_accelerator(self.plan.device_type)
 
     @property
     def alone(self) -> bool:
