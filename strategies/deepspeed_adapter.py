@@ -33,6 +33,7 @@ from bigtrain.ranks.context import RunContext
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 _PIPE = "deepspeed.runtime.pipe"
 _PIPE_ENGINE = f"{_PIPE}.engine.PipelineEngine"
+_ACCELERATOR = "deepspeed.accelerator.abstract_accelerator.DeepSpeedAccelerator"
 _FLAT_MODULE = "deepspeed.runtime.zero.stage_1_and_2"
 _FLAT = f"{_FLAT_MODULE}.DeepSpeedZeroOptimizer"
 _CUT_MODULE = "deepspeed.runtime.zero.stage3"
@@ -53,6 +54,8 @@ DEEPSPEED = ForeignLibrary("deepspeed", "0.19.8", "0.19.9", (
     # Stages 1 and 2.
     *foreign_names("replace", "flatten without a copy", _FLAT_MODULE,
         "_flatten_dense_tensors align_dense_tensors"),
+    *foreign_names("replace", "flatten where the parameters are", _ACCELERATOR,
+        "available_memory"),
     *foreign_names("replace", "let gradients go as soon as they are reduced", _FLAT,
         "gradient_accumulation_dtype _use_compact_grad_partition_buffer reduce_ipg_grads "
         "reduce_independent_p_g_buckets_and_remove_grads"),
@@ -204,6 +207,7 @@ def start_engine(
     *,
     flatten: Callable[..., Tensor],
     align: Callable[..., Sequence[Tensor]],
+    in_place: bool,
 ) -> Any:
     """Put DeepSpeed's engine around a model whose values every rank has. Collective.
 
@@ -216,6 +220,8 @@ def start_engine(
         flatten: makes one flat tensor of several; called with them and, as `otherwise`, with
             DeepSpeed's own way.
         align: adds padding up to a unit; called with tensors, unit and `otherwise`.
+        in_place: they need no memory, so that DeepSpeed is not to move parameters to the host
+            first, as it does where it finds less free than they take.
     """
     deepspeed: Any = import_module("deepspeed")
     module: Any = import_module(_FLAT_MODULE)
@@ -224,7 +230,14 @@ def start_engine(
         "align_dense_tensors": partial(align, otherwise=module.align_dense_tensors),
     }
     silent = {"_broadcast_model": lambda _engine: None}
-    with replaced(module, **flat), replaced(deepspeed.DeepSpeedEngine, **silent):
+    # As much as is asked for.
+    plenty = {"available_memory": lambda *_: 1 << 62} if in_place else {}
+    accelerator = type(deepspeed.accelerator.get_accelerator())
+    with (
+        replaced(module, **flat),
+        replaced(deepspeed.DeepSpeedEngine, **silent),
+        replaced(accelerator, **plenty),
+    ):
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=config, dist_init_required=False
         )

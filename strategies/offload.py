@@ -27,6 +27,7 @@ from bigtrain.core.traits import OffloadTiers, StorageTier, Traits
 from bigtrain.core.variants import Shape, Variant
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic, offloaded_activations, parameter_shapes
+from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Role
 from bigtrain.memory.disk import (
@@ -72,7 +73,7 @@ class Offload(Strategy):
 
     def variants(self, shape: Shape) -> Iterable[Variant]:
         """See `Strategy.variants`: the optimizer's state where there is room for it."""
-        place = "cpu" if shape.device_type == "cuda" else "disk"
+        place = "cpu" if is_accelerator(shape.device_type) else "disk"
         yield Variant(f"offload_{place}", {"optimizer": place})
 
     def remedies(self, plan: Plan, limit: int) -> Sequence[Sequence[str]]:  # noqa: ARG002

@@ -9,7 +9,9 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from support.hidden_gpus import hide_gpus
 
+hide_gpus(os.environ)
 pytest_plugins = ["support.full"]
 
 # Set by pytest itself while a test runs, or by torch for good the first time CUDA is asked about.

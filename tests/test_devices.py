@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import io
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from support.hidden_gpus import SHOWN, hide_gpus
+from support.ranks import run_ranks
 
 from bigtrain import devices
 from bigtrain.errors import ConfigError
 from bigtrain.memory import meter
 from bigtrain.memory.meter import MemoryMeter
+from bigtrain.prediction.memory_report import MemoryReport, RankMemory
+from bigtrain.ranks.context import RunContext
+from bigtrain.report.tables import memory_table
+from bigtrain.strategies.pipeline import local_devices
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU, SECOND = torch.device("cpu"), torch.device("cuda", 1)
@@ -125,6 +136,43 @@ def test_the_peak_is_what_tensors_requested_above_what_kernels_keep(
     assert devices.allocator_peaks(SECOND).requested == 1536
 
 
+def test_the_peak_of_a_process_on_several_devices_is_of_all_of_them(
+    gpus: MadeUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = torch.device("cuda", 0)
+    stats: dict[torch.device, dict[str, int]] = {
+        first: {"requested_bytes.all.current": 64},
+        SECOND: {"requested_bytes.all.current": 32},
+    }
+    monkeypatch.setattr(gpus, "memory_stats", stats.__getitem__)
+    monkeypatch.setattr(meter, "start_kernels", lambda device: gpus.calls.append(("warm", device)))
+    held = MemoryMeter(first, track_steps=0)
+    context = SimpleNamespace(device=first, local_rank=0)
+    assembly: Any = SimpleNamespace(context=context, meter=held)
+    assert local_devices(assembly, 2) == [first, SECOND]
+    assert gpus.calls == [(what, on) for on in (first, SECOND) for what in ("warm", "reset")]
+    for device, peaks in ((first, (1064, 1536, 2048, 1)), (SECOND, (532, 1024, 2048, 2))):
+        kinds = ("requested", "allocated", "reserved")
+        stats[device] = {
+            f"{kind}_bytes.all.peak": peak for kind, peak in zip(kinds, peaks, strict=False)
+        }
+        stats[device]["num_alloc_retries"] = peaks[-1]
+    assert held.peak_bytes() == 1500
+    measured = held.measured()
+    assert measured.peak is not None
+    assert measured.peak.bytes == 1500
+    assert (measured.allocated_bytes, measured.reserved_bytes) == (2560, 4096)
+    assert (measured.capacity_bytes, measured.alloc_retries) == (2001, 3)
+    report = MemoryReport("split", "cuda", (RankMemory(0, measured, None),))
+    console = Console(width=120, file=io.StringIO())
+    console.print(memory_table(report))
+    assert "fullest device" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert [device["peak_bytes"] for device in report.as_json()["ranks"][0]["devices"]] == [
+        1000,
+        500,
+    ]
+
+
 def test_segments_grow_unless_the_user_has_said_how(gpus: MadeUp) -> None:
     assert gpus.calls == []
     for given in ({"PYTORCH_ALLOC_CONF": "x:1"}, {"PYTORCH_CUDA_ALLOC_CONF": ""}):
@@ -153,4 +201,27 @@ def test_the_rest_asks_for_no_kind_of_device_itself() -> None:
     sources = {path: path.read_text("utf-8") for path in own}
     assert [path for path, text in sources.items() if "torch.cuda" in text] == []
     # Where a plan is made for a kind of device that need not be here, it is called by its name.
-    assert sum(text.count('"cuda"') for text in sources.values()) <= 40
+    assert sum(text.count('"cuda"') for text in sources.values()) <= 22
+
+
+def test_programs_that_tests_start_see_no_gpu() -> None:
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ONEAPI_DEVICE_SELECTOR")
+    said = f"import os; print([os.environ.get(name) for name in {names}])"
+    ran = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
+    hidden: dict[str, str] = {}
+    hide_gpus(hidden)
+    assert set(hidden) == set(names)
+    if os.environ.get(SHOWN) != "1":
+        assert ran.stdout.strip() == str([hidden[name] for name in names])
+    shown = {SHOWN: "1", "CUDA_VISIBLE_DEVICES": "2"}
+    hide_gpus(shown)
+    assert shown == {SHOWN: "1", "CUDA_VISIBLE_DEVICES": "2"}
+
+
+def test_ranks_see_no_gpu() -> None:
+    if os.environ.get(SHOWN) != "1":
+        assert run_ranks(visible, 1) == [("", "")]
+
+
+def visible(_context: RunContext) -> tuple[str | None, str | None]:
+    return os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("HIP_VISIBLE_DEVICES")

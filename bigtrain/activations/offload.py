@@ -34,9 +34,17 @@ from bigtrain.activations.saved_tensors import (
     live_referents,
     untyped_storage_of,
 )
+from bigtrain.devices import is_accelerator
 from bigtrain.errors import BigtrainError
 from bigtrain.memory.disk import scratch_folder
-from bigtrain.tensors.transfer import DiskTransfer, HostTransfer, NullTransfer, Transfer, WaitFn
+from bigtrain.tensors.transfer import (
+    DiskTransfer,
+    HostCopies,
+    HostTransfer,
+    NullTransfer,
+    Transfer,
+    WaitFn,
+)
 from bigtrain.units import KIB
 
 MIN_OFFLOADED_BYTES = 16 * KIB
@@ -51,7 +59,8 @@ class ActivationOffloader:
     Parameters and buffers, small tensors and those of other devices stay. Counts are per rank.
 
     Args:
-        place: `cpu` for pinned memory of the host; on a CPU nothing moves there.
+        place: `cpu` for pinned memory of the host; on a CPU nothing moves there but on fakes,
+            whose run says whether it is to.
         device: whose tensors move.
         folder: where the file is made; left out, the system's folder for temporary files.
         fake: for a run on fake tensors: nothing is copied, all else is the same.
@@ -71,11 +80,12 @@ class ActivationOffloader:
         carrier: Transfer | None = None,
     ) -> None:
         self._device, self._fake = device, fake
-        if carrier is None and (place == "disk" or device.type == "cuda"):
+        # Fakes may be a CPU's in the forecast of a run on a device that is not here.
+        if carrier is None and (fake or place == "disk" or is_accelerator(device)):
             if fake:
-                carrier = NullTransfer()
+                carrier = NullTransfer(pinned=place == "cpu")
             elif place == "disk":
-                carrier = DiskTransfer(folder or scratch_folder())
+                carrier = DiskTransfer(folder or scratch_folder(), HostCopies(device))
             else:
                 carrier = HostTransfer(device)
         self._transfer = carrier
@@ -84,7 +94,7 @@ class ActivationOffloader:
         self.bytes_freed = 0
         """Of what was copied away so far, the storages that then died on the device."""
         self.bytes_away = 0
-        """In the file or on the host now."""
+        """In the file or on the host now, as much as they take there."""
         self.peak_bytes_away = 0
         """The most that was in the file or on the host at one moment."""
         self.waited_seconds = 0.0
@@ -146,7 +156,7 @@ class ActivationOffloader:
             self._clear_up()
             if self._transfer is not None:
                 self._transfer.close()
-            self._transfer = None
+            self._transfer, self.bytes_away = None, 0
 
     def _begin_leaving(self) -> list[tuple[weakref.ref[SavedStorage], Tensor, WaitFn]]:
         """Begin to copy away what the last blocks have saved."""
@@ -159,7 +169,7 @@ class ActivationOffloader:
                 record.spot, wait = self._open_transfer().copy_out(record.data)
                 departing.append((weakref.ref(record), record.data, wait))
                 self.bytes_moved += record.nbytes
-                self.bytes_away += record.nbytes
+                self.bytes_away += self._open_transfer().held_bytes(record.nbytes)
                 self.peak_bytes_away = max(self.peak_bytes_away, self.bytes_away)
         self._staying.clear()
         return departing
@@ -304,10 +314,9 @@ class ActivationOffloader:
                 # What failed here is wanted by nobody; the error that matters has been raised.
                 with contextlib.suppress(BigtrainError):
                     self._await(wait)
-            if spot is not None:
-                self.bytes_away -= nbytes
-                if self._transfer is not None:
-                    self._transfer.free(spot)
+            if spot is not None and self._transfer is not None:
+                self.bytes_away -= self._transfer.held_bytes(nbytes)
+                self._transfer.free(spot)
 
     def _open_transfer(self) -> Transfer:
         if self._transfer is None:

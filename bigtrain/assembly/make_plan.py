@@ -70,6 +70,7 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
         precision=job.train.precision,
         device_type=device_type,
         clip_norm=job.optim.clip_norm,
+        checks_finite=job.train.check_finite,
         sync_batchnorm=job.train.sync_batchnorm,
         master_weights=job.optim.master_weights,
         release_gradients=job.optim.release_gradients,

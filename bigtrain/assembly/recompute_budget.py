@@ -22,6 +22,7 @@ from bigtrain.models.blocks import find_blocks
 from bigtrain.prediction.operation_log import BlockCost, block_costs
 from bigtrain.prediction.predict import forecast_rank
 from bigtrain.prediction.record import untraceable_reason
+from bigtrain.tensors.cuda_program import stands_for_cuda
 from bigtrain.units import format_bytes
 
 RECOMPUTE_RATES = {**NOMINAL_RATES, "cpu": replace(NOMINAL_RATES["cpu"], nbytes=1e9)}
@@ -68,7 +69,7 @@ def meet_budget(
     device, rates = tracing_device(plan.device_type), RECOMPUTE_RATES[plan.device_type]
     try:
         seen = (workload.model, names, workload.example, rates, device)
-        costs = block_costs(*seen, bf16=bf16)
+        costs = block_costs(*seen, bf16=bf16, of_cuda=stands_for_cuda(plan.device_type, device))
     except Exception as error:  # user code of any kind runs here
         raise ConfigError(_no_forecast(untraceable_reason(error))) from error
     task = _BudgetTask(plan, technique, limit, workload, layout, costs)

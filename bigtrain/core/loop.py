@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from bigtrain.core.runner import StepLoss
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import BigtrainError, CheckpointError, NonFiniteError
@@ -46,6 +47,7 @@ class StepRunner:
         self._precision = assembly.plan.precision
         self._channels_last = assembly.plan.channels_last
         self._clip_norm = assembly.plan.clip_norm
+        self._checks_finite = assembly.plan.checks_finite
         self._device_type = assembly.plan.device_type
         self._keep_gradients = assembly.keep_gradients
         self._average = assembly.average
@@ -71,16 +73,40 @@ class StepRunner:
         if self._released is not None:
             self._released.begin_step()
 
-    def update(self) -> float:
+    def step_loss(self, own_sum: Tensor | None, mean: Callable[[float], float]) -> StepLoss:
+        """The loss of a step; read now, so that nothing goes on with it where it is refused."""
+        loss = StepLoss(own_sum, mean)
+        if self._checks_finite:
+            loss.read()
+        return loss
+
+    def sum_losses(self, sums: Mapping[int, float]) -> float:
+        """Add up the losses of these ranks.
+
+        Raises:
+            NonFiniteError: the plan checks them, and one is not finite.
+        """
+        if self._checks_finite:
+            check_finite(sums)
+        known = all(map(math.isfinite, sums.values()))
+        return math.fsum(sums.values()) if known else sum(sums.values())  # fsum refuses inf - inf
+
+    def update(self, loss: StepLoss | None = None) -> float:
         """See `Runner.update`."""
         self.meter.phase("step")
         for finish in self._before_update:
             finish()
-        norm = float(self.clip())
-        if not math.isfinite(norm):
-            raise NonFiniteError(f"the gradient norm is {norm}", stepped=self._released is not None)
+        norm = self.clip()
+        if self._checks_finite:
+            number = float(norm)
+            if not math.isfinite(number):
+                stepped = self._released is not None
+                raise NonFiniteError(f"the gradient norm is {number}", stepped=stepped)
+            self.apply_step()
+            return number
+        # Everything is queued before the host waits, once for both numbers.
         self.apply_step()
-        return norm
+        return float(norm) if loss is None else loss.read_with(norm)
 
     def clip(self) -> Tensor:
         """Scale the gradients down to the clipping norm; return their norm before that."""
@@ -177,7 +203,7 @@ class LoopRunner(StepRunner):
         self._wrapped = assembly.module
         self._sync = assembly.sync or (lambda _last: nullcontext())
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> float:
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepLoss:
         """See `Runner.forward_backward`."""
         self.begin_step()
         total = sum(self.context.all_gather_numbers(sum(m.count for m in micro_batches), "dp"))
@@ -186,14 +212,14 @@ class LoopRunner(StepRunner):
         for micro_batch in micro_batches:  # on a CPU they are all there from the start
             self.label_batch(micro_batch)
         losses = []
+        check = self._checks_finite and self._released is not None
         for number, micro_batch in enumerate(micro_batches, start=1):
             with self._sync(number == len(micro_batches)):
-                losses.append(
-                    self.run_micro_batch(micro_batch, scale, check=self._released is not None)
-                )
+                losses.append(self.run_micro_batch(micro_batch, scale, check=check))
         self.average_gradients()
         # One read from the device a step, not one for each micro-batch.
-        return self._check_finite_loss(float(torch.stack(losses).double().sum()), total)
+        own_sum = torch.stack(losses).double().sum()
+        return self.step_loss(own_sum, lambda own: self.mean_loss(own, total))
 
     def run_micro_batch(
         self, micro_batch: MicroBatch, scale: float, *, check: bool = False
@@ -207,7 +233,7 @@ class LoopRunner(StepRunner):
         self.label_batch(placed)
         loss = self.forward_loss(placed)
         if check:
-            self._check_finite_loss(float(loss.detach()), 1)
+            self.mean_loss(float(loss.detach()), 1)
         self.meter.phase("backward")
         self.backward(loss * scale)
         self.label_gradients()
@@ -226,10 +252,11 @@ class LoopRunner(StepRunner):
         """Go back from a loss."""
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def _check_finite_loss(self, loss_sum: float, total: float) -> float:
-        sums = self.context.all_gather_numbers(loss_sum, "dp")
-        check_finite(dict(zip(self.context.ranks_of("dp"), sums, strict=True)))
-        return math.fsum(sums) / max(total, 1)
+    def mean_loss(self, own_sum: float, total: float) -> float:
+        """The mean loss of all ranks' sums over so many targets. Collective; see `sum_losses`."""
+        sums = self.context.all_gather_numbers(own_sum, "dp")
+        ranks = self.context.ranks_of("dp")
+        return self.sum_losses(dict(zip(ranks, sums, strict=True))) / max(total, 1)
 
     def gradients(self) -> dict[str, StateTensor]:
         """See `Runner.gradients`.

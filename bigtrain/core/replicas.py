@@ -65,7 +65,7 @@ def average_gradients(
     if not any(p.requires_grad for p in assembly.module.parameters()):
         raise ConfigError("the model has no parameter to train: there is nothing to average.")
     settings: dict[str, Any] = {
-        "device_ids": [context.device] if context.device.type == "cuda" else None,
+        "device_ids": [context.device] if is_accelerator(context.device) else None,
         "process_group": context.dp_group,
         "bucket_cap_mb": bucket_size / MIB,
         "gradient_as_bucket_view": gradient_as_bucket_view,

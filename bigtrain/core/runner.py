@@ -12,6 +12,35 @@ from bigtrain.data.loader import MicroBatch
 from bigtrain.tensors.shards import SavedTensor, StateTensor
 
 
+class StepLoss:
+    """The mean loss of a global batch, on the device until it is read.
+
+    Args:
+        own_sum: 0-dim, this rank's; None where it has nothing of it.
+        mean: makes this rank's sum the mean over all ranks. Collective; may refuse what it finds.
+    """
+
+    def __init__(self, own_sum: Tensor | None, mean: Callable[[float], float]) -> None:
+        self._own_sum, self._mean = own_sum, mean
+        self._value: float | None = None
+
+    def read(self) -> float:
+        """The mean over the valid targets, the same on every rank. The first call is collective."""
+        if self._value is None:
+            self._value = self._mean(0.0 if self._own_sum is None else float(self._own_sum))
+        return self._value
+
+    def read_with(self, norm: Tensor) -> float:
+        """Read the loss, and a 0-dim norm, which is returned: the host waits once for both."""
+        mine = self._own_sum
+        if self._value is not None or mine is None or mine.device != norm.device:
+            self.read()
+            return float(norm)
+        own_sum, number = torch.stack([mine.double(), norm.double()]).tolist()
+        self._value = self._mean(own_sum)
+        return float(number)
+
+
 class Runner(Protocol):
     """A live model and optimizer."""
 
@@ -21,18 +50,25 @@ class Runner(Protocol):
     roots: Sequence[nn.Module]
     """What computes here: the model itself, or this rank's stages of it."""
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> float:
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepLoss:
         """Run this rank's micro-batches of one global batch, forward and backward.
 
         Returns:
-            The mean loss over the valid targets of the global batch, the same on every rank.
+            The loss, which is read already where the plan checks that it is finite.
 
         Raises:
-            NonFiniteError: the loss of some rank is not finite; the message names it.
+            NonFiniteError: it does, and the loss of some rank is not; the message names it.
         """
 
-    def update(self) -> float:
-        """Clip, step the optimizer and clear the gradients; return the global gradient norm."""
+    def update(self, loss: StepLoss | None = None) -> float:
+        """Clip, step the optimizer and clear the gradients; return the global gradient norm.
+
+        Args:
+            loss: the step's, which is read here, if it was not yet, together with the norm.
+
+        Raises:
+            NonFiniteError: the plan checks the norm, and it is not finite.
+        """
 
     def gradients(self) -> dict[str, StateTensor]:
         """What this rank has of the gradients of the global batch by plain names, before clipping.

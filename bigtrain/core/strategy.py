@@ -64,6 +64,7 @@ class Plan:
     precision: Precision
     device_type: str
     clip_norm: float | None = None
+    checks_finite: bool = True
     sync_batchnorm: bool = False
     master_weights: bool = True
     release_gradients: bool = False

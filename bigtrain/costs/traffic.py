@@ -14,6 +14,7 @@ from typing import Literal
 from bigtrain.activations.offload import MIN_OFFLOADED_BYTES
 from bigtrain.costs.forecast import Profile
 from bigtrain.memory.timeline import BlockTicks
+from bigtrain.tensors.transfer import pinned_bytes
 
 TrafficKind = Literal[
     "all_reduce",
@@ -153,7 +154,18 @@ def buffer_broadcast_traffic(
 
 
 def offloaded_activations(profile: Profile) -> tuple[int, int]:
-    """What the blocks of one micro-batch save and have moved away: (bytes, tensors).
+    """What the blocks of one micro-batch save and have moved away: (bytes, tensors)."""
+    moved_sizes = _moved_sizes(profile)
+    return sum(moved_sizes), len(moved_sizes)
+
+
+def pinned_activations(profile: Profile) -> int:
+    """Bytes that what `offloaded_activations` counts takes in pinned memory of the host."""
+    return sum(map(pinned_bytes, _moved_sizes(profile)))
+
+
+def _moved_sizes(profile: Profile) -> list[int]:
+    """Bytes of each tensor that the blocks of one micro-batch save and have moved away.
 
     Read off a profile whose run on fake tensors has moved them: what was there when a block began
     and is gone before the backward pass has left the device, as what a block saves is let go of
@@ -161,11 +173,10 @@ def offloaded_activations(profile: Profile) -> tuple[int, int]:
     beginning of a block and that nobody saves is counted, too: blocks save what they are given.
     """
     begins = sorted(first.forward[0] for _, first, _ in profile.windows)[1:]
-    moved_sizes = [
+    return [
         span.nbytes
         for span in profile.passes["first"].spans
         if span.kind == "temporary"
         and span.nbytes >= MIN_OFFLOADED_BYTES
         and any(span.birth < begin < span.death for begin in begins)
     ]
-    return sum(moved_sizes), len(moved_sizes)

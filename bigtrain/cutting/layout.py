@@ -92,10 +92,17 @@ class Layout:
             yield self.note
 
 
-def numerics_for(precision: str, *, bf16_parameters: bool) -> Numerics:
-    """What decides the types in a run of this precision."""
+def numerics_for(precision: str, *, bf16_parameters: bool, of_cuda: bool) -> Numerics:
+    """What decides the types in a run of this precision.
+
+    Args:
+        precision: of the job.
+        bf16_parameters: see `Plan.bf16_parameters`.
+        of_cuda: see `stands_for_cuda`.
+    """
     return Numerics(
         double=precision == "fp64",
         autocast=precision == "bf16",
         low=bf16_parameter_names if bf16_parameters else None,
+        of_cuda=of_cuda,
     )

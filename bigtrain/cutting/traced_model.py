@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from bigtrain.cutting.stage_program import StageProgram, make_stage_program
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.losses.loss import Loss
+from bigtrain.tensors.cuda_program import cuda_program
 from bigtrain.tensors.fake import fake_model
 from bigtrain.tensors.tree import map_tensors, tree_tensors
 from bigtrain.tracing.module_state import check_closures, constant_tensors
@@ -36,6 +37,8 @@ class Numerics:
     """The forward pass runs under autocast to bf16."""
     low: Callable[[nn.Module], Sequence[str]] | None = None
     """The names of the parameters that the layers see in bf16."""
+    of_cuda: bool = False
+    """The tensors are a CPU's, and what is computed is CUDA's: see `cuda_program`."""
 
 
 KEPT_TRACES = 4
@@ -129,11 +132,15 @@ class TracedModel:
             return {}
         return self.program(self._shapes_seen, training=False, places=places).used
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
         """The context of a forward pass."""
-        if not self._numerics.autocast:
-            return nullcontext()
-        return torch.autocast(self._device.type, dtype=torch.bfloat16)
+        low, kind = self._numerics.autocast, self._device.type
+        with (
+            cuda_program() if self._numerics.of_cuda else nullcontext(),
+            torch.autocast(kind, dtype=torch.bfloat16) if low else nullcontext(),
+        ):
+            yield
 
     def _trained(
         self, recorded: ForwardTrace, batch: MicroBatch, calls: Sequence[int]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from bigtrain.activations.policy import remove_policies
 from bigtrain.assembly.build import build_runner, check_mesh
+from bigtrain.assembly.host_room import ensure_host_room
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.assembly.resolve import check_known, resolve_plan
 from bigtrain.checkpoint.folders import sole_writer
@@ -41,12 +42,12 @@ from bigtrain.engine.remedies import ForecastInputs
 from bigtrain.engine.seeds import kernels_as_asked, seed_everything
 from bigtrain.errors import ConfigError, NonFiniteError
 from bigtrain.job.schema import Job
-from bigtrain.losses.loss import Loss, as_loss
+from bigtrain.losses.loss import Loss, as_loss, count_targets
 from bigtrain.losses.tasks import CustomTask, Task
 from bigtrain.memory.cap import MemoryCap, available_bytes, is_out_of_memory
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.memory.timeline import Peak
-from bigtrain.models.blueprint import Blueprint, describe
+from bigtrain.models.blueprint import Blueprint, as_blueprint
 from bigtrain.optim.update import MakeOptimizer
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory, StepForecast
 from bigtrain.prediction.predict import predict
@@ -100,6 +101,7 @@ class Engine:
     prediction_note: str | None = None
     predicted_fullest: Peak | None = None
     """As `predicted`, which is of this rank, of the fullest replica."""
+    _host_bytes = 0
     predicted_step: StepForecast | None = None
     """What a step is expected to take; on rank 0."""
 
@@ -122,7 +124,7 @@ class Engine:
             resolved.plan if resolved else make_plan(job, context.world_size, context.device.type)
         )
         check_mesh(plan, context)
-        self.blueprint = _blueprint(model)
+        self.blueprint = as_blueprint(model)
         probed = None if resolved else example  # what is resolved was probed before
         self.loss, lines = agree_on_loss(as_loss(loss), self.blueprint.model, probed, context)
         if probed is not None:
@@ -149,6 +151,7 @@ class Engine:
             self._skeleton = replace(workload, model=meta_copy(workload.model))
         if example is not None:
             self._predict(workload)
+            ensure_host_room(self.plan, self._host_bytes, context)
         seed_everything(context.seed, context.rank)
         self._closing.enter_context(kernels_as_asked(job.train, context.device))
         importlib.import_module("torch._dynamo")  # by every optimizer: not the run's memory
@@ -187,7 +190,7 @@ class Engine:
 
         Raises:
             ConfigError: more rows than the job's micro-batches hold.
-            NonFiniteError: a loss or gradient is not finite; the optimizer was not stepped.
+            NonFiniteError: a loss or gradient is not finite, and that is checked; nothing stepped.
         """
         began = time.perf_counter()
         unseen = self.predicted is None and self.prediction_note is None
@@ -203,7 +206,7 @@ class Engine:
         try:
             with self._explaining(), self.meter.step():
                 loss = self.runner.forward_backward(micro_batches)
-                grad_norm = self.runner.update()
+                grad_norm = self.runner.update(loss)
         except NonFiniteError as error:
             raise NonFiniteError(_explained(error, self.steps_done + 1)) from None
         self.steps_done += 1
@@ -213,7 +216,7 @@ class Engine:
         tokens = _tokens_per_sample(micro_batches[0])
         return StepResult(
             step=self.steps_done,
-            loss=loss,
+            loss=loss.read(),
             grad_norm=grad_norm,
             lr=lr,
             samples=samples,
@@ -408,7 +411,7 @@ class Engine:
             return
         prediction = predict(self.resolved, workload, self.context.pp_rank, self.context.dp_rank)
         self.predicted, self.prediction_note = prediction.own_peak, prediction.note
-        self.predicted_fullest = prediction.peak
+        self.predicted_fullest, self._host_bytes = prediction.peak, prediction.host_bytes
         if self.context.is_main and self._skeleton is not None:
             twin = replace(self._skeleton, example=workload.example)
             self.predicted_step = forecast_step_seconds(self.job, self.resolved, twin, self.context)
@@ -436,11 +439,12 @@ class Engine:
                 f"{size} * {steps} = {size * steps}. "
                 f"Use train.accumulation_steps={-(-rows // size)}."
             )
-        micro_batches = []
+        pieces = []
         for start in range(0, rows, size):
             part = slice(start, min(rows, start + size))
-            piece = MicroBatch(inputs, targets, 0, part.stop - start).map(itemgetter(part))
-            micro_batches.append(replace(piece, count=self.loss.count(piece.targets)))
+            pieces.append(MicroBatch(inputs, targets, 0, part.stop - start).map(itemgetter(part)))
+        counts = count_targets(self.loss, [piece.targets for piece in pieces])
+        micro_batches = [replace(p, count=n) for p, n in zip(pieces, counts, strict=True)]
         return micro_batches, round(sum(self.context.all_gather_numbers(rows, "dp")))
 
 
@@ -454,12 +458,6 @@ def _explained(error: NonFiniteError, step: int) -> str:
         f"step {step}: {error}; the optimizer was not stepped. "
         "Lower optim.lr, set optim.clip_norm, or look at the data of this step."
     )
-
-
-def _blueprint(model: Callable[[], nn.Module] | nn.Module | Blueprint) -> Blueprint:
-    if isinstance(model, Blueprint):
-        return model
-    return Blueprint.of(model) if isinstance(model, nn.Module) else describe(model)
 
 
 def _tokens_per_sample(micro_batch: MicroBatch) -> int:

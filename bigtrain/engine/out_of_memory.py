@@ -10,11 +10,12 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from bigtrain.devices import current_device, set_current
+from bigtrain.devices import current_device, is_accelerator, set_current
 from bigtrain.engine.remedies import ForecastInputs, RemedySearch
 from bigtrain.errors import OutOfMemoryError
 from bigtrain.memory.cap import requested_bytes
 from bigtrain.memory.timeline import MEMORY_KINDS, Peak, Phase
+from bigtrain.prediction.residuals import kept_beside_tensors
 from bigtrain.units import format_bytes
 
 REMEDY_TIMEOUT_S = 15.0
@@ -72,13 +73,19 @@ def predict_out_of_memory(
         predicted: its peak.
         limit: bytes that a rank may take.
     """
-    if predicted is None or limit is None or predicted.bytes <= limit:
+    if predicted is None or limit is None:
+        return []
+    kind, beside, kept = subject.resolved.plan.device_type, 0, ""
+    if is_accelerator(kind):  # its limit is on all that the allocator takes, not on tensors alone
+        beside = kept_beside_tensors(kind)
+        kept = f", of which {format_bytes(beside)} are for workspaces and what is rounded up"
+    if predicted.bytes <= limit - beside:
         return []
     search = RemedySearch()
     search.run(subject, limit, REMEDY_TIMEOUT_S)
     headline = (
         f"the predicted peak of {format_bytes(predicted.bytes)} is more than the "
-        f"{format_bytes(limit)} that a rank can take"
+        f"{format_bytes(limit)} that a rank can take{kept}"
     )
     return [headline, *_fits(search, limit)]
 

@@ -21,6 +21,7 @@ from bigtrain.job.schema import Job, Role
 from bigtrain.memory.cap import Limit
 from bigtrain.memory.timeline import Peak, highest_peak
 from bigtrain.prediction.predict import forecast_rank
+from bigtrain.prediction.residuals import kept_beside_tensors
 from bigtrain.units import format_bytes
 
 MAX_REMEDIES = 3
@@ -89,7 +90,8 @@ class RemedySearch:
         """
         end = time.monotonic() + deadline_s
         self.begun = True
-        usable = Limit(limit).for_tensors
+        beside = kept_beside_tensors(subject.resolved.plan.device_type)
+        usable = Limit(limit, beside=beside).for_tensors
         for changes in _ways(subject, usable):
             for words in changes():
                 if time.monotonic() > end:

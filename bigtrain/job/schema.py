@@ -171,6 +171,9 @@ class TrainConfig(ConfigSection):
     """Steps between validations, besides the one at the end; 0 for that one alone."""
     sync_batchnorm: bool = False
     """BatchNorm statistics over all ranks (CUDA only)."""
+    check_finite: bool = True
+    """A step whose loss or norm is not finite is refused before the update. False: it is not, and
+    a GPU has no pause between the backward pass and the update."""
     deterministic: bool = False
     """Only deterministic kernels (torch.use_deterministic_algorithms)."""
     matmul: Literal["highest", "high"] = "highest"

@@ -148,7 +148,11 @@ class CrossEntropy:
 
     def count(self, target: Tensor) -> int:
         """The number of targets that are not `ignore_index`."""
-        return int((target != self.ignore_index).sum())
+        return int(self.queue_count(target))
+
+    def queue_count(self, target: Tensor) -> Tensor:
+        """As `count`: 0-dim, on the device of the targets, which is not waited for."""
+        return (target != self.ignore_index).sum()
 
 
 @dataclass(frozen=True)
@@ -226,6 +230,11 @@ class MeanLoss:
 
     def count(self, target: Any) -> int | float:
         """What `fn` divides by: valid targets, their class weights, or rows."""
+        found = self.queue_count(target)
+        return found.item() if isinstance(found, Tensor) else found
+
+    def queue_count(self, target: Any) -> int | Tensor:
+        """As `count`; where values decide, 0-dim on their device, which is not waited for."""
         first = next(_tensors(target), None)
         if first is None:  # a list of strings, say, from a user's own collate
             return len(target)
@@ -233,9 +242,10 @@ class MeanLoss:
             return len(first) if first.dim() else 1
         valid = first != self._ignored
         if self._class_weights is None:
-            return int(valid.sum())
+            return valid.sum()
         weights = self._class_weights.to(first.device)
-        return float(weights[first[valid]].sum(dtype=torch.float64))
+        each = weights[first.where(valid, 0)]
+        return (each * valid).sum(dtype=torch.float64)
 
 
 def _is_tensor(value: object) -> bool:
@@ -272,6 +282,21 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         for inner in value:
             yield from _tensors(inner)
+
+
+def count_targets(loss: Loss, targets: Sequence[Any]) -> list[int | float]:
+    """What `loss.count` says of the targets of each micro-batch.
+
+    Where they are on a device, that is waited for once: if the loss has `queue_count`, too, as
+    those of bigtrain have.
+    """
+    queue = getattr(loss, "queue_count", None)
+    if queue is None:
+        return [loss.count(target) for target in targets]
+    counts = [queue(target) for target in targets]
+    queued = [count for count in counts if isinstance(count, Tensor)]
+    read = iter(torch.stack(queued).tolist() if queued else ())
+    return [next(read) if isinstance(count, Tensor) else count for count in counts]
 
 
 def as_loss(loss: Loss | Callable[[Any, Any], Tensor]) -> Loss:

@@ -127,10 +127,13 @@ class SegmentationTask(Task):
         logits = at_least_float32(main_logits(output))
         sums = _measure_loss(logits, target, self.ignore_index)
         # A model may know more classes than the data have.
-        valid, size = target != self.ignore_index, max(self.num_classes, logits.shape[1])
-        cells = target[valid] * size + logits.argmax(1)[valid]
-        counts = torch.bincount(cells, minlength=size * size)
-        sums["confusion"] = counts.reshape(size, size).to(torch.float64)
+        size = max(self.num_classes, logits.shape[1])
+        # To choose among the pixels, or bincount, would wait for the device: what is ignored is
+        # counted in a cell of its own.
+        cells = target.long() * size + logits.argmax(1)
+        cells = cells.where(target != self.ignore_index, size * size).reshape(-1)
+        counts = cells.new_zeros(size * size + 1).index_add_(0, cells, torch.ones_like(cells))
+        sums["confusion"] = counts[:-1].reshape(size, size).to(torch.float64)
         return sums
 
     def summarize(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
@@ -168,8 +171,9 @@ class CustomTask(Task):
 
     def measure(self, output: Any, target: Any) -> dict[str, Tensor]:
         """Sums: `loss` and `count`."""
-        loss = self.criterion(output, target).detach().to(torch.float64)
-        return {"loss": loss, "count": loss.new_tensor(self.criterion.count(target))}
+        count = self.criterion.count(target)
+        loss = self.criterion(output, target, count).detach().to(torch.float64)
+        return {"loss": loss, "count": loss.new_tensor(count)}
 
     def summarize(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Figures: `loss`, the mean over the valid targets."""

@@ -187,6 +187,10 @@ unused in the heap would count."""
 USABLE_FRACTION, NON_TENSOR_BYTES = 0.95, 8 * MIB
 """Of the room a predicted peak may fill this share, less these bytes: allocators round up, and
 kernels, graphs and Python's objects need memory beside the tensors."""
+ACCELERATOR_BYTES = 256 * MIB
+"""The same of an accelerator on which nothing was measured, whose allocator keeps a limit on all
+that it took: cuBLAS has 32 MiB for each of two threads on Hopper, cuBLASLt may have as much, and
+what the allocator takes comes in pieces of 2 and of 20 MiB."""
 
 
 @dataclass(frozen=True)
@@ -196,16 +200,18 @@ class Limit:
     nbytes: int
     reserved: int | None = None
     """What a process takes of a device without any tensor; None where a cap is enforced."""
+    beside: int = NON_TENSOR_BYTES
+    """Under a cap: what is kept for memory beside the tensors; see `kept_beside_tensors`."""
 
     @property
     def for_tensors(self) -> int:
         """The most bytes that a predicted peak may have."""
         if self.reserved is None:
-            return int(self.nbytes * USABLE_FRACTION) - NON_TENSOR_BYTES
+            return int(self.nbytes * USABLE_FRACTION) - self.beside
         return self.nbytes - self.reserved
 
     def memory_for(self, peak_bytes: int) -> int:
         """Bytes of a device, or of a cap, with which such a peak would fit."""
         if self.reserved is None:
-            return math.ceil((peak_bytes + NON_TENSOR_BYTES) / USABLE_FRACTION) + 1
+            return math.ceil((peak_bytes + self.beside) / USABLE_FRACTION) + 1
         return peak_bytes + self.reserved

@@ -47,11 +47,25 @@ class ProcessPeak:
 
 
 @dataclass(frozen=True)
+class DeviceMemory:
+    """What the allocator of one device of a process counted. All bytes."""
+
+    device: str
+    peak_bytes: int
+    """Requested by tensors."""
+    allocated_bytes: int
+    reserved_bytes: int
+    capacity_bytes: int
+
+
+@dataclass(frozen=True)
 class MemoryMeasurement:
     """What one rank measured over the run so far. All bytes."""
 
     peak: Peak | None
-    """None where tracking was off and the device counts nothing itself."""
+    """None where tracking was off and the device counts nothing itself. Of all devices of the
+    process together, as forecasts are: on several accelerators the sum of their peaks, which need
+    not be at one moment, so that what all held at once is at most that."""
     process_peak_bytes: int | None
     allocated_bytes: int | None = None
     """On an accelerator: the most in the allocator's blocks. `peak` is of what tensors requested,
@@ -62,6 +76,8 @@ class MemoryMeasurement:
     alloc_retries: int | None = None
     process_base_bytes: int | None = None
     """Resident memory before the model was built, above which the process's peak is counted."""
+    devices: tuple[DeviceMemory, ...] = ()
+    """Each accelerator, where the process has its stages on several."""
     curve: MemoryCurve | None = None
     """The last tracked step, from its beginning to its end."""
 
@@ -74,7 +90,7 @@ class MemoryMeter:
     """One rank's memory over a run: tracked for the first steps, then only the cheap counters.
 
     Args:
-        device: where the tensors live.
+        device: where the tensors live; see `add_devices`.
         track_steps: steps during which every storage is tracked; 0 tracks nothing.
         cap: what keeps the job's limit; on a CPU it is on the tensors while they are tracked.
     """
@@ -96,8 +112,16 @@ class MemoryMeter:
         self._course: MemoryCurve | None = None
         self.current: Phase = "build"
         """The phase that the run is in."""
-        start_kernels(device)
-        self._base_bytes = reset_peaks(device)
+        self._base_bytes: dict[torch.device, int] = {}
+        """What each accelerator's tensors were before the run."""
+        self.add_devices([device])
+
+    def add_devices(self, devices: Iterable[torch.device]) -> None:
+        """Measure these accelerators, too, from now on: the run lays parts of the model there."""
+        for device in devices:
+            if is_accelerator(device) and device not in self._base_bytes:
+                start_kernels(device)
+                self._base_bytes[device] = reset_peaks(device)
 
     @property
     def tracking(self) -> bool:
@@ -153,9 +177,12 @@ class MemoryMeter:
                 time.sleep(_MOMENT_S)
 
     def peak_bytes(self) -> int | None:
-        """The peak so far in bytes: requested of an accelerator, the tracked one on a CPU."""
-        if is_accelerator(self.device):
-            return allocator_peaks(self.device).requested - self._base_bytes
+        """The peak so far in bytes: requested of accelerators, the tracked one on a CPU.
+
+        See `MemoryMeasurement.peak`.
+        """
+        if self._base_bytes:
+            return sum(allocator_peaks(d).requested - base for d, base in self._base_bytes.items())
         if self._tracker is not None:
             return self._tracker.peak_bytes
         return self._tracked.bytes if self._tracked else None
@@ -164,17 +191,28 @@ class MemoryMeter:
         """Everything measured so far."""
         peak = self._tracker.timeline().peak() if self._tracker is not None else self._tracked
         process, base = self.process.bytes(), self.process.base_bytes
-        if not is_accelerator(self.device):
+        if not self._base_bytes:
             return MemoryMeasurement(peak, process, process_base_bytes=base, curve=self._course)
-        peaks = allocator_peaks(self.device)
+        peaks = {device: allocator_peaks(device) for device in self._base_bytes}
+        each = tuple(
+            DeviceMemory(
+                device=str(device),
+                peak_bytes=found.requested - self._base_bytes[device],
+                allocated_bytes=found.allocated,
+                reserved_bytes=found.reserved,
+                capacity_bytes=capacity_bytes(device),
+            )
+            for device, found in peaks.items()
+        )
         return MemoryMeasurement(
-            peak=_fill(peak or Peak("forward", Breakdown()), peaks.requested - self._base_bytes),
+            peak=_fill(peak or Peak("forward", Breakdown()), sum(d.peak_bytes for d in each)),
             process_peak_bytes=process,
-            allocated_bytes=peaks.allocated,
-            reserved_bytes=peaks.reserved,
-            capacity_bytes=capacity_bytes(self.device),
-            alloc_retries=peaks.retries,
+            allocated_bytes=sum(d.allocated_bytes for d in each),
+            reserved_bytes=sum(d.reserved_bytes for d in each),
+            capacity_bytes=sum(d.capacity_bytes for d in each),
+            alloc_retries=sum(found.retries for found in peaks.values()),
             process_base_bytes=base,
+            devices=each if len(each) > 1 else (),
             curve=self._course,
         )
 

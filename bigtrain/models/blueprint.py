@@ -201,6 +201,13 @@ def describe(make: Callable[[], nn.Module]) -> Blueprint:
         return Blueprint(_checked(make()), reason=reason, _make=make)
 
 
+def as_blueprint(model: Callable[[], nn.Module] | nn.Module | Blueprint) -> Blueprint:
+    """What describes a model: given as such, as a module, or as what makes one."""
+    if isinstance(model, Blueprint):
+        return model
+    return Blueprint.of(model) if isinstance(model, nn.Module) else describe(model)
+
+
 def _describe_on_meta(make: Callable[[], nn.Module]) -> Blueprint:
     with kept_random_state() as state:
         with InitRecorder() as recorder:

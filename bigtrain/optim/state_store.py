@@ -23,7 +23,7 @@ from bigtrain.memory.host_memory import free_host_bytes
 from bigtrain.optim.update import MakeOptimizer, state_bytes_per_parameter_byte
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.dtensors import flat_view
-from bigtrain.tensors.transfer import HostCopies, ScratchFile
+from bigtrain.tensors.transfer import BouncedFile, HostCopies, ScratchFile
 from bigtrain.units import format_bytes
 
 T = TypeVar("T")
@@ -109,17 +109,19 @@ class DiskStateStore(StateStore):
     Args:
         context: the ranks that may share a disk.
         folder: where the file is made.
+        copies: between the device and the host; left out, those of the device.
     """
 
     chunked = True
 
-    def __init__(self, context: RunContext, folder: str) -> None:
+    def __init__(self, context: RunContext, folder: str, copies: HostCopies | None = None) -> None:
         self._context, self._folder = context, folder
-        self._pinned = context.device.type == "cuda"
         self._end = 0
         self._buffer: Tensor | None = None
         self._buffer_used = 0
         self._file = ScratchFile(folder, "The optimizer's state lives there")
+        copies = copies or HostCopies(context.device)
+        self._bounced = BouncedFile(self._file, copies) if copies.beside else None
 
     def ensure_space(
         self, updated_bytes: int, copied: Sequence[int], make_optimizer: MakeOptimizer
@@ -153,17 +155,23 @@ class DiskStateStore(StateStore):
             offset = before.offset
         else:
             offset, self._end = self._end, self._end + nbytes
-        self._file.write(elements.contiguous().cpu(), offset)
+        elements, bounced = elements.contiguous(), self._bounced_for(value.device)
+        if bounced is None:
+            self._file.write(elements, offset)
+        else:
+            bounced.write(elements.view(torch.uint8), offset)
         return StoredTensor(value.dtype, value.shape, tuple(stride), offset, value.device)
 
     def prepare_chunk(self, upcoming: Iterable[StoredTensor]) -> None:
         """See `StateStore.prepare_chunk`. One buffer serves all chunks of a step."""
         stored = list(upcoming)
         total_bytes = sum(_aligned(tensor.nbytes) for tensor in stored)
+        on_host = [tensor for tensor in stored if self._bounced_for(tensor.device) is None]
+        host_bytes = sum(_aligned(tensor.nbytes) for tensor in on_host)
         self._buffer_used = 0
-        if self._buffer is None or len(self._buffer) < total_bytes:
+        if self._buffer is None or len(self._buffer) < host_bytes:
             self._buffer = None
-            self._buffer = torch.empty(total_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+            self._buffer = torch.empty(host_bytes, dtype=torch.uint8)
         if stored:  # chunks lie in the file in their order: the next one is read meanwhile
             ends = max(tensor.offset + tensor.nbytes for tensor in stored)
             with suppress(OSError):
@@ -171,14 +179,22 @@ class DiskStateStore(StateStore):
 
     def load(self, stored: StoredTensor) -> Tensor:
         """See `StateStore.load`."""
+        bounced = self._bounced_for(stored.device)
+        if bounced is not None:
+            elements = torch.empty(stored.nbytes, dtype=torch.uint8, device=stored.device)
+            bounced.read(elements, stored.offset)()
+            return elements.view(stored.dtype).as_strided(stored.shape, stored.stride, None)
         if self._buffer is not None and self._buffer_used + stored.nbytes <= len(self._buffer):
             elements = self._buffer[self._buffer_used : self._buffer_used + stored.nbytes]
             self._buffer_used += _aligned(stored.nbytes)
         else:
             elements = torch.empty(stored.nbytes, dtype=torch.uint8)
         self._file.read(elements, stored.offset)
-        shaped = elements.view(stored.dtype).as_strided(stored.shape, stored.stride, None)
-        return shaped.to(stored.device)
+        return elements.view(stored.dtype).as_strided(stored.shape, stored.stride, None)
+
+    def _bounced_for(self, device: torch.device) -> BouncedFile | None:
+        """The way to the file of what is on the accelerator; None for what is on the host."""
+        return self._bounced if device.type == self._context.device.type else None
 
     def finish_step(self) -> None:
         """See `StateStore.finish_step`."""

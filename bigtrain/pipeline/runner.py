@@ -11,7 +11,6 @@ the end of a step are detached numbers by then.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,11 +23,11 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from bigtrain.core.loop import (
     StepRunner,
-    check_finite,
     load_optimizer,
     load_tensors,
     model_state,
 )
+from bigtrain.core.runner import StepLoss
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
@@ -108,7 +107,7 @@ class PipelineRunner(StepRunner):
         self._placed: dict[int, tuple[MicroBatch, int]] = {}
         self._built: OrderedDict[tuple[BatchSignature, int], Any] = OrderedDict()
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> float:
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepLoss:
         """See `Runner.forward_backward`."""
         context = self.context
         self._transport.wait_sends()
@@ -125,14 +124,17 @@ class PipelineRunner(StepRunner):
         for group in self._groups(micro_batches):
             remaining -= len(group)
             losses += self._run(group, scale, final=remaining == 0)
-        own_sum = float(torch.stack(losses).double().sum()) if losses else 0.0
-        sums_of_ranks = context.all_gather_numbers(own_sum)
-        check_finite(dict(enumerate(sums_of_ranks)))
+        own_sum = torch.stack(losses).double().sum() if losses else None
+        loss = self.step_loss(own_sum, self._mean_loss)
         self._ties.sum_gradients()
         self.average_gradients()
         self.label_gradients()
-        # Each pipeline's last stage has `scale` times its sum, the other ranks have nothing.
-        return math.fsum(sums_of_ranks) / (context.world_size // context.pp_size)
+        return loss
+
+    def _mean_loss(self, own_sum: float) -> float:
+        """Each pipeline's last stage has `scale` times its sum, the other ranks have nothing."""
+        sums = dict(enumerate(self.context.all_gather_numbers(own_sum)))
+        return self.sum_losses(sums) / (self.context.world_size // self.context.pp_size)
 
     def _set_mode(self, *, training: bool) -> None:
         for stage in self._stages.values():

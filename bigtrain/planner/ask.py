@@ -29,6 +29,7 @@ from bigtrain.prediction.residuals import (
     StepBasis,
     engine_of,
     is_at_hand,
+    kept_beside_tensors,
     safety_margin,
     step_uncertainty,
 )
@@ -267,7 +268,8 @@ def rank_limits(cluster: Cluster, *, memory: str | None, cap: str | None) -> tup
         cap: what a rank may take of it, where that is enforced.
     """
     if cap is not None:
-        limit = Limit(parse_bytes(cap))
+        beside = kept_beside_tensors(cluster.device.kind, cluster.device.name)
+        limit = Limit(parse_bytes(cap), beside=beside)
         kept = format_bytes(limit.nbytes - limit.for_tensors)
         return limit, f"of the cap {kept} are kept for what is beside"
     size = parse_bytes(memory) if memory is not None else cluster.device.memory

@@ -11,6 +11,7 @@ from bigtrain.activations.policy import BlockPolicy
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.core.strategy import CutStrategy, ModelFacts, Plan
 from bigtrain.costs.forecast import Profile
+from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Job
 from bigtrain.memory.timeline import Breakdown, Peak
@@ -382,7 +383,7 @@ class PlanEvaluator:
         slowdowns = self._slowdown(plan)
         if slowdowns is None:
             return TimedParts()
-        on_host = plan.offload_tiers.optimizer == "cpu" and plan.device_type == "cuda"
+        on_host = plan.offload_tiers.optimizer == "cpu" and is_accelerator(plan.device_type)
         parts = slowdowns.parts(plan.batch.micro_size)
         return replace(parts, update=1.0) if on_host else parts
 

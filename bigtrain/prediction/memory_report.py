@@ -80,6 +80,8 @@ class RankMemory:
             entry["reserved_bytes"] = self.measured.reserved_bytes
             entry["capacity_bytes"] = self.measured.capacity_bytes
             entry["alloc_retries"] = self.measured.alloc_retries
+        if self.measured.devices:
+            entry["devices"] = [asdict(device) for device in self.measured.devices]
         if self.steps is not None:
             entry["step_seconds"] = self.steps.seconds
         return entry

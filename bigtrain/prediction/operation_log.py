@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from bigtrain.activations.recompute import is_saved_op
 from bigtrain.cutting.choose import DeviceRates
 from bigtrain.data.loader import MicroBatch
+from bigtrain.tensors.cuda_program import cuda_program
 from bigtrain.tensors.fake import fake_model
 from bigtrain.tensors.op_cost import ProductSize, bytes_touched, flops_of, product_size
 
@@ -84,6 +85,7 @@ def block_costs(
     device: torch.device,
     *,
     bf16: bool = False,
+    of_cuda: bool = False,
 ) -> dict[str, BlockCost]:
     """What each of these modules takes in a forward pass; `""` is the whole model.
 
@@ -97,6 +99,7 @@ def block_costs(
         rates: of the device.
         device: whose kernels are meant.
         bf16: whether autocast is on.
+        of_cuda: see `stands_for_cuda`.
     """
     costs = {"": BlockCost(), **{name: BlockCost() for name in names}}
     open_costs = [costs[""]]
@@ -108,7 +111,7 @@ def block_costs(
             cost.whole += seconds
             cost.between += 0.0 if dear else seconds
 
-    with FakeTensorMode():
+    with cuda_program() if of_cuda else nullcontext(), FakeTensorMode():
         fake = fake_model(model, device, double=False)
         for name, cost in costs.items():
             if name:

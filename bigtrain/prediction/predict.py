@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from bigtrain.core.resolved import ResolvedPlan
@@ -10,6 +10,7 @@ from bigtrain.core.strategy import CutStrategy, ModelFacts, Plan
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.rank_replay import join_stages
+from bigtrain.costs.traffic import pinned_activations
 from bigtrain.devices import tracing_note
 from bigtrain.memory.timeline import Breakdown, Peak, highest_peak
 from bigtrain.prediction.compose import merge_steps
@@ -27,6 +28,9 @@ class Prediction:
     advice: list[str] = field(default_factory=list)
     own_peak: Peak | None = None
     """Of the replica that was asked about."""
+    host_bytes: int = 0
+    """The most that this rank's saved activations take of the host's memory: of a run on an
+    accelerator that offloads them there."""
 
 
 def predict(
@@ -50,11 +54,12 @@ def predict(
     peak, note = highest_peak([rank.forecast.peak(), built]), tracing_note(plan.device_type)
     told = [] if note is None else [note]
     if _by_stages(resolved):
-        return Prediction(peak, None, told, peak)
+        return Prediction(peak, None, told, peak, rank.host_bytes)
     profile, own_plan = rank.profiles[0], replace(plan, dp_rank=dp_rank)
     own_forecast = forecast_rank_step({0: forecast_step(profile, own_plan)}, own_plan, pp_rank)
     own_peak = highest_peak([own_forecast.peak(), built])
-    return Prediction(peak, None, [*told, *collect_advice(profile, plan)], own_peak)
+    told += collect_advice(profile, plan)
+    return Prediction(peak, None, told, own_peak, rank.host_bytes)
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,8 @@ class RankForecast:
     """Of the model, or of each of the rank's stages."""
     unit_forecasts: tuple[Forecast, ...] = ()
     """What the techniques make of each profile: of one micro-batch."""
+    host_bytes: int = 0
+    """See `Prediction.host_bytes`."""
 
 
 def forecast_rank(resolved: ResolvedPlan, workload: Workload, pp_rank: int = 0) -> RankForecast:
@@ -91,7 +98,9 @@ def forecast_rank(resolved: ResolvedPlan, workload: Workload, pp_rank: int = 0) 
             _try_stages(workload, resolved, len(layout.ranks))
         unit_forecast = forecast_step(profile, plan)
         step = forecast_rank_step({0: unit_forecast}, plan, pp_rank)
-        return RankForecast(step, None, (profile,), (unit_forecast,))
+        of_stages = cut_strategy.in_flight(plan) if isinstance(cut_strategy, CutStrategy) else ()
+        away = _host_bytes(plan, {0: profile}, (max(of_stages, default=1),))
+        return RankForecast(step, None, (profile,), (unit_forecast,), away)
     profiles: dict[int, Profile] = {}
     try:
         own_stages = (
@@ -111,7 +120,19 @@ def forecast_rank(resolved: ResolvedPlan, workload: Workload, pp_rank: int = 0) 
         return RankForecast(None, f"a stage does not run on fake tensors ({reason})")
     stage_forecasts = forecast_stages(profiles, plan)
     step = forecast_rank_step(stage_forecasts, plan, pp_rank)
-    return RankForecast(step, None, tuple(profiles.values()), tuple(stage_forecasts.values()))
+    away = _host_bytes(plan, profiles, cut_strategy.in_flight(plan))
+    forecasts = tuple(stage_forecasts.values())
+    return RankForecast(step, None, tuple(profiles.values()), forecasts, away)
+
+
+def _host_bytes(plan: Plan, profiles: Mapping[int, Profile], in_flight: Sequence[int]) -> int:
+    """What activations take of the host: of each stage those of the most micro-batches at once."""
+    if plan.offload_tiers.activations != "cpu" or not plan.moves_activations:
+        return 0
+    return sum(
+        pinned_activations(profile) * (in_flight[stage] if stage < len(in_flight) else 1)
+        for stage, profile in profiles.items()
+    )
 
 
 def _try_stages(workload: Workload, resolved: ResolvedPlan, stages: int) -> None:

@@ -35,7 +35,7 @@ from bigtrain.models.bf16_parameters import bf16_parameter_names
 from bigtrain.optim.update import MakeOptimizer, state_bytes_by_slot
 from bigtrain.prediction.block_ticks import BlockTickRecorder
 from bigtrain.ranks.context import RunContext
-from bigtrain.tensors.cuda_program import cuda_program
+from bigtrain.tensors.cuda_program import cuda_program, stands_for_cuda
 from bigtrain.tensors.fake import NormStatistics, fake_model
 from bigtrain.tensors.memory_format import set_channels_last
 from bigtrain.tensors.replaced_products import ReplacedProducts
@@ -166,7 +166,7 @@ def record_steps(
     ]
     widths = state_bytes_by_slot(workload.make_optimizer)
     tracker = StorageTracker(fake=True)
-    of_cuda = plan.device_type == "cuda" and device.type == "cpu"
+    of_cuda = stands_for_cuda(plan.device_type, device)
     program = cuda_program() if of_cuda else nullcontext()
     with program, FakeTensorMode(), NormStatistics(of_cuda=of_cuda), tracker:
         fake = fake_model(workload.model, device, double=plan.precision == "fp64")

@@ -28,6 +28,7 @@ from bigtrain.core.strategy import Plan
 from bigtrain.devices import accelerator, device_names
 from bigtrain.machine.rate_cache import cache_file, lock_file
 from bigtrain.machine.rates import cpu_name
+from bigtrain.memory.cap import ACCELERATOR_BYTES, NON_TENSOR_BYTES
 
 EngineName = Literal["torch", "deepspeed", "fairscale"]
 StepBasis = Literal["blocks", "rates"]
@@ -184,6 +185,25 @@ def safety_margin(
         ranks=len(records),
         explanation=line,
     )
+
+
+def kept_beside_tensors(kind: str, name: str | None = None) -> int:
+    """Bytes under the limit of a rank that its tensors may not be, beside a share of it.
+
+    A CPU's limit is on the tensors themselves. That of an accelerator is on all that its allocator
+    took: what runs on it have shown (`QUANTILE` of the ranks), or a room for workspaces and for
+    what is rounded up.
+
+    Args:
+        kind: 'cuda', 'xpu' or 'cpu'.
+        name: of a device that need not be at hand; left out, it is this machine's.
+    """
+    if kind == "cpu":
+        return NON_TENSOR_BYTES
+    here = name is None or is_at_hand(kind, name)
+    records = _seen(hardware_key(kind)) if here else []
+    measured = [entry.beside_bytes for entry in records if entry.beside_bytes is not None]
+    return _quantile(measured) if measured else ACCELERATOR_BYTES
 
 
 def step_uncertainty(engine: str, basis: StepBasis, device: str) -> str:

@@ -41,6 +41,8 @@ def memory_table(report: MemoryReport) -> Table:
         table.add_row(
             "reserved", *(c for r in shown for c in (_size(r.measured.reserved_bytes), "", ""))
         )
+    if any(r.measured.devices for r in shown):
+        table.add_row("fullest device", *(c for r in shown for c in (_fullest(r), "", "")))
     table.add_section()
     table.add_row("step", *(c for r in shown for c in _step(report, r)))
     return table
@@ -59,6 +61,8 @@ def memory_notes(report: MemoryReport) -> list[str]:
     lines = ["process: resident memory above what it was before the model was built"]
     if any(r.error_bytes() is not None for r in report.ranks):
         lines.insert(0, "error: predicted less measured, as a share of the rank's measured peak")
+    if any(r.measured.devices for r in report.ranks):
+        lines.append("peak: of a process's devices together; each may have had its own at a time")
     if len(report.ranks) > MOST_RANKS:
         lines.insert(0, f"the highest and the lowest of {len(report.ranks)} ranks")
     notes = {r.note for r in report.ranks if r.note}
@@ -102,6 +106,10 @@ def _phases(rank: RankMemory) -> tuple[str, str]:
 
 def _process(rank: RankMemory) -> str:
     return _size(rank.measured.process_peak_bytes)
+
+
+def _fullest(rank: RankMemory) -> str:
+    return _size(max((device.peak_bytes for device in rank.measured.devices), default=None))
 
 
 def _step(report: MemoryReport, rank: RankMemory) -> tuple[str, str, str]:

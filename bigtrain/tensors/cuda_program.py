@@ -31,6 +31,11 @@ FP32_OPERATIONS = (
 _LOW = (torch.bfloat16, torch.float16)
 
 
+def stands_for_cuda(device_type: str, device: torch.device) -> bool:
+    """Whether what is described on a device's tensors is a run on CUDA, which is not here."""
+    return device_type == "cuda" and device.type == "cpu"
+
+
 @contextmanager
 def cuda_program() -> Iterator[None]:
     """Operations of CPU tensors inside, of any thread, save what CUDA's would."""

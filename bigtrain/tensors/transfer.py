@@ -12,7 +12,8 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from bigtrain.devices import current_stream, on_stream, side_stream
 from bigtrain.errors import BigtrainError
 from bigtrain.memory.disk import anonymous_file
 
+_Result = TypeVar("_Result")
 WaitFn = Callable[[], None]
 """Returns when a copy is done, as far as what is computed next on the calling thread can see."""
 
@@ -42,6 +44,9 @@ class Transfer(Protocol):
     def copy_in(self, spot: Any, target: Tensor) -> WaitFn:
         """Begin to copy back what `put` has put there, into uint8; the target must live as long."""
 
+    def held_bytes(self, nbytes: int) -> int:
+        """What a tensor of so many takes of the place."""
+
     def free(self, spot: Any) -> None:
         """What is put away from now on may overwrite what is there."""
 
@@ -49,8 +54,20 @@ class Transfer(Protocol):
         """Let go of threads, files and memory."""
 
 
+def pinned_bytes(nbytes: int) -> int:
+    """What the host gives for a pinned buffer of so many: torch takes powers of two."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
 class NullTransfer:
-    """Copies nothing: for fake tensors, which have no numbers."""
+    """Copies nothing: for fake tensors, which have no numbers.
+
+    Args:
+        pinned: whether it stands for copies to pinned memory of the host.
+    """
+
+    def __init__(self, *, pinned: bool = False) -> None:
+        self._pinned = pinned
 
     def copy_out(self, source: Tensor) -> tuple[Any, WaitFn]:
         """See `Transfer.copy_out`."""
@@ -61,6 +78,10 @@ class NullTransfer:
         """See `Transfer.copy_in`."""
         del spot, target
         return _arrived
+
+    def held_bytes(self, nbytes: int) -> int:
+        """See `Transfer.held_bytes`."""
+        return pinned_bytes(nbytes) if self._pinned else nbytes
 
     def free(self, spot: Any) -> None:
         """See `Transfer.free`."""
@@ -89,8 +110,8 @@ class HostCopies:
         return self._stream is not None
 
     def host_bytes(self, nbytes: int) -> int:
-        """What the host gives for a buffer of so many: pinned memory comes in powers of two."""
-        return 1 << (nbytes - 1).bit_length() if self._stream is not None and nbytes else nbytes
+        """What the host gives for a buffer of so many."""
+        return pinned_bytes(nbytes) if self._stream is not None else nbytes
 
     def host_buffer(self, like: Tensor) -> Tensor:
         """Memory of the host for the values of a tensor: pinned, where copies are beside."""
@@ -99,13 +120,20 @@ class HostCopies:
             like, device="cpu", pin_memory=self._stream is not None, requires_grad=False
         )
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy, when what was computed so far is done."""
+    def mark(self) -> Any:
+        """What `copy` may follow on another thread: all that was computed until now."""
+        return None if self._stream is None else current_stream(self._device).record_event()
+
+    def copy(self, target: Tensor, source: Tensor, after: Any = None) -> None:
+        """Copy, when what was computed so far is done, or until the mark `after`."""
         if self._stream is None:
             target.copy_(source)
             return
         # After what is computed so far: it makes the source, or last used the target's memory.
-        self._stream.wait_stream(current_stream(self._device))
+        if after is None:
+            self._stream.wait_stream(current_stream(self._device))
+        else:
+            self._stream.wait_event(after)
         with on_stream(self._stream):
             target.copy_(source, non_blocking=True)
 
@@ -140,6 +168,10 @@ class HostTransfer:
         """See `Transfer.copy_in`."""
         self._copies.copy(target, spot)
         return self._copies.device_wait()
+
+    def held_bytes(self, nbytes: int) -> int:
+        """See `Transfer.held_bytes`."""
+        return self._copies.host_bytes(nbytes)
 
     def free(self, spot: Any) -> None:
         """See `Transfer.free`. Torch does it, when the last reference goes."""
@@ -203,21 +235,94 @@ class ScratchFile:
         self._file.close()
 
 
-class DiskTransfer:
-    """To a file of this rank and back, by a thread of its own.
+BOUNCE_BYTES = 16 << 20
+"""Of each of the two buffers on the way between an accelerator and a file; a power of two."""
 
-    The room of what is free in the file is used again. A tensor of a GPU is copied to the host
-    and back before the next thing is computed.
+
+class BouncedFile:
+    """Tensors of an accelerator to a file and back, through two buffers of pinned memory.
+
+    While the file has one of them, the other is copied. For one thread at a time.
+    """
+
+    def __init__(self, file: ScratchFile, copies: HostCopies) -> None:
+        self._file, self._copies = file, copies
+        like = torch.empty(BOUNCE_BYTES, dtype=torch.uint8, device="meta")
+        self._buffers = [copies.host_buffer(like) for _ in range(2)]
+        self._waits: list[WaitFn] = [_arrived, _arrived]
+        self._turn = 0
+
+    def write(self, tensor: Tensor, offset: int, after: Any = None) -> None:
+        """Write a tensor of uint8, in one piece; it is in the file when the call returns.
+
+        Args:
+            tensor: on the device.
+            offset: in bytes.
+            after: the mark that the copies follow; None for all that is computed so far.
+
+        Raises:
+            BigtrainError: the disk took less.
+        """
+        waiting: tuple[int, Tensor, int] | None = None
+        for part in torch.split(tensor.view(-1), BOUNCE_BYTES):
+            turn, buffer = self._free_buffer(part)
+            self._copies.copy(buffer, part, after)
+            self._waits[turn] = self._copies.host_wait()
+            if waiting is not None:
+                self._write_arrived(*waiting)
+            waiting, offset = (turn, buffer, offset), offset + len(part)
+        if waiting is not None:
+            self._write_arrived(*waiting)
+
+    def read(self, tensor: Tensor, offset: int, after: Any = None) -> WaitFn:
+        """Fill a tensor of uint8, in one piece, as `write` takes it.
+
+        Returns:
+            What puts that before all that the device computes after its call.
+
+        Raises:
+            BigtrainError: there was less.
+        """
+        for part in torch.split(tensor.view(-1), BOUNCE_BYTES):
+            turn, buffer = self._free_buffer(part)
+            self._file.read(buffer, offset)
+            self._copies.copy(part, buffer, after)
+            self._waits[turn] = self._copies.host_wait()
+            offset += len(part)
+        return self._copies.device_wait()
+
+    def _free_buffer(self, part: Tensor) -> tuple[int, Tensor]:
+        """The buffer whose turn it is, as long as a part, when its last copy is made."""
+        turn, self._turn = self._turn, 1 - self._turn
+        self._wait(turn)
+        return turn, self._buffers[turn][: len(part)]
+
+    def _wait(self, turn: int) -> None:
+        wait, self._waits[turn] = self._waits[turn], _arrived
+        wait()
+
+    def _write_arrived(self, turn: int, buffer: Tensor, offset: int) -> None:
+        self._wait(turn)
+        self._file.write(buffer, offset)
+
+
+class DiskTransfer:
+    """To a file of this rank and back, by a thread of its own, beside what is computed.
+
+    The room of what is free in the file is used again.
 
     Args:
         folder: where the file is made.
+        copies: between the device of the tensors and the host.
 
     Raises:
         ConfigError: the folder takes no file.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, copies: HostCopies) -> None:
         self._file = ScratchFile(folder, "Saved activations are kept there")
+        self._copies = copies
+        self._bounced = BouncedFile(self._file, copies) if copies.beside else None
         self._space = FileAllocator()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="bigtrain-disk")
         self._shut = weakref.finalize(self, _shut, self._worker, self._file)
@@ -226,27 +331,30 @@ class DiskTransfer:
         """See `Transfer.copy_out`."""
         size = source.numel()
         offset = self._space.allocate(size)
-        return (offset, size), self._begin(self._file.write, source.cpu(), offset)
+        write = self._file.write
+        if self._bounced is not None:
+            write = partial(self._bounced.write, after=self._copies.mark())
+        return (offset, size), self._begin(write, source, offset)
 
     def copy_in(self, spot: Any, target: Tensor) -> WaitFn:
         """See `Transfer.copy_in`."""
-        staging = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
-        read = self._begin(self._file.read, staging, spot[0])
-
-        def wait() -> None:
-            read()
-            if staging is not target:
-                target.copy_(staging)
-
-        return wait
+        if self._bounced is None:
+            return self._begin(self._file.read, target, spot[0])
+        read = partial(self._bounced.read, after=self._copies.mark())
+        begun = self._begin(read, target, spot[0])
+        return lambda: begun()()
 
     def _begin(
-        self, transfer: Callable[[Tensor, int], None], tensor: Tensor, offset: int
-    ) -> WaitFn:
+        self, transfer: Callable[[Tensor, int], _Result], tensor: Tensor, offset: int
+    ) -> Callable[[], _Result]:
         # Taken out of the list, the thread lets go of it before anybody learns that it is done:
         # the last reference never goes there.
         holder = [tensor]
         return self._worker.submit(lambda: transfer(holder.pop(), offset)).result
+
+    def held_bytes(self, nbytes: int) -> int:
+        """See `Transfer.held_bytes`."""
+        return nbytes
 
     def free(self, spot: Any) -> None:
         """See `Transfer.free`."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Profile
 from bigtrain.costs.traffic import HOST_TRANSFERS, Traffic
+from bigtrain.devices import is_accelerator
 from bigtrain.machine.cluster import Cluster, CommOp
 from bigtrain.machine.collective_cost import collective_seconds as exchange_seconds
 from bigtrain.prediction.record_sections import RecordedSections
@@ -172,7 +173,7 @@ class StepTimer:
         work = base.step_work.scaled(trained / max(1, run_on))
         if not self.cluster.node.shared:
             work = work.scaled(1 / plan.state_ranks)
-        if plan.offload_tiers.optimizer == "cpu" and plan.device_type == "cuda":
+        if plan.offload_tiers.optimizer == "cpu" and is_accelerator(plan.device_type):
             return self.host_op_seconds(work)
         return self.op_seconds(work) / (plan.state_ranks if self.cluster.node.shared else 1)
 

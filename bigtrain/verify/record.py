@@ -29,7 +29,9 @@ from torch import nn
 
 from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.checkpoint.write import write_tensors
+from bigtrain.core.runner import StepLoss
 from bigtrain.data.loader import MicroBatch, Step
+from bigtrain.devices import grow_segments, set_current
 from bigtrain.engine.engine import Engine
 from bigtrain.engine.prepare import connect_job
 from bigtrain.engine.setup import RunSetup, check_job, open_setup
@@ -38,6 +40,7 @@ from bigtrain.job.arguments import train_arguments
 from bigtrain.job.load import load_job
 from bigtrain.job.schema import Job
 from bigtrain.models.blocks import find_blocks
+from bigtrain.ranks.connect import pick_device
 from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.exit_status import run_guarded
 from bigtrain.ranks.launcher_env import detect_rank_info
@@ -52,6 +55,8 @@ def main(arguments: list[str]) -> int:
     placement = detect_rank_info(os.environ)
     plan = make_plan(job, placement.world_size, device_type_of(job))
     check_job(job)
+    grow_segments(os.environ)  # as `train` does, before a forecast touches a GPU: each rank its own
+    set_current(pick_device(job.device, placement, os.environ))
     parts = open_setup(job, plan)
     if options.no_dropout:
         disable_dropout(parts.workload.model)
@@ -83,7 +88,7 @@ def record_run(
         }
         update = engine.runner.update
 
-        def record_and_update() -> float:
+        def record_and_update(loss: StepLoss | None = None) -> float:
             try:
                 gradients = engine.runner.gradients()
             except BigtrainError as error:  # they are used and freed as they come
@@ -91,7 +96,7 @@ def record_run(
             else:
                 step = engine.steps_done + 1
                 write_tensors(folder / f"gradients-{step}.safetensors", gradients, context)
-            return update()
+            return update(loss)
 
         is_compiled = parts.resolved.plan.compiles_blocks
         dropout = NoDropout() if is_compiled else tie_dropout(engine)
@@ -177,7 +182,7 @@ def random_losses(
         torch.manual_seed(seed)
         dropout.begin_step(0, places)
         with dropout:
-            losses.append(engine.runner.forward_backward(batch.micro_batches))
+            losses.append(engine.runner.forward_backward(batch.micro_batches).read())
         for parameter in engine.runner.module.parameters():
             parameter.grad = None
     same = abs(losses[0] - losses[1]) <= 1e-6 * abs(losses[0])

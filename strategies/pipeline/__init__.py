@@ -38,6 +38,7 @@ from bigtrain.schedules.orders import (
     SPLIT_BACKWARD_SCHEDULES,
     V_SHAPED_SCHEDULES,
 )
+from bigtrain.tensors.cuda_program import stands_for_cuda
 
 BATCH_NORM = {
     "micro_batch": "BatchNorm: each micro-batch by its own statistics, and the running ones follow",
@@ -155,10 +156,13 @@ class Pipeline(CutStrategy):
             state_factor=bytes_per_parameter_byte(workload.make_optimizer),
             rates=NOMINAL_RATES[plan.device_type],
         )
-        numerics_of_run = numerics_for(plan.precision, bf16_parameters=plan.bf16_parameters)
-        traced_model = TracedModel(
-            workload.model, workload.loss, tracing_device(plan.device_type), numerics_of_run
+        device = tracing_device(plan.device_type)
+        numerics_of_run = numerics_for(
+            plan.precision,
+            bf16_parameters=plan.bf16_parameters,
+            of_cuda=stands_for_cuda(plan.device_type, device),
         )
+        traced_model = TracedModel(workload.model, workload.loss, device, numerics_of_run)
         return Layout(
             choose_cut(traced_model, workload.micro_batch, request),
             ranks,
@@ -231,9 +235,11 @@ def refuse_missing_devices(devices: int, plan: Plan) -> None:
 
 
 def local_devices(assembly: Assembly, count: int) -> list[torch.device]:
-    """The devices of this process: on GPUs those after the other local ranks'."""
+    """The devices of this process, all of which are measured: on GPUs those after other ranks'."""
     here = assembly.context.device
     if not is_accelerator(here):
         return [here] * count
     first = assembly.context.local_rank * count
-    return [torch.device(here.type, first + number) for number in range(count)]
+    found = [torch.device(here.type, first + number) for number in range(count)]
+    assembly.meter.add_devices(found)
+    return found

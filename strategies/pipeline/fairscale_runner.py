@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from bigtrain.activations.recompute import freeze_running_statistics
 from bigtrain.core.loop import LoopRunner
+from bigtrain.core.runner import StepLoss
 from bigtrain.core.traits import StageRecompute
 from bigtrain.cutting.stage import Stage
 from bigtrain.data.loader import MicroBatch
@@ -165,7 +166,7 @@ class PipedStages(StageChain):
 class FairscaleRunner(LoopRunner):
     """All micro-batches of a step through a `PipedStages`, wrapped or not, and back."""
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> float:
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepLoss:
         """See `Runner.forward_backward`."""
         total = sum(self.context.all_gather_numbers(sum(m.count for m in micro_batches), "dp"))
         # Wrappers average gradients over the replicas; a sum is wanted, so undo that here.
@@ -179,4 +180,5 @@ class FairscaleRunner(LoopRunner):
             self.meter.phase("backward")
             losses.sum().backward()
         self.label_gradients()
-        return self._check_finite_loss(float(losses.detach().double().sum()) / scale, total)
+        own_sum = losses.detach().double().sum()
+        return self.step_loss(own_sum, lambda own: self.mean_loss(own / scale, total))

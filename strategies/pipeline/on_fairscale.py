@@ -16,6 +16,7 @@ from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.traits import CutTraits
 from bigtrain.costs.forecast import Forecast, Passes, Profile
 from bigtrain.costs.rank_replay import RankActions
+from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import Span, Timeline
 from bigtrain.schedules.orders import Action, ActionKind
@@ -65,7 +66,7 @@ class FairscalePipe(Pipeline):
 
     def _check_replicas(self, plan: Plan) -> None:
         replicate = plan.techniques["replicate"].name
-        if plan.dp > 1 and plan.device_type == "cuda":
+        if plan.dp > 1 and is_accelerator(plan.device_type):
             raise ConfigError(
                 "strategy.cut.engine=fairscale has the parameters of a process on several GPUs, "
                 f"and mesh.dp={plan.dp} replicas are averaged from one. Use mesh.dp=1, or "

@@ -13,10 +13,15 @@ import torch
 from published.formulas import theory_elements
 from support.nets import BlockConv, BlockLM
 from support.parity import adamw
+from support.ranks import run_ranks
 from support.traffic import PSI, REST, profile, stated
 from torch import nn
 
+import bigtrain.assembly.host_room
+from bigtrain.activations.offload import ActivationOffloader
+from bigtrain.assembly.host_room import ensure_host_room
 from bigtrain.assembly.make_plan import make_plan
+from bigtrain.assembly.resolve import resolve_plan
 from bigtrain.core.strategy import Plan
 from bigtrain.core.workload import Workload
 from bigtrain.costs.traffic import (
@@ -25,14 +30,17 @@ from bigtrain.costs.traffic import (
     message_count,
     offloaded_activations,
     parameter_shapes,
+    pinned_activations,
 )
 from bigtrain.data import MicroBatch
+from bigtrain.devices import accelerator
 from bigtrain.engine.engine import Engine
+from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
-from bigtrain.prediction.predict import forecast_rank
+from bigtrain.prediction.predict import forecast_rank, predict
 from bigtrain.ranks.context import RunContext
-from bigtrain.tensors.transfer import ScratchFile
+from bigtrain.tensors.transfer import DiskTransfer, ScratchFile, pinned_bytes
 
 
 def plan_of(strategy: str, ranks: int = 8, device: str = "cpu", **keys: Any) -> Plan:
@@ -211,6 +219,67 @@ def test_activations_move_as_stated(monkeypatch, recompute):
     assert moved == 2 * nbytes
     assert moves(said) == {"to_disk": nbytes, "from_disk": nbytes}
     assert {t.kind: t.overlaps for t in said} == {"to_disk": "forward", "from_disk": "backward"}
+
+
+def test_activations_on_the_host_take_powers_of_two(monkeypatch):
+    """What a run has there at most, where it does as pinned memory does, is what is forecast."""
+    batch = torch.randint(13, (64, 6)), torch.randint(13, (64, 6))
+    most = []
+    close = ActivationOffloader.close
+
+    def closed(self):
+        most.append(self.peak_bytes_away)
+        close(self)
+
+    monkeypatch.setattr(DiskTransfer, "held_bytes", lambda _, nbytes: pinned_bytes(nbytes))
+    monkeypatch.setattr(ActivationOffloader, "close", closed)
+    _, _, _, found = alone(monkeypatch, gpt_like, batch, {"strategy.offload.activations": "disk"})
+    plain, _ = offloaded_activations(found)
+    assert most == [pinned_activations(found)]
+    assert most[0] > 1.1 * plain
+
+
+def on_a_gpu(**keys):
+    """What is forecast of a run on a GPU that is not here."""
+    batch = torch.randint(13, (64, 6)), torch.randint(13, (64, 6))
+    job, loss = job_from_keys("single", {"train.global_batch_size": 64, **keys}), CrossEntropy()
+    example = MicroBatch(*batch, loss.count(batch[1]), len(batch[0]))
+    workload = Workload(gpt_like(), example, loss, adamw)
+    return predict(resolve_plan(make_plan(job, 1, "cuda"), workload), workload)
+
+
+@pytest.mark.skipif(accelerator() is not None, reason="there is one")
+def test_a_gpu_that_is_not_here_offloads_in_its_forecast():
+    kept, moved, to_disk = (
+        on_a_gpu(),
+        *(on_a_gpu(**{"strategy.offload.activations": place}) for place in ("cpu", "disk")),
+    )
+    assert kept.host_bytes == to_disk.host_bytes == 0
+    assert moved.peak == to_disk.peak
+    assert moved.peak.bytes < kept.peak.bytes
+    assert moved.host_bytes > 0
+
+
+def shortage_of(context, free: int, wanted: int, place: str = "cpu") -> str:
+    bigtrain.assembly.host_room.free_host_bytes = lambda: free if context.rank == 1 else 10**12
+    job = job_from_keys(
+        "ddp", {"train.global_batch_size": 8, "strategy.offload.activations": place}
+    )
+    try:
+        ensure_host_room(make_plan(job, 2, "cuda"), wanted + context.rank, context)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_the_hosts_memory_must_hold_the_activations_of_all_ranks():
+    assert run_ranks(shortage_of, 2, 2001, 1000) == ["", ""]
+    assert run_ranks(shortage_of, 2, 0, 1000, "disk") == ["", ""]
+    first, second = run_ranks(shortage_of, 2, 2000, 1000)
+    assert first == second
+    assert "(2001 bytes) of pinned memory" in first
+    assert "free (2000 bytes)" in first
+    assert "the 2 ranks" in first
 
 
 def test_activations_of_images_move_as_stated(monkeypatch):

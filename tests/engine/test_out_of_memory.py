@@ -17,7 +17,8 @@ from bigtrain.job.load import load_job
 from bigtrain.memory.cap import is_out_of_memory, requested_bytes
 from bigtrain.memory.host_memory import host_memory_line
 from bigtrain.memory.timeline import Breakdown, Peak
-from bigtrain.units import MIB
+from bigtrain.prediction.residuals import PeakRecord, record_residuals
+from bigtrain.units import GIB, MIB
 
 # 2 blocks, 128 wide, 128 tokens: about 90 MiB with micro-batches of 32, of which most are
 # activations.
@@ -27,6 +28,11 @@ GPT = [
     *("data.args.kind=language", "data.args.vocabulary=256", "train.global_batch_size=32"),
     *("train.steps=3", "train.eval_every=0", "checkpoint.at_end=false", "model.chunked_loss=false"),
 ]
+
+
+ON_CPU, ON_GPU = (
+    SimpleNamespace(plan=SimpleNamespace(device_type=kind)) for kind in ("cpu", "cuda")
+)
 
 
 def bigtrain(folder, *words):
@@ -161,11 +167,39 @@ def test_search_that_was_cut_short_says_so(monkeypatch, seconds):
     monkeypatch.setattr(out_of_memory, "REMEDY_TIMEOUT_S", seconds)
     monkeypatch.setattr(remedies, "_ways", lambda *_: [lambda: iter([["strategy=fsdp"]])])
     small = Peak("forward", Breakdown(parameters=MIB))
-    subject = SimpleNamespace(peak=lambda _: small)
+    subject = SimpleNamespace(peak=lambda _: small, resolved=ON_CPU)
     needed = Peak("forward", Breakdown(parameters=200 * MIB))
     said = "\n".join(predict_out_of_memory(subject, needed, 100 * MIB))
     assert ("was ended by its time limit: there may be more" in said) == (seconds == 0)
     assert ("strategy=fsdp" in said) == (seconds > 0)
+
+
+def test_on_a_gpu_what_fits_leaves_room_for_workspaces_and_segments(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(remedies, "_ways", lambda *_: [lambda: iter([["a=1"], ["a=2"]])])
+    peaks = {"a=1": 700 * MIB, "a=2": 600 * MIB}
+
+    def said(needed, on, limit=GIB):
+        subject = SimpleNamespace(
+            peak=lambda words: Peak("forward", Breakdown(parameters=peaks[words[0]])), resolved=on
+        )
+        peak = Peak("forward", Breakdown(parameters=needed))
+        return "\n".join(predict_out_of_memory(subject, peak, limit))
+
+    assert not said(768 * MIB, ON_GPU)
+    assert not said(GIB, ON_CPU)
+    text = said(769 * MIB, ON_GPU)
+    assert "of which 256.0 MiB are for workspaces" in text
+    assert "a=1  (predicted peak 700.0 MiB)" in text
+    assert "a=2" in said(GIB, ON_GPU, limit=950 * MIB)
+    assert "a=1" in said(GIB + 1, ON_CPU, limit=950 * MIB)
+    # What ranks on the device have shown takes its place.
+    seen = {"tracked_bytes": 1000 * MIB, "process_bytes": 1100 * MIB, "predicted_bytes": 1000 * MIB}
+    words = {"engine": "torch", "strategy": "ddp", "device": "cuda", "precision": "bf16"}
+    record_residuals([PeakRecord(when="2026-01-01T00:00:00+00:00", **words, **seen)])
+    assert not said(924 * MIB, ON_GPU)
+    assert "of which 100.0 MiB are for workspaces" in said(925 * MIB, ON_GPU)
+    assert "a=1" in said(GIB, ON_GPU, limit=950 * MIB)
 
 
 def test_how_much_was_asked_for():

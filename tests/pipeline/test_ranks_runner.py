@@ -112,7 +112,7 @@ def record(
     losses, norms, gradients = [], [], []
     for step in batches:
         runner.module.train()
-        losses.append(runner.forward_backward(step))
+        losses.append(runner.forward_backward(step).read())
         gradients.append(values(runner.gradients()))
         norms.append(runner.update())
     return losses, norms, gradients, values(runner.state())

@@ -26,7 +26,7 @@ from bigtrain.planner.space import Candidate, SearchSpace
 from bigtrain.prediction.predict import forecast_rank
 from bigtrain.prediction.sections import OpLog
 from bigtrain.timing.step_time import PassSeconds, StepSeconds, StepTimer
-from bigtrain.units import MIB, format_count
+from bigtrain.units import GIB, MIB, format_count
 
 GPT = [
     "model.name=gpt",
@@ -328,10 +328,21 @@ def test_a_cap_that_would_do_is_named_as_one() -> None:
         memory, _ = rank_limits(NODE, memory=None, cap=str(cap))
         return ask(question(1, memory, margins={"torch": 0.02}))
 
-    said = " ".join(no_fit_lines(capped(9 * MIB)))
+    said = " ".join(no_fit_lines(capped(271 * MIB)))
     size = int(said.partition("Use --cap ")[2].partition("MiB")[0])
     assert capped(size * MIB).result.best
     assert not capped((size - 1) * MIB).result.best
+
+
+def test_a_cap_on_a_gpu_leaves_room_for_workspaces_and_segments() -> None:
+    on_gpu, said = rank_limits(NODE, memory=None, cap="10GiB")
+    on_cpu, _ = rank_limits(load_cluster("cpu"), memory=None, cap="10GiB")
+    assert on_gpu.for_tensors == int(10 * GIB * 0.95) - 256 * MIB
+    assert on_cpu.for_tensors == int(10 * GIB * 0.95) - 8 * MIB
+    assert said == "of the cap 768.0 MiB are kept for what is beside"
+    assert Limit(on_gpu.memory_for(on_gpu.for_tensors), beside=on_gpu.beside).for_tensors >= (
+        on_gpu.for_tensors
+    )
 
 
 def test_what_is_in_the_way_has_its_number(roomy: PlannedAnswer) -> None:

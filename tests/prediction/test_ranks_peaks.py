@@ -119,9 +119,41 @@ class LargeEnd(nn.Module):
         return classes
 
 
+def large_end_batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(4, 128), torch.arange(4) % 3
+
+
 def peaks_of_large_ends(context, strategies):
-    batch = torch.randn(4, 128), torch.arange(4) % 3
+    batch = large_end_batch()
     return {s: peaks(context, LargeEnd, batch, s, {}, adamw)[:2] for s in strategies}
+
+
+ALONE: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"train.precision": "bf16"},
+    "accumulating": {"train.micro_batch_size": 2},
+    "bf16, accumulating": {"train.precision": "bf16", "train.micro_batch_size": 2},
+    "recomputed": {"strategy.recompute": "full"},
+}
+
+
+def peaks_alone(context, strategy, keys):
+    models = [(wide, text()), (TinyConv, images()), (LargeEnd, large_end_batch())]
+    if keys == ALONE["bf16"]:
+        models.pop()  # highest when the norm of bf16 gradients is forecast, and shards are fp32
+    return [peaks(context, *model, strategy, keys, adamw) for model in models]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp_zero2"])
+@pytest.mark.parametrize("case", ALONE)
+def test_on_one_rank_fully_shard_copies_without_buffers_of_an_exchange(case, strategy):
+    (found,) = run_ranks(peaks_alone, 1, strategy, ALONE[case], force_group=True)
+    for predicted, measured, note in found:
+        assert note is None
+        assert predicted.phase == measured.phase
+        for kind in MEMORY_KINDS:
+            mine, real = getattr(predicted.breakdown, kind), getattr(measured.breakdown, kind)
+            assert mine == pytest.approx(real, abs=64), kind
 
 
 def test_at_the_peak_is_what_one_process_has_no_moment_for():

@@ -97,6 +97,7 @@ def found(slack: float, ranks: int, strategy: str, keys: dict[str, Any], pp: int
         ("1f1b_zero1", 4, 2),
         pytest.param("1f1b_zero2", 4, 2, marks=pytest.mark.full),
         ("1f1b_fsdp", 4, 2),
+        ("1f1b_fsdp", 2, 2),
         ("zbv", 4, 4),
     ],
 )

@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.late_copies import LateCopies
 from support.nets import TinyLM, tokens
 from support.offloaded import DISK
 from support.parity import adamw
@@ -184,14 +186,16 @@ def test_a_disk_that_fills_up_is_an_error_with_a_message(tmp_path, monkeypatch):
     home.close()
 
 
-def test_what_the_disk_gives_back_is_what_it_was_given(tmp_path, monkeypatch):
+@pytest.mark.parametrize("late", [False, True])
+def test_what_the_disk_gives_back_is_what_it_was_given(tmp_path, monkeypatch, late):
     write = os.pwritev
 
     def half(fd: int, parts: list[memoryview], at: int) -> int:
         return write(fd, [part[: max(1, len(part) // 2)] for part in parts], at)
 
     monkeypatch.setattr(os, "pwritev", half)  # the system may write less than it is asked to
-    home = DiskStateStore(RunContext.alone(), str(tmp_path))
+    monkeypatch.setattr("bigtrain.tensors.transfer.BOUNCE_BYTES", 24)
+    home = DiskStateStore(RunContext.alone(), str(tmp_path), LateCopies() if late else None)
     tensors = [
         torch.randn(7),
         torch.randn(3, 5, dtype=torch.float64),
@@ -236,3 +240,9 @@ def test_offload_needs_no_name_and_takes_none_but_its_own():
     assert job.strategy.offload is not None
     assert job.strategy.offload.name == "offload"
     assert isinstance(plan_of("single", DISK).techniques["offload"], Offload)
+
+
+@pytest.mark.parametrize(("device", "place"), [("cpu", "disk"), ("cuda", "cpu"), ("xpu", "cpu")])
+def test_what_is_on_an_accelerator_goes_to_the_host_first(device, place):
+    (variant,) = Offload().variants(SimpleNamespace(device_type=device))
+    assert variant.options == {"optimizer": place}

@@ -2,52 +2,28 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import pytest
 import torch
 from support.full import in_turn
+from support.late_copies import LateCopies
 from support.nets import TinyLM, tokens
 from support.offloaded import begin_and_continue
 from support.parity import Record, adamw, largest_difference, sgd, train
 from support.ranks import run_ranks
-from torch import Tensor
 
 import bigtrain.optim.partitioned
 import bigtrain.optim.state_store
+import bigtrain.tensors.transfer
 from bigtrain.core.strategy import Assembly
 from bigtrain.errors import ConfigError
-from bigtrain.optim.state_store import HostStateStore
+from bigtrain.optim.state_store import DiskStateStore, HostStateStore
 from bigtrain.ranks.context import RunContext
 from bigtrain.strategies.offload import Offload
-from bigtrain.tensors.transfer import HostCopies, WaitFn
 
 HOST = {"strategy.offload.name": f"{__name__}:OnHost", "strategy.offload.optimizer": "cpu"}
-
-
-class LateCopies(HostCopies):
-    """Does each copy as late as it may: when somebody waits for it, in the order asked for."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self.asked: list[tuple[Tensor, Tensor]] = []
-        self.done = 0
-        self.most_under_way = 0
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        self.asked.append((target, source))
-        self.most_under_way = max(self.most_under_way, len(self.asked) - self.done)
-
-    def _until(self, number: int) -> None:
-        for target, source in self.asked[self.done : number]:
-            target.copy_(source)
-        self.done = max(self.done, number)
-
-    def host_wait(self) -> WaitFn:
-        number = len(self.asked)
-        return lambda: self._until(number)
-
-    device_wait = host_wait
 
 
 class OnHost(Offload):
@@ -55,6 +31,15 @@ class OnHost(Offload):
 
     def apply(self, assembly: Assembly) -> None:
         assembly.state_store = HostStateStore(assembly.context, LateCopies())
+
+
+class OnDisk(Offload):
+    """As on a GPU, through buffers of which every tensor takes several."""
+
+    def apply(self, assembly: Assembly) -> None:
+        bigtrain.tensors.transfer.BOUNCE_BYTES = 64
+        folder = tempfile.gettempdir()
+        assembly.state_store = DiskStateStore(assembly.context, folder, LateCopies())
 
 
 def train_in_small_chunks(context, *args: Any) -> Record:
@@ -70,6 +55,7 @@ CASES = {
 }
 
 
+DISK = {"strategy.offload.name": f"{__name__}:OnDisk", "strategy.offload.optimizer": "disk"}
 RUNS = [(1, "single"), (2, "ddp"), (2, "zero1_torch"), (2, "fsdp")]
 
 
@@ -82,6 +68,18 @@ def test_late_copies_change_nothing(case, optimizer, world_size, strategy):
     keys = {**CASES[case], **HOST}
     host = run_ranks(train_in_small_chunks, world_size, *args, keys, 4, optimizer)
     for mine, theirs in zip(plain, host, strict=True):
+        assert mine.losses == theirs.losses
+        assert largest_difference(mine, theirs) == 0
+
+
+@pytest.mark.parametrize(("world_size", "strategy"), [(1, "single"), (2, "zero1_torch")])
+@pytest.mark.parametrize("case", ["fp32", "bf16"])
+def test_late_copies_to_disk_change_nothing(case, world_size, strategy):
+    args = (TinyLM, tokens(22), strategy)
+    plain = run_ranks(train_in_small_chunks, world_size, *args, CASES[case], 4, adamw)
+    keys = {**CASES[case], **DISK}
+    disk = run_ranks(train_in_small_chunks, world_size, *args, keys, 4, adamw)
+    for mine, theirs in zip(plain, disk, strict=True):
         assert mine.losses == theirs.losses
         assert largest_difference(mine, theirs) == 0
 

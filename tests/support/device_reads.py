@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -26,6 +27,7 @@ WAITING = {
     "aten::_unique2",
     "aten::unique_dim",
     "aten::unique_consecutive",
+    "aten::bincount",
 }
 TO_HOST = {Tensor.tolist, Tensor.numpy, Tensor.cpu}
 
@@ -76,7 +78,7 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         mine = self._reads.knows(tree_leaves((args, kwargs)))
-        if mine and func._schema.name in WAITING:
+        if mine and (func._schema.name in WAITING or _chooses(func, args)):
             self._reads.note(func._schema.name.removeprefix("aten::"))
         result = func(*args, **(kwargs or {}))
         if mine:
@@ -85,6 +87,14 @@ class _Operations(TorchDispatchMode):
                 if isinstance(leaf, Tensor):
                     self._reads.mark(leaf)
         return result
+
+
+def _chooses(func: Any, args: Any) -> bool:
+    """Whether a mask says which elements are taken: how many these are is a value."""
+    name = func._schema.name.removeprefix("aten::").rstrip("_")
+    return name in ("index", "index_put") and any(
+        index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+    )
 
 
 class _Functions(TorchFunctionMode):

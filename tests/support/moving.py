@@ -164,6 +164,9 @@ class LateCarrier:
 
         return wait
 
+    def held_bytes(self, nbytes: int) -> int:
+        return nbytes
+
     def free(self, spot: Any) -> None:
         del self.spots[spot]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bigtrain.assembly.make_plan import make_plan
+from bigtrain.core.runner import StepLoss
 from bigtrain.data import GlobalOrder, StepLoader
 from bigtrain.data.source import Samples
 from bigtrain.engine.engine import Engine
@@ -63,10 +64,10 @@ def train(
         record = Record([], [], [], {})
         update = engine.runner.update
 
-        def keep() -> float:
+        def keep(loss: StepLoss) -> float:
             found = engine.runner.gradients()
             record.gradients.append({n: t.read().detach().clone() for n, t in found.items()})
-            return update()
+            return update(loss)
 
         engine.runner.update = keep
         loader = StepLoader(

@@ -292,7 +292,10 @@ def _environ(environ: Mapping[str, str]) -> dict[bytes, bytes]:
 
 
 def _plain_surroundings() -> dict[str, str]:
-    """The variables with which a server imports: of no test, and with one thread on the CPU."""
+    """The variables with which a server imports this checkout, whichever one is installed.
+
+    They are of no test, and with one thread on the CPU.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    return {**kept, **one, "DS_ACCELERATOR": "cpu"}
+    return {**kept, **one, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(_ROOT)}

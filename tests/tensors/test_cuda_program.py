@@ -12,6 +12,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.assembly.resolve import resolve_plan
+from bigtrain.core.workload import Workload
+from bigtrain.data import MicroBatch
+from bigtrain.devices import accelerator
+from bigtrain.job.load import job_from_keys
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.prediction.predict import forecast_rank
 from bigtrain.tensors.cuda_program import FP32_OPERATIONS, cuda_program
 
 LEFT_OUT = re.compile(r"upsample|margin|frobenius|nuclear|pdist|fft|linalg_matrix_norm")
@@ -90,3 +98,39 @@ def test_what_is_computed_again_is_the_same_program():
         assert found.dtype == torch.float32
         found.sum().backward()
         assert inputs.grad is not None
+
+
+noted_types: set[torch.dtype] = set()
+
+
+class Noted(nn.Module):
+    """A block whose norm gets bf16 from a product: CUDA's autocast makes fp32 of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.norm(self.product(rows))
+        noted_types.add(found.dtype)
+        return found
+
+
+@pytest.mark.skipif(accelerator() is not None, reason="the traces are of its own kernels")
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "keys"),
+    [("single", 1, {"strategy.recompute": "1GiB"}), ("1f1b", 2, {"mesh.pp": 2})],
+)
+def test_all_that_is_traced_of_a_run_on_cuda_is_its_program(strategy, ranks, keys):
+    """The prices of a budget, the trace of a cut, and the forecast."""
+    words = {"train.global_batch_size": 8, "train.precision": "bf16", **keys}
+    plan, loss = make_plan(job_from_keys(strategy, words), ranks, "cuda"), CrossEntropy()
+    batch = torch.randn(plan.batch.micro_size, 16), torch.zeros(plan.batch.micro_size).long()
+    example = MicroBatch(*batch, loss.count(batch[1]), plan.batch.micro_size)
+    model = nn.Sequential(*(Noted() for _ in range(4)))
+    workload = Workload(model, example, loss, torch.optim.AdamW)
+    noted_types.clear()
+    resolved = resolve_plan(plan, workload)
+    assert noted_types == {torch.float32}
+    assert forecast_rank(resolved, workload).forecast is not None
+    assert noted_types == {torch.float32}

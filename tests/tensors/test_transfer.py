@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from support.late_copies import LateCopies
 from support.moving import BLOCK, CPU, mixed, same, save_and_leave, train, wrap
 from torch import nn
 
@@ -21,7 +22,13 @@ from bigtrain.activations.offload import ActivationOffloader
 from bigtrain.errors import BigtrainError, ConfigError
 from bigtrain.optim.state_store import HostStateStore
 from bigtrain.ranks.context import RunContext
-from bigtrain.tensors.transfer import FileAllocator, HostCopies, HostTransfer
+from bigtrain.tensors.transfer import (
+    DiskTransfer,
+    FileAllocator,
+    HostCopies,
+    HostTransfer,
+    NullTransfer,
+)
 
 
 @pytest.fixture
@@ -221,6 +228,70 @@ def test_copies_follow_what_is_computed_and_are_waited_for_by_the_device_alone(c
     assert cuda.told == ["side marks 3", "the host waits for 3"]
 
 
+def test_a_file_has_one_buffer_while_the_other_is_copied(cuda, tmp_path, monkeypatch):
+    monkeypatch.setattr("bigtrain.tensors.transfer.BOUNCE_BYTES", 8)
+    for name in ("pwritev", "preadv"):
+        whole = getattr(os, name)
+
+        def noted(fd, views, place, whole=whole, name=name):
+            cuda.told.append(f"{name[1:-1]} {len(views[0])}")
+            return whole(fd, views, place)
+
+        monkeypatch.setattr(os, name, noted)
+    copies = HostCopies(torch.device("cuda", 0))
+    transfer = DiskTransfer(str(tmp_path), copies)
+    assert cuda.told == ["pinned", "pinned"], "no more buffers, whatever is copied"
+    cuda.told.clear()
+    source = torch.arange(20, dtype=torch.uint8)
+    spot, wait = transfer.copy_out(source)
+    wait()
+    copy = ["side waits for 1", "copy on side, not waiting"]
+    assert cuda.told == [
+        "main marks 1",
+        *(*copy, "side marks 2"),
+        *(*copy, "side marks 3", "the host waits for 2", "write 8"),
+        *(*copy, "side marks 4", "the host waits for 3", "write 8"),
+        *("the host waits for 4", "write 4"),
+    ]
+    cuda.told.clear()
+    target = torch.zeros(20, dtype=torch.uint8)
+    wait = transfer.copy_in(spot, target)
+    wait()
+    copy = ["side waits for 5", "copy on side, not waiting"]
+    assert cuda.told == [
+        "main marks 5",
+        *("read 8", *copy, "side marks 6"),
+        *("read 8", *copy, "side marks 7"),
+        *("the host waits for 6", "read 4", *copy, "side marks 8"),
+        *("side marks 9", "main waits for 9"),
+    ]
+    assert torch.equal(target, source)
+    transfer.close()
+
+
+def test_late_copies_to_a_file_change_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("bigtrain.tensors.transfer.BOUNCE_BYTES", 4096)
+    plain = train(mixed, None)
+    late = DiskTransfer(str(tmp_path), LateCopies())
+    mover = ActivationOffloader("disk", CPU, carrier=late)
+    assert same(train(mixed, mover), plain)
+    mover.close()
+
+
+def test_a_tensor_is_there_until_the_file_has_it(tmp_path):
+    late = LateCopies()
+    transfer = DiskTransfer(str(tmp_path), late)
+    source = torch.ones(8, dtype=torch.uint8)
+    alive = weakref.ref(source)
+    _, wait = transfer.copy_out(source)
+    wait()
+    assert late.done == 1
+    late.asked.clear()
+    del source
+    assert alive() is None
+    transfer.close()
+
+
 def test_the_host_waits_for_one_copy_where_it_needs_the_values(cuda):
     copies = HostCopies(torch.device("cuda", 0))
     buffer = copies.host_buffer(torch.ones(3, requires_grad=True))
@@ -274,4 +345,6 @@ def test_of_a_cpu_copies_are_made_at_once():
 def test_on_a_gpu_the_host_is_where_things_go(cuda):
     mover = ActivationOffloader("cpu", torch.device("cuda"))
     assert isinstance(mover._transfer, HostTransfer)
+    assert mover._transfer.held_bytes(4097) == 8192
+    assert NullTransfer(pinned=True).held_bytes(4097) == 8192
     mover.close()

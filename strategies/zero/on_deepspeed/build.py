@@ -111,7 +111,12 @@ def build_engine(
             group["params"] = [assembly.model.get_parameter(name) for name in members]
         with blaming_file(path):
             built.engine = start_engine(
-                assembly.model, optimizer, config, flatten=_joined, align=_aligned
+                assembly.model,
+                optimizer,
+                config,
+                flatten=_joined,
+                align=_aligned,
+                in_place=stage < 3 and not _is_dealt_out(config) and not _is_padded(config),
             )
         failing.pop_all()
     return built
@@ -193,6 +198,11 @@ def optimizer_and_names(
 def _is_dealt_out(config: dict[str, Any]) -> bool:
     """Whether DeepSpeed puts the parameters into another order than they come in."""
     return bool(json_section(config, "zero_optimization").get("round_robin_gradients", False))
+
+
+def _is_padded(config: dict[str, Any]) -> bool:
+    """Whether DeepSpeed leaves room between the parameters."""
+    return bool(json_section(config, "zero_optimization").get("parameter_alignment", False))
 
 
 def _fill_flat(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bigtrain.core.strategy import Plan
+from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.job.deepspeed_json import json_section, read_deepspeed_json, same_value
 from bigtrain.strategies.zero import Zero
@@ -92,7 +93,7 @@ def accumulates_in_fp32(plan: Plan, stage: int) -> bool:
 
 def _zero(options: Zero, plan: Plan, stage: int, elements: int) -> dict[str, Any]:
     """Buffers as small as the model allows on a CPU; large enough to overlap on CUDA."""
-    cuda = plan.device_type == "cuda"
+    on_gpu = is_accelerator(plan.device_type)
     bucket = bucket_elements(options, plan, elements)
     zero_settings: dict[str, Any] = {
         "stage": stage,
@@ -101,7 +102,7 @@ def _zero(options: Zero, plan: Plan, stage: int, elements: int) -> dict[str, Any
         "contiguous_gradients": True,
         # Stage 1 reduces in the backward pass only where it overlaps; else at its end, when all
         # gradients are there whole.
-        "overlap_comm": cuda or stage == 1,
+        "overlap_comm": on_gpu or stage == 1,
         # One reduction to each owner: half the traffic, and no copy of a gradient that two ranks
         # share.
         "use_multi_rank_bucket_allreduce": False,
@@ -111,14 +112,14 @@ def _zero(options: Zero, plan: Plan, stage: int, elements: int) -> dict[str, Any
         share = elements // max(1, plan.dp)
         zero_settings |= {
             "sub_group_size": max(1, share // 16) if plan.bf16_parameters else max(1, share),
-            "stage3_prefetch_bucket_size": bucket if cuda else 0,
-            "stage3_max_live_parameters": 2 * bucket if cuda else 0,
+            "stage3_prefetch_bucket_size": bucket if on_gpu else 0,
+            "stage3_max_live_parameters": 2 * bucket if on_gpu else 0,
             "stage3_max_reuse_distance": 0,
             # Biases and norms stay whole: 0.1 % of a model, most of its tensors.
             "stage3_param_persistence_threshold": elements // 5000,
             "stage3_model_persistence_threshold": max(1, elements // 100),
             # Gathered one by one, a parameter is not held twice.
-            "stage3_allgather_sequential": not cuda,
+            "stage3_allgather_sequential": not on_gpu,
         }
     offloads = plan.offload_tiers
     if offloads.optimizer != "device":
@@ -131,7 +132,7 @@ def _zero(options: Zero, plan: Plan, stage: int, elements: int) -> dict[str, Any
 def _offload(tier: str, path: str | None, plan: Plan) -> dict[str, Any]:
     offload_settings: dict[str, Any] = {
         "device": "nvme" if tier == "disk" else "cpu",
-        "pin_memory": plan.device_type == "cuda",
+        "pin_memory": is_accelerator(plan.device_type),
     }
     if tier == "disk":
         offload_settings["nvme_path"] = path
@@ -142,7 +143,7 @@ def bucket_elements(options: Zero, plan: Plan, elements: int) -> int:
     """How many numbers are reduced at once; even, as DeepSpeed wants it."""
     if options.bucket_size is not None:
         return max(2, options.bucket_size // precision_of(plan) // 2 * 2)
-    if plan.device_type == "cuda":
+    if is_accelerator(plan.device_type):
         # Each bucket is waited for: of a small model few, of a large one a sixteenth.
         return min(50_000_000, max(5_000_000, elements // 16 // 2 * 2))
     # A larger gradient than this is reduced where it lies, without a copy.

@@ -15,6 +15,7 @@ from typing import Any
 
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.devices import is_accelerator
 from bigtrain.job.deepspeed_json import json_section
 from bigtrain.memory.timeline import MemoryKind, Span, Timeline, scale_timeline
 from bigtrain.strategies.zero.on_deepspeed.config import accumulates_in_fp32, precision_of
@@ -117,7 +118,7 @@ def _cut(
 
 def _offloaded(zero: dict[str, Any], found: Forecast, profile: Profile, plan: Plan) -> Forecast:
     """With the state on the host: off a GPU, or, where the host is the device, beside copies."""
-    if plan.device_type == "cuda":
+    if is_accelerator(plan.device_type):
         return replace(found, states=replace(found.states, optimizer=0))
     size, share = precision_of(plan), -(-profile.trained_elements // plan.dp)
     backward = _Backward.of(profile)

@@ -23,6 +23,7 @@ from bigtrain.costs.traffic import (
     message_count,
     parameter_shapes,
 )
+from bigtrain.devices import is_accelerator
 from bigtrain.job.deepspeed_json import json_section
 from bigtrain.memory.timeline import BlockTicks
 from bigtrain.strategies.zero.on_deepspeed.config import accumulates_in_fp32, precision_of
@@ -44,7 +45,7 @@ def deepspeed_traffic(config: dict[str, Any], profile: Profile, plan: Plan) -> t
             messages.append(
                 buffer_broadcast_traffic(profile, plan.dp, plan.pp * plan.tp, "micro_batch")
             )
-    if plan.device_type == "cuda":  # a CPU is the host
+    if is_accelerator(plan.device_type):  # a CPU is the host
         messages += (_cut_moves if zero["stage"] == 3 else _flat_moves)(zero, profile, plan)
     return tuple(messages)
 

@@ -31,6 +31,7 @@ from bigtrain.core.strategy import Assembly, ModelFacts, Plan
 from bigtrain.core.traits import Traits
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import OverlapPhase, Traffic, comm_units
+from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.memory.timeline import BlockTicks
@@ -111,7 +112,7 @@ class FullySharded(Zero):
             "reshard_after_forward": self.stage == 3,
         }
         if plan.offload_tiers.parameters == "cpu":  # shards, gradients and state on the host
-            on_gpu = plan.device_type == "cuda"
+            on_gpu = is_accelerator(plan.device_type)
             settings["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
         whole = MixedPrecisionPolicy()
         low = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if plan.bf16_parameters else whole
@@ -158,7 +159,7 @@ class _UnitTraffic:
         self._plan, self._ranks = plan, ranks
         self._kept = 8 if plan.precision == "fp64" else 4
         self._used = 2 if plan.bf16_parameters else self._kept
-        self._away = plan.offload_tiers.parameters == "cpu" and plan.device_type == "cuda"
+        self._away = plan.offload_tiers.parameters == "cpu" and is_accelerator(plan.device_type)
 
     def gathered(self, units: Sequence[BlockTicks], behind: OverlapPhase) -> list[Traffic]:
         """Parameters come together; from the host first, where the shards live there."""

@@ -6,6 +6,9 @@ backward pass the next unit is gathered while one is at work. A unit's gradients
 one buffer, which is reduced to this rank's shard and stays until the next unit's takes its place.
 Between two units the first one's parameters go, then the buffer of the unit before it, and only
 then comes its own; the next unit's parameters come when all that is done.
+
+On one rank there is nothing to exchange: parameters are copied one by one out of the shards, by
+way of a copy in bf16 where that is what is computed in, and gradients out of the one buffer.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from itertools import count
 
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.devices import is_accelerator
 from bigtrain.memory.timeline import BlockTicks, MemoryKind, Span, Timeline, scale_timeline
 
 
@@ -53,12 +57,11 @@ def forecast_fully_shard(
     # goes as the first of one process.
     unit_passes = _Pass(sizes, units[:-1], stage)
     unsharded = (profile.passes["first"], profile.outside_blocks)
-    on_host = plan.offload_tiers.parameters == "cpu" and plan.device_type == "cuda"
-    fresh = not (on_host or plan.release_gradients)
+    fresh = not (sizes.on_host or plan.release_gradients)
     first = later = unit_passes.timeline(*unsharded, fresh=fresh)
     if fresh and plan.batch.accumulation_steps > 1:
         later = unit_passes.timeline(*unsharded, fresh=False)
-    if on_host:  # with the gradients and the state; what is gathered stays on the GPU
+    if sizes.on_host:  # with the gradients and the state; what is gathered stays on the GPU
         return replace(
             forecast.with_passes(first=first, later=later),
             states=replace(states, parameters=0, optimizer=0),
@@ -110,13 +113,41 @@ class _Sizes:
             self._known[key] = unit, self.kept * numbers
         return self._known[key][1]
 
+    @property
+    def on_host(self) -> bool:
+        """Whether the shards live on the host, and what is gathered on the GPU."""
+        return self.plan.offload_tiers.parameters == "cpu" and is_accelerator(self.plan.device_type)
+
+    @property
+    def alone(self) -> bool:
+        """Whether the shard of one rank is all there is, so that nothing is exchanged."""
+        return self.ranks == 1
+
     def padded(self, unit: BlockTicks) -> int:
-        """Bytes of a gathered unit, padding included."""
-        return self.shard(unit) * self.ranks * self.used // self.kept
+        """Bytes of the flat buffer that a unit is gathered in, padding included."""
+        return 0 if self.alone else self.whole(unit)
 
     def whole(self, unit: BlockTicks) -> int:
         """Bytes of a gathered unit after it is copied out of the flat buffer."""
-        return self.padded(unit)
+        return self.shard(unit) * self.ranks * self.used // self.kept
+
+    def copied(self, unit: BlockTicks) -> int:
+        """Bytes beside a whole unit at the most, while one rank copies its parameters.
+
+        They go one after the other: each comes from the host where it lives there, is cast, and is
+        copied from what was cast, which goes when the next one's is there.
+        """
+        if not self.alone:
+            return 0
+        done = last = most = 0
+        for shape in unit.shapes:
+            numbers = math.prod(shape)
+            made = [self.kept * numbers] if self.on_host else []
+            made += [self.used * numbers] if self.used != self.kept else []
+            most = max(most, done + last + sum(made))
+            done, last = done + self.used * numbers, made[-1] if made else 0
+            most = max(most, done + last)
+        return max(0, most - done)
 
     def reduced(self, unit: BlockTicks) -> int:
         """Bytes of a unit's gradients in the buffer that is reduced."""
@@ -180,7 +211,7 @@ class _Pass:
             spans += closed._in_backward(max(backward_start, rest.backward[0]))
         spans += closed._reduced(rest, end, fresh=fresh)
         phases = tuple((tick * _FINE, phase) for tick, phase in unsharded.phases)
-        return Timeline(tuple(spans), phases)
+        return Timeline(tuple(span for span in spans if span.nbytes), phases)
 
     def strayed(self, usual: Timeline, rest: BlockTicks) -> Timeline:
         """The same where several forward passes came before.
@@ -219,9 +250,13 @@ class _Pass:
             return []
         starts = [begin if n == 0 else unit.forward[0] for n, unit in enumerate(units)]
         ends = [*((tick, _NEXT_HAS) for tick in starts[1:]), (back, 0)]
-        return [
+        spans = [
             _span(self.sizes.padded(unit), "temporary", at, _NEXT_GATHERS, *until)
             for unit, at, until in zip(units, starts, ends, strict=True)
+        ]
+        return spans + [
+            _span(self.sizes.copied(unit), "temporary", at, _UNIT_THERE, at, _BUFFER_FREE)
+            for unit, at in zip(units, starts, strict=True)
         ]
 
     def _in_forward(self) -> list[Span]:
@@ -236,7 +271,7 @@ class _Pass:
 
     def _kept_before(self, rest: BlockTicks, back: int, end: int) -> list[Span]:
         """What is in no block comes whole at the beginning of the backward pass."""
-        whole, buffer = self.sizes.whole(rest), self.sizes.padded(rest)
+        whole, buffer = self.sizes.whole(rest), self.sizes.padded(rest) + self.sizes.copied(rest)
         return [
             _span(buffer, "temporary", back, _AFTER_RESHARD, back, _BUFFER_FREE),
             _span(whole, "parameters", back, _AFTER_LAST, end - 1, _AFTER_RESHARD),
@@ -255,6 +290,8 @@ class _Pass:
             ahead = min(ahead, (at, _NEXT_GATHERS))
             buffer, whole = self.sizes.padded(unit), self.sizes.whole(unit)
             spans.append(_span(buffer, "temporary", *ahead, at, _BUFFER_FREE))
+            copied = self.sizes.copied(unit)
+            spans.append(_span(copied, "temporary", at, _UNIT_THERE, at, _BUFFER_FREE))
             spans.append(_span(whole, "parameters", at, _UNIT_THERE, done, _AFTER_RESHARD))
             ahead = (at, _PREFETCH)
         return spans
@@ -269,7 +306,10 @@ class _Pass:
         for (reduced_at, unit), next_reduced in zip(order, next_ones, strict=True):
             whole, shard = self.sizes.reduced(unit), self.sizes.shard(unit, trained=True)
             spans.append(_span(whole, "temporary", reduced_at, _REDUCING, *next_reduced))
-            spans.append(_span(whole, "temporary", reduced_at, _EXCHANGE, reduced_at, _EXCHANGED))
+            if not self.sizes.alone:
+                spans.append(
+                    _span(whole, "temporary", reduced_at, _EXCHANGE, reduced_at, _EXCHANGED)
+                )
             kind: MemoryKind = "gradients" if fresh else "temporary"
             freed_at = (closed + 1, 0) if fresh else (reduced_at, _EXCHANGED)
             spans.append(_span(shard, kind, reduced_at, _SHARD, *freed_at))

@@ -14,6 +14,7 @@ from support.ranks import run_ranks
 from torch import Tensor, nn
 
 from bigtrain.assembly.make_plan import make_plan
+from bigtrain.core.runner import StepLoss
 from bigtrain.data import GlobalOrder, MicroBatch, StepLoader
 from bigtrain.data.source import TensorSamples
 from bigtrain.engine.engine import Engine
@@ -121,10 +122,10 @@ def train(
         record = Record([], [], [], {})
         update = engine.runner.update
 
-        def keep() -> float:
+        def keep(loss: StepLoss) -> float:
             found = engine.runner.gradients()
             record.gradients.append({n: t.read().detach().clone() for n, t in found.items()})
-            return update()
+            return update(loss)
 
         engine.runner.update = keep  # type: ignore[method-assign]
         loader = StepLoader(

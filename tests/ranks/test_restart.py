@@ -1,0 +1,55 @@
+"""A process that begins anew: what stays open, and what does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import json, os, sys
+from bigtrain.ranks.restart import RESTART_VARIABLE, Restart, restart_process
+
+if RESTART_VARIABLE in os.environ:  # the second image
+    def is_open(number):
+        try:
+            os.fstat(number)
+        except OSError:
+            return False
+        return True
+
+    numbers = json.loads(os.environ["OPENED"])
+    found = {name: is_open(number) for name, number in numbers.items()}
+    print(json.dumps({"pid": os.getpid(), "open": found, "argv": sys.argv[1:]}))
+    raise SystemExit
+
+opened = {}
+for name in ("driver", "launcher", "word"):
+    number = os.open(sys.argv[1], os.O_RDONLY)
+    os.set_inheritable(number, True)
+    opened[name] = number
+os.dup2(opened["word"], 63)  # as a shell hands over <(...)
+opened["word"] = 63
+os.environ["PMI_FD"] = str(opened["launcher"])
+os.environ["OPENED"] = json.dumps(opened)
+print(os.getpid(), flush=True)
+restart_process(Restart((), "why").text())
+"""
+
+
+def test_files_of_libraries_are_closed_and_those_of_the_launcher_are_not(tmp_path: Path) -> None:
+    program, file = tmp_path / "program.py", tmp_path / "file"
+    program.write_text(PROGRAM, "utf-8")
+    file.write_text("", "utf-8")
+    words = [sys.executable, str(program), str(file), "--config", "/dev/fd/63"]
+    root = str(Path(__file__).parents[2])
+    ran = subprocess.run(
+        words, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, check=True
+    )
+    first, second = ran.stdout.splitlines()
+    found = json.loads(second)
+    assert found["pid"] == int(first)
+    assert found["open"] == {"driver": False, "launcher": True, "word": True}
+    assert found["argv"] == [str(file), "--config", "/dev/fd/63"]
