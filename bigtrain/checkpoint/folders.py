@@ -13,7 +13,7 @@ from pathlib import Path
 from bigtrain.checkpoint.manifest import MANIFEST, STATE
 from bigtrain.errors import ConfigError
 
-_DRAFT, _ASIDE = ".draft-", ".replaced-"
+_DRAFT, _ASIDE = ".step-", ".replaced-"
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
@@ -91,7 +91,7 @@ def find_checkpoint(path: str) -> Path:
             return newest
     raise ConfigError(
         f"checkpoint.resume: there is no checkpoint at {path!r}. "
-        f"Give a folder that holds {MANIFEST}, a run's folder, or auto."
+        f"Give a folder that holds {STATE}, a run's folder, or auto."
     )
 
 

@@ -55,7 +55,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A whole tensor: who writes it, and who has which of its bytes."""
 
     name: str
@@ -73,7 +73,7 @@ class Entry:
 
 def plan_entries(
     held_by_rank: Sequence[Mapping[str, Held]], owners: Collection[int]
-) -> list[Entry]:
+) -> list[TensorEntry]:
     """Give each tensor to a rank that has most of it, so that all write about as many bytes.
 
     Args:
@@ -112,7 +112,7 @@ def plan_entries(
             rank = owner if owner in ranks else min(ranks, key=lambda r: (sent[r], r))
             sent[rank] += most if rank != owner else 0
             sources.append((rank, tuple(e.scaled(first.dtype.itemsize) for e in extents)))
-        entries[name] = Entry(name, first.dtype, first.shape, owner, tuple(sources))
+        entries[name] = TensorEntry(name, first.dtype, first.shape, owner, tuple(sources))
     return [entries[name] for name in holders]
 
 
@@ -150,7 +150,7 @@ def _classes(
 class Part:
     """Bytes of an entry that a rank has, inside a piece."""
 
-    entry: Entry
+    entry: TensorEntry
     position: int
     """Where they begin among the bytes that the rank has of the entry."""
     extent: Extent
@@ -164,7 +164,7 @@ class TensorFile:
     name: str
     owner: int
     header: bytes
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
 
     @cached_property
     def offsets(self) -> list[int]:
@@ -204,7 +204,7 @@ class TensorFile:
         return parts
 
 
-def tensor_file(name: str, owner: int, entries: Iterable[Entry], prefix: str = "") -> TensorFile:
+def tensor_file(name: str, owner: int, entries: Iterable[TensorEntry], prefix: str = "") -> TensorFile:
     """Lay entries out in a file.
 
     Args:
@@ -234,7 +234,7 @@ def tensor_file(name: str, owner: int, entries: Iterable[Entry], prefix: str = "
     return TensorFile(name, owner, struct.pack("<Q", len(text)) + text, tuple(ordered))
 
 
-def checkpoint_files(entries: Sequence[Entry]) -> list[TensorFile]:
+def checkpoint_files(entries: Sequence[TensorEntry]) -> list[TensorFile]:
     """The files of a checkpoint: for each part of the state one by each rank that writes of it."""
     files = []
     for part in STATE_PARTS:

@@ -72,7 +72,7 @@ class Manifest:
     def _of_format_1(cls, path: Path) -> Manifest:
         try:
             state: dict[str, Any] = json.loads((path / STATE).read_text("utf-8"))
-            version, files = int(state["format"]), dict(state["files"])
+            version, files = int(state["format"]), dict(state.get("files", {}))
             whole = {
                 name: {"bytes": int(one["bytes"]), "sha256": [str(one["sha256"])]}
                 for name, one in files.items()

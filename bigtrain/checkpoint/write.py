@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bigtrain.checkpoint.layout import (
     PIECE_BYTES,
-    Entry,
+    TensorEntry,
     Held,
     Part,
     TensorFile,
@@ -40,7 +40,7 @@ FileRecord = dict[str, Any]
 
 def gather_entries(
     state: Mapping[str, StateTensor], context: RunContext, owners: Iterable[int]
-) -> list[Entry]:
+) -> list[TensorEntry]:
     """What all ranks hold together, and who is to write it. Collective."""
     held = {name: Held.of(tensor) for name, tensor in state.items()}
     return plan_entries(context.all_gather_objects(held), list(owners))

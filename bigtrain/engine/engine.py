@@ -24,10 +24,14 @@ from bigtrain.assembly.build import build_runner, check_mesh
 from bigtrain.assembly.host_room import ensure_host_room
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.assembly.resolve import check_known, resolve_plan
-from bigtrain.checkpoint.folders import sole_writer
-from bigtrain.checkpoint.random_state import random_state, set_random_state
 from bigtrain.checkpoint.save import save_checkpoint
-from bigtrain.checkpoint.together import check_optimizer_state, config_texts, open_together
+from bigtrain.checkpoint.together import (
+    check_optimizer_state,
+    config_texts,
+    open_together,
+    random_streams,
+    reserve_folder,
+)
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.workload import Workload
 from bigtrain.data import MicroBatch, Step
@@ -39,7 +43,7 @@ from bigtrain.engine.out_of_memory import (
 )
 from bigtrain.engine.probe_loss import agree_on_loss
 from bigtrain.engine.remedies import ForecastInputs
-from bigtrain.engine.seeds import kernels_as_asked, seed_everything
+from bigtrain.engine.seeds import continue_streams, kernels_as_asked, seed_everything
 from bigtrain.errors import ConfigError, NonFiniteError
 from bigtrain.job.schema import Job
 from bigtrain.losses.loss import Loss, as_loss, count_targets
@@ -133,7 +137,6 @@ class Engine:
         self.steps_done = self.samples_seen = 0
         self._learning_rate = learning_rate
         self._closing = ExitStack()
-        self._reserved: set[Path] = set()
         self._workload = workload = Workload(
             self.blueprint.model, example, self.loss, optimizer, self.blueprint.whole_bytes
         )
@@ -257,24 +260,17 @@ class Engine:
         run = (self.plan.strategy.name, self.context.device.type)
         return MemoryReport(*run, tuple(ranks), self.predicted_step or StepForecast(None))
 
+    _reserved: frozenset[Path] = frozenset()
+
     def reserve(self, folder: Path) -> None:
         """Keep other runs from saving below `folder` until this engine is closed. Collective.
 
         Raises:
             ConfigError: another one saves there; the same on all ranks.
         """
-        if folder in self._reserved:
-            return
-        problem = ""
-        if self.context.is_main:
-            try:
-                self._closing.enter_context(sole_writer(folder))
-            except ConfigError as error:
-                problem = str(error)
-        problem = self.context.broadcast_object(problem)
-        if problem:
-            raise ConfigError(problem)
-        self._reserved.add(folder)
+        if folder not in self._reserved:
+            reserve_folder(folder, self.context, self._closing)
+            self._reserved |= {folder}
 
     def save(self, folder: Path) -> Path:
         """Write a checkpoint below `folder`; return its path. Collective.
@@ -288,18 +284,12 @@ class Engine:
             return self._save(folder)
 
     def _save(self, folder: Path) -> Path:
-        meta = {
-            "samples_seen": self.samples_seen,
-            "world_size": self.context.world_size,
-            "seed": self.context.seed,
-            "random": self.context.gather_objects(random_state()),
-            "job": self.job.model_dump(mode="json"),
-        }
+        meta = {"samples_seen": self.samples_seen, "job": self.job.model_dump(mode="json")}
         return save_checkpoint(
             folder,
             self.steps_done,
             self.runner.state(),
-            meta,
+            {**meta, **random_streams(self.context)},
             self.context,
             keep=self.job.checkpoint.keep,
             texts=config_texts(self.runner.module),
@@ -317,11 +307,7 @@ class Engine:
             self.runner.load_state(checkpoint.tensors)
         self.steps_done = int(checkpoint.meta["step"])
         self.samples_seen = int(checkpoint.meta["samples_seen"])
-        states = checkpoint.meta["random"]
-        if len(states) == self.context.world_size:
-            set_random_state(states[self.context.rank])
-        else:  # other ranks than then: fresh streams, a function of where the run stands
-            seed_everything(self.context.seed + self.steps_done, self.context.rank)
+        continue_streams(checkpoint.meta, self.context, self.steps_done)
 
     def close(self) -> None:
         """Let go of hooks, files and, where the engine made it, the process group."""

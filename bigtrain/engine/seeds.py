@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
 
+from bigtrain.checkpoint.random_state import set_random_state
 from bigtrain.devices import is_accelerator
 from bigtrain.job.schema import TrainConfig
 from bigtrain.models.compiled import programs_for_every_size
+from bigtrain.ranks.context import RunContext
 
 
 @contextmanager
@@ -45,3 +48,18 @@ def seed_everything(seed: int, rank: int) -> None:
     random.seed(mixed)
     np.random.seed(mixed)
     torch.manual_seed(mixed)
+
+
+def continue_streams(meta: Mapping[str, Any], context: RunContext, steps_done: int) -> None:
+    """Draw on where a checkpoint's ranks stopped.
+
+    Args:
+        meta: of the checkpoint: `random` has the states of its ranks.
+        context: this rank.
+        steps_done: of the run.
+    """
+    states = meta["random"]
+    if len(states) == context.world_size:
+        set_random_state(states[context.rank])
+    else:  # other ranks than then: fresh streams, a function of where the run stands
+        seed_everything(context.seed + steps_done, context.rank)

@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from bigtrain.engine.checkpoint import (
-    Checkpoint,
-    find_checkpoint,
-    newest_checkpoint,
-    random_state,
-    set_random_state,
-    write_checkpoint,
-)
+from bigtrain.checkpoint.folders import checkpoints_of, find_checkpoint, newest_checkpoint
+from bigtrain.checkpoint.random_state import random_state, set_random_state
+from bigtrain.checkpoint.read import Checkpoint
+from bigtrain.checkpoint.save import save_checkpoint
 from bigtrain.errors import CheckpointError, ConfigError
-from bigtrain.tensors.source import TensorSource
+from bigtrain.ranks.context import RunContext
+from bigtrain.tensors.shards import StateTensor
+
+MODEL, OPTIMIZER = (f"{part}-00001-of-00001.safetensors" for part in ("model", "optimizer"))
 
 
 def tensors():
@@ -36,8 +35,8 @@ def tensors():
 
 
 def write(folder, step=1, keep=9, values=None):
-    sources = {name: TensorSource.of(value) for name, value in (values or tensors()).items()}
-    return write_checkpoint(folder, step, sources, {"samples_seen": 4}, keep)
+    state = {name: StateTensor.of(value) for name, value in (values or tensors()).items()}
+    return save_checkpoint(folder, step, state, {"samples_seen": 4}, RunContext.alone(), keep=keep)
 
 
 def test_what_is_written_is_read_back_bit_for_bit(tmp_path):
@@ -56,7 +55,7 @@ def test_the_files_are_what_the_safetensors_library_reads_and_writes(tmp_path):
 
     path = write(tmp_path)
     values = {k.removeprefix("model."): v for k, v in tensors().items() if k.startswith("model.")}
-    found = load_file(path / "model.safetensors")
+    found = load_file(path / MODEL)
     assert found.keys() == values.keys()
     save_file({k: v.contiguous() for k, v in found.items()}, path / "again.safetensors")
     assert load_file(path / "again.safetensors").keys() == values.keys()
@@ -117,30 +116,78 @@ def flip(path, offset):
 @pytest.mark.parametrize("offset", [20, -1, -9])
 def test_one_flipped_bit_is_noticed(tmp_path, offset):
     path = write(tmp_path)
-    flip(path / "model.safetensors", offset)
-    with pytest.raises(
-        CheckpointError, match=r"model\.safetensors is damaged: its contents changed"
-    ):
+    flip(path / MODEL, offset)
+    with pytest.raises(CheckpointError, match=rf"{MODEL} is damaged: its contents changed"):
         Checkpoint(path)
 
 
 def test_a_short_missing_or_newer_file_is_noticed(tmp_path):
     path = write(tmp_path)
-    file = path / "optimizer.safetensors"
+    file = path / OPTIMIZER
     data = file.read_bytes()
     file.write_bytes(data[:-4])
     with pytest.raises(CheckpointError, match=rf"it has {len(data) - 4} bytes, {len(data)} were"):
         Checkpoint(path)
     file.unlink()
-    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors is missing"):
+    with pytest.raises(CheckpointError, match=f"{OPTIMIZER} is missing"):
         Checkpoint(path)
-    state = json.loads((path / "state.json").read_text())
-    (path / "state.json").write_text(json.dumps({**state, "format": 99}))
-    with pytest.raises(CheckpointError, match=r"has format 99, this bigtrain reads up to 1"):
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
+    with pytest.raises(CheckpointError, match=r"has format 99, this bigtrain reads up to 2"):
         Checkpoint(path)
-    (path / "state.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"state\.json is not readable"):
+    (path / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"manifest\.json is not readable"):
         Checkpoint(path)
+    (path / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+        Checkpoint(path)
+
+
+def test_a_bit_flipped_anywhere_and_files_that_are_swapped_are_noticed(tmp_path):
+    path = write(tmp_path)
+    files = sorted(p for p in path.iterdir())
+    assert len(files) == 6
+    for file in files:
+        content = file.read_bytes()
+        for place in random.Random(file.name).sample(range(len(content)), 20):
+            flip(file, place)
+            with pytest.raises(CheckpointError):
+                Checkpoint(path)
+            file.write_bytes(content)
+        file.write_bytes(b"")
+        with pytest.raises(CheckpointError):
+            Checkpoint(path)
+        file.write_bytes(content)
+    assert Checkpoint(path).meta["step"] == 1
+    one, other = (path / name for name in (MODEL, OPTIMIZER))
+    contents = one.read_bytes(), other.read_bytes()
+    one.write_bytes(contents[1])
+    other.write_bytes(contents[0])
+    with pytest.raises(CheckpointError):
+        Checkpoint(path)
+
+
+def test_a_pickle_in_the_folder_is_never_opened(tmp_path):
+    path = write(tmp_path)
+    marker = tmp_path / "ran"
+    (path / "model.bin").write_bytes(b"cos\nsystem\n(S'touch %s'\ntR." % str(marker).encode())
+    assert Checkpoint(path).read("model.count") == 7
+    assert not marker.exists()
+
+
+def test_a_folder_that_cannot_be_written_fails_the_save_and_nothing_else(tmp_path, monkeypatch):
+    from bigtrain.checkpoint import write as module
+
+    first = write(tmp_path)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.os, "pwrite", full)
+    with pytest.raises(CheckpointError, match=r"no checkpoint was written to .*rank 0: .*No space"):
+        write(tmp_path, 2)
+    assert checkpoints_of(tmp_path) == [first]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-1"]
 
 
 def test_a_type_that_cannot_be_saved_is_named(tmp_path):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from support.nets import BlockLM, TinyLM, tokens
 from support.parity import UNSEEN, sgd
 from support.ranks import run_ranks
+from support.whole import whole_tensors
 from torch import nn
 
 import bigtrain
@@ -43,7 +44,7 @@ def both(context, strategy, keys):
                 micro_batch_size=batch.micro_size,
             )
             results = [engine.step(step) for _, step in zip(range(4), loader, strict=False)]
-            state = {n: t.read().detach().clone() for n, t in engine.runner.state().items()}
+            state = whole_tensors(engine.runner.state())
             runs.append(([r.loss for r in results], [r.grad_norm for r in results], state))
     return runs
 

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from support.whole import InMemory, saved, whole_tensors
 from torch import nn
 
 import bigtrain.optim.partitioned
@@ -139,11 +140,9 @@ def test_state_goes_from_pieces_to_whole_and_back(name):
     ]
     for module, update in updates:
         module.load_state_dict(one.state_dict())
-        for full, source in pieces.state().items():
+        for full, value in saved(whole_tensors(pieces.state())).items():
             parameter, _, key = full.rpartition(".")
-            value = source.read()
-            assert (value.dtype, tuple(value.shape)) == (source.dtype, source.shape)
-            update.load_state(parameter, key, value.clone())
+            update.load_state(parameter, key, value)
         assert update.state().keys() == pieces.state().keys()
     for module, update in [(one, pieces), *updates]:
         descend(module, update, 2, first=3)
@@ -173,8 +172,9 @@ def test_images_laid_out_by_channels_are_updated_whole_and_saved_right():
         rounds(whole, plain)
         rounds(cut, pieces)
         assert torch.equal(whole.weight, cut.weight)
-        for key, source in plain.state().items():
-            assert torch.equal(source.read(), pieces.state()[key].read()), key
+        found = whole_tensors(pieces.state())
+        for key, value in whole_tensors(plain.state()).items():
+            assert torch.equal(value, found[key]), key
 
 
 def test_fp32_values_of_bf16_parameters_are_kept_once_and_updated():
@@ -182,19 +182,19 @@ def test_fp32_values_of_bf16_parameters_are_kept_once_and_updated():
     update = PartitionedUpdate(named(low), OPTIMIZERS["SGD"], low_names=["0.weight"])
     assert low[0].weight.dtype == torch.bfloat16
     assert low[2].weight.dtype == torch.float32
-    before = update.masters()["0.weight"].read()
+    before = whole_tensors(update.masters())["0.weight"]
     assert torch.equal(before, reference[0].weight)
     for p in low.parameters():
         p.grad = torch.full_like(p, 2**-12)
     update.step()
-    after = update.masters()["0.weight"].read()
+    after = whole_tensors(update.masters())["0.weight"]
     assert after.dtype == torch.float32
     # The change is too small for bf16, and there nevertheless.
     expected = before - 0.01 * (2**-12 + 0.1 * before)
     assert torch.allclose(after, expected, rtol=0, atol=1e-8)
     assert torch.equal(low[0].weight, after.bfloat16())
-    update.load_master("0.weight", before + 1)
-    assert torch.equal(update.masters()["0.weight"].read(), before + 1)
+    update.load_master("0.weight", InMemory(before + 1))
+    assert torch.equal(whole_tensors(update.masters())["0.weight"], before + 1)
     held = sum(t.numel() for t in update.resident_tensors() if t.shape == before.flatten().shape)
     assert held == 2 * before.numel()  # the values and their momentum
 
@@ -239,8 +239,8 @@ def test_the_state_of_a_number_without_dimensions_goes_to_pieces_and_back(name):
     for module, kind in ((other, PartitionedUpdate), (third, WholeUpdate)):
         update, (source, before) = kind(named(module), OPTIMIZERS[name]), updates[-1]
         module.load_state_dict(source.state_dict())
-        for full, tensor in before.state().items():
-            update.load_state(*full.split("."), tensor.read().clone())
+        for full, value in saved(whole_tensors(before.state())).items():
+            update.load_state(*full.split("."), value)
         updates.append((module, update))
     for module, update in updates:
         once(module, update)

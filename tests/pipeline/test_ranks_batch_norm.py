@@ -9,6 +9,7 @@ import torch
 from support.nets import TinyConv, TinyLM
 from support.parity import sgd
 from support.ranks import run_ranks
+from support.whole import whole_tensors
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.data import MicroBatch
@@ -38,8 +39,7 @@ def statistics(context: RunContext, strategy: str, keys: dict[str, Any]) -> dict
         engine.step((samples.inputs, samples.targets))
         whole = MicroBatch(samples.inputs, samples.targets, 8, 8)
         found: dict[str, Any] = {"validation": engine.evaluate([whole])}
-        for name, source in engine.runner.state().items():
-            value = source.read()
+        for name, value in whole_tensors(engine.runner.state()).items():
             if "running" in name or "tracked" in name:
                 found[name] = value.clone()
         return found

@@ -12,6 +12,7 @@ from support.hand_cut import HandCut, HandStage
 from support.nets import VOCABULARY
 from support.parity import sgd
 from support.ranks import RankFailure, run_ranks
+from support.whole import saved, whole_tensors
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.core.loop import LoopRunner
@@ -102,10 +103,6 @@ def pipeline(
     return PipelineRunner(assembly, stages, schedule, ties=ties)
 
 
-def values(sources: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: source.read().detach().clone() for name, source in sources.items()}
-
-
 def record(
     runner: Any, batches: list[list[MicroBatch]]
 ) -> tuple[list[float], list[float], list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
@@ -113,9 +110,9 @@ def record(
     for step in batches:
         runner.module.train()
         losses.append(runner.forward_backward(step).read())
-        gradients.append(values(runner.gradients()))
+        gradients.append(whole_tensors(runner.gradients()))
         norms.append(runner.update())
-    return losses, norms, gradients, values(runner.state())
+    return losses, norms, gradients, whole_tensors(runner.state())
 
 
 def alone(shapes: Shapes, replicas: int = 1, clip: float | None = None) -> tuple[Any, ...]:
@@ -198,15 +195,15 @@ def resumed(context: RunContext, strategy: str) -> tuple[Any, ...]:
     batches = steps([*EVEN, *EVEN], context.dp_rank)
     record(first, batches[:2])
     first.predict(batches[0][0])  # which leaves parameters gathered
-    state = values(first.state())
+    state = saved(whole_tensors(first.state()))
     second = pipeline(context, "1f1b", strategy, 1, None)
     with torch.no_grad():
         for stage in second._stages.values():
             for parameter in stage.parameters():
                 parameter.add_(1.0)
     with pytest.raises(CheckpointError, match="it lacks layers.0.down.bias and has nothing"):
-        second.load_state(state.__getitem__, state.keys() - {"model.layers.0.down.bias"})
-    second.load_state(state.__getitem__, state.keys())
+        second.load_state({n: t for n, t in state.items() if n != "model.layers.0.down.bias"})
+    second.load_state(state)
     return record(second, batches[2:])
 
 

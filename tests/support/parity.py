@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from support.whole import whole_tensors
 from torch import Tensor, nn
 
 from bigtrain.assembly.make_plan import make_plan
@@ -66,7 +67,7 @@ def train(
 
         def keep(loss: StepLoss) -> float:
             found = engine.runner.gradients()
-            record.gradients.append({n: t.read().detach().clone() for n, t in found.items()})
+            record.gradients.append(whole_tensors(found))
             return update(loss)
 
         engine.runner.update = keep
@@ -82,7 +83,7 @@ def train(
             result = engine.step(batch)
             record.losses.append(result.loss)
             record.norms.append(result.grad_norm)
-        whole = {n: t.read().detach().clone() for n, t in engine.runner.state().items()}
+        whole = whole_tensors(engine.runner.state())
         prefix = "model."
         record.weights = {n[len(prefix) :]: t for n, t in whole.items() if n.startswith(prefix)}
         return record

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from support.parity import adamw
+from support.whole import whole_tensors
 from torch import nn
 
 from bigtrain.data import MicroBatch
@@ -51,7 +52,7 @@ def run(context, model, batch, keys, strategy="single", steps=3):
     example = MicroBatch(inputs, targets, loss.count(targets), micro)
     with Engine(model, loss, adamw, job, context, example=example) as engine:
         losses = [engine.step(tuple(t.clone() for t in batch)).loss for _ in range(steps)]
-        state = {n: s.read().clone() for n, s in engine.runner.state().items()}
+        state = whole_tensors(engine.runner.state())
         peaks = engine.predicted, engine.meter.measured().peak
         return losses, state, peaks, engine.advice
 

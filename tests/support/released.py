@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from support.nets import TinyLM, tokens
+from support.whole import whole_tensors
 from torch import nn
 
 from bigtrain.assembly.make_plan import make_plan
@@ -61,8 +62,7 @@ def train(context, strategy, keys, model=TinyLM, steps=5):
         ranks = {"dp_rank": context.dp_rank, "dp_size": context.dp_size}
         batches = loader(micro_batch_size=size, **ranks)
         results = [engine.step(b) for _, b in zip(range(steps), batches, strict=False)]
-        sources = engine.runner.state().items()
-        weights = {name: source.read().detach().clone() for name, source in sources}
+        weights = whole_tensors(engine.runner.state())
         measured = engine.meter.measured().peak
     return results, weights, measured, engine.predicted
 
@@ -104,6 +104,6 @@ def broken(context, where, strategy):
         try:
             engine.step(next(iter(loader)))
         except NonFiniteError as error:
-            weights = [s.read() for s in engine.runner.state().values()]
+            weights = list(whole_tensors(engine.runner.state()).values())
             return str(error), all(bool(w.isfinite().all()) for w in weights)
     return None

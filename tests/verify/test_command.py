@@ -9,9 +9,10 @@ import pytest
 import torch
 from support.zygote import forked_cli
 
-from bigtrain.engine.checkpoint import write_tensors
+from bigtrain.checkpoint.write import write_tensors
+from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.exit_status import run_guarded
-from bigtrain.tensors.source import TensorSource
+from bigtrain.tensors.shards import StateTensor
 from bigtrain.verify.command import main
 from bigtrain.verify.differences import (
     Differences,
@@ -241,8 +242,8 @@ def recording(folder, gradient, loss=1.0, updated=True):
         ("weights-before", before),
         ("weights-after", after if updated else before),
     ):
-        sources = {k: TensorSource.of(v) for k, v in tensors.items()}
-        write_tensors(folder / f"{name}.safetensors", sources)
+        state = {k: StateTensor.of(v) for k, v in tensors.items()}
+        write_tensors(folder / f"{name}.safetensors", state, RunContext.alone())
     return folder
 
 

@@ -10,8 +10,9 @@ from support.zygote import forked_cli
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bigtrain.engine.checkpoint import write_tensors
-from bigtrain.tensors.source import TensorSource
+from bigtrain.checkpoint.write import write_tensors
+from bigtrain.ranks.context import RunContext
+from bigtrain.tensors.shards import StateTensor
 from bigtrain.verify.differences import Tolerance, compare_recordings
 from bigtrain.verify.execution_trace import ExecutionTrace
 from bigtrain.verify.localise import first_difference
@@ -71,8 +72,8 @@ def write_run(folder, model, parts, *, dp=1, loss=1.0, norm=1.0, spoil=None):
         ("weights-before", weights),
         ("weights-after", {name: weights[name] - gradients[name] for name in weights}),
     ):
-        sources = {k: TensorSource.of(v.detach()) for k, v in tensors.items()}
-        write_tensors(folder / f"{name}.safetensors", sources)
+        state = {k: StateTensor.of(v.detach()) for k, v in tensors.items()}
+        write_tensors(folder / f"{name}.safetensors", state, RunContext.alone())
     return folder
 
 

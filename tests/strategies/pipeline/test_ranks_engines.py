@@ -11,6 +11,7 @@ import torch
 from support.nets import LENGTH, VOCABULARY, tokens
 from support.parity import Record, adamw, largest_difference, sgd
 from support.ranks import run_ranks
+from support.whole import saved, whole_tensors
 from torch import Tensor, nn
 
 from bigtrain.assembly.make_plan import make_plan
@@ -124,7 +125,7 @@ def train(
 
         def keep(loss: StepLoss) -> float:
             found = engine.runner.gradients()
-            record.gradients.append({n: t.read().detach().clone() for n, t in found.items()})
+            record.gradients.append(whole_tensors(found))
             return update(loss)
 
         engine.runner.update = keep  # type: ignore[method-assign]
@@ -143,7 +144,7 @@ def train(
             measured = engine.evaluate([MicroBatch(*samples_of(3, images=images), 3 * LENGTH, 3)])
             if context.is_main:
                 record.losses.append(measured["loss"])
-        whole = {n: t.read().detach().clone() for n, t in engine.runner.state().items()}
+        whole = whole_tensors(engine.runner.state())
         record.weights = {
             n.removeprefix("model."): t for n, t in whole.items() if n.startswith("model.")
         }
@@ -319,8 +320,8 @@ def resumed(
         if state is None:
             engine.step((inputs[mine], targets[mine]))
         else:
-            engine.runner.load_state(lambda name: state[name].clone(), state)
-        before = {n: t.read().detach().clone() for n, t in engine.runner.state().items()}
+            engine.runner.load_state(saved(state))
+        before = whole_tensors(engine.runner.state())
         return engine.step((inputs[mine], targets[mine])).loss, before
 
 

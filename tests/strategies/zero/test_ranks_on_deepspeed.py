@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from support.nets import Gained, Sometimes, TinyConv, TinyLM, tokens
 from support.parity import Record, adamw, largest_difference, sgd, train
 from support.peaks import text, wide
 from support.ranks import run_ranks
+from support.whole import assert_same_tensors, whole_tensors
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -141,7 +141,7 @@ def trained(context, strategy, runs):
             for _ in range(4):
                 losses.append(engine.step(batch).loss)
                 engine.evaluate([MicroBatch(*batch, engine.loss.count(batch[1]), size)])
-            state = {name: s.read().clone() for name, s in engine.runner.state().items()}
+            state = whole_tensors(engine.runner.state())
         found.append((losses, state))
     return found
 
@@ -202,8 +202,7 @@ def test_a_checkpoint_goes_from_one_strategy_to_another(way, tmp_path):
         close = {"abs": 2e-6} if precision == "fp32" else {"rel": 5e-3}
         assert found == pytest.approx(losses, **close)
     # What is written right after loading is what was loaded, file by file.
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        assert (Path(path) / name).read_bytes() == (Path(again[0][0]) / name).read_bytes()
+    assert_same_tensors(path, again[0][0])
 
 
 def of_zeros(parameters):
@@ -256,10 +255,10 @@ def overflowing(context, strategy):
     with Engine(Overflowing, CrossEntropy(), sgd, job, context) as engine:
         batch = samples.inputs, samples.targets
         engine.step(batch)
-        before = engine.runner.state()["model.up.weight"].read().clone()
+        before = whole_tensors(engine.runner.state())["model.up.weight"]
         with pytest.raises(NonFiniteError, match="step 2: the loss of rank 0 is (nan|inf)"):
             engine.step(batch)
-        return torch.equal(before, engine.runner.state()["model.up.weight"].read())
+        return torch.equal(before, whole_tensors(engine.runner.state())["model.up.weight"])
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +13,7 @@ from support.nets import Sometimes, TinyConv, TinyLM, tokens
 from support.parity import Record, adamw, largest_difference, sgd, train
 from support.peaks import assert_same_parts, images, peaks, text, wide
 from support.ranks import run_ranks
+from support.whole import assert_same_tensors
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -208,8 +208,7 @@ def test_a_checkpoint_goes_from_one_strategy_to_another(way, tmp_path):
     for _, found in again:
         assert found == pytest.approx(losses, abs=2e-6)
     # What is written right after loading is what was loaded, byte by byte.
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        assert (Path(path) / name).read_bytes() == (Path(again[0][0]) / name).read_bytes()
+    assert_same_tensors(path, again[0][0])
 
 
 PEAKS = {
@@ -308,8 +307,7 @@ def test_a_checkpoint_goes_to_stage_3_and_back(saver, loader, tmp_path):
     again = run_ranks(without_streams, 4, continued, loader, tmp_path / "b", adamw, path)
     for _, found in again:
         assert found == pytest.approx(losses, abs=2e-6)
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        assert (Path(path) / name).read_bytes() == (Path(again[0][0]) / name).read_bytes()
+    assert_same_tensors(path, again[0][0])
 
 
 def mixed() -> nn.Module:
