@@ -1,1 +1,5 @@
-"""One format for the state of every strategy: whole tensors under plain names, hashed by pieces."""
+"""One format for the state of every strategy: whole tensors under plain names, hashed by pieces.
+
+Names and headers of the files; which rank writes which tensor, and what goes between the ranks;
+the manifest, and what counts as damage; reading by slices; which checkpoints stay; random states.
+"""

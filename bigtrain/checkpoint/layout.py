@@ -204,7 +204,9 @@ class TensorFile:
         return parts
 
 
-def tensor_file(name: str, owner: int, entries: Iterable[TensorEntry], prefix: str = "") -> TensorFile:
+def tensor_file(
+    name: str, owner: int, entries: Iterable[TensorEntry], prefix: str = ""
+) -> TensorFile:
     """Lay entries out in a file.
 
     Args:

@@ -281,19 +281,16 @@ class Engine:
         """
         self.reserve(folder)
         with self._explaining("while a checkpoint was written"):
-            return self._save(folder)
-
-    def _save(self, folder: Path) -> Path:
-        meta = {"samples_seen": self.samples_seen, "job": self.job.model_dump(mode="json")}
-        return save_checkpoint(
-            folder,
-            self.steps_done,
-            self.runner.state(),
-            {**meta, **random_streams(self.context)},
-            self.context,
-            keep=self.job.checkpoint.keep,
-            texts=config_texts(self.runner.module),
-        )
+            meta = {"samples_seen": self.samples_seen, "job": self.job.model_dump(mode="json")}
+            return save_checkpoint(
+                folder,
+                self.steps_done,
+                self.runner.state(),
+                {**meta, **random_streams(self.context)},
+                self.context,
+                keep=self.job.checkpoint.keep,
+                texts=config_texts(self.runner.module),
+            )
 
     def load(self, path: Path) -> None:
         """Continue from a checkpoint: weights, optimizer, position, random states.
