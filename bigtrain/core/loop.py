@@ -96,15 +96,15 @@ class StepRunner:
         self.meter.phase("step")
         for finish in self._before_update:
             finish()
-        norm = self.clip()
         if self._checks_finite:
-            number = float(norm)
+            number = float(self.clip())
             if not math.isfinite(number):
                 stepped = self._released is not None
                 raise NonFiniteError(f"the gradient norm is {number}", stepped=stepped)
             self.apply_step()
             return number
         # Everything is queued before the host waits, once for both numbers.
+        norm = self.clip()
         self.apply_step()
         return float(norm) if loss is None else loss.read_with(norm)
 

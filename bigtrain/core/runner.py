@@ -27,7 +27,8 @@ class StepLoss:
     def read(self) -> float:
         """The mean over the valid targets, the same on every rank. The first call is collective."""
         if self._value is None:
-            self._value = self._mean(0.0 if self._own_sum is None else float(self._own_sum))
+            own_sum, self._own_sum = self._own_sum, None  # no tensor that outlives its number
+            self._value = self._mean(0.0 if own_sum is None else float(own_sum))
         return self._value
 
     def read_with(self, norm: Tensor) -> float:

@@ -355,6 +355,8 @@ def main(flavour: str, listener: int, life: int, folder: str | None = None) -> N
 
 
 if __name__ == "__main__":
-    # The script's own folder is no part of the path of what is run.
+    # The script's own folder is no part of the path of what is run, and the checkout, which is
+    # first here so that its modules are the ones imported, stands where an installed one does.
     del sys.path[0]
+    sys.path.append(sys.path.pop(0))
     main("plain", int(sys.argv[2]), int(sys.argv[3]), sys.argv[1])
