@@ -21,9 +21,9 @@ from torch import Tensor
 
 from bigtrain.checkpoint.layout import (
     PIECE_BYTES,
-    TensorEntry,
     Held,
     Part,
+    TensorEntry,
     TensorFile,
     plan_entries,
     tensor_file,
