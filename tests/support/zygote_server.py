@@ -287,6 +287,9 @@ def _program(request: dict[str, Any]) -> Callable[[], Any]:
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     sys.path_importer_cache.clear()
+    # This checkout is first here, so that its modules are the ones imported, and stands from now
+    # on where an installed one does.
+    sys.path.append(sys.path.pop(0))
     if kind == "-m":
         sys.argv = ["-m", *words]
         sys.path[:0] = [os.getcwd(), *own]
@@ -355,8 +358,6 @@ def main(flavour: str, listener: int, life: int, folder: str | None = None) -> N
 
 
 if __name__ == "__main__":
-    # The script's own folder is no part of the path of what is run, and the checkout, which is
-    # first here so that its modules are the ones imported, stands where an installed one does.
+    # The script's own folder is no part of the path of what is run.
     del sys.path[0]
-    sys.path.append(sys.path.pop(0))
     main("plain", int(sys.argv[2]), int(sys.argv[3]), sys.argv[1])
