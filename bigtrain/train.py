@@ -21,7 +21,7 @@ from bigtrain.data import prepare_data
 from bigtrain.devices import grow_segments, is_accelerator, set_current
 from bigtrain.engine.adapt import adapt_on_oom
 from bigtrain.engine.prepare import connect_job
-from bigtrain.engine.resume import resume, save_or_explain
+from bigtrain.engine.resume import failed_save, resume, save_or_explain
 from bigtrain.engine.setup import RunSetup, check_job, open_setup
 from bigtrain.job.arguments import train_arguments
 from bigtrain.job.load import override_job
@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
 def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console: Console) -> int:
     """Build the engine, go through the steps, and leave the results behind."""
     with parts.engine(context) as engine:
-        engine.reserve(folder / "checkpoints")
+        engine.saver.reserve(folder / "checkpoints")
         resumed = resume(job, engine, folder)  # from a checkpoint, if the job says so
         with RunLog(
             folder,
@@ -103,9 +103,12 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
                     if wanted and parts.data.validation is not None:
                         measured = engine.evaluate(parts.validation_batches(context))
                         log.validation(result.step, measured)
-                    if (last and job.checkpoint.at_end) or due(result.step, job.checkpoint.every):
-                        for line in save_or_explain(engine, folder, last=last):
-                            log.print_line(line)
+                    saves = last and job.checkpoint.at_end
+                    saves = saves or due(result.step, job.checkpoint.every)
+                    said = failed_save(engine, folder)
+                    said += save_or_explain(engine, folder, last=last) if saves else []
+                    for line in said:
+                        log.print_line(line)
                     if last:
                         break
             log.memory(engine.memory())

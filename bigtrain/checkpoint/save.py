@@ -25,26 +25,17 @@ import torch
 from bigtrain.checkpoint.folders import draft_folder, publish, write_text
 from bigtrain.checkpoint.layout import checkpoint_files, index_texts
 from bigtrain.checkpoint.manifest import FORMAT, MANIFEST, STATE, file_record, manifest_text
-from bigtrain.checkpoint.write import FileRecord, gather_entries, write_files
+from bigtrain.checkpoint.write import FileRecord, FileWriting, gather_entries
 from bigtrain.errors import CheckpointError
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import StateTensor
 
 
-def save_checkpoint(
-    folder: Path,
-    step: int,
-    state: Mapping[str, StateTensor],
-    meta: Mapping[str, Any],
-    context: RunContext,
-    *,
-    keep: int = 1,
-    texts: Mapping[str, str] | None = None,
-) -> Path:
-    """Write a checkpoint, point `latest` at it, and remove the oldest beyond `keep`. Collective.
+class CheckpointWriting:
+    """One checkpoint that all ranks write: begun, and ended now or by another thread.
 
     Every rank writes that sees the folder that rank 0 has made; where each node has a disk of its
-    own, that are the ranks of the first.
+    own, that are the ranks of the first. Making one is collective.
 
     Args:
         folder: the run's `checkpoints/`.
@@ -55,58 +46,84 @@ def save_checkpoint(
         keep: see `publish`.
         texts: other files by name; rank 0's count.
 
-    Returns:
-        The checkpoint's folder.
-
     Raises:
-        CheckpointError: it could not be written; the same on all ranks. What was there stays.
+        CheckpointError: it cannot be begun; the same on all ranks.
     """
-    draft = _agreed(context, lambda: draft_folder(folder, step), folder)
-    try:
-        return _write(draft, step, state, meta, context, keep, texts or {})
-    except CheckpointError:
+
+    def __init__(
+        self,
+        folder: Path,
+        step: int,
+        state: Mapping[str, StateTensor],
+        meta: Mapping[str, Any],
+        context: RunContext,
+        *,
+        keep: int = 1,
+        texts: Mapping[str, str] | None = None,
+    ) -> None:
+        self.path = folder / f"step-{step}"
+        self._step, self._keep, self._meta, self._texts = step, keep, meta, texts or {}
+        self._draft = draft = _agreed(context, lambda: draft_folder(folder, step), folder)
+        seen = [row[0] > 0 for row in context.all_gather_rows([draft.is_dir()])]
+        owners = [rank for rank, sees in enumerate(seen) if sees or rank == 0]
+        try:
+            self._files = checkpoint_files(gather_entries(state, context, owners))
+        except CheckpointError:
+            self._discard(context)
+            raise
+        self._writing = FileWriting(draft, self._files, state, context.rank)
+
+    def take(self, context: RunContext, most_bytes: int | None) -> int:
+        """Copy what is not written yet; see `FileWriting.take`. Collective."""
+        return self._writing.take(context, most_bytes)
+
+    def finish(self, context: RunContext) -> Path:
+        """Write the rest, point `latest` at it, and remove the oldest beyond `keep`. Collective.
+
+        Args:
+            context: of all ranks.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            CheckpointError: it could not be written; the same on all ranks. What was there stays.
+        """
+        try:
+            return self._finish(context)
+        except CheckpointError:
+            self._discard(context)
+            raise
+
+    def _finish(self, context: RunContext) -> Path:
+        records: dict[str, FileRecord] = {}
+        problem: OSError | None = None
+        try:
+            records = self._writing.finish(context)
+        except OSError as error:
+            problem = error
+        words = None if problem is None else f"rank {context.rank}: {problem}"
+        gathered = context.all_gather_objects((words, records))
+        failed = [words for words, _ in gathered if words is not None]
+        if failed:
+            raise _failure(self._draft.parent, failed[0])
+
+        def publish_files() -> Path:
+            small = {**index_texts(self._files), **self._texts}
+            head = {"format": FORMAT, "step": self._step, "torch": torch.__version__}
+            small[STATE] = json.dumps({**head, **self._meta}, indent=1)
+            every = {name: record for _, part in gathered for name, record in part.items()}
+            for name, text in small.items():
+                write_text(self._draft / name, text)
+                every[name] = file_record(text.encode())
+            write_text(self._draft / MANIFEST, manifest_text(every))
+            return publish(self._draft, self._step, self._keep)
+
+        return _agreed(context, publish_files, self._draft.parent)
+
+    def _discard(self, context: RunContext) -> None:
         if context.is_main:
-            shutil.rmtree(draft, ignore_errors=True)
-        raise
-
-
-def _write(
-    draft: Path,
-    step: int,
-    state: Mapping[str, StateTensor],
-    meta: Mapping[str, Any],
-    context: RunContext,
-    keep: int,
-    texts: Mapping[str, str],
-) -> Path:
-    seen = [row[0] > 0 for row in context.all_gather_rows([draft.is_dir()])]
-    owners = [rank for rank, sees in enumerate(seen) if sees or rank == 0]
-    files = checkpoint_files(gather_entries(state, context, owners))
-    records: dict[str, FileRecord] = {}
-    problem: OSError | None = None
-    try:
-        records = write_files(draft, files, state, context)
-    except OSError as error:
-        problem = error
-    words = None if problem is None else f"rank {context.rank}: {problem}"
-    gathered = context.all_gather_objects((words, records))
-    failed = [words for words, _ in gathered if words is not None]
-    if failed:
-        raise _failure(draft.parent, failed[0])
-
-    def finish() -> Path:
-        small = {**index_texts(files), **texts}
-        small[STATE] = json.dumps(
-            {"format": FORMAT, "step": step, "torch": torch.__version__, **meta}, indent=1
-        )
-        every = {name: record for _, part in gathered for name, record in part.items()}
-        for name, text in small.items():
-            write_text(draft / name, text)
-            every[name] = file_record(text.encode())
-        write_text(draft / MANIFEST, manifest_text(every))
-        return publish(draft, step, keep)
-
-    return _agreed(context, finish, draft.parent)
+            shutil.rmtree(self._draft, ignore_errors=True)
 
 
 def _agreed(context: RunContext, make: Any, folder: Path) -> Path:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from bigtrain.checkpoint.folders import sole_writer
 from bigtrain.checkpoint.random_state import random_state
 from bigtrain.checkpoint.read import Checkpoint
-from bigtrain.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from bigtrain.errors import CheckpointError, DamagedCheckpointError
 from bigtrain.ranks.context import RunContext
 
 
@@ -71,23 +69,6 @@ def config_texts(model: nn.Module) -> dict[str, str]:
         return {"config.json": str(write())}
     finally:
         config.architectures = before  # type: ignore[union-attr]
-
-
-def reserve_folder(folder: Path, context: RunContext, closing: ExitStack) -> None:
-    """Keep others from saving into a folder until `closing` is closed. Collective.
-
-    Raises:
-        ConfigError: another run saves there; the same on all ranks.
-    """
-    problem = ""
-    if context.is_main:
-        try:
-            closing.enter_context(sole_writer(folder))
-        except ConfigError as error:
-            problem = str(error)
-    problem = context.broadcast_object(problem)
-    if problem:
-        raise ConfigError(problem)
 
 
 def random_streams(context: RunContext) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import os
 import queue
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from bigtrain.checkpoint.layout import (
     plan_entries,
     tensor_file,
 )
-from bigtrain.ranks.context import RunContext, long_timeout
+from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import Extent, StateTensor
 
 _BUFFERS = 3
@@ -46,13 +47,18 @@ def gather_entries(
     return plan_entries(context.all_gather_objects(held), list(owners))
 
 
-def write_files(
-    folder: Path,
-    files: Sequence[TensorFile],
-    state: Mapping[str, StateTensor],
-    context: RunContext,
-) -> dict[str, FileRecord]:
-    """Write these files, each by its owner. Collective.
+@dataclass
+class _Given:
+    """What a rank gives in one round."""
+
+    messages: dict[int, Tensor]
+    """Bytes by the rank that they are sent to, on the CPU."""
+    own: list[tuple[Part, Tensor]]
+    """What stays, for a piece of its own."""
+
+
+class FileWriting:
+    """Files that all ranks write together, each by its owner, in rounds of a piece of each.
 
     A rank holds `_BUFFERS` pieces, and what it sends of a piece of each of the others.
 
@@ -60,79 +66,140 @@ def write_files(
         folder: where they are made; it is there.
         files: the same on every rank.
         state: what this rank holds.
-        context: of all ranks.
-
-    Returns:
-        What is to be known of the files that this rank has written.
-
-    Raises:
-        OSError: this rank could not write; the exchange went on to its end all the same.
+        rank: of the owners.
     """
-    own = [file for file in files if file.owner == context.rank]
-    longest = max((file.nbytes for file in own), default=0)
-    with _Writer(folder, own, min(longest, PIECE_BYTES)) as writer:
-        if context.mesh is None:
-            _exchange(files, state, context.rank, writer)
+
+    def __init__(
+        self,
+        folder: Path,
+        files: Sequence[TensorFile],
+        state: Mapping[str, StateTensor],
+        rank: int,
+    ) -> None:
+        self._rank = rank
+        pieces_of: dict[int, list[tuple[TensorFile, int]]] = {}
+        for file in files:
+            pieces_of.setdefault(file.owner, []).extend((file, n) for n in range(file.num_pieces))
+        longest = max(map(len, pieces_of.values()), default=0)
+        self._rounds = [
+            {owner: pieces[number] for owner, pieces in pieces_of.items() if number < len(pieces)}
+            for number in range(longest)
+        ]
+        self._next = 0
+        self._values = _Values(state)
+        self._taken: dict[int, _Given] = {}
+        own = [file for file in files if file.owner == rank]
+        piece_bytes = min(PIECE_BYTES, max((file.nbytes for file in own), default=0))
+        self._writer = _Writer(folder, own, piece_bytes)
+
+    def take(self, context: RunContext, most_bytes: int | None) -> int:
+        """Copy to the host what is not written yet: the state may change afterwards. Collective.
+
+        Args:
+            context: of all ranks.
+            most_bytes: of the copies of any rank; what is more is written before. None: all is
+                copied.
+
+        Returns:
+            The bytes that this rank has copied.
+        """
+        last = len(self._rounds)
+        if most_bytes is not None:
+            sums: dict[int, int] = {}
+            while last > 0:
+                for file, piece in self._rounds[last - 1].values():
+                    for rank, parts in file.parts(piece).items():
+                        sums[rank] = sums.get(rank, 0) + sum(part.extent.size for part in parts)
+                if max(sums.values(), default=0) > most_bytes:
+                    break
+                last -= 1
+            self._exchange(context, last)
         else:
-            with long_timeout(context.device):  # a disk may be slower than exchanges may be
-                _exchange(files, state, context.rank, writer)
-        return writer.finish()
+            last = self._next
+        copied = 0
+        for number in range(last, len(self._rounds)):
+            given = self._give(number)
+            given.own = [(part, values.to("cpu", copy=True)) for part, values in given.own]
+            kept = [*given.messages.values(), *(values for _, values in given.own)]
+            copied += sum(values.numel() for values in kept)
+            self._taken[number] = given
+        self._values = _Values({})
+        return copied
+
+    def finish(self, context: RunContext) -> dict[str, FileRecord]:
+        """Write what is left, and wait until all is on the disk. Collective.
+
+        Returns:
+            What is to be known of the files that this rank has written.
+
+        Raises:
+            OSError: this rank could not write; the exchange went on to its end all the same.
+        """
+        try:
+            self._exchange(context, len(self._rounds))
+            return self._writer.finish()
+        finally:
+            self._writer.close()
+
+    def _exchange(self, context: RunContext, last: int) -> None:
+        group = context.group()
+        with context.patiently():  # a disk may be slower than exchanges may be
+            for number in range(self._next, last):
+                given = self._taken.pop(number, None) or self._give(number)
+                sends = [dist.isend(m, owner, group) for owner, m in given.messages.items()]
+                if self._rank in self._rounds[number]:
+                    file, piece = self._rounds[number][self._rank]
+                    self._receive(file, piece, given.own, group)
+                for send in sends:
+                    if send is not None:
+                        send.wait()
+        self._next = max(self._next, last)
+
+    def _give(self, number: int) -> _Given:
+        given = _Given({}, [])
+        for owner, (file, piece) in self._rounds[number].items():
+            mine = file.parts(piece).get(self._rank)
+            if mine and owner != self._rank:
+                given.messages[owner] = self._values.message(mine)
+            elif mine:
+                given.own = [(part, self._values.part(part)) for part in mine]
+        self._values.next_round()
+        return given
+
+    def _receive(
+        self,
+        file: TensorFile,
+        piece: int,
+        own: list[tuple[Part, Tensor]],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """Put a piece together, and hand it to the threads."""
+        arriving = []
+        for source, theirs in sorted(file.parts(piece).items()):
+            if source != self._rank:
+                message = torch.empty(sum(part.extent.size for part in theirs), dtype=torch.uint8)
+                arriving.append((theirs, message, dist.irecv(message, source, group)))
+        buffer = self._writer.buffer()
+        begin = piece * PIECE_BYTES
+        header = file.header[begin : begin + PIECE_BYTES]
+        if header:
+            buffer[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        for part, values in own:
+            _place(buffer, part.extent, values)
+        for theirs, message, work in arriving:
+            if work is not None:
+                work.wait()
+            position = 0
+            for part in theirs:
+                _place(buffer, part.extent, message[position : position + part.extent.size])
+                position += part.extent.size
+        self._writer.write(file, piece, buffer)
 
 
 def write_tensors(path: Path, state: Mapping[str, StateTensor], context: RunContext) -> None:
     """Write one file of tensors, by rank 0. Collective."""
-    entries = gather_entries(state, context, [0])
-    write_files(path.parent, [tensor_file(path.name, 0, entries)], state, context)
-
-
-def _exchange(
-    files: Sequence[TensorFile], state: Mapping[str, StateTensor], rank: int, writer: _Writer
-) -> None:
-    pieces_of: dict[int, list[tuple[TensorFile, int]]] = {}
-    for file in files:
-        pieces_of.setdefault(file.owner, []).extend((file, n) for n in range(file.num_pieces))
-    values = _Values(state)
-    for number in range(max((len(pieces) for pieces in pieces_of.values()), default=0)):
-        sends, keep = [], []
-        for owner, pieces in pieces_of.items():
-            if owner != rank and number < len(pieces):
-                file, piece = pieces[number]
-                mine = file.parts(piece).get(rank)
-                if mine:
-                    message = values.message(mine)
-                    keep.append(message)
-                    sends.append(dist.isend(message, owner))
-        if number < len(pieces_of.get(rank, ())):
-            _receive(*pieces_of[rank][number], values, rank, writer)
-        for send in sends:
-            if send is not None:
-                send.wait()
-        values.next_round()
-
-
-def _receive(file: TensorFile, piece: int, values: _Values, rank: int, writer: _Writer) -> None:
-    """Put a piece together, and hand it to the threads."""
-    parts = file.parts(piece)
-    arriving = []
-    for source, theirs in sorted(parts.items()):
-        if source != rank:
-            message = torch.empty(sum(part.extent.size for part in theirs), dtype=torch.uint8)
-            arriving.append((theirs, message, dist.irecv(message, source)))
-    buffer = writer.buffer()
-    begin = piece * PIECE_BYTES
-    header = file.header[begin : begin + PIECE_BYTES]
-    if header:
-        buffer[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-    for part in parts.get(rank, ()):
-        _place(buffer, part.extent, values.part(part))
-    for theirs, message, work in arriving:
-        if work is not None:
-            work.wait()
-        position = 0
-        for part in theirs:
-            _place(buffer, part.extent, message[position : position + part.extent.size])
-            position += part.extent.size
-    writer.write(file, piece, buffer)
+    files = [tensor_file(path.name, 0, gather_entries(state, context, [0]))]
+    FileWriting(path.parent, files, state, context.rank).finish(context)
 
 
 def _place(buffer: Tensor, extent: Extent, values: Tensor) -> None:
@@ -185,6 +252,11 @@ class _Writer:
         self._threads = ThreadPoolExecutor(_BUFFERS - 1, thread_name_prefix="bigtrain-write")
         self._writes: list[Future[None]] = []
         self._error: OSError | None = None
+        for name in self._paths:
+            try:
+                self._descriptor(name)
+            except OSError as error:
+                self._error = error
 
     def buffer(self) -> Tensor:
         """A piece's room; it waits until one is free."""
@@ -236,15 +308,8 @@ class _Writer:
             for name, hashes in self._hashes.items()
         }
 
-    def __enter__(self) -> _Writer:
-        for name in self._paths:
-            try:
-                self._descriptor(name)
-            except OSError as error:
-                self._error = error
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Let go of threads and files."""
         self._threads.shutdown(wait=True)
         for descriptor in self._descriptors.values():
             os.close(descriptor)

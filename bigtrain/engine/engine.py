@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
 from traceback import clear_frames
@@ -24,13 +25,12 @@ from bigtrain.assembly.build import build_runner, check_mesh
 from bigtrain.assembly.host_room import ensure_host_room
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.assembly.resolve import check_known, resolve_plan
-from bigtrain.checkpoint.save import save_checkpoint
+from bigtrain.checkpoint.saver import Saver
 from bigtrain.checkpoint.together import (
     check_optimizer_state,
     config_texts,
     open_together,
     random_streams,
-    reserve_folder,
 )
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.workload import Workload
@@ -260,36 +260,29 @@ class Engine:
         run = (self.plan.strategy.name, self.context.device.type)
         return MemoryReport(*run, tuple(ranks), self.predicted_step or StepForecast(None))
 
-    _reserved: frozenset[Path] = frozenset()
-
-    def reserve(self, folder: Path) -> None:
-        """Keep other runs from saving below `folder` until this engine is closed. Collective.
-
-        Raises:
-            ConfigError: another one saves there; the same on all ranks.
-        """
-        if folder not in self._reserved:
-            reserve_folder(folder, self.context, self._closing)
-            self._reserved |= {folder}
+    @cached_property
+    def saver(self) -> Saver:
+        """Writes this run's checkpoints."""
+        return self._closing.enter_context(Saver(self.context, self.job.checkpoint))
 
     def save(self, folder: Path) -> Path:
         """Write a checkpoint below `folder`; return its path. Collective.
+
+        With `checkpoint.asynchronous` it is there when `saver.wait` has returned.
 
         Raises:
             CheckpointError: it could not be written (a full disk, a folder that is gone); the same
                 on all ranks. What was there before stays, and the run can go on.
         """
-        self.reserve(folder)
+        self.saver.reserve(folder)
         with self._explaining("while a checkpoint was written"):
             meta = {"samples_seen": self.samples_seen, "job": self.job.model_dump(mode="json")}
-            return save_checkpoint(
+            return self.saver.save(
                 folder,
                 self.steps_done,
                 self.runner.state(),
                 {**meta, **random_streams(self.context)},
-                self.context,
-                keep=self.job.checkpoint.keep,
-                texts=config_texts(self.runner.module),
+                config_texts(self.runner.module),
             )
 
     def load(self, path: Path) -> None:

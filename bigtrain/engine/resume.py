@@ -69,13 +69,27 @@ def save_or_explain(engine: Engine, folder: Path, *, last: bool) -> list[str]:
     checkpoints = folder / "checkpoints"
     try:
         engine.save(checkpoints)
+        said = failed_save(engine, folder)  # of the one before
+        if last:
+            engine.saver.wait()
     except CheckpointError as error:
-        newest = newest_checkpoint(checkpoints)
-        there = f"the newest is still {newest.name}" if newest else "there is none yet"
         if last:
             raise CheckpointError(
-                f"{error}. The run went to its end, but its last state is lost; {there}. Make "
-                "room, and run again with --resume auto."
+                f"{error}. The run went to its end, but its last state is lost; "
+                f"{_newest(checkpoints)}. Make room, and run again with --resume auto."
             ) from None
-        return [f"warning: {error}. The run goes on; {there}."]
-    return []
+        return [f"warning: {error}. The run goes on; {_newest(checkpoints)}."]
+    return said
+
+
+def failed_save(engine: Engine, folder: Path) -> list[str]:
+    """What is to be said of a save that failed beside the steps since the last call."""
+    error = engine.saver.failure()
+    if error is None:
+        return []
+    return [f"warning: {error}. The run goes on; {_newest(folder / 'checkpoints')}."]
+
+
+def _newest(checkpoints: Path) -> str:
+    newest = newest_checkpoint(checkpoints)
+    return f"the newest is still {newest.name}" if newest else "there is none yet"

@@ -320,6 +320,10 @@ class CheckpointConfig(ConfigSection):
     at_end: bool = True
     keep: int = Field(3, ge=1)
     """How many of the newest are kept."""
+    asynchronous: bool = False
+    """Training goes on while files are written, from a copy on the host."""
+    snapshot_bytes: Bytes | None = Field(None, ge=0)
+    """The most that a rank copies for that; what is more is written before. None: no limit."""
     resume: str | None = None
     """`auto`: the run's newest, if there is one; or the path of a checkpoint."""
 

@@ -311,7 +311,7 @@ class PartitionedUpdate:
         parameter = self._parameters[name]
 
         def values() -> Tensor:
-            found = []
+            found = [torch.empty(0, dtype=dtype)] if not pieces else []
             for piece in pieces:
                 value = self._read(value_of(piece)).detach()
                 # A whole one goes in row-major order, however it lies in memory.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -40,6 +40,8 @@ class RunContext:
     """The ranks as axes dp, pp, tp; None for one process without a process group."""
     seed: int
     launcher: Launcher
+    own_group: dist.ProcessGroup | None = None
+    """Of all ranks, for exchanges beside those of the run; see `beside`."""
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu", seed: int = 0) -> RunContext:
@@ -100,7 +102,26 @@ class RunContext:
         """Return the group of one axis, or of all ranks; None without a process group."""
         if self.mesh is None:
             return None
-        return dist.group.WORLD if axis is None else self.mesh.get_group(axis)
+        if axis is None:
+            return self.own_group or dist.group.WORLD
+        return self.mesh.get_group(axis)
+
+    def beside(self) -> RunContext:
+        """The same ranks with a group of their own, for the exchanges of another thread.
+
+        It is of the CPU, whatever the device, and its exchanges wait for hours. Only those among
+        all ranks go through it: those along an axis are the run's.
+        """
+        if self.mesh is None:
+            return self
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_PATIENCE_S))
+        return replace(self, device=torch.device("cpu"), own_group=group)
+
+    def patiently(self) -> contextlib.AbstractContextManager[None]:
+        """Let the exchanges of all ranks wait for hours, for the length of a `with` block."""
+        if self.mesh is None or self.own_group is not None:
+            return contextlib.nullcontext()
+        return long_timeout(self.device)
 
     def ranks_of(self, axis: Axis) -> list[int]:
         """The ranks with which this one shares the axis, itself included, in order."""
@@ -135,7 +156,7 @@ class RunContext:
         if self.mesh is None:
             return [value]
         gathered = [None] * self.world_size if self.is_main else None
-        dist.gather_object(value, gathered)
+        dist.gather_object(value, gathered, group=self.group())
         return gathered
 
     def all_gather_objects(self, value: Any) -> list[Any]:
@@ -143,7 +164,7 @@ class RunContext:
         if self.mesh is None:
             return [value]
         everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, value)
+        dist.all_gather_object(everyone, value, group=self.group())
         return everyone
 
     def broadcast_object(self, value: Any) -> Any:
@@ -151,7 +172,7 @@ class RunContext:
         if self.mesh is None:
             return value
         box = [value if self.is_main else None]
-        dist.broadcast_object_list(box, src=0, device=self.device)
+        dist.broadcast_object_list(box, src=0, device=self.device, group=self.group())
         return box[0]
 
     def all_gather_numbers(self, number: float, axis: Axis | None = None) -> list[float]:

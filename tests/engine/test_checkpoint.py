@@ -13,7 +13,7 @@ import torch
 from bigtrain.checkpoint.folders import checkpoints_of, find_checkpoint, newest_checkpoint
 from bigtrain.checkpoint.random_state import random_state, set_random_state
 from bigtrain.checkpoint.read import Checkpoint
-from bigtrain.checkpoint.save import save_checkpoint
+from bigtrain.checkpoint.save import CheckpointWriting
 from bigtrain.errors import CheckpointError, ConfigError
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import StateTensor
@@ -36,7 +36,8 @@ def tensors():
 
 def write(folder, step=1, keep=9, values=None):
     state = {name: StateTensor.of(value) for name, value in (values or tensors()).items()}
-    return save_checkpoint(folder, step, state, {"samples_seen": 4}, RunContext.alone(), keep=keep)
+    alone, meta = RunContext.alone(), {"samples_seen": 4}
+    return CheckpointWriting(folder, step, state, meta, alone, keep=keep).finish(alone)
 
 
 def test_what_is_written_is_read_back_bit_for_bit(tmp_path):

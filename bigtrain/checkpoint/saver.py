@@ -1,0 +1,151 @@
+"""Saving beside training: a copy of the state is taken, and a thread writes it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from bigtrain.checkpoint.folders import sole_writer
+from bigtrain.checkpoint.save import CheckpointWriting
+from bigtrain.errors import CheckpointError, ConfigError
+from bigtrain.job.schema import CheckpointConfig
+from bigtrain.ranks.context import RunContext
+from bigtrain.tensors.shards import StateTensor
+
+_END_S = 5.0
+"""How long a write may go on when the run has failed: the other ranks may be gone."""
+
+
+class Saver:
+    """Writes the checkpoints of a run, one after the other.
+
+    Asynchronous, a save returns when each rank has copied what it gives of the files: all ranks
+    together copy the state once. A thread exchanges, hashes and writes it, through a group of its
+    own; hashing and writing hold no lock of the interpreter. The next save waits for it.
+
+    Args:
+        context: of the run.
+        config: whether training goes on while files are written, and what is kept.
+    """
+
+    def __init__(self, context: RunContext, config: CheckpointConfig) -> None:
+        self._context = context
+        self._asynchronous, self._keep = config.asynchronous, config.keep
+        self._most_bytes = config.snapshot_bytes
+        self._beside: RunContext | None = None
+        self._writing: _BackgroundWriting | None = None
+        self._error: CheckpointError | None = None
+        self._reserved: set[Path] = set()
+        self._locks = ExitStack()
+        self.copied_bytes = 0
+        """What this rank copied for the last save, on the host."""
+
+    def reserve(self, folder: Path) -> None:
+        """Keep other runs from saving into a folder until this one is closed. Collective.
+
+        Raises:
+            ConfigError: another one saves there; the same on all ranks.
+        """
+        if folder in self._reserved:
+            return
+        problem = ""
+        if self._context.is_main:
+            try:
+                self._locks.enter_context(sole_writer(folder))
+            except ConfigError as error:
+                problem = str(error)
+        problem = self._context.broadcast_object(problem)
+        if problem:
+            raise ConfigError(problem)
+        self._reserved.add(folder)
+
+    def save(
+        self,
+        folder: Path,
+        step: int,
+        state: Mapping[str, StateTensor],
+        meta: Mapping[str, Any],
+        texts: Mapping[str, str],
+    ) -> Path:
+        """Write a checkpoint, or begin to. Collective; see `CheckpointWriting`.
+
+        Returns:
+            The checkpoint's folder: it is there when this returns or, asynchronous, after `wait`.
+
+        Raises:
+            CheckpointError: it could not be written, or not be begun; the same on all ranks.
+        """
+        self._join()
+        context, keep = self._context, self._keep
+        if self._asynchronous:
+            context = self._beside = self._beside or context.beside()
+        writing = CheckpointWriting(folder, step, state, meta, context, keep=keep, texts=texts)
+        if not self._asynchronous:
+            return writing.finish(context)
+        self.copied_bytes = writing.take(context, self._most_bytes)
+        self._writing = _BackgroundWriting(writing, context)
+        self._writing.start()
+        return writing.path
+
+    def failure(self) -> CheckpointError | None:
+        """Why a save failed that ended since the last call; None where none did."""
+        if self._writing is not None and not self._writing.is_alive():
+            self._join()
+        error, self._error = self._error, None
+        return error
+
+    def wait(self) -> None:
+        """Wait for the save that is under way.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.join()
+            if writing.error is not None:
+                raise writing.error
+
+    def _join(self) -> None:
+        try:
+            self.wait()
+        except CheckpointError as error:
+            self._error = error
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._locks:
+            if kind is None:
+                self.wait()
+            elif self._writing is not None:
+                self._writing.join(_END_S)
+
+
+class _BackgroundWriting(threading.Thread):
+    """Ends a checkpoint that was begun."""
+
+    def __init__(self, writing: CheckpointWriting, context: RunContext) -> None:
+        super().__init__(name="bigtrain-save", daemon=True)
+        self._checkpoint, self._context = writing, context
+        self.error: CheckpointError | None = None
+
+    def run(self) -> None:
+        """See `Thread.run`."""
+        try:
+            self._checkpoint.finish(self._context)
+        except CheckpointError as error:
+            self.error = error
+        except (RuntimeError, MemoryError) as error:  # another rank is gone
+            words = f"no checkpoint was written to {self._checkpoint.path}: {error}"
+            self.error = CheckpointError(words)
