@@ -115,6 +115,7 @@ class RunContext:
         if self.mesh is None:
             return self
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_PATIENCE_S))
+        assert isinstance(group, dist.ProcessGroup)  # every rank is in it
         return replace(self, device=torch.device("cpu"), own_group=group)
 
     def patiently(self) -> contextlib.AbstractContextManager[None]:
