@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -115,8 +115,8 @@ class RunContext:
         if self.mesh is None:
             return self
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_PATIENCE_S))
-        assert isinstance(group, dist.ProcessGroup)  # every rank is in it
-        return replace(self, device=torch.device("cpu"), own_group=group)
+        own = cast("dist.ProcessGroup", group)  # every rank is in it
+        return replace(self, device=torch.device("cpu"), own_group=own)
 
     def patiently(self) -> contextlib.AbstractContextManager[None]:
         """Let the exchanges of all ranks wait for hours, for the length of a `with` block."""

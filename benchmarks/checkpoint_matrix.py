@@ -1,0 +1,238 @@
+"""Checkpoints of every strategy, continued under every other one, on as many ranks, fewer, and one.
+
+    python benchmarks/checkpoint_matrix.py [--output benchmarks/results/checkpoint_matrix.json]
+    python benchmarks/checkpoint_matrix.py --from ddp,zero3 --to fsdp,1f1b --ranks 4,2
+
+Under each strategy a small language model is trained for three steps of AdamW on 4 ranks, a
+checkpoint is saved, and two more steps are done. Every other strategy then continues from that
+checkpoint, on 4, 2, 1 and 3 ranks, with the same two global batches. What is compared is the
+losses of these steps with those of the run that was never stopped, and, for the same strategy on
+the same ranks, every byte of the state after them.
+
+The table has, for each strategy that continues and each number of ranks, the largest relative
+difference over all checkpoints. `-`: it does not run on so many ranks; the file has the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import forked
+from harness import keep
+
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.checkpoint.manifest import Manifest
+from bigtrain.engine.setup import open_setup
+from bigtrain.job.load import job_from_keys
+from bigtrain.ranks.context import RunContext
+
+ONE = ("single", "single_offload_disk", "layer_split_devices")
+REPLICAS = (
+    *("ddp", "ddp_offload_disk", "zero1_torch", "fsdp", "fsdp_zero2", "hybrid"),
+    *("zero1", "zero2", "zero3", "zero2_offload", "oss", "sharded_ddp", "fairscale_fsdp"),
+)
+PIPELINES = (
+    *("layer_split", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"),
+    "pipeline_deepspeed",
+)
+BOTH = ("1f1b_ddp", "1f1b_zero1", "1f1b_zero2", "1f1b_fsdp", "pipeline_deepspeed_zero1")
+STRATEGIES = (*ONE, *REPLICAS, *PIPELINES, *BOTH)
+RANKS = (4, 2, 1, 3)
+BEFORE, AFTER = 3, 2
+"""Steps before the checkpoint, and after it."""
+TOLERANCE = 2e-6
+LIMIT_S = 900.0
+KEYS: dict[str, Any] = {
+    "model.name": "gpt",
+    "model.args": {"num_layers": 8, "width": 32, "num_heads": 2, "sequence_length": 16},
+    "data.name": "text",
+    "optim.name": "adamw",
+    "optim.lr": 1e-3,
+    "optim.clip_norm": 1.0,
+    "train.steps": 20,
+    "train.global_batch_size": 12,
+    "train.micro_batch_size": 1,
+    "memory.predict": False,
+    "memory.track_steps": 0,
+}
+
+
+def pp_of(strategy: str, ranks: int) -> int:
+    """Ranks on the pp axis."""
+    if strategy in PIPELINES:
+        return ranks
+    return (2 if ranks % 2 == 0 else ranks) if strategy in BOTH else 1
+
+
+def begin(context: RunContext, _: Any, strategy: str, folder: Path) -> list[float]:
+    """Train, save a checkpoint, train on, save another one; the losses of the last steps."""
+    job, parts = opened(context, strategy)
+    losses = []
+    with parts.engine(context) as engine:
+        for batch in parts.training_steps(context, 0):
+            result = engine.step(batch)
+            if result.step > BEFORE:
+                losses.append(result.loss)
+            if result.step in (BEFORE, BEFORE + AFTER):
+                engine.save(folder)
+            if result.step == BEFORE + AFTER:
+                break
+    return losses
+
+
+def go_on(
+    context: RunContext, _: Any, strategy: str, sources: list[str], folder: Path
+) -> dict[str, Any]:
+    """Continue from each of these checkpoints; the losses, or why not, by the checkpoint's name.
+
+    Where it is the strategy's own on as many ranks, the state is saved beside it, to be compared.
+    """
+    found: dict[str, Any] = {}
+    for source in sources:
+        job, parts = opened(context, strategy)
+        losses = []
+        with parts.engine(context) as engine:
+            engine.load(folder / source / f"step-{BEFORE}")
+            for batch in parts.training_steps(context, engine.samples_seen):
+                result = engine.step(batch)
+                losses.append(result.loss)
+                if result.step == BEFORE + AFTER:
+                    break
+            if source == f"{strategy}.{context.world_size}":
+                engine.save(folder / f"{source}.again")
+        found[source] = losses
+    return found
+
+
+def opened(context: RunContext, strategy: str) -> Any:
+    """The job, and what it needs."""
+    keys = {**KEYS, "mesh.pp": context.pp_size}
+    if strategy == "layer_split_devices":
+        keys["strategy.cut.devices"] = 2
+    job = job_from_keys(strategy, keys)
+    return job, open_setup(job, make_plan(job, context.world_size, "cpu"))
+
+
+def nothing(*_: Any) -> None:
+    """No preparation."""
+
+
+def same_bytes(folder: Path, source: str) -> bool:
+    """Whether the state after the last step is the uninterrupted run's, byte for byte."""
+    whole, again = (
+        Manifest.open(folder / name / f"step-{BEFORE + AFTER}")
+        for name in (source, f"{source}.again")
+    )
+    return all(whole.files[name] == again.files[name] for name in whole.tensor_files)
+
+
+def ranks_of_source(strategy: str) -> int:
+    """On how many ranks its checkpoint is saved."""
+    return 1 if strategy in ONE else max(RANKS)
+
+
+def measure(sources: Iterable[str], targets: Iterable[str], ranks: Iterable[int]) -> dict[str, Any]:
+    """The whole matrix: by target and ranks, then by source, the largest relative difference."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        first = {}
+        for strategy in sources:
+            count = ranks_of_source(strategy)
+            args, pp = (strategy, folder / f"{strategy}.{count}"), pp_of(strategy, count)
+            task = forked.Task(f"{strategy}.{count}", nothing, begin, args, count, pp, LIMIT_S)
+            first[task.name] = task
+        whole = {}
+        for outcome in forked.run_all(first.values(), at_once=4):
+            print("saved", outcome.name, outcome.refused or outcome.failed or "", flush=True)
+            if outcome.values:
+                whole[outcome.name] = outcome.values[0]
+        tasks = [
+            forked.Task(
+                *(f"{strategy}.{count}", nothing, go_on, (strategy, list(whole), folder), count),
+                *(pp_of(strategy, count), LIMIT_S),
+            )
+            for strategy in targets
+            for count in ranks
+            if count == 1 or strategy not in ONE
+        ]
+        cells = {}
+        for outcome in forked.run_all(tasks, at_once=4):
+            cell = cells[outcome.name] = compared(outcome, whole)
+            if outcome.name in whole and "differences" in cell:
+                cell["same_bytes"] = same_bytes(folder, outcome.name)
+            print(outcome.name, said(cell), cell.get("same_bytes", ""), flush=True)
+            shutil.rmtree(folder / f"{outcome.name}.again", ignore_errors=True)
+    return {"steps": [BEFORE, AFTER], "sources": list(whole), "cells": cells}
+
+
+def compared(outcome: forked.Outcome, whole: dict[str, list[float]]) -> dict[str, Any]:
+    """One target on one number of ranks against all sources."""
+    if not outcome.values:
+        return {"refused": outcome.refused} if outcome.refused else {"failed": outcome.failed}
+    differences = {
+        source: max(abs(a - b) / abs(b) for a, b in zip(losses, whole[source], strict=True))
+        for source, losses in outcome.values[0].items()
+    }
+    return {"differences": differences}
+
+
+def said(cell: dict[str, Any]) -> str:
+    """A cell of the table."""
+    if "differences" in cell:
+        return f"{max(cell['differences'].values()):.1e}"
+    return "-" if "refused" in cell else f"FAILED {cell['failed']}"
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """The table, in Markdown."""
+    ranks = sorted({int(name.rpartition(".")[2]) for name in found["cells"]}, reverse=True)
+    lines = ["| continues under | " + " | ".join(f"{n} ranks" for n in ranks) + " | same bytes |"]
+    lines.append("| --- |" + " --: |" * (len(ranks) + 1))
+    for strategy in dict.fromkeys(name.rpartition(".")[0] for name in found["cells"]):
+        cells = [found["cells"].get(f"{strategy}.{n}", {"refused": ""}) for n in ranks]
+        same = next((c["same_bytes"] for c in cells if "same_bytes" in c), None)
+        last = "-" if same is None else "yes" if same else "no"
+        lines.append(f"| `{strategy}` | " + " | ".join([*map(said, cells), last]) + " |")
+    return lines
+
+
+def main() -> int:
+    """Run what is asked for, print the table; 1 where a cell failed or differs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--from", dest="sources", default=",".join(STRATEGIES))
+    parser.add_argument("--to", dest="targets", default=",".join(STRATEGIES))
+    parser.add_argument("--ranks", default=",".join(map(str, RANKS)))
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    forked.load_everything()
+    ranks = [int(n) for n in options.ranks.split(",")]
+    found = measure(options.sources.split(","), options.targets.split(","), ranks)
+    print("\n".join(table(found)))
+    keep(options.output, found)
+    cells = found["cells"].values()
+    largest = [max(c["differences"].values()) for c in cells if "differences" in c]
+    failed = sum("failed" in c for c in cells)
+    above = sum(one > TOLERANCE for one in largest)
+    differ = sum(c.get("same_bytes") is False for c in cells)
+    print(
+        json.dumps(
+            {
+                "cells": len(largest) * len(found["sources"]),
+                "failed": failed,
+                "above": above,
+                "other_bytes": differ,
+            }
+        )
+    )
+    return 1 if failed or above or differ else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
