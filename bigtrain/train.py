@@ -21,7 +21,7 @@ from bigtrain.data import prepare_data
 from bigtrain.devices import grow_segments, is_accelerator, set_current
 from bigtrain.engine.adapt import adapt_on_oom
 from bigtrain.engine.prepare import connect_job
-from bigtrain.engine.resume import failed_save, resume, save_or_explain
+from bigtrain.engine.resume import BestFigure, failed_save, resume, save_or_explain
 from bigtrain.engine.setup import RunSetup, check_job, open_setup
 from bigtrain.job.arguments import train_arguments
 from bigtrain.job.load import override_job
@@ -81,6 +81,7 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
     with parts.engine(context) as engine:
         engine.saver.reserve(folder / "checkpoints")
         resumed = resume(job, engine, folder)  # from a checkpoint, if the job says so
+        best = BestFigure(job, engine, folder)
         with RunLog(
             folder,
             job,
@@ -100,13 +101,17 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
                     log.step(result)
                     last = result.step == parts.total_steps
                     wanted = last or due(result.step, job.train.eval_every)
+                    figures = None
                     if wanted and parts.data.validation is not None:
                         measured = engine.evaluate(parts.validation_batches(context))
                         log.validation(result.step, measured)
-                    saves = last and job.checkpoint.at_end
-                    saves = saves or due(result.step, job.checkpoint.every)
+                        figures = measured if best.improved(measured) else None
                     said = failed_save(engine, folder)
-                    said += save_or_explain(engine, folder, last=last) if saves else []
+                    saves = (last and job.checkpoint.at_end) or due(
+                        result.step, job.checkpoint.every
+                    )
+                    if saves or figures is not None:
+                        said += save_or_explain(engine, folder, last=last, best=figures)
                     for line in said:
                         log.print_line(line)
                     if last:

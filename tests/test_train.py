@@ -389,3 +389,45 @@ def test_tensorboard_files_are_written_when_asked_for(tmp_path, corpus):
     done = run(tmp_path, *SMALL, corpus, "log.tensorboard=true", "log.name=b", "train.steps=2")
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "runs/b/tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_the_best_state_of_a_validation_is_kept_beside_the_newest(tmp_path, corpus):
+    words = [*SMALL, corpus, "train.eval_every=1", "checkpoint.best=loss", "checkpoint.keep=1"]
+    words += ["log.name=best", "optim.lr=5", "optim.warmup_steps=0", "train.steps=2"]
+    done = run(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs/best"
+    figures = {}
+    for line in (folder / "validation.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        figures[row["step"]] = row["loss"]
+    lowest = min(figures, key=lambda step: figures[step])
+    assert lowest == 1  # at this rate it does not learn
+    assert (folder / "checkpoints/best").read_text() == f"step-{lowest}"
+    assert (folder / "checkpoints/latest").read_text() == "step-2"
+    kept = {path.name for path in (folder / "checkpoints").glob("step-*")}
+    assert kept == {f"step-{lowest}", "step-2"}
+    meta = json.loads((folder / f"checkpoints/step-{lowest}/state.json").read_text())
+    assert meta["validation"]["loss"] == figures[lowest]
+    again = run(tmp_path, *words, "train.steps=3", "--resume", "auto")
+    assert again.returncode == 0, again.stderr
+    (line,) = (folder / "validation.jsonl").read_text().splitlines()[len(figures) :]
+    if json.loads(line)["loss"] > figures[lowest]:
+        assert (folder / "checkpoints/best").read_text() == f"step-{lowest}"
+    from_best = run(tmp_path, *words, "log.name=two", "--resume", str(folder / "checkpoints/best"))
+    assert f"continues after step {lowest} from" in from_best.stdout
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("checkpoint.best=top1", "gives loss, bits_per_byte. Use checkpoint.best=bits_per_byte."),
+        ("checkpoint.snapshot_bytes=-1", "checkpoint.snapshot_bytes"),
+        ("checkpoint.asynchronous=maybe", "checkpoint.asynchronous"),
+    ],
+)
+def test_wrong_words_about_checkpoints_are_refused(tmp_path, corpus, word, said):
+    done = run(tmp_path, *SMALL, corpus, word)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr

@@ -13,6 +13,8 @@ from pathlib import Path
 from bigtrain.checkpoint.manifest import MANIFEST, STATE
 from bigtrain.errors import ConfigError
 
+LATEST, BEST = "latest", "best"
+"""Files with the name of a checkpoint beside them."""
 _DRAFT, _ASIDE = ".step-", ".replaced-"
 
 
@@ -27,7 +29,7 @@ def checkpoints_of(folder: Path) -> list[Path]:
         if number not in numbered and is_complete(path):
             numbered[number] = path
     found = [numbered[number] for number in sorted(numbered, reverse=True)]
-    pointer = folder / "latest"
+    pointer = folder / LATEST
     if pointer.is_file():
         target = folder / pointer.read_text(encoding="utf-8", errors="replace").strip()
         found.sort(key=lambda path: path != target)
@@ -76,13 +78,26 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return next(iter(checkpoints_of(folder)), None)
 
 
+def best_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint that `best` points at; None where there is none."""
+    pointer = folder / BEST
+    if not pointer.is_file():
+        return None
+    path = folder / pointer.read_text(encoding="utf-8", errors="replace").strip()
+    return path if path.parent == folder and is_complete(path) else None
+
+
 def find_checkpoint(path: str) -> Path:
     """A checkpoint from what a person would type: its folder, its run's, or the `checkpoints/`.
+
+    Of the latter two the newest; `checkpoints/best` and `checkpoints/latest` are what they name.
 
     Raises:
         ConfigError: there is none.
     """
     candidate = Path(path)
+    if candidate.is_file() and candidate.name in (LATEST, BEST):
+        candidate = candidate.parent / candidate.read_text(errors="replace").strip()
     if is_complete(candidate):
         return candidate
     for folder in (candidate, candidate / "checkpoints"):
@@ -107,14 +122,15 @@ def draft_folder(folder: Path, step: int) -> Path:
     return draft
 
 
-def publish(draft: Path, step: int, keep: int) -> Path:
+def publish(draft: Path, step: int, keep: int, *, best: bool = False) -> Path:
     """Give a draft its name, point `latest` at it, and remove the oldest beyond `keep`.
 
     Args:
         draft: a whole checkpoint.
         step: optimizer steps done.
         keep: how many of those written last stay, this one among them: after a resume from an
-            older step that need not be those of the highest numbers.
+            older step that need not be those of the highest numbers. The best stays in any case.
+        best: whether `best` is to point at it, too.
 
     Returns:
         The checkpoint's folder.
@@ -126,8 +142,11 @@ def publish(draft: Path, step: int, keep: int) -> Path:
         final.rename(folder / f"{_ASIDE}{step}.{os.getpid()}")
     draft.rename(final)
     sync_folder(folder)
-    write_text(folder / "latest", final.name)
-    there = (path for _, path in _numbered(folder, "step-"))
+    write_text(folder / LATEST, final.name)
+    if best:
+        write_text(folder / BEST, final.name)
+    kept = best_checkpoint(folder)
+    there = (path for _, path in _numbered(folder, "step-") if path != kept or path == final)
     written = sorted(there, key=lambda path: (path == final, path.stat().st_mtime_ns))
     for old in written[:-keep]:
         _remove(old)

@@ -43,7 +43,7 @@ class CheckpointWriting:
         state: `model.NAME` and `optimizer.NAME.KEY`, as this rank holds them.
         meta: what else belongs to the state, as JSON values; rank 0's counts.
         context: of all ranks.
-        keep: see `publish`.
+        keep, best: see `publish`.
         texts: other files by name; rank 0's count.
 
     Raises:
@@ -59,10 +59,12 @@ class CheckpointWriting:
         context: RunContext,
         *,
         keep: int = 1,
+        best: bool = False,
         texts: Mapping[str, str] | None = None,
     ) -> None:
         self.path = folder / f"step-{step}"
-        self._step, self._keep, self._meta, self._texts = step, keep, meta, texts or {}
+        self._step, self._keep, self._best = step, keep, best
+        self._meta, self._texts = meta, texts or {}
         self._draft = draft = _agreed(context, lambda: draft_folder(folder, step), folder)
         seen = [row[0] > 0 for row in context.all_gather_rows([draft.is_dir()])]
         owners = [rank for rank, sees in enumerate(seen) if sees or rank == 0]
@@ -117,7 +119,7 @@ class CheckpointWriting:
                 write_text(self._draft / name, text)
                 every[name] = file_record(text.encode())
             write_text(self._draft / MANIFEST, manifest_text(every))
-            return publish(self._draft, self._step, self._keep)
+            return publish(self._draft, self._step, self._keep, best=self._best)
 
         return _agreed(context, publish_files, self._draft.parent)
 

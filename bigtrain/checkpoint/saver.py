@@ -70,6 +70,8 @@ class Saver:
         state: Mapping[str, StateTensor],
         meta: Mapping[str, Any],
         texts: Mapping[str, str],
+        *,
+        best: bool = False,
     ) -> Path:
         """Write a checkpoint, or begin to. Collective; see `CheckpointWriting`.
 
@@ -83,7 +85,9 @@ class Saver:
         context, keep = self._context, self._keep
         if self._asynchronous:
             context = self._beside = self._beside or context.beside()
-        writing = CheckpointWriting(folder, step, state, meta, context, keep=keep, texts=texts)
+        writing = CheckpointWriting(
+            folder, step, state, meta, context, keep=keep, best=best, texts=texts
+        )
         if not self._asynchronous:
             return writing.finish(context)
         self.copied_bytes = writing.take(context, self._most_bytes)

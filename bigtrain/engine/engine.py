@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -265,10 +265,14 @@ class Engine:
         """Writes this run's checkpoints."""
         return self._closing.enter_context(Saver(self.context, self.job.checkpoint))
 
-    def save(self, folder: Path) -> Path:
+    def save(self, folder: Path, *, best: Mapping[str, float] | None = None) -> Path:
         """Write a checkpoint below `folder`; return its path. Collective.
 
         With `checkpoint.asynchronous` it is there when `saver.wait` has returned.
+
+        Args:
+            folder: the run's `checkpoints/`.
+            best: figures of a validation, where no state before had better ones: it stays.
 
         Raises:
             CheckpointError: it could not be written (a full disk, a folder that is gone); the same
@@ -276,13 +280,15 @@ class Engine:
         """
         self.saver.reserve(folder)
         with self._explaining("while a checkpoint was written"):
-            meta = {"samples_seen": self.samples_seen, "job": self.job.model_dump(mode="json")}
+            meta = {"samples_seen": self.samples_seen, "validation": best}
+            meta["job"] = self.job.model_dump(mode="json")
             return self.saver.save(
                 folder,
                 self.steps_done,
                 self.runner.state(),
                 {**meta, **random_streams(self.context)},
                 config_texts(self.runner.module),
+                best=best is not None,
             )
 
     def load(self, path: Path) -> None:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 
-from bigtrain.checkpoint.folders import checkpoints_of, find_checkpoint, newest_checkpoint
+from bigtrain.checkpoint.folders import (
+    best_checkpoint,
+    checkpoints_of,
+    find_checkpoint,
+    newest_checkpoint,
+)
+from bigtrain.checkpoint.read import Checkpoint
 from bigtrain.engine.engine import Engine
 from bigtrain.errors import CheckpointError, DamagedCheckpointError
 from bigtrain.job.schema import Job
@@ -55,20 +63,58 @@ def _from(path: Path, engine: Engine) -> str:
     return f"continues after step {engine.steps_done} from {path}"
 
 
-def save_or_explain(engine: Engine, folder: Path, *, last: bool) -> list[str]:
+class BestFigure:
+    """The best of a figure of the validation so far; see `checkpoint.best`. Collective.
+
+    Args:
+        job: says which figure; none is ever better where it says none.
+        engine: of the run, which has been continued already.
+        folder: of the run; what its checkpoint `best` says counts.
+    """
+
+    def __init__(self, job: Job, engine: Engine, folder: Path) -> None:
+        self._name, found = job.checkpoint.best, None
+        if self._name is not None and job.checkpoint.resume is not None:
+            found = engine.context.broadcast_object(_figures_of_best(folder / "checkpoints"))
+        self._value: float | None = (found or {}).get(self._name)
+
+    def improved(self, measured: Mapping[str, float]) -> bool:
+        """Whether these figures of the whole model are better than all before, and count now."""
+        if self._name is None or not math.isfinite(measured.get(self._name, math.nan)):
+            return False
+        value = measured[self._name]
+        lower = self._name.endswith(("loss", "bits_per_byte"))
+        better = self._value is None or (value < self._value if lower else value > self._value)
+        if better:
+            self._value = value
+        return better
+
+
+def _figures_of_best(checkpoints: Path) -> dict[str, float] | None:
+    path = best_checkpoint(checkpoints)
+    try:
+        return None if path is None else Checkpoint(path, verify=False).meta.get("validation")
+    except CheckpointError:  # damaged: the next one takes its place
+        return None
+
+
+def save_or_explain(
+    engine: Engine, folder: Path, *, last: bool, best: Mapping[str, float] | None = None
+) -> list[str]:
     """Save a checkpoint; what is to be said where that failed. Collective.
 
     Args:
         engine: of the run.
         folder: of the run.
         last: whether the run is over: what is not saved now is lost.
+        best: see `Engine.save`.
 
     Raises:
         CheckpointError: it failed, and nothing comes after it.
     """
     checkpoints = folder / "checkpoints"
     try:
-        engine.save(checkpoints)
+        engine.save(checkpoints, best=best)
         said = failed_save(engine, folder)  # of the one before
         if last:
             engine.saver.wait()

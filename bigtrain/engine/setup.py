@@ -143,6 +143,7 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
         sequence_length=length,
     )
     _check_task(job, data)
+    _check_best(job, data)
     samples = len(data.train)
     if samples < plan.dp:
         raise ConfigError(
@@ -219,6 +220,20 @@ def _check_task(job: Job, data: Data) -> None:
         f"model.name={job.model.name} is for {expected_task}, and data.name={job.data.name} is "
         f"{data.task.name}. Use {suggestions[data.task.name]}, or a data.name for {expected_task}."
     )
+
+
+def _check_best(job: Job, data: Data) -> None:
+    best, figures = job.checkpoint.best, data.task.figures
+    if best is not None and best not in figures:
+        raise ConfigError(
+            f"checkpoint.best={best}: a validation of data.name={job.data.name} gives "
+            f"{', '.join(figures)}. Use checkpoint.best={figures[-1]}."
+        )
+    if best is not None and data.validation is None:
+        raise ConfigError(
+            f"checkpoint.best={best}: data.name={job.data.name} has no validation samples. Leave "
+            "checkpoint.best out."
+        )
 
 
 def _length_of(data: Data) -> int | None:

@@ -320,6 +320,9 @@ class CheckpointConfig(ConfigSection):
     at_end: bool = True
     keep: int = Field(3, ge=1)
     """How many of the newest are kept."""
+    best: str | None = None
+    """A figure of the validation, such as `loss` or `top1`: a state that is better in it than all
+    before is saved, and kept beside the newest. Lower is better of a loss, higher of a share."""
     asynchronous: bool = False
     """Training goes on while files are written, from a copy on the host."""
     snapshot_bytes: Bytes | None = Field(None, ge=0)

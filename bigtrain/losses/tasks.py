@@ -42,6 +42,11 @@ class Task(ABC):
     def summarize(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """The figures of a whole validation; nan where there was no valid target."""
 
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """The names of the figures that `summarize` gives."""
+        return ("loss",)
+
 
 def _ratio(part: Tensor, whole: Tensor) -> float:
     return float(part) / float(whole) if float(whole) else math.nan
@@ -79,6 +84,11 @@ class LanguageTask(Task):
         bits = {"bits_per_byte": loss / math.log(2)} if self.byte_level else {}
         return {"loss": loss, **bits}
 
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """See `Task.figures`."""
+        return ("loss", "bits_per_byte") if self.byte_level else ("loss",)
+
 
 @dataclass(frozen=True)
 class ClassificationTask(Task):
@@ -105,8 +115,12 @@ class ClassificationTask(Task):
 
     def summarize(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Figures: `loss` in nats; `top1` and `top5` as shares between 0 and 1."""
-        names = [name for name in ("loss", "top1", "top5") if name in sums]
-        return {name: _ratio(sums[name], sums["count"]) for name in names}
+        return {name: _ratio(sums[name], sums["count"]) for name in self.figures}
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """See `Task.figures`."""
+        return ("loss", "top1", "top5") if self.num_classes >= 5 else ("loss", "top1")
 
 
 @dataclass(frozen=True)
@@ -151,6 +165,11 @@ class SegmentationTask(Task):
             "pixel_accuracy": _ratio(hits.sum(), confusion.sum()),
             "mean_iou": iou,
         }
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """See `Task.figures`."""
+        return ("loss", "pixel_accuracy", "mean_iou")
 
 
 @dataclass(frozen=True)
