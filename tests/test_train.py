@@ -394,6 +394,7 @@ def test_tensorboard_files_are_written_when_asked_for(tmp_path, corpus):
 def test_the_best_state_of_a_validation_is_kept_beside_the_newest(tmp_path, corpus):
     words = [*SMALL, corpus, "train.eval_every=1", "checkpoint.best=loss", "checkpoint.keep=1"]
     words += ["log.name=best", "optim.lr=5", "optim.warmup_steps=0", "train.steps=2"]
+    words += ["optim.schedule=constant"]
     done = run(tmp_path, *words)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs/best"
