@@ -309,7 +309,8 @@ class _Writer:
         }
 
     def close(self) -> None:
-        """Let go of threads and files."""
+        """Let go of threads, buffers and files."""
         self._threads.shutdown(wait=True)
+        self._free = queue.SimpleQueue()
         for descriptor in self._descriptors.values():
             os.close(descriptor)

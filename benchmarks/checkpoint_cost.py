@@ -1,0 +1,273 @@
+"""What a checkpoint costs: beside torch's DCP under `fsdp`, beside DeepSpeed's own under `zero3`.
+
+    python benchmarks/checkpoint_cost.py [--output benchmarks/results/checkpoint_cost.json]
+    python benchmarks/checkpoint_cost.py --ranks 2 --strategies fsdp --width 256
+
+A language model of 200 million parameters with AdamW's state (2.4 GB in fp32) is saved several
+times, by each tool in turn in the same processes, and then resumed on another number of ranks.
+Of each save: seconds until it is on the disk, seconds for which training waits, the most that the
+resident memory of a rank grew meanwhile, and bytes on the disk. bigtrain hashes what it writes and
+what it reads; the others do not. DeepSpeed does not sync its files to the disk, the others do; its
+stage 3 is resumed on as many ranks as before, as it is not on others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("LD_PRELOAD", "")  # glibc, which can be told to give all back at once
+
+import forked
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from harness import keep
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.engine.engine import Engine
+from bigtrain.engine.setup import open_setup
+from bigtrain.job.load import job_from_keys
+from bigtrain.memory.allocator import return_large_blocks
+from bigtrain.memory.host_memory import proc_status_bytes
+from bigtrain.ranks.context import RunContext
+
+LIMIT_S = 1500.0
+ROUNDS = 3
+
+
+def opened(context: RunContext, strategy: str, width: int, *, beside: bool) -> Any:
+    """What makes an engine of the model."""
+    keys: dict[str, Any] = {
+        "model.name": "gpt",
+        "model.args": {"num_layers": 13, "width": width, "num_heads": 8, "sequence_length": 32},
+        "data.name": "text",
+        "optim.name": "adamw",
+        "train.steps": 4,
+        "train.global_batch_size": context.world_size,
+        "train.micro_batch_size": 1,
+        "memory.predict": False,
+        "memory.track_steps": 0,
+        "checkpoint.asynchronous": beside,
+        "checkpoint.keep": 1,
+    }
+    job = job_from_keys(strategy, keys)
+    return open_setup(job, make_plan(job, context.world_size, "cpu"))
+
+
+class Meter:
+    """Seconds and memory of something that all ranks do."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+
+    def __call__(
+        self, begin: Callable[[], Any], end: Callable[[Any], Any] | None = None
+    ) -> dict[str, float]:
+        """Seconds that `begin` takes, and it with `end`, and the growth of resident memory."""
+        return_large_blocks(1 << 17)
+        dist.barrier()
+        Path("/proc/self/clear_refs").write_text("5")
+        base = proc_status_bytes("VmRSS") or 0
+        began = time.perf_counter()
+        value = begin()
+        dist.barrier()
+        blocked = time.perf_counter() - began
+        if end is not None:
+            end(value)
+            dist.barrier()
+        seconds = time.perf_counter() - began
+        peak = (proc_status_bytes("VmHWM") or 0) - base
+        grown = max(self._context.all_gather_numbers(peak))
+        return {"seconds": seconds, "blocked_seconds": blocked, "peak_bytes": int(grown)}
+
+
+def on_disk(folder: Path) -> int:
+    """Bytes of all files below."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def save_all(
+    context: RunContext, _: Any, strategy: str, width: int, folder: Path, rounds: int
+) -> dict[str, Any]:
+    """Save by each tool in turn."""
+    parts, meter = opened(context, strategy, width, beside=True), Meter(context)
+    found: dict[str, list[dict[str, float]]] = {}
+    with parts.engine(context) as engine:
+        batches = iter(parts.training_steps(context, 0))
+        engine.step(next(batches))
+        before_step = Meter(context)(lambda: engine.step(next(batches)))
+        tools = ways_to_save(engine, strategy, folder)
+        for number in range(rounds + 1):
+            for name, (begin, end) in tools.items():
+                place = folder / name.replace(" ", "-")
+                if context.is_main:
+                    shutil.rmtree(place, ignore_errors=True)
+                dist.barrier()
+                row = meter(begin, end)
+                row["disk_bytes"] = on_disk(place)
+                if number:  # the first warms everything up
+                    found.setdefault(name, []).append(row)
+    return {"step": before_step, "tools": found}
+
+
+def ways_to_save(
+    engine: Engine, strategy: str, folder: Path
+) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]]:
+    """By name: what begins a save, and what waits until it is on the disk."""
+
+    def ours(*, beside: bool) -> Callable[[], Any]:
+        def save() -> Any:
+            engine.saver._asynchronous = beside
+            name = "bigtrain-asynchronous" if beside else "bigtrain"
+            return engine.save(folder / name)
+
+        return save
+
+    def wait(_: Any) -> None:
+        engine.saver.wait()
+
+    tools: dict[str, Any] = {
+        "bigtrain": (ours(beside=False), None),
+        "bigtrain asynchronous": (ours(beside=True), wait),
+    }
+    if strategy == "fsdp":
+
+        def states() -> dict[str, Any]:
+            model, optimizer = get_state_dict(engine.model, engine.runner.optimizer)
+            return {"model": model, "optimizer": optimizer}
+
+        def at_once() -> Any:
+            return dcp.save(states(), checkpoint_id=folder / "DCP")
+
+        def beside() -> Any:
+            return dcp.async_save(states(), checkpoint_id=folder / "DCP-asynchronous")
+
+        tools["DCP"] = (at_once, None)
+        tools["DCP asynchronous"] = (beside, lambda future: future.result())
+    else:
+        theirs = engine.runner._engine
+        tools["DeepSpeed"] = (lambda: theirs.save_checkpoint(str(folder / "DeepSpeed")), None)
+    return tools
+
+
+def load_all(
+    context: RunContext, _: Any, strategy: str, width: int, folder: Path
+) -> dict[str, Any]:
+    """Resume from what each tool has saved."""
+    parts, meter = opened(context, strategy, width, beside=False), Meter(context)
+    found = {}
+    with parts.engine(context) as engine:
+        engine.step(next(iter(parts.training_steps(context, 0))))
+        source = next((folder / "bigtrain").glob("step-*"))
+        found["bigtrain"] = meter(lambda: engine.load(source))
+        if strategy == "fsdp":
+
+            def load() -> None:
+                model, optimizer = get_state_dict(engine.model, engine.runner.optimizer)
+                states = {"model": model, "optimizer": optimizer}
+                dcp.load(states, checkpoint_id=folder / "DCP")
+                set_state_dict(
+                    engine.model,
+                    engine.runner.optimizer,
+                    model_state_dict=states["model"],
+                    optim_state_dict=states["optimizer"],
+                )
+
+            found["DCP"] = meter(load)
+        elif (folder / "DeepSpeed").exists():
+            theirs = engine.runner._engine
+
+            def load_theirs() -> None:
+                theirs.load_checkpoint(str(folder / "DeepSpeed"))
+
+            try:
+                found["DeepSpeed"] = meter(load_theirs)
+            except Exception as error:  # noqa: BLE001 - what it says is the figure
+                found["DeepSpeed"] = {"refused": (str(error).splitlines() or [repr(error)])[0]}
+    return found
+
+
+def nothing(*_: Any) -> None:
+    """No preparation."""
+
+
+def run_on(call: Callable[..., Any], args: tuple[Any, ...], ranks: int) -> forked.Outcome:
+    """Run a function on so many ranks."""
+    task = forked.Task(call.__name__, nothing, call, args, ranks, 1, LIMIT_S)
+    return next(iter(forked.run_all([task], at_once=ranks)))
+
+
+def median(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Of each figure."""
+    return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+
+
+def main() -> int:
+    """Measure, print the tables, keep the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--strategies", default="fsdp,zero3")
+    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--width", type=int, default=1152)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    forked.load_everything()
+    rows: list[dict[str, Any]] = []
+    failed = 0
+    for strategy in options.strategies.split(","):
+        for ranks in map(int, options.ranks.split(",")):
+            with tempfile.TemporaryDirectory() as name:
+                folder = Path(name)
+                args = (strategy, options.width, folder)
+                more = (*args, options.rounds)
+                task = forked.Task(
+                    f"{strategy}.{ranks}", nothing, save_all, more, ranks, 1, LIMIT_S
+                )
+                saved = next(iter(forked.run_all([task], at_once=ranks)))
+                others = [ranks] if strategy == "zero3" else []
+                others.append(2 if ranks == 4 else 4)
+                loads = {}
+                for other in others:
+                    task = forked.Task(
+                        f"{strategy}.{other}", nothing, load_all, args, other, 1, LIMIT_S
+                    )
+                    loaded = next(iter(forked.run_all([task], at_once=other)))
+                    loads[other] = loaded.values[0] if loaded.values else {"failed": loaded.failed}
+            if not saved.values:
+                failed += 1
+                print(strategy, ranks, saved.refused or saved.failed)
+                continue
+            tools = {name: median(found) for name, found in saved.values[0]["tools"].items()}
+            row = {"strategy": strategy, "ranks": ranks, "step": saved.values[0]["step"]}
+            rows.append({**row, "saves": tools, "resumes": loads})
+            show(rows[-1])
+    keep(options.output, {"rows": rows, "rounds": options.rounds, "width": options.width})
+    return 1 if failed else 0
+
+
+def show(row: dict[str, Any]) -> None:
+    """A row as lines of a table."""
+    for name, figures in row["saves"].items():
+        print(
+            f"{row['strategy']} on {row['ranks']}: {name}: {figures['seconds']:.2f} s, waits "
+            f"{figures['blocked_seconds']:.2f} s, +{figures['peak_bytes'] / 2**20:.0f} MiB, "
+            f"{figures['disk_bytes'] / 2**20:.0f} MiB on disk",
+            flush=True,
+        )
+    for ranks, found in row["resumes"].items():
+        print(f"  resumed on {ranks}: {found}", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main())
