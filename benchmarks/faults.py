@@ -1,4 +1,4 @@
-"""Runs that lose a rank at a random moment: do they end with the numbers of one that does not?
+"""Runs that lose a rank at a random moment end with the numbers of one that does not.
 
     python benchmarks/faults.py [--runs 100] [--seed 0] [--output benchmarks/results/faults.json]
 

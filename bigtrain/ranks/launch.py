@@ -117,7 +117,7 @@ class _Failure:
     exitcode: int
     """Of the process; the negative number of a signal."""
     first_step: int
-    """Done when the life began."""
+    """Of the checkpoint from which the life began."""
     last_step: int
 
     @property
@@ -174,7 +174,7 @@ class _Lives:
         before: _Failure | None = None
         for life in range(self._restarts + 1):
             kills = oom_kill_count()
-            first_step = self._last_step()
+            first_step = self._note.saved_step() if self._note else 0
             ranks = _Ranks(self._command, num_ranks, self._environ(num_ranks, life))
             failed = ranks.wait(self._signals, lambda: RunNote.find(self._folder))
             self._note = RunNote.find(self._folder) or self._note
@@ -182,7 +182,7 @@ class _Lives:
                 return _stopped_status(ranks.exitcodes, self._signals.first)
             if failed is None:
                 return REQUEUE_STATUS if REQUEUE_STATUS in ranks.exitcodes else 0
-            failure = _Failure(*failed, first_step, self._last_step())
+            failure = _Failure(*failed, first_step, self._note.last_step() if self._note else 0)
             status = _status(failed, kills)
             refused = status == 2 and life > 0 and self._min_ranks < num_ranks
             if life == self._restarts or (status == 2 and not refused) or failure.stopped:
@@ -213,9 +213,6 @@ class _Lives:
             environ[RESTART_VARIABLE] = Restart(tuple(self._words), "").text()
         return environ
 
-    def _last_step(self) -> int:
-        return self._note.last_step() if self._note else 0
-
     def _go_on(self, fewer: int | None) -> None:
         """Work out the words with which the run goes on, on fewer ranks where a number is given."""
         if self._note is None:  # it never came so far as to have a folder
@@ -235,11 +232,11 @@ class _Lives:
         ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
         if self._note is None:
             return f"on {ranks}, from the beginning"
-        pointer = Path(self._note.folder) / "checkpoints" / "latest"
-        where = pointer.read_text("utf-8").strip() if pointer.is_file() else "the beginning"
+        step = self._note.saved_step()
         return (
-            f"on {ranks}, from {where} (step {self._last_step()} was the last one done), global "
-            f"batch {self._note.global_size}"
+            f"on {ranks}, from {f'step-{step}' if step else 'the beginning'} (step "
+            f"{self._note.last_step()} was the last one done), global batch "
+            f"{self._note.global_size}"
         )
 
 

@@ -144,6 +144,15 @@ class RunNote:
             "train.accumulation_steps=null",
         ]
 
+    def saved_step(self) -> int:
+        """The step of the checkpoint that it goes on from; 0 for the beginning."""
+        try:
+            name = (Path(self.folder) / "checkpoints" / "latest").read_text("utf-8").strip()
+        except OSError:
+            return 0
+        number = name.rpartition("-")[2]
+        return int(number) if number.isdecimal() else 0
+
     def last_step(self) -> int:
         """The last step that was done; 0 where there is none."""
         try:
