@@ -39,8 +39,17 @@ SHADOWING = {
     *("safetensors", "torch", "torchvision", "yaml"),
 }
 TRAIN_OPTIONS = {
-    *("-h", "--help", "-n", "--num-ranks", "--config", "--strategy", "--plan", "--resume"),
-    *("--dry-run", "--cap", "--local_rank", "--local-rank", "--deepspeed", "--deepspeed_config"),
+    *("-h", "--help", "-n", "--num-ranks", "--restarts", "--min-ranks", "--config", "--strategy"),
+    *(
+        "--plan",
+        "--resume",
+        "--dry-run",
+        "--cap",
+        "--local_rank",
+        "--local-rank",
+        "--deepspeed",
+        "--deepspeed_config",
+    ),
 }
 _SIDES = {
     *("-h", "--help", "-n", "--num-ranks", "--config", "--strategies", "--time-limit", "--output"),
