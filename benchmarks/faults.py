@@ -280,7 +280,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--python", default=sys.executable, help="an interpreter")
+    parser.add_argument(
+        "--python",
+        default=sys.executable,
+        help="an interpreter (or what stands for it, tests/support/zygote.py)",
+    )
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
 
@@ -295,8 +299,9 @@ def main() -> int:
         for number in range(options.runs):
             outcome = runs.drawn(number, KINDS[number % len(KINDS)], draws)
             outcomes.append(outcome)
-            print(number, outcome.fault, outcome.problem or "held", f"{outcome.seconds:.1f} s")
-    found = summary(outcomes, options.seed, runs.calls)
+            held = outcome.problem or "held"
+            print(number, outcome.fault, held, f"{outcome.seconds:.1f} s", flush=True)
+    found = {"python": Path(options.python).name, **summary(outcomes, options.seed, runs.calls)}
     keep(options.output, found)
     print(json.dumps({name: found[name] for name in ("runs", "failed", "by_kind")}, indent=1))
     return 1 if found["failed"] else 0
