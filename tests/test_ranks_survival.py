@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import importlib.util
 import json
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cluster import find, slurm
 from support.programs import ROOT
 from support.zygote import interpreter, surroundings
 
@@ -427,3 +429,22 @@ def test_a_last_save_that_fails_is_a_failure_and_goes_on_later(place: Place, exp
     words = "The run went to its end, but its last state is lost; there is none yet. Make room"
     assert words in said
     assert place.curve() == expected
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[dict[str, str]]:
+    with slurm(tmp_path / "slurm") as variables:
+        yield variables
+
+
+@pytest.mark.launcher
+def test_slurm_announces_an_end(place: Place, cluster: dict[str, str]) -> None:
+    words = [str(ROOT / "bigtrain" / "train.py"), *place.words(train__steps=500)]
+    command = [find("srun"), "-n2", "--overcommit", interpreter(), *words]
+    with place.start(command, **cluster, FAULT_SLEEP="0.05") as process:
+        place.wait_for_step(2)
+        cancel = [find("scancel"), "--signal=USR1", "--user", getpass.getuser()]
+        subprocess.run(cancel, env={**surroundings(), **cluster}, check=True)
+        said, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 75, said
+    assert said.count("stopped by SIGUSR1 after step") == 1
