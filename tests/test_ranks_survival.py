@@ -212,6 +212,22 @@ def test_a_signal_to_one_rank_stops_all(place: Place) -> None:
     assert "stopped by SIGUSR1 after step" in said
 
 
+def test_a_signal_without_room_to_save_says_what_is_lost(place: Place) -> None:
+    command = [interpreter(), "-m", "bigtrain", "train", "-n", "2", *place.words()]
+    with place.start(command, FAULT_SLEEP="0.3") as process:
+        place.wait_for_step(2)
+        while not (place.run / "checkpoints" / "latest").exists():
+            time.sleep(0.01)
+        (place.run / "checkpoints").rename(place.folder / "aside")
+        (place.run / "checkpoints").write_text("")
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1, said
+    words = r"bigtrain: SIGTERM stopped the run after step \d, and its state is lost: no checkpoint"
+    assert re.search(words, said), said
+    assert "there is none. Make room, and run again with --resume auto." in said
+
+
 def test_a_second_signal_ends_at_once(place: Place) -> None:
     words = place.words(mesh__timeout=60)
     command = [interpreter(), "-m", "bigtrain", "train", "-n", "2", *words]

@@ -38,6 +38,7 @@ _SAME_S = 2.0
 _USUAL_TIMEOUT_S = 100.0
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _REMINDER_S = 1.0
+_SAVING = (signal.SIGTERM, signal.SIGUSR1)
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _OF_OTHER_LAUNCHES = {"LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", RESTART_VARIABLE}
 _PR_SET_PDEATHSIG = 1
@@ -62,8 +63,8 @@ def start_ranks(
 
     Returns:
         The exit status: 0; 2 or 75 where the failing rank ended so; 75 after SIGTERM or SIGUSR1
-        where the ranks have saved; 128 and the number of the signal where they have not, or after
-        Ctrl-C; otherwise 1.
+        where the ranks have saved, 1 where they could not; 128 and the number of the signal where
+        there was nothing to save, or after Ctrl-C; otherwise 1.
 
     Raises:
         ConfigError: less than one rank, no such script, or numbers that contradict each other.
@@ -291,7 +292,7 @@ class _Ranks:
                     self._send(signal.SIGTERM)
                     next_reminder = now + _REMINDER_S
                 if signals.first is not None and not passed_on:
-                    saves = signals.first in (signal.SIGTERM, signal.SIGUSR1)
+                    saves = signals.first in _SAVING
                     deadline = min(deadline, now + (SAVE_S if saves else _SHUTDOWN_S))
                     self._send(signals.first)
                     passed_on = True
@@ -372,7 +373,8 @@ def _stopped_status(exitcodes: Sequence[int | None], number: int) -> int:
     """The exit status after a signal from outside: whether the ranks have saved."""
     if set(exitcodes) <= {0, REQUEUE_STATUS}:
         return REQUEUE_STATUS if REQUEUE_STATUS in exitcodes else 0
-    return 128 + number
+    # A rank that could not save says so and ends with 1.
+    return 1 if number in _SAVING and 1 in exitcodes else 128 + number
 
 
 def _is_stopped(pid: int) -> bool:
