@@ -288,10 +288,11 @@ def main() -> int:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
 
-    from harness import keep
+    from harness import keep, surroundings
 
     draws = random.Random(options.seed)
     outcomes: list[FaultOutcome] = []
+    commit = surroundings()["commit"]  # others may go on committing meanwhile
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="bigtrain-faults-") as name:
         runs = FaultRuns(Path(name), options.python, environ)
@@ -301,7 +302,11 @@ def main() -> int:
             outcomes.append(outcome)
             held = outcome.problem or "held"
             print(number, outcome.fault, held, f"{outcome.seconds:.1f} s", flush=True)
-    found = {"python": Path(options.python).name, **summary(outcomes, options.seed, runs.calls)}
+    found = {
+        "commit": commit,
+        "python": Path(options.python).name,
+        **summary(outcomes, options.seed, runs.calls),
+    }
     keep(options.output, found)
     print(json.dumps({name: found[name] for name in ("runs", "failed", "by_kind")}, indent=1))
     return 1 if found["failed"] else 0

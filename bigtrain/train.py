@@ -107,6 +107,7 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
                     last = result.step == parts.total_steps
                     stops = notice.agreed() and not last
                     if stops:  # before anything that takes long: little time may be left
+                        log.sync()
                         for line in stopped_lines(engine, folder, notice.signal_name):
                             log.print_line(line)
                     wanted = last or due(result.step, job.train.eval_every)
@@ -116,6 +117,7 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
                     if stops:
                         return REQUEUE_STATUS
                     if (last and job.checkpoint.at_end) or due(result.step, job.checkpoint.every):
+                        log.sync()
                         for line in save_or_explain(engine, folder, last=last):
                             log.print_line(line)
                     if last:

@@ -202,6 +202,22 @@ def test_a_signal_saves_and_stops(place: Place, expected: Any, name: str) -> Non
     assert place.curve() == expected
 
 
+def test_a_signal_to_every_process_spares_those_that_read_ahead(place: Place) -> None:
+    words = place.words(data__workers=1, train__steps=400)
+    command = [interpreter(), "-m", "bigtrain", "train", "-n", "2", *words]
+    with place.start(command, FAULT_SLEEP="0.1") as process:
+        place.wait_for_step(2)
+        ranks = {int((place.folder / f"pid-{rank}-0").read_text()) for rank in (0, 1)}
+        stats = [path.read_text() for path in Path("/proc").glob("[0-9]*/stat")]
+        fields = [(stat.partition(" ")[0], stat.rpartition(")")[2].split()[1]) for stat in stats]
+        workers = [int(pid) for pid, parent in fields if int(parent) in ranks]
+        assert len(workers) == 2
+        for pid in (*workers, *ranks):  # as a scheduler does
+            os.kill(pid, signal.SIGTERM)
+        said, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 75, said
+
+
 def test_a_signal_to_one_rank_stops_all(place: Place) -> None:
     command = [interpreter(), "-m", "bigtrain", "train", "-n", "2", *place.words()]
     with place.start(command, FAULT_SLEEP="0.1") as process:

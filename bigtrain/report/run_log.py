@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from contextlib import suppress
 from dataclasses import asdict
 from io import FileIO
@@ -199,6 +200,12 @@ class RunLog:
         self._board_scalars("validation", measured, step)
         figures = "  ".join(f"{name} {value:.4f}" for name, value in measured.items())
         self.print_line(f"validation at step {step}: {figures}")
+
+    def sync(self) -> None:
+        """Have all lines on the disk before a checkpoint is: a power cut parts no pair of them."""
+        for file in self._files.values():
+            with suppress(OSError):
+                os.fsync(file.fileno())
 
     def memory(self, report: MemoryReport | None) -> None:
         """The end table, memory.json, and what it says for the predictions of later runs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -88,3 +89,17 @@ def test_what_is_lost_at_the_end_is_said(log: Log) -> None:
     said = log.printed.getvalue()
     assert f"warning: {log.folder / 'metrics.jsonl'} lacks its last lines: 2" in said
     assert f"warning: {log.folder / 'memory.json'} was not written: [Errno 2] No such" in said
+
+
+def test_lines_are_on_the_disk_before_a_checkpoint(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(
+        "os.fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}"))
+    )
+    with log.open() as writer:
+        writer.step(result(1))
+        writer.validation(1, {"loss": 1.0})
+        writer.sync()
+    assert synced == [str(log.folder / name) for name in ("metrics.jsonl", "validation.jsonl")]
