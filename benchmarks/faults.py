@@ -292,6 +292,7 @@ def main() -> int:
 
     draws = random.Random(options.seed)
     outcomes: list[FaultOutcome] = []
+    found: dict[str, Any] = summary([], options.seed, [])
     commit = surroundings()["commit"]  # others may go on committing meanwhile
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="bigtrain-faults-") as name:
@@ -302,12 +303,8 @@ def main() -> int:
             outcomes.append(outcome)
             held = outcome.problem or "held"
             print(number, outcome.fault, held, f"{outcome.seconds:.1f} s", flush=True)
-    found = {
-        "commit": commit,
-        "python": Path(options.python).name,
-        **summary(outcomes, options.seed, runs.calls),
-    }
-    keep(options.output, found)
+            found = {"commit": commit, **summary(outcomes, options.seed, runs.calls)}
+            keep(options.output, {"python": Path(options.python).name, **found})
     print(json.dumps({name: found[name] for name in ("runs", "failed", "by_kind")}, indent=1))
     return 1 if found["failed"] else 0
 
