@@ -2,145 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import getpass
-import importlib.util
-import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.cluster import find, slurm
 from support.programs import ROOT
+from support.survival import LIMIT_S, Curve, Place, uninterrupted
 from support.zygote import interpreter, surroundings
-
-LIMIT_S = 60.0
-
-
-def _faults() -> Any:
-    """benchmarks/faults.py, as a module."""
-    spec = importlib.util.spec_from_file_location("faults", ROOT / "benchmarks" / "faults.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["faults"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-faults = _faults()
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Two ranks; what a run without a fault computes is known."""
-    made = faults.FaultRuns(tmp_path_factory.mktemp("faults"), interpreter(), surroundings())
-    made.reference()
-    assert len(made.expected) == faults.STEPS
-    return made
-
-
-NET = """
-import os, signal, sys, time
-from pathlib import Path
-from torch import nn
-FOLDER, RANK = Path(os.environ["FAULT_FOLDER"]), os.environ.get("RANK", "0")
-LIFE = os.environ.get("BIGTRAIN_LAUNCH", "/0").rpartition("/")[2]
-LIFE = os.environ.get("TORCHELASTIC_RESTART_COUNT", LIFE)
-(FOLDER / f"pid-{RANK}-{LIFE}").write_text(str(os.getpid()))
-
-class Net(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.Embedding(256, 24), nn.Dropout(0.1), nn.Linear(24, 256))
-        self.calls = 0
-
-    def forward(self, tokens):
-        if tokens.device.type == "cpu" and self.training and not tokens.is_meta:
-            self.calls += 1
-            time.sleep(float(os.environ.get("FAULT_SLEEP", "0")))
-            if f"{RANK}:{LIFE}:{self.calls}" in os.environ.get("FAULT_RAISE", "").split(","):
-                raise ValueError("odd")
-            if f"{RANK}:{LIFE}:{self.calls}" in os.environ.get("FAULT_KILL", "").split(","):
-                os.kill(os.getpid(), signal.SIGKILL)
-        return super().forward(tokens)
-"""
-
-
-class Place:
-    """A folder with a net, a text and a run, `r`."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.run = folder / "runs" / "r"
-        (folder / "net.py").write_text(NET)
-        (folder / "corpus.txt").write_text("pack my box with five dozen liquor jugs. " * 200)
-
-    def words(self, **keys: Any) -> list[str]:
-        values = {
-            "data.path": self.folder / "corpus.txt",
-            "data.args.validation_samples": 8,
-            "data.args.sequence_length": 16,
-            "train.global_batch_size": 8,
-            "train.steps": 6,
-            "train.eval_every": 0,
-            "checkpoint.every": 2,
-            "mesh.timeout": 5,
-            "memory.predict": "false",
-            "memory.track_steps": 0,
-            "log.dir": self.folder / "runs",
-            "log.name": "r",
-            **{key.replace("__", "."): value for key, value in keys.items()},
-        }
-        fixed = ["--strategy", "ddp", "device=cpu", "model.name=net:Net", "data.name=text"]
-        return [*fixed, *(f"{key}={value}" for key, value in values.items())]
-
-    @contextlib.contextmanager
-    def start(self, command: Sequence[str], **environ: str) -> Iterator[subprocess.Popen[str]]:
-        path = f"{self.folder}{os.pathsep}{surroundings()['PYTHONPATH']}"
-        process = subprocess.Popen(
-            command,
-            env={**surroundings(), "PYTHONPATH": path, "FAULT_FOLDER": str(self.folder), **environ},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.kill()
-                for file in self.folder.glob("pid-*"):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(int(file.read_text()), signal.SIGKILL)
-                process.communicate()
-
-    def bigtrain(
-        self, options: Sequence[str], keys: dict[str, Any] | None = None, **environ: str
-    ) -> tuple[int, str]:
-        """Run `bigtrain train OPTIONS` to its end: status and output."""
-        command = [interpreter(), "-m", "bigtrain", "train", *options, *self.words(**(keys or {}))]
-        with self.start(command, **environ) as process:
-            said, _ = process.communicate(timeout=LIMIT_S)
-        return process.returncode, said
-
-    def curve(self) -> list[tuple[int, float, float]]:
-        rows = map(json.loads, (self.run / "metrics.jsonl").read_text().splitlines())
-        return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
-
-    def wait_for_step(self, step: int) -> None:
-        metrics = self.run / "metrics.jsonl"
-        end = time.monotonic() + LIMIT_S
-        while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= step):
-            assert time.monotonic() < end
-            time.sleep(0.01)
 
 
 @pytest.fixture
@@ -149,36 +26,8 @@ def place(tmp_path: Path) -> Place:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float, float]]:
-    place = Place(tmp_path_factory.mktemp("expected"))
-    status, said = place.bigtrain(["-n", "2"])
-    assert status == 0, said
-    return place.curve()
-
-
-@pytest.mark.parametrize("number", range(4))
-def test_a_fault_of_each_kind_changes_no_number(runs: Any, number: int) -> None:
-    faulty = {
-        0: faults.Fault("SIGKILL", 1, step=5),
-        1: faults.Fault("SIGTERM", 0, step=3, delay_s=0.02),
-        2: faults.Fault("write", 0, call=runs.calls[0] // 2),
-        3: faults.Fault("write", 1, call=runs.calls[1] - 1),
-    }[number]
-    outcome = runs.one(number, faulty)
-    assert outcome.problem is None
-    assert outcome.came
-    assert outcome.continued_from is not None
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", faults.KINDS)
-def test_ten_faults_at_random_change_no_number(runs: Any, kind: str) -> None:
-    import random
-
-    draws = random.Random(kind)
-    for number in range(3 if kind == "write" else 2):
-        outcome = runs.drawn(100 + 10 * faults.KINDS.index(kind) + number, kind, draws)
-        assert outcome.problem is None, outcome
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Curve:
+    return uninterrupted(tmp_path_factory.mktemp("expected"))
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
@@ -257,6 +106,17 @@ def test_a_second_signal_ends_at_once(place: Place) -> None:
         process.send_signal(signal.SIGTERM)
         said, _ = process.communicate(timeout=10)
     assert process.returncode == 143, said
+
+
+def test_ranks_whose_launcher_is_killed_save_and_stop(place: Place) -> None:
+    words = place.words(train__steps=400)
+    command = [interpreter(), "-m", "bigtrain", "train", "-n", "2", *words]
+    with place.start(command, FAULT_SLEEP="0.1") as process:
+        place.wait_for_step(3)
+        process.kill()
+        said, _ = process.communicate(timeout=LIMIT_S)  # the ranks have the other end, too
+        step = place.curve()[-1][0]
+        assert f"stopped by SIGTERM after step {step}, saved as" in said
 
 
 def test_one_process_saves_and_stops(place: Place) -> None:
@@ -354,112 +214,6 @@ def test_under_torchrun_a_signal_saves_before_the_end(place: Place, expected: An
     with place.start(torchrun(place, checkpoint__resume="auto")) as process:
         said, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, said
-    assert place.curve() == expected
-
-
-class Disk:
-    """A folder for a run that can be full and have room again: a small file system of its own.
-
-    Where none can be mounted, the ranks' files may not grow (RLIMIT_FSIZE) instead.
-    """
-
-    def __init__(self, folder: Path, place: Place, *, mounts: bool) -> None:
-        self.folder, self._place = folder, place
-        folder.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)]
-        self.mounted = mounts and subprocess.run(command, capture_output=True).returncode == 0
-
-    def fill(self) -> None:
-        if not self.mounted:
-            self._limit(1)
-            return
-        with (self.folder / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            while True:
-                file.write(bytes(512))
-
-    def free(self) -> None:
-        if self.mounted:
-            (self.folder / "filler").unlink()
-        else:
-            self._limit(resource.RLIM_INFINITY)
-
-    def _limit(self, size: int) -> None:
-        for rank in (0, 1):
-            pid = int((self._place.folder / f"pid-{rank}-0").read_text())
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-    def close(self) -> None:
-        if self.mounted:
-            subprocess.run(["umount", "-l", str(self.folder)], check=True)
-
-
-@pytest.fixture(params=["tmpfs", "limit"])
-def disk(request: pytest.FixtureRequest, place: Place) -> Iterator[Disk]:
-    made = Disk(place.folder / "disk", place, mounts=request.param == "tmpfs")
-    yield made
-    made.close()
-
-
-def test_a_disk_that_fills_up_loses_nothing(place: Place, disk: Disk, expected: Any) -> None:
-    place.run = disk.folder / "r"
-    words = place.words(log__dir=disk.folder)
-    command = [interpreter(), "-m", "bigtrain", "train", "-n", "2", *words]
-    with place.start(command, FAULT_SLEEP="0.2") as process:
-        assert process.stdout is not None
-        place.wait_for_step(2)
-        while not (place.run / "checkpoints" / "latest").exists():
-            time.sleep(0.01)
-        disk.fill()
-        said = ""
-        while "warning: no checkpoint was written to" not in said:
-            line = process.stdout.readline()
-            assert line, said
-            said += line
-        left = [path.name for path in (place.run / "checkpoints").iterdir()]
-        assert sorted(left) == [".lock", "latest", "step-2"]
-        disk.free()
-        rest, _ = process.communicate(timeout=LIMIT_S)
-    said += rest
-    assert process.returncode == 0, said
-    assert re.search(r"(No space left on device|File too large)", said)
-    assert "The run goes on; the newest is still step-2." in said
-    if not disk.mounted:  # in a file system a short line may find room in the file's last page
-        assert "metrics.jsonl cannot be written" in said
-    assert place.curve() == expected
-    assert (place.run / "checkpoints" / "latest").read_text().strip() == "step-6"
-
-
-@pytest.mark.parametrize("fault", ["a file", "nothing"])
-def test_a_folder_that_is_gone_between_two_saves(place: Place, expected: Any, fault: str) -> None:
-    checkpoints = place.run / "checkpoints"
-    command = [interpreter(), "-m", "bigtrain", "train", "-n", "2", *place.words()]
-    with place.start(command, FAULT_SLEEP="0.3") as process:
-        place.wait_for_step(2)
-        while not (checkpoints / "latest").exists():
-            time.sleep(0.01)
-        aside = place.folder / "aside"
-        checkpoints.rename(aside)
-        if fault == "a file":
-            checkpoints.write_text("")
-            place.wait_for_step(5)
-            checkpoints.unlink()
-            aside.rename(checkpoints)
-        said, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, said
-    assert ("warning: no checkpoint was written" in said) is (fault == "a file")
-    assert place.curve() == expected
-    steps = {"a file": {"step-2", "step-6"}, "nothing": {"step-4", "step-6"}}
-    assert {path.name for path in checkpoints.glob("step-*")} == steps[fault]
-    assert (checkpoints / "latest").read_text().strip() == "step-6"
-
-
-def test_a_last_save_that_fails_is_a_failure_and_goes_on_later(place: Place, expected: Any) -> None:
-    place.run.mkdir(parents=True)
-    (place.run / "checkpoints").write_text("")  # root may write into a folder that is read-only
-    status, said = place.bigtrain(["-n", "2", "--restarts", "0"])
-    assert status == 1, said
-    words = "The run went to its end, but its last state is lost; there is none yet. Make room"
-    assert words in said
     assert place.curve() == expected
 
 
