@@ -142,7 +142,7 @@ class _Failure:
         """Whether this place among the ranks was lost twice, with no step between."""
         return (
             before is not None
-            and (self.killed and before.killed)
+            and self.killed == before.killed
             and self.rank == before.rank
             and self.last_step <= self.first_step
         )
@@ -188,11 +188,11 @@ class _Lives:
             refused = status == 2 and life > 0 and self._min_ranks < num_ranks
             if life == self._restarts or (status == 2 and not refused) or failure.stopped:
                 return status
-            if failure.repeats(before):
-                _say(f"it failed twice after step {failure.last_step}, and is not started again")
-                return status
             gone = refused or failure.is_gone(before)
             fewer = self._fewer(num_ranks) if gone else None
+            if fewer is None and failure.repeats(before):
+                _say(f"it failed twice after step {failure.last_step}, and is not started again")
+                return status
             self._go_on(fewer)
             before, reason = failure, ""
             if fewer is not None:

@@ -233,6 +233,19 @@ def test_a_place_that_is_lost_twice_is_done_without(
     assert line in capfd.readouterr().err
 
 
+def test_a_place_that_fails_twice_is_done_without_and_a_program_is_not_saved_so(
+    launched: Launched, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = "note(); time.sleep(0.2)\nif ranks == 2 and rank == 1: sys.exit(1)"
+    assert launched(program, restarts=5, min_ranks=1) == 0
+    assert [number for _, number, _ in launched.lives()] == [2, 2, 1]
+    assert "rank 1 was lost twice in a row and is taken as gone: " in capfd.readouterr().err
+    program = "note(); time.sleep(0.2)\nif rank == 0: sys.exit(1)"
+    assert launched(program, restarts=5, min_ranks=1) == 1
+    assert sorted(number for _, number, _ in launched.lives()) == [1, 1, 2, 2, 2, 2]
+    assert "it failed twice after step 0, and is not started again" in capfd.readouterr().err
+
+
 def test_ranks_that_are_refused_after_a_restart_are_too_many(
     launched: Launched, capfd: pytest.CaptureFixture[str]
 ) -> None:
