@@ -210,7 +210,7 @@ def test_under_torchrun_a_signal_saves_before_the_end(place: Place, expected: An
         said, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1, said  # torchrun has no other
     step = place.curve()[-1][0]
-    assert f"stopped by SIGTERM after step {step}" in said
+    assert f"stopped by {name} after step {step}" in said
     with place.start(torchrun(place, checkpoint__resume="auto")) as process:
         said, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, said
