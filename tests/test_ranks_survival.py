@@ -203,10 +203,14 @@ def test_ranks_that_torchrun_starts_again_go_on(place: Place, expected: Any) -> 
     assert place.curve() == expected
 
 
-def test_under_torchrun_a_signal_saves_before_the_end(place: Place, expected: Any) -> None:
-    with place.start(torchrun(place), FAULT_SLEEP="0.1") as process:
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_under_torchrun_a_signal_saves_before_the_end(
+    place: Place, expected: Curve, name: str
+) -> None:
+    agent = torchrun(place, "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1")
+    with place.start(agent, FAULT_SLEEP="0.1") as process:
         place.wait_for_step(3)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(getattr(signal, name))
         said, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1, said  # torchrun has no other
     step = place.curve()[-1][0]
