@@ -74,7 +74,7 @@ def _on_ranks(command: str, arguments: list[str]) -> int:
     from bigtrain.job.arguments import train_arguments
 
     options = train_arguments(arguments, starts_ranks=True, records=command == "record")
-    words = _without_num_ranks(arguments)
+    words = _of_ranks(arguments)
     if options.num_ranks is None:
         from bigtrain import train
         from bigtrain.ranks.exit_status import run_guarded
@@ -87,21 +87,27 @@ def _on_ranks(command: str, arguments: list[str]) -> int:
 
     script = Path(__file__).parent / SCRIPTS[command]
     try:
-        return start_ranks(options.num_ranks, words, script)
+        return start_ranks(
+            options.num_ranks,
+            words,
+            script,
+            restarts=options.restarts,
+            min_ranks=options.min_ranks,
+        )
     except BigtrainError as error:
         print(f"bigtrain: {error}", file=sys.stderr)
         return error.exit_status
 
 
-def _without_num_ranks(arguments: list[str]) -> list[str]:
-    """The arguments that the ranks themselves get."""
+def _of_ranks(arguments: list[str]) -> list[str]:
+    """The arguments that the ranks themselves get: not those that say how they are started."""
     kept: list[str] = []
     rest = list(arguments)
     while rest:
         word = rest.pop(0)
-        if word in ("-n", "--num-ranks"):
+        if word in ("-n", "--num-ranks", "--restarts", "--min-ranks"):
             rest.pop(0)
-        elif not re.fullmatch(r"(--num-ranks=|-n=?)-?\d+", word):
+        elif not re.fullmatch(r"(--(num-ranks|restarts|min-ranks)=|-n=?)-?\d+", word):
             kept.append(word)
     return kept
 

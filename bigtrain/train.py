@@ -21,7 +21,14 @@ from bigtrain.data import prepare_data
 from bigtrain.devices import grow_segments, is_accelerator, set_current
 from bigtrain.engine.adapt import adapt_on_oom
 from bigtrain.engine.prepare import connect_job
-from bigtrain.engine.resume import BestFigure, failed_save, resume, save_or_explain
+from bigtrain.engine.resume import (
+    BestFigure,
+    failed_save,
+    resume,
+    run_note,
+    save_or_explain,
+    stopped_lines,
+)
 from bigtrain.engine.setup import RunSetup, check_job, open_setup
 from bigtrain.job.arguments import train_arguments
 from bigtrain.job.load import override_job
@@ -29,9 +36,10 @@ from bigtrain.job.schema import Job
 from bigtrain.planner.auto import read_job
 from bigtrain.ranks.connect import pick_device
 from bigtrain.ranks.context import RunContext
-from bigtrain.ranks.exit_status import run_guarded
+from bigtrain.ranks.exit_status import REQUEUE_STATUS, run_guarded
 from bigtrain.ranks.launch import launcher_hint
 from bigtrain.ranks.launcher_env import detect_rank_info
+from bigtrain.ranks.preemption import PreemptionNotice
 from bigtrain.ranks.restart import Restart
 from bigtrain.report.lines import closing_lines, dry_run_lines, make_console, opening_lines
 from bigtrain.report.run_log import RunLog, run_folder
@@ -70,7 +78,9 @@ def main(arguments: list[str]) -> int:
             context.barrier()
             parts = open_setup(job, plan)
         folder = run_folder(job, context)
-        if restart is not None and context.is_main:
+        if context.is_main:
+            run_note(job, parts.plan, folder, restart, planned=bool(reasons)).leave(os.environ)
+        if restart is not None and restart.said and context.is_main:
             console.print(restart.said, highlight=False, markup=False, soft_wrap=True)
         with adapt_on_oom(job, parts.plan, parts.workload.model, folder, restart):
             return train(job, parts, context, folder, console)
@@ -82,17 +92,20 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
         engine.saver.reserve(folder / "checkpoints")
         resumed = resume(job, engine, folder)  # from a checkpoint, if the job says so
         best = BestFigure(job, engine, folder)
-        with RunLog(
-            folder,
-            job,
-            parts.plan,
-            context,
-            console,
-            total_steps=parts.total_steps,
-            first_step=engine.steps_done,
-            predicted=engine.predicted,
-            predicted_step=engine.predicted_step,
-        ) as log:
+        with (
+            RunLog(
+                folder,
+                job,
+                parts.plan,
+                context,
+                console,
+                total_steps=parts.total_steps,
+                first_step=engine.steps_done,
+                predicted=engine.predicted,
+                predicted_step=engine.predicted_step,
+            ) as log,
+            PreemptionNotice(context) as notice,
+        ):
             for line in opening_lines(parts, engine, resumed):
                 log.print_line(line)
             if engine.steps_done < parts.total_steps:
@@ -100,17 +113,23 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
                     result = engine.step(batch)
                     log.step(result)
                     last = result.step == parts.total_steps
+                    stops = notice.agreed() and not last
+                    if stops:  # before anything that takes long: little time may be left
+                        log.sync()
+                        for line in stopped_lines(engine, folder, notice.signal_name):
+                            log.print_line(line)
                     wanted = last or due(result.step, job.train.eval_every)
                     figures = None
                     if wanted and parts.data.validation is not None:
                         measured = engine.evaluate(parts.validation_batches(context))
                         log.validation(result.step, measured)
                         figures = measured if best.improved(measured) else None
+                    if stops:
+                        return REQUEUE_STATUS
                     said = failed_save(engine, folder)
-                    saves = (last and job.checkpoint.at_end) or due(
-                        result.step, job.checkpoint.every
-                    )
-                    if saves or figures is not None:
+                    saves = last and job.checkpoint.at_end
+                    if saves or figures or due(result.step, job.checkpoint.every):
+                        log.sync()
                         said += save_or_explain(engine, folder, last=last, best=figures)
                     for line in said:
                         log.print_line(line)

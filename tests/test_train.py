@@ -228,9 +228,9 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path, corpus):
         json.loads((tmp_path / f"runs/{n}/checkpoints/step-6/manifest.json").read_text())["files"]
         for n in ("whole", "third")
     ]
-    assert len(tensor_files := [name for name in final[0] if "safetensors" in name]) == 6
-    for name in tensor_files:  # the same bytes: weights and optimizer
-        assert final[0][name] == final[1][name]
+    for files in final:
+        del files["state.json"]
+    assert final[0] == final[1]  # the same bytes: weights and optimizer
 
 
 def test_another_number_of_ranks_continues_the_same_sequence(tmp_path, corpus):

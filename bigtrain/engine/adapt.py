@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from bigtrain.core.strategy import Plan
 from bigtrain.engine.remedies import smaller_batch
 from bigtrain.errors import OutOfMemoryError
 from bigtrain.job.schema import Job
-from bigtrain.ranks.restart import Restart, RestartRequest
+from bigtrain.ranks.restart import Restart, RestartRequest, words_to_go_on
 
 
 @contextmanager
@@ -48,7 +47,7 @@ def adapt_on_oom(
             *(before.words if before else ()),
             *smaller_batch(job, plan, error.micro_batch_size),
         ]
-        words += _same_folder(job, folder)
+        words += words_to_go_on(folder, job.checkpoint.resume)
         raise RestartRequest(words, _said(error, plan, model, folder)) from None
 
 
@@ -57,17 +56,6 @@ def _no_half(plan: Plan) -> str:
         f"memory.on_oom=adapt cannot help: a micro-batch of {plan.batch.micro_size} has no half, "
         "or the model alone is too large."
     )
-
-
-def _same_folder(job: Job, folder: Path) -> list[str]:
-    """The words by which the run finds its folder again, and its newest checkpoint."""
-    words = [f"log.dir={json.dumps(str(folder.parent))}", f"log.name={json.dumps(folder.name)}"]
-    begun_elsewhere = job.checkpoint.resume not in (None, "auto")
-    if begun_elsewhere and newest_checkpoint(folder / "checkpoints") is None:
-        for name in ("metrics.jsonl", "validation.jsonl"):  # these steps will be done again
-            (folder / name).unlink(missing_ok=True)
-        return words
-    return [*words, "checkpoint.resume=auto"]
 
 
 def _said(error: OutOfMemoryError, plan: Plan, model: nn.Module, folder: Path) -> str:

@@ -13,9 +13,11 @@ from bigtrain.checkpoint.folders import (
     newest_checkpoint,
 )
 from bigtrain.checkpoint.read import Checkpoint
+from bigtrain.core.strategy import Plan
 from bigtrain.engine.engine import Engine
 from bigtrain.errors import CheckpointError, DamagedCheckpointError
 from bigtrain.job.schema import Job
+from bigtrain.ranks.restart import Restart, RunNote
 
 
 def resume(job: Job, engine: Engine, folder: Path) -> list[str]:
@@ -139,3 +141,52 @@ def failed_save(engine: Engine, folder: Path) -> list[str]:
 def _newest(checkpoints: Path) -> str:
     newest = newest_checkpoint(checkpoints)
     return f"the newest is still {newest.name}" if newest else "there is none yet"
+
+
+def stopped_lines(engine: Engine, folder: Path, signal_name: str) -> list[str]:
+    """Save because a signal asked the run to stop; what is to be said of it. Collective.
+
+    Args:
+        engine: of the run, between two steps.
+        folder: of the run.
+        signal_name: of the signal.
+
+    Raises:
+        CheckpointError: it could not be saved.
+    """
+    try:
+        path = engine.save(folder / "checkpoints")
+        engine.saver.wait()
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{signal_name} stopped the run after step {engine.steps_done}, and its state is lost: "
+            f"{error}; {_newest(folder / 'checkpoints')}. Make room, and run again with --resume "
+            "auto."
+        ) from None
+    return [
+        f"stopped by {signal_name} after step {engine.steps_done}, saved as {path}. Go on with the "
+        f"same command and: --resume auto log.dir={folder.parent} log.name={folder.name}"
+    ]
+
+
+def run_note(
+    job: Job, plan: Plan, folder: Path, restart: Restart | None, *, planned: bool
+) -> RunNote:
+    """What `bigtrain train -n` must know to start the run's ranks again.
+
+    Args:
+        job: what runs.
+        plan: how it runs.
+        folder: of the run.
+        restart: what was changed already.
+        planned: whether the planner has chosen, and will again on other ranks.
+    """
+    return RunNote(
+        folder=str(folder.resolve()),
+        begun_at=job.checkpoint.resume,
+        words=restart.words if restart else (),
+        global_size=plan.batch.global_size,
+        micro_size=plan.batch.micro_size,
+        model_ranks=0 if planned else plan.pp * plan.tp,
+        timeout=job.mesh.timeout,
+    )

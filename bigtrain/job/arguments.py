@@ -17,6 +17,8 @@ class TrainOptions(argparse.Namespace):
     plan: str | None
     dry_run: bool
     num_ranks: int | None
+    restarts: int
+    min_ranks: int | None
     record: str
     trace: bool
     no_dropout: bool
@@ -53,6 +55,9 @@ def train_arguments(
     for word in rest:
         if word.startswith("--"):
             parser.error(f"there is no option {word}; keys of the job are given as KEY=VALUE")
+    if starts_ranks and options.num_ranks is None and options.restarts + (options.min_ranks or 0):
+        option = "--restarts" if options.restarts else "--min-ranks"
+        parser.error(f"{option} is of ranks that bigtrain starts itself. Add -n N")
     if options.resume is not None:
         rest += [f"checkpoint.resume={options.resume}"]
     if options.cap is not None:
@@ -66,6 +71,19 @@ def add_train_options(parser: argparse.ArgumentParser, *, starts_ranks: bool) ->
     if starts_ranks:
         parser.add_argument(
             "-n", "--num-ranks", type=int, metavar="N", help="start N ranks on this machine"
+        )
+        parser.add_argument(
+            *("--restarts",),
+            type=int,
+            default=0,
+            metavar="K",
+            help="with -n: start the ranks again, up to K times, where one is lost",
+        )
+        parser.add_argument(
+            *("--min-ranks",),
+            type=int,
+            metavar="M",
+            help="with --restarts: go on with as few as M ranks where others are gone",
         )
     parser.add_argument("--config", metavar="JOB", help="a YAML file, or a name in configs/jobs")
     parser.add_argument(

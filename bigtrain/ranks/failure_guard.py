@@ -27,6 +27,7 @@ from bigtrain.ranks.exit_status import (
 )
 from bigtrain.ranks.failure_hub import FailureHub, FailureListener, RunEnd, exit_process
 from bigtrain.ranks.launcher_env import RankInfo
+from bigtrain.ranks.preemption import PreemptionNotice
 from bigtrain.ranks.rendezvous import Rendezvous
 from bigtrain.ranks.restart import RestartRequest
 
@@ -176,12 +177,16 @@ def _signals(watch: FailureListener | None) -> Iterator[None]:
 
     def forward_signals() -> None:
         while number := reader.recv(1):
-            handler = replaced.get(number[0])
-            if handler is None or signal.getsignal(number[0]) is not handler:
+            handler = signal.getsignal(number[0])
+            if isinstance(handler, PreemptionNotice):
+                if not handler.is_second():
+                    continue
+            elif handler is None or handler is not replaced.get(number[0]):
                 continue
-            watch.report("", 128 + number[0])
+            status = 128 + (signal.SIGTERM if number[0] == signal.SIGUSR1 else number[0])
+            watch.report("", status)
             if not handled.wait(_SIGNAL_PATIENCE_S):
-                exit_process(128 + number[0])
+                exit_process(status)
 
     threading.Thread(target=forward_signals, name="bigtrain-signals", daemon=True).start()
     try:

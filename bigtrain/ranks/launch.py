@@ -1,73 +1,93 @@
 """Start the ranks of one node without any launcher's command line: `bigtrain train -n N`.
 
-torch's elastic agent does the starting and the ending. What it adds to the output is left out:
-the last thing on the screen is the failing rank's own traceback. Nothing here imports torch
-before ranks are really to be started.
+The ranks are plain processes of this one, which waits for them, passes signals on, and where ranks
+die starts all of them again (`--restarts`), on fewer where one is gone for good (`--min-ranks`).
+Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import logging
+import math
 import os
 import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
 from bigtrain.errors import ConfigError
 from bigtrain.memory.allocator import allocator_environ
 from bigtrain.memory.host_memory import host_memory_line, oom_kill_count
 from bigtrain.ranks.exit_status import REQUEUE_STATUS
-from bigtrain.ranks.launcher_env import RankInfo
+from bigtrain.ranks.launcher_env import LAUNCH_VARIABLE, RankInfo
+from bigtrain.ranks.restart import RESTART_VARIABLE, Restart, RunNote
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+SAVE_S = 600.0
+"""Seconds that ranks get to finish a step and save after SIGTERM or SIGUSR1, before SIGKILL."""
+# Seconds for the other ranks to end after one has failed, before SIGKILL.
+_SHUTDOWN_S = 15.0
+_POLL_S = 0.05
+# A signal within so many seconds of the first is that one again, as `timeout` sends it.
+_SAME_S = 2.0
+_USUAL_TIMEOUT_S = 100.0
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_REMINDER_S = 1.0
+_SAVING = (signal.SIGTERM, signal.SIGUSR1)
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+_OF_OTHER_LAUNCHES = {"LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", RESTART_VARIABLE}
+_PR_SET_PDEATHSIG = 1
 
-# Seconds for the other ranks to end after SIGTERM, before SIGKILL.
-_SHUTDOWN_S = 15
 
-
-def start_ranks(num_ranks: int, arguments: list[str], script: Path) -> int:
+def start_ranks(
+    num_ranks: int,
+    arguments: list[str],
+    script: Path,
+    *,
+    restarts: int = 0,
+    min_ranks: int | None = None,
+) -> int:
     """Run `python -u script arguments` as the ranks of one run on this node, and wait for them.
 
     Args:
         num_ranks: ranks to start.
         arguments: what the script gets on its command line.
         script: path of the script.
+        restarts: how often the ranks are started again after one was lost.
+        min_ranks: with how few ranks the run may go on; all of them where left out.
 
     Returns:
-        The exit status: 0; 2 or 75 where the failing rank ended so; 130 or 143 after Ctrl-C or
-        SIGTERM; otherwise 1.
+        The exit status: 0; 2 or 75 where the failing rank ended so; 75 after SIGTERM or SIGUSR1
+        where the ranks have saved, 1 where they could not; 128 and the number of the signal where
+        there was nothing to save, or after Ctrl-C; otherwise 1.
 
     Raises:
-        ConfigError: less than one rank, or no such script.
+        ConfigError: less than one rank, no such script, or numbers that contradict each other.
     """
     if num_ranks < 1:
         raise ConfigError(f"-n {num_ranks}: at least 1 rank is needed. Use -n 1")
+    if restarts < 0:
+        raise ConfigError(f"--restarts {restarts}: less than none. Use --restarts 3")
+    if min_ranks is not None and not 1 <= min_ranks <= num_ranks:
+        raise ConfigError(
+            f"--min-ranks {min_ranks}: the ranks are {num_ranks}, so 1 to {num_ranks} is possible. "
+            f"Use --min-ranks {max(1, num_ranks - 1)}"
+        )
+    if min_ranks is not None and not restarts:
+        raise ConfigError(
+            f"--min-ranks {min_ranks} is of use after a restart only. Add --restarts 3"
+        )
     if not script.is_file():
         raise ConfigError(f"{script} is not a file, and {num_ranks} ranks were to run it.")
-
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    kills = oom_kill_count()
-    with (
-        tempfile.TemporaryDirectory(prefix="bigtrain-launch-") as folder,
-        _agent_surroundings(num_ranks),
-    ):
-        try:
-            _run_agent(num_ranks, [str(script), *arguments], folder)
-        except ChildFailedError as failure:
-            return _status(failure.get_first_failure(), kills)
-        except SignalException as stop:
-            return 128 + int(stop.sigval)
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
-    return 0
+    command = [sys.executable, "-u", str(script), *arguments]
+    with tempfile.TemporaryDirectory(prefix="bigtrain-launch-") as folder, _Signals() as signals:
+        run = _Lives(command, Path(folder), signals, restarts, min_ranks or num_ranks)
+        return run.to_the_end(num_ranks)
 
 
 def launcher_hint(placement: RankInfo, cpu_count: int, *, has_gpu: bool = False) -> str | None:
@@ -90,40 +110,311 @@ def launcher_hint(placement: RankInfo, cpu_count: int, *, has_gpu: bool = False)
     return None
 
 
-def _run_agent(num_ranks: int, command: list[str], folder: str) -> None:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+@dataclass(frozen=True)
+class _Failure:
+    """The rank that failed first in a life of the run, and how far the run had come."""
 
-    settings: dict[str, Any] = {
-        "min_nodes": 1,
-        "max_nodes": 1,
-        "nproc_per_node": num_ranks,
-        "run_id": os.path.basename(folder),
-        "rdzv_backend": "c10d",
-        # Port 0: the kernel chooses, two runs cannot collide.
-        "rdzv_endpoint": "localhost:0",
-        "local_addr": "127.0.0.1",
-        "max_restarts": 0,
-        "logs_specs": DefaultLogsSpecs(log_dir=folder),
-        "shutdown_timeout": _SHUTDOWN_S,
-    }
-    known_fields = {field.name for field in dataclasses.fields(LaunchConfig)}
-    config = LaunchConfig(
-        **{name: value for name, value in settings.items() if name in known_fields}
-    )
-    elastic_launch(config, sys.executable)("-u", *command)
+    rank: int
+    exitcode: int
+    """Of the process; the negative number of a signal."""
+    first_step: int
+    """Of the checkpoint from which the life began."""
+    last_step: int
+
+    @property
+    def killed(self) -> bool:
+        return self.exitcode < 0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether somebody outside wanted an end."""
+        return self.exitcode in _STOPPED
+
+    def repeats(self, before: _Failure | None) -> bool:
+        """Whether the program failed twice at the same place: another time would not help."""
+        return (
+            before is not None
+            and not (self.killed or before.killed)
+            and self.last_step == before.last_step
+        )
+
+    def is_gone(self, before: _Failure | None) -> bool:
+        """Whether this place among the ranks was lost twice, with no step between."""
+        return (
+            before is not None
+            and self.killed == before.killed
+            and self.rank == before.rank
+            and self.last_step <= self.first_step
+        )
 
 
-def _status(first_failure: tuple[int, ProcessFailure], kills_before: int) -> int:
+class _Lives:
+    """A run's ranks, started as often as it takes.
+
+    Args:
+        command: of every rank.
+        folder: of this launch.
+        signals: what this process was told from outside.
+        restarts: how often at most.
+        min_ranks: on how few ranks.
+    """
+
+    def __init__(
+        self, command: list[str], folder: Path, signals: _Signals, restarts: int, min_ranks: int
+    ) -> None:
+        self._command = command
+        self._folder = folder
+        self._signals = signals
+        self._restarts = restarts
+        self._min_ranks = min_ranks
+        self._words: list[str] = []
+        self._note: RunNote | None = None
+
+    def to_the_end(self, num_ranks: int) -> int:
+        """Run; return the exit status."""
+        before: _Failure | None = None
+        for life in range(self._restarts + 1):
+            kills = oom_kill_count()
+            first_step = self._note.saved_step() if self._note else 0
+            ranks = _Ranks(self._command, num_ranks, self._environ(num_ranks, life))
+            failed = ranks.wait(self._signals, lambda: RunNote.find(self._folder))
+            self._note = RunNote.find(self._folder) or self._note
+            if self._signals.first is not None:
+                return _stopped_status(ranks.exitcodes, self._signals.first)
+            if failed is None:
+                return REQUEUE_STATUS if REQUEUE_STATUS in ranks.exitcodes else 0
+            failure = _Failure(*failed, first_step, self._note.last_step() if self._note else 0)
+            status = _status(failed, kills)
+            refused = status == 2 and life > 0 and self._min_ranks < num_ranks
+            if life == self._restarts or (status == 2 and not refused) or failure.stopped:
+                return status
+            gone = refused or failure.is_gone(before)
+            fewer = self._fewer(num_ranks) if gone else None
+            if fewer is None and failure.repeats(before):
+                _say(f"it failed twice after step {failure.last_step}, and is not started again")
+                return status
+            self._go_on(fewer)
+            before, reason = failure, ""
+            if fewer is not None:
+                reason = f"rank {failure.rank} was lost twice in a row and is taken as gone: "
+                reason = f"{num_ranks} ranks were refused: " if refused else reason
+                num_ranks = fewer
+            _say(f"{reason}restart {life + 1} of {self._restarts} {self._how(num_ranks)}")
+        return 1
+
+    def _environ(self, num_ranks: int, life: int) -> dict[str, str]:
+        """What all ranks of a life share."""
+        environ = {n: v for n, v in os.environ.items() if n not in _OF_OTHER_LAUNCHES}
+        environ = {n: v for n, v in environ.items() if not n.startswith("TORCHELASTIC_")}
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // num_ranks)))
+        environ |= allocator_environ(environ)
+        environ |= {LAUNCH_VARIABLE: str(self._folder / str(life))}
+        if life:
+            environ[RESTART_VARIABLE] = Restart(tuple(self._words), "").text()
+        return environ
+
+    def _go_on(self, fewer: int | None) -> None:
+        """Work out the words with which the run goes on, on fewer ranks where a number is given."""
+        if self._note is None:  # it never came so far as to have a folder
+            return
+        self._words = self._note.restart_words(self._words)
+        if fewer is not None:
+            self._words += self._note.words_on(fewer) or []
+
+    def _fewer(self, num_ranks: int) -> int | None:
+        """The most ranks below so many on which the run can go on; None where none can."""
+        possible = range(num_ranks - 1, self._min_ranks - 1, -1)
+        return next(
+            (n for n in possible if not self._note or self._note.words_on(n) is not None), None
+        )
+
+    def _how(self, num_ranks: int) -> str:
+        ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+        if self._note is None:
+            return f"on {ranks}, from the beginning"
+        step = self._note.saved_step()
+        return (
+            f"on {ranks}, from {f'step-{step}' if step else 'the beginning'} (step "
+            f"{self._note.last_step()} was the last one done), global batch "
+            f"{self._note.global_size}"
+        )
+
+
+class _Ranks:
+    """The processes of one life of a run.
+
+    Args:
+        command: of every rank.
+        num_ranks: how many there are.
+        environ: what all of them share.
+    """
+
+    def __init__(self, command: list[str], num_ranks: int, environ: Mapping[str, str]) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._still_s = [0.0] * num_ranks
+        with self._ended_on_error():
+            for rank in range(num_ranks):
+                size = str(num_ranks)
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                own |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+                # No thread runs here that could hold a lock at the fork.
+                process = subprocess.Popen(
+                    command, env={**environ, **own}, preexec_fn=_stop_with_parent()
+                )
+                self._processes.append(process)
+
+    @property
+    def exitcodes(self) -> list[int | None]:
+        """Of each rank; None while it runs, the negative number of a signal."""
+        return [process.poll() for process in self._processes]
+
+    def wait(
+        self, signals: _Signals, find_note: Callable[[], RunNote | None]
+    ) -> tuple[int, int] | None:
+        """Wait until all have ended, and see that they do once one has failed.
+
+        Args:
+            signals: what this process was told from outside, which is passed on once.
+            find_note: what the ranks have left for this process so far.
+
+        Returns:
+            The rank that failed first and its exit code; None where all ended in good order.
+        """
+        failed: tuple[int, int] | None = None
+        passed_on, deadline, next_reminder = False, math.inf, 0.0
+        with self._ended_on_error():
+            while None in (exitcodes := self.exitcodes):
+                now = time.monotonic()
+                failed = failed or _first_failure(exitcodes)
+                if failed is not None and now >= next_reminder:
+                    deadline = min(deadline, now + _SHUTDOWN_S)
+                    self._send(signal.SIGTERM)
+                    next_reminder = now + _REMINDER_S
+                if signals.first is not None and not passed_on:
+                    saves = signals.first in _SAVING
+                    deadline = min(deadline, now + (SAVE_S if saves else _SHUTDOWN_S))
+                    self._send(signals.first)
+                    passed_on = True
+                if signals.second or now > deadline:
+                    self._send(signal.SIGKILL)
+                self._end_still_ones(0.0 if failed else None, find_note)
+                time.sleep(_POLL_S)
+        return failed or _first_failure(self.exitcodes)
+
+    def _end_still_ones(
+        self, patience_s: float | None, find_note: Callable[[], RunNote | None]
+    ) -> None:
+        """End ranks that somebody has stopped (SIGSTOP): they answer nothing, not even SIGTERM."""
+        for rank, process in enumerate(self._processes):
+            if process.poll() is not None or not _is_stopped(process.pid):
+                self._still_s[rank] = 0.0
+                continue
+            # Counted, not read from a clock: Ctrl-Z stops this process as well.
+            self._still_s[rank] += _POLL_S
+            if patience_s is None:
+                note = find_note()
+                limit = (note.timeout if note else _USUAL_TIMEOUT_S) + _REMINDER_S
+                if self._still_s[rank] > limit:
+                    _say(f"rank {rank} has been stopped (SIGSTOP) for {limit:.0f} s, and is ended")
+                    process.kill()
+            else:
+                process.kill()
+
+    def _send(self, number: int) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    @contextlib.contextmanager
+    def _ended_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._send(signal.SIGKILL)
+            raise
+
+
+class _Signals:
+    """Inside a `with` block what this process is told from outside is noted, to be passed on."""
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self.second = False
+        """Whether another one came later: then nothing is waited for."""
+        self._at = 0.0
+        self._before: dict[int, Any] = {}
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.first is None:
+            self.first, self._at = number, now
+        elif now - self._at > _SAME_S:
+            self.second = True
+
+    def __enter__(self) -> _Signals:
+        for number in _PASSED_ON:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def _first_failure(exitcodes: Sequence[int | None]) -> tuple[int, int] | None:
+    """The rank to blame among those that are seen to have ended; a killed one before others."""
+    failed = [(n, c) for n, c in enumerate(exitcodes) if c not in (None, 0, REQUEUE_STATUS)]
+    return min(((n, c) for n, c in failed if c is not None), key=lambda f: f[1] >= 0, default=None)
+
+
+def _stopped_status(exitcodes: Sequence[int | None], number: int) -> int:
+    """The exit status after a signal from outside: whether the ranks have saved."""
+    if set(exitcodes) <= {0, REQUEUE_STATUS}:
+        return REQUEUE_STATUS if REQUEUE_STATUS in exitcodes else 0
+    # A rank that could not save says so and ends with 1.
+    return 1 if number in _SAVING and 1 in exitcodes else 128 + number
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return False
+    return stat[stat.rfind(")") + 2 :][:1] == "T"
+
+
+def _stop_with_parent() -> Callable[[], None]:
+    """What a rank calls first: where this process is killed, it gets SIGTERM, so that it saves."""
+    if sys.platform != "linux":
+        return lambda: None
+    import ctypes
+
+    library, parent = ctypes.CDLL(None), os.getpid()
+
+    def call() -> None:
+        library.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return call
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"bigtrain: {text}\n")
+
+
+def _status(first_failure: tuple[int, int], kills_before: int) -> int:
     """Return the exit status for the first failure; say in one line what a signal meant.
 
     Args:
-        first_failure: the rank that failed first.
+        first_failure: the rank that failed first, and its exit code.
         kills_before: how many processes the kernel had ended for want of memory until the start.
     """
-    rank, failure = first_failure
-    if failure.exitcode < 0:
-        number = -failure.exitcode
+    rank, exitcode = first_failure
+    if exitcode < 0:
+        number = -exitcode
         cause = "a crash in native code?"
         if number == signal.SIGABRT:
             cause = (
@@ -143,22 +434,4 @@ def _status(first_failure: tuple[int, ProcessFailure], kills_before: int) -> int
             "See the kernel's log: dmesg | tail\n"
         )
         return 1
-    return failure.exitcode if failure.exitcode in (2, REQUEUE_STATUS) else 1
-
-
-@contextlib.contextmanager
-def _agent_surroundings(num_ranks: int) -> Iterator[None]:
-    """Share out cores, choose the allocator, silence the agent, and put everything back."""
-    before = dict(os.environ)
-    disabled = logging.root.manager.disable
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // num_ranks)))
-    os.environ.update(allocator_environ(os.environ))
-    logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(disabled)
-        for name in set(os.environ) - set(before):
-            del os.environ[name]
-        os.environ.update(before)
+    return exitcode if exitcode in (2, REQUEUE_STATUS, *_STOPPED) else 1

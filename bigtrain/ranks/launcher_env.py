@@ -18,11 +18,14 @@ from typing import Literal
 
 from bigtrain.errors import ConfigError
 
-Launcher = Literal["torchrun", "deepspeed", "srun", "openmpi", "mpich", "env", "python"]
+Launcher = Literal["torchrun", "deepspeed", "srun", "openmpi", "mpich", "bigtrain", "env", "python"]
 
 # Slurm numbers the batch script, the interactive shell and its own housekeeping as steps from
 # here on; only a step below was started by srun.
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
+
+LAUNCH_VARIABLE = "BIGTRAIN_LAUNCH"
+"""Set by `bigtrain train -n N` for its ranks: a folder, and how often they were started before."""
 
 _LAUNCH_VARIABLES = (
     "SLURM_JOB_ID",
@@ -31,6 +34,7 @@ _LAUNCH_VARIABLES = (
     "PMIX_NAMESPACE",
     "TORCHELASTIC_RUN_ID",
     "MASTER_PORT",
+    LAUNCH_VARIABLE,
 )
 _LAUNCHER_PROCESSES = ("slurmstepd", "hydra_pmi", "mpiexec", "mpirun", "orterun", "orted", "prte")
 
@@ -48,7 +52,8 @@ class RankInfo:
     local_world_size: int
     """Ranks on this node."""
     launcher: Launcher
-    """Who started the ranks; "env" for variables set by hand, "python" for nobody."""
+    """Who started the ranks; "bigtrain" is `bigtrain train -n N`, "env" stands for variables set
+    by hand, "python" for nobody."""
 
     @property
     def one_node(self) -> bool:
@@ -119,6 +124,8 @@ def _from_torch_variables(environ: Mapping[str, str]) -> RankInfo:
     launcher: Launcher = "env"
     if "TORCHELASTIC_RUN_ID" in environ:
         launcher = "torchrun"
+    elif LAUNCH_VARIABLE in environ:
+        launcher = "bigtrain"
     elif "LOCAL_SIZE" in environ:
         launcher = "deepspeed"
     if environ.get("WORLD_SIZE") == "1" and environ.get("RANK", "0") == "0":

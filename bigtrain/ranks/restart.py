@@ -1,9 +1,10 @@
-"""Going on after memory ran out: every rank begins anew in its own process, with smaller batches.
+"""Going on after a fault: every rank begins anew, from the newest checkpoint or the beginning.
 
 A rank that is out of memory has left the others in the middle of an exchange that cannot be
-mended. So all of them start their program again, from the last checkpoint or the beginning, under
-the same process numbers: no launcher notices, and the numbers that follow are those of a run that
-had been started so. What is to be different goes through the environment.
+mended. So all of them start their program again, under the same process numbers: no launcher
+notices, and the numbers that follow are those of a run that had been started so. Where a rank has
+died, who started the ranks starts all of them again. What is to be different goes through the
+environment.
 """
 
 from __future__ import annotations
@@ -15,14 +16,21 @@ import os
 import re
 import sys
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from bigtrain.errors import BigtrainError
+from bigtrain.ranks.launcher_env import LAUNCH_VARIABLE
 
 RESTART_STATUS = 76
 """With this status a rank asks all ranks to begin anew; no process ends with it."""
 RESTART_VARIABLE = "BIGTRAIN_RESTART"
+METRICS = "metrics.jsonl"
+"""The file of a run's steps, one object each."""
+_GO_ON = "checkpoint.resume=auto"
+_NOTE = "note.json"
+_TAIL_BYTES = 16384
 # Rank 0 relays the news: it begins anew when all have them.
 _RELAY_S = 0.5
 
@@ -34,20 +42,129 @@ class Restart:
     words: tuple[str, ...]
     """Keys of the job, as on the command line."""
     said: str
-    """One line on why, for the log."""
+    """One line on why, for the log; empty where it has been said."""
 
     @classmethod
     def taken(cls, environ: MutableMapping[str, str]) -> Restart | None:
-        """What an earlier life of this process left, which is thereby taken."""
+        """What an earlier life of this process left, which is thereby taken.
+
+        A rank that torchrun has started again goes on, too.
+        """
         text = environ.pop(RESTART_VARIABLE, None)
         if text is None:
-            return None
+            count = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            return cls((_GO_ON,), "") if count.isdecimal() and int(count) > 0 else None
         values = json.loads(text)
         return cls(tuple(values["words"]), values["said"])
 
     def text(self) -> str:
         """One line of JSON."""
         return json.dumps(asdict(self))
+
+
+def words_to_go_on(folder: Path, begun_at: str | None) -> list[str]:
+    """The words by which a run finds its folder again, and its newest checkpoint.
+
+    Where it began at another run's checkpoint and has none of its own yet, it begins there again.
+
+    Args:
+        folder: of the run.
+        begun_at: `checkpoint.resume` of the run.
+    """
+    words = [f"log.dir={json.dumps(str(folder.parent))}", f"log.name={json.dumps(folder.name)}"]
+    if begun_at not in (None, "auto") and not (folder / "checkpoints" / "latest").is_file():
+        for name in (METRICS, "validation.jsonl"):  # these steps will be done again
+            (folder / name).unlink(missing_ok=True)
+        return words
+    return [*words, _GO_ON]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunNote:
+    """What a run leaves for the one who started its ranks, so that he can start them again."""
+
+    folder: str
+    """Of the run; absolute."""
+    begun_at: str | None
+    """`checkpoint.resume`."""
+    words: tuple[str, ...]
+    """What was changed already."""
+    global_size: int
+    """Samples of a step."""
+    micro_size: int
+    """Samples of a micro-batch; 0 where the planner chooses it."""
+    model_ranks: int
+    """Ranks that hold one model together; 0 where the planner chooses it."""
+    timeout: float
+    """Seconds that an exchange may take."""
+
+    def leave(self, environ: Mapping[str, str]) -> None:
+        """Write it where the one who started the ranks looks; nothing under other launchers."""
+        if LAUNCH_VARIABLE in environ:
+            path = Path(environ[LAUNCH_VARIABLE]).parent / _NOTE
+            draft = path.with_suffix(".draft")
+            with contextlib.suppress(OSError):
+                draft.write_text(json.dumps(asdict(self)), "utf-8")
+                draft.replace(path)
+
+    @classmethod
+    def find(cls, launch: Path) -> RunNote | None:
+        """The note in a launch's folder."""
+        try:
+            values = json.loads((launch / _NOTE).read_text("utf-8"))
+        except (OSError, ValueError):
+            return None
+        return cls(**{**values, "words": tuple(values["words"])})
+
+    def restart_words(self, given: Sequence[str]) -> list[str]:
+        """The words with which the run goes on.
+
+        Args:
+            given: those of its last life, which may have ended before it could leave a note.
+        """
+        kept = [word for word in (*self.words, *given) if word != _GO_ON]
+        return list(dict.fromkeys([*kept, *words_to_go_on(Path(self.folder), self.begun_at)]))
+
+    def words_on(self, num_ranks: int) -> list[str] | None:
+        """The words with which it goes on with the same global batch on another number of ranks.
+
+        None where that does not divide.
+        """
+        if not self.model_ranks:
+            return []
+        replicas, rest = divmod(num_ranks, self.model_ranks)
+        if rest or not replicas or self.global_size % replicas:
+            return None
+        share = self.global_size // replicas
+        rows = next(n for n in range(min(self.micro_size, share), 0, -1) if share % n == 0)
+        return [
+            "mesh.dp=-1",
+            f"train.global_batch_size={self.global_size}",
+            f"train.micro_batch_size={rows}",
+            "train.accumulation_steps=null",
+        ]
+
+    def saved_step(self) -> int:
+        """The step of the checkpoint that it goes on from; 0 for the beginning."""
+        try:
+            name = (Path(self.folder) / "checkpoints" / "latest").read_text("utf-8").strip()
+        except OSError:
+            return 0
+        number = name.rpartition("-")[2]
+        return int(number) if number.isdecimal() else 0
+
+    def last_step(self) -> int:
+        """The last step that was done; 0 where there is none."""
+        try:
+            with (Path(self.folder) / METRICS).open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                lines = file.read().splitlines()
+        except OSError:
+            return 0
+        for line in reversed(lines):
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a torn one
+                return int(json.loads(line)["step"])
+        return 0
 
 
 class RestartRequest(BigtrainError):

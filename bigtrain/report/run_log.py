@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from contextlib import suppress
 from dataclasses import asdict
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 import yaml
 from rich.console import Console
@@ -128,7 +131,9 @@ class RunLog:
         self._console = console
         self._total = total_steps
         self._capacity = device_capacity_bytes(context.device)
-        self._files: dict[str, IO[str]] = {}
+        self._files: dict[str, FileIO] = {}
+        self._waiting: dict[str, bytes] = {}
+        self._told = False
         self._progress: Progress | None = None
         self._board: Any = None
         self._stepped = False
@@ -138,7 +143,7 @@ class RunLog:
         self._write_plan(job, plan, predicted)
         self._drop_steps_after(first_step)
         if job.log.tensorboard:
-            self._board = _open_board(folder)
+            self._board = _open_board(folder, first_step)
         if console.is_terminal:
             self._progress = _bar(console)
             self._progress.start()
@@ -196,6 +201,12 @@ class RunLog:
         figures = "  ".join(f"{name} {value:.4f}" for name, value in measured.items())
         self.print_line(f"validation at step {step}: {figures}")
 
+    def sync(self) -> None:
+        """Have all lines on the disk before a checkpoint is: a power cut parts no pair of them."""
+        for file in self._files.values():
+            with suppress(OSError):
+                os.fsync(file.fileno())
+
     def memory(self, report: MemoryReport | None) -> None:
         """The end table, memory.json, and what it says for the predictions of later runs."""
         if not self._main or report is None:
@@ -203,11 +214,10 @@ class RunLog:
         if not self._stepped:
             self.print_line("no step was left to do: there is no memory to report")
             return
-        text = json.dumps(report.as_json(), indent=1)
-        (self.folder / "memory.json").write_text(text + "\n", "utf-8")
+        self._leave("memory.json", json.dumps(report.as_json(), indent=1) + "\n")
         course = report.course()
         if course is not None:
-            (self.folder / "timeline.json").write_text(json.dumps(course) + "\n", "utf-8")
+            self._leave("timeline.json", json.dumps(course) + "\n")
         self._stop_bar()
         self._console.print(memory_table(report))
         for line in memory_notes(report):
@@ -240,9 +250,36 @@ class RunLog:
         return line
 
     def _append(self, name: str, values: dict[str, Any]) -> None:
+        line = json.dumps(_finite(values)) + "\n"
+        self._waiting[name] = self._waiting.get(name, b"") + line.encode()
+        try:
+            self._write_waiting(name)
+        except OSError as error:
+            if not self._told:  # a full disk fails every line
+                self.print_line(
+                    f"warning: {self.folder / name} cannot be written: {error}. The run goes on; "
+                    "its lines are kept until there is room."
+                )
+            self._told = True
+
+    def _write_waiting(self, name: str) -> None:
+        """Write the lines of a file that could not be written yet.
+
+        Raises:
+            OSError: they still cannot.
+        """
         if name not in self._files:
-            self._files[name] = (self.folder / name).open("a", encoding="utf-8", buffering=1)
-        self._files[name].write(json.dumps(_finite(values)) + "\n")
+            self._files[name] = (self.folder / name).open("ab", buffering=0)
+        while self._waiting.get(name):
+            written = self._files[name].write(self._waiting[name]) or 0
+            self._waiting[name] = self._waiting[name][written:]
+
+    def _leave(self, name: str, text: str) -> None:
+        """Write a file of the end; a run is not lost for it."""
+        try:
+            (self.folder / name).write_text(text, "utf-8")
+        except OSError as error:
+            self.print_line(f"warning: {self.folder / name} was not written: {error}")
 
     def _board_scalars(self, group: str, values: dict[str, Any], step: int) -> None:
         if self._board is not None:
@@ -265,6 +302,12 @@ class RunLog:
         traceback: TracebackType | None,
     ) -> None:
         self._stop_bar()
+        for name in self._waiting:
+            with suppress(OSError):
+                self._write_waiting(name)
+            if self._waiting[name]:
+                lost = self._waiting[name].count(b"\n")
+                self.print_line(f"warning: {self.folder / name} lacks its last lines: {lost}")
         for file in self._files.values():
             file.close()
         if self._board is not None:
@@ -301,14 +344,16 @@ def _write_yaml(path: Path, values: dict[str, Any]) -> None:
     path.write_text(yaml.safe_dump(values, sort_keys=False), "utf-8")
 
 
-def _open_board(folder: Path) -> Any:
+def _open_board(folder: Path, first_step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise ConfigError(
             'log.tensorboard=true needs a package. Run: pip install "bigtrain[tensorboard]"'
         ) from None
-    return SummaryWriter(str(folder / "tensorboard"))
+    # What is done again after a resume is shown once.
+    purge_step = first_step + 1 if first_step else None
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
 
 
 def predicted_line(peak: Peak | None, note: str | None) -> str:

@@ -38,8 +38,9 @@ SHADOWING = {
     *("accelerate", "datasets", "deepspeed", "fairscale", "numpy", "pydantic", "rich"),
     *("safetensors", "torch", "torchvision", "yaml"),
 }
-TRAIN_OPTIONS = {
-    *("-h", "--help", "-n", "--num-ranks", "--config", "--strategy", "--plan", "--resume"),
+STARTING = {"-n", "--num-ranks", "--restarts", "--min-ranks"}
+TRAIN_OPTIONS = STARTING | {
+    *("-h", "--help", "--config", "--strategy", "--plan", "--resume"),
     *("--dry-run", "--cap", "--local_rank", "--local-rank", "--deepspeed", "--deepspeed_config"),
 }
 _SIDES = {
@@ -180,7 +181,7 @@ def test_the_command_line_is_frozen(monkeypatch):
             lambda s=starts_ranks: arguments.train_arguments([], starts_ranks=s), monkeypatch
         )
         options = {option for action in actions for option in action.option_strings}
-        assert options == TRAIN_OPTIONS - (set() if starts_ranks else {"-n", "--num-ranks"})
+        assert options == TRAIN_OPTIONS - (set() if starts_ranks else STARTING)
     actions = parser_of(lambda: cli.main([]), monkeypatch)
     assert {o for action in actions for o in action.option_strings} == {"-h", "--help"}
     (commands,) = [action for action in actions if not action.option_strings]

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,6 +46,14 @@ def test_no_hint(placement: RankInfo, cores: int, has_gpu: bool) -> None:
 def test_what_cannot_be_started(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="-n 0: at least 1 rank is needed. Use -n 1"):
         start_ranks(0, [], tmp_path)
+    with pytest.raises(ConfigError, match=r"--restarts -1: less than none. Use --restarts 3"):
+        start_ranks(2, [], tmp_path, restarts=-1)
+    words = r"--min-ranks 3: the ranks are 2, so 1 to 2 is possible. Use --min-ranks 1"
+    with pytest.raises(ConfigError, match=words):
+        start_ranks(2, [], tmp_path, restarts=1, min_ranks=3)
+    words = r"--min-ranks 1 is of use after a restart only. Add --restarts 3"
+    with pytest.raises(ConfigError, match=words):
+        start_ranks(2, [], tmp_path, min_ranks=1)
     with pytest.raises(ConfigError, match="is not a file, and 2 ranks were to run it"):
         start_ranks(2, [], tmp_path / "no.py")
 
@@ -56,22 +64,21 @@ def test_what_cannot_be_started(tmp_path: Path) -> None:
         (1, 1, ""),
         (2, 2, ""),
         (75, 75, ""),
+        (143, 143, ""),
         (7, 1, ""),
         (-signal.SIGKILL, 1, "rank 3 was killed (signal 9): host memory ran out? (host"),
         (-signal.SIGSEGV, 1, "rank 3 was killed (signal 11): a crash in native code? See"),
     ],
 )
 def test_status(exitcode: int, status: int, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    failure: Any = SimpleNamespace(exitcode=exitcode)
-    assert _status((3, failure), oom_kill_count()) == status
+    assert _status((3, exitcode), oom_kill_count()) == status
     assert words in capsys.readouterr().err
 
 
 def test_kernel_that_ended_a_rank_for_its_memory_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    failure: Any = SimpleNamespace(exitcode=-signal.SIGKILL)
-    assert _status((3, failure), oom_kill_count() - 1) == 1
+    assert _status((3, -signal.SIGKILL), oom_kill_count() - 1) == 1
     said = capsys.readouterr().err
     assert "the kernel ended it, because host memory ran out (host memory " in said
     assert "GiB free now" in said
@@ -81,15 +88,180 @@ def test_kernel_that_ended_a_rank_for_its_memory_is_named(
 @pytest.mark.parametrize(
     "words", [["-n", "2"], ["-n2"], ["-n=2"], ["--num-ranks", "2"], ["--num-ranks=2"]]
 )
-def test_the_ranks_do_not_get_the_number_of_ranks(
-    words: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("more", "options"),
+    [
+        ([], {"restarts": 0, "min_ranks": None}),
+        (["--restarts", "3", "--min-ranks=1"], {"restarts": 3, "min_ranks": 1}),
+    ],
+)
+def test_the_ranks_do_not_get_how_they_are_started(
+    words: list[str], more: list[str], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[tuple[int, list[str]]] = []
+    started: list[tuple[int, list[str], dict[str, Any]]] = []
 
-    def start(number: int, arguments: list[str], _script: Path) -> int:
-        started.append((number, arguments))
+    def start(number: int, arguments: list[str], _script: Path, **options: Any) -> int:
+        started.append((number, arguments, options))
         return 0
 
     monkeypatch.setattr("bigtrain.ranks.launch.start_ranks", start)
-    assert main(["train", "--config", "digits", *words, "OPTIM.LR", "-1"]) == 0
-    assert started == [(2, ["--config", "digits", "OPTIM.LR", "-1"])]
+    assert main(["train", "--config", "digits", *words, *more, "OPTIM.LR", "-1"]) == 0
+    assert started == [(2, ["--config", "digits", "OPTIM.LR", "-1"], options)]
+
+
+@pytest.mark.parametrize(
+    ("words", "option"), [(["--restarts", "1"], "--restarts"), (["--min-ranks=1"], "--min-ranks")]
+)
+def test_who_starts_no_ranks_starts_none_again(
+    words: list[str], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", *words])
+    assert f"{option} is of ranks that bigtrain starts itself. Add -n N" in capsys.readouterr().err
+
+
+RANK = r"""
+import json, os, pathlib, signal, sys, time
+rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+launch = pathlib.Path(os.environ["BIGTRAIN_LAUNCH"])
+life = int(launch.name)
+words = json.loads(os.environ.get("BIGTRAIN_RESTART", '{"words": []}'))["words"]
+here = pathlib.Path(__file__).parent
+with (here / "said").open("a") as file:
+    file.write(json.dumps([life, rank, ranks, words]) + "\n")
+
+def step(number):
+    with (here / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": number}) + "\n")
+
+def save(number):
+    (here / "checkpoints").mkdir(exist_ok=True)
+    (here / "checkpoints" / "latest").write_text(f"step-{number}\n")
+
+def note(**changes):
+    values = dict(folder=str(here), begun_at=None, words=words, global_size=12, micro_size=4)
+    values |= dict(model_ranks=1, timeout=0.3) | changes
+    (launch.parent / "note.json").write_text(json.dumps(values))
+
+def die(number=signal.SIGKILL):
+    os.kill(os.getpid(), number)
+
+"""
+
+
+class Launched:
+    """A launch of ranks that are short programs without torch."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._folder = folder
+        monkeypatch.setattr("bigtrain.ranks.launch._REMINDER_S", 0.2)
+
+    def __call__(self, program: str, num_ranks: int = 2, **options: Any) -> int:
+        script = self._folder / "rank.py"
+        script.write_text(RANK + program)
+        return start_ranks(num_ranks, [], script, **options)
+
+    def lives(self) -> list[tuple[int, int, list[str]]]:
+        """Number, ranks and words of each."""
+        rows = [json.loads(line) for line in (self._folder / "said").read_text().splitlines()]
+        return [(life, ranks, words) for life, rank, ranks, words in sorted(rows) if rank == 0]
+
+
+@pytest.fixture
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
+    return Launched(tmp_path, monkeypatch)
+
+
+def test_a_lost_rank_is_started_again_with_all_others(
+    launched: Launched, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = "note(); step(1); step(2); save(1)\nif rank == 1 and life == 0: die()\n"
+    program += "if life == 0: time.sleep(60)"
+    assert launched(program, restarts=2) == 0
+    folder = [f'log.dir="{tmp_path.parent}"', f'log.name="{tmp_path.name}"']
+    assert launched.lives() == [(0, 2, []), (1, 2, [*folder, "checkpoint.resume=auto"])]
+    said = capfd.readouterr().err
+    assert "bigtrain: rank 1 was killed (signal 9)" in said
+    line = "bigtrain: restart 1 of 2 on 2 ranks, from step-1 (step 2 was the last one done), "
+    assert line + "global batch 12\n" in said
+
+
+def test_restarts_come_to_an_end(launched: Launched, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launched("die()", restarts=2) == 1
+    assert [life for life, _, _ in launched.lives()] == [0, 1, 2]
+    assert "bigtrain: restart 2 of 2 on 2 ranks, from the beginning\n" in capfd.readouterr().err
+
+
+def test_what_began_elsewhere_begins_there_again(launched: Launched, tmp_path: Path) -> None:
+    program = "note(begun_at='else')\nif life == 0: step(1); die()\n"
+    program += "if life == 1: step(2); save(2); die()\n"
+    assert launched(program, num_ranks=1, restarts=2) == 0
+    first, second, third = (words for _, _, words in launched.lives())
+    assert (first, second[-1]) == ([], f'log.name="{tmp_path.name}"')
+    assert third[-1] == "checkpoint.resume=auto"
+    # The step before the checkpoint was done again.
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 2}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "fewer", "rows"),
+    [
+        (4, {}, 3, 4),
+        (4, {"model_ranks": 2}, 2, 4),
+        (4, {"global_size": 8}, 2, 4),
+        (3, {"micro_size": 5}, 2, 3),
+        (3, {"model_ranks": 0}, 2, 0),
+    ],
+)
+def test_a_place_that_is_lost_twice_is_done_without(
+    launched: Launched,
+    ranks: int,
+    changes: dict[str, int],
+    fewer: int,
+    rows: int,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    program = f"note(**{changes}); time.sleep(0.2)\nif life < 2 and rank == 1: die()"
+    assert launched(program, num_ranks=ranks, restarts=2, min_ranks=2) == 0
+    assert [number for _, number, _ in launched.lives()] == [ranks, ranks, fewer]
+    total = changes.get("global_size", 12)
+    batch = ["mesh.dp=-1", f"train.global_batch_size={total}", f"train.micro_batch_size={rows}"]
+    batch += ["train.accumulation_steps=null"]
+    _, _, words = launched.lives()[-1]
+    assert words[3:] == (batch if rows else [])
+    line = f"rank 1 was lost twice in a row and is taken as gone: restart 2 of 2 on {fewer} ranks"
+    assert line in capfd.readouterr().err
+
+
+def test_a_place_that_fails_twice_is_done_without_and_a_program_is_not_saved_so(
+    launched: Launched, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = "note(); time.sleep(0.2)\nif ranks == 2 and rank == 1: sys.exit(1)"
+    assert launched(program, restarts=5, min_ranks=1) == 0
+    assert [number for _, number, _ in launched.lives()] == [2, 2, 1]
+    assert "rank 1 was lost twice in a row and is taken as gone: " in capfd.readouterr().err
+    program = "note(); time.sleep(0.2)\nif rank == 0: sys.exit(1)"
+    assert launched(program, restarts=5, min_ranks=1) == 1
+    assert sorted(number for _, number, _ in launched.lives()) == [1, 1, 2, 2, 2, 2]
+    assert "it failed twice after step 0, and is not started again" in capfd.readouterr().err
+
+
+def test_ranks_that_are_refused_after_a_restart_are_too_many(
+    launched: Launched, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = "note()\nif life == 0: die()\nif ranks == 3: sys.exit(2)"
+    assert launched(program, num_ranks=3, restarts=2, min_ranks=2) == 0
+    assert [number for _, number, _ in launched.lives()] == [3, 3, 2]
+    assert "bigtrain: 3 ranks were refused: restart 2 of 2 on 2 ranks" in capfd.readouterr().err
+    assert launched("if life == 0: die()\nsys.exit(2)", restarts=2) == 2
+
+
+def test_a_rank_that_stands_still_is_ended_and_started_again(
+    launched: Launched, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = "note()\nif rank == 1 and life == 0: die(signal.SIGSTOP)\n"
+    program += "if life == 0: time.sleep(60)"
+    assert launched(program, restarts=1) == 0
+    said = capfd.readouterr().err
+    assert "bigtrain: rank 1 has been stopped (SIGSTOP) for 0 s, and is ended" in said
+    assert "restart 1 of 1" in said

@@ -45,6 +45,7 @@ BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_
         (TORCHRUN, "torchrun", (3, 1, 4, 2)),
         (DEEPSPEED, "deepspeed", (1, 1, 2, 2)),
         (BY_HAND, "env", (1, 1, 2, 2)),
+        ({**BY_HAND, "BIGTRAIN_LAUNCH": "/tmp/x/0"}, "bigtrain", (1, 1, 2, 2)),
         ({"RANK": "0", "WORLD_SIZE": "1"}, "env", (0, 0, 1, 1)),
         (OPENMPI, "openmpi", (1, 0, 2, 1)),
         (MPICH, "mpich", (1, 1, 2, 2)),

@@ -85,7 +85,7 @@ def torchrun(*options: str, real: bool) -> list[str]:
 def test_the_ranks_find_each_other(request: pytest.FixtureRequest, launcher: str) -> None:
     finished = launch(request, launcher, real=True)
     assert finished.status == 0, finished.output
-    seen = {"start_ranks": "torchrun"}.get(launcher, launcher)
+    seen = {"start_ranks": "bigtrain"}.get(launcher, launcher)
     for number, rank in enumerate(finished.ranks):
         assert (rank["rank"], rank["local_rank"]) == (number, number)
         assert (rank["world_size"], rank["local_world_size"]) == (2, 2)

@@ -1,0 +1,84 @@
+"""A signal that asks a run to save and to stop: at the end of the running step, on all ranks.
+
+Schedulers announce an end by SIGTERM (a pre-emption, `scancel`) or by a signal of the user's
+choice (`sbatch --signal=B:USR1@60`). One rank may get it or all of them.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+from bigtrain.ranks.context import RunContext
+
+SAME_S = 2.0
+"""A signal within so many seconds of the first is that one again: schedulers signal the launcher
+and its ranks, and the launcher passes it on."""
+PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class PreemptionNotice:
+    """Inside a `with` block SIGTERM and SIGUSR1 are noted; a later one ends the process at once.
+
+    Args:
+        context: of all ranks.
+
+    Example:
+        with PreemptionNotice(context) as notice:
+            for batch in loader:
+                engine.step(batch)
+                if notice.agreed():
+                    break
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._noted = 0
+        self._handled_at = self._arrived_at = float("inf")
+        self._before: dict[int, Any] = {}
+        self.signal_name = ""
+        """Which signal it was, on every rank; empty while there is none."""
+
+    def agreed(self) -> bool:
+        """Whether any rank has got a signal; the same on all ranks. Collective.
+
+        The numbers go from host to host: an accelerator is not waited for.
+        """
+        numbers = [int(number) for number in self._context.all_gather_numbers(self._noted)]
+        if max(numbers):
+            self.signal_name = signal.Signals(max(numbers)).name
+        return bool(self.signal_name)
+
+    def is_second(self) -> bool:
+        """Whether a signal that has just arrived, handled or not, is another than the first.
+
+        For the thread that reads signals while the main thread is blocked.
+        """
+        self._arrived_at = min(self._arrived_at, time.monotonic())
+        return time.monotonic() - self._arrived_at > SAME_S
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        """Handle a signal."""
+        now = time.monotonic()
+        self._noted, self._handled_at = self._noted or number, min(self._handled_at, now)
+        if now - self._handled_at > SAME_S:
+            raise SystemExit(128 + signal.SIGTERM)
+
+    def __enter__(self) -> PreemptionNotice:
+        if threading.current_thread() is threading.main_thread():
+            for number in PREEMPTION_SIGNALS:
+                self._before[number] = signal.signal(number, self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            if signal.getsignal(number) is self:
+                signal.signal(number, handler)
