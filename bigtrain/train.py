@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
                 prepare_data(job.data.name, job.data.path, job.data.args)
             context.barrier()
             parts = open_setup(job, plan)
-        folder = run_folder(job, context)
+        folder = context.recorder.folder = run_folder(job, context)
         if restart is not None and context.is_main:
             console.print(restart.said, highlight=False, markup=False, soft_wrap=True)
         with adapt_on_oom(job, parts.plan, parts.workload.model, folder, restart):

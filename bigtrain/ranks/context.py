@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.ranks.launcher_env import Launcher
+from bigtrain.recorder.ring import FlightRecorder
 
 Axis = Literal["pp", "dp", "tp"]
 # From the slowest to the fastest: the ranks of one pipeline, which talk most, stand side by side.
@@ -40,6 +41,8 @@ class RunContext:
     """The ranks as axes dp, pp, tp; None for one process without a process group."""
     seed: int
     launcher: Launcher
+    recorder: FlightRecorder = field(default_factory=FlightRecorder, compare=False, repr=False)
+    """What this rank did last, for the page of a run that hangs or dies."""
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu", seed: int = 0) -> RunContext:
