@@ -99,13 +99,36 @@ def guard_ranks(
 def guard_alone(recorder: FlightRecorder) -> Iterator[None]:
     """Leave the flight recorder's page where a run of one process fails inside the block."""
     try:
-        yield
+        with _shown_on_signal(recorder):
+            yield
     except Exception as error:
         if exit_status_of(error) == 1 and recorder.folder is not None:
             recorder.fail(error)
             cause = Cause("failed", recorder.rank, error_summary(error))
             show_page(recorder, {recorder.rank: recorder.record()}, cause)
         raise
+
+
+@contextlib.contextmanager
+def _shown_on_signal(recorder: FlightRecorder) -> Iterator[None]:
+    """Show the page on SIGUSR2, where nobody else handles it."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
+        yield
+        return
+
+    def show() -> None:
+        show_page(recorder, {recorder.rank: recorder.record()}, Cause("asked", recorder.rank))
+
+    def on_question(_number: int, _frame: FrameType | None) -> None:
+        threading.Thread(target=show, name="bigtrain-page", daemon=True).start()
+
+    signal.signal(signal.SIGUSR2, on_question)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGUSR2) is on_question:
+            signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
 
 def _connect_listener(

@@ -28,7 +28,7 @@ from typing import Any
 
 from bigtrain.memory.host_memory import host_memory_line
 from bigtrain.ranks.restart import RESTART_STATUS, restart_process
-from bigtrain.recorder.page import Cause, Record, show_page
+from bigtrain.recorder.page import Cause, Record, records_by_files, show_page
 from bigtrain.recorder.ring import FlightRecorder
 
 # A rank that must end leaves the failing one this long to print and to exit first: launchers
@@ -319,9 +319,9 @@ class FailureListener:
         self._say(kind="end", text=text, status=status, record=record)
         reply = self._reply()
         if reply.get("first", True):
-            # Without the hub this rank speaks of itself alone.
-            own = {} if record is None else {self.rank: record}
-            self.records = _by_rank(reply.get("records", {})) or own
+            self.records = _by_rank(reply.get("records", {}))
+            if status == _FAILED and not reply:  # the hub is silent
+                self.records = records_by_files(self.recorder)
             return None
         self._ended.wait(_REPLY_S)
         return self.ending
@@ -384,8 +384,9 @@ class FailureListener:
                     self._replies.put(message)
         self._replies.put({})
         if not (self._unwatched or self._closing.is_set() or self.ending):
-            ending = RunEnd(0, lost_rank_message(self.rank, 0), _FAILED, self.rank)
-            self._end(ending, {self.rank: self.recorder.record()})  # the hub is gone, too
+            records = records_by_files(self.recorder)  # the hub is gone, too
+            speaker = min(records)
+            self._end(RunEnd(0, lost_rank_message(speaker, 0), _FAILED, speaker), records)
 
     def _end(self, ending: RunEnd, records: dict[int, Record]) -> None:
         """Take note, speak where it is this rank's turn, and see that the process ends."""

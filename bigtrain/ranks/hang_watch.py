@@ -18,7 +18,7 @@ from bigtrain.recorder.page import Cause, show_page
 from bigtrain.recorder.ring import FlightRecorder
 from bigtrain.recorder.waiting import Wait, own_wait
 
-BACKEND_GRACE_S = 5.0
+BACKEND_GRACE_S = 10.0
 """How much later than this watch the backend itself breaks off."""
 _LOOK_S = 1.0
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,13 @@ from bigtrain.units import format_bytes
 FILE_NAME = "flight_recorder.json"
 """In the run's folder."""
 _SHOWN_STACKS = 6
+# In which the ranks that are left hear of the same end.
+_MOMENT_S = 1.5
+_TORCH = "/site-packages/torch/"
+_FOREIGN = ("/site-packages/", "/lib/python", "<frozen")
+_OURS = tuple(
+    str(Path(__file__).resolve().parents[up] / name) for up, name in ((1, ""), (2, "strategies"))
+)
 _ACTIVITIES = (
     ("/bigtrain/checkpoint/save.py", "writes a checkpoint"),
     ("/bigtrain/checkpoint/", "reads a checkpoint"),
@@ -75,7 +83,7 @@ class FlightPage:
 def show_page(recorder: FlightRecorder, records: Mapping[int, Record], cause: Cause) -> FlightPage:
     """Print the page, and leave it in the run's folder.
 
-    Of an error, which has its own traceback, only the headline is printed.
+    An error is said by its own message, so that here only what the rank did is printed.
 
     Args:
         recorder: of this rank.
@@ -84,12 +92,36 @@ def show_page(recorder: FlightRecorder, records: Mapping[int, Record], cause: Ca
     """
     everyone = {rank: records.get(rank) for rank in range(recorder.world_size)} | dict(records)
     page = make_page(everyone, cause)
+    text, record = page.text(), everyone.get(cause.rank)
+    if cause.kind == "failed" and record is not None:
+        text = f"rank {cause.rank} fails. It {doing(record)}."
     path = page.write(recorder.folder)
-    where = f"\nbigtrain: the last events of all ranks are in {path}" if path else ""
-    text = page.headline if cause.kind == "failed" else page.text()
+    where = f"\nbigtrain: the last events of each rank: {path}" if path else ""
     sys.stderr.write(f"bigtrain: {text}{where}\n")
     sys.stderr.flush()
     return page
+
+
+def records_by_files(recorder: FlightRecorder) -> dict[int, Record]:
+    """The records of the ranks that are left where rank 0, which collects them, is silent.
+
+    Each leaves its own in the run's folder and, a moment later, reads those of the others.
+    """
+    own = recorder.record()
+    if recorder.folder is None:
+        return {recorder.rank: own}
+    began = time.time()
+    path = recorder.folder / f".flight_recorder-{recorder.rank}.json"
+    found = {recorder.rank: own}
+    with contextlib.suppress(OSError, ValueError):
+        path.with_suffix(".part").write_text(json.dumps(own), encoding="utf-8")
+        path.with_suffix(".part").replace(path)
+        time.sleep(_MOMENT_S)
+        for other in recorder.folder.glob(".flight_recorder-*.json"):
+            if other.stat().st_mtime > began - 3 * _MOMENT_S:
+                record = json.loads(other.read_text(encoding="utf-8"))
+                found[int(record["rank"])] = record
+    return found
 
 
 def make_page(records: Mapping[int, Record | None], cause: Cause) -> FlightPage:
@@ -102,7 +134,7 @@ def make_page(records: Mapping[int, Record | None], cause: Cause) -> FlightPage:
     waits = known_waits(records)
     headline = _headline(records, cause, waits)
     lines = tuple(
-        f"rank {rank}: {_line(record, waits.get(rank), lost=cause)}"
+        f"rank {rank}: {_line(record, waits.get(rank)) if record else _silence(rank, cause)}"
         for rank, record in sorted(records.items())
     )
     document = {
@@ -117,8 +149,8 @@ def make_page(records: Mapping[int, Record | None], cause: Cause) -> FlightPage:
 def _headline(records: Mapping[int, Record | None], cause: Cause, waits: Mapping[int, Wait]) -> str:
     if cause.kind == "failed":
         record = records.get(cause.rank)
-        where = f" while it {doing(record)}" if record else ""
-        return f"rank {cause.rank} failed{where}: {cause.text}"
+        where = f" It {doing(record)}." if record else ""
+        return f"rank {cause.rank} failed: {cause.text}.{where}"
     waiting = _first_to_wait(cause, waits)
     if waiting is None:
         if cause.kind == "lost":
@@ -155,10 +187,7 @@ def _together(waiting: Wait, waits: Mapping[int, Wait]) -> str:
     return "all its ranks came, and it does not end: look at the network between them"
 
 
-def _line(record: Record | None, wait: Wait | None, lost: Cause) -> str:
-    if record is None:
-        gone = lost.kind == "lost"
-        return "ended without a message" if gone and not _asked(lost) else "has not answered"
+def _line(record: Record, wait: Wait | None) -> str:
     said = doing(record)
     if wait is not None:
         said = f"waits for {wait.words()}; {said}"
@@ -167,8 +196,8 @@ def _line(record: Record | None, wait: Wait | None, lost: Cause) -> str:
     return said
 
 
-def _asked(cause: Cause) -> bool:
-    return cause.kind == "asked"
+def _silence(rank: int, cause: Cause) -> str:
+    return "ended without a message" if (cause.kind, cause.rank) == ("lost", rank) else "no answer"
 
 
 def doing(record: Record) -> str:
@@ -182,7 +211,7 @@ def doing(record: Record) -> str:
         following = f"micro-batch {record['micro_batch']} of step {step + 1}"
         return f"reads data ({following}){_at(record['stack'])}"
     if phase in ("forward", "backward"):
-        block = f" of block {record['block']}" if record["block"] else ""
+        block = f" of {record['block']}" if record["block"] else ""
         return f"is in the {phase} pass{block} ({place})"
     if phase == "step":
         return f"is in the optimizer's step (step {step})"
@@ -207,20 +236,22 @@ def _activity(stack: list[str]) -> str:
 
 
 def _at(stack: list[str]) -> str:
-    """The innermost frame that is neither torch's nor the standard library's."""
+    """The innermost frame of the user's own code."""
     for line in reversed(stack):
-        file = line.partition(" ")[0].replace("\\", "/")
-        if not any(part in file for part in ("/site-packages/torch/", "/lib/python", "<frozen")):
-            name = line.rpartition(" ")[2]
-            return f", in {name} of {'/'.join(file.split('/')[-2:])}"
+        file, _, name = line.rpartition(" ")
+        if not file.startswith(_OURS) and not any(part in file for part in _FOREIGN):
+            return f", in {name} of {'/'.join(Path(file).parts[-2:])}"
     return ""
 
 
 def _stacks(records: Mapping[int, Record | None]) -> tuple[str, ...]:
+    """For a person: of torch's own calls the last one only; the file has all."""
     alike: dict[tuple[str, ...], list[int]] = {}
     for rank, record in sorted(records.items()):
         if record is not None and record["stack"]:
-            alike.setdefault(tuple(record["stack"]), []).append(rank)
+            *outer, last = record["stack"]
+            stack = (*(line for line in outer if _TORCH not in line.replace("\\", "/")), last)
+            alike.setdefault(stack, []).append(rank)
     shown = []
     for stack, ranks in list(alike.items())[:_SHOWN_STACKS]:
         whose = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

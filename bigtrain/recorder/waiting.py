@@ -41,14 +41,15 @@ class Wait:
     """What the backend allows it; 0 where it does not say."""
 
     def words(self) -> str:
-        """For example "the gradients at block 7 (all_reduce, 12.6 MiB) for 30 s"."""
+        """For example "the gradients at layers.7 (all_reduce, 12.6 MiB) for 30 s"."""
         purpose = self.purpose or "an exchange"
         if self.message:
             way = "from" if self.kind == "recv" else "to"
             purpose = f"a message {way} rank {self.peers[0]}"
         if self.block and (self.purpose or self.message):
-            purpose += f" at block {self.block}"
-        return f"{purpose} ({self.kind}, {format_bytes(self.size)}) for {self.seconds:.0f} s"
+            purpose += f" at {self.block}"
+        seconds = f"{self.seconds:.1f}" if self.seconds < 1 else f"{self.seconds:.0f}"
+        return f"{purpose} ({self.kind}, {format_bytes(self.size)}) for {seconds} s"
 
 
 def known_waits(records: Mapping[int, dict[str, Any] | None]) -> dict[int, Wait]:
