@@ -66,9 +66,17 @@ def guard_ranks(
             yield
         return
     watch = _connect_listener(placement, meeting, recorder)
+    # Signals outermost: a launcher ends the ranks that are left while they still report.
+    hangs = watch_for_hangs(watch, recorder, timeout_s)
+    with _signals(watch), _reported(watch), _last_words(watch), hangs:
+        yield
+
+
+@contextlib.contextmanager
+def _reported(watch: FailureListener | None) -> Iterator[None]:
+    """Tell the others how the block is left, and end quietly where one of them was first."""
     try:
-        with _signals(watch), _last_words(watch), watch_for_hangs(watch, recorder, timeout_s):
-            yield
+        yield
     except GeneratorExit:
         # Nobody left the block. At the interpreter's end `_last_words` has spoken already, and no
         # thread can be started any more.

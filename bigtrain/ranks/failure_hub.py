@@ -21,13 +21,13 @@ import selectors
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from bigtrain.memory.host_memory import host_memory_line
 from bigtrain.ranks.restart import RESTART_STATUS, restart_process
+from bigtrain.recorder.inquiry import Inquiries
 from bigtrain.recorder.page import Cause, Record, records_by_files, show_page
 from bigtrain.recorder.ring import FlightRecorder
 
@@ -38,8 +38,9 @@ PRINT_GRACE_S = 3.0
 EXIT_GRACE_S = 10.0
 _REPLY_S = 5.0
 _CONNECT_S = 15.0
-# A rank that has not sent its record by then does not answer: stopped, or in native code.
-_RECORDS_S = 2.0
+# Without the hub: within these times the ranks that are left notice, by their own watches or by
+# their connections to it.
+_SILENT_S, _LOST_S = 1.5, 0.05
 # Only of a failure the ranks are asked where they were, not of a stop, a restart or wrong input.
 _FAILED = 1
 # Bytes that a stranger may send without the end of a line.
@@ -80,16 +81,6 @@ def _watchdog() -> str:
     )
 
 
-@dataclass
-class _Inquiry:
-    """Ranks that were asked for their records, and what is done with the answers."""
-
-    awaited: set[socket.socket]
-    records: dict[int, Record]
-    finish: Callable[[dict[int, Record]], None]
-    until: float
-
-
 class FailureHub:
     """The hub beside rank 0: one daemon thread, one connection for each rank."""
 
@@ -114,7 +105,7 @@ class FailureHub:
         self._ranks: dict[socket.socket, int] = {}
         self._buffers: dict[socket.socket, bytes] = {}
         self._left: set[int] = set()
-        self._inquiries: list[_Inquiry] = []
+        self._inquiries = Inquiries()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
         threading.Thread(target=self._serve, name="bigtrain-hub", daemon=True).start()
@@ -122,7 +113,7 @@ class FailureHub:
     def _serve(self) -> None:
         # Once rank 0 has left, the thread ends with the last connection.
         while 0 not in self._left or self._buffers:
-            for key, _ in self._selector.select(self._patience()):
+            for key, _ in self._selector.select(self._inquiries.patience_s()):
                 if key.fileobj is self._server:
                     with contextlib.suppress(OSError):  # whoever knocked has gone already
                         connection, _ = self._server.accept()
@@ -130,7 +121,7 @@ class FailureHub:
                         self._selector.register(connection, selectors.EVENT_READ)
                 elif isinstance(key.fileobj, socket.socket):
                     self._receive(key.fileobj)
-            self._finish_inquiries()
+            self._inquiries.finish_due()
         self._selector.close()
         self._server.close()
 
@@ -138,27 +129,10 @@ class FailureHub:
         self, finish: Callable[[dict[int, Record]], None], known: dict[int, Record]
     ) -> None:
         """Ask all ranks but those whose record is known where they are, then call `finish`."""
-        asked = {c for c, r in self._ranks.items() if r not in known and r not in self._left}
-        self._inquiries.append(_Inquiry(set(asked), known, finish, time.monotonic() + _RECORDS_S))
+        asked = [c for c, r in self._ranks.items() if r not in known and r not in self._left]
+        self._inquiries.begin(asked, known, finish)
         for connection in asked:
             _send(connection, kind="records?")
-
-    def _note(self, connection: socket.socket, record: Record) -> None:
-        for inquiry in self._inquiries:
-            if connection in inquiry.awaited:
-                inquiry.awaited.discard(connection)
-                inquiry.records[self._ranks[connection]] = record
-
-    def _patience(self) -> float | None:
-        if not self._inquiries:
-            return None
-        return max(0.0, min(i.until for i in self._inquiries) - time.monotonic())
-
-    def _finish_inquiries(self) -> None:
-        for inquiry in list(self._inquiries):
-            if not inquiry.awaited or time.monotonic() >= inquiry.until:
-                self._inquiries.remove(inquiry)
-                inquiry.finish(inquiry.records)
 
     def _receive(self, connection: socket.socket) -> None:
         try:
@@ -184,15 +158,14 @@ class FailureHub:
             self._introduce(connection, message)
         elif kind == "bye":
             self._left.add(self._ranks[connection])
-            for inquiry in self._inquiries:
-                inquiry.awaited.discard(connection)
+            self._inquiries.give_up(connection)
             if self._ranks[connection] == 0:
                 # The hub ends with rank 0's process; that must not look like a loss.
                 for other in self._ranks:
                     _send(other, kind="unwatched")
             _send(connection, kind="ok")
         elif kind == "record":
-            self._note(connection, message["record"])
+            self._inquiries.answer(connection, self._ranks[connection], message["record"])
         elif kind == "show":
             self._inquire(lambda records: _send(connection, kind="records", records=records), {})
         elif kind == "end":
@@ -218,8 +191,7 @@ class FailureHub:
     def _closed(self, connection: socket.socket) -> None:
         rank = self._ranks.get(connection)
         self._drop(connection)
-        for inquiry in self._inquiries:
-            inquiry.awaited.discard(connection)
+        self._inquiries.give_up(connection)
         if rank is None or rank in self._left or self._ending:
             return
         self._ending = RunEnd(rank, "", _FAILED)
@@ -321,7 +293,9 @@ class FailureListener:
         if reply.get("first", True):
             self.records = _by_rank(reply.get("records", {}))
             if status == _FAILED and not reply:  # the hub is silent
-                self.records = records_by_files(self.recorder)
+                self.records = records_by_files(self.recorder, _SILENT_S)
+                speaker = min(self.records)
+                return None if speaker == self.rank else RunEnd(speaker, "", status)
             return None
         self._ended.wait(_REPLY_S)
         return self.ending
@@ -384,9 +358,14 @@ class FailureListener:
                     self._replies.put(message)
         self._replies.put({})
         if not (self._unwatched or self._closing.is_set() or self.ending):
-            records = records_by_files(self.recorder)  # the hub is gone, too
-            speaker = min(records)
-            self._end(RunEnd(0, lost_rank_message(speaker, 0), _FAILED, speaker), records)
+            self._end(RunEnd(0, lost_rank_message(self.rank, 0), _FAILED, self.rank), {})
+            # No daemon: launchers end this process at once, and it is to wait for its page.
+            threading.Thread(target=self._show_without_hub, name="bigtrain-page").start()
+
+    def _show_without_hub(self) -> None:
+        records = records_by_files(self.recorder, _LOST_S)
+        if min(records) == self.rank:
+            show_page(self.recorder, records, Cause("lost", 0))
 
     def _end(self, ending: RunEnd, records: dict[int, Record]) -> None:
         """Take note, speak where it is this rank's turn, and see that the process ends."""

@@ -69,7 +69,10 @@ def overdue(recorder: FlightRecorder, timeout_s: float) -> Wait | None:
 def _end(listener: FailureListener, recorder: FlightRecorder, wait: Wait, timeout_s: float) -> None:
     text = f"rank {wait.rank} waited {wait.seconds:.0f} s for {wait.kind} (mesh.timeout)"
     if listener.report(text, 1) is not None:
-        return  # another rank was first, and this process will be ended
+        if listener.ending is None:  # the hub is silent, and another rank speaks
+            listener.grace()
+            exit_process(1)
+        return  # another rank was first, and the hub ends this process
     page = show_page(recorder, listener.records, Cause("waited", recorder.rank, text))
     write_error_file(
         LaunchError(

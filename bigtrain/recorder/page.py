@@ -23,8 +23,6 @@ from bigtrain.units import format_bytes
 FILE_NAME = "flight_recorder.json"
 """In the run's folder."""
 _SHOWN_STACKS = 6
-# In which the ranks that are left hear of the same end.
-_MOMENT_S = 1.5
 _TORCH = "/site-packages/torch/"
 _FOREIGN = ("/site-packages/", "/lib/python", "<frozen")
 _OURS = tuple(
@@ -102,10 +100,14 @@ def show_page(recorder: FlightRecorder, records: Mapping[int, Record], cause: Ca
     return page
 
 
-def records_by_files(recorder: FlightRecorder) -> dict[int, Record]:
+def records_by_files(recorder: FlightRecorder, moment_s: float) -> dict[int, Record]:
     """The records of the ranks that are left where rank 0, which collects them, is silent.
 
     Each leaves its own in the run's folder and, a moment later, reads those of the others.
+
+    Args:
+        recorder: of this rank.
+        moment_s: seconds in which the ranks that are left hear of the same end.
     """
     own = recorder.record()
     if recorder.folder is None:
@@ -116,9 +118,9 @@ def records_by_files(recorder: FlightRecorder) -> dict[int, Record]:
     with contextlib.suppress(OSError, ValueError):
         path.with_suffix(".part").write_text(json.dumps(own), encoding="utf-8")
         path.with_suffix(".part").replace(path)
-        time.sleep(_MOMENT_S)
+        time.sleep(moment_s)
         for other in recorder.folder.glob(".flight_recorder-*.json"):
-            if other.stat().st_mtime > began - 3 * _MOMENT_S:
+            if other.stat().st_mtime > began - 5:
                 record = json.loads(other.read_text(encoding="utf-8"))
                 found[int(record["rank"])] = record
     return found
