@@ -1,6 +1,6 @@
 """What the flight recorder costs a step of the default job, in one process.
 
-    python benchmarks/flight_recorder.py [--steps 100] [--output benchmarks/results/flight_recorder.json]
+    python benchmarks/flight_recorder.py --output benchmarks/results/flight_recorder.json
 
 Steps with it and steps without it take turns in one process, so a machine that slows down slows
 both: the ratio is the median over the pairs. On a machine that is not quiet its quartiles are
@@ -12,6 +12,7 @@ costs is in both kinds of steps; it is on in torch by default.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from pathlib import Path
@@ -39,7 +40,7 @@ class Silent(FlightRecorder):
 
 def measure(steps: int) -> dict[str, Any]:
     """Steps with and without, in turns."""
-    job = load_job(None, ["memory.track_steps=0", f"train.steps={2 * steps + 20}"])
+    job = load_job("default", "single", ["memory.track_steps=0", f"train.steps={2 * steps + 20}"])
     parts = open_setup(job, make_plan(job, 1, "cpu"))
     context = RunContext.alone()
     seconds: dict[str, list[float]] = {"with": [], "without": []}
@@ -100,7 +101,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    keep(options.output, measure(options.steps))
+    found = measure(options.steps)
+    print(json.dumps(found, indent=1))
+    keep(options.output, found)
 
 
 if __name__ == "__main__":
