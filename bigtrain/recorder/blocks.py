@@ -33,9 +33,10 @@ class BlockMark:
         while isinstance(output, tuple | list) and output:
             output = output[0]
         if isinstance(output, Tensor) and output.grad_fn is not None:
-            output.grad_fn.register_prehook(self._backward)
+            output.grad_fn.register_prehook(self.backward)
 
-    def _backward(self, _gradients: Any) -> None:
+    def backward(self, _gradients: Any) -> None:
+        """Say that the block's backward pass begins."""
         self._recorder.enter_block(self._name)
 
 
