@@ -73,7 +73,7 @@ def _dumps() -> list[Any]:
     """The recorders that this torch has: of gloo, and of NCCL where a group is on it."""
     own = torch._C._distributed_c10d
     dumps = [getattr(own, "_dump_fr_trace", None)]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         dumps.append(getattr(own, "_dump_nccl_trace", None))
     return [dump for dump in dumps if dump is not None]
 
@@ -81,7 +81,7 @@ def _dumps() -> list[Any]:
 def _groups() -> dict[str, tuple[str, list[int]]]:
     """Of each group's name in torch what it is for, and its ranks."""
     world = dist.distributed_c10d._world
-    found = {}
+    found: dict[str, tuple[str, list[int]]] = {}
     for group, name in list(world.pg_names.items()):
         places = world.pg_group_ranks.get(group, {})
         found[name] = group.group_desc, sorted(places, key=places.__getitem__)

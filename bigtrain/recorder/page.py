@@ -164,9 +164,10 @@ def _headline(records: Mapping[int, Record | None], cause: Cause, waits: Mapping
     culprit = blamed(waiting, waits, records)
     if culprit is None:
         return f"{said}; {_together(waiting, waits)}"
-    if records.get(culprit) is None:
+    absent = records.get(culprit)
+    if absent is None:
         return f"{said}; rank {culprit} has not answered: it is stopped, or stuck in native code"
-    return f"{said}; rank {culprit} never came: it {doing(records[culprit])}"
+    return f"{said}; rank {culprit} never came: it {doing(absent)}"
 
 
 def _first_to_wait(cause: Cause, waits: Mapping[int, Wait]) -> Wait | None:
