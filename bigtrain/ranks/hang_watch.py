@@ -40,8 +40,11 @@ def watch_for_hangs(
     over = threading.Event()
 
     def look() -> None:
-        while not over.wait(min(_LOOK_S, timeout_s / 4)):
+        pause = shortest = min(_LOOK_S, timeout_s / 4)
+        while not over.wait(pause):
             wait = overdue(recorder, timeout_s)
+            # Where nothing happens and yet nobody is waited for, as while a checkpoint is written.
+            pause = shortest if recorder.idle_s < timeout_s else max(shortest, timeout_s / 10)
             if wait is not None and not over.is_set():
                 _end(listener, recorder, wait, timeout_s)
 
@@ -57,7 +60,7 @@ def overdue(recorder: FlightRecorder, timeout_s: float) -> Wait | None:
     if recorder.idle_s < timeout_s:
         return None
     try:
-        wait = own_wait(recorder.record(active=True))
+        wait = own_wait(recorder.record())
     except Exception:  # torch's own record changes from version to version
         return None
     if wait is None:

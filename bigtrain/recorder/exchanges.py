@@ -20,27 +20,22 @@ from bigtrain.recorder.ring import FlightRecorder
 
 _RECENT = 40
 _HOOK_ID = 0x62_74  # one of ours on a group; others may have theirs
-_PYTHON_DISPATCH = ("distributed_c10d.py", "c10d_logger.py")
 
 
-def read_exchanges(*, active: bool = False, stacks: bool = True) -> list[dict[str, Any]]:
+def read_exchanges() -> list[dict[str, Any]]:
     """The exchanges that torch has recorded in this process, the oldest first.
 
-    Args:
-        active: only those that have not ended.
-        stacks: with what they are for, which takes longer.
+    Without their stacks: torch takes two seconds to put the first one into words.
 
     Returns:
         kind, bytes, group (its name in torch), ranks, number (of the group's collectives, from 1),
-        message (a send or a receive), age_s, timeout_s, done, purpose.
+        message (a send or a receive), age_s, timeout_s, done.
     """
     found: list[dict[str, Any]] = []
     groups = _groups()
     for dump in _dumps():
-        recorded = pickle.loads(
-            dump(includeCollectives=True, includeStackTraces=stacks, onlyActive=active)
-        )
-        found += [_described(entry, groups) for entry in recorded.get("entries", ())]
+        recorded = pickle.loads(dump(includeCollectives=True, includeStackTraces=False))
+        found += [_described(entry, groups) for entry in recorded.get("entries", ())[-_RECENT:]]
     found.sort(key=lambda exchange: -float(exchange["age_s"]))
     return found[-_RECENT:]
 
@@ -104,7 +99,6 @@ def _described(entry: dict[str, Any], groups: dict[str, tuple[str, list[int]]]) 
         "age_s": round(time.time() - entry["time_created_ns"] / 1e9, 3),
         "timeout_s": entry["timeout_ms"] / 1000,
         "done": bool(entry["retired"]) or entry["state"] == "completed",
-        "purpose": _purpose(entry.get("frames") or ()),
     }
 
 
@@ -119,34 +113,3 @@ _ITEM = {
     **dict.fromkeys(("Byte", "Char", "Bool", "Float8_e4m3fn", "Float8_e5m2"), 1),
 }
 """Bytes of a number by torch's name of its type; all others have 4."""
-
-
-def _purpose(frames: Any) -> str:
-    """What an exchange is for, as far as the calls above it tell."""
-    calls = [(f["filename"].replace("\\", "/"), f["name"]) for f in frames]
-    calls = [c for c in calls if not c[0].endswith(_PYTHON_DISPATCH)]
-    for file, function in calls:
-        if "/fsdp/_fully_shard/" in file:
-            gathers = any(name == "foreach_all_gather" for _, name in calls)
-            return "the weights" if gathers else "the gradients"
-        if file.endswith("nn/modules/_functions.py"):
-            return "the statistics of a batch"
-        if function == "_engine_run_backward":
-            return "the gradients"  # of DDP's reducer, which Python does not see
-        words = _OF_OURS.get(function)
-        if words is not None and "/bigtrain/" in file:
-            return words
-    return ""
-
-
-_OF_OURS = {
-    "barrier": "all ranks",
-    "broadcast_object": "rank 0's word",
-    "mean_loss": "the loss",
-    "norm": "the gradients' norm",
-    "global_norm": "the gradients' norm",
-    "average_gradients": "the gradients",
-    "forward_backward": "the number of targets",
-    "evaluate": "the validation figures",
-    "save_checkpoint": "a checkpoint",
-}

@@ -44,7 +44,7 @@ class FlightRecorder:
         """Counted from 1: the one that goes on, or was the last."""
         self.peak_bytes: int | None = None
         """The peak so far, where it is known."""
-        self.exchanges: Callable[..., list[dict[str, Any]]] = _none
+        self.exchanges: Callable[[], list[dict[str, Any]]] = list
         """Reads the exchanges that torch has recorded: `read_exchanges`, where there are any."""
         self._counts = {"forward": 0, "backward": 0}
         self._events: list[Event | None] = [None] * EVENTS
@@ -122,15 +122,11 @@ class FlightRecorder:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         return _of_frame(frame)
 
-    def record(self, *, active: bool = False) -> dict[str, Any]:
-        """Everything this rank has to say, for JSON. From any thread.
-
-        Args:
-            active: of the exchanges those that go on, and what is quickly told of them.
-        """
+    def record(self) -> dict[str, Any]:
+        """Everything this rank has to say, for JSON. From any thread."""
         stack = self.stack()
         try:
-            exchanges = self.exchanges(active=active, stacks=not active)
+            exchanges = self.exchanges()
         except Exception as error:  # torch's own record changes from version to version
             exchanges = [{"unreadable": f"{type(error).__name__}: {error}"[:200]}]
         return {
@@ -147,10 +143,6 @@ class FlightRecorder:
             "exchanges": exchanges,
             "events": self.events(),
         }
-
-
-def _none(**_options: Any) -> list[dict[str, Any]]:
-    return []
 
 
 def _of_frame(frame: FrameType | None) -> list[str]:

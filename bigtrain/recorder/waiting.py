@@ -18,6 +18,20 @@ _WAITS_IN = (
 """Sources that wait for messages: a stack that ends there, behind a message, waits for it."""
 
 
+_PURPOSES = {
+    "barrier": "all ranks",
+    "broadcast_object": "rank 0's word",
+    "mean_loss": "the loss",
+    "norm": "the gradients' norm",
+    "global_norm": "the gradients' norm",
+    "average_gradients": "the gradients",
+    "forward_backward": "the number of targets",
+    "evaluate": "the validation figures",
+    "save_checkpoint": "a checkpoint",
+}
+"""What functions of bigtrain exchange."""
+
+
 @dataclass(frozen=True)
 class Wait:
     """What one rank waits for."""
@@ -72,7 +86,7 @@ def own_wait(record: dict[str, Any]) -> Wait | None:
     return Wait(
         rank=record["rank"],
         kind=first["kind"],
-        purpose=first["purpose"],
+        purpose=_purpose(record["stack"]),
         block=_block_at(record, first["begun"]),
         size=first["bytes"],
         seconds=first["age_s"],
@@ -108,6 +122,28 @@ def _message(record: dict[str, Any]) -> Wait | None:
                 message=True,
             )
     return None
+
+
+def _purpose(stack: list[str]) -> str:
+    """What a rank waits for, as far as the calls tell that led there."""
+    calls = [line.replace("\\", "/") for line in reversed(stack)]
+    names = {line.rpartition(" ")[2] for line in calls}
+    for line in calls:
+        if "/fsdp/_fully_shard/" in line:
+            gradients = names & {
+                "foreach_reduce",
+                "post_backward",
+                "_root_post_backward_final_callback",
+            }
+            return "the gradients" if gradients else "the weights"
+        if "nn/modules/_functions.py" in line:
+            return "the statistics of a batch"
+        name = line.rpartition(" ")[2]
+        if name == "_engine_run_backward":  # DDP's reducer, which Python does not see
+            return "the gradients"
+        if "/bigtrain/" in line and name in _PURPOSES:
+            return _PURPOSES[name]
+    return ""
 
 
 def _stands_at_a_wait(stack: list[str]) -> bool:
