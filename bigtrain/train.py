@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
                 prepare_data(job.data.name, job.data.path, job.data.args)
             context.barrier()
             parts = open_setup(job, plan)
-        folder = run_folder(job, context)
+        folder = context.recorder.folder = run_folder(job, context)
         if context.is_main:
             run_note(job, parts.plan, folder, restart, planned=bool(reasons)).leave(os.environ)
         if restart is not None and restart.said and context.is_main:

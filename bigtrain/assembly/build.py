@@ -18,9 +18,11 @@ from bigtrain.errors import ConfigError
 from bigtrain.losses.chunked_cross_entropy import attach_head
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.models.bf16_parameters import bf16_parameter_names
+from bigtrain.models.blocks import find_blocks
 from bigtrain.models.blueprint import Blueprint
 from bigtrain.models.names import names_of
 from bigtrain.ranks.context import RunContext
+from bigtrain.recorder.blocks import mark_blocks
 from bigtrain.tensors.memory_format import set_channels_last
 
 
@@ -116,4 +118,12 @@ def build_runner(
             technique.apply(assembly)
         assembly.collect_parameters()
         # The optimizer comes last, made by the runner: sharding has changed the parameters.
-        return (assembly.runner or LoopRunner)(assembly)
+        return _recorded_runner(assembly)
+
+
+def _recorded_runner(assembly: Assembly) -> Runner:
+    """The runner, whose phases and blocks the flight recorder is told of."""
+    recorder = assembly.meter.recorder = assembly.context.recorder
+    for root in assembly.roots:
+        mark_blocks(find_blocks(root), recorder)
+    return (assembly.runner or LoopRunner)(assembly)

@@ -25,6 +25,7 @@ from bigtrain.losses.chunked_cross_entropy import head_targets
 from bigtrain.optim.in_backward import InBackwardUpdate
 from bigtrain.optim.partitioned import PartitionedUpdate
 from bigtrain.optim.update import Update, WholeUpdate
+from bigtrain.recorder.blocks import unmark_blocks
 from bigtrain.tensors.dtensors import local_tensor
 from bigtrain.tensors.memory_format import channels_last
 from bigtrain.tensors.norms import global_norm
@@ -184,6 +185,8 @@ class StepRunner:
 
     def close(self) -> None:
         """See `Runner.close`."""
+        for root in self.roots:
+            unmark_blocks(root)
         self._update.close()
 
 

@@ -110,6 +110,7 @@ class StepLoader:
         dp_size: number of these.
         micro_batch_size: rows per forward and rank, at most.
         samples_seen: global samples that are already done.
+        on_read: told before each micro-batch is waited for which of its step it is, from 1.
         workers: processes that read ahead; 0 reads in this process.
         pin_memory: put batches in page-locked memory, where there is a CUDA device.
         collate: makes (inputs, targets) of a list of samples; None is torch's way of stacking.
@@ -128,6 +129,7 @@ class StepLoader:
         dp_size: int = 1,
         micro_batch_size: int = 1,
         samples_seen: int = 0,
+        on_read: Callable[[int], object] | None = None,
         workers: int = 0,
         pin_memory: bool = False,
         collate: Collate | None = None,
@@ -136,15 +138,17 @@ class StepLoader:
         self.order = order
         self.samples_seen = samples_seen
         self._count = count
+        self._on_read = on_read or (lambda _number: None)
         self._layout = (dp_rank, dp_size, micro_batch_size)
         self._reader = _Reader(dataset, order.seed, workers, pin_memory, collate)
 
     def __iter__(self) -> Iterator[Step]:
         batches = self._reader.read(keys for plan in self._plans() for keys in plan.sample_keys())
         for plan in self._plans():
-            micro_batches = [
-                _micro_batch(next(batches), part, self._count) for part in plan.micro_batches
-            ]
+            micro_batches = []
+            for number, part in enumerate(plan.micro_batches, start=1):
+                self._on_read(number)
+                micro_batches.append(_micro_batch(next(batches), part, self._count))
             yield Step(micro_batches, plan.samples, plan.epoch, plan.last_in_epoch)
 
     def _plans(self) -> Iterator[_StepPlan]:

@@ -207,7 +207,7 @@ class Engine:
         lr = self._set_learning_rate()
         self.runner.module.train()
         try:
-            with self._explaining(), self.meter.step():
+            with self._explaining(), self.meter.step(self.steps_done + 1):
                 loss = self.runner.forward_backward(micro_batches)
                 grad_norm = self.runner.update(loss)
         except NonFiniteError as error:
@@ -232,7 +232,7 @@ class Engine:
     def evaluate(self, batches: Iterable[MicroBatch]) -> dict[str, float]:
         """Measure the task over batches: each replica's own, as many as the others have."""
         self.runner.module.eval()
-        self.meter.current = "evaluate"
+        self.meter.phase("evaluate")
         sums: dict[str, Tensor] = {}
         for micro_batch in batches:
             with self._explaining():
@@ -301,7 +301,7 @@ class Engine:
         check_optimizer_state(checkpoint.tensors, self.runner.optimizer)
         with self._explaining("while a checkpoint was read"):
             self.runner.load_state(checkpoint.tensors)
-        self.steps_done = int(checkpoint.meta["step"])
+        self.steps_done = self.context.recorder.step = int(checkpoint.meta["step"])
         self.samples_seen = int(checkpoint.meta["samples_seen"])
         continue_streams(checkpoint.meta, self.context, self.steps_done)
 

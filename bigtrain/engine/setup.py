@@ -86,6 +86,7 @@ class RunSetup:
             dp_size=context.dp_size,
             micro_batch_size=self.plan.batch.micro_size,
             samples_seen=samples_seen,
+            on_read=context.recorder.read_data,
             workers=self._workers(context),
             pin_memory=is_accelerator(context.device),
             collate=self.data.collate,

@@ -27,6 +27,7 @@ from bigtrain.memory.cap import MemoryCap
 from bigtrain.memory.host_memory import proc_status_bytes
 from bigtrain.memory.timeline import Breakdown, MemoryCurve, MemoryKind, Peak, Phase
 from bigtrain.memory.tracker import StorageTracker
+from bigtrain.recorder.ring import FlightRecorder
 
 
 class ProcessPeak:
@@ -96,9 +97,14 @@ class MemoryMeter:
     """
 
     def __init__(
-        self, device: torch.device, track_steps: int = 3, cap: MemoryCap | None = None
+        self,
+        device: torch.device,
+        track_steps: int = 3,
+        cap: MemoryCap | None = None,
     ) -> None:
         self.device = device
+        self.recorder = FlightRecorder()
+        """Is told of steps, phases and peaks, too; a run's own takes its place."""
         self.process = ProcessPeak()
         self._steps_left = track_steps
         self._cap = cap
@@ -131,6 +137,7 @@ class MemoryMeter:
     def phase(self, phase: Phase) -> None:
         """Say what is being done from now on; outside the window it is only remembered."""
         self.current = phase
+        self.recorder.enter(phase)
         if self._tracker is not None:
             self._tracker.enter_phase(phase)
 
@@ -144,11 +151,13 @@ class MemoryMeter:
         return self._tracker if self._tracker is not None else nullcontext()
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """One optimizer step; the last of the window closes it."""
+    def step(self, number: int = 0) -> Iterator[None]:
+        """One optimizer step, counted from 1; the last of the window closes it."""
         start_tick = self._tracker.clock if self._tracker is not None else 0
+        self.recorder.begin_step(number)
         with self.window():
             yield
+        self.recorder.end_step()
         if self._tracker is not None:
             self._steps_left -= 1
             if self._steps_left <= 0:
@@ -181,11 +190,14 @@ class MemoryMeter:
 
         See `MemoryMeasurement.peak`.
         """
+        peak = self._tracked.bytes if self._tracked else None
         if self._base_bytes:
-            return sum(allocator_peaks(d).requested - base for d, base in self._base_bytes.items())
-        if self._tracker is not None:
-            return self._tracker.peak_bytes
-        return self._tracked.bytes if self._tracked else None
+            bases = self._base_bytes.items()
+            peak = sum(allocator_peaks(d).requested - base for d, base in bases)
+        elif self._tracker is not None:
+            peak = self._tracker.peak_bytes
+        self.recorder.peak_bytes = peak
+        return peak
 
     def measured(self) -> MemoryMeasurement:
         """Everything measured so far."""

@@ -35,6 +35,7 @@ from bigtrain.models.bf16_parameters import bf16_parameter_names
 from bigtrain.optim.update import MakeOptimizer, state_bytes_by_slot
 from bigtrain.prediction.block_ticks import BlockTickRecorder
 from bigtrain.ranks.context import RunContext
+from bigtrain.recorder.ring import FlightRecorder
 from bigtrain.tensors.cuda_program import cuda_program, stands_for_cuda
 from bigtrain.tensors.fake import NormStatistics, fake_model
 from bigtrain.tensors.memory_format import set_channels_last
@@ -47,6 +48,7 @@ class FakeMeter(MemoryMeter):
     def __init__(self, tracker: StorageTracker, device: torch.device) -> None:  # no super: no reset
         self.device = device
         self._tracker = tracker
+        self.recorder = FlightRecorder()
 
 
 def make_profile(workload: Workload, resolved: ResolvedPlan) -> Profile:

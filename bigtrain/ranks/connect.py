@@ -31,9 +31,12 @@ from bigtrain.errors import ConfigError, LaunchError
 from bigtrain.ranks.context import AXES, RunContext, resolve_mesh, set_timeouts
 from bigtrain.ranks.cpu_threads import share_cores
 from bigtrain.ranks.exit_status import is_peer_failure
-from bigtrain.ranks.failure_guard import guard_ranks
+from bigtrain.ranks.failure_guard import guard_alone, guard_ranks
+from bigtrain.ranks.hang_watch import BACKEND_GRACE_S
 from bigtrain.ranks.launcher_env import SINGLE_RANK, RankInfo
 from bigtrain.ranks.rendezvous import Rendezvous, hostname_resolves, open_rendezvous
+from bigtrain.recorder.exchanges import read_exchanges, start_recording, watch_messages
+from bigtrain.recorder.ring import FlightRecorder
 
 # Set where every rank has its own view of the GPUs: it then sees one, and that is number 0.
 _OWN_GPU_VARIABLES = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
@@ -89,16 +92,26 @@ def connect(
         raise LaunchError("a process group exists already. Leave the first `connect` block first.")
     rank_device = pick_device(device, placement, os.environ)
     backend_name = pick_backend(backend, rank_device)
+    recorder = FlightRecorder(placement.rank, placement.world_size)
     rank_numbers = {name: getattr(placement, name) for name in _SHARED_FIELDS}
     if placement.world_size == 1 and not force_group:
-        yield RunContext(**rank_numbers, device=rank_device, mesh=None, seed=seed)
+        with guard_alone(recorder):
+            yield RunContext(
+                **rank_numbers, device=rank_device, mesh=None, seed=seed, recorder=recorder
+            )
         return
     meeting = open_rendezvous(placement, os.environ, timeout_s=setup_timeout, path=store_path)
-    with _only_group(), guard_ranks(placement, meeting), share_cores(placement, meeting):
+    guard = guard_ranks(placement, meeting, recorder, timeout_s=timeout)
+    with _only_group(), guard, share_cores(placement, meeting):
         mesh = _open_mesh(
             placement, meeting, rank_device, backend_name, sizes, setup_timeout, timeout
         )
-        yield RunContext(**rank_numbers, device=rank_device, mesh=mesh, seed=seed)
+        recorder.exchanges = read_exchanges
+        if mesh.size(AXES.index("pp")) > 1:
+            watch_messages(mesh.get_group("pp"), recorder)
+        yield RunContext(
+            **rank_numbers, device=rank_device, mesh=mesh, seed=seed, recorder=recorder
+        )
 
 
 _SHARED_FIELDS = ("rank", "local_rank", "world_size", "local_world_size", "launcher")
@@ -210,6 +223,7 @@ def _open_mesh(
         # A communicator from the start on. Stages go without: what they send and receive would
         # share its one stream, in both directions.
         joining["device_id"] = device
+    start_recording()
     try:
         with _local_gloo(placement):
             dist.init_process_group(_with_host(backend, device), **joining)
@@ -225,7 +239,8 @@ def _open_mesh(
             "Check that all ranks started, or raise mesh.setup_timeout"
         ) from error
     if backend != "mpi":
-        set_timeouts([dist.group.WORLD, *mesh.get_all_groups()], timeout)
+        # The watch of this rank ends a run that hangs; the backend does where that fails.
+        set_timeouts([dist.group.WORLD, *mesh.get_all_groups()], timeout + BACKEND_GRACE_S)
     return mesh
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal, cast
 
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.ranks.launcher_env import Launcher
+from bigtrain.recorder.ring import FlightRecorder
 
 Axis = Literal["pp", "dp", "tp"]
 # From the slowest to the fastest: the ranks of one pipeline, which talk most, stand side by side.
@@ -42,6 +43,8 @@ class RunContext:
     launcher: Launcher
     own_group: dist.ProcessGroup | None = None
     """Of all ranks, for exchanges beside those of the run; see `beside`."""
+    recorder: FlightRecorder = field(default_factory=FlightRecorder, compare=False, repr=False)
+    """What this rank did last, for the page of a run that hangs or dies."""
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu", seed: int = 0) -> RunContext:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -26,10 +27,13 @@ from bigtrain.ranks.exit_status import (
     write_error_file,
 )
 from bigtrain.ranks.failure_hub import FailureHub, FailureListener, RunEnd, exit_process
+from bigtrain.ranks.hang_watch import watch_for_hangs
 from bigtrain.ranks.launcher_env import RankInfo
 from bigtrain.ranks.preemption import PreemptionNotice
 from bigtrain.ranks.rendezvous import Rendezvous
 from bigtrain.ranks.restart import RestartRequest
+from bigtrain.recorder.page import Cause, show_page
+from bigtrain.recorder.ring import FlightRecorder
 
 # A peer's death is known within milliseconds of the collective that broke by it.
 _ECHO_PATIENCE_S = 3.0
@@ -40,19 +44,40 @@ _FINISH_S = 20.0
 
 
 @contextlib.contextmanager
-def guard_ranks(placement: RankInfo, meeting: Rendezvous) -> Iterator[None]:
+def guard_ranks(
+    placement: RankInfo,
+    meeting: Rendezvous,
+    recorder: FlightRecorder,
+    *,
+    timeout_s: float = math.inf,
+) -> Iterator[None]:
     """Watch over the ranks for the length of a `with` block.
 
     In the rank that fails first the exception goes on. Every other rank ends quietly with the
     same exit status, wherever its main thread is.
+
+    Args:
+        placement: where this process stands.
+        meeting: where the ranks find the hub.
+        recorder: knows where this rank is.
+        timeout_s: seconds a rank may wait for an exchange.
     """
     if placement.world_size == 1:
-        yield
-        return
-    watch = _connect_listener(placement, meeting)
-    try:
-        with _signals(watch), _last_words(watch):
+        with guard_alone(recorder):
             yield
+        return
+    watch = _connect_listener(placement, meeting, recorder)
+    # Signals outermost: a launcher ends the ranks that are left while they still report.
+    hangs = watch_for_hangs(watch, recorder, timeout_s)
+    with _signals(watch), _reported(watch), _last_words(watch), hangs:
+        yield
+
+
+@contextlib.contextmanager
+def _reported(watch: FailureListener | None) -> Iterator[None]:
+    """Tell the others how the block is left, and end quietly where one of them was first."""
+    try:
+        yield
     except GeneratorExit:
         # Nobody left the block. At the interpreter's end `_last_words` has spoken already, and no
         # thread can be started any more.
@@ -79,7 +104,45 @@ def guard_ranks(placement: RankInfo, meeting: Rendezvous) -> Iterator[None]:
     _close(watch)
 
 
-def _connect_listener(placement: RankInfo, meeting: Rendezvous) -> FailureListener | None:
+@contextlib.contextmanager
+def guard_alone(recorder: FlightRecorder) -> Iterator[None]:
+    """Leave the flight recorder's page where a run of one process fails inside the block."""
+    try:
+        with _shown_on_signal(recorder):
+            yield
+    except Exception as error:
+        if exit_status_of(error) == 1 and recorder.folder is not None:
+            recorder.fail(error)
+            cause = Cause("failed", recorder.rank, error_summary(error))
+            show_page(recorder, {recorder.rank: recorder.record()}, cause)
+        raise
+
+
+@contextlib.contextmanager
+def _shown_on_signal(recorder: FlightRecorder) -> Iterator[None]:
+    """Show the page on SIGUSR2, where nobody else handles it."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
+        yield
+        return
+
+    def show() -> None:
+        show_page(recorder, {recorder.rank: recorder.record()}, Cause("asked", recorder.rank))
+
+    def on_question(_number: int, _frame: FrameType | None) -> None:
+        threading.Thread(target=show, name="bigtrain-page", daemon=True).start()
+
+    signal.signal(signal.SIGUSR2, on_question)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGUSR2) is on_question:
+            signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+
+
+def _connect_listener(
+    placement: RankInfo, meeting: Rendezvous, recorder: FlightRecorder
+) -> FailureListener | None:
     """Connect to the hub; None where a firewall is between, then only the collectives tell."""
     if placement.rank == 0:
         hub = FailureHub(one_node=placement.one_node)
@@ -87,7 +150,7 @@ def _connect_listener(placement: RankInfo, meeting: Rendezvous) -> FailureListen
     port, token = meeting.store.get("hub").decode().split()
     host = "127.0.0.1" if placement.one_node or placement.rank == 0 else meeting.host
     try:
-        return FailureListener(host, int(port), token, placement.rank)
+        return FailureListener(host, int(port), token, placement.rank, recorder)
     except OSError:
         return None
 
@@ -96,8 +159,15 @@ def _report(watch: FailureListener | None, error: BaseException) -> RunEnd | Non
     """Tell the others; return why the run had ended before, None where this rank is the first."""
     if watch is None:
         return None
-    patience = _ECHO_PATIENCE_S if is_peer_failure(error) else 0.0
-    return watch.report(error_summary(error), exit_status_of(error), patience_s=patience)
+    is_echo = is_peer_failure(error)
+    watch.recorder.fail(error)
+    patience = _ECHO_PATIENCE_S if is_echo else 0.0
+    text = error_summary(error)
+    ending = watch.report(text, exit_status_of(error), patience_s=patience)
+    if ending is None and watch.records:
+        cause = Cause("waited" if is_echo else "failed", watch.rank, text)
+        show_page(watch.recorder, watch.records, cause)
+    return ending
 
 
 def _ask_for_restart(watch: FailureListener | None, error: RestartRequest) -> None:
@@ -183,6 +253,9 @@ def _signals(watch: FailureListener | None) -> Iterator[None]:
                     continue
             elif handler is None or handler is not replaced.get(number[0]):
                 continue
+            if number[0] == signal.SIGUSR2:
+                watch.ask()
+                continue
             status = 128 + (signal.SIGTERM if number[0] == signal.SIGUSR1 else number[0])
             watch.report("", status)
             if not handled.wait(_SIGNAL_PATIENCE_S):
@@ -213,6 +286,9 @@ def _install(handled: threading.Event) -> dict[int, Callable[[int, FrameType | N
         handled.set()
         raise SystemExit(128 + number)
 
+    def on_question(_number: int, _frame: FrameType | None) -> None:
+        """The thread that reads the signals asks for the page; nothing ends."""
+
     installed: dict[int, Callable[[int, FrameType | None], Any]] = {}
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, on_interrupt)
@@ -220,4 +296,7 @@ def _install(handled: threading.Event) -> dict[int, Callable[[int, FrameType | N
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, on_terminate)
         installed[signal.SIGTERM] = on_terminate
+    if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR2, on_question)
+        installed[signal.SIGUSR2] = on_question
     return installed

@@ -21,11 +21,15 @@ import selectors
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from bigtrain.memory.host_memory import host_memory_line
 from bigtrain.ranks.restart import RESTART_STATUS, restart_process
+from bigtrain.recorder.inquiry import Inquiries
+from bigtrain.recorder.page import Cause, Record, records_by_files, show_page
+from bigtrain.recorder.ring import FlightRecorder
 
 # A rank that must end leaves the failing one this long to print and to exit first: launchers
 # name the first rank that exits as the culprit, and look about once a second.
@@ -34,6 +38,11 @@ PRINT_GRACE_S = 3.0
 EXIT_GRACE_S = 10.0
 _REPLY_S = 5.0
 _CONNECT_S = 15.0
+# Without the hub: within these times the ranks that are left notice, by their own watches or by
+# their connections to it.
+_SILENT_S, _LOST_S = 1.5, 0.05
+# Only of a failure the ranks are asked where they were, not of a stop, a restart or wrong input.
+_FAILED = 1
 # Bytes that a stranger may send without the end of a line.
 _LONGEST_HELLO = 4096
 
@@ -96,6 +105,7 @@ class FailureHub:
         self._ranks: dict[socket.socket, int] = {}
         self._buffers: dict[socket.socket, bytes] = {}
         self._left: set[int] = set()
+        self._inquiries = Inquiries()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
         threading.Thread(target=self._serve, name="bigtrain-hub", daemon=True).start()
@@ -103,7 +113,7 @@ class FailureHub:
     def _serve(self) -> None:
         # Once rank 0 has left, the thread ends with the last connection.
         while 0 not in self._left or self._buffers:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(self._inquiries.patience_s()):
                 if key.fileobj is self._server:
                     with contextlib.suppress(OSError):  # whoever knocked has gone already
                         connection, _ = self._server.accept()
@@ -111,8 +121,18 @@ class FailureHub:
                         self._selector.register(connection, selectors.EVENT_READ)
                 elif isinstance(key.fileobj, socket.socket):
                     self._receive(key.fileobj)
+            self._inquiries.finish_due()
         self._selector.close()
         self._server.close()
+
+    def _inquire(
+        self, finish: Callable[[dict[int, Record]], None], known: dict[int, Record]
+    ) -> None:
+        """Ask all ranks but those whose record is known where they are, then call `finish`."""
+        asked = [c for c, r in self._ranks.items() if r not in known and r not in self._left]
+        self._inquiries.begin(asked, known, finish)
+        for connection in asked:
+            _send(connection, kind="records?")
 
     def _receive(self, connection: socket.socket) -> None:
         try:
@@ -135,43 +155,75 @@ class FailureHub:
         message = _message(line)
         kind = message.get("kind")
         if connection not in self._ranks:
-            rank = message.get("rank")
-            known = kind == "hello" and message.get("token") == self.token
-            if not (known and isinstance(rank, int)):
-                self._drop(connection)
-                return
-            self._ranks[connection] = rank
-            _send(connection, kind="ok")
-            if self._ending:
-                _send(connection, kind="end", **asdict(self._ending))
+            self._introduce(connection, message)
         elif kind == "bye":
             self._left.add(self._ranks[connection])
+            self._inquiries.give_up(connection)
             if self._ranks[connection] == 0:
                 # The hub ends with rank 0's process; that must not look like a loss.
                 for other in self._ranks:
                     _send(other, kind="unwatched")
             _send(connection, kind="ok")
+        elif kind == "record":
+            self._inquiries.answer(connection, self._ranks[connection], message["record"])
+        elif kind == "show":
+            self._inquire(lambda records: _send(connection, kind="records", records=records), {})
         elif kind == "end":
             rank = self._ranks[connection]
             if self._ending is None:
-                self._end(RunEnd(rank, message["text"], int(message["status"])), connection)
+                ending = RunEnd(rank, message["text"], int(message["status"]))
+                self._end(ending, connection, message.get("record"))
+                return
             # A rank may say it twice, from its signal thread and from its main thread.
-            first = self._ending is not None and self._ending.rank == rank
-            _send(connection, kind="verdict", first=first)
+            _send(connection, kind="verdict", first=self._ending.rank == rank)
+
+    def _introduce(self, connection: socket.socket, message: dict[str, Any]) -> None:
+        rank = message.get("rank")
+        known = message.get("kind") == "hello" and message.get("token") == self.token
+        if not (known and isinstance(rank, int)):
+            self._drop(connection)
+            return
+        self._ranks[connection] = rank
+        _send(connection, kind="ok")
+        if self._ending:
+            _send(connection, kind="end", **asdict(self._ending))
 
     def _closed(self, connection: socket.socket) -> None:
         rank = self._ranks.get(connection)
         self._drop(connection)
+        self._inquiries.give_up(connection)
         if rank is None or rank in self._left or self._ending:
             return
-        speaker = min((r for r in self._ranks.values() if r not in self._left), default=-1)
-        self._end(RunEnd(rank, lost_rank_message(speaker, rank), 1, speaker), None)
+        self._ending = RunEnd(rank, "", _FAILED)
 
-    def _end(self, ending: RunEnd, reporter: socket.socket | None) -> None:
+        def tell(records: dict[int, Record]) -> None:
+            here = [r for r in self._ranks.values() if r not in self._left]
+            # Who has answered can speak; who has not may be stopped.
+            speaker = min((r for r in here if r in records), default=min(here, default=-1))
+            said = RunEnd(rank, lost_rank_message(speaker, rank), _FAILED, speaker)
+            self._ending = said
+            self._tell(said, None, records)
+
+        self._inquire(tell, {})
+
+    def _end(self, ending: RunEnd, reporter: socket.socket, record: Record | None) -> None:
         self._ending = ending
-        for connection in self._ranks:
+        if ending.status != _FAILED:
+            self._tell(ending, reporter, {})
+            return
+        known = {} if record is None else {ending.rank: record}
+        self._inquire(lambda records: self._tell(ending, reporter, records), known)
+
+    def _tell(
+        self, ending: RunEnd, reporter: socket.socket | None, records: dict[int, Record]
+    ) -> None:
+        """Tell all ranks why the run ends, and the one that speaks where all were."""
+        for connection, rank in self._ranks.items():
             if connection is not reporter:
-                _send(connection, kind="end", **asdict(ending))
+                heard = records if rank == ending.speaker else {}
+                _send(connection, kind="end", records=heard, **asdict(ending))
+        if reporter is not None:
+            _send(reporter, kind="verdict", first=True, records=records)
 
     def _drop(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
@@ -183,7 +235,14 @@ class FailureHub:
 class FailureListener:
     """One rank's connection to the hub, and the thread that ends this process when it must."""
 
-    def __init__(self, host: str, port: int, token: str, rank: int) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        token: str,
+        rank: int,
+        recorder: FlightRecorder | None = None,
+    ) -> None:
         """Connect and start the thread.
 
         Args:
@@ -191,12 +250,17 @@ class FailureListener:
             port: the hub's port.
             token: the hub's secret.
             rank: the rank of this process.
+            recorder: knows where this rank is, when the hub asks.
 
         Raises:
             OSError: the hub cannot be reached.
         """
         self.rank = rank
         self.ending: RunEnd | None = None
+        self.records: dict[int, Record] = {}
+        """Where the ranks were that have answered, once the run has ended by this one."""
+        self.recorder = recorder or FlightRecorder(rank)
+        self._sending = threading.Lock()
         self._ended = threading.Event()
         self._leaving = threading.Event()
         self._closing = threading.Event()
@@ -204,7 +268,7 @@ class FailureListener:
         self._replies: queue.Queue[dict[str, Any]] = queue.Queue()
         self._socket = socket.create_connection((host, port), timeout=_CONNECT_S)
         self._socket.settimeout(None)
-        _send(self._socket, kind="hello", token=token, rank=rank)
+        self._say(kind="hello", token=token, rank=rank)
         self._thread = threading.Thread(target=self._listen, name="bigtrain-watch", daemon=True)
         self._thread.start()
         self._reply()
@@ -223,8 +287,15 @@ class FailureListener:
         """
         if patience_s and self._ended.wait(patience_s):
             return self.ending
-        _send(self._socket, kind="end", text=text, status=status)
-        if self._reply().get("first", True):
+        record = self.recorder.record() if status == _FAILED else None
+        self._say(kind="end", text=text, status=status, record=record)
+        reply = self._reply()
+        if reply.get("first", True):
+            self.records = _by_rank(reply.get("records", {}))
+            if status == _FAILED and not reply:  # the hub is silent
+                self.records = records_by_files(self.recorder, _SILENT_S)
+                speaker = min(self.records)
+                return None if speaker == self.rank else RunEnd(speaker, "", status)
             return None
         self._ended.wait(_REPLY_S)
         return self.ending
@@ -234,16 +305,25 @@ class FailureListener:
         self._leaving.set()
         threading.Event().wait(PRINT_GRACE_S)
 
+    def ask(self) -> None:
+        """Have the hub ask all ranks where they are; this one then shows the page."""
+        self._say(kind="show")
+
     def close(self) -> None:
         """Take leave in good order: from here on the end of this process is no news."""
         self._closing.set()
-        _send(self._socket, kind="bye")
+        self._say(kind="bye")
         self._reply()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         if self._thread is not threading.current_thread():
             self._thread.join(_REPLY_S)
         self._socket.close()
+
+    def _say(self, **message: Any) -> None:
+        # The main thread and the one that listens both speak.
+        with self._sending:
+            _send(self._socket, **message)
 
     def _reply(self) -> dict[str, Any]:
         try:
@@ -266,21 +346,36 @@ class FailureListener:
                 kind = message.pop("kind")
                 if kind == "unwatched":
                     self._unwatched = True
+                elif kind == "records?":
+                    self._say(kind="record", record=self.recorder.record())
+                elif kind == "records":
+                    cause = Cause("asked", self.rank)
+                    show_page(self.recorder, _by_rank(message["records"]), cause)
                 elif kind == "end":
-                    self._end(RunEnd(**message))
+                    records = _by_rank(message.pop("records", {}))
+                    self._end(RunEnd(**message), records)
                 else:
                     self._replies.put(message)
         self._replies.put({})
         if not (self._unwatched or self._closing.is_set() or self.ending):
-            self._end(RunEnd(0, lost_rank_message(self.rank, 0), 1, self.rank))
+            self._end(RunEnd(0, lost_rank_message(self.rank, 0), _FAILED, self.rank), {})
+            # No daemon: launchers end this process at once, and it is to wait for its page.
+            threading.Thread(target=self._show_without_hub, name="bigtrain-page").start()
 
-    def _end(self, ending: RunEnd) -> None:
+    def _show_without_hub(self) -> None:
+        records = records_by_files(self.recorder, _LOST_S)
+        if min(records) == self.rank:
+            show_page(self.recorder, records, Cause("lost", 0))
+
+    def _end(self, ending: RunEnd, records: dict[int, Record]) -> None:
         """Take note, speak where it is this rank's turn, and see that the process ends."""
         self.ending = ending
         if ending.status == RESTART_STATUS:
             restart_process(ending.text, relays=self.rank == 0)
         if ending.speaker == self.rank and not self._closing.is_set():
             sys.stderr.write(ending.text + "\n")
+            if records:
+                show_page(self.recorder, records, Cause("lost", ending.rank))
         self._ended.set()
         threading.Thread(
             target=self._enforce, args=(ending,), name="bigtrain-end", daemon=True
@@ -309,6 +404,11 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+
+
+def _by_rank(records: dict[str, Record]) -> dict[int, Record]:
+    """JSON has made text of the ranks."""
+    return {int(rank): record for rank, record in records.items()}
 
 
 def _message(line: bytes) -> dict[str, Any]:

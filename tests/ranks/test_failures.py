@@ -186,7 +186,11 @@ def test_a_lost_rank_is_named_once(
     assert ranks.wait_for_ends(3) == [1, 1, 1]
     # How much is free changes from one moment to the next.
     said, expected = capsys.readouterr().err, lost_rank_message(0, 2) + "\n"
-    assert re.sub(r"[\d.]+ \w+ free", "free", said) == re.sub(r"[\d.]+ \w+ free", "free", expected)
+    said, expected = (re.sub(r"[\d.]+ \w+ free", "free", text) for text in (said, expected))
+    assert said.startswith(expected)
+    assert said.count("lost rank 2") == 1
+    assert "rank 2 ended without a message; no rank waited for it\n" in said
+    assert said.count("stack of ranks 0, 1, 3") == 1
     ranks.close()
 
 

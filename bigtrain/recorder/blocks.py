@@ -1,0 +1,62 @@
+"""Marks on the blocks of a live model: each says when it is computed, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from bigtrain.recorder.ring import FlightRecorder
+
+
+class BlockMark:
+    """The hooks of one block. A class and no closure, so that a module with it can be pickled.
+
+    Args:
+        recorder: is told.
+        name: of the block.
+    """
+
+    def __init__(self, recorder: FlightRecorder, name: str) -> None:
+        self._recorder, self._name = recorder, name
+
+    def begin(self, _module: nn.Module, _inputs: Any) -> None:
+        """Say that the block's forward pass begins."""
+        self._recorder.enter_block(self._name)
+
+    def end(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        """Have the backward pass say when it comes to the block's output.
+
+        On the graph's node, not on the tensor: no view and no copy is made of what goes through.
+        """
+        while isinstance(output, tuple | list) and output:
+            output = output[0]
+        if isinstance(output, Tensor) and output.grad_fn is not None:
+            output.grad_fn.register_prehook(self.backward)
+
+    def backward(self, _gradients: Any) -> None:
+        """Say that the block's backward pass begins."""
+        self._recorder.enter_block(self._name)
+
+
+def mark_blocks(blocks: Iterable[tuple[str, nn.Module]], recorder: FlightRecorder) -> None:
+    """Have these blocks tell the recorder when they are computed.
+
+    Args:
+        blocks: by name; hooks that they have already run after these.
+        recorder: of this rank.
+    """
+    for name, block in blocks:
+        mark = BlockMark(recorder, name)
+        block.register_forward_pre_hook(mark.begin, prepend=True)
+        block.register_forward_hook(mark.end)
+
+
+def unmark_blocks(root: nn.Module) -> None:
+    """Undo `mark_blocks`, for all modules of a tree."""
+    for module in root.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(getattr(hook, "__self__", None), BlockMark):
+                    del hooks[key]

@@ -1,0 +1,140 @@
+"""Runs that go wrong in one rank: the page names the right one, and what it did."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from support.faults import Net
+from support.zygote import forked_cli
+
+from bigtrain.models.blocks import find_blocks
+from bigtrain.recorder.blocks import mark_blocks, unmark_blocks
+from bigtrain.recorder.ring import FlightRecorder
+
+WORDS = [
+    "data.name=support.faults:points",
+    "model.name=support.faults:Net",
+    "mesh.timeout=2",
+    "train.global_batch_size=8",
+    "train.steps=8",
+    "checkpoint.at_end=false",
+    "log.name=run",
+]
+
+
+def fails(folder: Path, *words: str, ranks: int = 2) -> tuple[str, dict]:
+    """A run that fails: what it printed, and the file."""
+    done = forked_cli(["train", "-n", str(ranks), *WORDS, *words], cwd=folder, timeout=60)
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stderr, json.loads((folder / "runs/run/flight_recorder.json").read_text())
+
+
+def test_a_rank_that_sleeps_in_its_data_set(tmp_path):
+    said, file = fails(tmp_path, "data.args.fault=sleep")
+    assert "rank 0 waits for the number of targets (all_gather, 16 B) for " in file["headline"]
+    expected = "rank 1 never came: it reads data (micro-batch 1 of step 4), in go_wrong of "
+    assert expected in file["headline"]
+    assert f"bigtrain: {file['headline']}\n" in said
+    assert "stack of rank 1:" in said
+    assert "runs/run/flight_recorder.json" in said
+    assert "Traceback" not in said
+    assert file["ranks"][1]["stack"][-1].endswith(" go_wrong")
+    assert file["ranks"][0]["exchanges"][-1]["done"] is False
+
+
+@pytest.mark.full
+def test_a_rank_that_is_stopped(tmp_path):
+    said, file = fails(tmp_path, "data.args.fault=stop")
+    assert "rank 1 has not answered: it is stopped" in file["headline"]
+    assert file["headline"].startswith("rank 0 waits for the number of targets")
+    assert "rank 1: no answer\n" in said
+
+
+def test_a_rank_that_is_killed(tmp_path):
+    said, file = fails(tmp_path, "data.args.fault=kill")
+    assert file["headline"].endswith("; rank 1 ended without a message")
+    assert "rank 0 lost rank 1" in said
+    assert file["lines"][1] == "rank 1: ended without a message"
+
+
+def test_a_rank_that_raises(tmp_path):
+    said, file = fails(tmp_path, "data.args.fault=raise")
+    assert file["headline"].startswith(
+        "rank 1 failed: ValueError: this sample is broken. It reads data (micro-batch 1 of step 4)"
+    )
+    assert "bigtrain: rank 1 fails. It reads data (micro-batch 1 of step 4), in go_wrong" in said
+    assert said.count("stack of") == 0
+    assert said.index("rank 1 fails") < said.index("Traceback")
+
+
+def test_memory_that_runs_out(tmp_path):
+    said, file = fails(tmp_path, "model.args.width=1024", "memory.cap=30MiB")
+    assert "OutOfMemoryError: rank " in file["headline"]
+    assert "what would fit" in said or "no change that was tried" in said
+    assert file["cause"]["kind"] == "failed"
+
+
+def test_a_block_of_one_rank_while_others_wait_for_gradients(tmp_path):
+    words = ("model.args.fault=sleep", "train.global_batch_size=9")
+    _, file = fails(tmp_path, *words, "--strategy", "ddp", ranks=3)
+    assert " waits for the gradients at blocks.0 (all_reduce, " in file["headline"]
+    assert file["headline"].endswith(
+        "; rank 1 never came: it is in the forward pass of blocks.2 (micro-batch 1 of step 3)"
+    )
+
+
+def test_fully_shard(tmp_path):
+    _, file = fails(tmp_path, "model.args.fault=sleep", "--strategy", "fsdp")
+    assert file["headline"].startswith("rank 0 waits for the weights at blocks.3 (all_gather, ")
+    assert file["headline"].endswith(
+        "; rank 1 never came: it is in the forward pass of blocks.2 (micro-batch 1 of step 3)"
+    )
+
+
+def test_a_pipeline_whose_first_stage_never_sends(tmp_path):
+    words = ("model.args.fault=sleep", "model.args.rank=0", "model.args.block=0")
+    _, file = fails(tmp_path, *words, "train.micro_batch_size=2", "--strategy", "1f1b")
+    assert file["headline"].startswith("rank 1 waits for a message from rank 0 (recv, 256 B) for ")
+    assert file["headline"].endswith(
+        "; rank 0 never came: it is in the forward pass of blocks.0 (micro-batch 3 of step 1)"
+    )
+
+
+def test_one_process_leaves_its_page_too(tmp_path):
+    words = ("data.args.fault=raise", "data.args.rank=0")
+    done = forked_cli(["train", *WORDS, *words], cwd=tmp_path, timeout=60)
+    assert done.returncode == 1
+    file = json.loads((tmp_path / "runs/run/flight_recorder.json").read_text())
+    assert file["headline"].startswith("rank 0 failed: ValueError: this sample is broken. It reads")
+
+
+def test_blocks_say_when_they_are_computed_and_the_numbers_stay():
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(3, 8)
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    recorder = FlightRecorder()
+    mark_blocks(find_blocks(model), recorder)
+    recorder.enter("forward")
+    loss = model(x).sum()
+    recorder.enter("backward")
+    loss.backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        assert parameter.grad.equal(gradient)
+    blocks = [f"blocks.{number}" for number in range(4)]
+    events = [(phase, what) for _, phase, what, _, _ in recorder.events()]
+    assert events == [
+        ("forward", ""),
+        *(("forward", name) for name in blocks),
+        ("backward", ""),
+        *(("backward", name) for name in reversed(blocks)),
+    ]
+    assert pickle.loads(pickle.dumps(model))(x).equal(model(x))
+    assert copy.deepcopy(model)(x).equal(model(x))
+    unmark_blocks(model)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
