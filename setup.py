@@ -27,6 +27,8 @@ setup(
         "bigtrain",
         "bigtrain.activations",
         "bigtrain.assembly",
+        "bigtrain.checkpoint",
+        "bigtrain.checkpoint.foreign",
         "bigtrain.compare",
         "bigtrain.configs",
         "bigtrain.configs.clusters",
