@@ -20,6 +20,7 @@ from bigtrain.checkpoint.read import Checkpoint
 from bigtrain.checkpoint.save import save_checkpoint
 from bigtrain.errors import ConfigError
 from bigtrain.ranks.context import RunContext
+from bigtrain.tensors.shards import StateTensor
 
 KINDS = (
     "a checkpoint of bigtrain, a folder of DeepSpeed (ZeRO), of torch.distributed.checkpoint or of "
@@ -66,7 +67,7 @@ def open_source(path: Path) -> ForeignState:
 
 def _open_own(path: Path) -> ForeignState:
     checkpoint = Checkpoint(path)
-    parts = {part: {} for part in STATE_PARTS}
+    parts: dict[str, dict[str, StateTensor]] = {part: {} for part in STATE_PARTS}
     for name, tensor in checkpoint.tensors.items():
         part, _, rest = name.partition(".")
         parts[part][rest] = saved_state(tensor)

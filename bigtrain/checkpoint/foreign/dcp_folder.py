@@ -21,7 +21,7 @@ from torch import Tensor
 from bigtrain.checkpoint.foreign.state import ForeignState, plain_names
 from bigtrain.checkpoint.foreign.torch_files import Inert, TorchTensor, read_torch_file
 from bigtrain.errors import CheckpointError
-from bigtrain.tensors.shards import StateTensor, box_extents
+from bigtrain.tensors.shards import Extent, StateTensor, box_extents
 
 _METADATA = ".metadata"
 _CLASSES = {
@@ -152,7 +152,8 @@ def _chunked(
 ) -> StateTensor:
     """A tensor in pieces, each a box of it."""
     shape, dtype = tuple(entry["size"]), entry["properties"].state[0]
-    extents, reads = [], []
+    extents: list[Extent] = []
+    reads: list[Callable[[], Tensor]] = []
     for chunk in entry["chunks"]:
         offset, local = tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])
         place = storage.get((name, offset)) or storage.get((name, ()))

@@ -103,7 +103,7 @@ def read_torch_file(path: Path, begin: int = 0, length: int | None = None) -> An
                     f"{path}', weights_only=True), 'NEW.pt')\""
                 )
             window.seek(0)
-            strangers = _globals_of(window)
+            strangers: list[str] = get_unsafe_globals_in_checkpoint(window)
             refused = [name for name in strangers if not name.startswith(_HOLDERS)]
             if refused:
                 raise _code(path, ", ".join(sorted(refused)))
@@ -117,11 +117,6 @@ def read_torch_file(path: Path, begin: int = 0, length: int | None = None) -> An
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{path} is not readable: {first}") from None
     return _described(found, path, begin)
-
-
-def _globals_of(window: io.BufferedReader) -> list[str]:
-    found: list[str] = get_unsafe_globals_in_checkpoint(window)
-    return found
 
 
 def _code(path: Path, what: str) -> CheckpointError:
@@ -153,7 +148,7 @@ def _tensor(found: Tensor, path: Path, begin: int) -> TorchTensor:
     shape, stride = tuple(found.shape), found.stride()
     last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     span = last + 1 if math.prod(shape) else 0
-    place = begin + int(offset) + found.storage_offset() * found.element_size()
+    place = begin + int(offset) + int(found.storage_offset()) * found.element_size()
     return TorchTensor(FileTensor(path, place, found.dtype, (span,)), shape, stride)
 
 

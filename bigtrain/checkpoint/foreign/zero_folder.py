@@ -178,8 +178,9 @@ def _moments(state: Mapping[str, Any], number: int, key: str) -> Mapping[str, An
     base = state[key]
     if isinstance(base, list):  # written to be read by other numbers of ranks
         return {"step": state.get("base_optimizer_state_step"), **base[number]}
-    steps = {"step": g["step"] for g in base["param_groups"][number : number + 1] if "step" in g}
-    return {**steps, **base["state"].get(number, {})}
+    groups = base["param_groups"]  # some kernels of DeepSpeed's count steps there
+    step = groups[number].get("step") if number < len(groups) else None
+    return {"step": step, **base["state"].get(number, {})}
 
 
 def _steps_of(moments: Mapping[str, Any]) -> StateTensor | None:
