@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigtrain.checkpoint.foreign.state import ForeignState, plain_names
+from bigtrain.checkpoint.foreign.state import MODEL_KEYS, ForeignState, plain_names
 from bigtrain.checkpoint.foreign.torch_files import Inert, TorchTensor, read_torch_file
 from bigtrain.errors import CheckpointError
 from bigtrain.tensors.shards import Extent, StateTensor, box_extents
@@ -71,10 +71,9 @@ def open_dcp_folder(folder: Path) -> ForeignState:
     for index, place in metadata["storage_data"].items():
         key = index.state["fqn"], tuple(index.state.get("offset") or ())
         storage[key] = place.state
-    model: dict[str, StateTensor] = {}
+    model: dict[_Path, StateTensor] = {}
     slots: dict[tuple[str, str], StateTensor] = {}
     numbers: dict[str, int] = {}
-    left_out = 0
     for name, entry in metadata["state_dict_metadata"].items():
         path = tuple(paths.get(name, (name,)))
         if not isinstance(entry.state, Mapping) or "chunks" not in entry.state:
@@ -82,34 +81,47 @@ def open_dcp_folder(folder: Path) -> ForeignState:
             continue
         tensor = _chunked(folder, name, entry.state, storage)
         if len(path) >= 3 and path[-3] == "state":
-            if isinstance(path[-2], str):
-                slots[path[-2], str(path[-1])] = tensor
-            else:
-                left_out += 1
-        elif str(path[-1]) in model:
-            raise CheckpointError(
-                f"{folder} has two tensors of the name {path[-1]}: two models in one checkpoint. "
-                "Save the state dict of one of them."
-            )
+            slots[str(path[-2]), str(path[-1])] = tensor
         else:
-            model[str(path[-1])] = tensor
-    names = plain_names(model)
-    of_slots = {**plain_names(n for n, _ in slots if n not in names), **names}
-    notes = []
-    if left_out:
+            model[path] = tensor
+    named, left_out = _of_model(folder, model)
+    numbered = {key for key in slots if key[0].isdigit() and key[0] not in named}
+    slots = {key: tensor for key, tensor in slots.items() if key not in numbered}
+    names = plain_names(named)
+    of_slots = {**plain_names(name for name, _ in slots if name not in names), **names}
+    notes = [f"Left out: {', '.join(left_out)}."] if left_out else []
+    if numbered:
         notes.append(
-            f"{left_out} tensors of the optimizer's state were left out: they have numbers in "
+            f"{len(numbered)} tensors of the optimizer's state were left out: they have numbers in "
             "place of names, where torch.distributed.checkpoint.state_dict.get_state_dict gives "
             "names."
         )
     return ForeignState(
         "torch.distributed.checkpoint",
-        {names[name]: tensor for name, tensor in model.items()},
+        {names[name]: tensor for name, tensor in named.items()},
         {f"{of_slots[name]}.{key}": tensor for (name, key), tensor in slots.items()},
         numbers.get("step", numbers.get("global_step")),
         numbers.get("samples_seen"),
         tuple(notes),
     )
+
+
+def _of_model(
+    folder: Path, found: Mapping[_Path, StateTensor]
+) -> tuple[dict[str, StateTensor], list[str]]:
+    """The model's tensors by name, and what lies beside the model."""
+    marked = {path for path in found if {*path[:-1]} & {*MODEL_KEYS}} or {*found}
+    named: dict[str, StateTensor] = {}
+    for path, tensor in found.items():
+        name = str(path[-1])
+        if path in marked and name in named:
+            raise CheckpointError(
+                f"{folder} has two tensors of the name {name}: two models in one checkpoint. "
+                "Save the state dict of one of them."
+            )
+        if path in marked:
+            named[name] = tensor
+    return named, sorted({str(path[0]) for path in found if path not in marked})
 
 
 def _read_metadata(path: Path) -> Mapping[str, Any]:

@@ -14,6 +14,9 @@ from bigtrain.checkpoint.foreign.torch_files import TorchTensor
 from bigtrain.errors import CheckpointError
 from bigtrain.tensors.shards import StateTensor, whole_extents
 
+MODEL_KEYS = ("state_dict", "model", "model_state_dict", "module", "weights")
+"""Under which of a trainer's keys the model is."""
+
 
 @dataclass(frozen=True)
 class ForeignState:

@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigtrain.checkpoint.foreign.state import ForeignState, plain_names
+from bigtrain.checkpoint.foreign.state import MODEL_KEYS, ForeignState, plain_names
 from bigtrain.checkpoint.foreign.torch_files import TorchTensor, read_torch_file
 from bigtrain.checkpoint.read import FileTensor, tensors_of_file
 from bigtrain.errors import CheckpointError
 from bigtrain.tensors.shards import StateTensor, read_whole, whole_extents
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
-_MODEL_KEYS = ("state_dict", "model", "model_state_dict", "module", "weights")
-"""Under which of a trainer's keys the model is."""
 _FOLDER_FILES = (
     *("model.safetensors.index.json", "model.safetensors"),
     *("pytorch_model.bin.index.json", "pytorch_model.bin"),
@@ -84,7 +82,7 @@ def _tensors(path: Path) -> tuple[dict[str, StateTensor], list[str]]:
     found = read_torch_file(path)
     others: list[str] = []
     while isinstance(found, Mapping) and not any(map(_is_tensor, found.values())):
-        key = next((k for k in _MODEL_KEYS if isinstance(found.get(k), Mapping)), None)
+        key = next((k for k in MODEL_KEYS if isinstance(found.get(k), Mapping)), None)
         if key is None:
             break
         others += [str(k) for k in found if k != key]

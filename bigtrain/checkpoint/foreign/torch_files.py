@@ -112,7 +112,10 @@ def read_torch_file(path: Path, begin: int = 0, length: int | None = None) -> An
             with safe_globals(held) if held else nullcontext():
                 found = torch.load(window, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise _code(path, str(error).splitlines()[-1]) from None
+        told = str(error)
+        if "Unsupported operand" in told:  # torch's reader of data alone knows no newer ones
+            told = "it was written with pickle's protocol 3 to 5, torch.save's own is 2"
+        raise _code(path, told.splitlines()[-1]) from None
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{path} is not readable: {first}") from None
@@ -121,8 +124,8 @@ def read_torch_file(path: Path, begin: int = 0, length: int | None = None) -> An
 
 def _code(path: Path, what: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} holds more than tensors, numbers and text: {what}. It could run code when it is "
-        "read, so it was not. Save the state dict alone where it comes from: "
+        f"{path} may hold more than tensors, numbers and text: {what}. It could run code when it "
+        "is read, so it was not. Save the state dict alone where it comes from: "
         "torch.save(model.state_dict(), 'NEW.pt')"
     )
 
