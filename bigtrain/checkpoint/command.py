@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bigtrain.checkpoint.folders import find_checkpoint
-from bigtrain.checkpoint.foreign.convert import convert, open_source
+from bigtrain.checkpoint.foreign.convert import convert, open_source, with_tied
 from bigtrain.checkpoint.foreign.state_dicts import saved_state
 from bigtrain.checkpoint.layout import STATE_PARTS
 from bigtrain.checkpoint.manifest import MANIFEST, Manifest
@@ -64,6 +64,13 @@ def checkpoint_parser() -> argparse.ArgumentParser:
     made.add_argument("target", metavar="TARGET", help="step-N, or the folder that is to have it")
     made.add_argument("--step", type=int, metavar="N", help="optimizer steps done")
     made.add_argument("--samples", type=int, metavar="N", help="samples seen: where data go on")
+    made.add_argument(
+        *("--tie",),
+        action="append",
+        default=[],
+        metavar="NAME=OTHER",
+        help="NAME is tied to OTHER, and left out: lm_head.weight=transformer.wte.weight",
+    )
     export = action("export", "write the tensors into one file")
     export.add_argument("path", metavar="PATH", help=_OWN)
     export.add_argument("output", metavar="OUT", help="a .safetensors, or .pt for torch.load")
@@ -232,11 +239,10 @@ def _convert(options: argparse.Namespace) -> int:
         value = getattr(options, name)
         if value is not None and value < 0:
             raise ConfigError(f"convert: --{name} {value}: at least 0 is needed")
-    made = convert(
-        open_source(Path(options.source)), Path(options.target), options.step, options.samples
-    )
+    opened = with_tied(open_source(Path(options.source)), options.tie)
+    made = convert(opened, Path(options.target), options.step, options.samples)
     source, notes = made.source, list(made.source.notes)
-    if not source.optimizer and not notes:
+    if not source.optimizer:
         notes.append("There is no optimizer state: a run from here begins it anew.")
     if source.samples_seen is None and options.samples is None:
         notes.append("How many samples it has seen is not said: data begin anew (--samples N).")

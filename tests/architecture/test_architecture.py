@@ -61,7 +61,7 @@ COMMANDS = {
 CHECKPOINT_ACTIONS = {
     "inspect": {"--tensors"},
     "verify": set(),
-    "convert": {"--step", "--samples"},
+    "convert": {"--step", "--samples", "--tie"},
     "export": {"--part", "--dtype"},
     "diff": {"--exit-code"},
 }

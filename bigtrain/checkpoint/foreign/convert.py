@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bigtrain.checkpoint.folders import find_checkpoint, is_complete, sole_writer
@@ -18,7 +19,7 @@ from bigtrain.checkpoint.foreign.zero_folder import find_zero_folder, open_zero_
 from bigtrain.checkpoint.layout import STATE_PARTS
 from bigtrain.checkpoint.read import Checkpoint
 from bigtrain.checkpoint.save import save_checkpoint
-from bigtrain.errors import ConfigError
+from bigtrain.errors import ConfigError, did_you_mean
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import StateTensor
 
@@ -83,6 +84,29 @@ def _open_own(path: Path) -> ForeignState:
         meta=meta,
         texts={"config.json": config.read_text("utf-8")} if config.is_file() else {},
     )
+
+
+def with_tied(source: ForeignState, ties: Iterable[str]) -> ForeignState:
+    """A source that has its tensors under more names: the Hub's files leave out tied ones.
+
+    Args:
+        source: as it was opened.
+        ties: `NAME=OTHER`: the tensor NAME has the values of OTHER.
+
+    Raises:
+        ConfigError: there is no OTHER, or a NAME already.
+    """
+    model = dict(source.model)
+    for tie in ties:
+        name, _, other = tie.partition("=")
+        if not name or other not in model or name in model:
+            wrong = f"there is no {other!r}" if other not in model else f"{name!r} is there already"
+            raise ConfigError(
+                f"convert: --tie {tie}: {wrong}{did_you_mean(other, model)} Write --tie NAME=OTHER "
+                "for a tensor NAME that has the values of OTHER."
+            )
+        model[name] = model[other]
+    return replace(source, model=model)
 
 
 def convert(
