@@ -25,6 +25,7 @@ from bigtrain.checkpoint.read import Checkpoint
 from bigtrain.checkpoint.state_differences import StateDifference, compare_states
 from bigtrain.checkpoint.write import write_tensors
 from bigtrain.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from bigtrain.memory.allocator import return_large_blocks
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import StateTensor
 from bigtrain.units import format_bytes
@@ -35,6 +36,7 @@ _DTYPES = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
 }
+_LARGE_BYTES = 1 << 20
 _OWN = "a checkpoint (step-N), a run's folder, or its checkpoints/"
 
 
@@ -93,6 +95,7 @@ def main(arguments: list[str]) -> int:
         CheckpointError: a checkpoint is damaged, or of a kind that is not read.
     """
     options = checkpoint_parser().parse_args(arguments)
+    return_large_blocks(_LARGE_BYTES)  # or the heap grows by all that is read, piece by piece
     actions: dict[str, Callable[[argparse.Namespace], int]] = {
         "inspect": _inspect,
         "verify": _verify,

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import subprocess
 import sys
 from collections import OrderedDict
 from pathlib import Path
@@ -375,3 +376,27 @@ def test_a_conversion_holds_a_few_pieces_and_not_the_whole(tmp_path):
     checkpoint = Checkpoint(path)
     assert float(checkpoint.read("model.w47")[-1]) == 47
     assert len(list(Path(path).glob("model-*"))) == 1
+
+
+CONVERTS = """
+import sys
+from bigtrain.checkpoint.command import main
+def peak():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM"))
+before = peak()
+assert main(["convert", *sys.argv[1:]]) == 0
+print((peak() - before) // 1024)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="VmHWM is Linux's")
+def test_a_process_that_converts_grows_by_a_few_pieces(tmp_path):
+    """The heap as well: 512 MiB of weights in tensors of 16 MiB."""
+    whole = {f"w{number}": torch.full((1 << 22,), float(number)) for number in range(32)}
+    torch.save(whole, tmp_path / "w.pt")
+    words = [sys.executable, "-c", CONVERTS, str(tmp_path / "w.pt"), str(tmp_path / "new")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.splitlines()[-1]) < 160
