@@ -134,7 +134,7 @@ def _word(dtype: torch.dtype) -> str:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    found = describe(Checkpoint(_find(options.path, "inspect"), verify=False))
+    found = describe_checkpoint(Checkpoint(_find(options.path, "inspect"), verify=False))
     if options.as_json:
         _write_json(found)
         return 0
@@ -174,7 +174,7 @@ def _print_parts(console: Console, found: dict[str, Any]) -> None:
     console.print(table)
 
 
-def describe(checkpoint: Checkpoint) -> dict[str, Any]:
+def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     """What is in a checkpoint, as JSON values; bytes are integers."""
     meta, manifest = checkpoint.meta, checkpoint.manifest
     job = meta.get("job") or {}

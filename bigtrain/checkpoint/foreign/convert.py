@@ -23,7 +23,7 @@ from bigtrain.errors import ConfigError, did_you_mean
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import StateTensor
 
-KINDS = (
+SOURCE_KINDS = (
     "a checkpoint of bigtrain, a folder of DeepSpeed (ZeRO), of torch.distributed.checkpoint or of "
     "the Hub, a state dict (.pt, .pth, .bin, .ckpt, .safetensors)"
 )
@@ -48,7 +48,7 @@ def open_source(path: Path) -> ForeignState:
         CheckpointError: it is damaged, holds code, or is of a kind that is not read.
     """
     if not path.exists():
-        raise ConfigError(f"convert: {path} does not exist. Give {KINDS}.")
+        raise ConfigError(f"convert: {path} does not exist. Give {SOURCE_KINDS}.")
     if path.is_dir():
         try:
             own: Path | None = find_checkpoint(str(path))
@@ -63,7 +63,7 @@ def open_source(path: Path) -> ForeignState:
             return open_dcp_folder(path)
     if is_state_dict(path):
         return open_state_dict(path)
-    raise ConfigError(f"convert: {path} is nothing that is read here. Give {KINDS}.")
+    raise ConfigError(f"convert: {path} is nothing that is read here. Give {SOURCE_KINDS}.")
 
 
 def _open_own(path: Path) -> ForeignState:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigtrain.checkpoint.foreign.state import MODEL_KEYS, ForeignState, plain_names
+from bigtrain.checkpoint.foreign.state import MODEL_KEYS, ForeignState, unwrapped_names
 from bigtrain.checkpoint.foreign.torch_files import Inert, TorchTensor, read_torch_file
 from bigtrain.errors import CheckpointError
 from bigtrain.tensors.shards import Extent, StateTensor, box_extents
@@ -87,8 +87,8 @@ def open_dcp_folder(folder: Path) -> ForeignState:
     named, left_out = _of_model(folder, model)
     numbered = {key for key in slots if key[0].isdigit() and key[0] not in named}
     slots = {key: tensor for key, tensor in slots.items() if key not in numbered}
-    names = plain_names(named)
-    of_slots = {**plain_names(name for name, _ in slots if name not in names), **names}
+    names = unwrapped_names(named)
+    of_slots = {**unwrapped_names(name for name, _ in slots if name not in names), **names}
     notes = [f"Left out: {', '.join(left_out)}."] if left_out else []
     if numbered:
         notes.append(

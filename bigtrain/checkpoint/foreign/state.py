@@ -40,7 +40,7 @@ class ForeignState:
     """Other files by name, such as `config.json`."""
 
 
-def plain_names(names: Iterable[str]) -> dict[str, str]:
+def unwrapped_names(names: Iterable[str]) -> dict[str, str]:
     """The names of a model's tensors without those of what was wrapped around it.
 
     Raises:

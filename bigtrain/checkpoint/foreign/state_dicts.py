@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigtrain.checkpoint.foreign.state import MODEL_KEYS, ForeignState, plain_names
+from bigtrain.checkpoint.foreign.state import MODEL_KEYS, ForeignState, unwrapped_names
 from bigtrain.checkpoint.foreign.torch_files import TorchTensor, read_torch_file
 from bigtrain.checkpoint.read import FileTensor, tensors_of_file
 from bigtrain.errors import CheckpointError
@@ -50,7 +50,7 @@ def open_state_dict(path: Path) -> ForeignState:
         kind = f"folder with {first}"
     if not found:
         raise CheckpointError(f"{path} has no tensors of a model under names")
-    names = plain_names(found)
+    names = unwrapped_names(found)
     config = path / "config.json"
     texts = {"config.json": config.read_text("utf-8")} if config.is_file() else {}
     notes = (f"Left out: {', '.join(sorted(set(more)))}.",) if more else ()

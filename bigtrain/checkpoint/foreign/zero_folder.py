@@ -19,7 +19,7 @@ from bigtrain.checkpoint.foreign.state import (
     ForeignState,
     joined_tensor,
     number_tensor,
-    plain_names,
+    unwrapped_names,
 )
 from bigtrain.checkpoint.foreign.torch_files import Inert, TorchTensor, read_torch_file
 from bigtrain.errors import CheckpointError
@@ -64,7 +64,7 @@ def open_zero_folder(folder: Path) -> ForeignState:
     groups = make(described, states)
     shapes = {name: shape for group in groups for name, shape in group.shapes.items()}
     module: Mapping[str, TorchTensor] = described[0]["module"]
-    names = plain_names(module)
+    names = unwrapped_names(module)
     masters = {name: t for group in groups for name, t in group.parameters.items()}
     whole = _frozen(described, stage)
     model: dict[str, StateTensor] = {}
@@ -111,7 +111,7 @@ def _without_zero(folder: Path, described: Mapping[str, Any]) -> ForeignState:
     module: Mapping[str, TorchTensor] = described["module"]
     if any(not t.numel and math.prod(t.shape) for t in module.values()):
         raise CheckpointError(f"{folder} has no {_OPTIMIZER}: the parameters are in these.")
-    names = plain_names(module)
+    names = unwrapped_names(module)
     return ForeignState(
         "DeepSpeed without ZeRO",
         {names[name]: tensor.as_state() for name, tensor in module.items()},
