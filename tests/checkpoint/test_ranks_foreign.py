@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from support.foreign import continued_from, dcp_run, deepspeed_run
+from support.foreign import continued_from, dcp_run, deepspeed_bf16, deepspeed_run
 from support.ranks import run_ranks
 from support.zygote import forked_cli
 
@@ -37,6 +37,21 @@ def test_a_folder_of_deepspeed_is_gone_on_from(stage, tmp_path):
         *("exp_avg", "exp_avg_sq", "step")
     }
     goes_on(made.path, [("fsdp", 2), ("single", 1)] if stage == 3 else [("ddp", 2)], losses)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_fp32_values_are_those_that_deepspeeds_own_script_finds(stage, tmp_path):
+    """In bf16, with two groups of parameters and one that is not trained."""
+    source = tmp_path / "source"
+    wanted = run_ranks(deepspeed_bf16, 2, stage, str(source), flavour="deepspeed")[0]
+    opened = Checkpoint(convert(open_source(source), tmp_path / "new").path)
+    assert len(wanted) >= 7  # of stage 1 it leaves out what is not trained
+    for name, value in wanted.items():
+        assert torch.equal(opened.read(f"model.{name}").float(), value.float()), name
+    assert "model.up.bias" in opened.names
+    slots = [name for name in opened.names if name.startswith("optimizer.")]
+    assert len(slots) == 3 * 6
 
 
 def test_a_folder_of_torchs_distributed_checkpoint_is_gone_on_from(tmp_path):

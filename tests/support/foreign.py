@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,39 @@ def deepspeed_run(context: Any, stage: int, folder: str) -> list[float]:
             engine.backward(loss)
             engine.step()
     return _mean(context, losses)[3:]
+
+
+def deepspeed_bf16(context: Any, stage: int, folder: str) -> dict[str, Tensor]:
+    """A checkpoint in bf16 with two groups and a frozen parameter; DeepSpeed's own fp32 values."""
+    from bigtrain.strategies.deepspeed_adapter import connect_deepspeed
+
+    torch.manual_seed(3)
+    model = TinyLM()
+    model.up.bias.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    flat = {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0}
+    config = {
+        "train_batch_size": 8,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "sub_group_size": 200},
+        "zero_allow_untested_optimizer": True,
+    }
+    with ExitStack() as closing:
+        deepspeed = connect_deepspeed(context, closing)
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=torch.optim.AdamW([{"params": [p for p in trained if p.dim() > 1]}, flat]),
+            config=config,
+            dist_init_required=False,
+        )
+        loss = loss_of(engine, _own(context, 0))
+        engine.backward(loss)
+        engine.step()
+        engine.save_checkpoint(folder)
+        context.barrier()
+        module = import_module("deepspeed.utils.zero_to_fp32")
+        state = module.get_fp32_state_dict_from_zero_checkpoint(folder)
+        return {name: value.clone() for name, value in state.items()}
 
 
 def dcp_run(context: Any, folder: str) -> list[float]:
