@@ -8,7 +8,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,13 @@ _DTYPES = {
 }
 _LARGE_BYTES = 1 << 20
 _OWN = "a checkpoint (step-N), a run's folder, or its checkpoints/"
+
+
+class _Console(Console):
+    """Says that nobody reads on, where rich's would end the process with status 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 def checkpoint_parser() -> argparse.ArgumentParser:
@@ -103,7 +110,13 @@ def main(arguments: list[str]) -> int:
         "export": _export,
         "diff": _diff,
     }
-    return actions[options.action](options)
+    try:
+        status = actions[options.action](options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
 
 
 def _find(path: str, action: str) -> Path:
@@ -138,7 +151,7 @@ def _inspect(options: argparse.Namespace) -> int:
     if options.as_json:
         _write_json(found)
         return 0
-    console = Console(highlight=False, soft_wrap=True)
+    console = _Console(highlight=False, soft_wrap=True)
     console.print(found["path"])
     ranks = f", {found['world_size']} ranks" if found["world_size"] else ""
     console.print(f"  step {found['step']}, {found['samples_seen']} samples{ranks}")
@@ -146,8 +159,9 @@ def _inspect(options: argparse.Namespace) -> int:
     if found["converted_from"]:
         console.print(f"  converted from {found['converted_from']}")
     if found["strategy"]:
-        mesh = " x ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
-        console.print(f"  strategy {found['strategy']}, mesh {mesh}")
+        axes = (found["mesh"] or {}).items()
+        mesh = ", mesh " + " x ".join(f"{axis} {size}" for axis, size in axes) if axes else ""
+        console.print(f"  strategy {found['strategy']}{mesh}")
         console.print(f"  model {found['model']['name']}, optimizer {found['optimizer']}")
     _print_parts(console, found)
     if options.tensors:
@@ -204,13 +218,23 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
         "torch": meta.get("torch"),
         "converted_from": meta.get("converted_from"),
         "strategy": (job.get("strategy") or {}).get("name"),
-        "mesh": job.get("mesh"),
+        "mesh": _mesh_of(job, int(meta.get("world_size") or 0)),
         "model": job.get("model"),
         "optimizer": (job.get("optim") or {}).get("name"),
         "parts": parts,
         "tensors": tensors,
         "files": files,
     }
+
+
+def _mesh_of(job: Mapping[str, Any], world_size: int) -> dict[str, int] | None:
+    """The axes of the run that wrote it; None where it is not known."""
+    if not job or not world_size:
+        return None
+    asked, cuts = job.get("mesh") or {}, bool((job.get("strategy") or {}).get("cut"))
+    tp = int(asked.get("tp") or 1)
+    pp = int(asked.get("pp") or (world_size // tp if cuts else 1))
+    return {"pp": pp, "dp": world_size // (pp * tp), "tp": tp}
 
 
 def _empty() -> dict[str, Any]:
@@ -351,7 +375,7 @@ def _print_differences(differing: list[StateDifference], compared: int) -> None:
             changed += [f"{_word(a)} and {_word(b)}" for a, b in (one.dtypes,) if a != b]
             sizes = f"{one.absolute:.3g}", f"{one.relative:.3g}", f"{one.elements:,}"
             table.add_row(one.name, *sizes, ", ".join(changed))
-        Console(highlight=False, soft_wrap=True).print(table)
+        _Console(highlight=False, soft_wrap=True).print(table)
     equal = compared - len(differing)
     sys.stdout.write(f"{len(differing)} of {compared} tensors differ, {equal} are equal\n")
 

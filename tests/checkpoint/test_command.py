@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 
 import pytest
 import torch
 from safetensors import safe_open
-from support.zygote import forked_cli
+from support.zygote import forked_cli, interpreter
 
 from bigtrain.checkpoint.command import main
 from bigtrain.checkpoint.read import Checkpoint
@@ -25,7 +26,7 @@ TENSORS = {
 }
 JOB = {
     "strategy": {"name": "ddp"},
-    "mesh": {"pp": 1, "dp": 2, "tp": 1},
+    "mesh": {"pp": None, "dp": -1, "tp": 1, "backend": "auto"},
     "model": {"name": "gpt"},
     "optim": {"name": "adamw"},
 }
@@ -87,6 +88,35 @@ def test_inspect_says_what_is_in_it(tmp_path, capsys):
     assert about in found["tensors"]
     sizes = {one["name"]: one["bytes"] for one in found["files"]}
     assert sizes == {n: (path / n).stat().st_size for n in sizes}
+
+
+@pytest.mark.parametrize(
+    ("pp", "cut", "world_size", "mesh"),
+    [
+        (None, None, 4, {"pp": 1, "dp": 4, "tp": 1}),
+        (None, {"name": "pipeline"}, 4, {"pp": 4, "dp": 1, "tp": 1}),
+        (2, {"name": "pipeline"}, 4, {"pp": 2, "dp": 2, "tp": 1}),
+        (None, None, 0, None),
+    ],
+)
+def test_inspect_says_on_which_mesh_it_was_written(pp, cut, world_size, mesh, tmp_path, capsys):
+    job = {**JOB, "strategy": {"name": "x", "cut": cut}, "mesh": {**JOB["mesh"], "pp": pp}}
+    meta = {"samples_seen": 0, "random": [], "job": job, "world_size": world_size}
+    state = {"model.a": StateTensor.of(torch.ones(1))}
+    save_checkpoint(tmp_path, 1, state, meta, RunContext.alone())
+    assert run_json(capsys, "inspect", tmp_path)[1]["mesh"] == mesh
+    assert ("mesh" in run(capsys, "inspect", tmp_path)[1]) == (mesh is not None)
+
+
+def test_a_reader_that_has_enough_is_no_failure(tmp_path):
+    path = write(tmp_path, **{f"t{number}": torch.ones(1) for number in range(4000)})
+    command = [interpreter(), "-m", "bigtrain", "checkpoint", "inspect", "--tensors", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(60) == 0
+        assert process.stderr.read() == b""
 
 
 def test_verify_names_every_file_that_is_damaged(tmp_path, capsys):
