@@ -28,6 +28,7 @@ setup(
         "bigtrain.activations",
         "bigtrain.assembly",
         "bigtrain.checkpoint",
+        "bigtrain.checkpoint.foreign",
         "bigtrain.compare",
         "bigtrain.configs",
         "bigtrain.configs.clusters",

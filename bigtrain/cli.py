@@ -17,6 +17,7 @@ COMMANDS = {
     "plan": "find the fastest plan that fits, without running anything",
     "compare": "run strategies side by side: memory by part, time, losses",
     "verify": "check that strategies compute what one process computes",
+    "checkpoint": "inspect, verify, convert, export, compare checkpoints",
     "strategies": "list the strategies, or explain one",
     "doctor": "what this machine has, lacks, and how fast it is",
 }
@@ -52,6 +53,8 @@ def _guarded(command: str, arguments: list[str]) -> int:
         from bigtrain.compare.command import main as run
     elif command == "verify":
         from bigtrain.verify.command import main as run
+    elif command == "checkpoint":
+        from bigtrain.checkpoint.command import main as run
     elif command == "doctor" and "--check" in arguments:
         from bigtrain.compare.checklist import main as run
 

@@ -18,6 +18,7 @@ from support.rooms import ORDER, sources, tree
 from support.zygote import forked_cli
 
 from bigtrain.assembly.make_plan import make_plan
+from bigtrain.checkpoint.command import checkpoint_parser
 from bigtrain.job import arguments
 from bigtrain.job.load import load_job
 from bigtrain.job.presets import preset_names
@@ -176,6 +177,7 @@ OPTIONS = {
     "plan": arguments.plan_arguments,
     "compare": arguments.compare_arguments,
     "verify": arguments.verify_arguments,
+    "checkpoint": lambda given: checkpoint_parser().parse_args(given),
 }
 LAUNCHERS = {"-n", "--num_accelerators", "--nproc-per-node"}
 
@@ -200,7 +202,7 @@ def test_commands_in_the_pages_can_be_read(page, given, tmp_path, monkeypatch):
         return
     assert given[0] == "bigtrain", given
     assert given[1] in {*OPTIONS, "strategies", "doctor"}, given
-    if given[1] not in OPTIONS:
+    if given[1] not in OPTIONS or given == ["bigtrain", "checkpoint"]:
         return
     options = OPTIONS[given[1]](given[2:])  # an unknown option ends in SystemExit
     whole = " ".join(given)

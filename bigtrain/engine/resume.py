@@ -6,12 +6,15 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+
 from bigtrain.checkpoint.folders import (
     best_checkpoint,
     checkpoints_of,
     find_checkpoint,
     newest_checkpoint,
 )
+from bigtrain.checkpoint.manifest import Manifest
 from bigtrain.checkpoint.read import Checkpoint
 from bigtrain.core.strategy import Plan
 from bigtrain.engine.engine import Engine
@@ -41,7 +44,7 @@ def resume(job: Job, engine: Engine, folder: Path) -> list[str]:
     if job.checkpoint.resume != "auto":
         path: Path = engine.context.broadcast_object(find_checkpoint(job.checkpoint.resume))
         engine.load(path)
-        return [_from(path, engine)]
+        return [_from(path, engine), *_begun_anew(path, engine)]
     # All ranks continue from the one that rank 0 has found.
     found: list[Path] = engine.context.broadcast_object(checkpoints_of(folder / "checkpoints"))
     damaged: list[str] = []
@@ -52,7 +55,7 @@ def resume(job: Job, engine: Engine, folder: Path) -> list[str]:
             damaged.append(str(error.damage))
             continue
         lines = [f"warning: {damage} Goes back to {path.name}." for damage in damaged]
-        return [*lines, _from(path, engine)]
+        return [*lines, _from(path, engine), *_begun_anew(path, engine)]
     if damaged:
         raise CheckpointError(
             f"no checkpoint of {folder / 'checkpoints'} is whole. {' '.join(damaged)} "
@@ -63,6 +66,16 @@ def resume(job: Job, engine: Engine, folder: Path) -> list[str]:
 
 def _from(path: Path, engine: Engine) -> str:
     return f"continues after step {engine.steps_done} from {path}"
+
+
+def _begun_anew(path: Path, engine: Engine) -> list[str]:
+    """What is to be said where a checkpoint has weights alone: one that was converted, or SGD's."""
+    optimizer = engine.runner.optimizer
+    keeps_none = isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults["momentum"]
+    has_state = any(name.startswith("optimizer") for name in Manifest.open(path).tensor_files)
+    if keeps_none or has_state:
+        return []
+    return [f"{path.name} has no optimizer state: {type(optimizer).__name__} begins its own anew"]
 
 
 class BestFigure:

@@ -21,6 +21,7 @@ from support.rooms import imported, sources, tree, uses
 import bigtrain
 from bigtrain import cli
 from bigtrain.assembly.make_plan import make_plan
+from bigtrain.checkpoint import command as checkpoint_command
 from bigtrain.compare import list_strategies
 from bigtrain.core.registry import TECHNIQUES, make_technique, technique_class
 from bigtrain.job import arguments
@@ -54,8 +55,16 @@ COMMANDS = {
     },
     "compare": _SIDES | {"--cap", "--largest", "--picture"},
     "verify": _SIDES | {"--optimizer", "--fuzz", "--seed"},
+    "checkpoint": {"-h", "--help"},
     "strategies": {"-h", "--help", "--json"},
     "doctor": {"-h", "--help", "--json", "--no-rates", "--again", "--check"},
+}
+CHECKPOINT_ACTIONS = {
+    "inspect": {"--tensors"},
+    "verify": set(),
+    "convert": {"--step", "--samples", "--tie"},
+    "export": {"--part", "--dtype"},
+    "diff": {"--exit-code"},
 }
 HEADINGS = ("Memory:", "Communication:", "Constraints:", "Example:")
 READ_INDIRECTLY = {f"strategy.{role}": "by name, in StrategyConfig.roles" for role in ROLES}
@@ -193,9 +202,16 @@ def test_the_command_line_is_frozen(monkeypatch):
 def test_the_options_of_each_command_are_frozen(name, monkeypatch):
     readers = {"compare": arguments.compare_arguments, "verify": arguments.verify_arguments}
     readers |= {"strategies": list_strategies.main, "doctor": doctor.main}
-    readers |= {"plan": arguments.plan_arguments}
+    readers |= {"plan": arguments.plan_arguments, "checkpoint": checkpoint_command.main}
     actions = parser_of(lambda: readers[name]([]), monkeypatch)
     assert {o for action in actions for o in action.option_strings} == COMMANDS[name]
+
+
+def test_the_options_of_what_is_done_with_checkpoints_are_frozen():
+    *_, actions = checkpoint_command.checkpoint_parser()._actions
+    everywhere = {"-h", "--help", "--json"}
+    found = {name: set(one._option_string_actions) for name, one in actions.choices.items()}
+    assert found == {name: own | everywhere for name, own in CHECKPOINT_ACTIONS.items()}
 
 
 @pytest.mark.parametrize("name", preset_names("jobs"))

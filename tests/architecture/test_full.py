@@ -15,6 +15,8 @@ ROOT = Path(__file__).parents[2]
 FULL = {
     "activations/test_budget_solver.py::test_many_different_blocks_with_five_choices_are_chosen_for"
     "_in_seconds": 1,
+    "checkpoint/test_damage.py::test_a_thousand_random_damages_are_refused": 1,
+    "checkpoint/test_foreign.py::test_a_process_that_converts_grows_by_a_few_pieces": 1,
     "compare/test_checklist.py::test_checks_run_by_the_command_and_leave_one_file": 1,
     "cutting/test_torchvision_models.py::test_a_cut_model_is_the_whole_model": 61,
     "models/test_torchvision_models.py::test_every_torchvision_model_is_deferred_and_initialised_as"

@@ -1,0 +1,391 @@
+"""`bigtrain checkpoint`: look at a checkpoint, check it, make one, take one apart, compare two."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bigtrain.checkpoint.folders import find_checkpoint
+from bigtrain.checkpoint.foreign.convert import convert, open_source, with_tied
+from bigtrain.checkpoint.foreign.state_dicts import saved_state
+from bigtrain.checkpoint.layout import STATE_PARTS
+from bigtrain.checkpoint.manifest import MANIFEST, Manifest
+from bigtrain.checkpoint.read import Checkpoint
+from bigtrain.checkpoint.state_differences import StateDifference, compare_states
+from bigtrain.checkpoint.write import write_tensors
+from bigtrain.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from bigtrain.memory.allocator import return_large_blocks
+from bigtrain.ranks.context import RunContext
+from bigtrain.tensors.shards import StateTensor
+from bigtrain.units import format_bytes
+
+_DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+_LARGE_BYTES = 1 << 20
+_OWN = "a checkpoint (step-N), a run's folder, or its checkpoints/"
+
+
+class _Console(Console):
+    """Says that nobody reads on, where rich's would end the process with status 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def checkpoint_parser() -> argparse.ArgumentParser:
+    """The frozen options of `bigtrain checkpoint` and of what it does."""
+    parser = argparse.ArgumentParser(
+        prog="bigtrain checkpoint",
+        description="Look at a checkpoint, check it, make one, take one apart, compare two.",
+        allow_abbrev=False,
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    def action(name: str, summary: str) -> argparse.ArgumentParser:
+        made = actions.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        made.add_argument(
+            "--json", dest="as_json", action="store_true", help="one JSON document, on stdout"
+        )
+        return made
+
+    inspect = action("inspect", "what is in a checkpoint")
+    inspect.add_argument("path", metavar="PATH", help=_OWN)
+    inspect.add_argument("--tensors", action="store_true", help="list every tensor")
+    verify = action("verify", "compare every file with its hashes; status 1 where one is damaged")
+    verify.add_argument("path", metavar="PATH", help=_OWN)
+    made = action("convert", "make a checkpoint of another library's, or of an older one")
+    made.add_argument("source", metavar="SOURCE", help="see docs/checkpoints.md")
+    made.add_argument("target", metavar="TARGET", help="step-N, or the folder that is to have it")
+    made.add_argument("--step", type=int, metavar="N", help="optimizer steps done")
+    made.add_argument("--samples", type=int, metavar="N", help="samples seen: where data go on")
+    made.add_argument(
+        *("--tie",),
+        action="append",
+        default=[],
+        metavar="NAME=OTHER",
+        help="NAME is tied to OTHER, and left out: lm_head.weight=transformer.wte.weight",
+    )
+    export = action("export", "write the tensors into one file")
+    export.add_argument("path", metavar="PATH", help=_OWN)
+    export.add_argument("output", metavar="OUT", help="a .safetensors, or .pt for torch.load")
+    export.add_argument("--part", choices=STATE_PARTS, default="model", help="(default model)")
+    export.add_argument("--dtype", choices=tuple(_DTYPES), help="of floats (default: as saved)")
+    diff = action("diff", "the largest differences of two checkpoints, by tensor")
+    diff.add_argument("first", metavar="A", help=_OWN)
+    diff.add_argument("second", metavar="B", help=_OWN)
+    diff.add_argument(
+        "--exit-code", action="store_true", help="status 1 where they differ, as git diff has it"
+    )
+    return parser
+
+
+def main(arguments: list[str]) -> int:
+    """Do what is asked for; returns the exit status.
+
+    Raises:
+        ConfigError: there is no checkpoint, or a file is in the way.
+        CheckpointError: a checkpoint is damaged, or of a kind that is not read.
+    """
+    options = checkpoint_parser().parse_args(arguments)
+    return_large_blocks(_LARGE_BYTES)  # or the heap grows by all that is read, piece by piece
+    actions: dict[str, Callable[[argparse.Namespace], int]] = {
+        "inspect": _inspect,
+        "verify": _verify,
+        "convert": _convert,
+        "export": _export,
+        "diff": _diff,
+    }
+    try:
+        status = actions[options.action](options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
+
+
+def _find(path: str, action: str) -> Path:
+    try:
+        return find_checkpoint(path)
+    except ConfigError:
+        raise ConfigError(
+            f"{action}: there is no checkpoint of bigtrain at {path!r}. Give {_OWN}. Another "
+            f"library's becomes one by: bigtrain checkpoint convert {path} TARGET"
+        ) from None
+
+
+def _write_json(values: Any) -> None:
+    # JSON has no infinity: it is written as text.
+    sys.stdout.write(json.dumps(_finite(values), indent=2) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    found = describe_checkpoint(Checkpoint(_find(options.path, "inspect"), verify=False))
+    if options.as_json:
+        _write_json(found)
+        return 0
+    console = _Console(highlight=False, soft_wrap=True)
+    console.print(found["path"])
+    ranks = f", {found['world_size']} ranks" if found["world_size"] else ""
+    console.print(f"  step {found['step']}, {found['samples_seen']} samples{ranks}")
+    console.print(f"  format {found['format']}, torch {found['torch']}")
+    if found["converted_from"]:
+        console.print(f"  converted from {found['converted_from']}")
+    if found["strategy"]:
+        axes = (found["mesh"] or {}).items()
+        mesh = ", mesh " + " x ".join(f"{axis} {size}" for axis, size in axes) if axes else ""
+        console.print(f"  strategy {found['strategy']}{mesh}")
+        console.print(f"  model {found['model']['name']}, optimizer {found['optimizer']}")
+    _print_parts(console, found)
+    if options.tensors:
+        table = Table("tensor", "type", "shape", "bytes", box=None)
+        for one in found["tensors"]:
+            shape = " x ".join(map(str, one["shape"])) or "one number"
+            table.add_row(one["name"], one["dtype"], shape, format_bytes(one["bytes"]))
+        console.print(table)
+    table = Table("file", "bytes", box=None)
+    for one in found["files"]:
+        table.add_row(one["name"], format_bytes(one["bytes"]))
+    console.print(table)
+    return 0
+
+
+def _print_parts(console: Console, found: dict[str, Any]) -> None:
+    table = Table("part", "tensors", "elements", "bytes", "types", box=None)
+    for part, one in found["parts"].items():
+        rows = {part: one, **{f"  {slot}": inner for slot, inner in one["slots"].items()}}
+        for name, row in rows.items():
+            counts = f"{row['tensors']}", f"{row['elements']:,}"
+            types = ", ".join(f"{dtype} {count}" for dtype, count in row["dtypes"].items())
+            table.add_row(name, *counts, format_bytes(row["bytes"]), types)
+    console.print(table)
+
+
+def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What is in a checkpoint, as JSON values; bytes are integers."""
+    meta, manifest = checkpoint.meta, checkpoint.manifest
+    job = meta.get("job") or {}
+    parts: dict[str, Any] = {}
+    tensors = []
+    for name, tensor in checkpoint.tensors.items():
+        part, _, rest = name.partition(".")
+        whole = parts.setdefault(part, _empty())
+        rows = [whole]
+        if part == "optimizer":
+            rows.append(whole["slots"].setdefault(rest.rpartition(".")[2], _empty()))
+        for row in rows:
+            row["tensors"] += 1
+            row["elements"] += math.prod(tensor.shape)
+            row["bytes"] += tensor.nbytes
+            types = row["dtypes"]
+            types[_word(tensor.dtype)] = types.get(_word(tensor.dtype), 0) + 1
+        about = {"dtype": _word(tensor.dtype), "shape": list(tensor.shape)}
+        tensors.append({"name": name, **about, "bytes": tensor.nbytes})
+    files = [{"name": n, "bytes": int(record["bytes"])} for n, record in manifest.files.items()]
+    return {
+        "path": str(checkpoint.path),
+        "format": manifest.format,
+        "step": int(meta["step"]),
+        "samples_seen": int(meta["samples_seen"]),
+        "world_size": meta.get("world_size"),
+        "torch": meta.get("torch"),
+        "converted_from": meta.get("converted_from"),
+        "strategy": (job.get("strategy") or {}).get("name"),
+        "mesh": _mesh_of(job, int(meta.get("world_size") or 0)),
+        "model": job.get("model"),
+        "optimizer": (job.get("optim") or {}).get("name"),
+        "parts": parts,
+        "tensors": tensors,
+        "files": files,
+    }
+
+
+def _mesh_of(job: Mapping[str, Any], world_size: int) -> dict[str, int] | None:
+    """The axes of the run that wrote it; None where it is not known."""
+    if not job or not world_size:
+        return None
+    asked, cuts = job.get("mesh") or {}, bool((job.get("strategy") or {}).get("cut"))
+    tp = int(asked.get("tp") or 1)
+    pp = int(asked.get("pp") or (world_size // tp if cuts else 1))
+    return {"pp": pp, "dp": world_size // (pp * tp), "tp": tp}
+
+
+def _empty() -> dict[str, Any]:
+    return {"tensors": 0, "elements": 0, "bytes": 0, "dtypes": {}, "slots": {}}
+
+
+def _verify(options: argparse.Namespace) -> int:
+    path = _find(options.path, "verify")
+    try:
+        manifest = Manifest.open(path)
+        found = [(name, manifest.damage(name)) for name in manifest.files]
+        size = sum(int(record["bytes"]) for record in manifest.files.values())
+    except DamagedCheckpointError as error:  # then nothing says what the others were
+        found, size = [(MANIFEST, error.damage)], 0
+    damaged = [(name, text) for name, text in found if text is not None]
+    if options.as_json:
+        files = [{"name": name, "damage": text} for name, text in found]
+        _write_json({"path": str(path), "damaged": len(damaged), "bytes": size, "files": files})
+    else:
+        for _, text in damaged:
+            sys.stdout.write(f"{text}\n")
+        state = f"{len(damaged)} of {len(found)} damaged" if damaged else "every one is whole"
+        sys.stdout.write(f"{path}: {len(found)} files, {format_bytes(size)}: {state}\n")
+    return 1 if damaged else 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    for name in ("step", "samples"):
+        value = getattr(options, name)
+        if value is not None and value < 0:
+            raise ConfigError(f"convert: --{name} {value}: at least 0 is needed")
+    opened = with_tied(open_source(Path(options.source)), options.tie)
+    made = convert(opened, Path(options.target), options.step, options.samples)
+    source, notes = made.source, list(made.source.notes)
+    if not source.optimizer:
+        notes.append("There is no optimizer state: a run from here begins it anew.")
+    if source.samples_seen is None and options.samples is None:
+        notes.append("How many samples it has seen is not said: data begin anew (--samples N).")
+    if options.as_json:
+        about: dict[str, Any] = {"path": str(made.path), "source": source.kind}
+        about |= {"step": made.step, "samples_seen": made.samples_seen, "notes": notes}
+        _write_json({**about, "model": len(source.model), "optimizer": len(source.optimizer)})
+        return 0
+    counts = f"{len(source.model)} tensors of the model, {len(source.optimizer)} of the optimizer"
+    sys.stdout.write(f"{made.path}: {counts}, from {source.kind}\n")
+    for note in notes:
+        sys.stdout.write(f"  {note}\n")
+    sys.stdout.write(f"Go on from it with: bigtrain train --resume {made.path}\n")
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    checkpoint = Checkpoint(_find(options.path, "export"))
+    output, prefix = Path(options.output), f"{options.part}."
+    if output.suffix not in (".safetensors", ".pt"):
+        raise ConfigError(f"export: {output} has to end in .safetensors or .pt")
+    if output.exists():
+        raise ConfigError(f"export: {output} is there already. Give another name, or remove it.")
+    if not output.parent.is_dir():
+        raise ConfigError(f"export: there is no folder {output.parent}. Make it: mkdir -p")
+    dtype = _DTYPES[options.dtype] if options.dtype else None
+    state = {
+        name.removeprefix(prefix): saved_state(tensor, dtype)
+        for name, tensor in checkpoint.tensors.items()
+        if name.startswith(prefix)
+    }
+    if not state:
+        raise ConfigError(
+            f"export: {checkpoint.path} has no {options.part} state, only "
+            f"{', '.join(sorted({name.partition('.')[0] for name in checkpoint.tensors}))}."
+        )
+    with _replacing(output) as draft:
+        if output.suffix == ".pt":
+            whole = {name: one.values().view(one.shape) for name, one in state.items()}
+            torch.save(whole, draft)
+        else:
+            write_tensors(draft, state, RunContext.alone())
+    _report_file(options, output, state)
+    return 0
+
+
+def _report_file(options: argparse.Namespace, output: Path, state: dict[str, StateTensor]) -> None:
+    size = output.stat().st_size
+    if options.as_json:
+        _write_json({"path": str(output), "tensors": len(state), "bytes": size})
+    else:
+        sys.stdout.write(f"{output}: {len(state)} tensors, {format_bytes(size)}\n")
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A name to write to; it becomes `path` when all is written.
+
+    Raises:
+        CheckpointError: it could not be written.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield draft
+        draft.replace(path)
+    except (OSError, RuntimeError) as error:  # torch.save's are RuntimeErrors
+        raise CheckpointError(f"{path} could not be written: {error}") from None
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _diff(options: argparse.Namespace) -> int:
+    pair = [Checkpoint(_find(path, "diff")) for path in (options.first, options.second)]
+    first, second = pair
+    alone = [[n for n in a.tensors if n not in b.tensors] for a, b in (pair, pair[::-1])]
+    found = list(compare_states(first, second))
+    differing = sorted((d for d in found if not d.equal), key=lambda d: (-d.relative, d.name))
+    if options.as_json:
+        _write_json(
+            {
+                "first": str(first.path),
+                "second": str(second.path),
+                "steps": [int(one.meta["step"]) for one in pair],
+                "equal": len(found) - len(differing),
+                "different": [_as_json(one) for one in differing],
+                "only_in_first": alone[0],
+                "only_in_second": alone[1],
+            }
+        )
+    else:
+        _print_differences(differing, len(found))
+        for checkpoint, names in zip(pair, alone, strict=True):
+            for name in names:
+                sys.stdout.write(f"only in {checkpoint.path}: {name}\n")
+    return 1 if options.exit_code and (differing or any(alone)) else 0
+
+
+def _print_differences(differing: list[StateDifference], compared: int) -> None:
+    if differing:
+        table = Table("tensor", "absolute", "relative", "elements", "", box=None)
+        for one in differing:
+            changed = [f"{a} and {b}" for a, b in (one.shapes,) if a != b]
+            changed += [f"{_word(a)} and {_word(b)}" for a, b in (one.dtypes,) if a != b]
+            sizes = f"{one.absolute:.3g}", f"{one.relative:.3g}", f"{one.elements:,}"
+            table.add_row(one.name, *sizes, ", ".join(changed))
+        _Console(highlight=False, soft_wrap=True).print(table)
+    equal = compared - len(differing)
+    sys.stdout.write(f"{len(differing)} of {compared} tensors differ, {equal} are equal\n")
+
+
+def _as_json(one: StateDifference) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "absolute": one.absolute,
+        "relative": one.relative,
+        "elements": one.elements,
+        "shapes": [list(shape) for shape in one.shapes],
+        "dtypes": [_word(dtype) for dtype in one.dtypes],
+    }

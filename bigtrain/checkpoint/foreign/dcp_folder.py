@@ -1,0 +1,201 @@
+"""Folders of torch.distributed.checkpoint: `.metadata` and `*.distcp`.
+
+`.metadata` is a pickle. It is read by an unpickler that knows the few classes which torch writes
+there, and has a stand-in without behaviour for each; whatever else it names is refused before it
+is looked up. A `.distcp` is files of `torch.save` one after the other, one for each piece.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bigtrain.checkpoint.foreign.state import MODEL_KEYS, ForeignState, unwrapped_names
+from bigtrain.checkpoint.foreign.torch_files import Inert, TorchTensor, read_torch_file
+from bigtrain.errors import CheckpointError
+from bigtrain.tensors.shards import Extent, StateTensor, box_extents
+
+_METADATA = ".metadata"
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+}
+_Path = tuple[str | int, ...]
+
+
+class _DataUnpickler(pickle.Unpickler):
+    """Makes nothing but stand-ins, sizes and types of tensors, and collections."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _CLASSES.get(module, ()):
+            return Inert
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        dtype = vars(torch).get(name) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+def is_dcp_folder(path: Path) -> bool:
+    """Whether torch.distributed.checkpoint has written it."""
+    return (path / _METADATA).is_file()
+
+
+def open_dcp_folder(folder: Path) -> ForeignState:
+    """Describe a checkpoint of torch.distributed.checkpoint.
+
+    A tensor below `state` is a slot of the optimizer (PARAMETER, KEY), any other one of the model.
+
+    Raises:
+        CheckpointError: it is not readable, or holds more than data.
+    """
+    metadata = _read_metadata(folder / _METADATA)
+    paths: Mapping[str, _Path] = metadata.get("planner_data") or {}
+    storage: dict[tuple[str, tuple[int, ...]], Mapping[str, Any]] = {}
+    for index, place in metadata["storage_data"].items():
+        key = index.state["fqn"], tuple(index.state.get("offset") or ())
+        storage[key] = place.state
+    model: dict[_Path, StateTensor] = {}
+    slots: dict[tuple[str, str], StateTensor] = {}
+    numbers: dict[str, int] = {}
+    for name, entry in metadata["state_dict_metadata"].items():
+        path = tuple(paths.get(name, (name,)))
+        if not isinstance(entry.state, Mapping) or "chunks" not in entry.state:
+            numbers |= _number(folder, name, path, storage)
+            continue
+        tensor = _chunked(folder, name, entry.state, storage)
+        if len(path) >= 3 and path[-3] == "state":
+            slots[str(path[-2]), str(path[-1])] = tensor
+        else:
+            model[path] = tensor
+    named, left_out = _of_model(folder, model)
+    numbered = {key for key in slots if key[0].isdigit() and key[0] not in named}
+    slots = {key: tensor for key, tensor in slots.items() if key not in numbered}
+    names = unwrapped_names(named)
+    of_slots = {**unwrapped_names(name for name, _ in slots if name not in names), **names}
+    notes = [f"Left out: {', '.join(left_out)}."] if left_out else []
+    if numbered:
+        notes.append(
+            f"{len(numbered)} tensors of the optimizer's state were left out: they have numbers in "
+            "place of names, where torch.distributed.checkpoint.state_dict.get_state_dict gives "
+            "names."
+        )
+    return ForeignState(
+        "torch.distributed.checkpoint",
+        {names[name]: tensor for name, tensor in named.items()},
+        {f"{of_slots[name]}.{key}": tensor for (name, key), tensor in slots.items()},
+        numbers.get("step", numbers.get("global_step")),
+        numbers.get("samples_seen"),
+        tuple(notes),
+    )
+
+
+def _of_model(
+    folder: Path, found: Mapping[_Path, StateTensor]
+) -> tuple[dict[str, StateTensor], list[str]]:
+    """The model's tensors by name, and what lies beside the model."""
+    marked = {path for path in found if {*path[:-1]} & {*MODEL_KEYS}} or {*found}
+    named: dict[str, StateTensor] = {}
+    for path, tensor in found.items():
+        name = str(path[-1])
+        if path in marked and name in named:
+            raise CheckpointError(
+                f"{folder} has two tensors of the name {name}: two models in one checkpoint. "
+                "Save the state dict of one of them."
+            )
+        if path in marked:
+            named[name] = tensor
+    return named, sorted({str(path[0]) for path in found if path not in marked})
+
+
+def _read_metadata(path: Path) -> Mapping[str, Any]:
+    try:
+        found = _DataUnpickler(io.BytesIO(path.read_bytes())).load()
+        state = found.state
+        if not isinstance(state, Mapping) or not {"state_dict_metadata", "storage_data"} <= {
+            *state
+        }:
+            raise ValueError("it has no list of tensors")
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} names {error}, which is none of what torch writes there. It could run code "
+            "when it is read, so it was not."
+        ) from None
+    except Exception as error:  # what a damaged pickle raises is anything
+        raise CheckpointError(f"{path} is not readable: {error}") from None
+    return state
+
+
+def _number(
+    folder: Path, name: str, path: _Path, storage: Mapping[Any, Mapping[str, Any]]
+) -> dict[str, int]:
+    """A count of steps or samples beside the tensors."""
+    if path[-1] not in ("step", "global_step", "samples_seen") or len(path) > 2:
+        return {}
+    place = storage[name, ()]
+    try:
+        found = read_torch_file(_file(folder, place), place["offset"], place["length"])
+    except CheckpointError:  # a class of somebody's: then it is not known
+        return {}
+    return {str(path[-1]): int(found)} if isinstance(found, int | float) else {}
+
+
+def _chunked(
+    folder: Path,
+    name: str,
+    entry: Mapping[str, Any],
+    storage: Mapping[Any, Mapping[str, Any]],
+) -> StateTensor:
+    """A tensor in pieces, each a box of it."""
+    shape, dtype = tuple(entry["size"]), entry["properties"].state[0]
+    extents: list[Extent] = []
+    reads: list[Callable[[], Tensor]] = []
+    for chunk in entry["chunks"]:
+        offset, local = tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])
+        place = storage.get((name, offset)) or storage.get((name, ()))
+        if place is None:
+            raise CheckpointError(f"{folder}: nothing says where {name} at {offset} is")
+        if math.prod(local):
+            extents += box_extents(shape, offset, local)
+            reads.append(_piece_reader(folder, name, place, local))
+    return StateTensor(dtype, shape, tuple(extents), lambda: torch.cat([r() for r in reads]))
+
+
+def _piece_reader(
+    folder: Path, name: str, place: Mapping[str, Any], shape: Sequence[int]
+) -> Callable[[], Tensor]:
+    file = _file(folder, place)
+    if place.get("transform_descriptors"):
+        raise CheckpointError(f"{file} is compressed, which is not read. Save it without.")
+
+    def read() -> Tensor:
+        found = read_torch_file(file, place["offset"], place["length"])
+        if not isinstance(found, TorchTensor) or found.shape != tuple(shape):
+            raise CheckpointError(f"{file} has something else than {name} of {tuple(shape)}")
+        return found.values()
+
+    return read
+
+
+def _file(folder: Path, place: Mapping[str, Any]) -> Path:
+    """Of the folder itself: a name that leads out of it is not followed."""
+    relative = Path(str(place["relative_path"]))
+    if relative.is_absolute() or ".." in relative.parts:
+        raise CheckpointError(f"{folder / _METADATA} names the file {relative}, outside of it")
+    return folder / relative

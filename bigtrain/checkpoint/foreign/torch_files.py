@@ -1,0 +1,182 @@
+"""Files of `torch.save`, of which only the description is unpickled, and never any code.
+
+`weights_only` lets tensors, numbers, text and collections through and nothing else; on the meta
+device it says where in the file a tensor's values stand. These are read later, in parts.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import zipfile
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from bigtrain.checkpoint.read import FileTensor
+from bigtrain.errors import CheckpointError
+from bigtrain.tensors.shards import Extent, StateTensor, whole_extents
+
+_HOLDERS = ("deepspeed.", "argparse.Namespace", "pathlib.")
+"""Where classes come from that a trainer keeps beside tensors; see `Inert`."""
+
+
+class Inert:
+    """Stands in for a class of another library: keeps what it is given, and does nothing."""
+
+    state: Any = None
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+@dataclass(frozen=True)
+class TorchTensor:
+    """A tensor in a file of `torch.save`."""
+
+    stored: FileTensor
+    """One dimension: its elements in the order of the file, and those between them."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As it was saved."""
+        return self.stored.dtype
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    def values(self) -> Tensor:
+        """All elements in row-major order: one dimension, on the CPU."""
+        if self._is_in_order():
+            return self.part(0, self.numel)
+        found = self.stored.read(whole_extents(self.stored.shape))
+        return found.as_strided(self.shape, self.stride).reshape(-1)
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """The elements [start, stop) of `values`."""
+        if not self._is_in_order():
+            return self.values()[start:stop]
+        return self.stored.read((Extent(start, stop - start),) if stop > start else ())
+
+    def _is_in_order(self) -> bool:
+        return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
+
+    def as_state(self) -> StateTensor:
+        """As what is to be saved."""
+        return StateTensor(self.dtype, self.shape, whole_extents(self.shape), self.values)
+
+
+def read_torch_file(path: Path, begin: int = 0, length: int | None = None) -> Any:
+    """What `torch.save` wrote, with a `TorchTensor` in place of each tensor.
+
+    Args:
+        path: of the file.
+        begin: where it begins, in a file of several.
+        length: how many bytes it has; None for the rest.
+
+    Raises:
+        CheckpointError: it is none, or more than data would have to be unpickled.
+    """
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size - begin if length is None else length
+            window = io.BufferedReader(_Window(file, begin, size))
+            if not zipfile.is_zipfile(window):
+                raise CheckpointError(
+                    f"{path} is no file of torch.save as it is written since torch 1.6. Older ones "
+                    "have to be saved again: python -c \"import torch; torch.save(torch.load('"
+                    f"{path}', weights_only=True), 'NEW.pt')\""
+                )
+            window.seek(0)
+            strangers: list[str] = get_unsafe_globals_in_checkpoint(window)
+            refused = [name for name in strangers if not name.startswith(_HOLDERS)]
+            if refused:
+                raise _code(path, ", ".join(sorted(refused)))
+            window.seek(0)
+            held: list[Any] = [(Inert, name) for name in strangers]
+            with safe_globals(held) if held else nullcontext():
+                found = torch.load(window, map_location="meta", weights_only=True)
+    except pickle.UnpicklingError as error:
+        told = str(error)
+        if "Unsupported operand" in told:  # torch's reader of data alone knows no newer ones
+            told = "it was written with pickle's protocol 3 to 5, torch.save's own is 2"
+        raise _code(path, told.splitlines()[-1]) from None
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{path} is not readable: {first}") from None
+    return _described(found, path, begin)
+
+
+def _code(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} may hold more than tensors, numbers and text: {what}. It could run code when it "
+        "is read, so it was not. Save the state dict alone where it comes from: "
+        "torch.save(model.state_dict(), 'NEW.pt')"
+    )
+
+
+def _described(found: Any, path: Path, begin: int) -> Any:
+    if isinstance(found, Tensor):
+        return _tensor(found, path, begin)
+    if isinstance(found, Mapping):
+        return {key: _described(value, path, begin) for key, value in found.items()}
+    if isinstance(found, list | tuple) and not isinstance(found, torch.Size):
+        return [_described(value, path, begin) for value in found]
+    return found
+
+
+def _tensor(found: Tensor, path: Path, begin: int) -> TorchTensor:
+    offset = getattr(found.untyped_storage(), "_checkpoint_offset", None)
+    if type(found) not in (Tensor, torch.nn.Parameter) or offset is None or found.is_sparse:
+        raise CheckpointError(
+            f"{path} has a {type(found).__name__} ({found.layout}), which is no plain tensor. "
+            "Save full tensors: torch.distributed.checkpoint.state_dict.get_model_state_dict with "
+            "full_state_dict=True"
+        )
+    shape, stride = tuple(found.shape), found.stride()
+    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    span = last + 1 if math.prod(shape) else 0
+    place = begin + int(offset) + int(found.storage_offset()) * found.element_size()
+    return TorchTensor(FileTensor(path, place, found.dtype, (span,)), shape, stride)
+
+
+class _Window(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, file: IO[bytes], begin: int, length: int) -> None:
+        self._file, self._begin, self._length, self._position = file, begin, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        starts = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}
+        self._position = max(0, starts[whence] + offset)
+        return self._position
+
+    def readinto(self, target: Any) -> int:
+        wanted = memoryview(target)[: max(0, self._length - self._position)]
+        count = os.preadv(self._file.fileno(), [wanted], self._begin + self._position)
+        self._position += count
+        return count

@@ -1,0 +1,65 @@
+"""Checkpoints that DeepSpeed and torch have written themselves are gone on from."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from support.foreign import continued_from, dcp_run, deepspeed_bf16, deepspeed_run
+from support.ranks import run_ranks
+from support.zygote import forked_cli
+
+from bigtrain.checkpoint.foreign.convert import convert, open_source
+from bigtrain.checkpoint.read import Checkpoint
+
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is missing")
+
+
+def goes_on(path, strategies, losses):
+    for strategy, ranks in strategies:
+        found = run_ranks(continued_from, ranks, strategy, str(path))[0]
+        assert found == pytest.approx(losses, rel=1e-6), strategy
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_folder_of_deepspeed_is_gone_on_from(stage, tmp_path):
+    losses = run_ranks(deepspeed_run, 2, stage, str(tmp_path / "source"), flavour="deepspeed")[0]
+    made = convert(open_source(tmp_path / "source"), tmp_path / "run")
+    assert made.source.kind == f"DeepSpeed ZeRO stage {stage}, 2 ranks"
+    assert (made.step, made.samples_seen) == (3, 24)
+    assert made.path == tmp_path / "run" / "step-3"
+    opened = Checkpoint(made.path)
+    tied = (opened.read(f"model.{name}.weight") for name in ("head", "embedding"))
+    assert torch.equal(*tied)
+    assert {n.rpartition(".")[2] for n in opened.names if n.startswith("optimizer.")} == {
+        *("exp_avg", "exp_avg_sq", "step")
+    }
+    goes_on(made.path, [("fsdp", 2), ("single", 1)] if stage == 3 else [("ddp", 2)], losses)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_fp32_values_are_those_that_deepspeeds_own_script_finds(stage, tmp_path):
+    """In bf16, with two groups of parameters and one that is not trained."""
+    source = tmp_path / "source"
+    wanted = run_ranks(deepspeed_bf16, 2, stage, str(source), flavour="deepspeed")[0]
+    opened = Checkpoint(convert(open_source(source), tmp_path / "new").path)
+    assert len(wanted) >= 7  # of stage 1 it leaves out what is not trained
+    for name, value in wanted.items():
+        assert torch.equal(opened.read(f"model.{name}").float(), value.float()), name
+    assert "model.up.bias" in opened.names
+    slots = [name for name in opened.names if name.startswith("optimizer.")]
+    assert len(slots) == 3 * 6
+
+
+def test_a_folder_of_torchs_distributed_checkpoint_is_gone_on_from(tmp_path):
+    source, run = tmp_path / "source", tmp_path / "run"
+    losses = run_ranks(dcp_run, 2, str(source))[0]
+    done = forked_cli(["checkpoint", "convert", str(source), str(run), "--samples", "24"])
+    assert done.returncode == 0, done.stderr
+    assert "8 tensors of the model, 21 of the optimizer" in done.stdout
+    assert f"Go on from it with: bigtrain train --resume {run / 'step-3'}" in done.stdout
+    assert Checkpoint(run / "step-3").meta["samples_seen"] == 24
+    goes_on(run / "step-3", [("ddp", 2), ("fsdp", 2), ("single", 1)], losses)
