@@ -54,6 +54,11 @@ class OperationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._note = note
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Stay entered while a compiled block runs; what torch does to compile it is not seen."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `TorchDispatchMode`."""
         del types

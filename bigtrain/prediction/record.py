@@ -176,7 +176,8 @@ def record_steps(
         if plan.lays_weights:
             set_channels_last(fake)
         root = unit.root(fake, workload.loss, plan, device)
-        apply_policies(root, resolved.policies, plan.make_offloader(device, fake=True))
+        mover = plan.make_offloader(device, fake=True)
+        apply_policies(root, resolved.policies, mover, compiles=plan.compiles_blocks)
         batches = [replace(one.fake(device), count=max(1, one.count)) for one in real]
         assembly = Assembly(
             context=RunContext.alone(device),
