@@ -32,12 +32,13 @@ class _FakeBackend:
     """A backend of `torch.compile`. Nothing of it is kept where a run looks for programs."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self._options = {**options, "force_disable_caches": True}
+        self._options = {**options, "fx_graph_cache": False, "fx_graph_remote_cache": False}
 
     def __call__(self, graph: torch.fx.GraphModule, example: Any) -> Any:
+        from torch._functorch import config
         from torch._inductor.compile_fx import compile_fx
 
-        with torch.compiler.config.patch(force_disable_caches=True):
+        with config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False):
             return compile_fx(graph, example, _lower, config_patches=self._options)
 
 
