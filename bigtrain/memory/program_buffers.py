@@ -1,4 +1,7 @@
-"""Buffers of compiled programs: they are made past all dispatch modes, so who watches is told."""
+"""What compiled programs do past all dispatch modes, told to those who watch.
+
+Their buffers, of a run; and of a forecast, where programs run without them, their kernels.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from torch import Tensor
 _MAKERS = ("_empty_strided_cpu", "_empty_strided_cuda", "_empty_strided_xpu")
 """What inductor's programs make their buffers with; they look these up when they are loaded."""
 _watching: list[Callable[[Tensor], None]] = []
+_watching_kernels: list[Callable[[list[Tensor]], None]] = []
 
 
 def announce_buffers() -> None:
@@ -42,3 +46,19 @@ def _announcing(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     make.announces = True  # type: ignore[attr-defined]
     return make
+
+
+@contextmanager
+def kernels_announced(tell: Callable[[list[Tensor]], None]) -> Iterator[None]:
+    """Call `tell` with what each fused kernel reads and writes, of programs on fake tensors."""
+    _watching_kernels.append(tell)
+    try:
+        yield
+    finally:
+        _watching_kernels.remove(tell)
+
+
+def announce_kernel(touched: list[Tensor]) -> None:
+    """Tell of a fused kernel that a program on fake tensors would now run."""
+    for tell in _watching_kernels:
+        tell(touched)

@@ -58,10 +58,13 @@ def remove_compiled(root: nn.Module) -> None:
 
 
 def programs_for_every_size() -> AbstractContextManager[None]:
-    """Let a class have as many programs as its blocks have sizes; torch gives up at eight."""
+    """Let a class have as many programs as its blocks have sizes; torch gives up at eight.
+
+    And let a block be one program in DDP, too, which would cut it where a bucket is full.
+    """
     from torch._dynamo import config
 
-    return config.patch(recompile_limit=PROGRAMS)  # type: ignore[no-any-return]
+    return config.patch(recompile_limit=PROGRAMS, optimize_ddp=False)  # type: ignore[no-any-return]
 
 
 def check_compiler(device_type: str) -> None:
