@@ -88,6 +88,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._check_limit(known)
         return result
 
+    def _buffer(self, buffer: Tensor) -> None:
+        known = len(self._records)
+        self._see(buffer)
+        self._check_limit(known)
+
     def _see(self, tensor: Tensor) -> None:
         # DTensor works out shapes on fake tensors in the midst of a real run.
         if isinstance(tensor, FakeTensor) == self._fake:
@@ -111,7 +116,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> StorageTracker:
         self._watching.enter_context(_resizes_told(self._resized))
-        self._watching.enter_context(buffers_announced(self._see))
+        self._watching.enter_context(buffers_announced(self._buffer))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

@@ -87,7 +87,8 @@ class OperationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        if made:  # otherwise it is a question about a tensor
+        is_buffer = func is torch.ops.aten.empty_strided.default  # of a program: nothing is written
+        if made and not is_buffer:  # without one it is a question about a tensor
             given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             self._note(Operation(func, args, kwargs, result, given, made))
         return result
