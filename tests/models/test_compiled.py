@@ -40,7 +40,8 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
         made.append(graph)
         return graph
 
-    def program(forward: object) -> object:
+    def program(forward: object, *, fake: bool) -> object:
+        assert not fake
         return torch.compile(forward, backend=keep, dynamic=False)
 
     monkeypatch.setattr(compiled, "_program", program)
