@@ -31,6 +31,13 @@ class Block(nn.Module):
         return x + torch.nn.functional.gelu(self.inner(x))
 
 
+class Dropping(Block):
+    """Compiled it keeps a mask of bytes; as it is written, one of floats."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.nn.functional.dropout(self.inner(x).sin().exp(), 0.5, self.training)
+
+
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     """The programs that torch makes, run as they are: nothing of C++ is compiled."""
@@ -100,10 +107,10 @@ def trained(**keys: object) -> tuple[list[float], Peak, Peak]:
     """The losses of four steps, the first two of them tracked; the forecast peak, the tracked."""
     torch.manual_seed(0)
     fixed = {"train.global_batch_size": 4, "memory.track_steps": 2}
-    job = job_from_keys("single_checkpointing", {**fixed, **keys})
+    job = job_from_keys("single", {**fixed, **keys})
     context = RunContext.alone(torch.device("cpu"))
     make = lambda parameters: torch.optim.SGD(parameters, 0.1)  # noqa: E731
-    model = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Sequential(Block(), Block()))
+    model = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Sequential(Dropping(), Dropping()))
     model.append(nn.Linear(8, VOCABULARY))
     samples = tokens(4)
     batch = (samples.inputs, samples.targets)
@@ -121,7 +128,7 @@ def test_a_compiled_run_is_the_uncompiled_one_within_rounding_and_its_peak_is_fo
     assert predicted == tracked
     expected, as_written, _ = trained()
     assert found == pytest.approx(expected, rel=1e-6)
-    assert predicted != as_written
+    assert predicted.bytes < as_written.bytes
 
 
 @pytest.mark.parametrize(
