@@ -100,7 +100,6 @@ class SectionHooks:
 
     def install(self, fake: nn.Module, tracker: StorageTracker) -> AbstractContextManager[object]:
         """Put hooks on the blocks, for good; see `record.InstallHooks`. Earlier notes go."""
-        self.copies_gradient = False
         for notes in (self.work, self.incoming, self.used, self._owners):
             notes.clear()
         self.clock = lambda: tracker.clock
