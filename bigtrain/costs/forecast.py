@@ -91,6 +91,8 @@ class Profile:
     keeps the whole. Noted where a technique replaces the products, see `Traits`."""
     module_births: tuple[tuple[int, ...], ...] = ()
     """The same, of modules that have several parameters themselves."""
+    not_compiled: str | None = None
+    """Why blocks are as they are written, where the run compiles them."""
     untraceable: str | None = None
     """Why the timelines are empty, where the model could not run on fake tensors."""
 

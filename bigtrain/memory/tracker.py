@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
+from bigtrain.memory.program_buffers import buffers_announced
 from bigtrain.memory.timeline import MemoryKind, Phase, Span, Timeline
 
 
@@ -82,11 +83,25 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = len(self._records)
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            # DTensor works out shapes on fake tensors in the midst of a real run.
-            if isinstance(leaf, Tensor) and isinstance(leaf, FakeTensor) == self._fake:
-                self._note(leaf)
+            if isinstance(leaf, Tensor):
+                self._see(leaf)
         self._check_limit(known)
         return result
+
+    def _buffer(self, buffer: Tensor) -> None:
+        known = len(self._records)
+        self._see(buffer)
+        self._check_limit(known)
+
+    def _see(self, tensor: Tensor) -> None:
+        # DTensor works out shapes on fake tensors in the midst of a real run.
+        if isinstance(tensor, FakeTensor) == self._fake:
+            self._note(tensor)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Stay entered while a compiled block runs; what torch does to compile it is not seen."""
+        return True
 
     def _check_limit(self, known: int) -> None:
         """Refuse the storages noted since there were `known`, if they are too much."""
@@ -101,6 +116,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> StorageTracker:
         self._watching.enter_context(_resizes_told(self._resized))
+        self._watching.enter_context(buffers_announced(self._buffer))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

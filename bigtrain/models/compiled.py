@@ -16,9 +16,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from bigtrain.errors import ConfigError
+from bigtrain.memory.program_buffers import announce_buffers
 from bigtrain.models.blocks import find_blocks
+from bigtrain.models.fake_programs import fake_program
 
 PROGRAMS = 64
 """Programs that one class of blocks may have, for sizes, precisions and training or not."""
@@ -32,14 +35,18 @@ def compile_blocks(root: nn.Module, policies: Mapping[str, str]) -> None:
     through, and those that have a forward pass of their own beside their class.
 
     Args:
-        root: the model or a stage, before recomputation wraps its blocks.
+        root: the model or a stage, before recomputation wraps its blocks. A fake twin gets the
+            same programs, without the kernels in them.
         policies: what blocks keep for the backward pass, by their names in the whole model.
     """
     cut_through = getattr(root, "cut_through", ())
+    fake = any(isinstance(parameter, FakeTensor) for parameter in root.parameters())
+    if not fake:
+        announce_buffers()
     for name, block in find_blocks(root):
         is_own = "forward" in block.__dict__ or isinstance(block, torch.jit.ScriptModule)
         if not (is_own or name in cut_through or policies.get(name) == "selective"):
-            block.forward = partial(_forward, block)
+            block.forward = partial(_forward, block, fake)
 
 
 def remove_compiled(root: nn.Module) -> None:
@@ -51,10 +58,13 @@ def remove_compiled(root: nn.Module) -> None:
 
 
 def programs_for_every_size() -> AbstractContextManager[None]:
-    """Let a class have as many programs as its blocks have sizes; torch gives up at eight."""
+    """Let a class have as many programs as its blocks have sizes; torch gives up at eight.
+
+    And let a block be one program in DDP, too, which would cut it where a bucket is full.
+    """
     from torch._dynamo import config
 
-    return config.patch(recompile_limit=PROGRAMS)  # type: ignore[no-any-return]
+    return config.patch(recompile_limit=PROGRAMS, optimize_ddp=False)  # type: ignore[no-any-return]
 
 
 def check_compiler(device_type: str) -> None:
@@ -77,13 +87,15 @@ def check_compiler(device_type: str) -> None:
         )
 
 
-def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return _program(type(block).forward)(block, *args, **kwargs)
+def _forward(block: nn.Module, fake: bool, *args: Any, **kwargs: Any) -> Any:  # noqa: FBT001
+    return _program(type(block).forward, fake=fake)(block, *args, **kwargs)
 
 
 @cache
-def _program(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _program(forward: Callable[..., Any], *, fake: bool) -> Callable[..., Any]:
     """Of one class; dropout draws the numbers that it draws uncompiled."""
     options: dict[str, Any] = {"fallback_random": True}
+    if fake:
+        return fake_program(forward, options)
     compiled: Callable[..., Any] = torch.compile(forward, dynamic=False, options=options)
     return compiled

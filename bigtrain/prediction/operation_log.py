@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from bigtrain.activations.recompute import is_saved_op
 from bigtrain.cutting.choose import DeviceRates
 from bigtrain.data.loader import MicroBatch
+from bigtrain.memory.program_buffers import kernels_announced
 from bigtrain.tensors.cuda_program import cuda_program
 from bigtrain.tensors.fake import fake_model
 from bigtrain.tensors.op_cost import ProductSize, bytes_touched, flops_of, product_size
@@ -25,6 +26,7 @@ class Operation(NamedTuple):
     """One operation as it was called."""
 
     func: Any
+    """None for a fused kernel of a compiled block."""
     args: Any
     kwargs: Any
     result: Any
@@ -34,6 +36,8 @@ class Operation(NamedTuple):
     @property
     def flops(self) -> float:
         """Of matrix products, convolutions and attention."""
+        if self.func is None:
+            return 0.0
         return float(flops_of(self.func, self.args, self.kwargs, self.result))
 
     @property
@@ -48,11 +52,32 @@ class Operation(NamedTuple):
 
 
 class OperationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells of each operation on fake tensors that makes one, once it is done."""
+    """Tells of each operation on fake tensors that makes one, once it is done.
+
+    Of a compiled block: of its products, and of each kernel that is fused of other operations.
+    """
 
     def __init__(self, note: Callable[[Operation], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._note = note
+        self._kernels = ExitStack()
+
+    def __enter__(self) -> OperationLog:
+        self._kernels.enter_context(kernels_announced(self._kernel))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._kernels.close()
+
+    def _kernel(self, touched: list[Tensor]) -> None:
+        self._note(Operation(None, (), {}, None, touched, []))
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Stay entered while a compiled block runs; what torch does to compile it is not seen."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `TorchDispatchMode`."""
@@ -62,7 +87,8 @@ class OperationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        if made:  # otherwise it is a question about a tensor
+        is_buffer = func is torch.ops.aten.empty_strided.default  # of a program: nothing is written
+        if made and not is_buffer:  # without one it is a question about a tensor
             given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             self._note(Operation(func, args, kwargs, result, given, made))
         return result

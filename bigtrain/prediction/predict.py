@@ -52,7 +52,7 @@ def predict(
         return Prediction(None, rank.note)
     built = Peak("build", Breakdown(parameters=workload.whole_bytes))
     peak, note = highest_peak([rank.forecast.peak(), built]), tracing_note(plan.device_type)
-    told = [] if note is None else [note]
+    told = [line for line in (note, _not_compiled(rank.profiles)) if line is not None]
     if _by_stages(resolved):
         return Prediction(peak, None, told, peak, rank.host_bytes)
     profile, own_plan = rank.profiles[0], replace(plan, dp_rank=dp_rank)
@@ -60,6 +60,14 @@ def predict(
     own_peak = highest_peak([own_forecast.peak(), built])
     told += collect_advice(profile, plan)
     return Prediction(peak, None, told, own_peak, rank.host_bytes)
+
+
+def _not_compiled(profiles: Sequence[Profile]) -> str | None:
+    """What is said where blocks are compiled in the run and not in the forecast."""
+    reason = next((p.not_compiled for p in profiles if p.not_compiled is not None), None)
+    if reason is None:
+        return None
+    return f"train.compile=blocks: bytes are forecast for blocks as written ({reason})"
 
 
 @dataclass(frozen=True)

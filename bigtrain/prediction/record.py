@@ -32,6 +32,7 @@ from bigtrain.memory.meter import MemoryMeter
 from bigtrain.memory.timeline import Breakdown, Phase, Span, Timeline
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.models.bf16_parameters import bf16_parameter_names
+from bigtrain.models.compiled import programs_for_every_size
 from bigtrain.optim.update import MakeOptimizer, state_bytes_by_slot
 from bigtrain.prediction.block_ticks import BlockTickRecorder
 from bigtrain.ranks.context import RunContext
@@ -93,6 +94,8 @@ class FakeRun:
     """The first step, where it was taken with two micro-batches of another size."""
     later: FakeRun | None = None
     """The third step, where there is one."""
+    not_compiled: str | None = None
+    """See `Profile.not_compiled`."""
 
     def window(self, number: int) -> Timeline:
         """The first micro-batch, the next, or the step: 0, 1, 2."""
@@ -150,6 +153,9 @@ def record_steps(
 ) -> FakeRun:
     """Take a fake twin of a model, or of a part of it, through the plain loop.
 
+    Where blocks are compiled their programs are run, or, if torch makes none without numbers, the
+    blocks as they are written.
+
     Args:
         workload: with an example.
         resolved: as in the run; its layout is not looked at.
@@ -161,6 +167,26 @@ def record_steps(
     Raises:
         Exception: of any kind that the model's own code raises where it sees no numbers.
     """
+    given = (device, unit, hooks, earlier_batch)
+    if not resolved.plan.compiles_blocks:
+        return _record(workload, resolved, *given)
+    try:
+        with programs_for_every_size():
+            return _record(workload, resolved, *given)
+    except Exception as error:  # noqa: BLE001 - of the compiler, or of the user's code
+        as_written = replace(resolved, plan=replace(resolved.plan, compiles_blocks=False))
+        run = _record(workload, as_written, *given)
+        return replace(run, not_compiled=untraceable_reason(error))
+
+
+def _record(
+    workload: Workload,
+    resolved: ResolvedPlan,
+    device: torch.device,
+    unit: WholeModel,
+    hooks: Sequence[InstallHooks],
+    earlier_batch: MicroBatch | None,
+) -> FakeRun:
     plan, last = resolved.plan, workload.micro_batch
     real = [
         unit.placed(one, plan)
@@ -178,7 +204,8 @@ def record_steps(
         if plan.lays_weights:
             set_channels_last(fake)
         root = unit.root(fake, workload.loss, plan, device)
-        apply_policies(root, resolved.policies, plan.make_offloader(device, fake=True))
+        mover = plan.make_offloader(device, fake=True)
+        apply_policies(root, resolved.policies, mover, compiles=plan.compiles_blocks)
         batches = [replace(one.fake(device), count=max(1, one.count)) for one in real]
         assembly = Assembly(
             context=RunContext.alone(device),
@@ -283,6 +310,7 @@ def profile_from_run(run: FakeRun, plan: Plan) -> Profile:
         gradient_births=run.gradient_births,
         viewed_births=run.viewed_births,
         module_births=run.module_births,
+        not_compiled=run.not_compiled,
     )
 
 

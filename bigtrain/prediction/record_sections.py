@@ -99,7 +99,9 @@ class SectionHooks:
         self.clock: Callable[[], int] = lambda: 0
 
     def install(self, fake: nn.Module, tracker: StorageTracker) -> AbstractContextManager[object]:
-        """Put hooks on the blocks, for good; see `record.InstallHooks`."""
+        """Put hooks on the blocks, for good; see `record.InstallHooks`. Earlier notes go."""
+        for notes in (self.work, self.incoming, self.used, self._owners):
+            notes.clear()
         self.clock = lambda: tracker.clock
         for name in self.names:
             block = fake.get_submodule(name)

@@ -227,7 +227,7 @@ class RunLog:
             return
         if report.step.seconds is not None:
             self.print_line(f"step: {step_uncertainty(engine, report.step.basis, report.device)}")
-        if self._plan.compiles_blocks:  # the forecast is of the blocks as written
+        if self._plan.compiles_blocks:  # other programs than those of plans, and timed as written
             return
         step = report.step_residual(engine)
         steps = [step] if step is not None else []

@@ -36,6 +36,11 @@ class NormStatistics(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._of_cuda = of_cuda
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Stay entered while a compiled block runs; what torch does to compile it is not seen."""
+        return True
+
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],

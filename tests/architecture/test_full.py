@@ -24,6 +24,7 @@ FULL = {
     "planner/test_drawn_plans.py::test_a_plan_is_forecast_as_its_run": 6,
     "planner/test_search.py::test_backward_passes_in_two_parts_are_forecast_as_such": 4,
     "planner/test_search.py::test_many_blocks_are_forecast_as_each_of_them": 14,
+    "prediction/test_ranks_compiled_peaks.py::test_the_peak_of_compiled_blocks_is_foretold": 9,
     "prediction/test_section_library.py::test_a_model_put_together_is_forecast_as_a_whole_one": 15,
     "prediction/test_ranks_peaks_of_stages.py::test_every_rank_of_every_schedule": 1,
     "prediction/test_ranks_peaks_of_stages.py::test_several_stages_of_a_rank_are_sharded_with"

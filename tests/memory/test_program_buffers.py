@@ -1,0 +1,47 @@
+"""Buffers that compiled programs make where no dispatch mode looks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bigtrain.memory.program_buffers import announce_buffers
+from bigtrain.memory.tracker import StorageTracker
+
+
+def make(rows: int) -> torch.Tensor:
+    """As a program of inductor does: by what it looks up when it is loaded."""
+    return torch._C._dynamo.guards._empty_strided_cpu((rows, 4), (4, 1), torch.float32)
+
+
+def test_a_tracker_counts_what_a_program_makes_and_drops() -> None:
+    announce_buffers()
+    announce_buffers()
+    with StorageTracker() as tracker:
+        buffer = make(8)
+        assert tracker.live_bytes == 8 * 4 * 4
+        other = make(2).view(-1)
+        assert tracker.live_bytes == 10 * 4 * 4
+        del buffer
+        assert tracker.live_bytes == other.nbytes
+        del other
+    assert tracker.live_bytes == 0
+    assert tracker.peak_bytes == 10 * 4 * 4
+    make(8)
+    assert tracker.peak_bytes == 10 * 4 * 4
+
+
+def test_a_forecast_does_not_count_what_a_run_makes_beside_it() -> None:
+    announce_buffers()
+    with StorageTracker(fake=True) as tracker:
+        make(8)
+    assert tracker.peak_bytes == 0
+
+
+def test_a_limit_holds_for_the_buffers_of_programs() -> None:
+    announce_buffers()
+    with StorageTracker(limit_bytes=200) as tracker:
+        kept = make(8)
+        with pytest.raises(torch.OutOfMemoryError, match="tried to allocate 128 bytes"):
+            make(8)
+        assert tracker.live_bytes == kept.nbytes
