@@ -31,6 +31,18 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import StateTensor
 
 
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    state: Mapping[str, StateTensor],
+    meta: Mapping[str, Any],
+    context: RunContext,
+    **options: Any,
+) -> Path:
+    """Write a checkpoint from beginning to end. Collective; see `CheckpointWriting`."""
+    return CheckpointWriting(folder, step, state, meta, context, **options).finish(context)
+
+
 class CheckpointWriting:
     """One checkpoint that all ranks write: begun, and ended now or by another thread.
 

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from bigtrain.checkpoint.folders import sole_writer
-from bigtrain.checkpoint.save import CheckpointWriting
+from bigtrain.checkpoint.save import CheckpointWriting, save_checkpoint
 from bigtrain.errors import CheckpointError, ConfigError
 from bigtrain.job.schema import CheckpointConfig
 from bigtrain.ranks.context import RunContext
@@ -82,14 +82,11 @@ class Saver:
             CheckpointError: it could not be written, or not be begun; the same on all ranks.
         """
         self._join()
-        context, keep = self._context, self._keep
-        if self._asynchronous:
-            context = self._beside = self._beside or context.beside()
-        writing = CheckpointWriting(
-            folder, step, state, meta, context, keep=keep, best=best, texts=texts
-        )
+        options: dict[str, Any] = {"keep": self._keep, "best": best, "texts": texts}
         if not self._asynchronous:
-            return writing.finish(context)
+            return save_checkpoint(folder, step, state, meta, self._context, **options)
+        context = self._beside = self._beside or self._context.beside()
+        writing = CheckpointWriting(folder, step, state, meta, context, **options)
         self.copied_bytes = writing.take(context, self._most_bytes)
         self._writing = _BackgroundWriting(writing, context)
         self._writing.start()
