@@ -81,6 +81,7 @@ class Saver:
         Raises:
             CheckpointError: it could not be written, or not be begun; the same on all ranks.
         """
+        self._context.recorder.enter("save")
         self._join()
         options: dict[str, Any] = {"keep": self._keep, "best": best, "texts": texts}
         if not self._asynchronous:

@@ -23,6 +23,7 @@ def open_together(path: Path, context: RunContext) -> Checkpoint:
     Raises:
         CheckpointError: it is damaged, or a newer bigtrain's; the same on all ranks.
     """
+    context.recorder.enter("load")
     checkpoint: Checkpoint | None = None
     problem: CheckpointError | None = None
     try:
