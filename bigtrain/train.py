@@ -21,14 +21,7 @@ from bigtrain.data import prepare_data
 from bigtrain.devices import grow_segments, is_accelerator, set_current
 from bigtrain.engine.adapt import adapt_on_oom
 from bigtrain.engine.prepare import connect_job
-from bigtrain.engine.resume import (
-    BestFigure,
-    failed_save,
-    resume,
-    run_note,
-    save_or_explain,
-    stopped_lines,
-)
+from bigtrain.engine.resume import Saving, resume, run_note, stopped_lines
 from bigtrain.engine.setup import RunSetup, check_job, open_setup
 from bigtrain.job.arguments import train_arguments
 from bigtrain.job.load import override_job
@@ -91,7 +84,7 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
     with parts.engine(context) as engine:
         engine.saver.reserve(folder / "checkpoints")
         resumed = resume(job, engine, folder)  # from a checkpoint, if the job says so
-        best = BestFigure(job, engine, folder)
+        saving = Saving(job, engine, folder, parts.total_steps)
         with (
             RunLog(
                 folder,
@@ -118,20 +111,13 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
                         log.sync()
                         for line in stopped_lines(engine, folder, notice.signal_name):
                             log.print_line(line)
-                    wanted = last or due(result.step, job.train.eval_every)
-                    figures = None
-                    if wanted and parts.data.validation is not None:
+                    measured = None
+                    if parts.data.validation is not None and (last or due(job, result.step)):
                         measured = engine.evaluate(parts.validation_batches(context))
                         log.validation(result.step, measured)
-                        figures = measured if best.improved(measured) else None
                     if stops:
                         return REQUEUE_STATUS
-                    said = failed_save(engine, folder)
-                    saves = last and job.checkpoint.at_end
-                    if saves or figures or due(result.step, job.checkpoint.every):
-                        log.sync()
-                        said += save_or_explain(engine, folder, last=last, best=figures)
-                    for line in said:
+                    for line in saving.after_step(result.step, measured, log.sync):
                         log.print_line(line)
                     if last:
                         break
@@ -141,9 +127,9 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
     return 0
 
 
-def due(step: int, every: int) -> bool:
-    """Whether something that is done every so many steps is done after this one."""
-    return every > 0 and step % every == 0
+def due(job: Job, step: int) -> bool:
+    """Whether a validation is done after this step."""
+    return job.train.eval_every > 0 and step % job.train.eval_every == 0
 
 
 def show(job: Job, plan: Plan, parts: RunSetup | None, console: Console) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -78,30 +78,54 @@ def _begun_anew(path: Path, engine: Engine) -> list[str]:
     return [f"{path.name} has no optimizer state: {type(optimizer).__name__} begins its own anew"]
 
 
-class BestFigure:
-    """The best of a figure of the validation so far; see `checkpoint.best`. Collective.
+class Saving:
+    """When the state of a run is saved, and what is said of it. Collective.
 
     Args:
-        job: says which figure; none is ever better where it says none.
+        job: `checkpoint` says when.
         engine: of the run, which has been continued already.
         folder: of the run; what its checkpoint `best` says counts.
+        total_steps: of the run.
     """
 
-    def __init__(self, job: Job, engine: Engine, folder: Path) -> None:
-        self._name, found = job.checkpoint.best, None
-        if self._name is not None and job.checkpoint.resume is not None:
+    def __init__(self, job: Job, engine: Engine, folder: Path, total_steps: int) -> None:
+        self._engine, self._folder, self._total_steps = engine, folder, total_steps
+        self._every, self._at_end = job.checkpoint.every, job.checkpoint.at_end
+        self._figure, found = job.checkpoint.best, None
+        if self._figure is not None and job.checkpoint.resume is not None:
             found = engine.context.broadcast_object(_figures_of_best(folder / "checkpoints"))
-        self._value: float | None = (found or {}).get(self._name)
+        self._best: float | None = (found or {}).get(self._figure)
 
-    def improved(self, measured: Mapping[str, float]) -> bool:
-        """Whether these figures of the whole model are better than all before, and count now."""
-        if self._name is None or not math.isfinite(measured.get(self._name, math.nan)):
+    def after_step(
+        self, step: int, measured: Mapping[str, float] | None, before: Callable[[], None]
+    ) -> list[str]:
+        """Save where this step is one to be saved; what is to be said.
+
+        Args:
+            step: steps done.
+            measured: figures of a validation after it.
+            before: called before a save.
+
+        Raises:
+            CheckpointError: the last save failed.
+        """
+        last, every = step == self._total_steps, self._every
+        said = failed_save(self._engine, self._folder)
+        best = measured if self._is_best(measured or {}) else None
+        if best or (last and self._at_end) or (every > 0 and step % every == 0):
+            before()
+            said += save_or_explain(self._engine, self._folder, last=last, best=best)
+        return said
+
+    def _is_best(self, measured: Mapping[str, float]) -> bool:
+        """Whether the figure is better than all before; from now on it is the best."""
+        name = self._figure
+        if name is None or not math.isfinite(measured.get(name, math.nan)):
             return False
-        value = measured[self._name]
-        lower = self._name.endswith(("loss", "bits_per_byte"))
-        better = self._value is None or (value < self._value if lower else value > self._value)
+        value, lower = measured[name], name.endswith(("loss", "bits_per_byte"))
+        better = self._best is None or (value < self._best if lower else value > self._best)
         if better:
-            self._value = value
+            self._best = value
         return better
 
 
