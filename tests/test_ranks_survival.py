@@ -90,7 +90,7 @@ def test_a_signal_without_room_to_save_says_what_is_lost(place: Place) -> None:
     assert process.returncode == 1, said
     words = r"bigtrain: SIGTERM stopped the run after step \d, and its state is lost: no checkpoint"
     assert re.search(words, said), said
-    assert "there is none. Make room, and run again with --resume auto." in said
+    assert "there is none yet. Make room, and run again with --resume auto." in said
 
 
 def test_a_second_signal_ends_at_once(place: Place) -> None:
