@@ -50,6 +50,7 @@ class FlightRecorder:
         self._events: list[Event | None] = [None] * EVENTS
         self._written = 0
         self._error: BaseException | None = None
+        self._reading = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Modules hold it by their hooks; their copies in other processes begin with an empty one.
@@ -126,7 +127,8 @@ class FlightRecorder:
         """Everything this rank has to say, for JSON. From any thread."""
         stack = self.stack()
         try:
-            exchanges = self.exchanges()
+            with self._reading:  # torch's lock and Python's must not be taken in both orders
+                exchanges = self.exchanges()
         except Exception as error:  # torch's own record changes from version to version
             exchanges = [{"unreadable": f"{type(error).__name__}: {error}"[:200]}]
         return {
