@@ -285,14 +285,16 @@ class FailureListener:
         Returns:
             None where this rank was the first and speaks; otherwise why the run had already ended.
         """
-        if patience_s and self._ended.wait(patience_s):
-            return self.ending
+        if self._ended.wait(patience_s):
+            return self.ending  # heard already; the hub may be gone by now
         record = self.recorder.record() if status == _FAILED else None
         self._say(kind="end", text=text, status=status, record=record)
         reply = self._reply()
         if reply.get("first", True):
             self.records = _by_rank(reply.get("records", {}))
-            if status == _FAILED and not reply:  # the hub is silent
+            if status == _FAILED and not reply:  # the hub is silent, or it has just ended
+                if self.ending is not None:
+                    return self.ending
                 self.records = records_by_files(self.recorder, _SILENT_S)
                 speaker = min(self.records)
                 return None if speaker == self.rank else RunEnd(speaker, "", status)
