@@ -104,9 +104,15 @@ def find_checkpoint(path: str) -> Path:
         newest = newest_checkpoint(folder) if folder.is_dir() else None
         if newest is not None:
             return newest
+    theirs = ""
+    if Path(path).exists():
+        theirs = (
+            " One of another library, or weights alone, become a checkpoint by: bigtrain checkpoint "
+            f"convert {path} TARGET"
+        )
     raise ConfigError(
         f"checkpoint.resume: there is no checkpoint at {path!r}. "
-        f"Give a folder that holds {STATE}, a run's folder, or auto."
+        f"Give a folder that holds {STATE}, a run's folder, or auto.{theirs}"
     )
 
 

@@ -114,6 +114,16 @@ def flip(path, offset):
     path.write_bytes(data)
 
 
+def test_what_another_library_wrote_is_named_with_the_way_to_use_it(tmp_path):
+    (tmp_path / "weights.pt").write_bytes(b"PK")
+    for path in (tmp_path, tmp_path / "weights.pt"):
+        with pytest.raises(ConfigError, match=rf"bigtrain checkpoint convert {path} TARGET"):
+            find_checkpoint(str(path))
+    with pytest.raises(ConfigError, match="Give a folder that holds") as found:
+        find_checkpoint(str(tmp_path / "nowhere"))
+    assert "convert" not in str(found.value)
+
+
 @pytest.mark.parametrize("offset", [20, -1, -9])
 def test_one_flipped_bit_is_noticed(tmp_path, offset):
     path = write(tmp_path)
