@@ -40,6 +40,11 @@ def accelerator() -> Kind | None:
     return next((kind for kind in KINDS if _module(kind).is_available()), None)
 
 
+def in_use() -> bool:
+    """Whether this process has begun to use an accelerator; to ask begins nothing."""
+    return any(_module(kind).is_initialized() for kind in KINDS)
+
+
 def is_accelerator(device: torch.device | str) -> bool:
     """Whether it has memory of its own, and computes beside the host."""
     return torch.device(device).type in KINDS

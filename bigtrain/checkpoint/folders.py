@@ -107,7 +107,7 @@ def find_checkpoint(path: str) -> Path:
     theirs = ""
     if Path(path).exists():
         theirs = (
-            " One of another library, or weights alone, become a checkpoint by: bigtrain checkpoint "
+            " One of another library, or weights alone, becomes one by: bigtrain checkpoint "
             f"convert {path} TARGET"
         )
     raise ConfigError(

@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from bigtrain.devices import KINDS
 from bigtrain.memory.program_buffers import announce_kernel
 
 
@@ -114,7 +115,7 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
 
 
 _ON_FAKES: dict[str, Any] = {
-    **{f"empty_strided_{kind}": _empty(kind) for kind in ("cpu", "cuda", "xpu")},
+    **{f"empty_strided_{kind}": _empty(kind) for kind in ("cpu", *KINDS)},
     "reinterpret_tensor": _reinterpret,
     **dict.fromkeys(("assert_size_stride", "assert_size_stride_grouped"), _nothing),
     **dict.fromkeys(("assert_alignment", "assert_tensor_metadata"), _nothing),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bigtrain.devices import in_use
 from bigtrain.recorder.ring import FlightRecorder
 
 _RECENT = 40
@@ -68,7 +69,7 @@ def _dumps() -> list[Any]:
     """The recorders that this torch has: of gloo, and of NCCL where a group is on it."""
     own = torch._C._distributed_c10d
     dumps = [getattr(own, "_dump_fr_trace", None)]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if in_use():
         dumps.append(getattr(own, "_dump_nccl_trace", None))
     return [dump for dump in dumps if dump is not None]
 

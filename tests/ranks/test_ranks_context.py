@@ -11,7 +11,8 @@ from support.ranks import RankFailure, run_ranks
 
 from bigtrain.errors import ConfigError, LaunchError
 from bigtrain.ranks.connect import connect
-from bigtrain.ranks.context import RunContext
+from bigtrain.ranks.context import RunContext, set_timeouts
+from bigtrain.ranks.hang_watch import BACKEND_GRACE_S
 from bigtrain.ranks.launcher_env import SINGLE_RANK
 
 
@@ -112,7 +113,7 @@ def group_timeouts(context: RunContext) -> set[float]:
 
 
 def test_collectives_have_the_shorter_timeout() -> None:
-    assert run_ranks(group_timeouts, 2, timeout=17.0) == [{17.0}, {17.0}]
+    assert run_ranks(group_timeouts, 2, timeout=17.0) == [{17.0 + BACKEND_GRACE_S}] * 2
 
 
 def fail_on(context: RunContext, rank: int, others: str) -> None:
@@ -148,7 +149,13 @@ def test_a_hang_ends_with_the_stacks() -> None:
         run_ranks(hang, 2, timeout_s=3)
 
 
+def have_little_patience(context: RunContext) -> None:
+    assert context.mesh is not None
+    set_timeouts([dist.group.WORLD, *context.mesh.get_all_groups()], 1.0)
+
+
 def late(context: RunContext) -> None:
+    have_little_patience(context)
     if context.rank == 1:
         time.sleep(5)
     context.all_gather_numbers(1)
@@ -156,10 +163,11 @@ def late(context: RunContext) -> None:
 
 def test_a_collective_that_is_late_fails_where_it_waits() -> None:
     with pytest.raises(RankFailure, match="rank 0 failed:(?s:.*)in all_gather_numbers"):
-        run_ranks(late, 2, timeout=1.0)
+        run_ranks(late, 2)
 
 
 def one_prepares(context: RunContext) -> set[float]:
+    have_little_patience(context)
     if context.is_main:
         time.sleep(2.5)
     context.barrier()
@@ -167,7 +175,7 @@ def one_prepares(context: RunContext) -> set[float]:
 
 
 def test_a_barrier_waits_for_a_rank_that_downloads_or_writes() -> None:
-    assert run_ranks(one_prepares, 2, timeout=1.0) == [{1.0}, {1.0}]
+    assert run_ranks(one_prepares, 2) == [{1.0}, {1.0}]
 
 
 def refuse(context: RunContext) -> None:
