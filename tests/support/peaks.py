@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from support.nets import Unreached, tokens
@@ -28,6 +31,19 @@ def peaks(context, model, batch, strategy, keys, optimizer):
         for _ in range(4):
             engine.step(tuple(t.clone() for t in batch))
         return engine.predicted, engine.meter.measured().peak, engine.prediction_note
+
+
+def settled(run: Callable[[], list[Any]], is_above: Callable[[Any], bool]) -> list[Any]:
+    """What a run returns of its ranks; again, at most twice, where a rank measured too much.
+
+    A thread of gloo lets go of a collective's tensors when it gets the processor, which on a busy
+    machine may be after the next ones are there. A forecast that is too low is so in each run.
+    """
+    for _ in range(3):
+        rows = run()
+        if not any(map(is_above, rows)):
+            break
+    return rows
 
 
 def assert_same_parts(predicted: Peak, measured: Peak) -> None:
