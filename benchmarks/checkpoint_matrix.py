@@ -52,7 +52,8 @@ LIMIT_S = 900.0
 KEYS: dict[str, Any] = {
     "model.name": "gpt",
     "model.args": {"num_layers": 8, "width": 32, "num_heads": 2, "sequence_length": 16},
-    "data.name": "text",
+    "data.name": "synthetic",
+    "data.args": {"kind": "language"},
     "optim.name": "adamw",
     "optim.lr": 1e-3,
     "optim.clip_norm": 1.0,
