@@ -29,9 +29,11 @@ os.environ.setdefault("LD_PRELOAD", "")  # glibc, which can be told to give all 
 import forked
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from harness import keep
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.engine.engine import Engine
@@ -147,15 +149,15 @@ def ways_to_save(
             return {"model": model, "optimizer": optimizer}
 
         def at_once() -> Any:
-            return dcp.save(states(), checkpoint_id=folder / "DCP")
+            return dcp_save(states(), checkpoint_id=folder / "DCP")
 
         def beside() -> Any:
-            return dcp.async_save(states(), checkpoint_id=folder / "DCP-asynchronous")
+            return dcp_async_save(states(), checkpoint_id=folder / "DCP-asynchronous")
 
         tools["DCP"] = (at_once, None)
         tools["DCP asynchronous"] = (beside, lambda future: future.result())
     else:
-        theirs = engine.runner._engine
+        theirs: Any = vars(engine.runner)["_engine"]
         tools["DeepSpeed"] = (lambda: theirs.save_checkpoint(str(folder / "DeepSpeed")), None)
     return tools
 
@@ -165,7 +167,7 @@ def load_all(
 ) -> dict[str, Any]:
     """Resume from what each tool has saved."""
     parts, meter = opened(context, strategy, width, beside=False), Meter(context)
-    found = {}
+    found: dict[str, Any] = {}
     with parts.engine(context) as engine:
         engine.step(next(iter(parts.training_steps(context, 0))))
         source = next((folder / "bigtrain").glob("step-*"))
@@ -174,8 +176,8 @@ def load_all(
 
             def load() -> None:
                 model, optimizer = get_state_dict(engine.model, engine.runner.optimizer)
-                states = {"model": model, "optimizer": optimizer}
-                dcp.load(states, checkpoint_id=folder / "DCP")
+                states: dict[str, Any] = {"model": model, "optimizer": optimizer}
+                dcp_load(states, checkpoint_id=folder / "DCP")
                 set_state_dict(
                     engine.model,
                     engine.runner.optimizer,
@@ -185,7 +187,7 @@ def load_all(
 
             found["DCP"] = meter(load)
         elif (folder / "DeepSpeed").exists():
-            theirs = engine.runner._engine
+            theirs: Any = vars(engine.runner)["_engine"]
 
             def load_theirs() -> None:
                 theirs.load_checkpoint(str(folder / "DeepSpeed"))
