@@ -15,12 +15,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
-from torch.nn.parallel import DistributedDataParallel
 
-from bigtrain.core.replicas import BUCKET_SIZE, average_gradients, with_averaged_gradients
+from bigtrain.core.replicas import (
+    BUCKET_SIZE,
+    Exchange,
+    average_gradients,
+    with_averaged_gradients,
+)
 from bigtrain.core.strategy import Assembly, Plan, Strategy
 from bigtrain.core.traits import Traits
 from bigtrain.core.variants import Shape, Variant
@@ -142,20 +147,20 @@ class DDP(Strategy):
 
     def apply(self, assembly: Assembly) -> None:
         """Wrap the module; the weights are the same on all ranks already."""
-        wrapped = average_gradients(
+        average_gradients(
             assembly,
             self.bucket_size,
             broadcast_buffers=self.broadcast_buffers,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
+            exchange=self._exchange(assembly.context.dp_group),
             static_graph=self.static_graph,
             find_unused_parameters=self.find_unused_parameters,
         )
-        if wrapped is not None:
-            self._compress(wrapped, assembly.context.dp_group)
 
-    def _compress(self, wrapped: DistributedDataParallel, group: Any) -> None:
+    def _exchange(self, group: Any) -> Exchange | None:
+        """What sends the gradients in fewer bytes, where that is asked for."""
         if self.compress == "none":
-            return
+            return None
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
         if self.compress == "powersgd":
@@ -164,11 +169,10 @@ class DDP(Strategy):
                 matrix_approximation_rank=self.powersgd_rank,
                 start_powerSGD_iter=self.powersgd_start,
             )
-            wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        elif self.compress == "fp16":
-            wrapped.register_comm_hook(group, default_hooks.fp16_compress_hook)
-        else:
-            wrapped.register_comm_hook(group, default_hooks.bf16_compress_hook)
+            return partial(powerSGD_hook.powerSGD_hook, state)
+        if self.compress == "fp16":
+            return partial(default_hooks.fp16_compress_hook, group)
+        return partial(default_hooks.bf16_compress_hook, group)
 
 
 def _word(value: object) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ from bigtrain.units import MIB
 BUCKET_SIZE = 25 * MIB
 """Bytes of gradient that are averaged at once, where a job says nothing."""
 
+AnyFuture = torch.futures.Future[Any]
+Exchange = Callable[[Any], AnyFuture]
+"""Begins to average a `torch.distributed.GradBucket`; gives its flat tensor when that is done."""
+
 # torch 2.15 gave the option a new name, and warns of the old one.
 _BUFFERS = (
     "forward_sync_buffers"
@@ -38,6 +43,7 @@ def average_gradients(
     *,
     broadcast_buffers: bool = True,
     gradient_as_bucket_view: bool = True,
+    exchange: Exchange | None = None,
     **options: Any,
 ) -> DistributedDataParallel | None:
     """Have the gradients averaged over the dp axis; the weights are the same on its ranks already.
@@ -47,6 +53,8 @@ def average_gradients(
         bucket_size: bytes of gradient that are averaged at once; left out, 25 MiB.
         broadcast_buffers: whether buffers follow the first replica's.
         gradient_as_bucket_view: whether gradients live in the buckets.
+        exchange: averages a bucket in another way than by an all-reduce in its own precision; a
+            pipeline does not ask it.
         options: further arguments of DistributedDataParallel.
 
     Returns:
@@ -74,10 +82,26 @@ def average_gradients(
         **options,
     }
     wrapped = DistributedDataParallel(assembly.module, **settings)
-    assembly.module, assembly.sync = wrapped, LastMicroBatchSync(wrapped)
+    assembly.module = wrapped
+    if plan.batch.accumulation_steps > 1:
+        plain = partial(_average_bucket, context.dp_group)
+        assembly.sync = LastMicroBatchSync(wrapped, exchange or plain)
+        assembly.keep_gradients = gradient_as_bucket_view
+        return wrapped
     # One micro-batch: a fresh gradient is copied into its bucket, so nothing need be zeroed.
-    assembly.keep_gradients = gradient_as_bucket_view and plan.batch.accumulation_steps > 1
+    if exchange is not None:
+        wrapped.register_comm_hook(exchange, _ask)
     return wrapped
+
+
+_ask = lambda exchange, bucket: exchange(bucket)  # noqa: E731 - torch compares annotations
+
+
+def _average_bucket(group: dist.ProcessGroup | None, bucket: Any) -> AnyFuture:
+    """As DistributedDataParallel does it by itself: divided first, so that no sum overflows."""
+    flat = bucket.buffer().div_(dist.get_world_size(group))
+    work = dist.all_reduce(flat, group=group, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
 
 
 def with_averaged_gradients(forecast: Forecast, profile: Profile) -> Forecast:
@@ -92,23 +116,49 @@ def with_averaged_gradients(forecast: Forecast, profile: Profile) -> Forecast:
 class LastMicroBatchSync:
     """Average gradients on the last micro-batch of a step only.
 
-    The first two steps average on every micro-batch: the average of an average is the same
-    number, and the gradients become views of the buckets at once, which are built anew at the
-    start of the second step. Without that, accumulating before the first average would hold
-    every gradient twice.
+    In the first two steps all micro-batches fill the buckets, but only the last is exchanged: so
+    the gradients become views of the buckets at once, which are built anew at the start of the
+    second step. Without that, accumulating before the first average would hold every gradient
+    twice. The sums are those of later steps to the last bit, and buffers follow the first replica's
+    as often, so a run that is resumed goes on as if it had not been stopped.
+
+    Args:
+        wrapped: what fills the buckets.
+        exchange: averages one.
     """
 
-    def __init__(self, wrapped: DistributedDataParallel) -> None:
-        self._wrapped = wrapped
+    def __init__(self, wrapped: DistributedDataParallel, exchange: Exchange) -> None:
+        self._wrapped, self._buckets = wrapped, _LastBuckets(exchange)
         self._steps = 0
+        wrapped.register_comm_hook(self._buckets, _ask)
 
     def __call__(self, last: bool) -> AbstractContextManager[object]:
         """See `Assembly.sync`."""
-        warm = self._steps >= 2
+        if not self._buckets.last:  # the first micro-batch has brought the buffers
+            self._wrapped.require_forward_param_sync = False
+        self._buckets.last, warm = last, self._steps >= 2
         self._steps += last
         if last or not warm or not torch.is_grad_enabled():
             return nullcontext()
         return self._wrapped.no_sync()
+
+
+class _LastBuckets:
+    """Has buckets of the last micro-batch exchanged, and leaves the others as they are.
+
+    The wrapper's C++ side keeps it, so it does not know the wrapper: neither would ever go.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self.last = True
+
+    def __call__(self, bucket: Any) -> AnyFuture:
+        if self.last:
+            return self._exchange(bucket)
+        unchanged: AnyFuture = torch.futures.Future()
+        unchanged.set_result(bucket.buffer())
+        return unchanged
 
 
 def broadcast_buffers(context: RunContext, buffers: Sequence[Tensor]) -> None:

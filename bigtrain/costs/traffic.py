@@ -122,10 +122,9 @@ def gradient_average_traffic(
 ) -> tuple[Traffic, ...]:
     """Gradients averaged once a step, in buckets, in their own precision.
 
-    By torch's DistributedDataParallel in the backward pass of the last micro-batch (the first two
-    steps of a run average after each: `replicas.LastMicroBatchSync`), or by
+    By torch's DistributedDataParallel in the backward pass of the last micro-batch, or by
     `replicas.GradientAverager` when all of them are through. Buffers follow the first replica's
-    once a step either way: torch leaves that out where the micro-batch before did not average.
+    once a step either way.
 
     Args:
         profile: of what is on the rank.
