@@ -81,6 +81,7 @@ setup(
         "matplotlib",
         "rich",
         "safetensors",
+        "xxhash",
         "numpy",
     ],
     extras_require={

@@ -5,24 +5,43 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from bigtrain.checkpoint.layout import PIECE_BYTES, STATE_PARTS
 from bigtrain.errors import CheckpointError, DamagedCheckpointError
 
 FORMAT = 2
+_HASHES: dict[str, Callable[[bytes | memoryview], Any]] = {
+    "xxh3_128": xxhash.xxh3_128,
+    "sha256": hashlib.sha256,  # of format 1
+}
 """1 had one file for each part, and no manifest: `state.json` had their hashes."""
+_BLOCK = 4 << 20
 MANIFEST, STATE = "manifest.json", "state.json"
+
+
+def hash_piece(data: bytes | memoryview) -> str:
+    """The hash of a piece, by which damage is noticed; it is no signature.
+
+    XXH3 with 128 bits: it takes a tenth of the time of SHA-256 or less.
+    """
+    return str(xxhash.xxh3_128(data).hexdigest())
+
+
+def record_of(nbytes: int, hashes: Sequence[str]) -> dict[str, Any]:
+    """What a manifest says of a file: its size, and what `hash_piece` gives of each piece."""
+    return {"bytes": nbytes, "xxh3_128": list(hashes)}
 
 
 def file_record(data: bytes) -> dict[str, Any]:
     """Of a file with these contents."""
     starts = range(0, max(1, len(data)), PIECE_BYTES)
-    hashes = [hashlib.sha256(data[start : start + PIECE_BYTES]).hexdigest() for start in starts]
-    return {"bytes": len(data), "sha256": hashes}
+    return record_of(len(data), [hash_piece(data[s : s + PIECE_BYTES]) for s in starts])
 
 
 def manifest_text(files: Mapping[str, Mapping[str, Any]]) -> str:
@@ -105,12 +124,27 @@ class Manifest:
         if size != record["bytes"]:
             return f"{path} is damaged: it has {size} bytes, {record['bytes']} were written."
         first, step = share
+        kind = next((kind for kind in _HASHES if kind in record), None)
+        if kind is None:
+            return f"{path} cannot be checked: its hash is none of {', '.join(_HASHES)}."
         with path.open("rb", buffering=0) as file:
-            for piece in range(first, len(record["sha256"]), step):
-                if _hash_of(file.fileno(), piece, self.piece_bytes) != record["sha256"][piece]:
-                    place = "" if len(record["sha256"]) == 1 else f" (piece {piece})"
+            for piece in range(first, len(record[kind]), step):
+                if self._hash_of(kind, file.fileno(), piece) != record[kind][piece]:
+                    place = "" if len(record[kind]) == 1 else f" (piece {piece})"
                     return f"{path} is damaged: its contents changed on disk{place}."
         return None
+
+    def _hash_of(self, kind: str, descriptor: int, piece: int) -> str:
+        """In blocks: the memory that it takes is not that of a piece."""
+        digest = _HASHES[kind](b"")
+        position, end = piece * self.piece_bytes, (piece + 1) * self.piece_bytes
+        while position < end:
+            block = os.pread(descriptor, min(_BLOCK, end - position), position)
+            if not block:
+                break
+            digest.update(block)
+            position += len(block)
+        return str(digest.hexdigest())
 
     def find_damage(self, share: tuple[int, int] = (0, 1)) -> str | None:
         """What is wrong with the first file that is damaged; see `damage`."""
@@ -127,19 +161,3 @@ def _refuse_newer(path: Path, version: int) -> None:
             f"{path} has format {version}, this bigtrain reads up to {FORMAT}. "
             "Run: pip install --upgrade bigtrain"
         )
-
-
-_BLOCK = 4 << 20
-
-
-def _hash_of(descriptor: int, piece: int, piece_bytes: int) -> str:
-    """In blocks: the memory that it takes is not that of a piece."""
-    digest = hashlib.sha256()
-    position, end = piece * piece_bytes, (piece + 1) * piece_bytes
-    while position < end:
-        block = os.pread(descriptor, min(_BLOCK, end - position), position)
-        if not block:
-            break
-        digest.update(block)
-        position += len(block)
-    return digest.hexdigest()

@@ -7,7 +7,6 @@ hold no lock of the interpreter meanwhile.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import queue
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +28,7 @@ from bigtrain.checkpoint.layout import (
     plan_entries,
     tensor_file,
 )
+from bigtrain.checkpoint.manifest import hash_piece, record_of
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import Extent, StateTensor
 
@@ -36,7 +36,7 @@ _BUFFERS = 3
 """Pieces that a rank holds at most: one on its way to it, two that are hashed and written."""
 
 FileRecord = dict[str, Any]
-"""`bytes` of a file and the `sha256` of each of its pieces."""
+"""See `record_of`."""
 
 
 def gather_entries(
@@ -271,7 +271,7 @@ class _Writer:
         try:
             begin = piece * PIECE_BYTES
             data = memoryview(buffer.numpy())[: min(PIECE_BYTES, file.nbytes - begin)]  # type: ignore[arg-type]
-            self._hashes[file.name][piece] = hashlib.sha256(data).hexdigest()
+            self._hashes[file.name][piece] = hash_piece(data)
             if self._error is None:  # after the first there is nothing to be gained
                 self._write_all(self._descriptor(file.name), data, begin)
         except OSError as error:
@@ -303,10 +303,7 @@ class _Writer:
             raise self._error
         for descriptor in self._descriptors.values():
             os.fsync(descriptor)
-        return {
-            name: {"bytes": self._sizes[name], "sha256": hashes}
-            for name, hashes in self._hashes.items()
-        }
+        return {name: record_of(self._sizes[name], hashes) for name, hashes in self._hashes.items()}
 
     def close(self) -> None:
         """Let go of threads, buffers and files."""
