@@ -16,11 +16,11 @@ from bigtrain.checkpoint.layout import PIECE_BYTES, STATE_PARTS
 from bigtrain.errors import CheckpointError, DamagedCheckpointError
 
 FORMAT = 2
+"""1 had one file for each part, and no manifest: `state.json` had their hashes."""
 _HASHES: dict[str, Callable[[bytes | memoryview], Any]] = {
     "xxh3_128": xxhash.xxh3_128,
     "sha256": hashlib.sha256,  # of format 1
 }
-"""1 had one file for each part, and no manifest: `state.json` had their hashes."""
 _BLOCK = 4 << 20
 MANIFEST, STATE = "manifest.json", "state.json"
 
