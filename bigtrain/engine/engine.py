@@ -279,7 +279,7 @@ class Engine:
                 on all ranks. What was there before stays, and the run can go on.
         """
         self.saver.reserve(folder)
-        with self._explaining("while a checkpoint was written"):
+        with self._explaining("while a checkpoint was written"), self.meter.saving() as added:
             meta = {"samples_seen": self.samples_seen, "validation": best}
             meta["job"] = self.job.model_dump(mode="json")
             return self.saver.save(
@@ -289,6 +289,7 @@ class Engine:
                 {**meta, **random_streams(self.context)},
                 config_texts(self.runner.module),
                 best=best is not None,
+                added=added,
             )
 
     def load(self, path: Path) -> None:
@@ -299,7 +300,7 @@ class Engine:
         """
         checkpoint = open_together(path, self.context)
         check_optimizer_state(checkpoint.tensors, self.runner.optimizer)
-        with self._explaining("while a checkpoint was read"):
+        with self._explaining("while a checkpoint was read"), self.meter.resuming():
             self.runner.load_state(checkpoint.tensors)
         self.steps_done = self.context.recorder.step = int(checkpoint.meta["step"])
         self.samples_seen = int(checkpoint.meta["samples_seen"])

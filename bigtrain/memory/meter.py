@@ -23,6 +23,7 @@ from bigtrain.devices import (
     reset_peaks,
     start_kernels,
 )
+from bigtrain.memory.added_bytes import AddedBytes
 from bigtrain.memory.cap import MemoryCap
 from bigtrain.memory.host_memory import proc_status_bytes
 from bigtrain.memory.timeline import Breakdown, MemoryCurve, MemoryKind, Peak, Phase
@@ -60,6 +61,16 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True)
+class StatePeak:
+    """The highest moment of a save or of a resume on one rank, measured or predicted. All bytes."""
+
+    bytes: int
+    """Requested by tensors on the device; on a CPU that is the host."""
+    host_bytes: int = 0
+    """Beside an accelerator: held on the host."""
+
+
+@dataclass(frozen=True)
 class MemoryMeasurement:
     """What one rank measured over the run so far. All bytes."""
 
@@ -81,6 +92,10 @@ class MemoryMeasurement:
     """Each accelerator, where the process has its stages on several."""
     curve: MemoryCurve | None = None
     """The last tracked step, from its beginning to its end."""
+    save: StatePeak | None = None
+    """The highest moment of a save; None where there was none, or nothing was tracked."""
+    resume: StatePeak | None = None
+    """The same of taking over a checkpoint."""
 
 
 _MOMENT_S, _MOMENTS = 2e-4, 100
@@ -118,6 +133,10 @@ class MemoryMeter:
         self._course: MemoryCurve | None = None
         self.current: Phase = "build"
         """The phase that the run is in."""
+        self._resident = 0
+        self._work: dict[str, StatePeak] = {}
+        self._saving: AddedBytes | None = None
+        self._beside_steps = False
         self._base_bytes: dict[torch.device, int] = {}
         """What each accelerator's tensors were before the run."""
         self.add_devices([device])
@@ -158,16 +177,61 @@ class MemoryMeter:
         with self.window():
             yield
         self.recorder.end_step()
+        self._beside_steps |= self._saving is not None and self._saving.active > 0
         if self._tracker is not None:
             self._steps_left -= 1
             if self._steps_left <= 0:
                 timeline = self._tracker.timeline()
-                self._tracked = timeline.peak()
+                self._tracked, self._resident = timeline.peak(), self._tracker.live_bytes
                 self._course = timeline.curve(start_tick, self._tracker.times)
                 if self._cap is not None:
                     self._cap.limit_process(self._tracker.live_bytes)
                 self._tracker.close()
                 self._tracker = None
+
+    @property
+    def _resident_bytes(self) -> int | None:
+        """What stays from step to step, as the last one that was tracked left it."""
+        return (self._tracker.live_bytes if self._tracker is not None else self._resident) or None
+
+    @contextmanager
+    def resuming(self) -> Iterator[None]:
+        """Around taking over a checkpoint: its highest moment is measured."""
+        added = AddedBytes()
+        with added.counting():
+            yield
+        self._note_work("resume", self._resident_bytes, added)
+
+    @contextmanager
+    def saving(self) -> Iterator[AddedBytes]:
+        """Around a save: its highest moment is measured; what goes on in a thread counts itself.
+
+        What a thread holds while steps run is added to the highest moment of a step: the two need
+        not be at once, so that what was held at once is at most that.
+        """
+        self._end_saving()
+        self._saving, self._beside_steps = AddedBytes(), False
+        with self._saving.counting():
+            yield self._saving
+        self._note_work("save", self._resident_bytes, self._saving)
+        self._saving.restart()
+
+    def _end_saving(self) -> None:
+        """Take account of what a thread has held since the last save began."""
+        if self._saving is not None:
+            base = self._resident_bytes
+            if self._beside_steps and base is not None:
+                base = self.peak_bytes()
+            self._note_work("save", base, self._saving)
+
+    def _note_work(self, name: str, base: int | None, added: AddedBytes) -> None:
+        if base is not None:
+            before = self._work.get(name, StatePeak(0))
+            here, host = base + added.peak_bytes(self.device.type), 0
+            if is_accelerator(self.device):
+                host = added.peak_bytes("cpu")
+            highest = StatePeak(max(before.bytes, here), max(before.host_bytes, host))
+            self._work[name] = highest
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
@@ -203,8 +267,11 @@ class MemoryMeter:
         """Everything measured so far."""
         peak = self._tracker.timeline().peak() if self._tracker is not None else self._tracked
         process, base = self.process.bytes(), self.process.base_bytes
+        self._end_saving()
+        work: dict[str, StatePeak | None] = {n: self._work.get(n) for n in ("save", "resume")}
         if not self._base_bytes:
-            return MemoryMeasurement(peak, process, process_base_bytes=base, curve=self._course)
+            seen = MemoryMeasurement(peak, process, process_base_bytes=base, curve=self._course)
+            return replace(seen, **work)
         peaks = {device: allocator_peaks(device) for device in self._base_bytes}
         each = tuple(
             DeviceMemory(
@@ -226,6 +293,7 @@ class MemoryMeter:
             process_base_bytes=base,
             devices=each if len(each) > 1 else (),
             curve=self._course,
+            **work,
         )
 
 
