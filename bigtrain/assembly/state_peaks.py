@@ -23,12 +23,13 @@ from bigtrain.core.strategy import Plan
 from bigtrain.core.workload import Workload
 from bigtrain.devices import is_accelerator
 from bigtrain.job.schema import CheckpointConfig
-from bigtrain.memory.meter import StatePeak
-from bigtrain.memory.timeline import Breakdown, Peak
+from bigtrain.memory.added_bytes import StatePeak, StatePeaks
+from bigtrain.memory.timeline import Peak
 from bigtrain.models.bf16_parameters import bf16_parameter_names
 from bigtrain.optim.partition import chunk_elements, partition_evenly
 from bigtrain.optim.partitioned import ELEMENTWISE_OPTIMIZERS
 from bigtrain.optim.update import MakeOptimizer, is_elementwise
+from bigtrain.prediction.predict import Prediction
 from bigtrain.prediction.record import fake_safe_optimizer, storage_bytes
 from bigtrain.tensors.shards import Extent, box_extents, whole_extents
 
@@ -36,24 +37,14 @@ Slots = Mapping[str, Tensor]
 """The state of an optimizer for one parameter, without values."""
 
 
-@dataclass(frozen=True)
-class StatePeaks:
-    """The predicted peaks of a save and of a resume, on one rank."""
-
-    save: StatePeak
-    resume: StatePeak
-
-
 def forecast_state_peaks(
     resolved: ResolvedPlan,
     workload: Workload,
     config: CheckpointConfig,
-    states: Breakdown,
-    step: Peak,
-    *,
-    dp_rank: int = 0,
+    prediction: Prediction,
     pp_rank: int = 0,
-) -> StatePeaks | None:
+    dp_rank: int = 0,
+) -> StatePeaks:
     """Predict what one rank holds at most while it saves, and while it takes a checkpoint over.
 
     Asynchronous, steps are taken to go on beside: what the thread holds is added to their peak.
@@ -62,18 +53,20 @@ def forecast_state_peaks(
         resolved: what will be run.
         workload: with an example.
         config: how it is saved.
-        states: see `Forecast.states`.
-        step: the predicted peak of a step.
-        dp_rank: which replica.
-        pp_rank: which stages.
+        prediction: of a step on this rank.
+        pp_rank: which stages it has.
+        dp_rank: which replica it is.
 
     Returns:
-        None where the optimizer does not run on fake tensors.
+        Nothing known where the step is not, or the optimizer does not run on fake tensors.
     """
+    states, step = prediction.states, prediction.own_peak
+    if states is None or step is None:
+        return StatePeaks()
     try:
         known = _State.of(resolved, workload)
-    except Exception:  # noqa: BLE001 - an optimizer of the user's
-        return None
+    except Exception:  # an optimizer of the user's
+        return StatePeaks()
     plan, rank = resolved.plan, dp_rank * resolved.plan.pp + pp_rank
     files = files_of([known.held(d, p) for d in range(plan.dp) for p in range(plan.pp)])
     made = known.made(dp_rank, pp_rank)

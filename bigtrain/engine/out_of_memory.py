@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from bigtrain.devices import current_device, is_accelerator, set_current
 from bigtrain.engine.remedies import ForecastInputs, RemedySearch
 from bigtrain.errors import OutOfMemoryError
+from bigtrain.job.schema import CheckpointConfig
+from bigtrain.memory.added_bytes import StatePeak
 from bigtrain.memory.cap import requested_bytes
 from bigtrain.memory.timeline import MEMORY_KINDS, Peak, Phase
 from bigtrain.prediction.residuals import kept_beside_tensors
@@ -88,6 +90,28 @@ def predict_out_of_memory(
         f"{format_bytes(limit)} that a rank can take{kept}"
     )
     return [headline, *_fits(search, limit)]
+
+
+def predict_save_beyond(
+    save: StatePeak | None, limit: int | None, config: CheckpointConfig
+) -> list[str]:
+    """What to say before a run whose saves are predicted not to fit; nothing where they are to.
+
+    Args:
+        save: its predicted peak.
+        limit: bytes that a rank may take.
+        config: whether anything is saved, and how.
+    """
+    saves = config.every > 0 or config.at_end or config.best is not None
+    if save is None or limit is None or not saves or save.bytes <= limit:
+        return []
+    fix = "Use more ranks with --strategy fsdp, or a higher memory.cap"
+    if config.asynchronous:
+        fix = "Use checkpoint.asynchronous=false, or a lower checkpoint.snapshot_bytes"
+    return [
+        f"the predicted peak of a save, {format_bytes(save.bytes)}, is more than the "
+        f"{format_bytes(limit)} that a rank can take. {fix}."
+    ]
 
 
 def _half(situation: OutOfMemoryContext) -> int | None:

@@ -12,11 +12,36 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
+
+
+@dataclass(frozen=True)
+class StatePeak:
+    """The highest moment of a save or of a resume on one rank, measured or predicted. All bytes."""
+
+    bytes: int
+    """Of tensors on the device: those that were there before, and what it adds."""
+    host_bytes: int = 0
+    """Beside an accelerator: what it adds on the host. On a CPU that is in `bytes`."""
+
+    def or_higher(self, other: StatePeak | None) -> StatePeak:
+        """The higher of both, of either kind of bytes."""
+        if other is None:
+            return self
+        return StatePeak(max(self.bytes, other.bytes), max(self.host_bytes, other.host_bytes))
+
+
+@dataclass(frozen=True)
+class StatePeaks:
+    """Of the saves and of the resume of one rank; None where there was none, or it is not known."""
+
+    save: StatePeak | None = None
+    resume: StatePeak | None = None
 
 
 class AddedBytes:

@@ -23,7 +23,7 @@ from bigtrain.devices import (
     reset_peaks,
     start_kernels,
 )
-from bigtrain.memory.added_bytes import AddedBytes
+from bigtrain.memory.added_bytes import AddedBytes, StatePeak, StatePeaks
 from bigtrain.memory.cap import MemoryCap
 from bigtrain.memory.host_memory import proc_status_bytes
 from bigtrain.memory.timeline import Breakdown, MemoryCurve, MemoryKind, Peak, Phase
@@ -61,16 +61,6 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True)
-class StatePeak:
-    """The highest moment of a save or of a resume on one rank, measured or predicted. All bytes."""
-
-    bytes: int
-    """Requested by tensors on the device; on a CPU that is the host."""
-    host_bytes: int = 0
-    """Beside an accelerator: held on the host."""
-
-
-@dataclass(frozen=True)
 class MemoryMeasurement:
     """What one rank measured over the run so far. All bytes."""
 
@@ -92,10 +82,8 @@ class MemoryMeasurement:
     """Each accelerator, where the process has its stages on several."""
     curve: MemoryCurve | None = None
     """The last tracked step, from its beginning to its end."""
-    save: StatePeak | None = None
-    """The highest moment of a save; None where there was none, or nothing was tracked."""
-    resume: StatePeak | None = None
-    """The same of taking over a checkpoint."""
+    state: StatePeaks = StatePeaks()
+    """The highest moment of the saves, and of the resume."""
 
 
 _MOMENT_S, _MOMENTS = 2e-4, 100
@@ -134,7 +122,7 @@ class MemoryMeter:
         self.current: Phase = "build"
         """The phase that the run is in."""
         self._resident = 0
-        self._work: dict[str, StatePeak] = {}
+        self._state = StatePeaks()
         self._saving: AddedBytes | None = None
         self._beside_steps = False
         self._base_bytes: dict[torch.device, int] = {}
@@ -174,10 +162,11 @@ class MemoryMeter:
         """One optimizer step, counted from 1; the last of the window closes it."""
         start_tick = self._tracker.clock if self._tracker is not None else 0
         self.recorder.begin_step(number)
+        self._note_beside()
         with self.window():
             yield
         self.recorder.end_step()
-        self._beside_steps |= self._saving is not None and self._saving.active > 0
+        self._note_beside()
         if self._tracker is not None:
             self._steps_left -= 1
             if self._steps_left <= 0:
@@ -200,7 +189,8 @@ class MemoryMeter:
         added = AddedBytes()
         with added.counting():
             yield
-        self._note_work("resume", self._resident_bytes, added)
+        peak = self._state_peak(self._resident_bytes, added)
+        self._state = replace(self._state, resume=peak)
 
     @contextmanager
     def saving(self) -> Iterator[AddedBytes]:
@@ -213,8 +203,12 @@ class MemoryMeter:
         self._saving, self._beside_steps = AddedBytes(), False
         with self._saving.counting():
             yield self._saving
-        self._note_work("save", self._resident_bytes, self._saving)
+        self._note_save(self._resident_bytes, self._saving)
         self._saving.restart()
+
+    def _note_beside(self) -> None:
+        """Whether a thread saves while this step runs."""
+        self._beside_steps |= self._saving is not None and self._saving.active > 0
 
     def _end_saving(self) -> None:
         """Take account of what a thread has held since the last save began."""
@@ -222,16 +216,19 @@ class MemoryMeter:
             base = self._resident_bytes
             if self._beside_steps and base is not None:
                 base = self.peak_bytes()
-            self._note_work("save", base, self._saving)
+            self._note_save(base, self._saving)
 
-    def _note_work(self, name: str, base: int | None, added: AddedBytes) -> None:
-        if base is not None:
-            before = self._work.get(name, StatePeak(0))
-            here, host = base + added.peak_bytes(self.device.type), 0
-            if is_accelerator(self.device):
-                host = added.peak_bytes("cpu")
-            highest = StatePeak(max(before.bytes, here), max(before.host_bytes, host))
-            self._work[name] = highest
+    def _note_save(self, base: int | None, added: AddedBytes) -> None:
+        peak = self._state_peak(base, added)
+        if peak is not None:
+            self._state = replace(self._state, save=peak.or_higher(self._state.save))
+
+    def _state_peak(self, base: int | None, added: AddedBytes) -> StatePeak | None:
+        """What was there and what was added; None where nobody knows what was there."""
+        if base is None:
+            return None
+        host = added.peak_bytes("cpu") if is_accelerator(self.device) else 0
+        return StatePeak(base + added.peak_bytes(self.device.type), host)
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
@@ -268,10 +265,9 @@ class MemoryMeter:
         peak = self._tracker.timeline().peak() if self._tracker is not None else self._tracked
         process, base = self.process.bytes(), self.process.base_bytes
         self._end_saving()
-        work: dict[str, StatePeak | None] = {n: self._work.get(n) for n in ("save", "resume")}
         if not self._base_bytes:
-            seen = MemoryMeasurement(peak, process, process_base_bytes=base, curve=self._course)
-            return replace(seen, **work)
+            also = {"process_base_bytes": base, "curve": self._course, "state": self._state}
+            return MemoryMeasurement(peak, process, **also)  # type: ignore[arg-type]
         peaks = {device: allocator_peaks(device) for device in self._base_bytes}
         each = tuple(
             DeviceMemory(
@@ -293,7 +289,7 @@ class MemoryMeter:
             process_base_bytes=base,
             devices=each if len(each) > 1 else (),
             curve=self._course,
-            **work,
+            state=self._state,
         )
 
 
