@@ -9,7 +9,7 @@ that. A resume holds the state as far as it was read, and what is read of one te
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -135,8 +135,8 @@ class _State:
         tensors = list(_saved_tensors(workload.model, resolved.plan))
         by_shape: dict[tuple[tuple[int, ...], torch.dtype], Slots] = {}
         wanted = {(t.shape, t.dtype) for t in tensors if t.trained}
-        for key, slots in zip(wanted, _slots_of(workload.make_optimizer, wanted), strict=True):
-            by_shape[key] = slots
+        for key, found in zip(wanted, _slots_of(workload.make_optimizer, wanted), strict=True):
+            by_shape[key] = found
         slots = {t.first: by_shape[t.shape, t.dtype] for t in tensors if t.trained}
         optimizer = type(workload.make_optimizer([nn.Parameter(torch.zeros(1))])).__name__
         return cls(resolved, tensors, slots, splits=optimizer in ELEMENTWISE_OPTIMIZERS)
@@ -169,7 +169,8 @@ class _State:
         for tensor in self._own(pp_rank):
             size = self._local(tensor, dp_rank, pp_rank, slot=False)
             laid = self._plan.lays_weights and len(tensor.shape) == 4 and not tensor.is_buffer
-            if laid or (tensor.low and self._kind == "pieces" and size > chunk):
+            cut = chunk is not None and tensor.low and self._kind == "pieces" and size > chunk
+            if laid or cut:
                 made[f"model.{tensor.name}"] = Making(size * tensor.dtype.itemsize)
         for name, tensor, slot in self._optimizer(pp_rank):
             if not is_elementwise(name.rpartition(".")[2], slot, tensor.shape):
@@ -312,7 +313,7 @@ def _saved_tensors(model: nn.Module, plan: Plan) -> Iterator[_Saved]:
 
 
 def _slots_of(
-    make_optimizer: MakeOptimizer, wanted: Sequence[tuple[tuple[int, ...], torch.dtype]] | set
+    make_optimizer: MakeOptimizer, wanted: Iterable[tuple[tuple[int, ...], torch.dtype]]
 ) -> list[Slots]:
     """The state that an optimizer makes in its first step, on fake tensors."""
     with FakeTensorMode():

@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bigtrain.checkpoint.layout import Held, TensorFile, checkpoint_files, plan_entries
+from bigtrain.checkpoint.layout import PIECE_BYTES, Held, TensorFile, checkpoint_files, plan_entries
 from bigtrain.checkpoint.write import BUFFERS, Round, buffer_bytes, first_taken, rounds_of
+from bigtrain.job.schema import CheckpointConfig
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def forecast_save(
     if asynchronous:
         taken = 0 if most_bytes is None else first_taken(rounds, most_bytes)
     size, buffers = buffer_bytes(files, rank), 0
-    looked: set[str] = set()
+    looked: frozenset[str] = frozenset()
     waiting = most_made = 0
     for share in shares[:taken]:
         giving, after = _made(made, looked, share.names)
@@ -89,6 +90,30 @@ def forecast_save(
         beside = max(beside, snapshot + buffers + share.arriving)
         snapshot -= share.sent + share.own
     return SaveBytes(waiting, beside, most_made)
+
+
+def estimate_save(
+    part_bytes: Sequence[int], largest: int, config: CheckpointConfig, *, ranks: int, shards: int
+) -> SaveBytes:
+    """The same in closed form, by sizes alone: for the planner, which has many plans to judge.
+
+    Args:
+        part_bytes: of the model's tensors and of the optimizer's, as these ranks save them.
+        largest: bytes of the largest tensor, which one rank writes.
+        config: how it is saved.
+        ranks: that share the writing.
+        shards: in which each tensor lies; 1 where ranks have whole ones, or stretches of many.
+    """
+    shares = [max(-(-size // ranks), min(size, largest)) for size in part_bytes if size]
+    size = min(PIECE_BYTES, max(shares, default=0))
+    pieces = sum(-(-share // PIECE_BYTES) for share in shares)
+    waiting = min(BUFFERS, pieces) * size + 2 * size * (shards - 1) // shards
+    if not config.asynchronous:
+        return SaveBytes(waiting)
+    most = config.snapshot_bytes
+    snapshot = -(-sum(part_bytes) // shards) if shards > 1 else sum(shares)
+    snapshot = snapshot if most is None else min(most, snapshot)
+    return SaveBytes(waiting + snapshot, waiting + snapshot)
 
 
 @dataclass(frozen=True)
@@ -118,7 +143,7 @@ class _Share:
 
 
 def _made(
-    made: Mapping[str, Making], before: set[str] | frozenset[str], names: frozenset[str]
+    made: Mapping[str, Making], before: frozenset[str], names: frozenset[str]
 ) -> tuple[int, int]:
     """While a round's tensors are made, and once they are: those of the last one stay till then."""
     if not made:

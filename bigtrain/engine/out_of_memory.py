@@ -28,6 +28,7 @@ _WHERE = {
     "backward": "in the backward pass",
     "step": "in the optimizer's step",
     "evaluate": "in validation",
+    "save": "while a checkpoint was written",
 }
 
 
@@ -102,8 +103,7 @@ def predict_save_beyond(
         limit: bytes that a rank may take.
         config: whether anything is saved, and how.
     """
-    saves = config.every > 0 or config.at_end or config.best is not None
-    if save is None or limit is None or not saves or save.bytes <= limit:
+    if save is None or limit is None or not config.saves or save.bytes <= limit:
         return []
     fix = "Use more ranks with --strategy fsdp, or a higher memory.cap"
     if config.asynchronous:
