@@ -38,6 +38,19 @@ class NonFiniteError(BigtrainError):
         super().__init__(message)
         self.stepped = stepped
 
+    def explained(self, step: int) -> str:
+        """The message with the step, counted from 1, and what to do."""
+        if self.stepped:
+            return (
+                f"step {step}: {self}; with optim.release_gradients=true the parameters were "
+                "updated already. Resume from the last checkpoint with "
+                "optim.release_gradients=false."
+            )
+        return (
+            f"step {step}: {self}; the optimizer was not stepped. "
+            "Lower optim.lr, set optim.clip_norm, or look at the data of this step."
+        )
+
 
 class OutOfMemoryError(BigtrainError):
     """A rank got no more memory; the message says what it held, and what would fit.

@@ -13,6 +13,7 @@ from bigtrain.checkpoint.folders import sole_writer
 from bigtrain.checkpoint.save import CheckpointWriting, save_checkpoint
 from bigtrain.errors import CheckpointError, ConfigError
 from bigtrain.job.schema import CheckpointConfig
+from bigtrain.memory.added_bytes import AddedBytes
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import StateTensor
 
@@ -72,8 +73,11 @@ class Saver:
         texts: Mapping[str, str],
         *,
         best: bool = False,
+        added: AddedBytes | None = None,
     ) -> Path:
         """Write a checkpoint, or begin to. Collective; see `CheckpointWriting`.
+
+        `added` counts what the thread holds.
 
         Returns:
             The checkpoint's folder: it is there when this returns or, asynchronous, after `wait`.
@@ -89,7 +93,7 @@ class Saver:
         context = self._beside = self._beside or self._context.beside()
         writing = CheckpointWriting(folder, step, state, meta, context, **options)
         self.copied_bytes = writing.take(context, self._most_bytes)
-        self._writing = _BackgroundWriting(writing, context)
+        self._writing = _BackgroundWriting(writing, context, added)
         self._writing.start()
         return writing.path
 
@@ -137,15 +141,19 @@ class Saver:
 class _BackgroundWriting(threading.Thread):
     """Ends a checkpoint that was begun."""
 
-    def __init__(self, writing: CheckpointWriting, context: RunContext) -> None:
+    def __init__(
+        self, writing: CheckpointWriting, context: RunContext, added: AddedBytes | None
+    ) -> None:
         super().__init__(name="bigtrain-save", daemon=True)
         self._checkpoint, self._context = writing, context
+        self._added = added or AddedBytes()
         self.error: CheckpointError | None = None
 
     def run(self) -> None:
         """See `Thread.run`."""
         try:
-            self._checkpoint.finish(self._context)
+            with self._added.counting():
+                self._checkpoint.finish(self._context)
         except CheckpointError as error:
             self.error = error
         except (RuntimeError, MemoryError) as error:  # another rank is gone

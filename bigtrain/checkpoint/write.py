@@ -32,7 +32,7 @@ from bigtrain.checkpoint.manifest import hash_piece, record_of
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import Extent, StateTensor
 
-_BUFFERS = 3
+BUFFERS = 3
 """Pieces that a rank holds at most: one on its way to it, two that are hashed and written."""
 
 FileRecord = dict[str, Any]
@@ -45,6 +45,46 @@ def gather_entries(
     """What all ranks hold together, and who is to write it. Collective."""
     held = {name: Held.of(tensor) for name, tensor in state.items()}
     return plan_entries(context.all_gather_objects(held), list(owners))
+
+
+Round = Mapping[int, tuple[TensorFile, int]]
+"""By rank, the piece of one of its files that it gets together."""
+
+
+def rounds_of(files: Iterable[TensorFile]) -> list[Round]:
+    """In which order files are written: in each round a piece of each rank's."""
+    pieces_of: dict[int, list[tuple[TensorFile, int]]] = {}
+    for file in files:
+        pieces_of.setdefault(file.owner, []).extend((file, n) for n in range(file.num_pieces))
+    longest = max(map(len, pieces_of.values()), default=0)
+    return [
+        {owner: pieces[number] for owner, pieces in pieces_of.items() if number < len(pieces)}
+        for number in range(longest)
+    ]
+
+
+def buffer_bytes(files: Iterable[TensorFile], rank: int) -> int:
+    """Bytes of each of the buffers in which a rank gets pieces of its files together."""
+    return min(PIECE_BYTES, max((file.nbytes for file in files if file.owner == rank), default=0))
+
+
+def first_taken(rounds: Sequence[Round], most_bytes: int) -> int:
+    """The first round that a copy of the state has; those before are written at once.
+
+    Args:
+        rounds: of all files.
+        most_bytes: of the copies of any rank.
+    """
+    last = len(rounds)
+    sums: dict[int, int] = {}
+    while last > 0:
+        for file, piece in rounds[last - 1].values():
+            for rank, parts in file.parts(piece).items():
+                sums[rank] = sums.get(rank, 0) + sum(part.extent.size for part in parts)
+        if max(sums.values(), default=0) > most_bytes:
+            break
+        last -= 1
+    return last
 
 
 @dataclass
@@ -60,7 +100,7 @@ class _Given:
 class FileWriting:
     """Files that all ranks write together, each by its owner, in rounds of a piece of each.
 
-    A rank holds `_BUFFERS` pieces, and what it sends of a piece of each of the others.
+    A rank holds `BUFFERS` pieces, and what it sends of a piece of each of the others.
 
     Args:
         folder: where they are made; it is there.
@@ -77,20 +117,12 @@ class FileWriting:
         rank: int,
     ) -> None:
         self._rank = rank
-        pieces_of: dict[int, list[tuple[TensorFile, int]]] = {}
-        for file in files:
-            pieces_of.setdefault(file.owner, []).extend((file, n) for n in range(file.num_pieces))
-        longest = max(map(len, pieces_of.values()), default=0)
-        self._rounds = [
-            {owner: pieces[number] for owner, pieces in pieces_of.items() if number < len(pieces)}
-            for number in range(longest)
-        ]
+        self._rounds = rounds_of(files)
         self._next = 0
         self._values = _Values(state)
         self._taken: dict[int, _Given] = {}
         own = [file for file in files if file.owner == rank]
-        piece_bytes = min(PIECE_BYTES, max((file.nbytes for file in own), default=0))
-        self._writer = _Writer(folder, own, piece_bytes)
+        self._writer = _Writer(folder, own, buffer_bytes(files, rank))
 
     def take(self, context: RunContext, most_bytes: int | None) -> int:
         """Copy to the host what is not written yet: the state may change afterwards. Collective.
@@ -103,19 +135,10 @@ class FileWriting:
         Returns:
             The bytes that this rank has copied.
         """
-        last = len(self._rounds)
+        last = self._next
         if most_bytes is not None:
-            sums: dict[int, int] = {}
-            while last > 0:
-                for file, piece in self._rounds[last - 1].values():
-                    for rank, parts in file.parts(piece).items():
-                        sums[rank] = sums.get(rank, 0) + sum(part.extent.size for part in parts)
-                if max(sums.values(), default=0) > most_bytes:
-                    break
-                last -= 1
+            last = first_taken(self._rounds, most_bytes)
             self._exchange(context, last)
-        else:
-            last = self._next
         copied = 0
         for number in range(last, len(self._rounds)):
             given = self._give(number)
@@ -145,15 +168,19 @@ class FileWriting:
         group = context.group()
         with context.patiently():  # a disk may be slower than exchanges may be
             for number in range(self._next, last):
-                given = self._taken.pop(number, None) or self._give(number)
-                sends = [dist.isend(m, owner, group) for owner, m in given.messages.items()]
-                if self._rank in self._rounds[number]:
-                    file, piece = self._rounds[number][self._rank]
-                    self._receive(file, piece, given.own, group)
-                for send in sends:
-                    if send is not None:
-                        send.wait()
+                self._exchange_round(number, group)
         self._next = max(self._next, last)
+
+    def _exchange_round(self, number: int, group: dist.ProcessGroup | None) -> None:
+        """One round; what is sent in it, which `isend`'s work holds, too, is gone with it."""
+        given = self._taken.pop(number, None) or self._give(number)
+        sends = [dist.isend(m, owner, group) for owner, m in given.messages.items()]
+        if self._rank in self._rounds[number]:
+            file, piece = self._rounds[number][self._rank]
+            self._receive(file, piece, given.own, group)
+        for send in sends:
+            if send is not None:
+                send.wait()
 
     def _give(self, number: int) -> _Given:
         given = _Given({}, [])
@@ -246,10 +273,10 @@ class _Writer:
         self._sizes = {file.name: file.nbytes for file in files}
         self._descriptors: dict[str, int] = {}
         self._free: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
-        for _ in range(_BUFFERS):
+        for _ in range(BUFFERS):
             self._free.put(None)
         self._piece_bytes = piece_bytes
-        self._threads = ThreadPoolExecutor(_BUFFERS - 1, thread_name_prefix="bigtrain-write")
+        self._threads = ThreadPoolExecutor(BUFFERS - 1, thread_name_prefix="bigtrain-write")
         self._writes: list[Future[None]] = []
         self._error: OSError | None = None
         for name in self._paths:

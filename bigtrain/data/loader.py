@@ -45,6 +45,14 @@ class MicroBatch:
         """It is there only because all ranks must do the same number of forwards."""
         return self.rows == 0
 
+    @property
+    def tokens_per_sample(self) -> int:
+        """Targets of a sample where it has many (text), else 1."""
+        targets = self.targets
+        if isinstance(targets, Tensor) and targets.dim() == 2 and not targets.is_floating_point():
+            return targets.shape[1]
+        return 1
+
     def tensors(self) -> list[Tensor]:
         """Those of the inputs and of the targets."""
         return tree_tensors((self.inputs, self.targets))

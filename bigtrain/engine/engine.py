@@ -25,6 +25,7 @@ from bigtrain.assembly.build import build_runner, check_mesh
 from bigtrain.assembly.host_room import ensure_host_room
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.assembly.resolve import check_known, resolve_plan
+from bigtrain.assembly.state_peaks import forecast_state_peaks
 from bigtrain.checkpoint.saver import Saver
 from bigtrain.checkpoint.together import (
     check_optimizer_state,
@@ -48,6 +49,7 @@ from bigtrain.errors import ConfigError, NonFiniteError
 from bigtrain.job.schema import Job
 from bigtrain.losses.loss import Loss, as_loss, count_targets
 from bigtrain.losses.tasks import CustomTask, Task
+from bigtrain.memory.added_bytes import StatePeaks
 from bigtrain.memory.cap import MemoryCap, available_bytes, is_out_of_memory
 from bigtrain.memory.meter import MemoryMeter
 from bigtrain.memory.timeline import Peak
@@ -106,6 +108,8 @@ class Engine:
     predicted_fullest: Peak | None = None
     """As `predicted`, which is of this rank, of the fullest replica."""
     _host_bytes = 0
+    predicted_state = StatePeaks()
+    """Of a save and of a resume, on this rank."""
     predicted_step: StepForecast | None = None
     """What a step is expected to take; on rank 0."""
 
@@ -211,12 +215,12 @@ class Engine:
                 loss = self.runner.forward_backward(micro_batches)
                 grad_norm = self.runner.update(loss)
         except NonFiniteError as error:
-            raise NonFiniteError(_explained(error, self.steps_done + 1)) from None
+            raise NonFiniteError(error.explained(self.steps_done + 1)) from None
         self.steps_done += 1
         self.samples_seen += samples
         seconds = time.perf_counter() - began
         self._watch.end(seconds)
-        tokens = _tokens_per_sample(micro_batches[0])
+        tokens = micro_batches[0].tokens_per_sample
         return StepResult(
             step=self.steps_done,
             loss=loss.read(),
@@ -253,7 +257,8 @@ class Engine:
     def memory(self) -> MemoryReport | None:
         """Memory of all ranks and a step's seconds, measured and predicted; None but on rank 0."""
         predicted, steps = (self.predicted, self.prediction_note), self._watch.measured()
-        mine = RankMemory(self.context.rank, self.meter.measured(), *predicted, steps)
+        own = (self.meter.measured(), *predicted, steps, self.predicted_state)
+        mine = RankMemory(self.context.rank, *own)
         ranks = self.context.gather_objects(mine)
         if ranks is None:
             return None
@@ -279,7 +284,7 @@ class Engine:
                 on all ranks. What was there before stays, and the run can go on.
         """
         self.saver.reserve(folder)
-        with self._explaining("while a checkpoint was written"):
+        with self._explaining("while a checkpoint was written"), self.meter.saving() as added:
             meta = {"samples_seen": self.samples_seen, "validation": best}
             meta["job"] = self.job.model_dump(mode="json")
             return self.saver.save(
@@ -289,6 +294,7 @@ class Engine:
                 {**meta, **random_streams(self.context)},
                 config_texts(self.runner.module),
                 best=best is not None,
+                added=added,
             )
 
     def load(self, path: Path) -> None:
@@ -299,7 +305,7 @@ class Engine:
         """
         checkpoint = open_together(path, self.context)
         check_optimizer_state(checkpoint.tensors, self.runner.optimizer)
-        with self._explaining("while a checkpoint was read"):
+        with self._explaining("while a checkpoint was read"), self.meter.resuming():
             self.runner.load_state(checkpoint.tensors)
         self.steps_done = self.context.recorder.step = int(checkpoint.meta["step"])
         self.samples_seen = int(checkpoint.meta["samples_seen"])
@@ -391,7 +397,10 @@ class Engine:
         if not self.job.memory.predict:
             self.prediction_note = "memory.predict is off"
             return
-        prediction = predict(self.resolved, workload, self.context.pp_rank, self.context.dp_rank)
+        place = (self.context.pp_rank, self.context.dp_rank)
+        prediction = predict(self.resolved, workload, *place)
+        given = (self.resolved, workload, self.job.checkpoint, prediction)
+        self.predicted_state = forecast_state_peaks(*given, *place)
         self.predicted, self.prediction_note = prediction.own_peak, prediction.note
         self.predicted_fullest, self._host_bytes = prediction.peak, prediction.host_bytes
         if self.context.is_main and self._skeleton is not None:
@@ -428,22 +437,3 @@ class Engine:
         counts = count_targets(self.loss, [piece.targets for piece in pieces])
         micro_batches = [replace(p, count=n) for p, n in zip(pieces, counts, strict=True)]
         return micro_batches, round(sum(self.context.all_gather_numbers(rows, "dp")))
-
-
-def _explained(error: NonFiniteError, step: int) -> str:
-    if error.stepped:
-        return (
-            f"step {step}: {error}; with optim.release_gradients=true the parameters were updated "
-            "already. Resume from the last checkpoint with optim.release_gradients=false."
-        )
-    return (
-        f"step {step}: {error}; the optimizer was not stepped. "
-        "Lower optim.lr, set optim.clip_norm, or look at the data of this step."
-    )
-
-
-def _tokens_per_sample(micro_batch: MicroBatch) -> int:
-    targets = micro_batch.targets
-    if isinstance(targets, Tensor) and targets.dim() == 2 and not targets.is_floating_point():
-        return targets.shape[1]
-    return 1

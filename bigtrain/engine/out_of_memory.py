@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from bigtrain.devices import current_device, is_accelerator, set_current
 from bigtrain.engine.remedies import ForecastInputs, RemedySearch
 from bigtrain.errors import OutOfMemoryError
+from bigtrain.job.schema import CheckpointConfig
+from bigtrain.memory.added_bytes import StatePeak
 from bigtrain.memory.cap import requested_bytes
 from bigtrain.memory.timeline import MEMORY_KINDS, Peak, Phase
 from bigtrain.prediction.residuals import kept_beside_tensors
@@ -26,6 +28,7 @@ _WHERE = {
     "backward": "in the backward pass",
     "step": "in the optimizer's step",
     "evaluate": "in validation",
+    "save": "while a checkpoint was written",
 }
 
 
@@ -88,6 +91,27 @@ def predict_out_of_memory(
         f"{format_bytes(limit)} that a rank can take{kept}"
     )
     return [headline, *_fits(search, limit)]
+
+
+def predict_save_beyond(
+    save: StatePeak | None, limit: int | None, config: CheckpointConfig
+) -> list[str]:
+    """What to say before a run whose saves are predicted not to fit; nothing where they are to.
+
+    Args:
+        save: its predicted peak.
+        limit: bytes that a rank may take.
+        config: whether anything is saved, and how.
+    """
+    if save is None or limit is None or not config.saves or save.bytes <= limit:
+        return []
+    fix = "Use more ranks with --strategy fsdp, or a higher memory.cap"
+    if config.asynchronous:
+        fix = "Use checkpoint.asynchronous=false, or a lower checkpoint.snapshot_bytes"
+    return [
+        f"the predicted peak of a save, {format_bytes(save.bytes)}, is more than the "
+        f"{format_bytes(limit)} that a rank can take. {fix}."
+    ]
 
 
 def _half(situation: OutOfMemoryContext) -> int | None:

@@ -330,6 +330,11 @@ class CheckpointConfig(ConfigSection):
     resume: str | None = None
     """`auto`: the run's newest, if there is one; or the path of a checkpoint."""
 
+    @property
+    def saves(self) -> bool:
+        """Whether a run saves its state at all."""
+        return self.every > 0 or self.at_end or self.best is not None
+
 
 class LogConfig(ConfigSection):
     """What is written while it runs."""

@@ -23,6 +23,7 @@ from bigtrain.devices import (
     reset_peaks,
     start_kernels,
 )
+from bigtrain.memory.added_bytes import AddedBytes, StatePeak, StatePeaks
 from bigtrain.memory.cap import MemoryCap
 from bigtrain.memory.host_memory import proc_status_bytes
 from bigtrain.memory.timeline import Breakdown, MemoryCurve, MemoryKind, Peak, Phase
@@ -81,6 +82,8 @@ class MemoryMeasurement:
     """Each accelerator, where the process has its stages on several."""
     curve: MemoryCurve | None = None
     """The last tracked step, from its beginning to its end."""
+    state: StatePeaks = StatePeaks()
+    """The highest moment of the saves, and of the resume."""
 
 
 _MOMENT_S, _MOMENTS = 2e-4, 100
@@ -118,6 +121,10 @@ class MemoryMeter:
         self._course: MemoryCurve | None = None
         self.current: Phase = "build"
         """The phase that the run is in."""
+        self._resident = 0
+        self._state = StatePeaks()
+        self._saving: AddedBytes | None = None
+        self._beside_steps = False
         self._base_bytes: dict[torch.device, int] = {}
         """What each accelerator's tensors were before the run."""
         self.add_devices([device])
@@ -155,19 +162,73 @@ class MemoryMeter:
         """One optimizer step, counted from 1; the last of the window closes it."""
         start_tick = self._tracker.clock if self._tracker is not None else 0
         self.recorder.begin_step(number)
+        self._note_beside()
         with self.window():
             yield
         self.recorder.end_step()
+        self._note_beside()
         if self._tracker is not None:
             self._steps_left -= 1
             if self._steps_left <= 0:
                 timeline = self._tracker.timeline()
-                self._tracked = timeline.peak()
+                self._tracked, self._resident = timeline.peak(), self._tracker.live_bytes
                 self._course = timeline.curve(start_tick, self._tracker.times)
                 if self._cap is not None:
                     self._cap.limit_process(self._tracker.live_bytes)
                 self._tracker.close()
                 self._tracker = None
+
+    @property
+    def _resident_bytes(self) -> int | None:
+        """What stays from step to step, as the last one that was tracked left it."""
+        return (self._tracker.live_bytes if self._tracker is not None else self._resident) or None
+
+    @contextmanager
+    def resuming(self) -> Iterator[None]:
+        """Around taking over a checkpoint: its highest moment is measured."""
+        added = AddedBytes()
+        with added.counting():
+            yield
+        peak = self._state_peak(self._resident_bytes, added)
+        self._state = replace(self._state, resume=peak)
+
+    @contextmanager
+    def saving(self) -> Iterator[AddedBytes]:
+        """Around a save: its highest moment is measured; what goes on in a thread counts itself.
+
+        What a thread holds while steps run is added to the highest moment of a step: the two need
+        not be at once, so that what was held at once is at most that.
+        """
+        self._end_saving()
+        self._saving, self._beside_steps = AddedBytes(), False
+        with self._saving.counting():
+            yield self._saving
+        self._note_save(self._resident_bytes, self._saving)
+        self._saving.restart()
+
+    def _note_beside(self) -> None:
+        """Whether a thread saves while this step runs."""
+        self._beside_steps |= self._saving is not None and self._saving.active > 0
+
+    def _end_saving(self) -> None:
+        """Take account of what a thread has held since the last save began."""
+        if self._saving is not None:
+            base = self._resident_bytes
+            if self._beside_steps and base is not None:
+                base = self.peak_bytes()
+            self._note_save(base, self._saving)
+
+    def _note_save(self, base: int | None, added: AddedBytes) -> None:
+        peak = self._state_peak(base, added)
+        if peak is not None:
+            self._state = replace(self._state, save=peak.or_higher(self._state.save))
+
+    def _state_peak(self, base: int | None, added: AddedBytes) -> StatePeak | None:
+        """What was there and what was added; None where nobody knows what was there."""
+        if base is None:
+            return None
+        host = added.peak_bytes("cpu") if is_accelerator(self.device) else 0
+        return StatePeak(base + added.peak_bytes(self.device.type), host)
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
@@ -203,8 +264,10 @@ class MemoryMeter:
         """Everything measured so far."""
         peak = self._tracker.timeline().peak() if self._tracker is not None else self._tracked
         process, base = self.process.bytes(), self.process.base_bytes
+        self._end_saving()
         if not self._base_bytes:
-            return MemoryMeasurement(peak, process, process_base_bytes=base, curve=self._course)
+            also = {"process_base_bytes": base, "curve": self._course, "state": self._state}
+            return MemoryMeasurement(peak, process, **also)  # type: ignore[arg-type]
         peaks = {device: allocator_peaks(device) for device in self._base_bytes}
         each = tuple(
             DeviceMemory(
@@ -226,6 +289,7 @@ class MemoryMeter:
             process_base_bytes=base,
             devices=each if len(each) > 1 else (),
             curve=self._course,
+            state=self._state,
         )
 
 

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 MemoryKind = Literal["parameters", "gradients", "optimizer", "activations", "buffers", "temporary"]
-Phase = Literal["build", "forward", "backward", "step", "evaluate"]
+Phase = Literal["build", "forward", "backward", "step", "evaluate", "save"]
 
 
 @dataclass(frozen=True)

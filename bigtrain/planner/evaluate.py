@@ -325,7 +325,9 @@ class PlanEvaluator:
                 self.least_bytes(candidate, plan) * share,
             )
             arguments = (plan, candidate, ladder, self._clock, self._composed, factors)
-            fit = StageFitter(*arguments, self._split_passes(plan, candidate))
+            split_passes, config = self._split_passes(plan, candidate), self._job.checkpoint
+            saves = config.saves and not is_accelerator(plan.device_type)
+            fit = StageFitter(*arguments, split_passes, config if saves else None)
             plan.check_model(ModelFacts(shared=fit.shared))
             self._fits[candidate] = fit
         return self._fits[candidate]
@@ -414,7 +416,8 @@ def _written(
 def _too_much(peak: Peak, limit: int) -> str:
     breakdown = vars(peak.breakdown)
     kind = max(breakdown, key=lambda part: breakdown[part])
+    where = " in a save" if peak.phase == "save" else ""
     return (
         f"{format_bytes(peak.bytes - limit)} too much: {kind} {format_bytes(breakdown[kind])} of "
-        f"{format_bytes(peak.bytes)}"
+        f"{format_bytes(peak.bytes)}{where}"
     )

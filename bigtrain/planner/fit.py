@@ -14,13 +14,20 @@ from functools import cached_property
 from itertools import pairwise
 
 from bigtrain.activations.policy import BlockPolicy
+from bigtrain.checkpoint.forecast_save import estimate_save
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.cutting.partition import AtomicUnits, partition
+from bigtrain.job.schema import CheckpointConfig
 from bigtrain.memory.timeline import Peak, highest_peak
 from bigtrain.planner.recompute_levels import RecomputeLevels, SectionRange
 from bigtrain.planner.space import Candidate
-from bigtrain.prediction.compose import compose_profile, section_states, with_split_backward
+from bigtrain.prediction.compose import (
+    compose_profile,
+    count_parameters,
+    section_states,
+    with_split_backward,
+)
 from bigtrain.prediction.predict import forecast_rank_step, forecast_stages, forecast_step
 from bigtrain.prediction.sections import PassPair, Section
 from bigtrain.schedules.in_flight import in_flight_at_peak, in_flight_by_stage
@@ -45,6 +52,7 @@ class StageFitter:
         state_factors: bytes of states on a rank for each byte of a parameter, at least: before
             there are gradients, and with them.
         split_passes: of the sections, where a schedule takes their backward pass apart.
+        checkpoint: how the state is saved, where that takes memory of the device: on a CPU.
     """
 
     def __init__(
@@ -56,7 +64,9 @@ class StageFitter:
         composed: dict[object, Profile],
         state_factors: tuple[float, float],
         split_passes: Callable[[], Mapping[str, PassPair] | None] | None = None,
+        checkpoint: CheckpointConfig | None = None,
     ) -> None:
+        self._checkpoint = checkpoint
         self.levels = ladder
         self._plan, self._candidate = plan, candidate
         self._clock, self._composed = clock, composed
@@ -329,9 +339,29 @@ class StageFitter:
     def _peak(self, stages: Sequence[SectionRange], own_stages: Sequence[int], rank: int) -> Peak:
         profiles = {place: self._with_split_backward(stages[place]) for place in own_stages}
         forecasts = forecast_stages(profiles, self._plan)
+        sections = [section for place in own_stages for section in self.sections(stages[place])]
         if len(own_stages) > 1:  # stages that are alike have one profile, and tensors of their own
             forecasts = {place: _own_names(one, place) for place, one in forecasts.items()}
-        return forecast_rank_step(forecasts, with_fewer_micro_batches(self._plan), rank).peak()
+        forecast = forecast_rank_step(forecasts, with_fewer_micro_batches(self._plan), rank)
+        return self._or_save(forecast, sections)
+
+    def _or_save(self, forecast: Forecast, sections: Sequence[Section]) -> Peak:
+        """The peak of a rank's step, or of a save where that is higher."""
+        step, plan = forecast.peak(), self._plan
+        if self._checkpoint is None:
+            return step
+        states, numbers = section_states(sections), count_parameters(sections)
+        widened = plan.bf16_parameters and plan.master_weights
+        parts = [4 * numbers if widened else states.parameters, states.optimizer]
+        largest = max((t.nbytes for section in sections for t in section.tensors), default=0)
+        shards = plan.state_ranks if plan.replicate.sharded_states == 3 else 1
+        given = (parts, largest, self._checkpoint)
+        added = estimate_save(*given, ranks=plan.dp, shards=shards)
+        batch = self.levels["keep"].base.batch_bytes * plan.batch.accumulation_steps
+        here = replace(forecast.states, activations=batch, temporary=added.waiting)
+        whole = step.breakdown
+        beside = replace(whole, temporary=whole.temporary + added.beside)
+        return highest_peak([step, Peak("save", here), Peak("save", beside)])
 
     def _with_split_backward(self, stage: SectionRange) -> Profile:
         """The profile of a stage that may go back in two parts; the first one has no inputs'."""

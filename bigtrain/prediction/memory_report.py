@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from bigtrain.machine.busy import CpuUse, is_busy
+from bigtrain.memory.added_bytes import StatePeaks
 from bigtrain.memory.meter import MemoryMeasurement
 from bigtrain.memory.timeline import MemoryKind, Peak
 from bigtrain.prediction.residuals import EngineName, PeakRecord, StepBasis, StepRecord
@@ -47,6 +48,8 @@ class RankMemory:
     """Why there is no prediction, where there is none."""
     steps: StepMeasurement | None = None
     """None where every step was tracked."""
+    predicted_state: StatePeaks = StatePeaks()
+    """Of a save and of a resume; measured ones are in `measured`."""
 
     def error_bytes(self, kind: MemoryKind | None = None) -> int | None:
         """Predicted less measured: of a part, or of the peak, to which the parts' errors sum.
@@ -82,6 +85,13 @@ class RankMemory:
             entry["alloc_retries"] = self.measured.alloc_retries
         if self.measured.devices:
             entry["devices"] = [asdict(device) for device in self.measured.devices]
+        for name in ("save", "resume"):
+            seen, expected = getattr(self.measured.state, name), getattr(self.predicted_state, name)
+            entry[f"{name}_peak_bytes"] = seen.bytes if seen else None
+            entry[f"predicted_{name}_peak_bytes"] = expected.bytes if expected else None
+            if self.measured.reserved_bytes is not None:
+                entry[f"{name}_host_bytes"] = seen.host_bytes if seen else None
+                entry[f"predicted_{name}_host_bytes"] = expected.host_bytes if expected else None
         if self.steps is not None:
             entry["step_seconds"] = self.steps.seconds
         return entry

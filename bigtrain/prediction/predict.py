@@ -28,6 +28,8 @@ class Prediction:
     advice: list[str] = field(default_factory=list)
     own_peak: Peak | None = None
     """Of the replica that was asked about."""
+    states: Breakdown | None = None
+    """What that replica holds at every moment of a step, and between steps; a batch is in it."""
     host_bytes: int = 0
     """The most that this rank's saved activations take of the host's memory: of a run on an
     accelerator that offloads them there."""
@@ -54,12 +56,13 @@ def predict(
     peak, note = highest_peak([rank.forecast.peak(), built]), tracing_note(plan.device_type)
     told = [line for line in (note, _not_compiled(rank.profiles)) if line is not None]
     if _by_stages(resolved):
-        return Prediction(peak, None, told, peak, rank.host_bytes)
+        states = rank.forecast.states
+        return Prediction(peak, None, told, peak, states, rank.host_bytes)
     profile, own_plan = rank.profiles[0], replace(plan, dp_rank=dp_rank)
     own_forecast = forecast_rank_step({0: forecast_step(profile, own_plan)}, own_plan, pp_rank)
     own_peak = highest_peak([own_forecast.peak(), built])
     told += collect_advice(profile, plan)
-    return Prediction(peak, None, told, own_peak, rank.host_bytes)
+    return Prediction(peak, None, told, own_peak, own_forecast.states, rank.host_bytes)
 
 
 def _not_compiled(profiles: Sequence[Profile]) -> str | None:

@@ -10,15 +10,16 @@ import yaml
 from rich.console import Console
 
 from bigtrain.assembly.make_plan import describe_plan
+from bigtrain.assembly.state_peaks import forecast_state_peaks
 from bigtrain.core.strategy import Plan
 from bigtrain.engine.engine import Engine
-from bigtrain.engine.out_of_memory import predict_out_of_memory
+from bigtrain.engine.out_of_memory import predict_out_of_memory, predict_save_beyond
 from bigtrain.engine.remedies import ForecastInputs
 from bigtrain.engine.setup import RunSetup
 from bigtrain.job.schema import Job
 from bigtrain.memory.timeline import Peak, highest_peak
 from bigtrain.prediction.predict import predict
-from bigtrain.report.run_log import predicted_line, step_line
+from bigtrain.report.run_log import predicted_line, state_line, step_line
 from bigtrain.units import format_count
 
 
@@ -42,6 +43,8 @@ def opening_lines(parts: RunSetup, engine: Engine, resumed: Sequence[str]) -> It
         yield from engine.layout.lines()
     yield from parts.resolved.notes
     yield predicted_line(engine.predicted_fullest, engine.prediction_note)
+    save, limit = engine.predicted_state.save, engine.limit_bytes
+    yield from predict_save_beyond(save, limit, parts.job.checkpoint)
     if engine.predicted_step is not None:
         yield step_line(engine.predicted_step)
     yield from engine.advice
@@ -86,6 +89,7 @@ def dry_run_lines(job: Job, plan: Plan, parts: RunSetup) -> Iterator[str]:
     peaks: list[Peak] = []
     for pp_rank in range(plan.pp):
         prediction = predict(parts.resolved, workload, pp_rank)
+        state = forecast_state_peaks(parts.resolved, workload, job.checkpoint, prediction, pp_rank)
         if plan.pp > 1:
             yield f"pp rank {pp_rank}:"
         yield predicted_line(prediction.peak, prediction.note)
@@ -94,6 +98,9 @@ def dry_run_lines(job: Job, plan: Plan, parts: RunSetup) -> Iterator[str]:
             for kind, size in vars(prediction.peak.breakdown).items():
                 yield f"  {kind:12} {size:>15,} bytes"
             peaks.append(prediction.peak)
+        if state.save is not None and state.resume is not None:
+            yield state_line(state.save, state.resume)
+            yield from predict_save_beyond(state.save, job.memory.cap, job.checkpoint)
     if peaks and job.memory.cap is not None:
         subject = ForecastInputs(job, parts.resolved, workload)
         yield from predict_out_of_memory(subject, highest_peak(peaks), job.memory.cap)

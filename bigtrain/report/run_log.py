@@ -31,6 +31,7 @@ from bigtrain.core.strategy import Plan
 from bigtrain.engine.engine import StepResult
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Job
+from bigtrain.memory.added_bytes import StatePeak
 from bigtrain.memory.cap import device_capacity_bytes
 from bigtrain.memory.timeline import Peak
 from bigtrain.prediction.memory_report import MemoryReport, StepForecast
@@ -361,6 +362,15 @@ def predicted_line(peak: Peak | None, note: str | None) -> str:
     if peak is None:
         return f"predicted peak: none ({note})"
     return f"predicted peak: {format_bytes(peak.bytes)} a rank, in {peak.phase}"
+
+
+def state_line(save: StatePeak, resume: StatePeak) -> str:
+    """One line of a dry run: what a rank holds at most in a save and in a resume."""
+    words = []
+    for name, peak in (("save", save), ("resume", resume)):
+        host = f" and {format_bytes(peak.host_bytes)} on the host" if peak.host_bytes else ""
+        words.append(f"{format_bytes(peak.bytes)}{host} in a {name}")
+    return f"predicted also: {', '.join(words)}"
 
 
 def step_line(step: StepForecast) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
+from bigtrain.memory.added_bytes import StatePeak
 from bigtrain.memory.timeline import MEMORY_KINDS, MemoryKind, Peak
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory
 from bigtrain.units import format_bytes, format_seconds
@@ -43,9 +44,28 @@ def memory_table(report: MemoryReport) -> Table:
         )
     if any(r.measured.devices for r in shown):
         table.add_row("fullest device", *(c for r in shown for c in (_fullest(r), "", "")))
+    for row in _state_rows(shown):
+        table.add_row(*row)
     table.add_section()
     table.add_row("step", *(c for r in shown for c in _step(report, r)))
     return table
+
+
+def _state_rows(shown: Sequence[RankMemory]) -> Iterator[list[str]]:
+    """The peak of a save, and of a resume where there was one; beside a GPU also what it adds."""
+    for name in ("save", "resume"):
+        pairs = [(getattr(r.measured.state, name), getattr(r.predicted_state, name)) for r in shown]
+        if any(seen is not None for seen, _ in pairs):
+            yield [name, *(c for pair in pairs for c in _state(*pair, "bytes"))]
+        if any(seen is not None and seen.host_bytes for seen, _ in pairs):
+            yield [f"{name}, host", *(c for pair in pairs for c in _state(*pair, "host_bytes"))]
+
+
+def _state(seen: StatePeak | None, expected: StatePeak | None, what: str) -> tuple[str, str, str]:
+    measured, predicted = (getattr(one, what) if one else None for one in (seen, expected))
+    if not measured or predicted is None:
+        return _size(measured), _size(predicted), "-"
+    return _size(measured), _size(predicted), _share(predicted - measured, measured)
 
 
 def _shown(report: MemoryReport) -> list[RankMemory]:
@@ -61,6 +81,8 @@ def memory_notes(report: MemoryReport) -> list[str]:
     lines = ["process: resident memory above what it was before the model was built"]
     if any(r.error_bytes() is not None for r in report.ranks):
         lines.insert(0, "error: predicted less measured, as a share of the rank's measured peak")
+    if any(r.measured.state.save for r in report.ranks):
+        lines.append("save: the state and what is held to write it, at its highest")
     if any(r.measured.devices for r in report.ranks):
         lines.append("peak: of a process's devices together; each may have had its own at a time")
     if len(report.ranks) > MOST_RANKS:
@@ -130,9 +152,13 @@ def _error(rank: RankMemory, kind: MemoryKind | None = None) -> str:
     difference, peak = rank.error_bytes(kind), rank.measured.peak
     if difference is None or peak is None or peak.bytes == 0:
         return "-"
+    return _share(difference, peak.bytes)
+
+
+def _share(difference: int, measured: int) -> str:
     if difference == 0:
         return "exact"
-    share = round(difference / peak.bytes, 3)
+    share = round(difference / measured, 3)
     return f"{share:+.1%}" if share else "0.0%"  # no -0.0%
 
 

@@ -11,9 +11,11 @@ import torch
 from support.zygote import forked_cli
 
 from bigtrain.engine import out_of_memory, remedies
-from bigtrain.engine.out_of_memory import predict_out_of_memory
+from bigtrain.engine.out_of_memory import predict_out_of_memory, predict_save_beyond
 from bigtrain.errors import ConfigError, OutOfMemoryError
 from bigtrain.job.load import load_job
+from bigtrain.job.schema import CheckpointConfig
+from bigtrain.memory.added_bytes import StatePeak
 from bigtrain.memory.cap import is_out_of_memory, requested_bytes
 from bigtrain.memory.host_memory import host_memory_line
 from bigtrain.memory.timeline import Breakdown, Peak
@@ -33,6 +35,19 @@ GPT = [
 ON_CPU, ON_GPU = (
     SimpleNamespace(plan=SimpleNamespace(device_type=kind)) for kind in ("cpu", "cuda")
 )
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [({}, "more ranks with --strategy fsdp"), ({"asynchronous": True}, "asynchronous=false")],
+)
+def test_a_save_that_will_not_fit_is_said_before(words, fix):
+    save, config = StatePeak(3 * MIB), CheckpointConfig(**words)
+    (line,) = predict_save_beyond(save, 2 * MIB, config)
+    assert "a save, 3.0 MiB, is more than the 2.0 MiB" in line
+    assert fix in line
+    assert predict_save_beyond(save, 3 * MIB, config) == []
+    assert predict_save_beyond(save, 2 * MIB, CheckpointConfig(at_end=False)) == []
 
 
 def bigtrain(folder, *words):

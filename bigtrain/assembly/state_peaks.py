@@ -1,0 +1,347 @@
+"""The peaks of a save and of a resume on one rank, before anything is built.
+
+Beside the step's forecast this needs only who holds which elements of which tensor: whole ones
+(replicas), rows (`fully_shard`), stretches of all parameters laid end to end (pieces, DeepSpeed's
+stages 1 and 2) or of each (its stage 3). `forecast_save` goes through the rounds of a save with
+that. A resume holds the state as far as it was read, and what is read of one tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from bigtrain.checkpoint.forecast_save import Making, SaveBytes, files_of, forecast_save
+from bigtrain.checkpoint.layout import Held
+from bigtrain.core.resolved import ResolvedPlan
+from bigtrain.core.strategy import Plan
+from bigtrain.core.workload import Workload
+from bigtrain.devices import is_accelerator
+from bigtrain.job.schema import CheckpointConfig
+from bigtrain.memory.added_bytes import StatePeak, StatePeaks
+from bigtrain.memory.timeline import Peak
+from bigtrain.models.bf16_parameters import bf16_parameter_names
+from bigtrain.optim.partition import chunk_elements, partition_evenly
+from bigtrain.optim.partitioned import ELEMENTWISE_OPTIMIZERS
+from bigtrain.optim.update import MakeOptimizer, is_elementwise
+from bigtrain.prediction.predict import Prediction
+from bigtrain.prediction.record import fake_safe_optimizer, storage_bytes
+from bigtrain.tensors.shards import Extent, box_extents, whole_extents
+
+Slots = Mapping[str, Tensor]
+"""The state of an optimizer for one parameter, without values."""
+
+
+def forecast_state_peaks(
+    resolved: ResolvedPlan,
+    workload: Workload,
+    config: CheckpointConfig,
+    prediction: Prediction,
+    pp_rank: int = 0,
+    dp_rank: int = 0,
+) -> StatePeaks:
+    """Predict what one rank holds at most while it saves, and while it takes a checkpoint over.
+
+    Asynchronous, steps are taken to go on beside: what the thread holds is added to their peak.
+
+    Args:
+        resolved: what will be run.
+        workload: with an example.
+        config: how it is saved.
+        prediction: of a step on this rank.
+        pp_rank: which stages it has.
+        dp_rank: which replica it is.
+
+    Returns:
+        Nothing known where the step is not, or the optimizer does not run on fake tensors.
+    """
+    states, step = prediction.states, prediction.own_peak
+    if states is None or step is None:
+        return StatePeaks()
+    try:
+        known = _State.of(resolved, workload)
+    except Exception:  # an optimizer of the user's
+        return StatePeaks()
+    plan, rank = resolved.plan, dp_rank * resolved.plan.pp + pp_rank
+    files = files_of([known.held(d, p) for d in range(plan.dp) for p in range(plan.pp)])
+    made = known.made(dp_rank, pp_rank)
+    how = {"asynchronous": config.asynchronous, "most_bytes": config.snapshot_bytes}
+    added = forecast_save(files, rank, made, **how)  # type: ignore[arg-type]
+    kept = states.total - states.activations
+    resume = kept + known.read_beside(dp_rank, pp_rank)
+    if is_accelerator(plan.device_type):
+        host = max(added.waiting - added.made, added.beside)
+        return StatePeaks(StatePeak(kept + added.made, host), StatePeak(resume, known.largest))
+    # The batch is there until the next one comes.
+    batch = storage_bytes(workload.micro_batch.tensors()) * plan.batch.accumulation_steps
+    return StatePeaks(_on_host(kept + batch, step, added), StatePeak(resume))
+
+
+def _on_host(kept: int, step: Peak, added: SaveBytes) -> StatePeak:
+    beside = step.bytes + added.beside if added.beside else 0
+    return StatePeak(max(kept + added.waiting, beside))
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A tensor of the model as it is saved."""
+
+    name: str
+    first: str
+    """The first of its names, where it is tied."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_buffer: bool
+    trained: bool
+    low: bool
+    """Whether layers see it in bf16, its fp32 values being kept apart."""
+
+
+class _State:
+    """Who holds what of the training state.
+
+    Args:
+        resolved: what will be run.
+        tensors: of the whole model.
+        slots: of each trained parameter, by its first name.
+        splits: whether a piece that a rank updates may be any stretch of a parameter.
+    """
+
+    def __init__(
+        self,
+        resolved: ResolvedPlan,
+        tensors: Sequence[_Saved],
+        slots: Mapping[str, Slots],
+        *,
+        splits: bool,
+    ) -> None:
+        self._plan, self._layout = resolved.plan, resolved.layout
+        self._tensors, self._slots, self._splits = tensors, slots, splits
+        cut = resolved.plan.cut
+        self._cut = self._layout is not None and cut is not None and cut.spans_ranks
+        self._kind = resolved.plan.replicate.optimizer_gets
+        if cut is not None and cut.optimizer_gets == "copies":
+            self._kind = "copies"
+        self._stretches: dict[int, Mapping[str, tuple[int, int]]] = {}
+
+    @classmethod
+    def of(cls, resolved: ResolvedPlan, workload: Workload) -> _State:
+        """Of a plan; the optimizer takes one step on fake tensors."""
+        tensors = list(_saved_tensors(workload.model, resolved.plan))
+        by_shape: dict[tuple[tuple[int, ...], torch.dtype], Slots] = {}
+        wanted = {(t.shape, t.dtype) for t in tensors if t.trained}
+        for key, found in zip(wanted, _slots_of(workload.make_optimizer, wanted), strict=True):
+            by_shape[key] = found
+        slots = {t.first: by_shape[t.shape, t.dtype] for t in tensors if t.trained}
+        optimizer = type(workload.make_optimizer([nn.Parameter(torch.zeros(1))])).__name__
+        return cls(resolved, tensors, slots, splits=optimizer in ELEMENTWISE_OPTIMIZERS)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest tensor of the model, as it is saved."""
+        return max((math.prod(t.shape) * t.dtype.itemsize for t in self._tensors), default=0)
+
+    def held(self, dp_rank: int, pp_rank: int) -> dict[str, Held]:
+        """What one rank says that it holds; see `Runner.state`."""
+        held = {}
+        for tensor in self._own(pp_rank):
+            extents = self._extents(tensor, dp_rank, pp_rank, slot=False)
+            name, differ = f"model.{tensor.name}", tensor.is_buffer
+            held[name] = Held(tensor.dtype, tensor.shape, extents, differ)
+        for name, tensor, slot in self._optimizer(pp_rank):
+            extents = whole_extents(slot.shape)
+            if is_elementwise(name.rpartition(".")[2], slot, tensor.shape):
+                extents = self._extents(tensor, dp_rank, pp_rank, slot=True)
+            elif self._kind == "pieces" and not self._updates(tensor, dp_rank, pp_rank):
+                continue
+            held[name] = Held(slot.dtype, tuple(slot.shape), extents, False)
+        return held
+
+    def made(self, dp_rank: int, pp_rank: int) -> dict[str, Making]:
+        """The tensors that a rank makes to read them: from a disk, or of several pieces."""
+        on_disk, chunk = self._on_disk, self._chunk(pp_rank)
+        made = {}
+        for tensor in self._own(pp_rank):
+            size = self._local(tensor, dp_rank, pp_rank, slot=False)
+            laid = self._plan.lays_weights and len(tensor.shape) == 4 and not tensor.is_buffer
+            cut = chunk is not None and tensor.low and self._kind == "pieces" and size > chunk
+            if laid or cut:
+                made[f"model.{tensor.name}"] = Making(size * tensor.dtype.itemsize)
+        for name, tensor, slot in self._optimizer(pp_rank):
+            if not is_elementwise(name.rpartition(".")[2], slot, tensor.shape):
+                continue
+            numbers = self._local(tensor, dp_rank, pp_rank, slot=True)
+            size, several = numbers * slot.dtype.itemsize, chunk is not None and numbers > chunk
+            if on_disk or several:
+                made[name] = Making(size, size if on_disk and several else 0)
+        return made
+
+    def read_beside(self, dp_rank: int, pp_rank: int) -> int:
+        """What the highest moment of a resume is above the state of a run, without a batch.
+
+        Bytes; what is not read yet of the optimizer's state is missing in it.
+        """
+        at_once = self._kind == "copies"  # its flat tensors are there with the first that is read
+        sizes = []
+        for name, tensor, slot in sorted(self._optimizer(pp_rank), key=lambda one: one[0]):
+            numbers, sliced = (
+                slot.numel(),
+                is_elementwise(name.rpartition(".")[2], slot, tensor.shape),
+            )
+            if sliced:
+                numbers = self._local(tensor, dp_rank, pp_rank, slot=True)
+            elif self._kind == "pieces" and not self._updates(tensor, dp_rank, pp_rank):
+                continue
+            size = numbers * slot.dtype.itemsize
+            stays = 0 if self._on_disk and sliced else size
+            read = size
+            if sliced and self._in_pieces and self._splits:  # what is read is what stays
+                chunk = self._chunk(pp_rank)
+                most = numbers if chunk is None else min(chunk, numbers)
+                read = most * slot.dtype.itemsize if self._on_disk else 0
+            sizes.append((stays, read))
+        missing = sum(stays for stays, _ in sizes)
+        model = (
+            self._local(t, dp_rank, pp_rank, slot=False) * t.dtype.itemsize
+            for t in self._own(pp_rank)
+        )
+        highest = max(model, default=0) - missing
+        if at_once:
+            return max(highest, *(read for _, read in sizes), 0)
+        for stays, read in sizes:
+            missing -= stays
+            highest = max(highest, read - missing)
+        return highest
+
+    @property
+    def _in_pieces(self) -> bool:
+        """Whether `PartitionedUpdate` has the optimizer."""
+        away = self._plan.offload_tiers.optimizer != "device"
+        return self._kind == "pieces" or (away and self._kind == "parameters")
+
+    @property
+    def _on_disk(self) -> bool:
+        return self._in_pieces and self._plan.offload_tiers.optimizer == "disk"
+
+    def _chunk(self, pp_rank: int) -> int | None:
+        """Elements that are updated at a time; None where the pieces are not cut further."""
+        low = any(t.low for t in self._tensors)
+        if not self._in_pieces or not (low or self._plan.offload_tiers.optimizer != "device"):
+            return None
+        elements = sum(math.prod(t.shape) for t in self._trained(pp_rank))
+        return chunk_elements(elements, self._plan.state_ranks)
+
+    def _own(self, pp_rank: int) -> list[_Saved]:
+        if not self._cut or self._layout is None:
+            return list(self._tensors)
+        own = self._layout.chosen.cut.tensor_names_of(self._layout.stages_of(pp_rank))
+        return [tensor for tensor in self._tensors if tensor.first in own]
+
+    def _trained(self, pp_rank: int) -> list[_Saved]:
+        return [t for t in self._own(pp_rank) if t.trained and t.name == t.first]
+
+    def _optimizer(self, pp_rank: int) -> Iterator[tuple[str, _Saved, Tensor]]:
+        """What ranks of a stage keep, by full name; a tied parameter's is the first stage's."""
+        earlier = {t.name for p in range(pp_rank) for t in self._trained(p)} if self._cut else set()
+        for tensor in self._trained(pp_rank):
+            if tensor.name not in earlier:
+                for key, slot in sorted(self._slots[tensor.first].items()):
+                    yield f"optimizer.{tensor.name}.{key}", tensor, slot
+
+    def _updates(self, tensor: _Saved, dp_rank: int, pp_rank: int) -> bool:
+        """Whether a rank updates some of a parameter, or all of an empty one."""
+        return bool(self._extents(tensor, dp_rank, pp_rank, slot=True))
+
+    def _local(self, tensor: _Saved, dp_rank: int, pp_rank: int, *, slot: bool) -> int:
+        return sum(e.size for e in self._extents(tensor, dp_rank, pp_rank, slot=slot))
+
+    def _extents(
+        self, tensor: _Saved, dp_rank: int, pp_rank: int, *, slot: bool
+    ) -> tuple[Extent, ...]:
+        """The elements of a model's tensor, or of a slot like it, that a rank has."""
+        ranks, kind = self._plan.state_ranks, self._kind
+        place = dp_rank % ranks
+        stage = self._plan.replicate.sharded_states
+        if ranks == 1 or tensor.is_buffer or kind == "parameters":
+            return whole_extents(tensor.shape)
+        if kind == "shards":
+            return _rows(tensor.shape, place, ranks)
+        if kind == "copies" and stage == 3:
+            return _even_stretch(math.prod(tensor.shape), place, ranks)
+        if not tensor.trained or (kind == "pieces" and not slot and not tensor.low):
+            return whole_extents(tensor.shape)
+        begin, end = self._stretch(pp_rank, place).get(tensor.first, (0, 0))
+        return (Extent(begin, end - begin),) if end > begin else ()
+
+    def _stretch(self, pp_rank: int, place: int) -> Mapping[str, tuple[int, int]]:
+        """Of parameters laid end to end, the elements of each that a replica updates."""
+        key = pp_rank * self._plan.state_ranks + place
+        if key not in self._stretches:
+            sizes = {t.name: math.prod(t.shape) for t in self._trained(pp_rank)}
+            splits = self._splits or self._kind == "copies"
+            for number in range(self._plan.state_ranks):
+                self._stretches[pp_rank * self._plan.state_ranks + number] = {}
+            for name, rank, *bounds in partition_evenly(sizes, self._plan.state_ranks, splits):
+                owned = self._stretches[pp_rank * self._plan.state_ranks + rank]
+                owned[name] = (bounds[0], bounds[1])  # type: ignore[index]
+        return self._stretches[key]
+
+
+def _saved_tensors(model: nn.Module, plan: Plan) -> Iterator[_Saved]:
+    """The tensors of a model under all their names, in the types in which they are saved."""
+    double = plan.precision == "fp64"
+    bf16 = set(bf16_parameter_names(model)) if plan.bf16_parameters else set()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    first: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):
+            continue
+        own = first.setdefault(id(tensor), name)
+        low, dtype = own in bf16, tensor.dtype
+        if double and dtype.is_floating_point:
+            dtype = torch.float64
+        elif low and not plan.master_weights:
+            low, dtype = False, torch.bfloat16
+        trained = name in parameters and tensor.requires_grad
+        shape = tuple(tensor.shape)
+        yield _Saved(name, own, shape, dtype, name not in parameters, trained, low and trained)
+
+
+def _slots_of(
+    make_optimizer: MakeOptimizer, wanted: Iterable[tuple[tuple[int, ...], torch.dtype]]
+) -> list[Slots]:
+    """The state that an optimizer makes in its first step, on fake tensors."""
+    with FakeTensorMode():
+        parameters = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in wanted]
+        if not parameters:
+            return []
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        optimizer = fake_safe_optimizer(make_optimizer)(parameters)
+        optimizer.step()
+        return [
+            {key: v for key, v in optimizer.state.get(p, {}).items() if isinstance(v, Tensor)}
+            for p in parameters
+        ]
+
+
+def _rows(shape: Sequence[int], place: int, ranks: int) -> tuple[Extent, ...]:
+    """Rows as `fully_shard` deals them out: as many each, the last ranks fewer or none."""
+    if not shape:
+        return whole_extents(shape) if place == 0 else ()
+    each = -(-shape[0] // ranks)
+    begin = min(place * each, shape[0])
+    local = (min(begin + each, shape[0]) - begin, *shape[1:])
+    return box_extents(shape, (begin, *(0 for _ in shape[1:])), local)
+
+
+def _even_stretch(numbers: int, place: int, ranks: int) -> tuple[Extent, ...]:
+    each = -(-numbers // ranks)
+    begin = min(place * each, numbers)
+    length = min(each, numbers - begin)
+    return (Extent(begin, length),) if length else ()

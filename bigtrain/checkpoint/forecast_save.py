@@ -1,0 +1,155 @@
+"""What a save holds beside the state, worked out from who has which part of which tensor.
+
+The rounds are gone through as `FileWriting` does, and bytes are added up instead of moved:
+
+    pieces written    min(3, pieces of its files so far) * min(16 MiB, its largest file)
+    given             of the round's pieces what the rank has and others write; asynchronous, also
+                      what it writes itself, and all that of the rounds to come: its snapshot
+    arriving          of the rank's own piece what others have
+    made              tensors that have to be made to be read: from a disk, or of several pieces
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bigtrain.checkpoint.layout import PIECE_BYTES, Held, TensorFile, checkpoint_files, plan_entries
+from bigtrain.checkpoint.write import BUFFERS, Round, buffer_bytes, first_taken, rounds_of
+from bigtrain.job.schema import CheckpointConfig
+
+
+@dataclass(frozen=True)
+class SaveBytes:
+    """The most that one rank holds for a save beside the state, in bytes."""
+
+    waiting: int
+    """While training waits, on the host."""
+    beside: int = 0
+    """In the thread that writes while training goes on, on the host."""
+    made: int = 0
+    """Of `waiting` what lies where the state does: tensors that are made to be read."""
+
+
+@dataclass(frozen=True)
+class Making:
+    """What it takes to look at a tensor that is not there as it is saved. Bytes, of one rank."""
+
+    kept: int
+    """While its pieces are sent and written."""
+    passing: int = 0
+    """More, while it is made."""
+
+
+def files_of(held_by_rank: Sequence[Mapping[str, Held]]) -> list[TensorFile]:
+    """The files of a checkpoint of this state, each rank seeing the folder."""
+    return checkpoint_files(plan_entries(held_by_rank, range(len(held_by_rank))))
+
+
+def forecast_save(
+    files: Sequence[TensorFile],
+    rank: int,
+    made: Mapping[str, Making],
+    *,
+    asynchronous: bool = False,
+    most_bytes: int | None = None,
+) -> SaveBytes:
+    """What one rank holds at most beside the state.
+
+    Args:
+        files: of all ranks.
+        rank: which of them.
+        made: by name, the tensors of this rank that are made to be read.
+        asynchronous: whether training goes on meanwhile.
+        most_bytes: see `FileWriting.take`.
+    """
+    rounds = rounds_of(files)
+    shares = [_Share.of(one, rank) for one in rounds]
+    count = len(rounds)
+    taken = count
+    if asynchronous:
+        taken = 0 if most_bytes is None else first_taken(rounds, most_bytes)
+    size, buffers = buffer_bytes(files, rank), 0
+    looked: frozenset[str] = frozenset()
+    waiting = most_made = 0
+    for share in shares[:taken]:
+        giving, after = _made(made, looked, share.names)
+        waiting = max(waiting, buffers + share.sent + giving)
+        buffers = min(BUFFERS * size, buffers + size * share.writes)
+        waiting = max(waiting, buffers + share.sent + share.arriving + after)
+        most_made, looked = max(most_made, giving), share.names
+    snapshot = 0
+    for share in shares[taken:]:
+        giving, _ = _made(made, looked, share.names)
+        snapshot += share.sent + share.own
+        waiting = max(waiting, buffers + snapshot + giving)
+        most_made, looked = max(most_made, giving), share.names
+    beside = snapshot + buffers if snapshot else 0
+    for share in shares[taken:]:
+        buffers = min(BUFFERS * size, buffers + size * share.writes)
+        beside = max(beside, snapshot + buffers + share.arriving)
+        snapshot -= share.sent + share.own
+    return SaveBytes(waiting, beside, most_made)
+
+
+def estimate_save(
+    part_bytes: Sequence[int], largest: int, config: CheckpointConfig, *, ranks: int, shards: int
+) -> SaveBytes:
+    """The same in closed form, by sizes alone: for the planner, which has many plans to judge.
+
+    Args:
+        part_bytes: of the model's tensors and of the optimizer's, as these ranks save them.
+        largest: bytes of the largest tensor, which one rank writes.
+        config: how it is saved.
+        ranks: that share the writing.
+        shards: in which each tensor lies; 1 where ranks have whole ones, or stretches of many.
+    """
+    shares = [max(-(-size // ranks), min(size, largest)) for size in part_bytes if size]
+    size = min(PIECE_BYTES, max(shares, default=0))
+    pieces = sum(-(-share // PIECE_BYTES) for share in shares)
+    waiting = min(BUFFERS, pieces) * size + 2 * size * (shards - 1) // shards
+    if not config.asynchronous:
+        return SaveBytes(waiting)
+    most = config.snapshot_bytes
+    snapshot = -(-sum(part_bytes) // shards) if shards > 1 else sum(shares)
+    snapshot = snapshot if most is None else min(most, snapshot)
+    return SaveBytes(waiting + snapshot, waiting + snapshot)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What a rank has to do with one round, in bytes."""
+
+    sent: int
+    own: int
+    arriving: int
+    writes: bool
+    names: frozenset[str]
+    """The tensors that it looks at."""
+
+    @classmethod
+    def of(cls, one: Round, rank: int) -> _Share:
+        sent = own = arriving = 0
+        names: set[str] = set()
+        for owner, (file, piece) in one.items():
+            for source, parts in file.parts(piece).items():
+                size = sum(part.extent.size for part in parts)
+                if source == rank:
+                    names |= {part.entry.name for part in parts}
+                    sent, own = (sent, own + size) if owner == rank else (sent + size, own)
+                elif owner == rank:
+                    arriving += size
+        return cls(sent, own, arriving, rank in one, frozenset(names))
+
+
+def _made(
+    made: Mapping[str, Making], before: frozenset[str], names: frozenset[str]
+) -> tuple[int, int]:
+    """While a round's tensors are made, and once they are: those of the last one stay till then."""
+    if not made:
+        return 0, 0
+    new = sum(made[name].kept for name in names - before if name in made)
+    passing = max((made[name].passing for name in names - before if name in made), default=0)
+    old = sum(made[name].kept for name in before if name in made)
+    after = sum(made[name].kept for name in names if name in made)
+    return old + new + passing, after
