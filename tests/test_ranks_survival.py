@@ -203,6 +203,25 @@ def test_ranks_that_torchrun_starts_again_go_on(place: Place, expected: Any) -> 
     assert place.curve() == expected
 
 
+@pytest.mark.parametrize(
+    ("rank", "asynchronous"), [(1, "true"), pytest.param(0, "false", marks=pytest.mark.full)]
+)
+def test_under_torchrun_a_rank_that_is_stopped_in_a_save_is_named(
+    place: Place, rank: int, asynchronous: str
+) -> None:
+    words = {"mesh__timeout": 1, "checkpoint__asynchronous": asynchronous, "train__steps": 2}
+    with place.start(torchrun(place, **words), FAULT_STOP_IN_SAVE=f"{rank}:0") as process:
+        assert process.stdout is not None
+        said = ""
+        while line := process.stdout.readline():  # torchrun itself waits 30 s for the one
+            said += line
+            if "flight_recorder.json" in line:
+                break
+    assert "step 2/2" in said
+    assert f"bigtrain: rank {1 - rank} waits for " in said, said
+    assert f"rank {rank} has not answered: it is stopped, or stuck in native code" in said
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_under_torchrun_a_signal_saves_before_the_end(
     place: Place, expected: Curve, name: str

@@ -104,7 +104,8 @@ class CheckpointWriting:
             CheckpointError: it could not be written; the same on all ranks. What was there stays.
         """
         try:
-            return self._finish(context)
+            with context.patiently():  # to sync the files of another rank takes long, too
+                return self._finish(context)
         except CheckpointError:
             self._discard(context)
             raise

@@ -204,6 +204,30 @@ def test_who_leaves_in_good_order_is_not_lost(monkeypatch: pytest.MonkeyPatch) -
     ranks.watches[2].close()
 
 
+def called(watch: FailureListener, times: int) -> tuple[int, float] | None:
+    """What the last of so many calls returns, with a moment between two."""
+    found = None
+    for _ in range(times):
+        found = watch.silent_rank(0.02)
+        time.sleep(0.03)
+    return found
+
+
+def test_a_rank_that_answers_to_no_call_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch, 3)
+    assert called(ranks.watches[0], 5) is None
+    say = ranks.watches[1]._say
+    ranks.watches[1]._say = lambda **message: None  # type: ignore[method-assign]
+    assert called(ranks.watches[2], 7) == (1, pytest.approx(0.08, abs=0.03))
+    ranks.watches[1]._say = say  # type: ignore[method-assign]
+    called(ranks.watches[2], 2)  # the last answer that was heard of was none
+    assert called(ranks.watches[2], 5) is None
+    ranks.hub._answer = lambda connection, line: None  # type: ignore[method-assign]
+    assert called(ranks.watches[2], 7) == (0, pytest.approx(0.08, abs=0.03))
+    monkeypatch.setattr("bigtrain.ranks.failure_hub._REPLY_S", 0.1)
+    ranks.close()
+
+
 def test_a_stranger_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(monkeypatch, 2)
     monkeypatch.setattr("bigtrain.ranks.failure_hub._REPLY_S", 1.0)

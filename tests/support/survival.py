@@ -26,6 +26,13 @@ FOLDER, RANK = Path(os.environ["FAULT_FOLDER"]), os.environ.get("RANK", "0")
 LIFE = os.environ.get("BIGTRAIN_LAUNCH", "/0").rpartition("/")[2]
 LIFE = os.environ.get("TORCHELASTIC_RESTART_COUNT", LIFE)
 (FOLDER / f"pid-{RANK}-{LIFE}").write_text(str(os.getpid()))
+if os.environ.get("FAULT_STOP_IN_SAVE") == f"{RANK}:{LIFE}":
+    write = os.pwrite
+    def stop_in_save(descriptor, data, at):
+        if isinstance(data, memoryview):  # of a tensor
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return write(descriptor, data, at)
+    os.pwrite = stop_in_save
 
 class Net(nn.Sequential):
     def __init__(self):
