@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -179,7 +178,7 @@ def test_a_rank_that_is_gone_is_done_without(place: Place, expected: Any) -> Non
 @pytest.mark.full
 def test_a_rank_that_stands_still_is_ended(place: Place, expected: Any) -> None:
     words = place.words(mesh__timeout=2)
-    command = [sys.executable, "-m", "bigtrain", "train", "-n", "2", "--restarts", "1", *words]
+    command = [interpreter(), "-m", "bigtrain", "train", "-n", "2", "--restarts", "1", *words]
     with place.start(command, FAULT_SLEEP="0.05") as process:
         place.wait_for_step(3)
         os.kill(int((place.folder / "pid-1-0").read_text()), signal.SIGSTOP)

@@ -217,12 +217,12 @@ def test_a_rank_that_answers_to_no_call_is_named(monkeypatch: pytest.MonkeyPatch
     ranks = Ranks(monkeypatch, 3)
     assert called(ranks.watches[0], 5) is None
     say = ranks.watches[1]._say
-    ranks.watches[1]._say = lambda **message: None  # type: ignore[method-assign]
+    ranks.watches[1]._say = lambda **_: None  # type: ignore[method-assign]
     assert called(ranks.watches[2], 7) == (1, pytest.approx(0.08, abs=0.03))
     ranks.watches[1]._say = say  # type: ignore[method-assign]
     called(ranks.watches[2], 2)  # the last answer that was heard of was none
     assert called(ranks.watches[2], 5) is None
-    ranks.hub._answer = lambda connection, line: None  # type: ignore[method-assign]
+    ranks.hub._answer = lambda *_: None  # type: ignore[method-assign]
     assert called(ranks.watches[2], 7) == (0, pytest.approx(0.08, abs=0.03))
     monkeypatch.setattr("bigtrain.ranks.failure_hub._REPLY_S", 0.1)
     ranks.close()
