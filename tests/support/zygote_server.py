@@ -184,6 +184,7 @@ class Server:
             if os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
                 self._mirror(pid, stopped=os.WIFSTOPPED(status))
                 continue
+            self._mirror(pid, stopped=False)
             self._stand_ins.pop(pid, None)
             del self._children[pid]
             if connection in self._selector.get_map():
