@@ -392,13 +392,13 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="added to, where it has runs of this seed")
     options = parser.parse_args()
 
-    from harness import keep, surroundings
+    from harness import surroundings
 
     first, _, last = options.runs.partition("..")
     numbers = range(int(first), int(last or first) + 1)
     python = "real" if options.real else "forked"
     commit = surroundings()["commit"]  # others may go on committing meanwhile
-    outcomes = _before(options.output, options.seed, python)
+    outcomes = runs_of(options.output, options.seed, python)
     make = (lambda _: sys.executable) if options.real else forked_interpreters()
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (
@@ -411,13 +411,13 @@ def main() -> int:
             outcomes[outcome.number] = {**asdict(outcome), "commit": commit}
             held = outcome.problem or ("held" if outcome.came else "held, came too late")
             print(outcome.number, outcome.setting, outcome.fault, held, outcome.seconds, flush=True)
-            found = summary([outcomes[number] for number in sorted(outcomes)])
-            keep(options.output, {"python": python, "seed": options.seed, **found})
+            every = [outcomes[number] for number in sorted(outcomes)]
+            keep_runs(options.output, options.seed, python, every)
     print(table(list(outcomes.values())))
     return 1 if any(outcome["problem"] for outcome in outcomes.values()) else 0
 
 
-def _before(path: Path | None, seed: int, python: str) -> dict[int, Any]:
+def runs_of(path: Path | None, seed: int, python: str) -> dict[int, Any]:
     """The runs that a file has, by their numbers, where they were made alike."""
     if path is None or not path.exists():
         return {}
@@ -427,15 +427,22 @@ def _before(path: Path | None, seed: int, python: str) -> dict[int, Any]:
     return {outcome["number"]: outcome for outcome in found["outcomes"]}
 
 
-def summary(outcomes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What is kept of the runs."""
-    return {
+def keep_runs(
+    path: Path | None, seed: int, python: str, outcomes: Sequence[Mapping[str, Any]]
+) -> None:
+    """Write the file anew, with all runs so far."""
+    from harness import keep
+
+    found = {
+        "python": python,
+        "seed": seed,
         "runs": len(outcomes),
         "came": sum(outcome["came"] for outcome in outcomes),
         "failed": sum(outcome["problem"] is not None for outcome in outcomes),
         "by_setting": {" ".join(key): row for key, row in _rows(outcomes).items()},
         "outcomes": list(outcomes),
     }
+    keep(path, found)
 
 
 def _rows(outcomes: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, str]]:
