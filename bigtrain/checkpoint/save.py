@@ -37,10 +37,13 @@ def save_checkpoint(
     state: Mapping[str, StateTensor],
     meta: Mapping[str, Any],
     context: RunContext,
-    **options: Any,
+    *,
+    keep: int = 1,
+    texts: Mapping[str, str] | None = None,
 ) -> Path:
     """Write a checkpoint from beginning to end. Collective; see `CheckpointWriting`."""
-    return CheckpointWriting(folder, step, state, meta, context, **options).finish(context)
+    writing = CheckpointWriting(folder, step, state, meta, context, keep=keep, texts=texts)
+    return writing.finish(context)
 
 
 class CheckpointWriting:

@@ -104,10 +104,7 @@ def open_dcp_folder(folder: Path) -> ForeignState:
         {f"{of_slots[name]}.{key}": tensor for (name, key), tensor in slots.items()},
         numbers.get("step", numbers.get("global_step")),
         numbers.get("samples_seen"),
-        (
-            *notes,
-            *untried("Format", metadata.get("version"), _TRIED),
-        ),
+        (*notes, *untried("Format", metadata.get("version"), _TRIED)),
     )
 
 
