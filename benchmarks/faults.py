@@ -8,7 +8,7 @@ killed (SIGKILL), stopped for good (SIGSTOP) or told to save and end (SIGTERM) a
 or it dies in a checkpoint, before any of the calls by which that is written. Held are: the losses
 and norms of all steps are those of the run without a fault, bit for bit, each step once; and a
 checkpoint that `latest` named when the fault came is not lost. The calls are counted by the model's
-own module, which every rank imports: nothing of bigtrain knows of it.
+own module (faulty_net.py), which every rank imports: nothing of bigtrain knows of it.
 
 What happens in run N follows from N and the seed alone, so runs can be done in several goes, or
 one of them again: `--runs 17..17`. They are added to the file's.
@@ -26,6 +26,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,70 +44,9 @@ KINDS = ("SIGKILL", "SIGSTOP", "SIGTERM", "write")
 STRATEGIES = {"ddp": 2, "fsdp": 2, "zero2": 2, "1f1b": 2, "1f1b_fsdp": 4}
 """With the ranks of each."""
 LIMIT_S = 120.0
-"""Seconds until a run counts as one that hangs."""
+"""Seconds until a run counts as one that hangs; five times that where interpreters import all."""
 _STEP_S = 0.1
 """About what a step takes, while others run."""
-
-MODULE = '''
-"""A net, its data, and calls that end its process."""
-
-import os
-import signal
-import sys
-import threading
-from pathlib import Path
-
-import torch
-from torch import nn
-
-from bigtrain.data import Data
-from bigtrain.losses.tasks import ClassificationTask
-
-_FOLDER = Path(os.environ["FAULT_FOLDER"])
-_RANK = os.environ.get("RANK", "0")
-_LIFE = os.environ.get("BIGTRAIN_LAUNCH", "/0").rpartition("/")[2]
-_CALLS = ("open", "write", "pwrite", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
-_lock = threading.Lock()
-_count = 0
-
-
-def _counted(call):
-    def counting(*arguments, **named):
-        global _count
-        frame, files = sys._getframe(1), []
-        while frame is not None and len(files) < 8:
-            files.append(frame.f_code.co_filename)
-            frame = frame.f_back
-        if any("/bigtrain/checkpoint/" in file for file in files):
-            with _lock:
-                _count += 1
-                if f"{_RANK}:{_count}" == os.environ.get("FAULT_CALL") and _LIFE == "0":
-                    latest = _FOLDER / "runs" / "r" / "checkpoints" / "latest"
-                    said = latest.read_bytes() if latest.exists() else b""
-                    (_FOLDER / "fault").write_bytes(said or b"none")
-                    os.kill(os.getpid(), signal.SIGKILL)
-                (_FOLDER / f"calls-{_RANK}").write_text(str(_count))
-        return call(*arguments, **named)
-
-    return counting
-
-
-for name in _CALLS:
-    setattr(os, name, _counted(getattr(os, name)))
-(_FOLDER / f"pid-{_RANK}-{_LIFE}").write_text(str(os.getpid()))
-
-
-def points():
-    drawn = torch.Generator().manual_seed(7)
-    inputs, targets = torch.randn(64, 8, generator=drawn), torch.arange(64) % 4
-    return Data(torch.utils.data.TensorDataset(inputs, targets), None, ClassificationTask(4))
-
-
-class Net(nn.Sequential):
-    def __init__(self):
-        first, second = nn.Linear(8, 24), nn.Linear(24, 24)
-        super().__init__(first, nn.GELU(), nn.Dropout(0.1), second, nn.GELU(), nn.Linear(24, 4))
-'''
 
 
 @dataclass(frozen=True)
@@ -170,13 +110,18 @@ class FaultRuns:
         folder: for all of them.
         interpreter: the one for a strategy.
         environ: its variables.
+        limit_s: seconds until a run counts as one that hangs.
     """
 
     def __init__(
-        self, folder: Path, interpreter: Callable[[str], str], environ: Mapping[str, str]
+        self,
+        folder: Path,
+        interpreter: Callable[[str], str],
+        environ: Mapping[str, str],
+        limit_s: float = LIMIT_S,
     ) -> None:
-        self._folder, self._interpreter = folder, interpreter
-        (folder / "faulty_net.py").write_text(MODULE)
+        self._folder, self._interpreter, self._limit_s = folder, interpreter, limit_s
+        shutil.copy(Path(__file__).with_name("faulty_net.py"), folder)
         path = f"{folder}{os.pathsep}{environ.get('PYTHONPATH', '')}"
         self._environ = {**environ, "PYTHONPATH": path}
         self._references: dict[Setting, Reference] = {}
@@ -200,7 +145,7 @@ class FaultRuns:
     def _reference(self, setting: Setting) -> Reference:
         place = self._folder / f"{setting.strategy}-{setting.asynchronous}"
         with self._run(place, setting, {}) as process:
-            said, _ = process.communicate(timeout=LIMIT_S)
+            said, _ = process.communicate(timeout=self._limit_s)
         if process.returncode:
             raise RuntimeError(f"the run without a fault failed:\n{said}")
         ranks = range(setting.num_ranks)
@@ -234,20 +179,20 @@ class FaultRuns:
         with self._run(place, setting, environ) as process:
             try:
                 if fault.kind != "write":
-                    came = _wait_for(place, fault, process)
+                    came = _wait_for(place, fault, process, self._limit_s)
                     time.sleep(fault.delay_s)
                     latest = _latest(place)
                     came = came and process.poll() is None and _strike(place, fault)
-                said, _ = process.communicate(timeout=LIMIT_S)
+                said, _ = process.communicate(timeout=self._limit_s)
             except subprocess.TimeoutExpired:
-                problem = f"not done after {LIMIT_S:.0f} s"
+                problem = f"not done after {self._limit_s:.0f} s"
         status = process.returncode
         if fault.kind == "write":
             came = (place / "fault").exists()
             latest = (place / "fault").read_text().strip() if came else latest
         if problem is None and status == 75:  # as a scheduler would
             with self._run(place, setting, {}, ["--resume", "auto"]) as process:
-                more, _ = process.communicate(timeout=LIMIT_S)
+                more, _ = process.communicate(timeout=self._limit_s)
             said, status = said + more, process.returncode
         steps = [int(n) for n in re.findall(r"continues after step (\d+)", said)]
         begun = steps[0] if steps else (0 if "from the beginning" in said else None)
@@ -351,10 +296,10 @@ def _latest(place: Path) -> str:
         return "none"
 
 
-def _wait_for(place: Path, fault: Fault, process: subprocess.Popen[str]) -> bool:
+def _wait_for(place: Path, fault: Fault, process: subprocess.Popen[str], limit_s: float) -> bool:
     """Wait until the fault's step is done; false where the run ended before."""
     metrics, begun = place / "runs" / "r" / "metrics.jsonl", place / f"pid-{fault.rank}-0"
-    end = time.monotonic() + LIMIT_S
+    end = time.monotonic() + limit_s
     while process.poll() is None and time.monotonic() < end:
         if begun.exists() and begun.read_text():
             done = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
@@ -405,7 +350,7 @@ def main() -> int:
         tempfile.TemporaryDirectory(prefix="bigtrain-faults-") as name,
         ThreadPoolExecutor(options.at_once) as threads,
     ):
-        runs = FaultRuns(Path(name), make, environ)
+        runs = FaultRuns(Path(name), make, environ, (5 if options.real else 1) * LIMIT_S)
         for done in as_completed(threads.submit(runs.drawn, n, options.seed) for n in numbers):
             outcome = done.result()
             outcomes[outcome.number] = {**asdict(outcome), "commit": commit}
