@@ -1,86 +1,66 @@
 """Runs that lose a rank at a random moment end with the numbers of one that does not.
 
-    python benchmarks/faults.py [--runs 100] [--seed 0] [--output benchmarks/results/faults.json]
+    python benchmarks/faults.py [--runs 0..99] [--output benchmarks/results/faults.json]
 
-A small model trains on two ranks under `bigtrain train -n 2 --restarts 2`, with a checkpoint every
-second step. In each run one rank is killed (SIGKILL), stopped for good (SIGSTOP) or told to save
-and end (SIGTERM) at a random moment, or it dies in a checkpoint, before any of the calls by which
-that is written. Held are: the losses and norms of all steps are those of the run without a fault,
-bit for bit, each step once; and a checkpoint that `latest` named when the fault came is not lost.
-The calls are counted by the model's own module, which every rank imports: nothing of bigtrain
-knows of it.
+A small model trains under several strategies by `bigtrain train -n N --restarts 2`, with a
+checkpoint every second step, in half of the runs written beside training. In each run one rank is
+killed (SIGKILL), stopped for good (SIGSTOP) or told to save and end (SIGTERM) at a random moment,
+or it dies in a checkpoint, before any of the calls by which that is written. Held are: the losses
+and norms of all steps are those of the run without a fault, bit for bit, each step once; and a
+checkpoint that `latest` named when the fault came is not lost. The calls are counted by the model's
+own module (faulty_net.py), which every rank imports: nothing of bigtrain knows of it.
+
+What happens in run N follows from N and the seed alone, so runs can be done in several goes, or
+one of them again: `--runs 17..17`. They are added to the file's.
+
+Processes are forked with their imports done (tests/support/zygote.py); what stands for a rank
+before its launcher is stopped and killed with it. `--real` takes interpreters.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 STEPS = 12
 KINDS = ("SIGKILL", "SIGSTOP", "SIGTERM", "write")
+STRATEGIES = {"ddp": 2, "fsdp": 2, "zero2": 2, "1f1b": 2, "1f1b_fsdp": 4}
+"""With the ranks of each."""
 LIMIT_S = 120.0
-"""Seconds until a run counts as one that hangs."""
-
-MODULE = '''
-"""A net, and calls that end its process."""
-
-import os
-import signal
-import sys
-from pathlib import Path
-
-from torch import nn
-
-_FOLDER = Path(os.environ["FAULT_FOLDER"])
-_RANK = os.environ.get("RANK", "0")
-_LIFE = os.environ.get("BIGTRAIN_LAUNCH", "/0").rpartition("/")[2]
-_CALLS = ("open", "write", "pwrite", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
-_count = 0
+"""Seconds until a run counts as one that hangs; five times that where interpreters import all."""
+_STEP_S = 0.1
+"""About what a step takes, while others run."""
 
 
-def _counted(call):
-    def counting(*arguments, **named):
-        global _count
-        frame, files = sys._getframe(1), []
-        while frame is not None and len(files) < 8:
-            files.append(frame.f_code.co_filename)
-            frame = frame.f_back
-        if any("/bigtrain/checkpoint/" in file for file in files):
-            _count += 1
-            if f"{_RANK}:{_count}" == os.environ.get("FAULT_CALL") and _LIFE == "0":
-                latest = _FOLDER / "runs" / "r" / "checkpoints" / "latest"
-                said = latest.read_bytes() if latest.exists() else b""
-                (_FOLDER / "fault").write_bytes(said or b"none")
-                os.kill(os.getpid(), signal.SIGKILL)
-            (_FOLDER / f"calls-{_RANK}").write_text(str(_count))
-        return call(*arguments, **named)
+@dataclass(frozen=True)
+class Setting:
+    """What runs."""
 
-    return counting
+    strategy: str = "ddp"
+    asynchronous: bool = False
+    """Whether checkpoints are written beside training."""
 
-
-for name in _CALLS:
-    setattr(os, name, _counted(getattr(os, name)))
-(_FOLDER / f"pid-{_RANK}-{_LIFE}").write_text(str(os.getpid()))
-
-
-class Net(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.Embedding(256, 24), nn.Dropout(0.1), nn.Linear(24, 256))
-'''
+    @property
+    def num_ranks(self) -> int:
+        """Of the run."""
+        return STRATEGIES[self.strategy]
 
 
 @dataclass(frozen=True)
@@ -90,7 +70,7 @@ class Fault:
     kind: str
     rank: int
     step: int = 0
-    """After this many steps, and so many seconds."""
+    """After this many steps, or as soon as the rank has begun; and so many seconds."""
     delay_s: float = 0.0
     call: int = 0
     """Of kind `write`: before this call of the rank."""
@@ -100,6 +80,8 @@ class Fault:
 class FaultOutcome:
     """How a run with a fault ended."""
 
+    number: int
+    setting: Setting
     fault: Fault
     problem: str | None
     """None where everything held."""
@@ -112,136 +94,199 @@ class FaultOutcome:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Reference:
+    """The run that nothing happens to."""
+
+    curve: list[tuple[int, float, float]]
+    calls: list[int]
+    """What each rank calls in the run's checkpoints."""
+
+
 class FaultRuns:
-    """Runs of one job, in a folder of their own each.
+    """Runs of one job, in a folder of their own each; several threads may ask for one.
 
     Args:
         folder: for all of them.
-        python: an interpreter.
+        interpreter: the one for a strategy.
         environ: its variables.
-        words: further words of the job.
+        limit_s: seconds until a run counts as one that hangs.
     """
 
     def __init__(
-        self, folder: Path, python: str, environ: Mapping[str, str], words: Sequence[str] = ()
+        self,
+        folder: Path,
+        interpreter: Callable[[str], str],
+        environ: Mapping[str, str],
+        limit_s: float = LIMIT_S,
     ) -> None:
-        self._folder = folder
-        self._python = python
-        (folder / "faulty_net.py").write_text(MODULE)
-        (folder / "corpus.txt").write_text("pack my box with five dozen liquor jugs. " * 200)
+        self._folder, self._interpreter, self._limit_s = folder, interpreter, limit_s
+        shutil.copy(Path(__file__).with_name("faulty_net.py"), folder)
         path = f"{folder}{os.pathsep}{environ.get('PYTHONPATH', '')}"
         self._environ = {**environ, "PYTHONPATH": path}
-        self._words = [*_words(folder), *words]
-        self.expected: list[tuple[int, float, float]] = []
-        self.calls = [0, 0]
-        """What each rank calls in a run's checkpoints."""
+        self._references: dict[Setting, Reference] = {}
+        self._locks = {
+            Setting(name, beside): threading.Lock()
+            for name in STRATEGIES
+            for beside in (False, True)
+        }
 
-    def reference(self) -> None:
-        """The run that nothing happens to.
+    def reference(self, setting: Setting) -> Reference:
+        """The run that nothing happens to, which is done once.
 
         Raises:
             RuntimeError: it fails.
         """
-        place = self._folder / "reference"
-        with self._run(place, {}) as process:
-            said, _ = process.communicate(timeout=LIMIT_S)
+        with self._locks[setting]:
+            if setting not in self._references:
+                self._references[setting] = self._reference(setting)
+        return self._references[setting]
+
+    def _reference(self, setting: Setting) -> Reference:
+        place = self._folder / f"{setting.strategy}-{setting.asynchronous}"
+        with self._run(place, setting, {}) as process:
+            said, _ = process.communicate(timeout=self._limit_s)
         if process.returncode:
             raise RuntimeError(f"the run without a fault failed:\n{said}")
-        self.expected = _curve(place)
-        self.calls = [int((place / f"calls-{rank}").read_text()) for rank in (0, 1)]
+        ranks = range(setting.num_ranks)
+        calls = [place / f"calls-{rank}" for rank in ranks]
+        counts = [int(path.read_text()) if path.exists() else 0 for path in calls]
+        return Reference(curve(place / "runs" / "r"), counts)
 
-    def drawn(self, number: int, kind: str, draws: random.Random) -> FaultOutcome:
-        """A run with a fault of this kind, at a moment that is drawn."""
-        rank = draws.randrange(2)
+    def drawn(self, number: int, seed: int) -> FaultOutcome:
+        """The run with this number: its setting, its fault, and when that comes."""
+        setting = Setting(
+            list(STRATEGIES)[number % len(STRATEGIES)], bool((number + number // 20) % 2)
+        )
+        kind, draws = KINDS[number % len(KINDS)], random.Random(f"{seed}:{number}")
+        rank, delay_s = draws.randrange(setting.num_ranks), draws.uniform(0.0, _STEP_S)
         if kind == "write":
-            return self.one(number, Fault(kind, rank, call=1 + draws.randrange(self.calls[rank])))
-        step, delay_s = 1 + draws.randrange(STEPS - 2), draws.uniform(0.0, 0.1)
-        return self.one(number, Fault(kind, rank, step, delay_s))
+            calls = self.reference(setting).calls
+            rank = draws.choice([rank for rank, count in enumerate(calls) if count])
+            return self.one(number, setting, Fault(kind, rank, call=draws.randint(1, calls[rank])))
+        # SIGTERM outside of the steps is an end at once. A rank that is stopped before its run has
+        # a folder is waited for as long as any run may wait.
+        first, last = {"SIGKILL": (0, STEPS), "SIGSTOP": (1, STEPS)}.get(kind, (1, STEPS - 2))
+        return self.one(number, setting, Fault(kind, rank, draws.randint(first, last), delay_s))
 
-    def one(self, number: int, fault: Fault) -> FaultOutcome:
+    def one(self, number: int, setting: Setting, fault: Fault) -> FaultOutcome:
         """A run with this fault."""
+        expected = self.reference(setting).curve
         place = self._folder / f"run-{number}"
         environ = {"FAULT_CALL": f"{fault.rank}:{fault.call}"} if fault.kind == "write" else {}
         began = time.monotonic()
         latest, came, said, problem = "none", True, "", None
-        with self._run(place, environ) as process:
+        with self._run(place, setting, environ) as process:
             try:
                 if fault.kind != "write":
-                    came = _wait_for(place, fault.step, process)
+                    came = _wait_for(place, fault, process, self._limit_s)
                     time.sleep(fault.delay_s)
                     latest = _latest(place)
-                    came = came and _strike(place, fault)
-                said, _ = process.communicate(timeout=LIMIT_S)
+                    came = came and process.poll() is None and _strike(place, fault)
+                said, _ = process.communicate(timeout=self._limit_s)
             except subprocess.TimeoutExpired:
-                problem = f"not done after {LIMIT_S:.0f} s"
+                problem = f"not done after {self._limit_s:.0f} s"
         status = process.returncode
         if fault.kind == "write":
             came = (place / "fault").exists()
             latest = (place / "fault").read_text().strip() if came else latest
         if problem is None and status == 75:  # as a scheduler would
-            with self._run(place, {}, ["--resume", "auto"]) as process:
-                more, _ = process.communicate(timeout=LIMIT_S)
+            with self._run(place, setting, {}, ["--resume", "auto"]) as process:
+                more, _ = process.communicate(timeout=self._limit_s)
             said, status = said + more, process.returncode
         steps = [int(n) for n in re.findall(r"continues after step (\d+)", said)]
         begun = steps[0] if steps else (0 if "from the beginning" in said else None)
-        problem = problem or self._problem(place, status, said, latest, begun)
-        seconds = time.monotonic() - began
-        return FaultOutcome(fault, problem, came, latest, begun, round(seconds, 2))
-
-    def _problem(
-        self, place: Path, status: int, said: str, latest: str, begun: int | None
-    ) -> str | None:
-        if status:
-            return f"exit status {status}: {said[-1500:]}"
-        found = _curve(place)
-        if found != self.expected:
-            wrong = [
-                n for n, (a, b) in enumerate(zip(found, self.expected, strict=False)) if a != b
-            ]
-            first = wrong[0] if wrong else min(len(found), len(self.expected))
-            return f"{len(found)} steps, not those of the run without a fault from line {first + 1}"
-        announced = int(latest.removeprefix("step-")) if latest.startswith("step-") else 0
-        if begun is not None and begun < announced:
-            return f"{latest} was announced, and the run went on after step {begun}"
-        return None
+        problem = problem or _problem(place, expected, status, said, latest, begun)
+        seconds = round(time.monotonic() - began, 2)
+        return FaultOutcome(number, setting, fault, problem, came, latest, begun, seconds)
 
     @contextlib.contextmanager
     def _run(
-        self, place: Path, environ: Mapping[str, str], more: Sequence[str] = ()
+        self,
+        place: Path,
+        setting: Setting,
+        environ: Mapping[str, str],
+        more: Sequence[str] = (),
     ) -> Iterator[subprocess.Popen[str]]:
         place.mkdir(exist_ok=True)
-        started = [self._python, "-m", "bigtrain", "train", "-n", "2", "--restarts", "2"]
-        process = subprocess.Popen(
-            [*started, *self._words, f"log.dir={place / 'runs'}", "log.name=r", *more],
-            env={**self._environ, **environ, "FAULT_FOLDER": str(place)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        try:
+        command = [self._interpreter(setting.strategy), "-m", "bigtrain", "train", "--restarts=2"]
+        command += ["-n", str(setting.num_ranks), *_words(setting), f"log.dir={place / 'runs'}"]
+        with started([*command, *more], {**self._environ, **environ}, place) as process:
             yield process
-        finally:
-            if process.poll() is None:
-                process.kill()
-                for pid in _pids(place):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                process.communicate()
 
 
-def _words(folder: Path) -> list[str]:
+@contextlib.contextmanager
+def started(
+    command: Sequence[str], environ: Mapping[str, str], place: Path
+) -> Iterator[subprocess.Popen[str]]:
+    """A launcher, ended with its ranks at the end of the block.
+
+    Args:
+        command: of the launcher.
+        environ: all of its variables.
+        place: where each rank's model writes its process number, as `pid-RANK-LIFE`.
+    """
+    process = subprocess.Popen(
+        command,
+        env={**environ, "FAULT_FOLDER": str(place)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+            for path in place.glob("pid-*"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(path.read_text()), signal.SIGKILL)
+            process.communicate()
+
+
+def curve(run: Path) -> list[tuple[int, float, float]]:
+    """Step, loss and norm of each line that a run has written."""
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
+
+
+def _words(setting: Setting) -> list[str]:
+    rows = 8 // setting.num_ranks
+    if "1f1b" in setting.strategy:
+        rows = 2
     return [
-        *("--strategy", "ddp", "device=cpu", "model.name=faulty_net:Net", "data.name=text"),
-        *(f"data.path={folder / 'corpus.txt'}", "data.args.sequence_length=16"),
-        *("data.args.validation_samples=8", "train.global_batch_size=8", f"train.steps={STEPS}"),
+        *("--strategy", setting.strategy, "device=cpu", "log.name=r"),
+        *("model.name=faulty_net:Net", "data.name=faulty_net:points"),
+        *("train.global_batch_size=8", f"train.micro_batch_size={rows}", f"train.steps={STEPS}"),
         *("train.eval_every=0", "checkpoint.every=2", "checkpoint.keep=3", "mesh.timeout=4"),
+        f"checkpoint.asynchronous={str(setting.asynchronous).lower()}",
         *("memory.predict=false", "memory.track_steps=0"),
     ]
 
 
-def _curve(place: Path) -> list[tuple[int, float, float]]:
-    lines = (place / "runs" / "r" / "metrics.jsonl").read_text().splitlines()
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in map(json.loads, lines)]
+def _problem(
+    place: Path,
+    expected: list[tuple[int, float, float]],
+    status: int,
+    said: str,
+    latest: str,
+    begun: int | None,
+) -> str | None:
+    if status:
+        return f"exit status {status}: {said[-1500:]}"
+    found = curve(place / "runs" / "r")
+    if found != expected:
+        wrong = [n for n, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b]
+        first = wrong[0] if wrong else min(len(found), len(expected))
+        pair = [rows[first : first + 1] for rows in (found, expected)]
+        return (
+            f"{len(found)} steps, not those of the run without a fault from line {first + 1}: "
+            f"{pair[0]} and {pair[1]}"
+        )
+    announced = int(latest.removeprefix("step-")) if latest.startswith("step-") else 0
+    if begun is not None and begun < announced:
+        return f"{latest} was announced, and the run went on after step {begun}"
+    return None
 
 
 def _latest(place: Path) -> str:
@@ -251,17 +296,15 @@ def _latest(place: Path) -> str:
         return "none"
 
 
-def _pids(place: Path, life: str = "*") -> list[int]:
-    return [int(path.read_text()) for path in sorted(place.glob(f"pid-*-{life}"))]
-
-
-def _wait_for(place: Path, step: int, process: subprocess.Popen[str]) -> bool:
-    """Wait until so many steps are done; false where the run ended before."""
-    metrics = place / "runs" / "r" / "metrics.jsonl"
-    end = time.monotonic() + LIMIT_S
+def _wait_for(place: Path, fault: Fault, process: subprocess.Popen[str], limit_s: float) -> bool:
+    """Wait until the fault's step is done; false where the run ended before."""
+    metrics, begun = place / "runs" / "r" / "metrics.jsonl", place / f"pid-{fault.rank}-0"
+    end = time.monotonic() + limit_s
     while process.poll() is None and time.monotonic() < end:
-        if metrics.exists() and metrics.read_bytes().count(b"\n") >= step:
-            return True
+        if begun.exists() and begun.read_text():
+            done = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+            if done >= fault.step:
+                return True
         time.sleep(0.002)
     return False
 
@@ -276,54 +319,107 @@ def _strike(place: Path, fault: Fault) -> bool:
     return True
 
 
+def forked_interpreters() -> Callable[[str], str]:
+    """What stands for an interpreter with its imports done, by strategy."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+    zygotes = importlib.import_module("support.zygote")
+    kinds = {"zero2": "deepspeed"}
+    made = {name: zygotes.interpreter(kinds.get(name, "plain")) for name in STRATEGIES}
+    return made.__getitem__
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--runs", default="0..99", metavar="A..B", help="their numbers")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--python",
-        default=sys.executable,
-        help="an interpreter (or what stands for it, tests/support/zygote.py)",
-    )
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--real", action="store_true", help="processes import all by themselves")
+    parser.add_argument("--at-once", type=int, default=2, metavar="K", help="runs at a time")
+    parser.add_argument("--output", type=Path, help="added to, where it has runs of this seed")
     options = parser.parse_args()
 
-    from harness import keep, surroundings
+    from harness import surroundings
 
-    draws = random.Random(options.seed)
-    outcomes: list[FaultOutcome] = []
-    found: dict[str, Any] = summary([], options.seed, [])
+    first, _, last = options.runs.partition("..")
+    numbers = range(int(first), int(last or first) + 1)
+    python = "real" if options.real else "forked"
     commit = surroundings()["commit"]  # others may go on committing meanwhile
+    outcomes = runs_of(options.output, options.seed, python)
+    make = (lambda _: sys.executable) if options.real else forked_interpreters()
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory(prefix="bigtrain-faults-") as name:
-        runs = FaultRuns(Path(name), options.python, environ)
-        runs.reference()
-        for number in range(options.runs):
-            outcome = runs.drawn(number, KINDS[number % len(KINDS)], draws)
-            outcomes.append(outcome)
-            held = outcome.problem or "held"
-            print(number, outcome.fault, held, f"{outcome.seconds:.1f} s", flush=True)
-            found = {"commit": commit, **summary(outcomes, options.seed, runs.calls)}
-            keep(options.output, {"python": Path(options.python).name, **found})
-    print(json.dumps({name: found[name] for name in ("runs", "failed", "by_kind")}, indent=1))
-    return 1 if found["failed"] else 0
+    with (
+        tempfile.TemporaryDirectory(prefix="bigtrain-faults-") as name,
+        ThreadPoolExecutor(options.at_once) as threads,
+    ):
+        runs = FaultRuns(Path(name), make, environ, (5 if options.real else 1) * LIMIT_S)
+        for done in as_completed(threads.submit(runs.drawn, n, options.seed) for n in numbers):
+            outcome = done.result()
+            outcomes[outcome.number] = {**asdict(outcome), "commit": commit}
+            held = outcome.problem or ("held" if outcome.came else "held, came too late")
+            print(outcome.number, outcome.setting, outcome.fault, held, outcome.seconds, flush=True)
+            every = [outcomes[number] for number in sorted(outcomes)]
+            keep_runs(options.output, options.seed, python, every)
+    print(table(list(outcomes.values())))
+    return 1 if any(outcome["problem"] for outcome in outcomes.values()) else 0
 
 
-def summary(outcomes: Sequence[FaultOutcome], seed: int, calls: Sequence[int]) -> dict[str, Any]:
-    """What is kept of the runs."""
-    by_kind = {}
-    for kind in KINDS:
-        of_kind = [o for o in outcomes if o.fault.kind == kind]
-        counts = Counter("failed" if o.problem else "held" for o in of_kind)
-        by_kind[kind] = {**counts, "came": sum(o.came for o in of_kind)}
-    return {
-        "runs": len(outcomes),
-        "failed": sum(o.problem is not None for o in outcomes),
+def runs_of(path: Path | None, seed: int, python: str) -> dict[int, Any]:
+    """The runs that a file has, by their numbers, where they were made alike."""
+    if path is None or not path.exists():
+        return {}
+    found = json.loads(path.read_text())
+    if (found.get("seed"), found.get("python")) != (seed, python):
+        return {}
+    return {outcome["number"]: outcome for outcome in found["outcomes"]}
+
+
+def keep_runs(
+    path: Path | None, seed: int, python: str, outcomes: Sequence[Mapping[str, Any]]
+) -> None:
+    """Write the file anew, with all runs so far."""
+    from harness import keep
+
+    found = {
+        "python": python,
         "seed": seed,
-        "write_calls_of_ranks": list(calls),
-        "by_kind": by_kind,
-        "outcomes": [asdict(outcome) for outcome in outcomes],
+        "runs": len(outcomes),
+        "came": sum(outcome["came"] for outcome in outcomes),
+        "failed": sum(outcome["problem"] is not None for outcome in outcomes),
+        "by_setting": {" ".join(key): row for key, row in _rows(outcomes).items()},
+        "outcomes": list(outcomes),
     }
+    keep(path, found)
+
+
+def _rows(outcomes: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, str]]:
+    """Of each setting and kind how many held, of how many that were hit; others in brackets."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for strategy in STRATEGIES:
+        for beside, word in ((False, "at once"), (True, "beside")):
+            row = {}
+            for kind in KINDS:
+                one = [
+                    o
+                    for o in outcomes
+                    if o["setting"] == {"strategy": strategy, "asynchronous": beside}
+                    and o["fault"]["kind"] == kind
+                ]
+                held = sum(o["came"] and o["problem"] is None for o in one)
+                row[kind] = f"{held} of {sum(o['came'] or bool(o['problem']) for o in one)}"
+            rows[strategy, word] = row
+    return rows
+
+
+def table(outcomes: Sequence[Mapping[str, Any]]) -> str:
+    """How many of the runs that were hit held, by setting and kind; as Markdown."""
+    lines = [
+        f"| strategy | saved | {' | '.join(KINDS)} |",
+        "| --- | --- |" + " ---: |" * len(KINDS),
+    ]
+    for (strategy, word), row in _rows(outcomes).items():
+        lines.append(f"| `{strategy}` | {word} | {' | '.join(row[kind] for kind in KINDS)} |")
+    failed = sum(outcome["problem"] is not None for outcome in outcomes)
+    came = sum(outcome["came"] for outcome in outcomes)
+    return "\n".join([*lines, f"{len(outcomes)} runs, {came} hit, {failed} did not hold"])
 
 
 if __name__ == "__main__":

@@ -45,8 +45,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _guarded(command: str, arguments: list[str]) -> int:
     """Run a command of this process, with its failures shown as those of a run are."""
+    from bigtrain.job.arguments import READERS
     from bigtrain.ranks.exit_status import run_guarded
 
+    if command in READERS:  # --help and wrong words are answered before torch is loaded
+        READERS[command](arguments)
     if command == "plan":
         from bigtrain.planner.command import main as run
     elif command == "compare":

@@ -18,7 +18,6 @@ from support.rooms import ORDER, sources, tree
 from support.zygote import forked_cli
 
 from bigtrain.assembly.make_plan import make_plan
-from bigtrain.checkpoint.command import checkpoint_parser
 from bigtrain.job import arguments
 from bigtrain.job.load import load_job
 from bigtrain.job.presets import preset_names
@@ -177,7 +176,7 @@ OPTIONS = {
     "plan": arguments.plan_arguments,
     "compare": arguments.compare_arguments,
     "verify": arguments.verify_arguments,
-    "checkpoint": lambda given: checkpoint_parser().parse_args(given),
+    "checkpoint": arguments.READERS["checkpoint"],
 }
 LAUNCHERS = {"-n", "--num_accelerators", "--nproc-per-node"}
 

@@ -2,57 +2,63 @@
 
 from __future__ import annotations
 
-import importlib.util
-import random
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.programs import ROOT
+from support.survival import faults
 from support.zygote import interpreter, surroundings
 
-
-def _faults() -> Any:
-    """benchmarks/faults.py, as a module."""
-    spec = importlib.util.spec_from_file_location("faults", ROOT / "benchmarks" / "faults.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["faults"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-faults = _faults()
+BESIDE = faults.Setting("ddp", True)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Two ranks; what a run without a fault computes is known."""
-    made = faults.FaultRuns(tmp_path_factory.mktemp("faults"), interpreter(), surroundings())
-    made.reference()
-    assert len(made.expected) == faults.STEPS
-    return made
+    """What runs without a fault compute is known once it was asked for."""
+
+    def made(strategy: str) -> str:
+        return interpreter("deepspeed" if strategy == "zero2" else "plain")
+
+    return faults.FaultRuns(tmp_path_factory.mktemp("faults"), made, surroundings())
 
 
 @pytest.mark.parametrize("number", range(4))
 def test_a_fault_of_each_kind_changes_no_number(runs: Any, number: int) -> None:
-    faulty = {
+    reference = runs.reference(BESIDE)
+    assert len(reference.curve) == faults.STEPS
+    fault = {
         0: faults.Fault("SIGKILL", 1, step=5),
         1: faults.Fault("SIGTERM", 0, step=3, delay_s=0.02),
-        2: faults.Fault("write", 0, call=runs.calls[0] // 2),
-        3: faults.Fault("write", 1, call=runs.calls[1] - 1),
+        2: faults.Fault("write", 0, call=reference.calls[0] // 2),
+        3: faults.Fault("write", 1, call=reference.calls[1] - 1),
     }[number]
-    outcome = runs.one(number, faulty)
+    outcome = runs.one(1000 + number, BESIDE, fault)
     assert outcome.problem is None
     assert outcome.came
     assert outcome.continued_from is not None
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", faults.KINDS)
-def test_ten_faults_at_random_change_no_number(runs: Any, kind: str) -> None:
-    draws = random.Random(kind)
-    for number in range(4 if kind == "write" else 2):
-        outcome = runs.drawn(100 + 10 * faults.KINDS.index(kind) + number, kind, draws)
+@pytest.mark.parametrize("first", [0, 5])
+def test_faults_at_random_change_no_number(runs: Any, first: int) -> None:
+    for number in range(first, first + 5):  # of each strategy one
+        outcome = runs.drawn(number, seed=1)
         assert outcome.problem is None, outcome
+
+
+def test_what_is_kept_of_runs_is_added_to_and_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    held = {"problem": None, "came": True, "setting": {"strategy": "1f1b", "asynchronous": True}}
+    lost = {**held, "problem": "lost"}
+    late = {**held, "came": False}
+    every = [{**o, "fault": {"kind": "write"}} for o in (held, lost, late)]
+    assert "| `1f1b` | beside | 0 of 0 | 0 of 0 | 0 of 0 | 1 of 2 |" in faults.table(every)
+    assert faults.table(every).endswith("\n3 runs, 2 hit, 1 did not hold")
+    path = tmp_path / "faults.json"
+    outcomes = [{"number": n, **outcome} for n, outcome in enumerate(every)]
+    faults.keep_runs(path, 7, "forked", outcomes)
+    assert faults.runs_of(path, 7, "forked") == dict(enumerate(outcomes))
+    assert faults.runs_of(path, 7, "real") == faults.runs_of(path, 8, "forked") == {}

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -179,7 +178,7 @@ def test_a_rank_that_is_gone_is_done_without(place: Place, expected: Any) -> Non
 @pytest.mark.full
 def test_a_rank_that_stands_still_is_ended(place: Place, expected: Any) -> None:
     words = place.words(mesh__timeout=2)
-    command = [sys.executable, "-m", "bigtrain", "train", "-n", "2", "--restarts", "1", *words]
+    command = [interpreter(), "-m", "bigtrain", "train", "-n", "2", "--restarts", "1", *words]
     with place.start(command, FAULT_SLEEP="0.05") as process:
         place.wait_for_step(3)
         os.kill(int((place.folder / "pid-1-0").read_text()), signal.SIGSTOP)
@@ -201,6 +200,25 @@ def test_ranks_that_torchrun_starts_again_go_on(place: Place, expected: Any) -> 
     assert process.returncode == 0, said
     assert "continues after step 2" in said
     assert place.curve() == expected
+
+
+@pytest.mark.parametrize(
+    ("rank", "asynchronous"), [(1, "true"), pytest.param(0, "false", marks=pytest.mark.full)]
+)
+def test_under_torchrun_a_rank_that_is_stopped_in_a_save_is_named(
+    place: Place, rank: int, asynchronous: str
+) -> None:
+    words = {"mesh__timeout": 1, "checkpoint__asynchronous": asynchronous, "train__steps": 2}
+    with place.start(torchrun(place, **words), FAULT_STOP_IN_SAVE=f"{rank}:0") as process:
+        assert process.stdout is not None
+        said = ""
+        while line := process.stdout.readline():  # torchrun itself waits 30 s for the one
+            said += line
+            if "flight_recorder.json" in line:
+                break
+    assert "step 2/2" in said
+    assert f"bigtrain: rank {1 - rank} waits for a checkpoint (" in said, said
+    assert f"rank {rank} has not answered: it is stopped, or stuck in native code" in said
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])

@@ -19,12 +19,12 @@ from rich.table import Table
 from bigtrain.checkpoint.folders import find_checkpoint
 from bigtrain.checkpoint.foreign.convert import convert, open_source, with_tied
 from bigtrain.checkpoint.foreign.state_dicts import saved_state
-from bigtrain.checkpoint.layout import STATE_PARTS
 from bigtrain.checkpoint.manifest import MANIFEST, Manifest
 from bigtrain.checkpoint.read import Checkpoint
 from bigtrain.checkpoint.state_differences import StateDifference, compare_states
 from bigtrain.checkpoint.write import write_tensors
 from bigtrain.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from bigtrain.job.arguments import OWN_CHECKPOINTS, checkpoint_parser
 from bigtrain.memory.allocator import return_large_blocks
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import StateTensor
@@ -37,7 +37,6 @@ _DTYPES = {
     "bf16": torch.bfloat16,
 }
 _LARGE_BYTES = 1 << 20
-_OWN = "a checkpoint (step-N), a run's folder, or its checkpoints/"
 
 
 class _Console(Console):
@@ -45,53 +44,6 @@ class _Console(Console):
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
-
-
-def checkpoint_parser() -> argparse.ArgumentParser:
-    """The frozen options of `bigtrain checkpoint` and of what it does."""
-    parser = argparse.ArgumentParser(
-        prog="bigtrain checkpoint",
-        description="Look at a checkpoint, check it, make one, take one apart, compare two.",
-        allow_abbrev=False,
-    )
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-
-    def action(name: str, summary: str) -> argparse.ArgumentParser:
-        made = actions.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        made.add_argument(
-            "--json", dest="as_json", action="store_true", help="one JSON document, on stdout"
-        )
-        return made
-
-    inspect = action("inspect", "what is in a checkpoint")
-    inspect.add_argument("path", metavar="PATH", help=_OWN)
-    inspect.add_argument("--tensors", action="store_true", help="list every tensor")
-    verify = action("verify", "compare every file with its hashes; status 1 where one is damaged")
-    verify.add_argument("path", metavar="PATH", help=_OWN)
-    made = action("convert", "make a checkpoint of another library's, or of an older one")
-    made.add_argument("source", metavar="SOURCE", help="see docs/checkpoints.md")
-    made.add_argument("target", metavar="TARGET", help="step-N, or the folder that is to have it")
-    made.add_argument("--step", type=int, metavar="N", help="optimizer steps done")
-    made.add_argument("--samples", type=int, metavar="N", help="samples seen: where data go on")
-    made.add_argument(
-        *("--tie",),
-        action="append",
-        default=[],
-        metavar="NAME=OTHER",
-        help="NAME is tied to OTHER, and left out: lm_head.weight=transformer.wte.weight",
-    )
-    export = action("export", "write the tensors into one file")
-    export.add_argument("path", metavar="PATH", help=_OWN)
-    export.add_argument("output", metavar="OUT", help="a .safetensors, or .pt for torch.load")
-    export.add_argument("--part", choices=STATE_PARTS, default="model", help="(default model)")
-    export.add_argument("--dtype", choices=tuple(_DTYPES), help="of floats (default: as saved)")
-    diff = action("diff", "the largest differences of two checkpoints, by tensor")
-    diff.add_argument("first", metavar="A", help=_OWN)
-    diff.add_argument("second", metavar="B", help=_OWN)
-    diff.add_argument(
-        "--exit-code", action="store_true", help="status 1 where they differ, as git diff has it"
-    )
-    return parser
 
 
 def main(arguments: list[str]) -> int:
@@ -123,9 +75,15 @@ def _find(path: str, action: str) -> Path:
     try:
         return find_checkpoint(path)
     except ConfigError:
+        there = Path(path).exists()
+        others = (
+            f" Another library's becomes one by: bigtrain checkpoint convert {path} TARGET"
+            if there
+            else ""
+        )
         raise ConfigError(
-            f"{action}: there is no checkpoint of bigtrain at {path!r}. Give {_OWN}. Another "
-            f"library's becomes one by: bigtrain checkpoint convert {path} TARGET"
+            f"{action}: there is {'no checkpoint of bigtrain' if there else 'nothing'} at "
+            f"{path!r}. Give {OWN_CHECKPOINTS}.{others}"
         ) from None
 
 

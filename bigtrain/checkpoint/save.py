@@ -37,10 +37,13 @@ def save_checkpoint(
     state: Mapping[str, StateTensor],
     meta: Mapping[str, Any],
     context: RunContext,
-    **options: Any,
+    *,
+    keep: int = 1,
+    texts: Mapping[str, str] | None = None,
 ) -> Path:
     """Write a checkpoint from beginning to end. Collective; see `CheckpointWriting`."""
-    return CheckpointWriting(folder, step, state, meta, context, **options).finish(context)
+    writing = CheckpointWriting(folder, step, state, meta, context, keep=keep, texts=texts)
+    return writing.finish(context)
 
 
 class CheckpointWriting:
@@ -104,7 +107,8 @@ class CheckpointWriting:
             CheckpointError: it could not be written; the same on all ranks. What was there stays.
         """
         try:
-            return self._finish(context)
+            with context.patiently():  # to sync the files of another rank takes long, too
+                return self._finish(context)
         except CheckpointError:
             self._discard(context)
             raise

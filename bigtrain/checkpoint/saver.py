@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from bigtrain.checkpoint.folders import sole_writer
-from bigtrain.checkpoint.save import CheckpointWriting, save_checkpoint
+from bigtrain.checkpoint.save import CheckpointWriting
 from bigtrain.errors import CheckpointError, ConfigError
 from bigtrain.job.schema import CheckpointConfig
 from bigtrain.memory.added_bytes import AddedBytes
@@ -87,11 +87,14 @@ class Saver:
         """
         self._context.recorder.enter("save")
         self._join()
-        options: dict[str, Any] = {"keep": self._keep, "best": best, "texts": texts}
+        context = self._context
+        if self._asynchronous:
+            context = self._beside = self._beside or context.beside()
+        writing = CheckpointWriting(
+            folder, step, state, meta, context, keep=self._keep, best=best, texts=texts
+        )
         if not self._asynchronous:
-            return save_checkpoint(folder, step, state, meta, self._context, **options)
-        context = self._beside = self._beside or self._context.beside()
-        writing = CheckpointWriting(folder, step, state, meta, context, **options)
+            return writing.finish(context)
         self.copied_bytes = writing.take(context, self._most_bytes)
         self._writing = _BackgroundWriting(writing, context, added)
         self._writing.start()

@@ -344,9 +344,16 @@ def check_shapes(
     saved_names = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
     missing, extra = sorted(expected - saved_names), sorted(saved_names - expected)
     if missing or extra:
+        tie = ""
+        if not extra:  # as files of the Hub are
+            tie = (
+                " Where that is tied to another tensor, convert with: bigtrain checkpoint convert "
+                f"SOURCE TARGET --tie {missing[0]}=OTHER"
+            )
         raise CheckpointError(
             f"the checkpoint does not fit this model: it lacks {first_names(missing)} and has "
             f"{first_names(extra)} too many. Use the model.name and model.args it was saved with."
+            f"{tie}"
         )
     for name, shape in shapes.items():
         found = saved[f"model.{name}"].shape

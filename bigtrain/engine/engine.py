@@ -15,7 +15,6 @@ from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
 from traceback import clear_frames
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
@@ -323,14 +322,9 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.runner.close()
-        self._closing.__exit__(kind, error, traceback)
+        self._closing.__exit__(*error)
 
     @contextmanager
     def _explaining(self, where: str | None = None) -> Iterator[None]:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 TRAIN_HELP = """\
 One job is one YAML file; configs/jobs/default.yaml is used when none is named. Any key can be
 set on the command line: optim.lr=3e-4, or OPTIM.LR 3e-4."""
+
+
+OWN_CHECKPOINTS = "a checkpoint (step-N), a run's folder, or its checkpoints/"
+"""Where the commands on checkpoints find one."""
 
 
 class TrainOptions(argparse.Namespace):
@@ -239,6 +244,57 @@ def plan_arguments(arguments: list[str]) -> PlanOptions:
     return options
 
 
+def checkpoint_parser() -> argparse.ArgumentParser:
+    """The frozen options of `bigtrain checkpoint` and of what it does."""
+    parser = argparse.ArgumentParser(
+        prog="bigtrain checkpoint",
+        description="Look at a checkpoint, check it, make one, take one apart, compare two.",
+        allow_abbrev=False,
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    def action(name: str, summary: str) -> argparse.ArgumentParser:
+        made = actions.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        made.add_argument(
+            "--json", dest="as_json", action="store_true", help="one JSON document, on stdout"
+        )
+        return made
+
+    inspect = action("inspect", "what is in a checkpoint")
+    inspect.add_argument("path", metavar="PATH", help=OWN_CHECKPOINTS)
+    inspect.add_argument("--tensors", action="store_true", help="list every tensor")
+    verify = action("verify", "compare every file with its hashes; status 1 where one is damaged")
+    verify.add_argument("path", metavar="PATH", help=OWN_CHECKPOINTS)
+    made = action("convert", "make a checkpoint of another library's, or of an older one")
+    made.add_argument("source", metavar="SOURCE", help="see docs/checkpoints.md")
+    made.add_argument("target", metavar="TARGET", help="step-N, or the folder that is to have it")
+    made.add_argument("--step", type=int, metavar="N", help="optimizer steps done")
+    made.add_argument("--samples", type=int, metavar="N", help="samples seen: where data go on")
+    made.add_argument(
+        *("--tie",),
+        action="append",
+        default=[],
+        metavar="NAME=OTHER",
+        help="NAME is tied to OTHER, and left out: lm_head.weight=transformer.wte.weight",
+    )
+    export = action("export", "write the tensors into one file")
+    export.add_argument("path", metavar="PATH", help=OWN_CHECKPOINTS)
+    export.add_argument("output", metavar="OUT", help="a .safetensors, or .pt for torch.load")
+    export.add_argument(
+        "--part", choices=("model", "optimizer"), default="model", help="(default model)"
+    )
+    export.add_argument(
+        "--dtype", choices=("fp64", "fp32", "fp16", "bf16"), help="of floats (default: as saved)"
+    )
+    diff = action("diff", "the largest differences of two checkpoints, by tensor")
+    diff.add_argument("first", metavar="A", help=OWN_CHECKPOINTS)
+    diff.add_argument("second", metavar="B", help=OWN_CHECKPOINTS)
+    diff.add_argument(
+        "--exit-code", action="store_true", help="status 1 where they differ, as git diff has it"
+    )
+    return parser
+
+
 def _side_parser(command: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"bigtrain {command}",
@@ -313,3 +369,12 @@ def _joined(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
 
 def _is_file(word: str) -> bool:
     return word.endswith((".yaml", ".yml")) or "/" in word
+
+
+READERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
+    "plan": plan_arguments,
+    "compare": compare_arguments,
+    "verify": verify_arguments,
+    "checkpoint": lambda arguments: checkpoint_parser().parse_args(arguments),
+}
+"""Of the commands whose options stand here: reads them, or ends with 2, or with 0 after --help."""

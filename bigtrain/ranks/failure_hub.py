@@ -27,7 +27,7 @@ from typing import Any
 
 from bigtrain.memory.host_memory import host_memory_line
 from bigtrain.ranks.restart import RESTART_STATUS, restart_process
-from bigtrain.recorder.inquiry import Inquiries
+from bigtrain.recorder.inquiry import Inquiries, RollCall, read_message, send_message
 from bigtrain.recorder.page import Cause, Record, records_by_files, show_page
 from bigtrain.recorder.ring import FlightRecorder
 
@@ -40,7 +40,7 @@ _REPLY_S = 5.0
 _CONNECT_S = 15.0
 # Without the hub: within these times the ranks that are left notice, by their own watches or by
 # their connections to it.
-_SILENT_S, _LOST_S = 1.5, 0.05
+_SILENT_S, _LOST_S = 1.5, 0.25
 # Only of a failure the ranks are asked where they were, not of a stop, a restart or wrong input.
 _FAILED = 1
 # Bytes that a stranger may send without the end of a line.
@@ -106,6 +106,7 @@ class FailureHub:
         self._buffers: dict[socket.socket, bytes] = {}
         self._left: set[int] = set()
         self._inquiries = Inquiries()
+        self._roll = RollCall()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
         threading.Thread(target=self._serve, name="bigtrain-hub", daemon=True).start()
@@ -132,7 +133,7 @@ class FailureHub:
         asked = [c for c, r in self._ranks.items() if r not in known and r not in self._left]
         self._inquiries.begin(asked, known, finish)
         for connection in asked:
-            _send(connection, kind="records?")
+            send_message(connection, kind="records?")
 
     def _receive(self, connection: socket.socket) -> None:
         try:
@@ -152,22 +153,31 @@ class FailureHub:
                 self._answer(connection, line)
 
     def _answer(self, connection: socket.socket, line: bytes) -> None:
-        message = _message(line)
+        message = read_message(line)
         kind = message.get("kind")
         if connection not in self._ranks:
             self._introduce(connection, message)
         elif kind == "bye":
             self._left.add(self._ranks[connection])
             self._inquiries.give_up(connection)
+            self._roll.hear(self._ranks[connection])
             if self._ranks[connection] == 0:
                 # The hub ends with rank 0's process; that must not look like a loss.
                 for other in self._ranks:
-                    _send(other, kind="unwatched")
-            _send(connection, kind="ok")
+                    send_message(other, kind="unwatched")
+            send_message(connection, kind="ok")
         elif kind == "record":
             self._inquiries.answer(connection, self._ranks[connection], message["record"])
+        elif kind == "here":
+            self._roll.hear(self._ranks[connection])
+        elif kind == "roll":
+            here = {c: rank for c, rank in self._ranks.items() if rank not in self._left}
+            rounds = self._roll.call(here, float(message["period_s"]))
+            send_message(connection, kind="silence", rounds=rounds)
         elif kind == "show":
-            self._inquire(lambda records: _send(connection, kind="records", records=records), {})
+            self._inquire(
+                lambda records: send_message(connection, kind="records", records=records), {}
+            )
         elif kind == "end":
             rank = self._ranks[connection]
             if self._ending is None:
@@ -175,7 +185,7 @@ class FailureHub:
                 self._end(ending, connection, message.get("record"))
                 return
             # A rank may say it twice, from its signal thread and from its main thread.
-            _send(connection, kind="verdict", first=self._ending.rank == rank)
+            send_message(connection, kind="verdict", first=self._ending.rank == rank)
 
     def _introduce(self, connection: socket.socket, message: dict[str, Any]) -> None:
         rank = message.get("rank")
@@ -184,9 +194,9 @@ class FailureHub:
             self._drop(connection)
             return
         self._ranks[connection] = rank
-        _send(connection, kind="ok")
+        send_message(connection, kind="ok")
         if self._ending:
-            _send(connection, kind="end", **asdict(self._ending))
+            send_message(connection, kind="end", **asdict(self._ending))
 
     def _closed(self, connection: socket.socket) -> None:
         rank = self._ranks.get(connection)
@@ -221,9 +231,9 @@ class FailureHub:
         for connection, rank in self._ranks.items():
             if connection is not reporter:
                 heard = records if rank == ending.speaker else {}
-                _send(connection, kind="end", records=heard, **asdict(ending))
+                send_message(connection, kind="end", records=heard, **asdict(ending))
         if reporter is not None:
-            _send(reporter, kind="verdict", first=True, records=records)
+            send_message(reporter, kind="verdict", first=True, records=records)
 
     def _drop(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
@@ -265,6 +275,8 @@ class FailureListener:
         self._leaving = threading.Event()
         self._closing = threading.Event()
         self._unwatched = False
+        self._rounds: dict[int, int] = {}
+        self._unheard = 0
         self._replies: queue.Queue[dict[str, Any]] = queue.Queue()
         self._socket = socket.create_connection((host, port), timeout=_CONNECT_S)
         self._socket.settimeout(None)
@@ -311,6 +323,24 @@ class FailureListener:
         """Have the hub ask all ranks where they are; this one then shows the page."""
         self._say(kind="show")
 
+    def silent_rank(self, period_s: float) -> tuple[int, float] | None:
+        """Have the hub ask all ranks whether they are there; for a thread that does so regularly.
+
+        Args:
+            period_s: seconds between two calls.
+
+        Returns:
+            The rank that has not answered for longest, and for how many seconds at least. A rank
+            that is busy or waits answers all the same: a thread of it does.
+        """
+        if self._unwatched or self._closing.is_set() or self.ending:
+            return None
+        rounds = {**self._rounds, 0: max(self._rounds.get(0, 0), self._unheard)}
+        self._unheard += 1  # until the hub, which is in rank 0, says something
+        self._say(kind="roll", period_s=period_s)
+        rank = max(rounds, key=rounds.__getitem__)
+        return (rank, (rounds[rank] - 1) * period_s) if rounds[rank] > 1 else None
+
     def close(self) -> None:
         """Take leave in good order: from here on the end of this process is no news."""
         self._closing.set()
@@ -325,7 +355,7 @@ class FailureListener:
     def _say(self, **message: Any) -> None:
         # The main thread and the one that listens both speak.
         with self._sending:
-            _send(self._socket, **message)
+            send_message(self._socket, **message)
 
     def _reply(self) -> dict[str, Any]:
         try:
@@ -350,6 +380,10 @@ class FailureListener:
                     self._unwatched = True
                 elif kind == "records?":
                     self._say(kind="record", record=self.recorder.record())
+                elif kind == "here?":
+                    self._say(kind="here")
+                elif kind == "silence":
+                    self._rounds, self._unheard = _by_rank(message["rounds"]), 0
                 elif kind == "records":
                     cause = Cause("asked", self.rank)
                     show_page(self.recorder, _by_rank(message["records"]), cause)
@@ -361,8 +395,9 @@ class FailureListener:
         self._replies.put({})
         if not (self._unwatched or self._closing.is_set() or self.ending):
             self._end(RunEnd(0, lost_rank_message(self.rank, 0), _FAILED, self.rank), {})
-            # No daemon: launchers end this process at once, and it is to wait for its page.
-            threading.Thread(target=self._show_without_hub, name="bigtrain-page").start()
+            # Launchers end this process at once, and it is to wait for its page: no daemon, as a
+            # thread that a daemon starts is by itself.
+            threading.Thread(target=self._show_without_hub, daemon=False).start()
 
     def _show_without_hub(self) -> None:
         records = records_by_files(self.recorder, _LOST_S)
@@ -408,21 +443,6 @@ def _flush() -> None:
             stream.flush()
 
 
-def _by_rank(records: dict[str, Record]) -> dict[int, Record]:
+def _by_rank(values: dict[str, Any]) -> dict[int, Any]:
     """JSON has made text of the ranks."""
-    return {int(rank): record for rank, record in records.items()}
-
-
-def _message(line: bytes) -> dict[str, Any]:
-    """What a line says; nothing where it is not an object of JSON, as from a stranger."""
-    try:
-        message = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return message if isinstance(message, dict) else {}
-
-
-def _send(connection: socket.socket, **message: Any) -> None:
-    # A peer that is gone is noticed where its connection is read.
-    with contextlib.suppress(OSError):
-        connection.sendall(json.dumps(message).encode() + b"\n")
+    return {int(rank): value for rank, value in values.items()}

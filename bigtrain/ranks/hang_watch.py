@@ -3,6 +3,9 @@
 gloo raises in the waiting rank, NCCL's watchdog aborts the process: neither says who did not come.
 So this watch comes before them, while the main threads still stand where they wait. It looks only
 where nothing has happened for as long as an exchange may take, so a run that works pays nothing.
+
+Some exchanges may take hours: a checkpoint on a slow disk, a download. A rank that works at that
+answers when it is called, by a thread of its own; one that does not for `mesh.timeout` is stopped.
 """
 
 from __future__ import annotations
@@ -42,11 +45,14 @@ def watch_for_hangs(
     def look() -> None:
         pause = shortest = min(_LOOK_S, timeout_s / 4)
         while not over.wait(pause):
-            wait = overdue(recorder, timeout_s)
-            # Where nothing happens and yet nobody is waited for, as while a checkpoint is written.
-            pause = shortest if recorder.idle_s < timeout_s else max(shortest, timeout_s / 10)
-            if wait is not None and not over.is_set():
-                _end(listener, recorder, wait, timeout_s)
+            if recorder.idle_s < timeout_s:
+                pause = shortest
+                continue
+            # Nothing happens, and yet nobody may be waited for, as while a checkpoint is written.
+            silent, pause = listener.silent_rank(pause), max(shortest, timeout_s / 10)
+            text = _overdue_words(recorder, timeout_s, silent)
+            if text and not over.is_set():
+                _end(listener, recorder, text, timeout_s)
 
     threading.Thread(target=look, name="bigtrain-hangs", daemon=True).start()
     try:
@@ -69,8 +75,22 @@ def overdue(recorder: FlightRecorder, timeout_s: float) -> Wait | None:
     return wait if wait.seconds >= allowed else None
 
 
-def _end(listener: FailureListener, recorder: FlightRecorder, wait: Wait, timeout_s: float) -> None:
-    text = f"rank {wait.rank} waited {wait.seconds:.0f} s for {wait.kind} (mesh.timeout)"
+def _overdue_words(
+    recorder: FlightRecorder, timeout_s: float, silent: tuple[int, float] | None
+) -> str:
+    """Why the run is to end; empty where it is not."""
+    wait = overdue(recorder, timeout_s)
+    if wait is not None:
+        return f"rank {wait.rank} waited {wait.seconds:.0f} s for {wait.kind} (mesh.timeout)"
+    if silent is not None and silent[1] >= timeout_s:
+        return (
+            f"rank {silent[0]} has not answered for {silent[1]:.0f} s (mesh.timeout): it is "
+            "stopped, or stuck in native code"
+        )
+    return ""
+
+
+def _end(listener: FailureListener, recorder: FlightRecorder, text: str, timeout_s: float) -> None:
     if listener.report(text, 1) is not None:
         if listener.ending is None:  # the hub is silent, and another rank speaks
             listener.grace()

@@ -33,6 +33,8 @@ SAVE_S = 600.0
 # Seconds for the other ranks to end after one has failed, before SIGKILL.
 _SHUTDOWN_S = 15.0
 _POLL_S = 0.05
+# Before they are told to end at all: in this time they say who waited for whom.
+_SAY_S = 0.5
 # A signal within so many seconds of the first is that one again, as `timeout` sends it.
 _SAME_S = 2.0
 _USUAL_TIMEOUT_S = 100.0
@@ -282,11 +284,12 @@ class _Ranks:
             The rank that failed first and its exit code; None where all ended in good order.
         """
         failed: tuple[int, int] | None = None
-        passed_on, deadline, next_reminder = False, math.inf, 0.0
+        passed_on, deadline, next_reminder = False, math.inf, math.inf
         with self._ended_on_error():
             while None in (exitcodes := self.exitcodes):
                 now = time.monotonic()
-                failed = failed or _first_failure(exitcodes)
+                if failed is None:
+                    failed, next_reminder = _first_failure(exitcodes), now + _SAY_S
                 if failed is not None and now >= next_reminder:
                     deadline = min(deadline, now + _SHUTDOWN_S)
                     self._send(signal.SIGTERM)

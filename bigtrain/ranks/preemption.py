@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from bigtrain.ranks.context import RunContext
@@ -73,12 +73,7 @@ class PreemptionNotice:
                 self._before[number] = signal.signal(number, self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             if signal.getsignal(number) is self:
                 signal.signal(number, handler)

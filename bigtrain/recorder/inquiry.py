@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from bigtrain.recorder.page import Record
 
@@ -61,3 +65,47 @@ class Inquiries:
             if not inquiry.awaited or time.monotonic() >= inquiry.until:
                 self.open.remove(inquiry)
                 inquiry.finish(inquiry.records)
+
+
+class RollCall:
+    """Which ranks still answer at all, whatever they do: a thread of each does.
+
+    Silence is counted in rounds, not in seconds: Ctrl-Z stops those who ask, too.
+    """
+
+    def __init__(self) -> None:
+        self._unanswered: dict[int, int] = {}
+        self._last = -math.inf
+
+    def call(self, ranks: Mapping[socket.socket, int], period_s: float) -> dict[int, int]:
+        """Ask them whether they are there, at most once in so many seconds.
+
+        Returns:
+            Of each rank that has not answered yet the rounds that it was asked in.
+        """
+        now = time.monotonic()
+        if now - self._last >= period_s:
+            self._last = now
+            for connection, rank in ranks.items():
+                self._unanswered[rank] = self._unanswered.get(rank, 0) + 1
+                send_message(connection, kind="here?")
+        return dict(self._unanswered)
+
+    def hear(self, rank: int) -> None:
+        """Take an answer, or that a rank has left."""
+        self._unanswered.pop(rank, None)
+
+
+def read_message(line: bytes) -> dict[str, Any]:
+    """What a line says; nothing where it is not an object of JSON, as from a stranger."""
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return message if isinstance(message, dict) else {}
+
+
+def send_message(connection: socket.socket, **message: Any) -> None:
+    """Send a line; a peer that is gone is noticed where its connection is read."""
+    with contextlib.suppress(OSError):
+        connection.sendall(json.dumps(message).encode() + b"\n")

@@ -49,6 +49,7 @@ class FlightRecorder:
         self._counts = {"forward": 0, "backward": 0}
         self._events: list[Event | None] = [None] * EVENTS
         self._written = 0
+        self._made = time.time()
         self._error: BaseException | None = None
         self._reading = threading.Lock()
 
@@ -107,9 +108,9 @@ class FlightRecorder:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the last event."""
+        """Seconds since the last event, or since there is this recorder."""
         last = self._events[(self._written - 1) % EVENTS]
-        return 0.0 if last is None else time.time() - last[0]
+        return time.time() - (self._made if last is None else last[0])
 
     def events(self) -> list[Event]:
         """The events that there are, the oldest first."""

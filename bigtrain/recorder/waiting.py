@@ -27,7 +27,8 @@ _PURPOSES = {
     "average_gradients": "the gradients",
     "forward_backward": "the number of targets",
     "evaluate": "the validation figures",
-    "save_checkpoint": "a checkpoint",
+    "save": "a checkpoint",
+    "save_or_explain": "a checkpoint",
 }
 """What functions of bigtrain exchange."""
 

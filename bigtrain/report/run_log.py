@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import yaml
@@ -296,12 +295,7 @@ class RunLog:
     def __enter__(self) -> RunLog:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop_bar()
         for name in self._waiting:
             with suppress(OSError):

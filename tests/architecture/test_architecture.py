@@ -21,7 +21,6 @@ from support.rooms import imported, sources, tree, uses
 import bigtrain
 from bigtrain import cli
 from bigtrain.assembly.make_plan import make_plan
-from bigtrain.checkpoint import command as checkpoint_command
 from bigtrain.compare import list_strategies
 from bigtrain.core.registry import TECHNIQUES, make_technique, technique_class
 from bigtrain.job import arguments
@@ -124,6 +123,17 @@ def test_no_module_has_the_name_of_another():
         )
 
 
+@pytest.mark.parametrize("command", sorted(arguments.READERS))
+def test_the_help_of_a_command_needs_no_torch(command):
+    code = (
+        "import bigtrain.cli, contextlib, io\n"
+        "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
+        f"    bigtrain.cli.main(['{command}', '--help'])\n"
+        "    raise RuntimeError"
+    )
+    assert loaded(code, "torch", "rich") == []
+
+
 def test_importing_the_package_does_nothing():
     same = (
         "import os; before = dict(os.environ)\nimport bigtrain\nassert before == dict(os.environ)"
@@ -202,13 +212,13 @@ def test_the_command_line_is_frozen(monkeypatch):
 def test_the_options_of_each_command_are_frozen(name, monkeypatch):
     readers = {"compare": arguments.compare_arguments, "verify": arguments.verify_arguments}
     readers |= {"strategies": list_strategies.main, "doctor": doctor.main}
-    readers |= {"plan": arguments.plan_arguments, "checkpoint": checkpoint_command.main}
+    readers |= {"plan": arguments.plan_arguments, "checkpoint": arguments.READERS["checkpoint"]}
     actions = parser_of(lambda: readers[name]([]), monkeypatch)
     assert {o for action in actions for o in action.option_strings} == COMMANDS[name]
 
 
 def test_the_options_of_what_is_done_with_checkpoints_are_frozen():
-    *_, actions = checkpoint_command.checkpoint_parser()._actions
+    *_, actions = arguments.checkpoint_parser()._actions
     everywhere = {"-h", "--help", "--json"}
     found = {name: set(one._option_string_actions) for name, one in actions.choices.items()}
     assert found == {name: own | everywhere for name, own in CHECKPOINT_ACTIONS.items()}

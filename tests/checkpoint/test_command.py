@@ -59,10 +59,14 @@ def test_the_command_is_there_and_says_what_it_can_do(tmp_path):
     done = forked_cli(["checkpoint", "--help"])
     for word in ("inspect", "verify", "convert", "export", "diff"):
         assert word in done.stdout
-    done = forked_cli(["checkpoint", "verify", str(tmp_path / "nowhere")])
+    done = forked_cli(["checkpoint", "verify", str(path / "model.safetensors.index.json")])
     assert done.returncode == 2
     assert done.stderr.startswith("bigtrain: verify: there is no checkpoint of bigtrain at '")
     assert "becomes one by: bigtrain checkpoint convert " in done.stderr
+    done = forked_cli(["checkpoint", "inspect", str(tmp_path / "nowhere")])
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"bigtrain: inspect: there is nothing at '{tmp_path}/nowhere'. ")
+    assert "convert" not in done.stderr
 
 
 def test_inspect_says_what_is_in_it(tmp_path, capsys):

@@ -150,7 +150,7 @@ def test_a_checkpoint_of_the_first_format_becomes_one_of_the_second(tmp_path):
         open_source(tmp_path / "checkpoints")
 
 
-def zero_folder(folder, stage, **more):
+def zero_folder(folder, stage, version="0.19.8", **more):
     """What DeepSpeed writes for two parameters, one trained, one frozen, and a buffer; 2 ranks."""
     folder.mkdir(exist_ok=True)
     trained, frozen = torch.arange(5.0), torch.arange(3.0) + 10
@@ -169,6 +169,7 @@ def zero_folder(folder, stage, **more):
             "frozen_param_fragments": OrderedDict(frozen=fragments),
             "global_steps": 4,
             "global_samples": 32,
+            "ds_version": version,
         }
         base = {
             "state": {0: {"exp_avg": piece + 1, "exp_avg_sq": piece + 2}},
@@ -199,6 +200,23 @@ def test_frozen_parameters_buffers_and_uneven_pieces_of_deepspeed(stage, tmp_pat
         assert torch.equal(found, torch.arange(5.0) + added)
     assert checkpoint.read("optimizer.trained.step") == 4
     assert (checkpoint.meta["step"], checkpoint.meta["samples_seen"]) == (4, 32)
+
+
+def test_a_version_that_was_never_tried_is_named(tmp_path):
+    assert open_source(zero_folder(tmp_path / "tried", 2)).notes == ()
+    (note,) = open_source(zero_folder(tmp_path / "other", 3, version="0.17.1")).notes
+    assert note == (
+        "DeepSpeed 0.17.1 wrote it, and files of 0.19.8 alone were tried: compare some values."
+    )
+    (note,) = open_source(zero_folder(tmp_path / "old", 2, version=None)).notes
+    assert note.startswith("No version of DeepSpeed is named, and files of 0.19.8 alone were")
+    dcp.save({"model": net().state_dict()}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    assert open_source(tmp_path / "dcp").notes == ()
+    metadata = pickle.loads((tmp_path / "dcp" / ".metadata").read_bytes())
+    metadata.version = "2.0.0"
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(metadata))
+    (note,) = open_source(tmp_path / "dcp").notes
+    assert note.startswith("Format 2.0.0 wrote it, and files of 1.0.0 alone")
 
 
 def test_incomplete_and_foreign_layouts_of_deepspeed_are_refused(tmp_path):

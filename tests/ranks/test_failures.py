@@ -204,6 +204,33 @@ def test_who_leaves_in_good_order_is_not_lost(monkeypatch: pytest.MonkeyPatch) -
     ranks.watches[2].close()
 
 
+def silent_for(watch: FailureListener, seconds: float) -> int:
+    """The rank that is silent for so long, after as many calls as that takes."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        found = watch.silent_rank(0.02)
+        if found is not None and found[1] >= seconds:
+            return found[0]
+        time.sleep(0.03)
+    raise TimeoutError
+
+
+def test_a_rank_that_answers_to_no_call_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch, 3)
+    for _ in range(5):
+        silent = ranks.watches[0].silent_rank(0.02)
+        assert silent is None or silent[1] < 0.3
+        time.sleep(0.03)
+    say = ranks.watches[1]._say
+    ranks.watches[1]._say = lambda **_: None  # type: ignore[method-assign]
+    assert silent_for(ranks.watches[2], 0.3) == 1
+    ranks.watches[1]._say = say  # type: ignore[method-assign]
+    ranks.hub._answer = lambda *_: None  # type: ignore[method-assign]
+    assert silent_for(ranks.watches[2], 0.6) == 0
+    monkeypatch.setattr("bigtrain.ranks.failure_hub._REPLY_S", 0.1)
+    ranks.close()
+
+
 def test_a_stranger_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(monkeypatch, 2)
     monkeypatch.setattr("bigtrain.ranks.failure_hub._REPLY_S", 1.0)

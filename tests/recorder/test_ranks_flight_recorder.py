@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,15 @@ def test_a_rank_that_is_killed(tmp_path):
     assert "rank 1 ended without a message" in file["headline"]
     assert "rank 0 lost rank 1" in said
     assert file["lines"][1] == "rank 1: ended without a message"
+
+
+def test_rank_0_is_killed_and_the_hub_with_it(tmp_path):
+    words = ("data.args.fault=kill", "data.args.rank=0", "train.global_batch_size=9")
+    said, file = fails(tmp_path, *words, ranks=3)
+    assert re.match("rank [12] waits for .* s; rank 0 ended without a message$", file["headline"])
+    assert said.count("the last events of each rank") == 1
+    assert "rank 2: waits for " in said  # it has left its record, and does not speak
+    assert file["lines"][0] == "rank 0: ended without a message"
 
 
 def test_a_rank_that_raises(tmp_path):

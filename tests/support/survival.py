@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
+import importlib.util
 import os
-import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from support.programs import ROOT
 from support.zygote import interpreter, surroundings
 
 Curve = list[tuple[int, float, float]]
 """Step, loss and norm of each line."""
 LIMIT_S = 60.0
+
+
+def _faults() -> Any:
+    """benchmarks/faults.py, as a module."""
+    spec = importlib.util.spec_from_file_location("faults", ROOT / "benchmarks" / "faults.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["faults"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+faults = _faults()
 
 NET = """
 import os, signal, sys, time
@@ -26,6 +41,13 @@ FOLDER, RANK = Path(os.environ["FAULT_FOLDER"]), os.environ.get("RANK", "0")
 LIFE = os.environ.get("BIGTRAIN_LAUNCH", "/0").rpartition("/")[2]
 LIFE = os.environ.get("TORCHELASTIC_RESTART_COUNT", LIFE)
 (FOLDER / f"pid-{RANK}-{LIFE}").write_text(str(os.getpid()))
+if os.environ.get("FAULT_STOP_IN_SAVE") == f"{RANK}:{LIFE}":
+    write = os.pwrite
+    def stop_in_save(descriptor, data, at):
+        if isinstance(data, memoryview):  # of a tensor
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return write(descriptor, data, at)
+    os.pwrite = stop_in_save
 
 class Net(nn.Sequential):
     def __init__(self):
@@ -72,25 +94,14 @@ class Place:
         fixed = ["--strategy", "ddp", "device=cpu", "model.name=net:Net", "data.name=text"]
         return [*fixed, *(f"{key}={value}" for key, value in values.items())]
 
-    @contextlib.contextmanager
-    def start(self, command: Sequence[str], **environ: str) -> Iterator[subprocess.Popen[str]]:
+    def start(
+        self, command: Sequence[str], **environ: str
+    ) -> AbstractContextManager[subprocess.Popen[str]]:
         path = f"{self.folder}{os.pathsep}{surroundings()['PYTHONPATH']}"
-        process = subprocess.Popen(
-            command,
-            env={**surroundings(), "PYTHONPATH": path, "FAULT_FOLDER": str(self.folder), **environ},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.kill()
-                for file in self.folder.glob("pid-*"):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(int(file.read_text()), signal.SIGKILL)
-                process.communicate()
+        every = {**surroundings(), "PYTHONPATH": path, **environ}
+        process: AbstractContextManager[subprocess.Popen[str]]
+        process = faults.started(command, every, self.folder)
+        return process
 
     def bigtrain(
         self, options: Sequence[str], keys: dict[str, Any] | None = None, **environ: str
@@ -102,8 +113,8 @@ class Place:
         return process.returncode, said
 
     def curve(self) -> Curve:
-        rows = map(json.loads, (self.run / "metrics.jsonl").read_text().splitlines())
-        return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
+        found: Curve = faults.curve(self.run)
+        return found
 
     def wait_for_step(self, step: int) -> None:
         metrics = self.run / "metrics.jsonl"

@@ -165,3 +165,20 @@ def test_nothing_of_it_is_left() -> None:
     assert not own.folder.exists()
     assert child.wait() == -signal.SIGKILL
     child.close()
+
+
+def test_what_stands_for_a_process_is_stopped_with_it() -> None:
+    program = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    with subprocess.Popen([interpreter(), "-c", program], stdout=subprocess.PIPE) as stand_in:
+        assert stand_in.stdout is not None
+        pid = int(stand_in.stdout.readline())
+        for number, expected in ((signal.SIGSTOP, "T"), (signal.SIGCONT, "S")):
+            os.kill(pid, number)
+            end = time.monotonic() + 10
+            stat = Path(f"/proc/{stand_in.pid}/stat")
+            while stat.read_text().rpartition(")")[2].split()[0] != expected:
+                assert time.monotonic() < end
+                time.sleep(0.005)
+        os.kill(pid, signal.SIGSTOP)
+        os.kill(pid, signal.SIGKILL)
+        assert stand_in.wait(10) == -signal.SIGKILL

@@ -8,6 +8,7 @@ thread may be alive when it forks.
 from __future__ import annotations
 
 import array
+import contextlib
 import gc
 import importlib
 import io
@@ -92,6 +93,7 @@ class Server:
                 importlib.import_module(name)
         self._life = life
         self._children: dict[int, socket.socket] = {}
+        self._stand_ins: dict[int, int] = {}
         self._listener = socket.socket(fileno=listener)
         self._selector = selectors.DefaultSelector()
         self._woken, self._wakes = os.pipe()
@@ -135,6 +137,8 @@ class Server:
         for file in files:
             os.close(file)
         self._children[pid] = connection
+        if "executable" in request:
+            self._stand_ins[pid] = _peer(connection)
         self._selector.register(
             connection, selectors.EVENT_READ, lambda: self._signal(pid, connection)
         )
@@ -174,14 +178,25 @@ class Server:
             except BlockingIOError:
                 break
         for pid, connection in list(self._children.items()):
-            ended, status = os.waitpid(pid, os.WNOHANG)
+            ended, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
             if ended == 0:
                 continue
+            if os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
+                self._mirror(pid, stopped=os.WIFSTOPPED(status))
+                continue
+            self._mirror(pid, stopped=False)
+            self._stand_ins.pop(pid, None)
             del self._children[pid]
             if connection in self._selector.get_map():
                 self._selector.unregister(connection)
             _say(connection, b"E", os.waitstatus_to_exitcode(status))
             connection.close()
+
+    def _mirror(self, pid: int, *, stopped: bool) -> None:
+        """Stop what stands for a process that is stopped: who started that is to see it."""
+        if pid in self._stand_ins:  # it is there: it waits for the end of the process
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._stand_ins[pid], signal.SIGSTOP if stopped else signal.SIGCONT)
 
     def _end(self) -> None:
         for pid, connection in self._children.items():
@@ -195,6 +210,12 @@ def _say(connection: socket.socket, kind: bytes, number: int) -> None:
         connection.sendall(kind + number.to_bytes(8, "little", signed=True))
     except OSError:
         return
+
+
+def _peer(connection: socket.socket) -> int:
+    """The process at the other end."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int.from_bytes(found[:4], sys.byteorder)
 
 
 def _receive(connection: socket.socket, files: list[int]) -> bytes:

@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigtrain.checkpoint.foreign.state import MODEL_KEYS, ForeignState, unwrapped_names
+from bigtrain.checkpoint.foreign.state import MODEL_KEYS, ForeignState, untried, unwrapped_names
 from bigtrain.checkpoint.foreign.torch_files import Inert, TorchTensor, read_torch_file
 from bigtrain.errors import CheckpointError
 from bigtrain.tensors.shards import Extent, StateTensor, box_extents
 
 _METADATA = ".metadata"
+_TRIED = "1.0.0"
+"""The version of its metadata whose folders the tests read; torch 2.15 wrote them."""
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
@@ -102,7 +104,7 @@ def open_dcp_folder(folder: Path) -> ForeignState:
         {f"{of_slots[name]}.{key}": tensor for (name, key), tensor in slots.items()},
         numbers.get("step", numbers.get("global_step")),
         numbers.get("samples_seen"),
-        tuple(notes),
+        (*notes, *untried("Format", metadata.get("version"), _TRIED)),
     )
 
 

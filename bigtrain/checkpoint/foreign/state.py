@@ -40,6 +40,20 @@ class ForeignState:
     """Other files by name, such as `config.json`."""
 
 
+def untried(library: str, version: object, tried: str) -> tuple[str, ...]:
+    """A note where a version wrote a checkpoint whose files were never read here.
+
+    Args:
+        library: its name.
+        version: as the files say; None where they do not.
+        tried: the one whose files the tests read.
+    """
+    if version == tried:
+        return ()
+    wrote = f"{library} {version} wrote it" if version else f"No version of {library} is named"
+    return (f"{wrote}, and files of {tried} alone were tried: compare some values.",)
+
+
 def unwrapped_names(names: Iterable[str]) -> dict[str, str]:
     """The names of a model's tensors without those of what was wrapped around it.
 

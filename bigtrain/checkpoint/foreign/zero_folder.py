@@ -19,12 +19,15 @@ from bigtrain.checkpoint.foreign.state import (
     ForeignState,
     joined_tensor,
     number_tensor,
+    untried,
     unwrapped_names,
 )
 from bigtrain.checkpoint.foreign.torch_files import Inert, TorchTensor, read_torch_file
 from bigtrain.errors import CheckpointError
 from bigtrain.tensors.shards import StateTensor
 
+_TRIED = "0.19.8"
+"""The version of DeepSpeed whose files the tests read."""
 _OPTIMIZER, _MODEL = "*_optim_states.pt", "*_model_states.pt"
 Stretch = tuple[TorchTensor, int, int]
 
@@ -83,6 +86,7 @@ def open_zero_folder(folder: Path) -> ForeignState:
         slots,
         int(described[0].get("global_steps", 0)),
         int(described[0].get("global_samples", 0)),
+        untried("DeepSpeed", described[0].get("ds_version"), _TRIED),
     )
 
 
@@ -117,7 +121,10 @@ def _without_zero(folder: Path, described: Mapping[str, Any]) -> ForeignState:
         {names[name]: tensor.as_state() for name, tensor in module.items()},
         step=int(described.get("global_steps", 0)),
         samples_seen=int(described.get("global_samples", 0)),
-        notes=("The optimizer's state was left out: it has numbers in place of names.",),
+        notes=(
+            "The optimizer's state was left out: it has numbers in place of names.",
+            *untried("DeepSpeed", described.get("ds_version"), _TRIED),
+        ),
     )
 
 
