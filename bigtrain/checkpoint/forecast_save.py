@@ -3,8 +3,8 @@
 The rounds are gone through as `FileWriting` does, and bytes are added up instead of moved:
 
     pieces written    min(3, pieces of its files so far) * min(16 MiB, its largest file)
-    given             of the round's pieces what the rank has and others write; asynchronous, also
-                      what it writes itself, and all that of the rounds to come: its snapshot
+    given             of the round's pieces what the rank has and others write
+    snapshot          asynchronous: all that the rank gives, to itself, too; its room stays
     arriving          of the rank's own piece what others have
     made              tensors that have to be made to be read: from a disk, or of several pieces
 """
@@ -70,6 +70,7 @@ def forecast_save(
     if asynchronous:
         taken = 0 if most_bytes is None else first_taken(rounds, most_bytes)
     size, buffers = buffer_bytes(files, rank), 0
+    snapshot = sum(share.sent + share.own for share in shares[taken:])
     looked: frozenset[str] = frozenset()
     waiting = most_made = 0
     for share in shares[:taken]:
@@ -78,17 +79,15 @@ def forecast_save(
         buffers = min(BUFFERS * size, buffers + size * share.writes)
         waiting = max(waiting, buffers + share.sent + share.arriving + after)
         most_made, looked = max(most_made, giving), share.names
-    snapshot = 0
     for share in shares[taken:]:
         giving, _ = _made(made, looked, share.names)
-        snapshot += share.sent + share.own
-        waiting = max(waiting, buffers + snapshot + giving)
+        waiting = max(waiting, buffers + giving)
         most_made, looked = max(most_made, giving), share.names
-    beside = snapshot + buffers if snapshot else 0
+    beside = buffers
     for share in shares[taken:]:
         buffers = min(BUFFERS * size, buffers + size * share.writes)
-        beside = max(beside, snapshot + buffers + share.arriving)
-        snapshot -= share.sent + share.own
+        beside = max(beside, buffers + share.arriving)
+    waiting, beside = waiting + snapshot, snapshot + beside if snapshot else 0
     return SaveBytes(waiting, beside, most_made)
 
 

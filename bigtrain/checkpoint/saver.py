@@ -11,6 +11,7 @@ from typing import Any
 
 from bigtrain.checkpoint.folders import sole_writer
 from bigtrain.checkpoint.save import CheckpointWriting
+from bigtrain.checkpoint.write import SnapshotRoom
 from bigtrain.errors import CheckpointError, ConfigError
 from bigtrain.job.schema import CheckpointConfig
 from bigtrain.memory.added_bytes import AddedBytes
@@ -26,7 +27,8 @@ class Saver:
 
     Asynchronous, a save returns when each rank has copied what it gives of the files: all ranks
     together copy the state once. A thread exchanges, hashes and writes it, through a group of its
-    own; hashing and writing hold no lock of the interpreter. The next save waits for it.
+    own; hashing and writing hold no lock of the interpreter. The next save waits for it. The room
+    for the copy stays.
 
     Args:
         context: of the run.
@@ -36,7 +38,7 @@ class Saver:
     def __init__(self, context: RunContext, config: CheckpointConfig) -> None:
         self._context = context
         self._asynchronous, self._keep = config.asynchronous, config.keep
-        self._most_bytes = config.snapshot_bytes
+        self._most_bytes, self._room = config.snapshot_bytes, SnapshotRoom()
         self._beside: RunContext | None = None
         self._writing: _BackgroundWriting | None = None
         self._error: CheckpointError | None = None
@@ -95,7 +97,7 @@ class Saver:
         )
         if not self._asynchronous:
             return writing.finish(context)
-        self.copied_bytes = writing.take(context, self._most_bytes)
+        self.copied_bytes = writing.take(context, self._most_bytes, self._room)
         self._writing = _BackgroundWriting(writing, context, added)
         self._writing.start()
         return writing.path

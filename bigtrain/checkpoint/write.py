@@ -87,6 +87,39 @@ def first_taken(rounds: Sequence[Round], most_bytes: int) -> int:
     return last
 
 
+def given_bytes(one: Round, rank: int) -> int:
+    """Bytes that a rank gives in a round, to itself or to others."""
+    return sum(
+        part.extent.size for file, piece in one.values() for part in file.parts(piece).get(rank, ())
+    )
+
+
+class SnapshotRoom:
+    """Memory of the host for copies of the state, which stays from one save to the next.
+
+    To touch new memory takes several times as long as to copy, and training waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._filled = 0
+
+    def clear(self, nbytes: int) -> None:
+        """Make room for so many bytes; what was copied before is no longer wanted."""
+        self._filled = 0
+        if len(self._bytes) < nbytes:
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # never both
+            self._bytes = torch.empty(nbytes, dtype=torch.uint8)
+
+    def copy(self, values: Iterable[Tensor]) -> Tensor:
+        """Copies of bytes from any device, one after the other."""
+        begin = self._filled
+        for one in values:
+            self._bytes[self._filled : self._filled + len(one)].copy_(one)
+            self._filled += len(one)
+        return self._bytes[begin : self._filled]
+
+
 @dataclass
 class _Given:
     """What a rank gives in one round."""
@@ -124,28 +157,24 @@ class FileWriting:
         own = [file for file in files if file.owner == rank]
         self._writer = _Writer(folder, own, buffer_bytes(files, rank))
 
-    def take(self, context: RunContext, most_bytes: int | None) -> int:
+    def take(self, context: RunContext, most_bytes: int | None, room: SnapshotRoom) -> int:
         """Copy to the host what is not written yet: the state may change afterwards. Collective.
 
         Args:
             context: of all ranks.
             most_bytes: of the copies of any rank; what is more is written before. None: all is
                 copied.
+            room: where the copies lie until `finish` has returned.
 
         Returns:
             The bytes that this rank has copied.
         """
-        last = self._next
-        if most_bytes is not None:
-            last = first_taken(self._rounds, most_bytes)
-            self._exchange(context, last)
-        copied = 0
-        for number in range(last, len(self._rounds)):
-            given = self._give(number)
-            given.own = [(part, values.to("cpu", copy=True)) for part, values in given.own]
-            kept = [*given.messages.values(), *(values for _, values in given.own)]
-            copied += sum(values.numel() for values in kept)
-            self._taken[number] = given
+        first = 0 if most_bytes is None else first_taken(self._rounds, most_bytes)
+        copied = sum(given_bytes(one, self._rank) for one in self._rounds[first:])
+        room.clear(copied)
+        self._exchange(context, first)
+        for number in range(first, len(self._rounds)):
+            self._taken[number] = self._give(number, room)
         self._values = _Values({})
         return copied
 
@@ -182,14 +211,19 @@ class FileWriting:
             if send is not None:
                 send.wait()
 
-    def _give(self, number: int) -> _Given:
+    def _give(self, number: int, room: SnapshotRoom | None = None) -> _Given:
+        """What a round wants of this rank: as it is there, or copied."""
         given = _Given({}, [])
         for owner, (file, piece) in self._rounds[number].items():
-            mine = file.parts(piece).get(self._rank)
+            mine = file.parts(piece).get(self._rank, [])
+            values = [self._values.part(part) for part in mine]
             if mine and owner != self._rank:
-                given.messages[owner] = self._values.message(mine)
+                given.messages[owner] = room.copy(values) if room else _message(values)
             elif mine:
-                given.own = [(part, self._values.part(part)) for part in mine]
+                given.own = [
+                    (part, room.copy([one]) if room else one)
+                    for part, one in zip(mine, values, strict=True)
+                ]
         self._values.next_round()
         return given
 
@@ -238,6 +272,11 @@ def _place(buffer: Tensor, extent: Extent, values: Tensor) -> None:
         buffer.as_strided(size, stride, extent.start).copy_(values.view(size))
 
 
+def _message(values: Iterable[Tensor]) -> Tensor:
+    """Bytes one after the other, on the CPU."""
+    return torch.cat([one.cpu() for one in values])
+
+
 class _Values:
     """The bytes of this rank's tensors; those that are looked at in a round stay for the next."""
 
@@ -253,10 +292,6 @@ class _Values:
         if name not in self._bytes:
             self._bytes[name] = self._state[name].values().contiguous().view(torch.uint8)
         return self._bytes[name][part.position : part.position + part.extent.size]
-
-    def message(self, parts: Iterable[Part]) -> Tensor:
-        """The bytes of parts one after the other, on the CPU."""
-        return torch.cat([self.part(part).cpu() for part in parts])
 
     def next_round(self) -> None:
         """Let go of what was not looked at since the last call."""
