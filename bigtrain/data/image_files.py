@@ -23,6 +23,8 @@ _UNSIGNED_BYTE = 8
 """The code of an IDX file's type that all of MNIST's have."""
 _CIFAR_SHAPE = (3, 32, 32)
 _CIFAR_RECORD = 1 + math.prod(_CIFAR_SHAPE)
+MOST_LOOKED_AT = 10_000
+"""Images whose ends are looked at before a run: below a second from a warm disk."""
 _ENDS = (b"\xff\xd9", b"IEND\xaeB`\x82")
 """The last bytes of a whole JPEG, and of a whole PNG."""
 
