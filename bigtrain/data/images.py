@@ -62,7 +62,14 @@ class LabelledImages(Dataset[tuple[Tensor, Tensor]]):
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        image, target = self.images[index]
+        try:
+            image, target = self.images[index]
+        except (OSError, SyntaxError) as error:  # Pillow's, of a file that is cut off
+            named = getattr(self.images, "samples", None)
+            where = f"image {index}" if named is None else named[index][0]
+            raise ConfigError(
+                f"data.path: {where} cannot be read: {error}. Get this file again, or remove it."
+            ) from error
         return image, torch.tensor(target)
 
 

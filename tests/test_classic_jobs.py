@@ -1,0 +1,87 @@
+"""The classic jobs, from small data sets in the real formats, as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from support.zygote import forked_cli
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from small_datasets import write_small  # noqa: E402
+
+JOBS = {
+    "mnist": ({"loss", "top1", "top5"}, []),
+    "cifar10": (
+        {"loss", "top1", "top5"},
+        ["train.precision=fp32", "model.args.small_images=false"],
+    ),
+    "imagenet": (
+        {"loss", "top1", "top5"},
+        [
+            *("model.name=resnet18", "data.args.size=32", "data.workers=0"),
+            *("train.epochs=null", "train.precision=fp32", "train.eval_every=0"),
+        ],
+    ),
+    "voc": ({"loss", "pixel_accuracy", "mean_iou"}, ["data.args.size=33"]),
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    root = tmp_path_factory.mktemp("small")
+    for name in JOBS:
+        write_small(name, root / name, share=0.03)
+    return root
+
+
+def started(job, folder, cwd, *words):
+    lengths = ["train.steps=2", "train.epochs=null", "train.global_batch_size=4"]
+    quick = ["memory.predict=false", "memory.track_steps=0", "checkpoint.at_end=false"]
+    words = [*lengths, *quick, *JOBS[job][1], *words]
+    return forked_cli(["train", "--config", job, f"data.path={folder}", *words], cwd=cwd)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_each_runs_from_its_files(job, small, tmp_path):
+    done = started(job, small / job, tmp_path, "log.name=run")
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "run"
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
+    (measured,) = (run / "validation.jsonl").read_text().splitlines()
+    assert set(json.loads(measured)) - {"step"} == JOBS[job][0]
+
+
+DAMAGES = {
+    "mnist": ("MNIST/raw/train-labels-idx1-ubyte.gz", r"train-labels-idx1-ubyte.gz cannot be read"),
+    "cifar10": ("cifar-10-batches-bin/test_batch.bin", r"test_batch.bin cannot be read"),
+    "imagenet": ("train/nine/nine_1.JPEG", r"train/nine/nine_1.JPEG cannot be read"),
+    "voc": ("VOCdevkit/VOC2012/SegmentationClass/2012_val_000000.png", r"000.png cannot be read"),
+}
+
+
+@pytest.mark.parametrize("job", DAMAGES)
+def test_a_damaged_file_ends_in_one_line_before_ranks_connect(job, small, tmp_path):
+    name, message = DAMAGES[job]
+    file = small / job / name
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    try:
+        done = started(job, small / job, tmp_path)
+    finally:
+        file.write_bytes(content)
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert message in line
+    assert "Get this file again" in line
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_missing_split_is_named(job, small, tmp_path):
+    done = started(job, small, tmp_path)
+    assert done.returncode == 2
+    assert f"{small}" in done.stderr
+    assert "does not exist" in done.stderr
