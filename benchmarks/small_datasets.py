@@ -95,12 +95,12 @@ def split_digits(random: np.random.Generator) -> tuple[Digits, Digits]:
 
 def photographs() -> list[Image.Image]:
     """Three photographs in colour: 640 x 427 twice, and 512 x 600."""
-    from matplotlib.cbook import get_sample_data
+    import matplotlib
     from sklearn.datasets import load_sample_images
 
     found = [Image.fromarray(picture) for picture in load_sample_images().images]
-    with get_sample_data("grace_hopper.jpg") as file:
-        return [*found, Image.open(file).convert("RGB")]
+    with Image.open(Path(matplotlib.get_data_path(), "sample_data", "grace_hopper.jpg")) as third:
+        return [*found, third.convert("RGB")]
 
 
 def write_mnist(
@@ -170,7 +170,7 @@ def write_imagenet(
 def write_voc(
     folder: Path, train: Digits, held_out: Digits, random: np.random.Generator, share: float
 ) -> None:
-    """400 images to train with and 80 held out, of 56 to 80 pixels on a side."""
+    """400 images to train with and 80 held out, of 64 to 88 pixels on a side."""
     inner = folder / "VOCdevkit" / "VOC2012"
     lists = inner / "ImageSets" / "Segmentation"
     for name in ("JPEGImages", "SegmentationClass", lists):
@@ -189,14 +189,14 @@ def plates(
     digits: Digits, pictures: Sequence[Image.Image], random: np.random.Generator
 ) -> tuple[Image.Image, Image.Image]:
     """A photograph with plates on it, and its mask as VOC has them: a pixel's number is a class."""
-    width, height = (int(side) for side in random.integers(56, 81, 2))
+    width, height = (int(side) for side in random.integers(64, 89, 2))
     few = np.flatnonzero(digits.labels < VOC_CLASSES)
     scene = crop(pictures, (width, height), random)
     mask = Image.new("P", (width, height), 0)
     mask.putpalette(voc_palette())
     taken: list[Place] = []
     for _ in range(int(random.integers(1, 3))):
-        side = int(random.integers(28, 45))
+        side = int(random.integers(40, 57))
         left, top = int(random.integers(0, width - side)), int(random.integers(0, height - side))
         if any(abs(left - x) < max(side, s) and abs(top - y) < max(side, s) for x, y, s in taken):
             continue  # plates do not lie on each other

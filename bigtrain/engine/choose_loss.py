@@ -79,7 +79,7 @@ def choose_loss(
     """
     task_loss, is_gpt = task.loss(), task_of(config.name) == "language"
     if config.auxiliary_weight is not None:
-        task_loss = _weighted(task_loss, config.auxiliary_weight)
+        task_loss = _weighted(task_loss, config, model)
     is_chunked = is_gpt if config.chunked_loss is None else config.chunked_loss
     if not is_chunked:
         return task_loss
@@ -145,10 +145,22 @@ def find_head(model: nn.Module, example: MicroBatch) -> str:
     )
 
 
-def _weighted(loss: Loss, auxiliary_weight: float) -> CrossEntropy:
+def _weighted(loss: Loss, config: ModelConfig, model: nn.Module) -> CrossEntropy:
+    """The loss with the job's weight of auxiliary heads.
+
+    Raises:
+        ConfigError: the loss has no such weight, or the model surely no such head.
+    """
+    key = f"model.auxiliary_weight={config.auxiliary_weight}"
     if not isinstance(loss, CrossEntropy):
         raise ConfigError(
-            f"model.auxiliary_weight={auxiliary_weight} is for a cross entropy, and the loss of "
-            f"these data is a {type(loss).__name__}. Leave model.auxiliary_weight out."
+            f"{key} is for a cross entropy, and the loss of these data is a "
+            f"{type(loss).__name__}. Leave model.auxiliary_weight out."
         )
-    return replace(loss, auxiliary_weight=auxiliary_weight)
+    headless = task_of(config.name) == "segmentation" and model.aux_classifier is None
+    if headless and config.auxiliary_weight:
+        raise ConfigError(
+            f"{key} is for an auxiliary head, and {config.name} has none. Set "
+            "model.args.aux_loss=true, or model.auxiliary_weight=null."
+        )
+    return replace(loss, auxiliary_weight=config.auxiliary_weight)
