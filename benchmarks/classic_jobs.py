@@ -56,7 +56,7 @@ JOBS = {
     "cifar10": ClassicJob(
         "ResNet-18, small CIFAR-10",
         "top1",
-        0.9,
+        0.85,
         (
             *("train.epochs=8", "train.global_batch_size=64", "train.eval_every=31"),
             *("optim.lr=0.05", "optim.base_batch_size=64", "optim.warmup_steps=20"),

@@ -10,6 +10,7 @@ import pytest
 from support.zygote import forked_cli
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import classic_jobs  # noqa: E402
 from small_datasets import write_small  # noqa: E402
 
 JOBS = {
@@ -85,3 +86,31 @@ def test_a_missing_split_is_named(job, small, tmp_path):
     assert done.returncode == 2
     assert f"{small}" in done.stderr
     assert "does not exist" in done.stderr
+
+
+def test_the_page_and_the_benchmark_run_the_same_words():
+    page = (Path(__file__).parents[1] / "docs" / "jobs.md").read_text(encoding="utf-8")
+    commands = page.replace("\\\n", "").splitlines()
+    for name, job in classic_jobs.JOBS.items():
+        (line,) = [line for line in commands if f"data.path=small/{name}" in line]
+        given = line.split(f"data.path=small/{name}")[1].split()
+        assert set(given) == set(job.words) - {"train.eval_every=23"}, name
+
+
+def test_curves_that_were_kept_are_drawn_and_judged(tmp_path, monkeypatch):
+    rows = {
+        strategy: {
+            "reached": strategy != "1f1b",
+            "losses": [3.0, 2.0, 1.0],
+            "validation": [{"step": 1, "top1": 0.5}, {"step": 3, "top1": 0.97}],
+        }
+        for strategy in classic_jobs.STRATEGIES
+    }
+    kept, picture = tmp_path / "kept.json", tmp_path / "curves.svg"
+    for chosen, status in ((list(rows), 1), (["ddp", "zero2"], 0)):
+        runs = {"mnist": {strategy: rows[strategy] for strategy in chosen}}
+        kept.write_text(json.dumps({"runs": runs}))
+        words = ["classic_jobs.py", "--from", str(kept), "--picture", str(picture)]
+        monkeypatch.setattr(sys, "argv", words)
+        assert classic_jobs.main() == status
+        assert all(strategy in picture.read_text() for strategy in chosen)

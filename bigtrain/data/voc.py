@@ -19,7 +19,7 @@ from bigtrain.data.images import (
     final_transforms,
     need_torchvision,
 )
-from bigtrain.data.source import Data, PositiveCount, PositiveNumber, existing_folder
+from bigtrain.data.source import Data, PositiveCount, PositiveFactor, existing_folder
 from bigtrain.errors import ConfigError
 from bigtrain.losses.tasks import SegmentationTask
 
@@ -145,7 +145,7 @@ class VocSource:
     """Pixels on a side of an input."""
     augment: bool = True
     """Scale, crop and flip at random in training."""
-    scale: tuple[PositiveNumber, PositiveNumber] = (0.5, 2.0)
+    scale: tuple[PositiveFactor, PositiveFactor] = (0.5, 2.0)
     """Of the longer side in training: least and most, as multiples of `size`."""
     download: bool = False
     """Fetch the data set into `data.path` if it is not there."""
@@ -164,6 +164,11 @@ class VocSource:
     def check(self) -> None:
         """Refuse where torchvision or the files are missing and no download is asked for."""
         need_torchvision("voc")
+        if self.scale[0] > self.scale[1]:
+            raise ConfigError(
+                f"data.args.scale={list(self.scale)} must be the least and then the most. Write it "
+                f"as data.args.scale=[{self.scale[1]},{self.scale[0]}]."
+            )
         if self.path is None or not self.download:
             self._root()
 

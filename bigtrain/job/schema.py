@@ -177,7 +177,7 @@ def schedule_fault(optim: OptimConfig) -> str | None:
         return (
             f"schedule={optim.schedule} with milestones={given}: schedule=step needs the epochs "
             "after which the rate falls, and no other schedule has them. Use "
-            "optim.schedule=step optim.milestones=[30,60,80]"
+            "optim.schedule=step optim.milestones=[30,60,80], or optim.milestones=[]"
         )
     if given != sorted(set(given)) or (given and given[0] <= 0):
         return f"milestones={given} must ascend from above 0. Write them like [30,60,80]"
