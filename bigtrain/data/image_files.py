@@ -24,7 +24,7 @@ _UNSIGNED_BYTE = 8
 _CIFAR_SHAPE = (3, 32, 32)
 _CIFAR_RECORD = 1 + math.prod(_CIFAR_SHAPE)
 MOST_LOOKED_AT = 10_000
-"""Images whose ends are looked at before a run: below a second from a warm disk."""
+"""Images whose ends are looked at before a run: all of VOC's, an even part of ImageNet's."""
 _ENDS = (b"\xff\xd9", b"IEND\xaeB`\x82")
 """The last bytes of a whole JPEG, and of a whole PNG."""
 
