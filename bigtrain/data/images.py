@@ -107,6 +107,8 @@ def explain_data_errors(name: str, path: Path) -> Iterator[None]:
     """
     try:
         yield
+    except ConfigError:  # one of ours, which names its file; it is a ValueError, too
+        raise
     except (OSError, RuntimeError, ValueError, EOFError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
