@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bigtrain.data.image_files import MOST_LOOKED_AT, check_whole
 from bigtrain.data.images import (
     IMAGENET_DEVIATION,
     IMAGENET_MEAN,
@@ -43,6 +45,25 @@ def _classes(folder: Path) -> list[str]:
             f"Put images as {folder}/CLASS/NAME.png."
         )
     return class_names
+
+
+def _check_images(listed: Any) -> None:
+    """Refuse a class without an image, and images that are cut off.
+
+    Args:
+        listed: torchvision's ImageFolder.
+
+    Raises:
+        ConfigError: with the folder or the file.
+    """
+    counts = Counter(listed.targets)
+    for index, name in enumerate(listed.classes):
+        if not counts[index]:
+            raise ConfigError(
+                f"data.path: {Path(listed.root) / name} has no image, and a class needs at least "
+                f"1. Put images there ({', '.join(listed.extensions)}), or remove the folder."
+            )
+    check_whole([Path(file) for file, _ in listed.samples], MOST_LOOKED_AT)
 
 
 def _transforms(size: int, augment: bool) -> tuple[Any, Any]:
@@ -108,8 +129,10 @@ class ImageFolderSource:
         folder, beside = self._folders()
         augmented, plain = _transforms(self.size, self.augment)
         with explain_data_errors(self._name, folder):
-            images = ImageFolder(folder, transform=augmented)
-            second = ImageFolder(beside or folder, transform=plain)
+            images = ImageFolder(folder, transform=augmented, allow_empty=True)
+            second = ImageFolder(beside or folder, transform=plain, allow_empty=True)
+        for listed in (images, second) if beside is not None else (images,):
+            _check_images(listed)
         train: Samples = LabelledImages(images, deterministic=not self.augment)
         validation: Samples | None = LabelledImages(second, deterministic=True)
         if beside is None:

@@ -1,4 +1,4 @@
-"""MNIST and CIFAR-10 through torchvision, and what image sources share: transforms, downloads.
+"""MNIST and CIFAR-10, and what image sources share: transforms, downloads.
 
 torchvision is imported when a source is opened. Random transforms draw from torch's generator,
 which `seeding` sets for each sample.
@@ -7,29 +7,52 @@ which `seeding` sets for each sample.
 from __future__ import annotations
 
 import contextlib
-import gzip
 import importlib.util
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from bigtrain.data.image_files import check_labels, packed_or_plain, read_cifar_batch, read_idx
 from bigtrain.data.source import Data, NonNegativeCount, PositiveCount, Samples, existing_folder
 from bigtrain.errors import ConfigError
 from bigtrain.losses.tasks import ClassificationTask
 
+_CIFAR_BINARY = "cifar-10-batches-bin"
+_CIFAR_TRAIN = tuple(f"data_batch_{number}" for number in range(1, 6))
+_CIFAR_TEST = "test_batch"
 IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
+class PixelSamples:
+    """Images in memory, transformed when they are read.
+
+    Args:
+        images: (number, channels, height, width), uint8.
+        labels: (number,), int64.
+        transform: from an image to an input.
+    """
+
+    def __init__(self, images: Tensor, labels: Tensor, transform: Callable[[Tensor], Any]) -> None:
+        self.images = images
+        self.labels = labels
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.transform(self.images[index]), int(self.labels[index])
+
+
 class LabelledImages(Dataset[tuple[Tensor, Tensor]]):
-    """A torchvision data set with its targets as int64 tensors."""
+    """Images with whole numbers as targets, which become int64 tensors."""
 
     def __init__(self, images: Samples, deterministic: bool) -> None:
         self.images = images
@@ -39,7 +62,14 @@ class LabelledImages(Dataset[tuple[Tensor, Tensor]]):
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        image, target = self.images[index]
+        try:
+            image, target = self.images[index]
+        except (OSError, SyntaxError) as error:  # Pillow's, of a file that is cut off
+            named = getattr(self.images, "samples", None)
+            where = f"image {index}" if named is None else named[index][0]
+            raise ConfigError(
+                f"data.path: {where} cannot be read: {error}. Get this file again, or remove it."
+            ) from error
         return image, torch.tensor(target)
 
 
@@ -77,6 +107,8 @@ def explain_data_errors(name: str, path: Path) -> Iterator[None]:
     """
     try:
         yield
+    except ConfigError:  # one of ours, which names its file; it is a ValueError, too
+        raise
     except (OSError, RuntimeError, ValueError, EOFError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
@@ -137,6 +169,10 @@ class _Downloadable:
         raise NotImplementedError
 
     def _dataset(self, root: Path, train: bool, **options: Any) -> Any:
+        """torchvision's, which can download."""
+        raise NotImplementedError
+
+    def _samples(self, root: Path, train: bool, transform: Any) -> Samples:
         raise NotImplementedError
 
     def check(self) -> None:
@@ -170,8 +206,8 @@ class _Downloadable:
 
         root = self._root()
         with explain_data_errors(self._name, root):
-            first = self._dataset(root, True, transform=v2.Compose(train))
-            second = self._dataset(root, False, transform=v2.Compose(validation))
+            first = self._samples(root, True, v2.Compose(train))
+            second = self._samples(root, False, v2.Compose(validation))
         return Data(
             train=LabelledImages(first, deterministic=not self.augment),
             validation=LabelledImages(second, deterministic=True),
@@ -182,41 +218,53 @@ class _Downloadable:
 
 @dataclass(frozen=True, kw_only=True)
 class MnistSource(_Downloadable):
-    """`mnist`: inputs (1, size, size), ten classes; files under `data.path`/MNIST/raw."""
+    """`mnist`: inputs (1, size, size), ten classes.
+
+    IDX files, gzipped or not, in `data.path`/MNIST/raw (where torchvision downloads them to) or in
+    `data.path`.
+    """
 
     size: PositiveCount = 28
     """Pixels on a side after resizing; LeNet takes 32."""
     crop_padding: NonNegativeCount = 2
     """Pixels added on each side before the random crop."""
 
+    _KINDS: ClassVar[tuple[str, str]] = ("images-idx3-ubyte", "labels-idx1-ubyte")
+
     @property
     def _name(self) -> str:
         return "mnist"
 
     def _missing(self, root: Path) -> list[Path]:
-        files = [self._raw(root) / name for name in self._names()]
-        return [f for f in files if not f.is_file() and not Path(f"{f}.gz").is_file()]
+        raw = self._raw(root)
+        files = [raw / f"{part}-{kind}" for part in ("train", "t10k") for kind in self._KINDS]
+        return [file for file in files if packed_or_plain(file) is None]
 
     def _raw(self, root: Path) -> Path:
-        return root / "MNIST" / "raw"
+        """Where torchvision puts the files; else the folder itself, as they were downloaded."""
+        inner = root / "MNIST" / "raw"
+        return inner if inner.is_dir() or not self._holds_files(root) else root
 
-    def _names(self) -> list[str]:
-        kinds = ("images-idx3-ubyte", "labels-idx1-ubyte")
-        return [f"{part}-{kind}" for part in ("train", "t10k") for kind in kinds]
+    def _holds_files(self, root: Path) -> bool:
+        return packed_or_plain(root / f"train-{self._KINDS[0]}") is not None
 
     def _dataset(self, root: Path, train: bool, **options: Any) -> Any:
         from torchvision.datasets import MNIST
 
         return MNIST(root, train=train, **options)
 
-    def prepare(self) -> None:
-        """Download if asked for, and unpack files that are there only as .gz."""
-        super().prepare()
-        for name in self._names():
-            file = self._raw(self._root()) / name
-            if not file.is_file():
-                with explain_data_errors("mnist", file.parent):
-                    _unpack(Path(f"{file}.gz"), file)
+    def _samples(self, root: Path, train: bool, transform: Any) -> Samples:
+        part = "train" if train else "t10k"
+        found = [packed_or_plain(self._raw(root) / f"{part}-{kind}") for kind in self._KINDS]
+        image_file, label_file = (file for file in found if file is not None)
+        images, labels = read_idx(image_file, 3), read_idx(label_file, 1).long()
+        check_labels(label_file, labels, 10)
+        if len(images) != len(labels):
+            raise ConfigError(
+                f"data.path: {image_file} has {len(images)} images, and {label_file.name} beside "
+                f"it {len(labels)} labels. Get both files again."
+            )
+        return PixelSamples(images[:, None], labels, transform)
 
     def open(self, *, seed: int, sequence_length: int | None) -> Data:
         """The 60000 and the 10000 images."""
@@ -232,7 +280,12 @@ class MnistSource(_Downloadable):
 
 @dataclass(frozen=True, kw_only=True)
 class Cifar10Source(_Downloadable):
-    """`cifar10`: inputs (3, size, size), ten classes; files under cifar-10-batches-py."""
+    """`cifar10`: inputs (3, size, size), ten classes.
+
+    The binary version (`data.path`/cifar-10-batches-bin) is read by its own reader; the Python
+    version (cifar-10-batches-py) is made of pickles, and is read by torchvision, which first holds
+    them to the checksums of the published files.
+    """
 
     size: PositiveCount = 32
     """Pixels on a side after resizing."""
@@ -244,14 +297,28 @@ class Cifar10Source(_Downloadable):
         return "cifar10"
 
     def _missing(self, root: Path) -> list[Path]:
-        folder = root / "cifar-10-batches-py"
-        names = [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch", "batches.meta"]
-        return [folder / name for name in names if not (folder / name).is_file()]
+        binary = root / _CIFAR_BINARY
+        if binary.is_dir():
+            files = [binary / f"{name}.bin" for name in (*_CIFAR_TRAIN, _CIFAR_TEST)]
+        else:
+            names = (*_CIFAR_TRAIN, _CIFAR_TEST, "batches.meta")
+            files = [root / "cifar-10-batches-py" / name for name in names]
+        return [file for file in files if not file.is_file()]
 
     def _dataset(self, root: Path, train: bool, **options: Any) -> Any:
         from torchvision.datasets import CIFAR10
 
         return CIFAR10(root, train=train, **options)
+
+    def _samples(self, root: Path, train: bool, transform: Any) -> Samples:
+        binary = root / _CIFAR_BINARY
+        if not binary.is_dir():
+            samples: Samples = self._dataset(root, train, transform=transform)
+            return samples
+        names = _CIFAR_TRAIN if train else (_CIFAR_TEST,)
+        batches = [read_cifar_batch(binary / f"{name}.bin") for name in names]
+        images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        return PixelSamples(images, labels, transform)
 
     def open(self, *, seed: int, sequence_length: int | None) -> Data:
         """The 50000 and the 10000 images."""
@@ -263,15 +330,3 @@ class Cifar10Source(_Downloadable):
         crop = [v2.RandomCrop(self.size, padding=self.crop_padding), v2.RandomHorizontalFlip()]
         last = final_transforms((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
         return self._open([*resize, *(crop if self.augment else []), *last], [*resize, *last])
-
-
-def _unpack(packed: Path, target: Path) -> None:
-    """Unpack a .gz beside itself; the target appears whole or not at all."""
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file, gzip.open(packed) as source:
-            shutil.copyfileobj(source, file)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    finally:
-        Path(temporary).unlink(missing_ok=True)

@@ -19,6 +19,8 @@ PositiveCount = Annotated[int, Field(ge=1)]
 """An argument that is at least 1."""
 NonNegativeCount = Annotated[int, Field(ge=0)]
 """An argument that is at least 0."""
+PositiveFactor = Annotated[float, Field(gt=0)]
+"""An argument above 0."""
 SampleFraction = Annotated[float, Field(ge=0, lt=1)]
 """An argument in [0, 1)."""
 

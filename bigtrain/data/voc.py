@@ -1,7 +1,8 @@
-"""Pascal VOC: a class for every pixel, through torchvision."""
+"""Pascal VOC: a class for every pixel."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -9,6 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from bigtrain.data.image_files import MOST_LOOKED_AT, check_whole, image_header
 from bigtrain.data.images import (
     IMAGENET_DEVIATION,
     IMAGENET_MEAN,
@@ -17,45 +19,120 @@ from bigtrain.data.images import (
     final_transforms,
     need_torchvision,
 )
-from bigtrain.data.source import Data, PositiveCount, Samples, existing_folder
+from bigtrain.data.source import Data, PositiveCount, PositiveFactor, existing_folder
 from bigtrain.errors import ConfigError
 from bigtrain.losses.tasks import SegmentationTask
 
 NUM_CLASSES = 21
+IGNORED = 255
+"""What a mask says of pixels that are not to be judged, such as the borders of things."""
 Year = Literal["2007", "2008", "2009", "2010", "2011", "2012"]
+
+
+_FILL_IMAGE = [round(255 * mean) for mean in IMAGENET_MEAN]
+"""What is added beside an image: the mean colour, which is 0 after normalisation."""
 
 
 class SegmentedImages(Dataset[tuple[Tensor, Tensor]]):
     """Images with masks, cut and flipped together.
 
-    Inputs (3, size, size), targets (size, size) int64 with 255 for what is not to be judged.
+    Inputs (3, size, size), targets (size, size) int64 with 255 for what is not to be judged: what
+    the mask says so of, and what was added where an image is smaller than `size`.
+
+    In training an image is scaled so that its longer side is half to twice `size`, or what `scale`
+    says, and a square is cut out at random (Chen et al. 2017, arXiv 1706.05587, section 4.1). In
+    validation the whole image is judged: made smaller only where it is larger than `size`.
+
+    Args:
+        files: an image and its mask, each.
+        size: pixels on a side.
+        augment: whether as in training.
+        scale: least and most of the longer side in training, as multiples of `size`.
     """
 
-    def __init__(self, images: Samples, size: int, augment: bool) -> None:
+    def __init__(
+        self,
+        files: Sequence[tuple[Path, Path]],
+        size: int,
+        augment: bool,
+        scale: tuple[float, float] = (0.5, 2.0),
+    ) -> None:
+        from torchvision import tv_tensors
         from torchvision.transforms import v2
 
-        self.images = images
+        self.files = files
+        self.size = size
         self.deterministic = not augment
+        fill: dict[Any, Any] = {tv_tensors.Image: _FILL_IMAGE, tv_tensors.Mask: IGNORED}
+        cut = v2.RandomCrop(size, pad_if_needed=True, fill=fill)
+        jitter = v2.ScaleJitter((size, size), scale_range=scale)
         # Masks are resized to the nearest pixel: v2 knows a Mask from an image.
-        self._both = v2.Compose(
-            [v2.RandomResizedCrop(size, scale=(0.5, 1.0)), v2.RandomHorizontalFlip()]
-            if augment
-            else [v2.Resize(size), v2.CenterCrop(size)]
-        )
+        self._random = v2.Compose([jitter, cut, v2.RandomHorizontalFlip()])
+        self._fill = fill
         self._image = v2.Compose(final_transforms(IMAGENET_MEAN, IMAGENET_DEVIATION))
 
     def __len__(self) -> int:
-        return len(self.images)
+        return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        from PIL import Image
         from torchvision import tv_tensors
         from torchvision.transforms.v2 import functional
 
-        picture, palette = self.images[index]
-        mask = tv_tensors.Mask(functional.pil_to_tensor(palette)[0])
-        image, mask = self._both(tv_tensors.Image(functional.pil_to_tensor(picture)), mask)
+        image_file, mask_file = self.files[index]
+        with explain_data_errors("voc", image_file), Image.open(image_file) as picture:
+            image = tv_tensors.Image(functional.pil_to_tensor(picture.convert("RGB")))
+        with explain_data_errors("voc", mask_file), Image.open(mask_file) as palette:
+            mask = tv_tensors.Mask(functional.pil_to_tensor(palette)[0])
+        _check_classes(mask_file, mask)
+        image, mask = self._whole(image, mask) if self.deterministic else self._random(image, mask)
         target: Tensor = mask.as_subclass(Tensor).long()
         return self._image(image), target
+
+    def _whole(self, image: Any, mask: Any) -> tuple[Any, Any]:
+        """All of both, in the upper left of a square."""
+        from torchvision.transforms import v2
+        from torchvision.transforms.v2 import functional
+
+        longer = max(image.shape[-2:])
+        if longer > self.size:
+            sides = [max(1, round(side * self.size / longer)) for side in image.shape[-2:]]
+            image, mask = v2.Resize(sides)(image, mask)
+        height, width = image.shape[-2:]
+        beside = [0, 0, self.size - width, self.size - height]
+        kept = [functional.pad(part, beside, self._fill[type(part)]) for part in (image, mask)]
+        return kept[0], kept[1]
+
+
+def _check_classes(mask_file: Path, mask: Tensor) -> None:
+    odd = mask[(mask >= NUM_CLASSES) & (mask != IGNORED)]
+    if len(odd):
+        raise ConfigError(
+            f"data.path: {mask_file} has the class {int(odd[0])}, and voc has 0 to "
+            f"{NUM_CLASSES - 1}, and {IGNORED} for what is not to be judged. Correct this mask."
+        )
+
+
+def _check_pairs(files: Sequence[tuple[Path, Path]]) -> None:
+    """Refuse a mask that is missing, of another size, or in colours instead of classes.
+
+    Raises:
+        ConfigError: with the file.
+    """
+    for image_file, mask_file in files:
+        image_size, _ = image_header(image_file)
+        mask_size, mode = image_header(mask_file)
+        if image_size != mask_size:
+            raise ConfigError(
+                f"data.path: {mask_file} has {mask_size[0]} x {mask_size[1]} pixels, and its image "
+                f"{image_file} {image_size[0]} x {image_size[1]}. Get both files again."
+            )
+        if mode not in ("P", "L"):
+            raise ConfigError(
+                f"data.path: {mask_file} has pixels of mode {mode}, needed are palette numbers "
+                "(P) or grey values (L) that are classes. Get the file again as VOC publishes it."
+            )
+    check_whole([file for pair in files for file in pair], MOST_LOOKED_AT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,18 +144,31 @@ class VocSource:
     size: PositiveCount = 256
     """Pixels on a side of an input."""
     augment: bool = True
-    """Crop and flip at random in training."""
+    """Scale, crop and flip at random in training."""
+    scale: tuple[PositiveFactor, PositiveFactor] = (0.5, 2.0)
+    """Of the longer side in training: least and most, as multiples of `size`."""
     download: bool = False
     """Fetch the data set into `data.path` if it is not there."""
 
-    def _list(self, root: Path) -> Path:
+    def _folder(self, root: Path) -> Path:
         inner = ("TrainVal",) if self.year == "2011" else ()
-        folder = root.joinpath(*inner, "VOCdevkit", f"VOC{self.year}")
-        return folder / "ImageSets" / "Segmentation" / "train.txt"
+        return root.joinpath(*inner, "VOCdevkit", f"VOC{self.year}")
+
+    def _lists(self, root: Path) -> list[Path]:
+        lists = self._folder(root) / "ImageSets" / "Segmentation"
+        return [lists / "train.txt", lists / "val.txt"]
+
+    def _missing(self, root: Path) -> list[Path]:
+        return [path for path in self._lists(root) if not path.is_file()]
 
     def check(self) -> None:
         """Refuse where torchvision or the files are missing and no download is asked for."""
         need_torchvision("voc")
+        if self.scale[0] > self.scale[1]:
+            raise ConfigError(
+                f"data.args.scale={list(self.scale)} must be the least and then the most. Write it "
+                f"as data.args.scale=[{self.scale[1]},{self.scale[0]}]."
+            )
         if self.path is None or not self.download:
             self._root()
 
@@ -88,9 +178,10 @@ class VocSource:
             "voc needs the folder of VOCdevkit. Set data.path=FOLDER, or set "
             "data.args.download=true.",
         )
-        if not self._list(root).is_file():
+        missing = self._missing(root)
+        if missing:
             raise ConfigError(
-                f"data.path: {root} holds no voc {self.year}, {self._list(root)} does not exist. "
+                f"data.path: {root} holds no voc {self.year}, {missing[0]} does not exist. "
                 "Give the folder that has VOCdevkit, or set data.args.download=true."
             )
         return root
@@ -98,24 +189,39 @@ class VocSource:
     def prepare(self) -> None:
         """Download, if that was asked for and the files are not there."""
         self.check()
-        if self.path is not None and self.download and not self._list(self.path).is_file():
+        if self.path is not None and self.download and self._missing(self.path):
             root = self.path
-            download("voc", root, lambda beside: self._dataset(beside, "train", download=True))
+            download("voc", root, self._fetch)
 
-    def _dataset(self, root: Path, part: str, **options: Any) -> Any:
+    def _fetch(self, root: Path) -> object:
         from torchvision.datasets import VOCSegmentation
 
-        return VOCSegmentation(root, year=self.year, image_set=part, **options)
+        return VOCSegmentation(root, year=self.year, image_set="train", download=True)
+
+    def _pairs(self, part: Path) -> list[tuple[Path, Path]]:
+        """The image and the mask of each name in a list."""
+        folder = part.parents[2]
+        with explain_data_errors("voc", part):
+            names = part.read_text(encoding="utf-8").split()
+        if not names:
+            raise ConfigError(
+                f"data.path: {part} names no image, at least 1 is needed. Get this file again."
+            )
+        files = [
+            (folder / "JPEGImages" / f"{name}.jpg", folder / "SegmentationClass" / f"{name}.png")
+            for name in names
+        ]
+        _check_pairs(files)
+        return files
 
     def open(self, *, seed: int, sequence_length: int | None) -> Data:
         """The train and the val list of the year."""
         del seed, sequence_length
         self.prepare()
         root = self._root()
-        with explain_data_errors("voc", root):
-            first, second = self._dataset(root, "train"), self._dataset(root, "val")
+        first, second = (self._pairs(part) for part in self._lists(root))
         return Data(
-            train=SegmentedImages(first, self.size, self.augment),
+            train=SegmentedImages(first, self.size, self.augment, self.scale),
             validation=SegmentedImages(second, self.size, augment=False),
             task=SegmentationTask(NUM_CLASSES),
             description=f"voc {self.year}: {len(first)} images of {self.size} x {self.size}, "

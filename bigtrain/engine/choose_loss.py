@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,11 @@ def check_chunks(config: ModelConfig) -> None:
         raise ConfigError(
             f"model.chunked_loss=true is the task's own cross entropy in chunks, and model.loss="
             f"{config.loss} is another loss. Leave one of the two out."
+        )
+    if config.auxiliary_weight is not None and config.loss is not None:
+        raise ConfigError(
+            f"model.auxiliary_weight={config.auxiliary_weight} is for the task's own cross "
+            f"entropy, and model.loss={config.loss} is another loss. Leave one of the two out."
         )
     keys = {"head": config.head, "chunk_size": config.chunk_size}
     is_gpt = task_of(config.name) == "language" and config.loss is None
@@ -73,6 +78,8 @@ def choose_loss(
         ConfigError: a chunked loss is asked for, and this task or model has none.
     """
     task_loss, is_gpt = task.loss(), task_of(config.name) == "language"
+    if config.auxiliary_weight is not None:
+        task_loss = _weighted(task_loss, config, model)
     is_chunked = is_gpt if config.chunked_loss is None else config.chunked_loss
     if not is_chunked:
         return task_loss
@@ -136,3 +143,24 @@ def find_head(model: nn.Module, example: MicroBatch) -> str:
         f"model.chunked_loss=true: no head was found: {reason}. Set model.head to the linear layer "
         f"whose output the model returns as its logits{some}, or set model.chunked_loss=false."
     )
+
+
+def _weighted(loss: Loss, config: ModelConfig, model: nn.Module) -> CrossEntropy:
+    """The loss with the job's weight of auxiliary heads.
+
+    Raises:
+        ConfigError: the loss has no such weight, or the model surely no such head.
+    """
+    key = f"model.auxiliary_weight={config.auxiliary_weight}"
+    if not isinstance(loss, CrossEntropy):
+        raise ConfigError(
+            f"{key} is for a cross entropy, and the loss of these data is a "
+            f"{type(loss).__name__}. Leave model.auxiliary_weight out."
+        )
+    headless = task_of(config.name) == "segmentation" and model.aux_classifier is None
+    if headless and config.auxiliary_weight:
+        raise ConfigError(
+            f"{key} is for an auxiliary head, and {config.name} has none. Set "
+            "model.args.aux_loss=true, or model.auxiliary_weight=null."
+        )
+    return replace(loss, auxiliary_weight=config.auxiliary_weight)

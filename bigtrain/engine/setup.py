@@ -74,7 +74,8 @@ class RunSetup:
 
     def learning_rate(self, step: int) -> float:
         """The rate of a step, counted from 0."""
-        return learning_rate(self.job.optim, step, self.total_steps, self.plan.batch.global_size)
+        batch, epoch = self.plan.batch.global_size, self.order.steps_per_epoch
+        return learning_rate(self.job.optim, step, self.total_steps, batch, epoch)
 
     def training_steps(self, context: RunContext, samples_seen: int) -> StepLoader:
         """The steps of this rank, from a position in the global order on."""

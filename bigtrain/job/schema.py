@@ -55,6 +55,9 @@ class ModelConfig(ConfigSection):
     """Cross entropy in chunks, without the whole logits; left out, for the built-in gpt models."""
     chunk_size: Bytes | None = Field(None, gt=0)
     """Bytes of the logits in one chunk; left out, 32 MiB on a CPU and 256 MiB elsewhere."""
+    auxiliary_weight: float | None = Field(None, ge=0)
+    """What the loss of each auxiliary head (`aux`) counts for beside that of the main one; left
+    out, what is customary for the model's kind."""
     head: str | None = None
     """The linear layer that makes the logits, by its name; left out, it is found."""
 
@@ -86,10 +89,20 @@ class OptimConfig(ConfigSection):
     weight_decay: float = Field(0.0, ge=0)
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     momentum: float = Field(0.0, ge=0, lt=1)
+    decay_norms_and_biases: bool = True
+    """False: weight decay leaves out parameters of one dim, those of norms and biases (He et al.
+    2018, arXiv 1812.01187, section 3.1)."""
     warmup_steps: int = Field(0, ge=0)
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """The rate after warm-up: held, or let down to `final_lr_share` by the end of the last step."""
+    warmup_epochs: float = Field(0.0, ge=0)
+    """The same in passes over the training data, whatever the batch; give one of the two."""
+    schedule: Literal["constant", "cosine", "linear", "poly", "step"] = "constant"
+    """The rate after warm-up: held, let down to `final_lr_share` by the end of the last step (as a
+    power of what remains: poly), or multiplied by `step_factor` at each of `milestones`."""
     final_lr_share: float = Field(0.0, ge=0, le=1)
+    poly_power: float = Field(0.9, gt=0)
+    milestones: tuple[float, ...] = ()
+    """For schedule=step: in epochs, ascending."""
+    step_factor: float = Field(0.1, gt=0, le=1)
     clip_norm: float | None = Field(None, gt=0)
     """Gradients are scaled down to this global norm where they exceed it."""
     implementation: Literal["auto", "fused", "foreach", "loop"] = "auto"
@@ -105,7 +118,7 @@ class OptimConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _fits(self) -> OptimConfig:
-        fault = optimizer_fault(self)
+        fault = optimizer_fault(self) or schedule_fault(self)
         if fault is not None:
             raise ValueError(fault)
         return self
@@ -149,6 +162,25 @@ def optimizer_fault(optim: OptimConfig) -> str | None:
             f"known, and clip_norm={optim.clip_norm} needs it. Use optim.clip_norm=null, or "
             "optim.release_gradients=false"
         )
+    return None
+
+
+def schedule_fault(optim: OptimConfig) -> str | None:
+    """What is wrong with the keys of the learning rate together; None where nothing is."""
+    if optim.warmup_steps and optim.warmup_epochs:
+        return (
+            f"warmup_steps={optim.warmup_steps} and warmup_epochs={optim.warmup_epochs} both say "
+            "how long the rate rises. Give one, as optim.warmup_steps=0"
+        )
+    given = list(optim.milestones)
+    if (optim.schedule == "step") != bool(given):
+        return (
+            f"schedule={optim.schedule} with milestones={given}: schedule=step needs the epochs "
+            "after which the rate falls, and no other schedule has them. Use "
+            "optim.schedule=step optim.milestones=[30,60,80], or optim.milestones=[]"
+        )
+    if given != sorted(set(given)) or (given and given[0] <= 0):
+        return f"milestones={given} must ascend from above 0. Write them like [30,60,80]"
     return None
 
 

@@ -21,6 +21,9 @@ _DOWNLOADS = ("weights", "weights_backbone", "pretrained", "pretrained_backbone"
 _WITH_INIT_WEIGHTS = ("googlenet", "inception_v3")
 
 
+_SMALL_IMAGES = "small_images"
+
+
 def torchvision_names() -> list[str]:
     """Every model of both kinds, by torchvision's name.
 
@@ -40,21 +43,43 @@ def segmentation_names() -> list[str]:
 def make_torchvision(name: str, args: Mapping[str, Any]) -> nn.Module:
     """Construct one, with initial weights and no download.
 
+    One argument is bigtrain's own: with `small_images=True` a ResNet has the first layer for images
+    of 32 x 32 (He et al. 2016, arXiv 1512.03385, section 4.2): 3 x 3 at stride 1, and no pooling.
+
     Raises:
         ConfigError: it does not take these arguments, or they ask for a download.
     """
     builder = _models().get_model_builder(name)
     _refuse(name, args)
+    args = dict(args)
+    small_images = args.pop(_SMALL_IMAGES, False)
     arguments: dict[str, Any] = {"weights": None}
     if "weights_backbone" in inspect.signature(builder).parameters:
         arguments["weights_backbone"] = None
     if name in _WITH_INIT_WEIGHTS:
         arguments["init_weights"] = True
     try:
-        model: nn.Module = builder(**arguments | dict(args))
+        model: nn.Module = builder(**arguments | args)
     except (TypeError, ValueError) as error:
         raise _explained(name, builder, args, error) from error
+    if small_images:
+        _set_small_stem(name, model)
     return model
+
+
+def _set_small_stem(name: str, model: nn.Module) -> None:
+    from torchvision.models import ResNet
+
+    if not isinstance(model, ResNet):
+        raise ConfigError(
+            f"model.args.{_SMALL_IMAGES}=true is for the ResNets, and model.name is {name}. Use "
+            f"model.name=resnet18, or leave model.args.{_SMALL_IMAGES} out."
+        )
+    first = model.conv1.out_channels
+    model.conv1 = nn.Conv2d(3, first, kernel_size=3, stride=1, padding=1, bias=False)
+    # As torchvision's ResNet gives values to all of its convolutions.
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
+    model.maxpool = nn.Identity()
 
 
 def check_torchvision(name: str, args: Mapping[str, Any]) -> None:
@@ -85,6 +110,12 @@ def _refuse(name: str, args: Mapping[str, Any]) -> None:
                 f"model.args.{key}={args[key]!r}: {name} starts from initial weights, nothing is "
                 f"downloaded. Leave model.args.{key} out."
             )
+    small_images = args.get(_SMALL_IMAGES, False)
+    if not isinstance(small_images, bool):
+        raise ConfigError(
+            f"model.args.{_SMALL_IMAGES}={small_images!r} needs true or false. Use "
+            f"model.args.{_SMALL_IMAGES}=true."
+        )
     classes = args.get("num_classes", 1)
     if not isinstance(classes, int) or isinstance(classes, bool) or classes < 1:
         raise ConfigError(f"model.args.num_classes={classes!r} needs a whole number from 1 on.")

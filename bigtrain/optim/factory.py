@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from bigtrain.job.schema import LOW_BIT, OptimConfig
 from bigtrain.optim.lean_adamw import LeanAdamW
 from bigtrain.optim.low_bit_adamw import LowBitAdamW, quantization_maps
-from bigtrain.optim.update import MakeOptimizer
+from bigtrain.optim.update import MakeOptimizer, whole_dims
 
 _LOOP = {"foreach": False}
 """One parameter after the other."""
@@ -31,8 +31,25 @@ def optimizer_factory(config: OptimConfig, seed: int = 0) -> MakeOptimizer:
     """
     if config.name in LOW_BIT:
         quantization_maps(LOW_BIT[config.name])
-    if config.lean:
-        return _lean_factory(config, seed)
+    make = _lean_factory(config, seed) if config.lean else _torch_factory(config)
+    if config.decay_norms_and_biases or not config.weight_decay:
+        return make
+    return lambda parameters: make(_without_decay(parameters))
+
+
+def _without_decay(parameters: Iterable[nn.Parameter]) -> Iterable[Any]:
+    """Two groups, of which the second, parameters of one dim at most, has no weight decay."""
+    given = list(parameters)
+    decayed = [parameter for parameter in given if whole_dims(parameter) > 1]
+    others = [parameter for parameter in given if whole_dims(parameter) <= 1]
+    groups: list[tuple[list[nn.Parameter], dict[str, float]]] = [
+        (decayed, {}),
+        (others, {"weight_decay": 0.0}),
+    ]
+    return [{"params": members, **keys} for members, keys in groups if members]
+
+
+def _torch_factory(config: OptimConfig) -> MakeOptimizer:
     kernels = {
         "auto": {"fused": True},
         "fused": {"fused": True},
@@ -40,7 +57,7 @@ def optimizer_factory(config: OptimConfig, seed: int = 0) -> MakeOptimizer:
         "loop": _LOOP,
     }[config.implementation]
 
-    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    def make(parameters: Iterable[Any]) -> torch.optim.Optimizer:
         if config.name == "adafactor":
             # One parameter at a time, unless asked otherwise: all at once needs a copy of all.
             foreach = config.implementation == "foreach"
@@ -49,7 +66,7 @@ def optimizer_factory(config: OptimConfig, seed: int = 0) -> MakeOptimizer:
             )
         if config.name == "sgd":
             parameter_list = list(parameters)
-            shards = any(isinstance(parameter, DTensor) for parameter in parameter_list)
+            shards = any(isinstance(parameter, DTensor) for parameter in _flat(parameter_list))
             return torch.optim.SGD(
                 parameter_list,
                 lr=config.lr,
@@ -69,8 +86,14 @@ def optimizer_factory(config: OptimConfig, seed: int = 0) -> MakeOptimizer:
     return make
 
 
+def _flat(parameters: Iterable[Any]) -> Iterable[nn.Parameter]:
+    """The parameters, given by themselves or in groups."""
+    for entry in parameters:
+        yield from entry["params"] if isinstance(entry, dict) else (entry,)
+
+
 def _lean_factory(config: OptimConfig, seed: int) -> MakeOptimizer:
-    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    def make(parameters: Iterable[Any]) -> torch.optim.Optimizer:
         keys: dict[str, Any] = {
             "lr": config.lr,
             "betas": config.betas,
@@ -87,24 +110,32 @@ def _lean_factory(config: OptimConfig, seed: int) -> MakeOptimizer:
 
 
 def learning_rate(
-    config: OptimConfig, step: int, total_steps: int, global_batch_size: int
+    config: OptimConfig,
+    step: int,
+    total_steps: int,
+    global_batch_size: int,
+    steps_per_epoch: int,
 ) -> float:
     """The rate of optimizer step `step`, counted from 0.
 
-    Linear warm-up, then constant, half a cosine, or a line down to `final_lr_share` of the
-    highest rate. With `base_batch_size` the rate grows in proportion to the global batch
-    (Goyal et al. 2017, arXiv 1706.02677, section 2.1).
+    Linear warm-up, then constant, down in steps, or half a cosine, a line or a power of a line
+    down to `final_lr_share` of the highest rate. With `base_batch_size` the rate grows in
+    proportion to the global batch (Goyal et al. 2017, arXiv 1706.02677, section 2.1).
     """
     highest = config.lr
     if config.base_batch_size is not None:
         highest *= global_batch_size / config.base_batch_size
-    if step < config.warmup_steps:
-        return highest * (step + 1) / config.warmup_steps
+    warmup = config.warmup_steps or round(config.warmup_epochs * steps_per_epoch)
+    if step < warmup:
+        return highest * (step + 1) / warmup
     if config.schedule == "constant":
         return highest
-    span = max(1, total_steps - config.warmup_steps)
-    progress = min(1.0, (step - config.warmup_steps) / span)
-    remaining = (
-        (1 + math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1 - progress
-    )
+    if config.schedule == "step":
+        passed = sum(step >= round(epoch * steps_per_epoch) for epoch in config.milestones)
+        return highest * config.step_factor**passed
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    if config.schedule == "cosine":
+        remaining = (1 + math.cos(math.pi * progress)) / 2
+    else:
+        remaining = (1 - progress) ** (config.poly_power if config.schedule == "poly" else 1)
     return highest * (config.final_lr_share + (1 - config.final_lr_share) * remaining)

@@ -18,7 +18,13 @@ from torch import Tensor, nn
 
 from bigtrain.optim.partition import Slice, chunk_elements, merge_slices, partition_evenly
 from bigtrain.optim.state_store import StateStore, StoredTensor
-from bigtrain.optim.update import MakeOptimizer, is_elementwise, optimizer_tensors, steps_on_device
+from bigtrain.optim.update import (
+    MakeOptimizer,
+    is_elementwise,
+    mark_piece,
+    optimizer_tensors,
+    steps_on_device,
+)
 from bigtrain.tensors.dtensors import (
     flat_view,
     is_dense,
@@ -161,6 +167,7 @@ class PartitionedUpdate:
             value = self._target(cut)
             value = self._state_store.place(value.clone()) if copied else value
             piece = OwnedSlice(cut, nn.Parameter(value), copied, value.shape)
+            mark_piece(piece.shard, self._parameters[name].dim())
             self._owned[cut] = piece
             if copied:
                 self._store_value(piece, value)

@@ -15,6 +15,19 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 """Sharding and cutting change the parameters first, so the optimizer is made from what is left."""
 
 
+_WHOLE_DIMS = "bigtrain_whole_dims"
+
+
+def mark_piece(piece: Tensor, num_dims: int) -> None:
+    """Note at a flat piece how many dims the whole parameter has; see `whole_dims`."""
+    setattr(piece, _WHOLE_DIMS, num_dims)
+
+
+def whole_dims(parameter: Tensor) -> int:
+    """The number of dims of a parameter, or of that which it is a marked piece of."""
+    return int(getattr(parameter, _WHOLE_DIMS, parameter.dim()))
+
+
 class Update(Protocol):
     """The optimizer of one rank, and the way from and to its whole state."""
 

@@ -13,8 +13,13 @@ from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.job.schema import ModelConfig
 from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
-from bigtrain.losses.loss import CrossEntropy
-from bigtrain.losses.tasks import ClassificationTask, LanguageTask, SegmentationTask
+from bigtrain.losses.loss import CrossEntropy, MeanLoss
+from bigtrain.losses.tasks import (
+    ClassificationTask,
+    CustomTask,
+    LanguageTask,
+    SegmentationTask,
+)
 from bigtrain.models import make_model
 
 
@@ -137,3 +142,28 @@ def test_a_named_head_must_be_there():
     asked = ModelConfig(name="gpt", head="haed")
     with pytest.raises(ConfigError, match=r"no module 'haed', did you mean 'head'\?"):
         choose_loss(asked, LanguageTask(13), large(13), batch())
+
+
+def segmenting(**args) -> nn.Module:
+    with torch.device("meta"):
+        return make_model("deeplabv3_resnet50", {"num_classes": 3, **args})
+
+
+def test_the_weight_of_auxiliary_heads_is_the_job_s():
+    task = SegmentationTask(3)
+    model = segmenting(aux_loss=True)
+    for weight, expected in ((None, None), (0.4, 0.4), (0, 0)):
+        config = ModelConfig(name="deeplabv3_resnet50", auxiliary_weight=weight)
+        assert choose_loss(config, task, model, batch()).auxiliary_weight == expected
+
+
+def test_a_weight_for_no_head_and_for_another_loss_is_refused():
+    config = ModelConfig(name="deeplabv3_resnet50", auxiliary_weight=0.4)
+    with pytest.raises(ConfigError, match=r"=0\.4 .* deeplabv3_resnet50 has none\. Set .*=true"):
+        choose_loss(config, SegmentationTask(3), segmenting(), batch())
+    own = CustomTask(MeanLoss(torch.nn.functional.mse_loss))
+    with pytest.raises(ConfigError, match=r"=0\.4 is for a cross entropy, .* is a MeanLoss"):
+        choose_loss(config, own, TinyConv(), batch())
+    other = config.model_copy(update={"loss": "torch.nn:CrossEntropyLoss"})
+    with pytest.raises(ConfigError, match=r"=0\.4 is for the task's own.*and model\.loss=torch"):
+        check_chunks(other)

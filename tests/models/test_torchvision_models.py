@@ -144,3 +144,28 @@ def test_a_missing_torchvision_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ConfigError, match="its import failed: .*Run: pip install torchvision"):
         check_model("resnet18", {})
     check_model("gpt", {})
+
+
+def test_a_resnet_for_small_images_keeps_their_size():
+    model = make_model("resnet18", {"num_classes": 10, "small_images": True})
+    seen = []
+    model.layer1.register_forward_hook(lambda _m, _i, output: seen.append(tuple(output.shape)))
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    assert seen == [(2, 64, 32, 32)]
+    # Kaiming's deviation by what goes out: sqrt(2 / (64 * 3 * 3)).
+    assert model.conv1.weight.detach().std() == pytest.approx((2 / 576) ** 0.5, rel=0.1)
+    assert model.conv1.bias is None
+    plain = make_model("resnet18", {"num_classes": 10, "small_images": False})
+    assert plain.conv1.kernel_size == (7, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("vgg11", True, r"small_images=true is for the ResNets, and model\.name is vgg11\. Use"),
+        ("resnet18", "yes", r"small_images='yes' needs true or false\. Use model\.args\.small"),
+    ],
+)
+def test_small_images_are_refused_elsewhere(name, value, message):
+    with pytest.raises(ConfigError, match=message):
+        check_model(name, {"small_images": value})

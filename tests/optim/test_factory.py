@@ -10,8 +10,9 @@ from bigtrain.job.schema import OptimConfig
 from bigtrain.optim.factory import learning_rate, optimizer_factory
 
 
-def rates(total, batch=32, **keys):
-    return [learning_rate(OptimConfig(**keys), step, total, batch) for step in range(total)]
+def rates(total, batch=32, epoch=5, **keys):
+    config = OptimConfig(**keys)
+    return [learning_rate(config, step, total, batch, epoch) for step in range(total)]
 
 
 def test_warm_up_climbs_in_equal_steps_and_cosine_lets_down():
@@ -26,6 +27,31 @@ def test_warm_up_climbs_in_equal_steps_and_cosine_lets_down():
 def test_constant_and_linear():
     assert rates(3, lr=0.5) == [0.5, 0.5, 0.5]
     assert rates(4, lr=1.0, schedule="linear") == pytest.approx([1.0, 0.75, 0.5, 0.25])
+
+
+def test_poly_is_a_power_of_what_remains():
+    found = rates(4, lr=1.0, schedule="poly")
+    assert found == pytest.approx([share**0.9 for share in (1.0, 0.75, 0.5, 0.25)])
+    assert rates(4, lr=1.0, schedule="poly", poly_power=1) == rates(4, lr=1.0, schedule="linear")
+
+
+def test_steps_divide_the_rate_after_epochs_of_data():
+    found = rates(12, epoch=2, lr=1.0, warmup_epochs=1, schedule="step", milestones=[2, 4.5])
+    assert found == pytest.approx([0.5, 1.0, 1.0, 1.0, *[0.1] * 5, *[0.01] * 3])
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"schedule": "step"}, r"schedule=step with milestones=\[\].*milestones=\[30,60,80\]"),
+        ({"milestones": [3]}, r"schedule=constant with milestones=\[3\.0\]: schedule=step needs"),
+        ({"schedule": "step", "milestones": [4, 2]}, r"milestones=\[4\.0, 2\.0\] must ascend"),
+        ({"warmup_steps": 3, "warmup_epochs": 1}, r"warmup_steps=3 and warmup_epochs=1\.0 both"),
+    ],
+)
+def test_schedules_that_contradict_themselves_are_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
+        OptimConfig(**keys)
 
 
 def test_the_rate_grows_with_the_global_batch():

@@ -30,7 +30,7 @@ from bigtrain.memory.timeline import scale_timeline
 from bigtrain.models.blocks import independent_blocks
 from bigtrain.models.names import names_of
 from bigtrain.optim.partitioned import ELEMENTWISE_OPTIMIZERS
-from bigtrain.optim.update import MakeOptimizer, is_elementwise, steps_on_device
+from bigtrain.optim.update import MakeOptimizer, is_elementwise, mark_piece, steps_on_device
 from bigtrain.strategies.fairscale_adapter import plain_name, whole_size
 from bigtrain.strategies.zero.on_fairscale.engine import (
     FairscaleEngine,
@@ -135,6 +135,8 @@ class FlatShardUpdate(OwnedUpdate):
         self._group = assembly.context.group()
         self._rank, self._ranks = assembly.context.rank, assembly.context.world_size
         self.parameters = {n: p for n, p in plain_names(assembly.model) if p.requires_grad}
+        for parameter in self.parameters.values():
+            mark_piece(parameter, len(whole_size(parameter)))
         self.optimizer = assembly.make_optimizer(list(self.parameters.values()))
 
     def step(self) -> None:

@@ -1,0 +1,159 @@
+"""The files of image data sets as they are published, and what is wrong with one.
+
+IDX (MNIST; the form is described at the end of LeCun's page yann.lecun.com/exdb/mnist), the binary
+version of CIFAR-10 (cs.toronto.edu/~kriz/cifar.html), and whether an image file is whole. Nothing
+here reads a pickle.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bigtrain.errors import ConfigError
+
+_UNSIGNED_BYTE = 8
+"""The code of an IDX file's type that all of MNIST's have."""
+_CIFAR_SHAPE = (3, 32, 32)
+_CIFAR_RECORD = 1 + math.prod(_CIFAR_SHAPE)
+MOST_LOOKED_AT = 10_000
+"""Images whose ends are looked at before a run: all of VOC's, an even part of ImageNet's."""
+_ENDS = (b"\xff\xd9", b"IEND\xaeB`\x82")
+"""The last bytes of a whole JPEG, and of a whole PNG."""
+
+
+def packed_or_plain(path: Path) -> Path | None:
+    """The file, or beside it the same with .gz; None where neither is there."""
+    return next((file for file in (path, Path(f"{path}.gz")) if file.is_file()), None)
+
+
+def read_idx(path: Path, num_dims: int) -> Tensor:
+    """The numbers of an IDX file of unsigned bytes, gzipped where its name ends in .gz.
+
+    Returns:
+        uint8, of the shape that the header states.
+
+    Raises:
+        ConfigError: the magic number is another one, or the file is shorter or longer than its
+            header says.
+    """
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            content = file.read()
+    except (OSError, EOFError) as error:  # gzip's complaints are OSErrors; EOFError: cut off
+        raise _damaged(path, str(error)) from error
+    expected = _UNSIGNED_BYTE << 8 | num_dims
+    header = 4 * (1 + num_dims)
+    magic = int.from_bytes(content[:4], "big")
+    if magic != expected:
+        raise _damaged(path, f"its magic number is 0x{magic:08x}, needed is 0x{expected:08x}")
+    if len(content) < header:
+        raise _damaged(path, f"it has {len(content)} bytes, its header alone needs {header}")
+    shape = struct.unpack(f">{num_dims}I", content[4:header])
+    needed = header + math.prod(shape)
+    if len(content) != needed:
+        raise _damaged(
+            path, f"it has {len(content)} bytes, and {needed} are needed for {list(shape)}"
+        )
+    numbers = np.frombuffer(content, dtype=np.uint8, offset=header)
+    return torch.from_numpy(numbers.reshape(shape).copy())
+
+
+def read_cifar_batch(path: Path) -> tuple[Tensor, Tensor]:
+    """The images (number, 3, 32, 32), uint8, and labels (number,), int64, of a binary batch.
+
+    Raises:
+        ConfigError: the file is not a whole number of records of 3073 bytes, or a label is not
+            below 10.
+    """
+    try:
+        content = np.fromfile(path, dtype=np.uint8)
+    except OSError as error:
+        raise _damaged(path, str(error.strerror)) from error
+    if not len(content) or len(content) % _CIFAR_RECORD:
+        raise _damaged(
+            path, f"it has {len(content)} bytes, needed is a multiple of {_CIFAR_RECORD}"
+        )
+    records = torch.from_numpy(content).reshape(-1, _CIFAR_RECORD)
+    labels = records[:, 0].long()
+    check_labels(path, labels, 10)
+    return records[:, 1:].reshape(-1, *_CIFAR_SHAPE), labels
+
+
+def check_labels(path: Path, labels: Tensor, num_classes: int) -> None:
+    """Refuse labels that no class has.
+
+    Raises:
+        ConfigError: one is not below `num_classes`.
+    """
+    most = int(labels.max()) if len(labels) else 0
+    if most >= num_classes:
+        raise _damaged(path, f"it has the label {most}, all must be below {num_classes}")
+
+
+def check_whole(files: Sequence[Path], most: int) -> None:
+    """Refuse images that are cut off: only those are decoded whose last bytes are not an end.
+
+    Args:
+        files: JPEG, PNG or what else Pillow reads.
+        most: as many are looked at, evenly spread, as a set of a million takes minutes.
+
+    Raises:
+        ConfigError: one cannot be read to its end; it is named.
+    """
+    number = min(len(files), most)
+    for place in range(number):
+        path = files[place * len(files) // number]
+        try:
+            with path.open("rb") as file:
+                size = path.stat().st_size
+                file.seek(-min(8, size), 2)
+                whole = file.read().endswith(_ENDS)
+        except OSError as error:
+            raise _damaged(path, str(error.strerror)) from error
+        if not whole:
+            decode_image(path)
+
+
+def decode_image(path: Path) -> None:
+    """Read an image to its end.
+
+    Raises:
+        ConfigError: it cannot be.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            image.load()
+    except (OSError, ValueError, SyntaxError) as error:
+        raise _damaged(path, str(error)) from error
+
+
+def image_header(path: Path) -> tuple[tuple[int, int], str]:
+    """Width and height in pixels, and Pillow's name of the mode; the pixels are not read.
+
+    Raises:
+        ConfigError: it is no image, or is not there.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            return image.size, image.mode
+    except (OSError, ValueError, SyntaxError) as error:
+        raise _damaged(path, str(error)) from error
+
+
+def _damaged(path: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        f"data.path: {path} cannot be read: {reason.rstrip('.')}. Get this file again, or remove "
+        "it where it does not belong to the data set."
+    )

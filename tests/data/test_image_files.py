@@ -1,0 +1,223 @@
+"""Damaged image files are refused with their path and the fix, before anything is trained."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from bigtrain.data import open_data
+from bigtrain.data.image_files import check_whole, read_idx
+from bigtrain.errors import ConfigError
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from small_datasets import WRITERS, photographs, write_small  # noqa: E402
+
+SIZES = {
+    "mnist": (72, 18, (1, 28, 28)),
+    "cifar10": (100, 18, (3, 32, 32)),
+    "imagenet": (50, 10, (3, 224, 224)),
+    "voc": (20, 4, (3, 256, 256)),
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    root = tmp_path_factory.mktemp("small")
+    for name in SIZES:
+        write_small(name, root / name, share=0.05)
+    return root
+
+
+@pytest.fixture
+def small(written, tmp_path):
+    """Makes a copy of one of the data sets that may be damaged."""
+
+    def make(name):
+        for file in (written / name).rglob("*"):
+            if file.is_file():
+                target = tmp_path / file.relative_to(written)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(file.read_bytes())
+        return tmp_path / name
+
+    return make
+
+
+def opened(name, path):
+    return open_data(name, str(path), {}, seed=0)
+
+
+def refused(name, path, message):
+    with pytest.raises(ConfigError, match=message):
+        opened(name, path)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_small_data_sets_are_read_as_the_real_ones(written, name):
+    data = opened(name, written / name)
+    train, held_out, shape = SIZES[name]
+    assert (len(data.train), len(data.validation)) == (train, held_out)
+    assert data.train[0][0].shape == data.validation[0][0].shape == shape
+    assert data.task.num_classes == (21 if name == "voc" else 10)
+    assert set(WRITERS) == set(SIZES)
+
+
+def test_the_same_seed_writes_the_same_bytes(written, tmp_path):
+    for name in ("mnist", "cifar10", "voc"):
+        for seed in (0, 1):
+            write_small(name, tmp_path / str(seed) / name, seed, share=0.05)
+        files = [file for file in (written / name).rglob("*") if file.is_file()]
+        for seed, alike in ((0, True), (1, False)):
+            others = [tmp_path / str(seed) / file.relative_to(written) for file in files]
+            pairs = zip(files, others, strict=True)
+            assert all(a.read_bytes() == b.read_bytes() for a, b in pairs) is alike
+
+
+def test_small_cifar10_is_stored_by_channels(written):
+    """Its pictures are parts of photographs, whose neighbouring pixels are alike."""
+    images = torch.cat([opened("cifar10", written / "cifar10").validation[i][0] for i in range(9)])
+    near, far = images.diff(dim=-1).abs().mean(), (images - images.flip(-1)).abs().mean()
+    assert near < 0.5 * far
+    assert len(photographs()) == 3
+
+
+def test_masks_of_the_small_voc_have_classes_borders_and_colours(written):
+    folder = written / "voc" / "VOCdevkit" / "VOC2012" / "SegmentationClass"
+    seen: set[int] = set()
+    for file in folder.iterdir():
+        with Image.open(file) as mask:
+            assert mask.mode == "P"
+            seen.update(np.unique(np.asarray(mask)).tolist())
+            palette = mask.getpalette()
+    assert {0, 255} < seen <= {0, 1, 2, 3, 4, 5, 255}
+    # The published colours of background, aeroplane, bicycle and the border.
+    found = [tuple(palette[3 * n : 3 * n + 3]) for n in (0, 1, 2, 255)]
+    assert found == [(0, 0, 0), (128, 0, 0), (0, 128, 0), (224, 224, 192)]
+
+
+def test_an_idx_file_is_held_to_its_header(tmp_path):
+    numbers = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
+    good = struct.pack(">4I", 0x803, 2, 3, 4) + numbers.tobytes()
+    file = tmp_path / "images"
+    file.write_bytes(good)
+    assert torch.equal(read_idx(file, 3), torch.from_numpy(numbers))
+    for content, message in (
+        (b"\x00\x00\x08\x01" + good[4:], r"images cannot be read: its magic number is 0x00000801"),
+        (good[:10], r"it has 10 bytes, its header alone needs 16"),
+        (good[:-1], r"it has 39 bytes, and 40 are needed for \[2, 3, 4\]\. Get this file again"),
+        (good + b"x", r"it has 41 bytes, and 40 are needed"),
+        (b"", r"its magic number is 0x00000000, needed is 0x00000803"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=message):
+            read_idx(file, 3)
+    packed = tmp_path / "images.gz"
+    packed.write_bytes(gzip.compress(good)[:-9])
+    with pytest.raises(ConfigError, match=r"images\.gz cannot be read: Compressed file ended"):
+        read_idx(packed, 3)
+    packed.write_bytes(b"no gzip")
+    with pytest.raises(ConfigError, match=r"images\.gz cannot be read: Not a gzipped file"):
+        read_idx(packed, 3)
+
+
+def test_labels_of_mnist_belong_to_its_images(small):
+    root = small("mnist")
+    labels = root / "MNIST" / "raw" / "t10k-labels-idx1-ubyte"
+    labels.write_bytes(struct.pack(">2I", 0x801, 3) + bytes([1, 2, 3]))
+    refused("mnist", root, r"t10k-images-idx3-ubyte\.gz has 18 images, and .* beside it 3 labels")
+    labels.write_bytes(struct.pack(">2I", 0x801, 18) + bytes([12] * 18))
+    refused("mnist", root, r"t10k-labels.* has the label 12, all must be below 10")
+    labels.with_name(f"{labels.name}.gz").unlink()
+    labels.unlink()
+    refused("mnist", root, r"holds no mnist, .*t10k-labels-idx1-ubyte does not exist")
+
+
+def test_batches_of_cifar10_are_whole(small):
+    root = small("cifar10")
+    batch = root / "cifar-10-batches-bin" / "data_batch_3.bin"
+    content = batch.read_bytes()
+    batch.write_bytes(content[:-1])
+    refused("cifar10", root, rf"3\.bin .*has {len(content) - 1} bytes, .* multiple of 3073")
+    batch.write_bytes(b"\x0a" + content[1:])
+    refused("cifar10", root, r"data_batch_3\.bin .*has the label 10, all must be below 10")
+    batch.unlink()
+    refused("cifar10", root, r"holds no cifar10, .*data_batch_3\.bin does not exist")
+
+
+def test_classes_of_imagenet_have_images_that_are_whole(small):
+    root = small("imagenet")
+    (picture, *others) = sorted((root / "val" / "three").iterdir())
+    content = picture.read_bytes()
+    picture.write_bytes(content[: len(content) // 2])
+    refused("imagenet", root, r"val/three/three_0\.JPEG cannot be read: .*truncated.*Get this file")
+    picture.write_bytes(content + b"written after its end")
+    assert len(opened("imagenet", root).validation) == 10
+    for file in (picture, *others):
+        file.unlink()
+    refused("imagenet", root, r"val/three has no image, and a class needs at least 1\. Put images")
+    (root / "val" / "three").rmdir()
+    refused("imagenet", root, r"val 9; 'three' is only in one of them")
+
+
+def test_an_image_that_is_damaged_later_is_named(small):
+    root = small("imagenet")
+    data = opened("imagenet", root)
+    picture = root / "train" / "eight" / "eight_0.JPEG"
+    picture.write_bytes(picture.read_bytes()[:600])
+    with pytest.raises(
+        ConfigError, match=r"data\.path: .*train/eight/eight_0\.JPEG cannot be read"
+    ):
+        data.train[0]
+
+
+def test_masks_of_voc_fit_their_images(small):
+    root = small("voc")
+    folder = root / "VOCdevkit" / "VOC2012"
+    mask, picture = (
+        folder / "SegmentationClass" / "2012_train_000001.png",
+        folder / "JPEGImages" / "2012_train_000001.jpg",
+    )
+    content = mask.read_bytes()
+    mask.write_bytes(content[: len(content) // 2])
+    refused("voc", root, r"2012_train_000001\.png cannot be read: ")
+    Image.new("P", (30, 20)).save(mask)
+    refused("voc", root, r"000001\.png has 30 x 20 pixels, and its image .*000001\.jpg \d+ x \d+\.")
+    with Image.open(picture) as image:
+        size = image.size
+    Image.new("RGB", size).save(mask)
+    refused("voc", root, r"000001\.png has pixels of mode RGB, needed are palette numbers \(P\)")
+    Image.new("L", size, 30).save(mask)
+    with pytest.raises(ConfigError, match=r"000001\.png has the class 30, and voc has 0 to 20"):
+        opened("voc", root).train[1]
+    mask.write_bytes(content)
+    picture.unlink()
+    refused("voc", root, r"000001\.jpg cannot be read: .*No such file")
+    lists = folder / "ImageSets" / "Segmentation"
+    (lists / "train.txt").write_text("\n")
+    refused("voc", root, r"train\.txt names no image, at least 1 is needed")
+    (lists / "val.txt").unlink()
+    refused("voc", root, r"holds no voc 2012, .*val\.txt does not exist")
+
+
+def test_a_range_of_scales_ascends(written):
+    with pytest.raises(ConfigError, match=r"scale=\[1\.5, 0\.5\] must be .*scale=\[0\.5,1\.5\]"):
+        open_data("voc", str(written / "voc"), {"scale": [1.5, 0.5]}, seed=0)
+    with pytest.raises(ConfigError, match=r"data\.args\.scale: needs more than 0"):
+        open_data("voc", str(written / "voc"), {"scale": [0, 0.5]}, seed=0)
+
+
+def test_many_files_are_looked_at_in_part(tmp_path):
+    files = [tmp_path / f"{number}.jpg" for number in range(10)]
+    for file in files:
+        file.write_bytes(b"\xff\xd8\xff\xd9")
+    files[3].write_bytes(b"\xff\xd8")
+    check_whole(files, most=5)
+    with pytest.raises(ConfigError, match=r"3\.jpg cannot be read: "):
+        check_whole(files, most=10)
