@@ -34,8 +34,9 @@ from bigtrain.checkpoint.together import (
 )
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.workload import Workload
+from bigtrain.costs.traffic import StepVolume
 from bigtrain.data import MicroBatch, Step
-from bigtrain.engine.example import is_resized
+from bigtrain.engine.example import is_resized, tokens_per_sample
 from bigtrain.engine.out_of_memory import (
     OutOfMemoryContext,
     explain_out_of_memory,
@@ -81,6 +82,9 @@ class StepResult:
     step_seconds: float
     peak_memory_bytes: int | None
     """This rank's peak so far."""
+    sent_bytes: int | None = None
+    """What this rank sent in this step; None where it cannot be counted."""
+    received_bytes: int | None = None
 
 
 class Engine:
@@ -105,6 +109,7 @@ class Engine:
     prediction_note: str | None = None
     predicted_fullest: Peak | None = None
     """As `predicted`, which is of this rank, of the fullest replica."""
+    predicted_volume: StepVolume | None = None
     _host_bytes = 0
     predicted_step: StepForecast | None = None
     """What a step is expected to take; on rank 0."""
@@ -164,7 +169,10 @@ class Engine:
             self.advice += predict_out_of_memory(
                 self._subject, self.predicted_fullest, self.limit_bytes
             )
-        self._cap, self._watch = MemoryCap(job.memory.cap, context.device), StepWatch()
+        self._cap, self._watch = (
+            MemoryCap(job.memory.cap, context.device),
+            StepWatch(context),
+        )
         self._closing.callback(self._cap.lift)
         self.meter = MemoryMeter(context.device, job.memory.track_steps, self._cap)
         try:
@@ -215,8 +223,7 @@ class Engine:
         self.steps_done += 1
         self.samples_seen += samples
         seconds = time.perf_counter() - began
-        self._watch.end(seconds)
-        tokens = _tokens_per_sample(micro_batches[0])
+        volume, tokens = self._watch.end(seconds), tokens_per_sample(micro_batches[0])
         return StepResult(
             step=self.steps_done,
             loss=loss.read(),
@@ -227,6 +234,8 @@ class Engine:
             tokens_per_second=samples * tokens / seconds if tokens > 1 else None,
             step_seconds=seconds,
             peak_memory_bytes=self.meter.peak_bytes(),
+            sent_bytes=volume.sent_bytes if volume else None,
+            received_bytes=volume.received_bytes if volume else None,
         )
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> dict[str, float]:
@@ -253,7 +262,8 @@ class Engine:
     def memory(self) -> MemoryReport | None:
         """Memory of all ranks and a step's seconds, measured and predicted; None but on rank 0."""
         predicted, steps = (self.predicted, self.prediction_note), self._watch.measured()
-        mine = RankMemory(self.context.rank, self.meter.measured(), *predicted, steps)
+        volumes = (self._watch.volume(), self.predicted_volume)
+        mine = RankMemory(self.context.rank, self.meter.measured(), *predicted, steps, *volumes)
         ranks = self.context.gather_objects(mine)
         if ranks is None:
             return None
@@ -394,6 +404,7 @@ class Engine:
         prediction = predict(self.resolved, workload, self.context.pp_rank, self.context.dp_rank)
         self.predicted, self.prediction_note = prediction.own_peak, prediction.note
         self.predicted_fullest, self._host_bytes = prediction.peak, prediction.host_bytes
+        self.predicted_volume = prediction.volume
         if self.context.is_main and self._skeleton is not None:
             twin = replace(self._skeleton, example=workload.example)
             self.predicted_step = forecast_step_seconds(self.job, self.resolved, twin, self.context)
@@ -440,10 +451,3 @@ def _explained(error: NonFiniteError, step: int) -> str:
         f"step {step}: {error}; the optimizer was not stepped. "
         "Lower optim.lr, set optim.clip_norm, or look at the data of this step."
     )
-
-
-def _tokens_per_sample(micro_batch: MicroBatch) -> int:
-    targets = micro_batch.targets
-    if isinstance(targets, Tensor) and targets.dim() == 2 and not targets.is_floating_point():
-        return targets.shape[1]
-    return 1

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bigtrain.core.strategy import Plan
 from bigtrain.cutting.layout import Layout
@@ -58,3 +59,11 @@ def is_resized(
             f"{example.rows} of prepare(example=...). Give an example of {first.rows} rows."
         )
     return True
+
+
+def tokens_per_sample(micro_batch: MicroBatch) -> int:
+    """How many targets a row has (text); 1 where it has one."""
+    targets = micro_batch.targets
+    if isinstance(targets, Tensor) and targets.dim() == 2 and not targets.is_floating_point():
+        return targets.shape[1]
+    return 1

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
+from bigtrain.costs.traffic import StepVolume
 from bigtrain.machine.busy import CpuUse, is_busy
 from bigtrain.memory.meter import MemoryMeasurement
 from bigtrain.memory.timeline import MemoryKind, Peak
@@ -47,6 +48,9 @@ class RankMemory:
     """Why there is no prediction, where there is none."""
     steps: StepMeasurement | None = None
     """None where every step was tracked."""
+    volume: StepVolume | None = None
+    """What the rank has exchanged in a step; None where that could not be counted."""
+    predicted_volume: StepVolume | None = None
 
     def error_bytes(self, kind: MemoryKind | None = None) -> int | None:
         """Predicted less measured: of a part, or of the peak, to which the parts' errors sum.
@@ -84,7 +88,21 @@ class RankMemory:
             entry["devices"] = [asdict(device) for device in self.measured.devices]
         if self.steps is not None:
             entry["step_seconds"] = self.steps.seconds
+        if self.volume is not None or self.predicted_volume is not None:
+            entry["traffic"] = self._traffic_json()
         return entry
+
+    def _traffic_json(self) -> dict[str, dict[str, int | None]]:
+        """Bytes of a step by the kind of exchange."""
+        pair = (("", self.volume), ("predicted_", self.predicted_volume))
+        return {
+            kind: {
+                f"{prefix}{way}_bytes": getattr(volume, way).get(kind, 0) if volume else None
+                for prefix, volume in pair
+                for way in ("sent", "received")
+            }
+            for kind in sorted({kind for _, v in pair if v is not None for kind in v.kinds})
+        }
 
 
 @dataclass(frozen=True)
