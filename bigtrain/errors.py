@@ -38,6 +38,20 @@ class NonFiniteError(BigtrainError):
         super().__init__(message)
         self.stepped = stepped
 
+    def in_step(self, step: int) -> NonFiniteError:
+        """The same with the step's number, from 1, and what helps."""
+        if self.stepped:
+            fix = (
+                "with optim.release_gradients=true the parameters were updated already. Resume "
+                "from the last checkpoint with optim.release_gradients=false."
+            )
+        else:
+            fix = (
+                "the optimizer was not stepped. Lower optim.lr, set optim.clip_norm, or look at "
+                "the data of this step."
+            )
+        return NonFiniteError(f"step {step}: {self}; {fix}", stepped=self.stepped)
+
 
 class OutOfMemoryError(BigtrainError):
     """A rank got no more memory; the message says what it held, and what would fit.

@@ -219,7 +219,7 @@ class Engine:
                 loss = self.runner.forward_backward(micro_batches)
                 grad_norm = self.runner.update(loss)
         except NonFiniteError as error:
-            raise NonFiniteError(_explained(error, self.steps_done + 1)) from None
+            raise error.in_step(self.steps_done + 1) from None
         self.steps_done += 1
         self.samples_seen += samples
         seconds = time.perf_counter() - began
@@ -439,15 +439,3 @@ class Engine:
         counts = count_targets(self.loss, [piece.targets for piece in pieces])
         micro_batches = [replace(p, count=n) for p, n in zip(pieces, counts, strict=True)]
         return micro_batches, round(sum(self.context.all_gather_numbers(rows, "dp")))
-
-
-def _explained(error: NonFiniteError, step: int) -> str:
-    if error.stepped:
-        return (
-            f"step {step}: {error}; with optim.release_gradients=true the parameters were updated "
-            "already. Resume from the last checkpoint with optim.release_gradients=false."
-        )
-    return (
-        f"step {step}: {error}; the optimizer was not stepped. "
-        "Lower optim.lr, set optim.clip_norm, or look at the data of this step."
-    )

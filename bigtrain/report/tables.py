@@ -131,10 +131,8 @@ def _step(report: MemoryReport, rank: RankMemory) -> tuple[str, str, str]:
 
 
 def _exchanged(rank: RankMemory, way: str) -> tuple[str, str, str]:
-    sizes = [
-        getattr(v, f"{way}_bytes") if v else None for v in (rank.volume, rank.predicted_volume)
-    ]
-    counted, predicted = sizes
+    volumes = (rank.volume, rank.predicted_volume)
+    counted, predicted = (getattr(v, f"{way}_bytes") if v else None for v in volumes)
     error = "exact" if counted is not None and counted == predicted else "-"
     if counted and predicted is not None and counted != predicted:
         error = f"{predicted / counted - 1:+.1%}"
