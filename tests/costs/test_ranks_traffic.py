@@ -96,6 +96,11 @@ def text() -> TensorSamples:
 
 TWO, BF16 = {"train.micro_batch_size": 2}, {"train.micro_batch_size": 2, "train.precision": "bf16"}
 MESH = {"train.micro_batch_size": 1, "mesh.pp": 2, "mesh.dp": 2}
+THREE = {
+    "train.micro_batch_size": 2,
+    "train.global_batch_size": 12,
+    "strategy.replicate.bucket_size": 20004,
+}
 LM: Any = (partial(BlockLM, width=32), text)
 CONV: Any = (BlockConv, images)
 CASES: dict[str, tuple[Any, ...]] = {
@@ -104,6 +109,10 @@ CASES: dict[str, tuple[Any, ...]] = {
     "ddp, several buckets": (2, *LM, "ddp", {**TWO, "strategy.replicate.bucket_size": "16KiB"}),
     "ddp, buffers": (2, *CONV, "ddp", TWO),
     "ddp, compressed": (2, *LM, "ddp", {**TWO, "strategy.replicate.compress": "bf16"}),
+    "sync_sgd": (2, *LM, "sync_sgd", TWO),
+    "sync_sgd, buffers": (2, *CONV, "sync_sgd", {}),
+    "ring": (2, *CONV, "ring", TWO),
+    "ring, several buckets, uneven chunks": (3, *LM, "ring", THREE),
     "zero1_torch": (2, *LM, "zero1_torch", TWO),
     "zero1_torch, in bf16": (2, *LM, "zero1_torch", BF16),
     "fsdp": (2, *LM, "fsdp", TWO),
