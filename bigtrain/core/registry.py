@@ -42,6 +42,7 @@ TECHNIQUES: dict[Role, dict[str, str | Engines]] = {
     },
     "replicate": {
         "single": "bigtrain.strategies.single:Single",
+        "dp": "bigtrain.strategies.dp:DP",
         "sync_sgd": "bigtrain.strategies.sync_sgd:SyncSGD",
         "ring": "bigtrain.strategies.ring:Ring",
         "ddp": "bigtrain.strategies.ddp:DDP",

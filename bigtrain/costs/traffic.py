@@ -66,6 +66,8 @@ class Traffic:
     """Of the group that exchanges."""
     stride: int = 1
     """From one rank of the group to the next; axes are (dp, pp, tp), the last the fastest."""
+    in_process: bool = False
+    """Whether it is between devices of one process: no process group sees it."""
     in_hooks: bool = False
     """Whether hooks of `fully_shard` issue it, which on a CPU take time of their own."""
 
@@ -123,7 +125,7 @@ class StepVolume:
         """From what techniques say that they exchange, over a step of so many micro-batches."""
         whole: Counter[tuple[str, int]] = Counter()
         for one in traffic:
-            if one.kind in EXCHANGES:
+            if one.kind in EXCHANGES and not one.in_process:
                 whole[one.kind, one.ranks] += one.step_bytes(micro_batches)
         return cls.of(whole)
 
