@@ -169,10 +169,7 @@ class Engine:
             self.advice += predict_out_of_memory(
                 self._subject, self.predicted_fullest, self.limit_bytes
             )
-        self._cap, self._watch = (
-            MemoryCap(job.memory.cap, context.device),
-            StepWatch(context),
-        )
+        self._cap, self._watch = MemoryCap(job.memory.cap, context.device), StepWatch(context)
         self._closing.callback(self._cap.lift)
         self.meter = MemoryMeter(context.device, job.memory.track_steps, self._cap)
         try:
