@@ -42,7 +42,7 @@ TECHNIQUES: dict[Role, dict[str, str | Engines]] = {
     },
     "replicate": {
         "single": "bigtrain.strategies.single:Single",
-        "dp": "bigtrain.strategies.dp:DP",
+        "data_parallel": "bigtrain.strategies.data_parallel:DataParallel",
         "sync_sgd": "bigtrain.strategies.sync_sgd:SyncSGD",
         "ring": "bigtrain.strategies.ring:Ring",
         "ddp": "bigtrain.strategies.ddp:DDP",

@@ -11,7 +11,7 @@ Communication: between the GPUs of a process, for each micro-batch: the paramete
 every GPU, the gradients back, and inputs and outputs. Nothing that a process group sees.
 Constraints: CUDA with 2 GPUs or more, one rank, rows for each GPU; no stages, no recomputation, no
 offload. It was not run where it was written, as there was no GPU: forecasts are of its code.
-Example: python bigtrain/train.py --strategy dp
+Example: python bigtrain/train.py --strategy data_parallel
 
 Source: Li et al. 2020, PyTorch Distributed (arXiv 2006.15704), section 2.2, compares the two.
 """
@@ -38,10 +38,10 @@ from bigtrain.memory.timeline import Span, Timeline
 from bigtrain.units import format_bytes
 
 
-class DP(Strategy):
+class DataParallel(Strategy):
     """torch's DataParallel over the GPUs of one process."""
 
-    name: ClassVar[str] = "dp"
+    name: ClassVar[str] = "data_parallel"
     role: ClassVar[Role] = "replicate"
     summary: ClassVar[str] = "one process, its GPUs' copies of the model made anew in each pass"
 
@@ -66,33 +66,34 @@ class DP(Strategy):
         """Refuse what has no several GPUs in one process, or changes the modules it copies."""
         if not is_accelerator(plan.device_type):
             raise ConfigError(
-                "strategy dp splits each micro-batch over several GPUs of one process: it needs "
-                f"CUDA, and the device is {plan.device_type}. Use --strategy ddp and start several "
-                "ranks, or --strategy single."
+                "strategy data_parallel splits each micro-batch over several GPUs of one process: "
+                f"it needs CUDA, and the device is {plan.device_type}. Use --strategy ddp and "
+                "start several ranks, or --strategy single."
             )
         if plan.world_size > 1:
             raise ConfigError(
-                f"strategy dp is one process with several GPUs, and {plan.world_size} ranks were "
-                "started. Use --strategy ddp, or start one rank."
+                f"strategy data_parallel is one process with several GPUs, and {plan.world_size} "
+                "ranks were started. Use --strategy ddp, or start one rank."
             )
         found = device_count()
         if found < self.count or found < 2:
             raise ConfigError(
-                f"strategy dp needs {self.devices or 2} GPUs in this process, and torch sees "
-                f"{found}. Use --strategy single" + (", or devices: 2." if found > 1 else ".")
+                f"strategy data_parallel needs {self.devices or 2} GPUs in this process, and torch "
+                f"sees {found}. Use --strategy single" + (", or devices: 2." if found > 1 else ".")
             )
         rows = plan.batch.micro_size
-        if len(rows_of_devices(rows, self.count)) < self.count:
+        idle = self.count - len(rows_of_devices(rows, self.count))
+        if idle:
             raise ConfigError(
-                f"strategy dp deals the {rows} rows of a micro-batch out to {self.count} GPUs, and "
-                f"{self.count - len(rows_of_devices(rows, self.count))} of them would get none. "
+                f"strategy data_parallel deals the {rows} rows of a micro-batch out to "
+                f"{self.count} GPUs, and {idle} of them would get none. "
                 f"Use train.micro_batch_size={-(-rows // self.count) * self.count}."
             )
         for role in ("cut", "recompute", "offload"):
             if role in plan.techniques:
                 raise ConfigError(
-                    f"strategy dp copies the modules to each GPU, and what strategy.{role} does "
-                    f"with them stays on the first. Leave strategy.{role} out, or use "
+                    f"strategy data_parallel copies the modules to each GPU, and what strategy."
+                    f"{role} does with them stays on the first. Leave strategy.{role} out, or use "
                     "--strategy ddp."
                 )
 
@@ -105,8 +106,9 @@ class DP(Strategy):
             else ""
         )
         return (
-            f"dp: the first of {self.count} GPUs holds {format_bytes(more)} more than each other "
-            f"(gradients, optimizer state), and all outputs{lost}. --strategy ddp has neither."
+            f"data_parallel: the first of {self.count} GPUs holds {format_bytes(more)} more than "
+            f"each other (gradients, optimizer state), and all outputs{lost}. "
+            "--strategy ddp has neither."
         )
 
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:  # noqa: ARG002

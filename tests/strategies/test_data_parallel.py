@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.traffic import profile
 
-import bigtrain.strategies.dp as dp
+import bigtrain.strategies.data_parallel as data_parallel
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Forecast
@@ -28,7 +28,7 @@ def plan_on(strategy: str = "single", ranks: int = 1, device: str = "cuda", rows
 @pytest.mark.parametrize("devices", [2, 3, 4, 8])
 def test_rows_are_dealt_out_as_torch_does(rows, devices):
     dealt = [len(part) for part in torch.zeros(rows).chunk(devices)]
-    assert dp.rows_of_devices(rows, devices) == dealt
+    assert data_parallel.rows_of_devices(rows, devices) == dealt
 
 
 @pytest.mark.parametrize(
@@ -53,19 +53,19 @@ def test_rows_are_dealt_out_as_torch_does(rows, devices):
     ],
 )
 def test_what_is_refused(monkeypatch, gpus, options, plan, said):
-    monkeypatch.setattr(dp, "device_count", lambda: gpus)
+    monkeypatch.setattr(data_parallel, "device_count", lambda: gpus)
     with pytest.raises(ConfigError, match=said):
-        dp.DP(**options).check(plan)
+        data_parallel.DataParallel(**options).check(plan)
 
 
 def test_what_is_not_refused(monkeypatch):
-    monkeypatch.setattr(dp, "device_count", lambda: 4)
-    dp.DP().check(plan_on())
-    dp.DP(devices=2).check(plan_on())
+    monkeypatch.setattr(data_parallel, "device_count", lambda: 4)
+    data_parallel.DataParallel().check(plan_on())
+    data_parallel.DataParallel(devices=2).check(plan_on())
 
 
 def test_it_is_refused_on_a_cpu_before_anything_else():
-    job = job_from_keys("dp", {"train.global_batch_size": 8})
+    job = job_from_keys("data_parallel", {"train.global_batch_size": 8})
     with pytest.raises(ConfigError, match="several GPUs of one process: it needs CUDA"):
         make_plan(job, 1, "cpu")
 
@@ -83,7 +83,7 @@ def test_the_copies_and_all_gradients_are_forecast():
         step=Timeline((), ((10, "step"),)),
     )
     plain = Forecast.of(small)
-    turned = dp.DP(devices=3).estimate(plain, small, plan_on())
+    turned = data_parallel.DataParallel(devices=3).estimate(plain, small, plan_on())
     kept = 100 + 4 + 200
     assert plain.peak().bytes == kept + 40 + 16
     # In the pass both copies and activations; at its end the activations are gone.
@@ -94,7 +94,7 @@ def test_the_copies_and_all_gradients_are_forecast():
 def test_it_says_what_goes_between_the_gpus_and_what_the_first_one_holds():
     found = profile(buffer_bytes=64)
     plan = plan_on()
-    there, back = dp.DP(devices=4).traffic(found, plan)
+    there, back = data_parallel.DataParallel(devices=4).traffic(found, plan)
     assert (there.nbytes, there.ranks, there.every) == (
         found.parameter_bytes + 64,
         4,
@@ -102,6 +102,6 @@ def test_it_says_what_goes_between_the_gpus_and_what_the_first_one_holds():
     )
     assert (back.nbytes, back.kind) == (found.gradient_bytes, "reduce")
     assert StepVolume.stated((there, back), 2) == StepVolume({}, {})  # none between ranks
-    said = dp.DP(devices=4).advise(Forecast.of(found), found, plan)
+    said = data_parallel.DataParallel(devices=4).advise(Forecast.of(found), found, plan)
     assert "the first of 4 GPUs holds 45.8 MiB more than each other" in said
     assert "BatchNorm statistics) follow the rows of the first GPU alone" in said
