@@ -38,18 +38,19 @@ class NonFiniteError(BigtrainError):
         super().__init__(message)
         self.stepped = stepped
 
-    def explained(self, step: int) -> str:
-        """The message with the step, counted from 1, and what to do."""
+    def in_step(self, step: int) -> NonFiniteError:
+        """The same with the step's number, from 1, and what helps."""
         if self.stepped:
-            return (
-                f"step {step}: {self}; with optim.release_gradients=true the parameters were "
-                "updated already. Resume from the last checkpoint with "
-                "optim.release_gradients=false."
+            fix = (
+                "with optim.release_gradients=true the parameters were updated already. Resume "
+                "from the last checkpoint with optim.release_gradients=false."
             )
-        return (
-            f"step {step}: {self}; the optimizer was not stepped. "
-            "Lower optim.lr, set optim.clip_norm, or look at the data of this step."
-        )
+        else:
+            fix = (
+                "the optimizer was not stepped. Lower optim.lr, set optim.clip_norm, or look at "
+                "the data of this step."
+            )
+        return NonFiniteError(f"step {step}: {self}; {fix}", stepped=self.stepped)
 
 
 class OutOfMemoryError(BigtrainError):

@@ -96,6 +96,7 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
                 first_step=engine.steps_done,
                 predicted=engine.predicted,
                 predicted_step=engine.predicted_step,
+                predicted_volume=engine.predicted_volume,
             ) as log,
             PreemptionNotice(context) as notice,
         ):

@@ -37,7 +37,12 @@ def losses(printed: str) -> list[float]:
 
 def test_they_are_short() -> None:
     scripts = sorted(EXAMPLES.glob("*.py"))
-    assert [path.stem for path in scripts] == ["own_loop", "predicted_memory", "save_and_resume"]
+    assert [path.stem for path in scripts] == [
+        "horovod_script",
+        "own_loop",
+        "predicted_memory",
+        "save_and_resume",
+    ]
     for path in scripts:
         text = path.read_text("utf-8")
         assert len(text.splitlines()) < 40, path
@@ -50,6 +55,13 @@ def test_a_loop_computes_the_same_under_any_strategy() -> None:
     assert alone[-1] < 0.9 * alone[0]
     for strategy in ("fsdp+full", "1f1b+offload_disk"):
         assert losses(run("own_loop.py", strategy, ranks=2)) == pytest.approx(alone, abs=2e-4)
+
+
+def test_a_script_for_horovod_computes_the_same_on_any_number_of_ranks() -> None:
+    alone = losses(run("horovod_script.py"))
+    assert len(alone) == 10
+    assert alone[-1] < 0.9 * alone[0]
+    assert losses(run("horovod_script.py", ranks=2)) == pytest.approx(alone, abs=2e-4)
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("single+full", 1), ("1f1b+full", 2), ("fsdp", 2)])

@@ -30,6 +30,9 @@ class ComparisonRow:
     """Median of the steps in which memory was not tracked."""
     predicted_step_seconds: float | None = None
     """None where the machine's rates are not known."""
+    sent_bytes: int | None = None
+    """Of the rank that sends most, in a step; None where nobody could count."""
+    predicted_sent_bytes: int | None = None
     samples_per_second: float | None = None
     losses: tuple[float, ...] = ()
     timeline: dict[str, Any] | None = None
@@ -71,6 +74,8 @@ class ComparisonRow:
             breakdown=highest["breakdown"],
             step_seconds=seconds,
             predicted_step_seconds=steps[0].get("predicted_step_seconds") if steps else None,
+            sent_bytes=_most_sent(memory["ranks"], "sent_bytes"),
+            predicted_sent_bytes=_most_sent(memory["ranks"], "predicted_sent_bytes"),
             samples_per_second=steps[-1]["samples"] / seconds if seconds else None,
             losses=tuple(step["loss"] for step in steps),
             timeline=json.loads(timeline.read_text("utf-8")) if timeline.exists() else None,
@@ -79,6 +84,16 @@ class ComparisonRow:
     def with_largest(self, value: int | None, reason: str | None) -> ComparisonRow:
         """The same with how far it could go."""
         return replace(self, largest=value, largest_reason=reason)
+
+
+def _most_sent(ranks: list[dict[str, Any]], key: str) -> int | None:
+    """Of the ranks of a memory.json the highest sum over the kinds of exchange."""
+    sums = []
+    for rank in ranks:
+        sizes = [kind[key] for kind in rank.get("traffic", {}).values()]
+        if sizes and None not in sizes:
+            sums.append(sum(sizes))
+    return max(sums, default=None)
 
 
 TRACKED_STEPS = 2

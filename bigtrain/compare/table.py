@@ -27,6 +27,7 @@ def comparison_table(rows: Sequence[ComparisonRow], title: str, largest: str | N
         "process",
         "predicted",
         "error",
+        "sent",
         "s/step",
         "predicted s",
         "time",
@@ -42,6 +43,7 @@ def comparison_table(rows: Sequence[ComparisonRow], title: str, largest: str | N
         parts = row.breakdown or {}
         cells = [_mib(row.peak_bytes), *(_mib(parts.get(kind)) for kind in MEMORY_KINDS)]
         cells += [_mib(row.process_peak_bytes), _mib(row.predicted_peak_bytes), _percent(row.error)]
+        cells.append(_mib(row.sent_bytes))
         cells += [_number(row.step_seconds, 3), _number(row.predicted_step_seconds, 3)]
         cells.append(_times(row, first))
         if largest is not None:
@@ -69,8 +71,8 @@ def notes(rows: Sequence[ComparisonRow]) -> list[str]:
     ]
     lines.append(
         "peak: tracked tensors, to which the parts sum; process: resident memory above what it was "
-        "before the model was built; time: of a step, against the first row; predicted s: of a "
-        "step, where `bigtrain doctor` has measured the machine"
+        "before the model was built; sent: to other ranks in a step; time: of a step, against the "
+        "first row; predicted s: of a step, where `bigtrain doctor` has measured the machine"
     )
     return lines
 

@@ -42,6 +42,9 @@ TECHNIQUES: dict[Role, dict[str, str | Engines]] = {
     },
     "replicate": {
         "single": "bigtrain.strategies.single:Single",
+        "data_parallel": "bigtrain.strategies.data_parallel:DataParallel",
+        "sync_sgd": "bigtrain.strategies.sync_sgd:SyncSGD",
+        "ring": "bigtrain.strategies.ring:Ring",
         "ddp": "bigtrain.strategies.ddp:DDP",
         "zero": Engines(
             "bigtrain.strategies.zero:Zero",

@@ -51,6 +51,18 @@ class BoundaryBytes:
 
 
 @dataclass(frozen=True)
+class CrossingBytes:
+    """What a rank sends and receives for a stage of it, in bytes: none between its own stages."""
+
+    sent: int = 0
+    """Of one micro-batch: what goes on, and the gradients of what came."""
+    received: int = 0
+    tied: tuple[tuple[int, int], ...] = ()
+    """Once a step, both ways: the gradients of parameters that stages of other ranks use, too, as
+    rows and bytes of a row, one for each other rank."""
+
+
+@dataclass(frozen=True)
 class Profile:
     """One model with one micro-batch, on one process, before any technique."""
 
@@ -76,6 +88,8 @@ class Profile:
     outside_blocks: BlockTicks | None = None
     """What is in no block, in `first`."""
     boundary: BoundaryBytes = BoundaryBytes()
+    """Of a stage."""
+    crossing: CrossingBytes = CrossingBytes()
     """Of a stage."""
     windows: tuple[tuple[str, BlockTicks, BlockTicks], ...] = ()
     """The modules of which something else than all is kept, or may be, in `first` and `later`."""

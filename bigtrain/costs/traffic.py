@@ -7,7 +7,8 @@ how many messages. How long that takes, `bigtrain.machine.collective_cost` says 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +23,8 @@ TrafficKind = Literal[
     "reduce_scatter",
     "broadcast",
     "reduce",
+    "send",
+    "receive",
     "copy",
     "to_host",
     "from_host",
@@ -34,11 +37,13 @@ EXCHANGES: tuple[TrafficKind, ...] = (
     "reduce_scatter",
     "broadcast",
     "reduce",
+    "send",
+    "receive",
 )
 """Those that go between ranks."""
 HOST_TRANSFERS: tuple[TrafficKind, ...] = ("to_host", "from_host", "to_disk", "from_disk")
 """Those that go between a device, its host and the host's disk."""
-OverlapPhase = Literal["forward", "backward", "step", "nothing"]
+OverlapPhase = Literal["forward", "backward", "step", "nothing", "schedule"]
 
 
 @dataclass(frozen=True)
@@ -55,11 +60,14 @@ class Traffic:
     every: Literal["micro_batch", "step"]
     overlaps: OverlapPhase
     """The computation that it may hide behind: the forward or backward pass of one micro-batch (the
-    last one of a step, where `every` is a step), the optimizer's step, or none."""
+    last one of a step, where `every` is a step), the optimizer's step, or none. What a `schedule`
+    of stages sends takes its time in that."""
     ranks: int = 1
     """Of the group that exchanges."""
     stride: int = 1
     """From one rank of the group to the next; axes are (dp, pp, tp), the last the fastest."""
+    in_process: bool = False
+    """Whether it is between devices of one process: no process group sees it."""
     in_hooks: bool = False
     """Whether hooks of `fully_shard` issue it, which on a CPU take time of their own."""
 
@@ -70,6 +78,64 @@ class Traffic:
     def step_calls(self, micro_batches: int) -> int:
         """Messages over a step of so many micro-batches."""
         return self.calls * (micro_batches if self.every == "micro_batch" else 1)
+
+
+@dataclass(frozen=True)
+class StepVolume:
+    """What one rank sends and receives over a step, in bytes, by the kind of exchange.
+
+    Of a collective that is the share of its textbook algorithm, whatever the backend does: of S
+    bytes among n ranks (n-1)/n S for an all-gather, a reduce-scatter, an all-to-all (a ring), twice
+    that for an all-reduce, all S for a broadcast and a reduce (a rank amid a chain).
+    """
+
+    sent: Mapping[str, int]
+    received: Mapping[str, int]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of all kinds together."""
+        return sum(self.sent.values())
+
+    @property
+    def received_bytes(self) -> int:
+        """Of all kinds together."""
+        return sum(self.received.values())
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of exchange there are, in order."""
+        return sorted({*self.sent, *self.received})
+
+    @classmethod
+    def of(cls, whole: Mapping[tuple[str, int], int]) -> StepVolume:
+        """From the bytes of whole tensors, by kind and ranks of the group."""
+        sent: Counter[str] = Counter()
+        received: Counter[str] = Counter()
+        for (kind, ranks), nbytes in whole.items():
+            share = _share(kind, nbytes, ranks)
+            if share and kind != "receive":
+                sent[kind] += share
+            if share and kind != "send":
+                received[kind] += share
+        return cls(dict(sent), dict(received))
+
+    @classmethod
+    def stated(cls, traffic: Iterable[Traffic], micro_batches: int) -> StepVolume:
+        """From what techniques say that they exchange, over a step of so many micro-batches."""
+        whole: Counter[tuple[str, int]] = Counter()
+        for one in traffic:
+            if one.kind in EXCHANGES and not one.in_process:
+                whole[one.kind, one.ranks] += one.step_bytes(micro_batches)
+        return cls.of(whole)
+
+
+def _share(kind: str, nbytes: int, ranks: int) -> int:
+    if kind in ("send", "receive"):
+        return nbytes
+    if kind in ("broadcast", "reduce"):
+        return nbytes if ranks > 1 else 0
+    return (2 if kind == "all_reduce" else 1) * (ranks - 1) * nbytes // ranks
 
 
 def comm_units(profile: Profile) -> list[BlockTicks]:

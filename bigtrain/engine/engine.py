@@ -34,6 +34,7 @@ from bigtrain.checkpoint.together import (
 )
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.workload import Workload
+from bigtrain.costs.traffic import StepVolume
 from bigtrain.data import MicroBatch, Step
 from bigtrain.engine.example import is_resized
 from bigtrain.engine.out_of_memory import (
@@ -82,6 +83,9 @@ class StepResult:
     step_seconds: float
     peak_memory_bytes: int | None
     """This rank's peak so far."""
+    sent_bytes: int | None = None
+    """What this rank sent in this step; None where it cannot be counted."""
+    received_bytes: int | None = None
 
 
 class Engine:
@@ -106,6 +110,7 @@ class Engine:
     prediction_note: str | None = None
     predicted_fullest: Peak | None = None
     """As `predicted`, which is of this rank, of the fullest replica."""
+    predicted_volume: StepVolume | None = None
     _host_bytes = 0
     predicted_state = StatePeaks()
     """Of a save and of a resume, on this rank."""
@@ -167,7 +172,7 @@ class Engine:
             self.advice += predict_out_of_memory(
                 self._subject, self.predicted_fullest, self.limit_bytes
             )
-        self._cap, self._watch = MemoryCap(job.memory.cap, context.device), StepWatch()
+        self._cap, self._watch = MemoryCap(job.memory.cap, context.device), StepWatch(context)
         self._closing.callback(self._cap.lift)
         self.meter = MemoryMeter(context.device, job.memory.track_steps, self._cap)
         try:
@@ -214,12 +219,11 @@ class Engine:
                 loss = self.runner.forward_backward(micro_batches)
                 grad_norm = self.runner.update(loss)
         except NonFiniteError as error:
-            raise NonFiniteError(error.explained(self.steps_done + 1)) from None
+            raise error.in_step(self.steps_done + 1) from None
         self.steps_done += 1
         self.samples_seen += samples
         seconds = time.perf_counter() - began
-        self._watch.end(seconds)
-        tokens = micro_batches[0].tokens_per_sample
+        volume, tokens = self._watch.end(seconds), micro_batches[0].tokens_per_sample
         return StepResult(
             step=self.steps_done,
             loss=loss.read(),
@@ -230,6 +234,8 @@ class Engine:
             tokens_per_second=samples * tokens / seconds if tokens > 1 else None,
             step_seconds=seconds,
             peak_memory_bytes=self.meter.peak_bytes(),
+            sent_bytes=volume.sent_bytes if volume else None,
+            received_bytes=volume.received_bytes if volume else None,
         )
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> dict[str, float]:
@@ -257,7 +263,8 @@ class Engine:
         """Memory of all ranks and a step's seconds, measured and predicted; None but on rank 0."""
         predicted, steps = (self.predicted, self.prediction_note), self._watch.measured()
         own = (self.meter.measured(), *predicted, steps, self.predicted_state)
-        mine = RankMemory(self.context.rank, *own)
+        volumes = (self._watch.volume(), self.predicted_volume)
+        mine = RankMemory(self.context.rank, *own, *volumes)
         ranks = self.context.gather_objects(mine)
         if ranks is None:
             return None
@@ -397,6 +404,7 @@ class Engine:
         self.predicted_state = forecast_state_peaks(*given, *place)
         self.predicted, self.prediction_note = prediction.own_peak, prediction.note
         self.predicted_fullest, self._host_bytes = prediction.peak, prediction.host_bytes
+        self.predicted_volume = prediction.volume
         if self.context.is_main and self._skeleton is not None:
             twin = replace(self._skeleton, example=workload.example)
             self.predicted_step = forecast_step_seconds(self.job, self.resolved, twin, self.context)

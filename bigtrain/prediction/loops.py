@@ -20,7 +20,7 @@ from bigtrain.core.loop import LoopRunner
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.workload import Workload
-from bigtrain.costs.forecast import BoundaryBytes, Profile
+from bigtrain.costs.forecast import BoundaryBytes, CrossingBytes, Profile
 from bigtrain.cutting.stage import Stage
 from bigtrain.cutting.stage_program import StageProgram
 from bigtrain.data.loader import MicroBatch
@@ -59,6 +59,7 @@ def profile_stage(workload: Workload, resolved: ResolvedPlan, index: int) -> Pro
         profile,
         passes={**profile.passes, **passes},
         boundary=_boundary(_wires(unit.script, index), unit.loop),
+        crossing=_crossing(unit, resolved, index),
         tensors=tuple(
             (n, p.nbytes, str(p.dtype)) for n, p in unit.stage.named_parameters() if p.requires_grad
         ),
@@ -270,6 +271,32 @@ def _wires(script: StageProgram, index: int) -> BoundaryBytes:
         sizes.append(sum(t.numel() * t.element_size() for t in sent))
         sizes.append(sum(t.numel() * t.element_size() for t in sent if t.requires_grad))
     return BoundaryBytes(*sizes)
+
+
+def _crossing(unit: _OneStage, resolved: ResolvedPlan, index: int) -> CrossingBytes:
+    """What the rank of a stage exchanges with those of its neighbours, and of tied parameters."""
+    layout = resolved.layout
+    if layout is None or not resolved.plan.pp > 1:
+        return CrossingBytes()
+    own_rank, wires = layout.ranks[index], _wires(unit.script, index)
+    before = index > 0 and layout.ranks[index - 1] != own_rank
+    after = index + 1 < len(layout.ranks) and layout.ranks[index + 1] != own_rank
+    tied: list[tuple[int, int]] = []
+    rows = {
+        name: (len(p), p.nbytes // len(p)) if p.dim() and len(p) else (1, p.nbytes)
+        for name, p in unit.stage.named_parameters()
+        if p.requires_grad
+    }
+    for name, stages in layout.chosen.cut.ties:
+        owners = {layout.ranks[stage] for stage in stages}
+        first_here = min((s for s in stages if layout.ranks[s] == own_rank), default=None)
+        if first_here == index and name in rows:
+            tied += (len(owners) - 1) * [rows[name]]
+    return CrossingBytes(
+        sent=after * wires.outgoing + before * wires.incoming_gradients,
+        received=before * wires.incoming + after * wires.outgoing_gradients,
+        tied=tuple(tied),
+    )
 
 
 class SplitBackward(WholeModel):

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
+from bigtrain.costs.traffic import StepVolume
 from bigtrain.machine.busy import CpuUse, is_busy
 from bigtrain.memory.added_bytes import StatePeaks
 from bigtrain.memory.meter import MemoryMeasurement
@@ -50,6 +51,9 @@ class RankMemory:
     """None where every step was tracked."""
     predicted_state: StatePeaks = StatePeaks()
     """Of a save and of a resume; measured ones are in `measured`."""
+    volume: StepVolume | None = None
+    """What the rank has exchanged in a step; None where that could not be counted."""
+    predicted_volume: StepVolume | None = None
 
     def error_bytes(self, kind: MemoryKind | None = None) -> int | None:
         """Predicted less measured: of a part, or of the peak, to which the parts' errors sum.
@@ -94,7 +98,21 @@ class RankMemory:
                 entry[f"predicted_{name}_host_bytes"] = expected.host_bytes if expected else None
         if self.steps is not None:
             entry["step_seconds"] = self.steps.seconds
+        if self.volume is not None or self.predicted_volume is not None:
+            entry["traffic"] = self._traffic_json()
         return entry
+
+    def _traffic_json(self) -> dict[str, dict[str, int | None]]:
+        """Bytes of a step by the kind of exchange."""
+        pair = (("", self.volume), ("predicted_", self.predicted_volume))
+        return {
+            kind: {
+                f"{prefix}{way}_bytes": getattr(volume, way).get(kind, 0) if volume else None
+                for prefix, volume in pair
+                for way in ("sent", "received")
+            }
+            for kind in sorted({kind for _, v in pair if v is not None for kind in v.kinds})
+        }
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from bigtrain.core.strategy import CutStrategy, ModelFacts, Plan
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.rank_replay import join_stages
-from bigtrain.costs.traffic import pinned_activations
+from bigtrain.costs.traffic import StepVolume, pinned_activations
 from bigtrain.devices import tracing_note
 from bigtrain.memory.timeline import Breakdown, Peak, highest_peak
 from bigtrain.prediction.compose import merge_steps
@@ -33,6 +33,8 @@ class Prediction:
     host_bytes: int = 0
     """The most that this rank's saved activations take of the host's memory: of a run on an
     accelerator that offloads them there."""
+    volume: StepVolume | None = None
+    """What this rank exchanges in a step, as the techniques say."""
 
 
 def predict(
@@ -55,14 +57,20 @@ def predict(
     built = Peak("build", Breakdown(parameters=workload.whole_bytes))
     peak, note = highest_peak([rank.forecast.peak(), built]), tracing_note(plan.device_type)
     told = [line for line in (note, _not_compiled(rank.profiles)) if line is not None]
+    own_plan = replace(plan, dp_rank=dp_rank)
+    volume = StepVolume.stated(
+        (t for p in rank.profiles for one in plan.in_order for t in one.traffic(p, own_plan)),
+        plan.batch.accumulation_steps,
+    )
     if _by_stages(resolved):
         states = rank.forecast.states
-        return Prediction(peak, None, told, peak, states, rank.host_bytes)
-    profile, own_plan = rank.profiles[0], replace(plan, dp_rank=dp_rank)
+        return Prediction(peak, None, told, peak, states, rank.host_bytes, volume)
+    profile = rank.profiles[0]
     own_forecast = forecast_rank_step({0: forecast_step(profile, own_plan)}, own_plan, pp_rank)
     own_peak = highest_peak([own_forecast.peak(), built])
     told += collect_advice(profile, plan)
-    return Prediction(peak, None, told, own_peak, own_forecast.states, rank.host_bytes)
+    states = own_forecast.states
+    return Prediction(peak, None, told, own_peak, states, rank.host_bytes, volume)
 
 
 def _not_compiled(profiles: Sequence[Profile]) -> str | None:

@@ -119,6 +119,7 @@ class RunContext:
             return self
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_PATIENCE_S))
         own = cast("dist.ProcessGroup", group)  # every rank is in it
+        self.recorder.traffic.leave_out(own)
         return replace(self, device=torch.device("cpu"), own_group=own)
 
     def patiently(self) -> contextlib.AbstractContextManager[None]:
@@ -152,7 +153,8 @@ class RunContext:
         """
         total = tensor.detach().clone()
         if self.mesh is not None:
-            dist.all_reduce(total, group=self.group(axis))
+            with self.recorder.traffic.aside():
+                dist.all_reduce(total, group=self.group(axis))
         return total
 
     def gather_objects(self, value: Any) -> list[Any] | None:
@@ -160,7 +162,8 @@ class RunContext:
         if self.mesh is None:
             return [value]
         gathered = [None] * self.world_size if self.is_main else None
-        dist.gather_object(value, gathered, group=self.group())
+        with self.recorder.traffic.aside():
+            dist.gather_object(value, gathered, group=self.group())
         return gathered
 
     def all_gather_objects(self, value: Any) -> list[Any]:
@@ -168,7 +171,8 @@ class RunContext:
         if self.mesh is None:
             return [value]
         everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, value, group=self.group())
+        with self.recorder.traffic.aside():
+            dist.all_gather_object(everyone, value, group=self.group())
         return everyone
 
     def broadcast_object(self, value: Any) -> Any:
@@ -176,7 +180,8 @@ class RunContext:
         if self.mesh is None:
             return value
         box = [value if self.is_main else None]
-        dist.broadcast_object_list(box, src=0, device=self.device, group=self.group())
+        with self.recorder.traffic.aside():
+            dist.broadcast_object_list(box, src=0, device=self.device, group=self.group())
         return box[0]
 
     def all_gather_numbers(self, number: float, axis: Axis | None = None) -> list[float]:
@@ -204,7 +209,8 @@ class RunContext:
         size = self.world_size if axis is None else self._size(axis)
         mine = torch.tensor(numbers, dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(size)]
-        dist.all_gather(everyone, mine, group=self.group(axis))
+        with self.recorder.traffic.aside():
+            dist.all_gather(everyone, mine, group=self.group(axis))
         return [row.tolist() for row in everyone]
 
 

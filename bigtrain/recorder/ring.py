@@ -16,6 +16,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from bigtrain.recorder.traffic_counter import TrafficCounter
+
 EVENTS = 400
 """Events that are kept: with a dozen blocks, the last dozen passes."""
 _FRAMES = 40
@@ -46,6 +48,8 @@ class FlightRecorder:
         """The peak so far, where it is known."""
         self.exchanges: Callable[[], list[dict[str, Any]]] = list
         """Reads the exchanges that torch has recorded: `read_exchanges`, where there are any."""
+        self.traffic = TrafficCounter()
+        """Of the steps' exchanges, what is sent."""
         self._counts = {"forward": 0, "backward": 0}
         self._events: list[Event | None] = [None] * EVENTS
         self._written = 0

@@ -27,6 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bigtrain.assembly.make_plan import describe_plan
 from bigtrain.core.strategy import Plan
+from bigtrain.costs.traffic import StepVolume
 from bigtrain.engine.engine import StepResult
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Job
@@ -109,6 +110,7 @@ class RunLog:
         predicted: the predicted peak, for plan.yaml.
         predicted_step: the predicted seconds of a step, for plan.yaml and the first line of
             metrics.jsonl.
+        predicted_volume: what the rank is predicted to exchange in a step, for that line, too.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class RunLog:
         first_step: int = 0,
         predicted: Peak | None = None,
         predicted_step: StepForecast | None = None,
+        predicted_volume: StepVolume | None = None,
     ) -> None:
         self.folder = folder
         self._job = job
@@ -137,6 +140,7 @@ class RunLog:
         self._progress: Progress | None = None
         self._board: Any = None
         self._stepped = False
+        self._predicted_volume = predicted_volume
         self._predicted_seconds = predicted_step.seconds if predicted_step else None
         if not self._main:
             return
@@ -185,6 +189,9 @@ class RunLog:
         values = asdict(result)
         if first and self._predicted_seconds is not None:
             values["predicted_step_seconds"] = self._predicted_seconds
+        if first and self._predicted_volume is not None:
+            values["predicted_sent_bytes"] = self._predicted_volume.sent_bytes
+            values["predicted_received_bytes"] = self._predicted_volume.received_bytes
         self._append("metrics.jsonl", values)
         self._board_scalars("train", asdict(result), result.step)
         if self._progress is not None:

@@ -48,6 +48,9 @@ def memory_table(report: MemoryReport) -> Table:
         table.add_row(*row)
     table.add_section()
     table.add_row("step", *(c for r in shown for c in _step(report, r)))
+    if any(v and v.kinds for r in shown for v in (r.volume, r.predicted_volume)):
+        for way in ("sent", "received"):
+            table.add_row(f"{way} in it", *(c for r in shown for c in _exchanged(r, way)))
     return table
 
 
@@ -89,7 +92,16 @@ def memory_notes(report: MemoryReport) -> list[str]:
         lines.insert(0, f"the highest and the lowest of {len(report.ranks)} ranks")
     notes = {r.note for r in report.ranks if r.note}
     lines += [f"no prediction: {note}" for note in sorted(notes)]
-    return [*lines, *_step_notes(report)]
+    return [*lines, *_step_notes(report), *_volume_notes(report)]
+
+
+def _volume_notes(report: MemoryReport) -> Iterator[str]:
+    """What the bytes of a step's exchanges are, and why there may be none."""
+    exchanges = [r for r in report.ranks if r.predicted_volume and r.predicted_volume.kinds]
+    if any(r.volume and r.volume.kinds for r in report.ranks):
+        yield "sent, received: counted exchanges between ranks, each by its textbook algorithm"
+    elif exchanges and all(r.volume is None for r in report.ranks):
+        yield "sent, received: not counted, as this torch has no hooks on process groups"
 
 
 def _step_notes(report: MemoryReport) -> Iterator[str]:
@@ -138,6 +150,15 @@ def _step(report: MemoryReport, rank: RankMemory) -> tuple[str, str, str]:
     measured, predicted = rank.steps.seconds if rank.steps else None, report.step.seconds
     error = f"{predicted / measured - 1:+.1%}" if measured and predicted else "-"
     return _seconds(measured), _seconds(predicted), error
+
+
+def _exchanged(rank: RankMemory, way: str) -> tuple[str, str, str]:
+    volumes = (rank.volume, rank.predicted_volume)
+    counted, predicted = (getattr(v, f"{way}_bytes") if v else None for v in volumes)
+    error = "exact" if counted is not None and counted == predicted else "-"
+    if counted and predicted is not None and counted != predicted:
+        error = f"{predicted / counted - 1:+.1%}"
+    return _size(counted), _size(predicted), error
 
 
 def _seconds(seconds: float | None) -> str:

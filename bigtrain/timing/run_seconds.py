@@ -17,6 +17,7 @@ from bigtrain.activations.policy import BlockPolicy, recomputed_names
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile
+from bigtrain.costs.traffic import StepVolume
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Job
 from bigtrain.machine.busy import CpuClock
@@ -36,9 +37,15 @@ SECTION_POLICIES: dict[BlockPolicy, BlockPolicy] = {"offload": "keep", "full_off
 
 
 class StepWatch:
-    """Notes the seconds of the steps in which memory is not tracked."""
+    """Notes the seconds of the steps in which memory is not tracked, and what all exchange.
 
-    def __init__(self) -> None:
+    Args:
+        context: whose exchanges are counted.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self._traffic = context.recorder.traffic
+        self._volumes: deque[StepVolume] = deque(maxlen=MAX_STEPS)
         self._seconds: deque[float] = deque(maxlen=MAX_STEPS)
         self._count = 0
         self._tracked = False
@@ -47,14 +54,25 @@ class StepWatch:
     def begin(self, *, tracked: bool) -> None:
         """A step begins."""
         self._tracked = tracked
+        self._traffic.begin()
         if self._clock is None and not tracked:
             self._clock = CpuClock()
 
-    def end(self, seconds: float) -> None:
-        """It is over, and has taken so long."""
+    def end(self, seconds: float) -> StepVolume | None:
+        """It is over, and has taken so long: what this rank has exchanged, where it is counted."""
         if not self._tracked:
             self._seconds.append(seconds)
             self._count += 1
+        exchanged = self._traffic.end()
+        if exchanged is None:
+            return None
+        self._volumes.append(StepVolume.of(exchanged))
+        return self._volumes[-1]
+
+    def volume(self) -> StepVolume | None:
+        """What a step exchanges: that of the median step, by what it sends."""
+        ordered = sorted(self._volumes, key=lambda volume: volume.sent_bytes)
+        return ordered[len(ordered) // 2] if ordered else None
 
     def measured(self) -> StepMeasurement | None:
         """All of them; None where there was none."""

@@ -267,6 +267,8 @@ class StepTimer:
         by_overlap: dict[str, list[tuple[Traffic, float]]] = {}
         for technique in plan.techniques.values():
             for traffic in technique.traffic(profile, plan):
+                if traffic.overlaps == "schedule":  # see `_sending`
+                    continue
                 by_overlap.setdefault(f"{traffic.every} {traffic.overlaps}", []).append(
                     (traffic, self._one(traffic))
                 )
@@ -295,6 +297,8 @@ class StepTimer:
 
     def _one(self, traffic: Traffic) -> float:
         node = self.cluster.node
+        if traffic.kind == "receive":  # while others send, which counts
+            return 0.0
         if traffic.kind == "to_host" or traffic.kind == "from_host":
             return traffic.nbytes / node.host_link if node.host_link else 0.0
         if traffic.kind == "to_disk" or traffic.kind == "from_disk":

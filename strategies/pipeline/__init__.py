@@ -25,6 +25,8 @@ from bigtrain.core.strategy import Assembly, CutStrategy, Plan
 from bigtrain.core.traits import CutTraits, StageRecompute
 from bigtrain.core.variants import Shape, Variant
 from bigtrain.core.workload import Workload
+from bigtrain.costs.forecast import Profile
+from bigtrain.costs.traffic import Traffic, TrafficKind
 from bigtrain.cutting.choose import NOMINAL_RATES, CutRequest, choose_cut
 from bigtrain.cutting.layout import Layout, numerics_for
 from bigtrain.cutting.traced_model import TracedModel
@@ -170,6 +172,25 @@ class Pipeline(CutStrategy):
             BATCH_NORM[self.batch_norm] if self._says_statistics(workload.model) else "",
         )
 
+    def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+        """What crosses the cuts of a stage, for each micro-batch, and tied gradients once.
+
+        Of a stage without wires and ties nothing. The gradients of tied parameters go in the shards
+        that replicas keep of them.
+        """
+        crossing, messages = profile.crossing, []
+        tied = sum(_own_rows(rows, plan) * nbytes for rows, nbytes in crossing.tied)
+        ways: tuple[tuple[TrafficKind, int], ...] = (
+            ("send", crossing.sent),
+            ("receive", crossing.received),
+        )
+        for kind, nbytes in ways:
+            if nbytes:
+                messages.append(Traffic(kind, nbytes, 1, "micro_batch", "schedule", 2, plan.tp))
+            if tied:
+                messages.append(Traffic(kind, tied, 1, "step", "schedule", 2, plan.tp))
+        return tuple(messages)
+
     def _says_statistics(self, model: nn.Module) -> bool:
         """Whether something is to be told: one micro-batch at a time is as in one process."""
         usual = self.schedule == "naive" and self.batch_norm == "micro_batch"
@@ -179,6 +200,14 @@ class Pipeline(CutStrategy):
         """To be called when the stages are made: deferred statistics follow at a step's end."""
         if self.batch_norm == "deferred":
             assembly.before_update.append(DeferredBatchNorm(assembly.roots).commit)
+
+
+def _own_rows(rows: int, plan: Plan) -> int:
+    """Rows of a gradient that a replica has: where it is sharded, the first ones have most."""
+    if plan.replicate.optimizer_gets != "shards":
+        return rows
+    share = -(-rows // plan.state_ranks)
+    return max(0, min(share, rows - (plan.dp_rank or 0) % plan.state_ranks * share))
 
 
 def refuse_no_ranks(options: Pipeline, plan: Plan) -> None:

@@ -50,13 +50,13 @@ class Wire(TorchDispatchMode):
             number = number and (sent[0].numel() == 1 or func.__name__.startswith("allgather_."))
             if sent and not number and sent[0].dtype != torch.int32:
                 name = func.__name__.partition(".")[0]
-                if name not in ("send", "recv_"):  # over the cuts: the schedule's, not a strategy's
+                if name not in ("send", "recv_"):  # no messages of a technique's own
                     self.seen.append((OPERATIONS.get(name, name), max(t.nbytes for t in sent)))
         return func(*args, **(kwargs or {}))
 
 
 def exchanged(context, make, samples, strategy, keys):
-    """The third step's exchanges as (kind, bytes), and what the strategy says of a step."""
+    """The fifth step's exchanges as (kind, bytes), and what the strategy says of a step."""
     job = job_from_keys(strategy, {"train.global_batch_size": 8, "memory.track_steps": 0, **keys})
     loss = CrossEntropy()
     plan = make_plan(job, context.world_size, "cpu")
@@ -73,15 +73,16 @@ def exchanged(context, make, samples, strategy, keys):
             dp_size=context.dp_size,
             micro_batch_size=engine.plan.batch.micro_size,
         )
-        for number, batch in zip(range(3), loader, strict=False):
+        for number, batch in zip(range(5), loader, strict=False):
             with Wire() as wire:
                 engine.step(batch)
-            assert number < 3
+            assert number < 5
         rank = forecast_rank(
             engine.resolved, Workload(make(), example, loss, adamw), context.pp_rank
         )
         said = stated(rank.profiles[0], engine.plan)
-        return wire.seen, said, engine.plan.batch.accumulation_steps
+        report = engine.memory()
+        return wire.seen, said, engine.plan.batch.accumulation_steps, report
 
 
 def images() -> TensorSamples:
@@ -95,6 +96,11 @@ def text() -> TensorSamples:
 
 TWO, BF16 = {"train.micro_batch_size": 2}, {"train.micro_batch_size": 2, "train.precision": "bf16"}
 MESH = {"train.micro_batch_size": 1, "mesh.pp": 2, "mesh.dp": 2}
+THREE = {
+    "train.micro_batch_size": 2,
+    "train.global_batch_size": 12,
+    "strategy.replicate.bucket_size": 20004,
+}
 LM: Any = (partial(BlockLM, width=32), text)
 CONV: Any = (BlockConv, images)
 CASES: dict[str, tuple[Any, ...]] = {
@@ -103,6 +109,10 @@ CASES: dict[str, tuple[Any, ...]] = {
     "ddp, several buckets": (2, *LM, "ddp", {**TWO, "strategy.replicate.bucket_size": "16KiB"}),
     "ddp, buffers": (2, *CONV, "ddp", TWO),
     "ddp, compressed": (2, *LM, "ddp", {**TWO, "strategy.replicate.compress": "bf16"}),
+    "sync_sgd": (2, *LM, "sync_sgd", TWO),
+    "sync_sgd, buffers": (2, *CONV, "sync_sgd", {}),
+    "ring": (2, *CONV, "ring", TWO),
+    "ring, several buckets, uneven chunks": (3, *LM, "ring", THREE),
     "zero1_torch": (2, *LM, "zero1_torch", TWO),
     "zero1_torch, in bf16": (2, *LM, "zero1_torch", BF16),
     "fsdp": (2, *LM, "fsdp", TWO),
@@ -131,7 +141,7 @@ def totals(seen, said, micro_batches):
         calls[kind] += 1
     expected, messages = Counter(), Counter()
     for traffic in said:
-        if traffic.kind not in EXCHANGES:
+        if traffic.kind not in EXCHANGES or traffic.kind in ("send", "receive"):
             continue
         expected[traffic.kind] += traffic.step_bytes(micro_batches)
         messages[traffic.kind] += traffic.step_calls(micro_batches)
@@ -145,7 +155,10 @@ def test_real_ranks_exchange_what_is_stated(case):
     found = run_ranks(
         exchanged, world_size, make, data(), strategy, keys, force_group=True, timeout_s=120, **mesh
     )
-    for seen, said, micro_batches in found:
+    for rank in found[0][-1].ranks:
+        assert rank.volume is not None
+        assert rank.volume == rank.predicted_volume, rank.rank
+    for seen, said, micro_batches, _ in found:
         sent, calls, expected, messages = totals(seen, said, micro_batches)
         assert sent.keys() == expected.keys()
         for kind, nbytes in sent.items():
@@ -164,9 +177,15 @@ def test_deepspeeds_stage_3_gathers_what_is_stated_and_tied_parameters_again(str
     """With a width of 256 biases and norms stay whole, and are gathered once a step."""
     make = partial(BlockLM, width=width)
     given = (make, text(), strategy, TWO)
-    for seen, said, micro_batches in run_ranks(
-        exchanged, 2, *given, force_group=True, timeout_s=120
-    ):
+    found = run_ranks(exchanged, 2, *given, force_group=True, timeout_s=120)
+    parameter = make().embedding.weight.nbytes
+    for rank in found[0][-1].ranks:
+        gathered, foreseen = (
+            v.sent.pop("all_gather") for v in (rank.volume, rank.predicted_volume)
+        )
+        assert gathered - foreseen == parameter * 2 * found[0][2] // 2  # see below
+        assert rank.volume.sent == rank.predicted_volume.sent
+    for seen, said, micro_batches, _ in found:
         sent, calls, expected, messages = totals(seen, said, micro_batches)
         assert sent.keys() == expected.keys() == {"all_gather", "reduce_scatter"}
         # The head's and the embedding's: one parameter, gathered for each of them.

@@ -33,6 +33,12 @@ CASES: dict[str, tuple[Any, ...]] = {
     "ddp, accumulating": (2, "ddp", {"train.micro_batch_size": 8}, adamw),
     "ddp, clipped sgd": (2, "ddp", {"optim.clip_norm": 1.0}, sgd),
     "ddp, bf16": (2, "ddp", {"train.precision": "bf16", "train.micro_batch_size": 16}, adamw),
+    "sync_sgd": (2, "sync_sgd", {}, adamw),
+    "sync_sgd, accumulating": (2, "sync_sgd", {"train.micro_batch_size": 8}, adamw),
+    "ring": (2, "ring", {}, adamw),
+    "ring, accumulating": (3, "ring", {"train.micro_batch_size": 8}, adamw),
+    "ring, small buckets, sgd": (2, "ring", {"strategy.replicate.bucket_size": "8KiB"}, sgd),
+    "ring, bf16": (2, "ring", {"train.precision": "bf16", "train.micro_batch_size": 16}, adamw),
     "ddp on one rank": (1, "ddp", {}, adamw),
 }
 

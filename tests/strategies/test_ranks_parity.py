@@ -7,10 +7,12 @@ whole samples have no valid target, and with four ranks some ranks have none at 
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
-from support.nets import TinyLM, Unreached, tokens
+import torch
+from support.nets import Sometimes, TinyLM, Unreached, tokens
 from support.parity import Record, adamw, largest_difference, train
 from support.ranks import run_ranks
 
@@ -72,6 +74,53 @@ def test_ddp_equals_one_process_in_float64(expected, world_size, case):
     records = run_ranks(train, world_size, TinyLM, tokens(22), "ddp", {**FP64, **CASES[case]})
     for record in records:
         assert largest_difference(expected, record) < 1e-10
+
+
+TWELVE = {"train.global_batch_size": 12}
+ONE_ROW = {**TWELVE, "train.micro_batch_size": 1}
+CLASSIC: dict[str, tuple[str, dict[str, Any]]] = {
+    "sync_sgd": ("sync_sgd", TWELVE),
+    "sync_sgd, accumulating": ("sync_sgd", ONE_ROW),
+    "ring": ("ring", TWELVE),
+    "ring, accumulating": ("ring", ONE_ROW),
+    # 7 numbers: chunks of 4 and 3, of 3, 2 and 2, of 2, 2, 2 and 1; the last bucket has fewer.
+    "ring, uneven chunks": ("ring", {**ONE_ROW, "strategy.replicate.bucket_size": 56}),
+}
+
+
+def train_classic(context, model, base):
+    """Each of them in one set of ranks."""
+    return {
+        case: train(context, model, tokens(22), strategy, {**base, **keys}, 4)
+        for case, (strategy, keys) in CLASSIC.items()
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_sync_sgd_and_the_ring_equal_one_process(world_size):
+    """In float64; and their replicas one another bit for bit."""
+    one = run_ranks(train, 1, TinyLM, tokens(22), "single", {**FP64, **TWELVE}, 4)[0]
+    found = run_ranks(train_classic, world_size, TinyLM, FP64)
+    for rank, case in product(found, CLASSIC):
+        assert largest_difference(one, rank[case]) < 1e-10, case
+        for name, weight in rank[case].weights.items():
+            assert torch.equal(weight, found[0][case].weights[name]), (case, name)
+
+
+@pytest.mark.parametrize("strategy", ["sync_sgd", "ring"])
+def test_what_a_step_does_without_is_left_alone_in_it(strategy):
+    """A layer that takes part in every other step: no momentum, no weight decay in between."""
+    keys = {**FP64, **TWELVE}
+    one = run_ranks(train, 1, Sometimes, tokens(22), "single", keys, 4)[0]
+    for record in run_ranks(train, 2, Sometimes, tokens(22), strategy, keys, 4):
+        assert largest_difference(one, record) < 1e-10
+
+
+def test_sync_sgd_and_the_ring_have_the_losses_of_one_process_in_float32():
+    one = run_ranks(train, 1, TinyLM, tokens(22), "single", TWELVE, 4)[0]
+    for rank in run_ranks(train_classic, 3, TinyLM, {}):
+        for case, record in rank.items():
+            assert record.losses == pytest.approx(one.losses, abs=1e-6), case
 
 
 WHOLE = whole_strategies()

@@ -25,7 +25,7 @@ ORDER = (
     *("costs", "core", "strategy", "pipeline", "prediction", "strategies"),
     *("assembly", "timing", "engine", "report"),
     *("planner", "compare", "verify"),
-    *("train", "cli", "__main__"),
+    *("hvd", "train", "cli", "__main__"),
 )
 
 

@@ -116,7 +116,7 @@ def test_who_cannot_be_timed_is_told_why(monkeypatch):
 
 
 def test_only_steps_that_are_not_tracked_count():
-    watch = StepWatch()
+    watch = StepWatch(RunContext.alone())
     assert watch.measured() is None
     for tracked, seconds in ((True, 9.0), (False, 1.0), (False, 3.0), (False, 2.0)):
         watch.begin(tracked=tracked)

@@ -64,8 +64,14 @@ def shared_traffic(bucket: int, profile: Profile, plan: Plan) -> tuple[Traffic, 
     calls = _reductions(profile, bucket, plan)
     return (
         Traffic("reduce", nbytes, calls, "step", "nothing", *group),
-        Traffic("all_gather", nbytes, 1, "step", "nothing", *group),
+        Traffic("all_gather", 4 * _aligned(profile, plan), 1, "step", "nothing", *group),
     )
+
+
+def _aligned(profile: Profile, plan: Plan) -> int:
+    """Numbers of the flat buffer that is gathered: filled up to a multiple of twice the ranks."""
+    alignment = 2 * plan.dp
+    return -(-profile.trained_elements // alignment) * alignment
 
 
 def _flat(zero: dict[str, Any], profile: Profile, plan: Plan) -> list[Traffic]:
@@ -82,7 +88,8 @@ def _flat(zero: dict[str, Any], profile: Profile, plan: Plan) -> list[Traffic]:
     reduced = Traffic(
         kind, nbytes, calls, "step" if zero["stage"] == 1 else "micro_batch", beside, *group
     )
-    return [reduced, Traffic("all_gather", nbytes, 1, "step", "nothing", *group)]
+    gathered = precision_of(plan) * _aligned(profile, plan)
+    return [reduced, Traffic("all_gather", gathered, 1, "step", "nothing", *group)]
 
 
 def _cut(zero: dict[str, Any], profile: Profile, plan: Plan) -> list[Traffic]:

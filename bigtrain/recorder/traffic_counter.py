@@ -1,0 +1,104 @@
+"""What this rank exchanges in its steps, counted where torch's process groups begin an exchange.
+
+A hook on each group sees every collective, send and receive, whoever issues it: DDP's reducer and
+`fully_shard` in C++, DeepSpeed, fairscale, a pipeline. It costs microseconds an exchange. torch
+before 2.15 has no such hooks: then nothing is counted.
+
+Left out is what a run says to itself: the exchanges of `RunContext` (losses, counts, flags) and
+all-reduces of one number (norms).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_HOOK_ID = 0x62_75  # one of ours on a group; others may have theirs
+_KINDS = {
+    "ALLREDUCE": "all_reduce",
+    "ALLREDUCE_COALESCED": "all_reduce",
+    "ALLGATHER": "all_gather",
+    "ALLGATHER_BASE": "all_gather",
+    "ALLGATHER_COALESCED": "all_gather",
+    "ALLGATHER_INTO_TENSOR_COALESCED": "all_gather",
+    "REDUCE_SCATTER": "reduce_scatter",
+    "REDUCE_SCATTER_BASE": "reduce_scatter",
+    "REDUCE_SCATTER_TENSOR_COALESCED": "reduce_scatter",
+    "BROADCAST": "broadcast",
+    "REDUCE": "reduce",
+    "ALLTOALL": "all_to_all",
+    "ALLTOALL_BASE": "all_to_all",
+    "SEND": "send",
+    "RECV": "receive",
+    "RECVANYSOURCE": "receive",
+}
+"""torch's names of exchanges as `costs.traffic` has them; those that are none here send nothing."""
+
+Exchanged = Counter[tuple[str, int]]
+"""Bytes of whole tensors, by the kind of exchange and the ranks of its group."""
+
+
+class TrafficCounter:
+    """Counts the exchanges of a rank from `begin` to `end`.
+
+    Whole tensors are counted, as they are before a reduce-scatter and after an all-gather; of them
+    a rank sends a share, which `costs.traffic.StepVolume` knows.
+    """
+
+    def __init__(self) -> None:
+        self.counts = False
+        """Whether this torch has the hooks, known from the first `begin` on."""
+        self._known: set[str] = set()
+        self._own = threading.local()
+        self._begun = False
+        self._bytes: Exchanged = Counter()
+
+    def begin(self) -> None:
+        """A step begins: count from nothing, on all groups that there are by now."""
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            for group, name in list(dist.distributed_c10d._world.pg_names.items()):
+                self._watch(group, name)
+        self._bytes.clear()
+        self._begun = True
+
+    def end(self) -> Exchanged | None:
+        """The step is over: what was exchanged in it; None where nobody could count."""
+        self._begun = False
+        return Counter(self._bytes) if self.counts else None
+
+    def leave_out(self, group: Any) -> None:
+        """Never count what goes through this group."""
+        self._known.add(group.group_name)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave out what this thread exchanges inside the `with` block."""
+        outer = getattr(self._own, "aside", False)
+        self._own.aside = True
+        try:
+            yield
+        finally:
+            self._own.aside = outer
+
+    def _watch(self, group: Any, name: str) -> None:
+        if name in self._known or not hasattr(group, "register_pre_hook"):
+            return
+        self._known.add(name)
+        ranks, self.counts = group.size(), True
+
+        def begins(call: Any) -> None:
+            kind = _KINDS.get(call.name.name)
+            if not self._begun or kind is None or getattr(self._own, "aside", False):
+                return
+            given, made = call.input_tensors, call.output_tensors
+            if kind == "all_reduce" and sum(tensor.numel() for tensor in given) == 1:
+                return
+            sizes = [sum(tensor.nbytes for tensor in side) for side in (given, made)]
+            self._bytes[kind, ranks] += max(sizes)
+
+        group.register_pre_hook(_HOOK_ID, begins)

@@ -1,0 +1,68 @@
+"""Replicas as MPI programs have them: after the backward pass one all-reduce of every gradient.
+
+What all other replicas improve on: nothing hides behind the backward pass, and nothing is packed.
+Rank 0's weights go to all ranks once, before the first step.
+
+Memory: as one process. Each gradient is averaged where it lies.
+Communication: one all-reduce of each gradient a step, 2 (n-1)/n of their bytes sent and received
+per rank (ring), however many micro-batches are accumulated; buffers follow rank 0's, a broadcast.
+Constraints: none of its own. `mesh.backend=mpi` where torch is built with MPI.
+Example: mpiexec -n 2 python bigtrain/train.py --strategy sync_sgd
+
+Source: Chen et al. 2016, Revisiting Distributed Synchronous SGD (arXiv 1604.00981), section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+import torch.distributed as dist
+
+from bigtrain.core.replicas import GradientAverager
+from bigtrain.core.strategy import Assembly, Plan, Strategy
+from bigtrain.core.traits import Traits
+from bigtrain.core.variants import Shape, Variant
+from bigtrain.costs.forecast import Profile
+from bigtrain.costs.traffic import Traffic, gradient_average_traffic
+from bigtrain.job.schema import Role
+
+_ONE_BY_ONE = 1
+"""Bytes that are averaged at once, as far as a gradient is not more: each goes by itself."""
+
+
+class SyncSGD(Strategy):
+    """One all-reduce of each gradient, one after the other."""
+
+    name: ClassVar[str] = "sync_sgd"
+    role: ClassVar[Role] = "replicate"
+    summary: ClassVar[str] = "replicas; each gradient averaged by itself after the backward pass"
+
+    @property
+    def traits(self) -> Traits:
+        """See `Strategy.traits`."""
+        return Traits(averaging_bucket=_ONE_BY_ONE)
+
+    def variants(self, shape: Shape) -> Iterable[Variant]:  # noqa: ARG002
+        """None: `ddp` does the same in fewer messages, and beside the backward pass."""
+        return ()
+
+    def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+        """Every gradient by itself once a step, when all passes are through."""
+        if plan.dp == 1:
+            return ()
+        stride = plan.pp * plan.tp
+        return gradient_average_traffic(
+            profile, plan.dp, stride, bucket=_ONE_BY_ONE, overlaps=False
+        )
+
+    def apply(self, assembly: Assembly) -> None:
+        """Take rank 0's weights; average after all micro-batches of a step."""
+        if assembly.plan.dp == 1:
+            return
+        context = assembly.context
+        own = [t for root in assembly.roots for t in (*root.parameters(), *root.buffers())]
+        for tensor in {id(t): t.detach() for t in own}.values():  # what is shared goes once
+            dist.broadcast(tensor, group=context.dp_group, group_src=0)
+        buffers = [buffer for root in assembly.roots for buffer in root.buffers()]
+        assembly.average = GradientAverager(context, _ONE_BY_ONE, buffers)

@@ -1,0 +1,85 @@
+"""The ring by itself: what it averages, in which precision, and to the byte what it sends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_ranks
+
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.errors import ConfigError
+from bigtrain.job.load import job_from_keys
+from bigtrain.strategies.ring import RingReduce, chunk_lengths
+
+LENGTHS = (1, 2, 3, 7, 1000, 100_003)
+
+
+def own(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(length, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def averaged(context, dtype):
+    """Of each length: the average, and the bytes that were sent and received for it."""
+    found: list[tuple[torch.Tensor, int, int]] = []
+    reduce = RingReduce(context, max(LENGTHS), dtype)
+    for length in LENGTHS:
+        flat = own(context.rank, length, dtype)
+        context.recorder.traffic.begin()
+        reduce(flat)
+        counted: Any = context.recorder.traffic.end()
+        ranks = context.world_size
+        found.append((flat, counted["send", ranks], counted["receive", ranks]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype"),
+    [(2, torch.float32), (3, torch.float32), (4, torch.float64), (4, torch.bfloat16)],
+)
+def test_all_ranks_have_the_same_average_and_send_no_byte_more(ranks, dtype):
+    found = run_ranks(averaged, ranks, dtype)
+    for number, length in enumerate(LENGTHS):
+        mean = torch.stack([own(rank, length, dtype).double() for rank in range(ranks)]).mean(0)
+        results, sent, received = zip(*(rank[number] for rank in found), strict=True)
+        assert all(torch.equal(result, results[0]) for result in results)
+        if dtype == torch.bfloat16:  # one rounding, at the end
+            near = mean.float().to(dtype)
+            assert (results[0] != near).double().mean() < 0.01
+            assert torch.allclose(results[0].double(), mean, rtol=2**-8, atol=1e-6)
+        else:
+            assert torch.allclose(results[0].double(), mean, rtol=1e-6, atol=1e-6)
+        # 2 (n-1)/n of the bytes on each rank, with whole numbers in chunks; n of them together.
+        size = 2 + 4 if dtype == torch.bfloat16 else 2 * dtype.itemsize
+        assert sum(sent) == sum(received) == (ranks - 1) * length * size
+        most = size * (length - min(chunk_lengths(length, ranks)))
+        assert all(nbytes <= most for nbytes in (*sent, *received))
+
+
+def test_chunks_differ_by_one_at_most():
+    assert chunk_lengths(7, 2) == [4, 3]
+    assert chunk_lengths(7, 4) == [2, 2, 2, 1]
+    assert chunk_lengths(2, 3) == [1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "said"),
+    [
+        (1, "ring", r"2 replicas or more, and mesh.dp=1. Use --strategy single, or start more"),
+        (4, "1f1b+ring", r"a pipeline \(mesh.pp=2\) runs several in turn. Use strategy.replicate="),
+    ],
+)
+def test_what_a_ring_cannot_be(ranks, strategy, said):
+    keys = {"train.global_batch_size": 8, **({"mesh.pp": 2} if ranks > 1 else {})}
+    with pytest.raises(ConfigError, match=said):
+        make_plan(job_from_keys(strategy, keys), ranks, "cpu")
+
+
+def test_mpi_is_refused_in_a_line_where_torch_has_it_not():
+    if torch.distributed.is_mpi_available():
+        pytest.skip("this torch has MPI")
+    from bigtrain.ranks.connect import pick_backend
+
+    with pytest.raises(ConfigError, match="mesh.backend=mpi is not in this build of torch"):
+        pick_backend("mpi", torch.device("cpu"))
