@@ -52,7 +52,7 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
     owners = [t.name for role, t in techniques.items() if t.traits.owns_step and role != given_up]
     if len(owners) > 1:
         fix = "Keep one of them."
-        if "cut" in techniques and replicate.owns_step:
+        if "cut" in techniques and replicate.engine != "torch":
             fix = "Use strategy.replicate.engine=torch, or no strategy.cut."
         raise ConfigError(f"{' and '.join(owners)} both own the training step. {fix}")
     if job.train.sync_batchnorm and device_type != "cuda":
@@ -60,13 +60,17 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
             "train.sync_batchnorm=true needs CUDA (torch's SyncBatchNorm has no CPU kernel). "
             "Use train.sync_batchnorm=false."
         )
+    # Servers hold state and get no samples; who leaves no worker is refused by its own `check`.
+    sharing = max(1, dp - replicate.servers)
     plan = Plan(
         strategy=job.strategy,
         techniques=techniques,
         pp=pp,
         dp=dp,
         tp=tp,
-        batch=_batch(job.train, dp, cut.micro_batches(pp) if isinstance(cut, CutStrategy) else 1),
+        batch=_batch(
+            job.train, sharing, cut.micro_batches(pp) if isinstance(cut, CutStrategy) else 1
+        ),
         precision=job.train.precision,
         device_type=device_type,
         clip_norm=job.optim.clip_norm,

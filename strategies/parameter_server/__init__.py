@@ -1,0 +1,158 @@
+"""Servers hold the parameters and the optimizer's state; workers compute, push and pull.
+
+The last `servers` ranks of the job serve, the others work. Workers push gradients, each server sums
+those of its share in the order of the workers, clips by the norm of all, updates, and the workers
+pull: the numbers are those of one process.
+
+Memory: a worker has parameters, gradients and activations, and no optimizer state; a server its
+share of the parameters, of the gradients and of the optimizer's state, and 4 MiB of every worker
+but the first while gradients come in.
+Communication: every worker sends all gradients and receives all parameters once a step; a server
+receives and sends its share once for each worker, which is the bottleneck: n workers and k servers
+take n/k times the parameters over its link, each way.
+Constraints: a server and a worker at least; no pipeline; the optimizer's state is not offloaded.
+BatchNorm statistics are the first worker's.
+Example: bigtrain train -n 3 --strategy parameter_server
+
+Source: Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server (OSDI '14),
+sections 3.1 to 3.4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import ClassVar
+
+from pydantic import Field
+
+from bigtrain.core.runner import Runner
+from bigtrain.core.strategy import Assembly, Plan, Strategy
+from bigtrain.core.traits import OffloadTiers, Traits
+from bigtrain.core.variants import Shape, Variant
+from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.costs.traffic import Traffic, parameter_shapes
+from bigtrain.errors import ConfigError
+from bigtrain.job.schema import Role
+from bigtrain.memory.timeline import Breakdown, Span, Timeline, scale_timeline
+from bigtrain.models.names import names_of
+from bigtrain.recorder.exchanges import watch_messages
+from bigtrain.strategies.parameter_server.server import Server, ServerUpdate
+from bigtrain.strategies.parameter_server.shards import MESSAGE_ELEMENTS
+from bigtrain.strategies.parameter_server.worker import PulledUpdate, Worker
+
+
+class ParameterServer(Strategy):
+    """Some ranks hold the state, the others compute."""
+
+    name: ClassVar[str] = "parameter_server"
+    role: ClassVar[Role] = "replicate"
+    summary: ClassVar[str] = "servers hold parameters and optimizer state, workers push and pull"
+
+    servers: int = Field(1, ge=1)
+    """How many of the ranks, the last ones, hold shards of the parameters and the state."""
+
+    @property
+    def traits(self) -> Traits:
+        """See `Strategy.traits`."""
+        return Traits(
+            owns_step=True,
+            materializes=True,
+            optimizer_gets="pieces",
+            state_ranks=self.servers,
+            sharded_states=1,
+            servers=self.servers,
+        )
+
+    def variants(self, shape: Shape) -> Iterable[Variant]:
+        """None: a rank that computes nothing is never the fastest for the same batch."""
+        del shape
+        return ()
+
+    def check(self, plan: Plan) -> None:
+        """Refuse what leaves no worker, and what the state on other ranks does not go with."""
+        if plan.dp == 1:
+            raise ConfigError(
+                "strategy.replicate=parameter_server needs a server and a worker, and there is 1 "
+                "rank. Start 2 with `bigtrain train -n 2`, or use --strategy single."
+            )
+        if self.servers >= plan.dp:
+            raise ConfigError(
+                f"strategy.replicate.servers={self.servers} of {plan.dp} ranks leaves no worker. "
+                f"Set strategy.replicate.servers={plan.dp - 1}, or start {self.servers + 1} ranks."
+            )
+        if plan.cut is not None:
+            raise ConfigError(
+                "strategy.replicate=parameter_server serves whole models, and strategy.cut makes "
+                "stages. Leave strategy.cut out, or use strategy.replicate=ddp."
+            )
+        tiers = plan.offload_tiers
+        if tiers != replace(OffloadTiers(), activations=tiers.activations, path=tiers.path):
+            raise ConfigError(
+                "strategy.replicate=parameter_server keeps parameters and optimizer state on its "
+                f"servers, and strategy.offload.optimizer={tiers.optimizer} would move them. Set "
+                "strategy.offload=null, or use strategy.replicate=zero."
+            )
+        if plan.sync_batchnorm:
+            raise ConfigError(
+                "train.sync_batchnorm=true has all ranks exchange in the forward pass, and servers "
+                "have none. Set train.sync_batchnorm=false, or use strategy.replicate=ddp."
+            )
+
+    def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
+        """Of the worker or server that `plan.dp_rank` is; of the fuller one where it is None."""
+        worker = replace(
+            forecast,
+            states=replace(forecast.states, optimizer=0),
+            step=Timeline((), forecast.step.phases),
+        )
+        server = self._server(forecast, profile, plan)
+        if plan.dp_rank is None:
+            return max(worker, server, key=lambda one: one.peak().bytes)
+        return worker if plan.data_rank(plan.dp_rank) is not None else server
+
+    def _server(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
+        """Its share of everything; the gradients of a push, and what of others is under way."""
+        share = math.ceil(profile.gradient_bytes / self.servers)
+        number_bytes = profile.gradient_bytes / max(1, profile.trained_elements)
+        longest = max(map(math.prod, parameter_shapes(profile)), default=0)
+        longest = min(longest, math.ceil(profile.trained_elements / self.servers), MESSAGE_ELEMENTS)
+        waiting = round((plan.batch.dp_size - 1) * longest * number_bytes)
+        phases = ((0, "backward"),)
+        arriving = Span(waiting, "temporary", 0, 1)
+        passes = {
+            "first": Timeline((arriving, Span(share, "gradients", 0, 1)), phases),
+            "later": Timeline((arriving,), phases),
+        }
+        states = Breakdown(
+            parameters=share, optimizer=math.ceil(forecast.states.optimizer / self.servers)
+        )
+        step = scale_timeline(forecast.step, 1 / self.servers)
+        return replace(forecast, states=states, passes=passes, step=step, gradients=share)
+
+    def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+        """Over the fullest link, a server's or a worker's: gradients in, then parameters out."""
+        fullest = max(1.0, plan.batch.dp_size / self.servers)
+        nbytes = round(profile.gradient_bytes * fullest)
+        calls = round(len(parameter_shapes(profile)) * fullest)
+        pair = ("step", "nothing", 2, plan.pp * plan.tp)
+        return (Traffic("reduce", nbytes, calls, *pair), Traffic("broadcast", nbytes, calls, *pair))
+
+    def apply(self, assembly: Assembly) -> None:
+        """Make this rank a worker, with the whole model, or a server, with its share."""
+        context = assembly.context
+        watch_messages(context.dp_group, context.recorder)
+        if assembly.plan.data_rank(context.dp_rank) is None:
+            assembly.runner = self._make_server
+            return
+        assembly.materialize(names_of(assembly.model))
+        for parameter in assembly.trained().values():
+            parameter.data = parameter.data.contiguous()  # what is sent are stretches of it
+        assembly.runner = self._make_worker
+
+    def _make_worker(self, assembly: Assembly) -> Runner:
+        return Worker(assembly, PulledUpdate(assembly.trained(), assembly, self.servers))
+
+    def _make_server(self, assembly: Assembly) -> Runner:
+        return Server(assembly, ServerUpdate(assembly, self.servers))
