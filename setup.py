@@ -53,6 +53,7 @@ setup(
         "bigtrain.report",
         "bigtrain.schedules",
         "bigtrain.strategies",
+        "bigtrain.strategies.local_sgd",
         "bigtrain.strategies.parameter_server",
         "bigtrain.strategies.pipeline",
         "bigtrain.strategies.zero",

@@ -43,6 +43,7 @@ TECHNIQUES: dict[Role, dict[str, str | Engines]] = {
     "replicate": {
         "single": "bigtrain.strategies.single:Single",
         "ddp": "bigtrain.strategies.ddp:DDP",
+        "local_sgd": "bigtrain.strategies.local_sgd:LocalSGD",
         "parameter_server": "bigtrain.strategies.parameter_server:ParameterServer",
         "zero": Engines(
             "bigtrain.strategies.zero:Zero",
