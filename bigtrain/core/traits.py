@@ -56,6 +56,9 @@ class Traits:
     servers: int = 0
     """The last ranks of the dp axis that hold state and compute no loss: the others, the workers,
     share the global batch."""
+    notice_every: int = 1
+    """Steps after which the ranks ask each other for a signal to stop: several, where they do not
+    wait for each other in a step."""
     own_numbers: str | None = None
     """Why a run's losses are not those of one process, by intent; None where they are."""
     averaging_bucket: int | None = None

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -38,9 +38,22 @@ from bigtrain.job.schema import Role
 from bigtrain.memory.timeline import Breakdown, Span, Timeline, scale_timeline
 from bigtrain.models.names import names_of
 from bigtrain.recorder.exchanges import watch_messages
+from bigtrain.strategies.parameter_server.asynchronous import (
+    AsyncPulledUpdate,
+    AsyncServer,
+    AsyncSettings,
+    AsyncWorker,
+    read_pushes,
+)
 from bigtrain.strategies.parameter_server.server import Server, ServerUpdate
 from bigtrain.strategies.parameter_server.shards import MESSAGE_ELEMENTS
 from bigtrain.strategies.parameter_server.worker import PulledUpdate, Worker
+
+_NOTICE_EVERY = 20
+_OWN_NUMBERS = (
+    "pushes are applied as they come, each to what others have changed meanwhile: by intent the "
+    "losses are not those of one process"
+)
 
 
 class ParameterServer(Strategy):
@@ -52,6 +65,14 @@ class ParameterServer(Strategy):
 
     servers: int = Field(1, ge=1)
     """How many of the ranks, the last ones, hold shards of the parameters and the state."""
+    mode: Literal["synchronous", "asynchronous"] = "synchronous"
+    """Whether a push waits for those of the other workers, or is applied as it comes."""
+    staleness: int = Field(2, ge=0)
+    """Asynchronous: steps that the fastest worker may be ahead of the slowest."""
+    divide_rate: bool = False
+    """Asynchronous: an old gradient's learning rate is divided by its staleness."""
+    replay: str | None = None
+    """Asynchronous: the log of a run (`runs/NAME/pushes.jsonl`), whose order is followed."""
 
     @property
     def traits(self) -> Traits:
@@ -63,7 +84,17 @@ class ParameterServer(Strategy):
             state_ranks=self.servers,
             sharded_states=1,
             servers=self.servers,
+            notice_every=_NOTICE_EVERY if self._asynchronous else 1,
+            own_numbers=_OWN_NUMBERS if self._asynchronous else None,
         )
+
+    @property
+    def _asynchronous(self) -> bool:
+        return self.mode == "asynchronous"
+
+    def warning(self) -> str | None:
+        """See `Strategy.warning`."""
+        return f"parameter_server: {_OWN_NUMBERS}" if self._asynchronous else None
 
     def variants(self, shape: Shape) -> Iterable[Variant]:
         """None: a rank that computes nothing is never the fastest for the same batch."""
@@ -82,6 +113,14 @@ class ParameterServer(Strategy):
                 f"strategy.replicate.servers={self.servers} of {plan.dp} ranks leaves no worker. "
                 f"Set strategy.replicate.servers={plan.dp - 1}, or start {self.servers + 1} ranks."
             )
+        if self.replay is not None:
+            if not self._asynchronous:
+                raise ConfigError(
+                    f"strategy.replicate.replay={self.replay} is an order of pushes, and with "
+                    "strategy.replicate.mode=synchronous there is none to follow. Set "
+                    "strategy.replicate.mode=asynchronous."
+                )
+            read_pushes(self.replay, plan.dp - self.servers, self.servers)
         if plan.cut is not None:
             raise ConfigError(
                 "strategy.replicate=parameter_server serves whole models, and strategy.cut makes "
@@ -118,7 +157,8 @@ class ParameterServer(Strategy):
         number_bytes = profile.gradient_bytes / max(1, profile.trained_elements)
         longest = max(map(math.prod, parameter_shapes(profile)), default=0)
         longest = min(longest, math.ceil(profile.trained_elements / self.servers), MESSAGE_ELEMENTS)
-        waiting = round((plan.batch.dp_size - 1) * longest * number_bytes)
+        others = 0 if self._asynchronous else plan.batch.dp_size - 1  # a push of one at a time
+        waiting = round(others * longest * number_bytes)
         phases = ((0, "backward"),)
         arriving = Span(waiting, "temporary", 0, 1)
         passes = {
@@ -152,7 +192,14 @@ class ParameterServer(Strategy):
         assembly.runner = self._make_worker
 
     def _make_worker(self, assembly: Assembly) -> Runner:
+        if self._asynchronous:
+            pulled = AsyncPulledUpdate(assembly.trained(), assembly, self.servers)
+            return AsyncWorker(assembly, pulled)
         return Worker(assembly, PulledUpdate(assembly.trained(), assembly, self.servers))
 
     def _make_server(self, assembly: Assembly) -> Runner:
-        return Server(assembly, ServerUpdate(assembly, self.servers))
+        update = ServerUpdate(assembly, self.servers)
+        if self._asynchronous:
+            settings = AsyncSettings(self.servers, self.staleness, self.divide_rate, self.replay)
+            return AsyncServer(assembly, update, settings)
+        return Server(assembly, update)

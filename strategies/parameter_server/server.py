@@ -81,13 +81,25 @@ class ServerUpdate:
             for tensor in arriving:
                 total += tensor
 
+    def receive_push(self, place: int) -> None:
+        """Receive one worker's gradients of all pieces."""
+        for shard in self.pieces.values():
+            shard.grad = torch.empty_like(shard)
+            for part in messages_of(shard.grad.view(-1)):
+                self.messages.receive_later(part, place)
+        self.messages.finish()
+
+    def send_to(self, place: int) -> None:
+        """Begin to send one worker all pieces."""
+        for shard in self.pieces.values():
+            for part in messages_of(shard.detach().view(-1)):
+                self.messages.send(part, place)
+
     def step(self) -> None:
         """See `Update.step`: update, and let every worker have it."""
         self.optimizer.step()
-        for shard in self.pieces.values():
-            for part in messages_of(shard.detach().view(-1)):
-                for place in self.messages.workers:
-                    self.messages.send(part, place)
+        for place in range(self.messages.num_workers):
+            self.send_to(place)
         self.messages.finish()
 
     def resident_tensors(self) -> Iterable[Tensor]:

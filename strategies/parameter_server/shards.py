@@ -7,7 +7,7 @@ parameter is a piece. Workers and servers work the pieces out alike, so nothing 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,10 @@ from bigtrain.tensors.dtensors import flat_view
 
 MESSAGE_ELEMENTS = 1 << 20
 """Numbers in a message at most: a server holds one such message of every worker but the first."""
+
+
+_HEAD = 1
+"""The tag of messages that tell of others."""
 
 
 def takes_pieces(make_optimizer: MakeOptimizer) -> bool:
@@ -68,23 +72,32 @@ class Messages:
         self._ranks, self._group = context.ranks_of("dp"), context.dp_group
         self.num_workers = context.dp_size - servers
         self._waiting: list[dist.Work | None] = []
+        self._sent: list[Tensor] = []  # a small one that nobody else holds has to stay till then
 
-    @property
-    def workers(self) -> Iterator[int]:
-        """Places of the workers on the dp axis."""
-        return iter(range(self.num_workers))
+    def send(self, tensor: Tensor, place: int, *, head: bool = False) -> None:
+        """Begin to send to a place of the dp axis; the tensor stays as it is until `finish`.
 
-    def send(self, tensor: Tensor, place: int) -> None:
-        """Begin to send to a place of the dp axis; the tensor stays as it is until `finish`."""
-        self._waiting.append(dist.isend(tensor, self._ranks[place], self._group))
+        Args:
+            tensor: what goes.
+            place: of the receiver on the dp axis.
+            head: it tells of what comes after it, and goes beside those messages.
+        """
+        work = dist.isend(tensor, self._ranks[place], self._group, tag=_HEAD if head else 0)
+        self._waiting.append(work)
+        self._sent.append(tensor)
 
-    def receive(self, tensor: Tensor, place: int) -> dist.Work | None:
+    def receive(self, tensor: Tensor, place: int, *, head: bool = False) -> dist.Work | None:
         """Begin to receive."""
-        return dist.irecv(tensor, self._ranks[place], self._group)
+        return dist.irecv(tensor, self._ranks[place], self._group, tag=_HEAD if head else 0)
 
-    def receive_later(self, tensor: Tensor, place: int) -> None:
+    def receive_later(self, tensor: Tensor, place: int, *, head: bool = False) -> None:
         """Begin to receive what is there after `finish`."""
-        self._waiting.append(self.receive(tensor, place))
+        self._waiting.append(self.receive(tensor, place, head=head))
+
+    def receive_head(self, tensor: Tensor, place: int | None) -> int:
+        """Wait for a head from this place, or where it is None from any; return from which."""
+        source = None if place is None else self._ranks[place]
+        return self._ranks.index(dist.recv(tensor, source, self._group, tag=_HEAD))
 
     def finish(self) -> None:
         """Wait until all that was begun is over."""
@@ -92,3 +105,4 @@ class Messages:
             if work is not None:
                 work.wait()
         self._waiting.clear()
+        self._sent.clear()

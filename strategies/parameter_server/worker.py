@@ -42,7 +42,9 @@ class PulledUpdate:
         """Send gradients to the servers, and wait until they are there."""
         for piece in self.pieces:
             if piece.name in gradients:
-                for part in messages_of(piece_view(gradients[piece.name], piece)):
+                gradient = gradients[piece.name]
+                gradient = (gradient.to_dense() if gradient.is_sparse else gradient).contiguous()
+                for part in messages_of(piece_view(gradient, piece)):
                     self.messages.send(part, self.place(piece))
         self.messages.finish()
 
@@ -98,9 +100,7 @@ class Worker(LoopRunner):
         ):
             if is_wanted:
                 gradient = parameter.grad
-                gradient = torch.zeros_like(parameter) if gradient is None else gradient
-                dense = gradient.to_dense() if gradient.is_sparse else gradient
-                gradients[name] = dense.contiguous()
+                gradients[name] = torch.zeros_like(parameter) if gradient is None else gradient
         self._pulled.push(gradients)
         self._follow_first()
 
@@ -114,6 +114,10 @@ class Worker(LoopRunner):
             else:
                 messages.receive_later(buffer, 0)
         messages.finish()
+
+    def own_norm(self) -> Tensor:
+        """The norm of this worker's gradients."""
+        return super().norm()
 
     def norm(self) -> Tensor:
         """The norm of the summed gradients, as the servers have it. Collective."""
