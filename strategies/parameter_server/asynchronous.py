@@ -3,8 +3,8 @@
 A server counts the pushes that it has applied: its version. What a worker gets bears the version,
 and its next push names it: the push's staleness is how many others were applied in between. A
 worker that is more than `staleness` steps ahead of the slowest one gets its answer when that has
-come nearer (Stale Synchronous Parallel, Ho et al. 2013, section 3). Where a worker is n - 1 others'
-rival, a push is at most (n - 1)(2 staleness + 1) versions old.
+come nearer (Stale Synchronous Parallel, Ho et al. 2013, section 3). Of n workers no push is then
+more than (n - 1)(2 staleness + 1) versions old.
 
 A server writes down in which order it took pushes and gave answers. By that log the same run can be
 done again, bit for bit.
