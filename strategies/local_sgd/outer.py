@@ -123,7 +123,7 @@ class Outer:
         self._wait(sent)
         names = self._fragments[sent.fragment]
         sizes = [self._parameters[name].numel() for name in names]
-        parts = sent.flat.split(sizes)
+        parts = torch.split(sent.flat, sizes)
         gradients = [p.view_as(self._parameters[n]) for n, p in zip(names, parts, strict=True)]
         self._step(names, gradients)
         for name in names:

@@ -35,7 +35,7 @@ from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic, parameter_shapes
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Role
-from bigtrain.memory.timeline import Breakdown, Span, Timeline, scale_timeline
+from bigtrain.memory.timeline import Breakdown, Phase, Span, Timeline, scale_timeline
 from bigtrain.models.names import names_of
 from bigtrain.recorder.exchanges import watch_messages
 from bigtrain.strategies.parameter_server.asynchronous import (
@@ -159,7 +159,7 @@ class ParameterServer(Strategy):
         longest = min(longest, math.ceil(profile.trained_elements / self.servers), MESSAGE_ELEMENTS)
         others = 0 if self._asynchronous else plan.batch.dp_size - 1  # a push of one at a time
         waiting = round(others * longest * number_bytes)
-        phases = ((0, "backward"),)
+        phases: tuple[tuple[int, Phase], ...] = ((0, "backward"),)
         arriving = Span(waiting, "temporary", 0, 1)
         passes = {
             "first": Timeline((arriving, Span(share, "gradients", 0, 1)), phases),
@@ -176,8 +176,8 @@ class ParameterServer(Strategy):
         fullest = max(1.0, plan.batch.dp_size / self.servers)
         nbytes = round(profile.gradient_bytes * fullest)
         calls = round(len(parameter_shapes(profile)) * fullest)
-        pair = ("step", "nothing", 2, plan.pp * plan.tp)
-        return (Traffic("reduce", nbytes, calls, *pair), Traffic("broadcast", nbytes, calls, *pair))
+        pushed = Traffic("reduce", nbytes, calls, "step", "nothing", 2, plan.pp * plan.tp)
+        return (pushed, replace(pushed, kind="broadcast"))
 
     def apply(self, assembly: Assembly) -> None:
         """Make this rank a worker, with the whole model, or a server, with its share."""

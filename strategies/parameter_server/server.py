@@ -223,7 +223,7 @@ class Server(StepRunner):
 
     def state(self) -> dict[str, StateTensor]:
         """See `Runner.state`."""
-        tensors = {}
+        tensors: dict[str, StateTensor] = {}
         for name in self._server.names:
             parts = [(piece, shard) for piece, shard in self._server.parts(name)]
             if parts:

@@ -52,7 +52,7 @@ def pieces_of(
 
 def messages_of(flat: Tensor) -> Sequence[Tensor]:
     """Views of a piece's numbers, each of one message."""
-    return flat.split(MESSAGE_ELEMENTS)
+    return torch.split(flat, MESSAGE_ELEMENTS)
 
 
 def piece_view(whole: Tensor, piece: Slice) -> Tensor:
