@@ -48,6 +48,7 @@ from bigtrain.strategies.parameter_server.asynchronous import (
 from bigtrain.strategies.parameter_server.server import Server, ServerUpdate
 from bigtrain.strategies.parameter_server.shards import MESSAGE_ELEMENTS
 from bigtrain.strategies.parameter_server.worker import PulledUpdate, Worker
+from bigtrain.units import format_bytes
 
 _NOTICE_EVERY = 20
 _OWN_NUMBERS = (
@@ -170,6 +171,18 @@ class ParameterServer(Strategy):
         )
         step = scale_timeline(forecast.step, 1 / self.servers)
         return replace(forecast, states=states, passes=passes, step=step, gradients=share)
+
+    def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:
+        """What each role is predicted to need: the peak of a plan is that of the fuller one."""
+        roles = []
+        for dp_rank in (0, plan.dp - 1):
+            own_plan = replace(plan, dp_rank=dp_rank)
+            predicted = self.estimate(forecast, profile, own_plan)
+            for technique in plan.in_order[plan.in_order.index(self) + 1 :]:
+                predicted = technique.estimate(predicted, profile, own_plan)
+            roles.append(format_bytes(predicted.peak().bytes))
+        each = "the server" if self.servers == 1 else f"each of {self.servers} servers"
+        return f"a worker is predicted to need {roles[0]}, {each} {roles[1]}"
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
         """Over the fullest link, a server's or a worker's: gradients in, then parameters out."""
