@@ -51,7 +51,7 @@ class PreemptionNotice:
         """
         self._calls += 1
         if self._calls % self._every:
-            return False
+            return bool(self.signal_name)
         numbers = [int(number) for number in self._context.all_gather_numbers(self._noted)]
         if max(numbers):
             self.signal_name = signal.Signals(max(numbers)).name

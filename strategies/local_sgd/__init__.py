@@ -105,6 +105,12 @@ class LocalSGD(Strategy):
                 "strategy.replicate=local_sgd is for whole models, and strategy.cut makes stages. "
                 "Leave strategy.cut out, or use strategy.replicate=ddp."
             )
+        if not plan.master_weights:
+            raise ConfigError(
+                "optim.master_weights=false keeps parameters in bf16 alone, and "
+                "strategy.replicate=local_sgd averages them: sums would be rounded to 8 bits. Set "
+                "optim.master_weights=true, or use strategy.replicate=ddp."
+            )
         tiers = plan.offload_tiers
         if tiers.optimizer != "device" or tiers.parameters != "device":
             raise ConfigError(

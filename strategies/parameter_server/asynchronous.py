@@ -72,14 +72,15 @@ def read_pushes(place: str, workers: int, servers: int) -> list[Push]:
     path = Path(place) / LOG if Path(place).is_dir() else Path(place)
     key = f"strategy.replicate.replay={place}"
     try:
-        head, *lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
         pushes = [
             Push(**{**line, "answers": tuple(line["answers"])})
             for line in lines
             if "worker" in line
         ]
-        known = int(head["workers"]), int(head["servers"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        heads = [line for line in lines if "workers" in line]
+        known = int(heads[0]["workers"]), int(heads[0]["servers"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
             f"{key} is no log of pushes: {error}. Give runs/NAME/{LOG} of an asynchronous run, or "
             "leave it out."
@@ -89,6 +90,11 @@ def read_pushes(place: str, workers: int, servers: int) -> list[Push]:
             f"{key} is of {known[0]} workers and {known[1]} servers, and this run has {workers} "
             f"and {servers}. Start {sum(known)} ranks with "
             f"strategy.replicate.servers={known[1]}."
+        )
+    if len(heads) > servers:  # each server wrote one where it began, and its versions began anew
+        raise ConfigError(
+            f"{key} is of a run that was resumed, which cannot be done again by its log. Give the "
+            "log of a run that was done at once, or leave it out."
         )
     return pushes
 

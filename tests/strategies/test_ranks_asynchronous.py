@@ -135,6 +135,10 @@ def test_a_run_is_done_again_from_its_log_bit_for_bit(tmp_path):
         ConfigError, match="is of 2 workers and 2 servers, and this run has 2 and 1"
     ):
         make_plan(job_from_keys("parameter_server_async", wrong), 3, "cpu")
+    path = tmp_path / "once/pushes.jsonl"
+    path.write_text(path.read_text() * 2)  # as of a run that was resumed
+    with pytest.raises(ConfigError, match="is of a run that was resumed, which cannot be done"):
+        make_plan(job_from_keys("parameter_server_async", {**keys, **wrong}), 4, "cpu")
 
 
 def test_the_peak_of_workers_and_of_servers_is_foretold():

@@ -181,11 +181,16 @@ def test_the_outer_state_is_in_the_forecast(keys):
             "Set strategy.replicate.delay=3 or less",
         ),
         ("", {"every": 0}, "every"),
+        (
+            "",
+            {"optim.master_weights": False, "train.precision": "bf16"},
+            "local_sgd averages them: sums would be rounded to 8 bits",
+        ),
         ("+1f1b", {}, "local_sgd is for whole models, and strategy.cut makes stages"),
         ("+offload_disk", {}, "strategy.offload.optimizer=disk keeps copies of them elsewhere"),
     ],
 )
 def test_what_cannot_be_is_refused(beside, keys, message):
-    options = {OPTION + key: value for key, value in keys.items()}
+    options = {k if "." in k else OPTION + k: value for k, value in keys.items()}
     with pytest.raises(ConfigError, match=message):
         make_plan(job_from_keys(f"local_sgd{beside}", {"mesh.dp": -1, **options}), 2, "cpu")

@@ -11,8 +11,11 @@ from support.ranks import run_ranks
 from support.whole import assert_same_tensors
 
 from bigtrain.assembly.make_plan import make_plan
+from bigtrain.engine.setup import open_setup
 from bigtrain.errors import ConfigError
-from bigtrain.job.load import job_from_keys
+from bigtrain.job.load import job_from_keys, load_job
+from bigtrain.prediction.predict import predict
+from bigtrain.units import format_bytes
 
 FP64 = {"train.precision": "fp64", "optim.clip_norm": 0.5}
 
@@ -85,6 +88,19 @@ def test_checkpoints_go_to_ddp_and_back(tmp_path):
 def test_what_cannot_be_is_refused(beside, keys, message):
     with pytest.raises(ConfigError, match=message):
         make_plan(job_from_keys(f"parameter_server{beside}", keys), 2, "cpu")
+
+
+def test_a_dry_run_says_what_each_role_needs():
+    job = load_job("default", "parameter_server", ["model.args.num_layers=1"])
+    setup = open_setup(job, make_plan(job, 3, "cpu"))
+    prediction = predict(setup.resolved, setup.workload)
+    peaks_of_roles = [
+        predict(setup.resolved, setup.workload, 0, dp_rank).own_peak.bytes for dp_rank in (0, 2)
+    ]
+    worker, server = map(format_bytes, peaks_of_roles)
+    said = f"a worker is predicted to need {worker}, the server {server}"
+    assert said in prediction.advice
+    assert prediction.peak.bytes == max(peaks_of_roles)
 
 
 def test_one_rank_is_not_enough():
