@@ -53,6 +53,8 @@ setup(
         "bigtrain.report",
         "bigtrain.schedules",
         "bigtrain.strategies",
+        "bigtrain.strategies.local_sgd",
+        "bigtrain.strategies.parameter_server",
         "bigtrain.strategies.pipeline",
         "bigtrain.strategies.zero",
         "bigtrain.strategies.zero.on_deepspeed",

@@ -98,14 +98,14 @@ def train(job: Job, parts: RunSetup, context: RunContext, folder: Path, console:
                 predicted_step=engine.predicted_step,
                 predicted_volume=engine.predicted_volume,
             ) as log,
-            PreemptionNotice(context) as notice,
+            PreemptionNotice(context, parts.plan.replicate.notice_every) as notice,
         ):
             for line in opening_lines(parts, engine, resumed):
                 log.print_line(line)
             if engine.steps_done < parts.total_steps:
                 for batch in parts.training_steps(context, engine.samples_seen):
                     result = engine.step(batch)
-                    log.step(result)
+                    log.step(result, getattr(engine.runner, "figures", {}))
                     last = result.step == parts.total_steps
                     stops = notice.agreed() and not last
                     if stops:  # before anything that takes long: little time may be left

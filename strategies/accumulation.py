@@ -26,9 +26,10 @@ class Accumulation(Strategy):
     def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
         """More micro-batches, which find gradients already there, and the waiting batches."""
         steps = plan.batch.accumulation_steps
-        if steps == 1:
-            return forecast
         states = forecast.states
+        serves = profile.batch_bytes > 0 and states.activations == 0  # a rank without a batch
+        if steps == 1 or serves:
+            return forecast
         if plan.device_type == "cpu":  # on a GPU a micro-batch comes over when its turn comes
             waiting = profile.batch_bytes * (steps - 1)
             states = replace(states, activations=states.activations + waiting)

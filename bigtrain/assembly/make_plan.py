@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from bigtrain.assembly.optimizer_check import check_optimizer
 from bigtrain.core.registry import make_technique
-from bigtrain.core.strategy import CutStrategy, Plan
+from bigtrain.core.strategy import CutStrategy, Plan, Strategy
 from bigtrain.devices import Kind, accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.job.batch import Batch, resolve_batch
@@ -52,7 +52,7 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
     owners = [t.name for role, t in techniques.items() if t.traits.owns_step and role != given_up]
     if len(owners) > 1:
         fix = "Keep one of them."
-        if "cut" in techniques and replicate.owns_step:
+        if "cut" in techniques and replicate.engine != "torch":
             fix = "Use strategy.replicate.engine=torch, or no strategy.cut."
         raise ConfigError(f"{' and '.join(owners)} both own the training step. {fix}")
     if job.train.sync_batchnorm and device_type != "cuda":
@@ -60,13 +60,14 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
             "train.sync_batchnorm=true needs CUDA (torch's SyncBatchNorm has no CPU kernel). "
             "Use train.sync_batchnorm=false."
         )
+    sharing = max(1, dp - replicate.servers)  # what leaves none is refused by its own `check`
     plan = Plan(
         strategy=job.strategy,
         techniques=techniques,
         pp=pp,
         dp=dp,
         tp=tp,
-        batch=_batch(job.train, dp, cut.micro_batches(pp) if isinstance(cut, CutStrategy) else 1),
+        batch=_batch(job.train, sharing, cut, pp),
         precision=job.train.precision,
         device_type=device_type,
         clip_norm=job.optim.clip_norm,
@@ -120,8 +121,9 @@ def _mesh(job: Job, world_size: int, *, spans: bool) -> tuple[int, int, int]:
     return resolve_mesh(pp, dp, tp, world_size)
 
 
-def _batch(train: TrainConfig, dp: int, micro_batches: int) -> Batch:
+def _batch(train: TrainConfig, dp: int, cut: Strategy | None, pp: int) -> Batch:
     """The batch; where the job says nothing of micro-batches, about as many as are wanted."""
+    micro_batches = cut.micro_batches(pp) if isinstance(cut, CutStrategy) else 1
     global_size = train.global_batch_size
     unspecified = train.micro_batch_size is None and train.accumulation_steps is None
     if unspecified and global_size is not None and global_size % dp == 0:

@@ -22,8 +22,9 @@ from bigtrain.tensors.shards import Extent, StateTensor
 
 PIECE_BYTES = 16 << 20
 """A file is written, sent and hashed in pieces of so many bytes."""
-STATE_PARTS = ("model", "optimizer")
-"""The first word of a tensor's name says in which of the files it stands."""
+STATE_PARTS = ("model", "optimizer", "replicas")
+"""The first word of a tensor's name says in which of the files it stands; in `replicas` is what
+replicas that step by themselves have of their own, which only they read again."""
 DTYPE_CODES = {
     torch.float64: "F64",
     torch.float32: "F32",

@@ -92,6 +92,12 @@ class StepRunner:
         known = all(map(math.isfinite, sums.values()))
         return math.fsum(sums.values()) if known else sum(sums.values())  # fsum refuses inf - inf
 
+    def mean_loss(self, own_sum: float, total: float) -> float:
+        """The mean loss of all ranks' sums over so many targets. Collective; see `sum_losses`."""
+        sums = self.context.all_gather_numbers(own_sum, "dp")
+        ranks = self.context.ranks_of("dp")
+        return self.sum_losses(dict(zip(ranks, sums, strict=True))) / max(total, 1)
+
     def update(self, loss: StepLoss | None = None) -> float:
         """See `Runner.update`."""
         self.meter.phase("step")
@@ -144,7 +150,7 @@ class StepRunner:
         if self._average is None:
             return
         gradients = []
-        wanted_anywhere = self._has_gradient_anywhere()
+        wanted_anywhere = self.has_gradient_anywhere()
         for parameter, is_wanted in zip(self._trained, wanted_anywhere, strict=True):
             if is_wanted:
                 if parameter.grad is None:
@@ -152,7 +158,7 @@ class StepRunner:
                 gradients.append(parameter.grad)
         self._average(gradients)
 
-    def _has_gradient_anywhere(self) -> list[bool]:
+    def has_gradient_anywhere(self) -> list[bool]:
         """Of each trained parameter, whether any replica has a gradient of it."""
         has_gradient = [p.grad is not None for p in self._trained]
         rows = self.context.all_gather_rows(has_gradient, "dp")
@@ -254,12 +260,6 @@ class LoopRunner(StepRunner):
     def backward(self, loss: Tensor) -> None:
         """Go back from a loss."""
         loss.backward()  # type: ignore[no-untyped-call]
-
-    def mean_loss(self, own_sum: float, total: float) -> float:
-        """The mean loss of all ranks' sums over so many targets. Collective; see `sum_losses`."""
-        sums = self.context.all_gather_numbers(own_sum, "dp")
-        ranks = self.context.ranks_of("dp")
-        return self.sum_losses(dict(zip(ranks, sums, strict=True))) / max(total, 1)
 
     def gradients(self) -> dict[str, StateTensor]:
         """See `Runner.gradients`.

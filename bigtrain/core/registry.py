@@ -46,6 +46,8 @@ TECHNIQUES: dict[Role, dict[str, str | Engines]] = {
         "sync_sgd": "bigtrain.strategies.sync_sgd:SyncSGD",
         "ring": "bigtrain.strategies.ring:Ring",
         "ddp": "bigtrain.strategies.ddp:DDP",
+        "local_sgd": "bigtrain.strategies.local_sgd:LocalSGD",
+        "parameter_server": "bigtrain.strategies.parameter_server:ParameterServer",
         "zero": Engines(
             "bigtrain.strategies.zero:Zero",
             ("engine", "stage"),

@@ -122,6 +122,13 @@ class Plan:
         averages = on_ranks and self.dp > 1 and not self.shares_engine
         return self.replicate.averaging_bucket if averages else None
 
+    def data_rank(self, dp_rank: int) -> int | None:
+        """The place of a rank of the dp axis among the `batch.dp_size` that share the samples.
+
+        None for a server, which computes no loss.
+        """
+        return dp_rank if dp_rank < self.batch.dp_size else None
+
     @property
     def in_order(self) -> list[Strategy]:
         """The techniques in the order in which they shape a run, and its forecast."""

@@ -53,6 +53,14 @@ class Traits:
     """Of the states, what no rank has whole at its highest moment: nothing (0), the optimizer's
     (1), the gradients too (2), the parameters too (3). No plan of it holds less than the rest whole
     and these by `state_ranks`: what is then above the memory is not looked at."""
+    servers: int = 0
+    """The last ranks of the dp axis that hold state and compute no loss: the others, the workers,
+    share the global batch."""
+    notice_every: int = 1
+    """Steps after which the ranks ask each other for a signal to stop: several, where they do not
+    wait for each other in a step."""
+    own_numbers: str | None = None
+    """Why a run's losses are not those of one process, by intent; None where they are."""
     averaging_bucket: int | None = None
     """Bytes of gradients that the replicas of a stage average at once when its backward passes
     are over (see `replicas.GradientAverager`); None where they do not."""

@@ -85,7 +85,7 @@ class Step:
     """One rank's part of a global batch."""
 
     micro_batches: list[MicroBatch]
-    """As many on every rank."""
+    """As many on every rank that computes a loss."""
     samples: int
     """Rows of the whole global batch, over all ranks."""
     epoch: int
@@ -114,7 +114,8 @@ class StepLoader:
         dataset: samples of (input, target).
         order: the global order; its seed is also that of the augmentation.
         count: number of valid targets of a batch of targets on the CPU (a loss's `count`).
-        dp_rank: this rank's place among those that see different samples.
+        dp_rank: this rank's place among those that see different samples; None where it computes
+            no loss (`Plan.data_rank`), and gets one micro-batch of padding a step.
         dp_size: number of these.
         micro_batch_size: rows per forward and rank, at most.
         samples_seen: global samples that are already done.
@@ -133,7 +134,7 @@ class StepLoader:
         order: GlobalOrder,
         *,
         count: Callable[[Any], int | float],
-        dp_rank: int = 0,
+        dp_rank: int | None = 0,
         dp_size: int = 1,
         micro_batch_size: int = 1,
         samples_seen: int = 0,
@@ -172,7 +173,7 @@ def validation_batches(
     dataset: Samples,
     *,
     count: Callable[[Any], int | float],
-    dp_rank: int = 0,
+    dp_rank: int | None = 0,
     dp_size: int = 1,
     micro_batch_size: int = 1,
     workers: int = 0,
@@ -199,8 +200,8 @@ def validation_batches(
     return (_micro_batch(batch, plan, count) for plan, batch in zip(plans, batches, strict=True))
 
 
-def _check_layout(dp_rank: int, dp_size: int, micro_batch_size: int) -> None:
-    if not 0 <= dp_rank < dp_size:
+def _check_layout(dp_rank: int | None, dp_size: int, micro_batch_size: int) -> None:
+    if dp_rank is not None and not 0 <= dp_rank < dp_size:
         raise ConfigError(
             f"mesh.dp={dp_size}: rank {dp_rank} is not one of 0 to {dp_size - 1}. "
             "Launch as many ranks as the mesh has, or set mesh.dp=-1."

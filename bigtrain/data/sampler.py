@@ -135,7 +135,7 @@ class MicroBatchPlan(NamedTuple):
 
 
 def split_global_batch(
-    indices: Sequence[int], dp_rank: int, dp_size: int, micro_batch_size: int
+    indices: Sequence[int], dp_rank: int | None, dp_size: int, micro_batch_size: int
 ) -> list[MicroBatchPlan]:
     """One rank's micro-batches of a global batch.
 
@@ -144,8 +144,12 @@ def split_global_batch(
     sharded parameters are gathered by all ranks at every forward: who has fewer gets padding,
     the batch's first samples, as many as a whole micro-batch has (so that compiled shapes are not
     met with one row, and batch normalisation not with one sample many times: its running
-    statistics follow every forward). The parts without the padding are exactly the batch.
+    statistics follow every forward). The parts without the padding are exactly the batch. A rank
+    that computes no loss, whose `dp_rank` is None, gets one micro-batch of padding.
     """
+    padding = MicroBatchPlan(indices[:micro_batch_size], padding=True)
+    if dp_rank is None:
+        return [padding]
     total = len(indices)
     start, stop = dp_rank * total // dp_size, (dp_rank + 1) * total // dp_size
     plans = [
@@ -154,5 +158,4 @@ def split_global_batch(
     ]
     largest_part = -(-total // dp_size)
     missing = -(-largest_part // micro_batch_size) - len(plans)
-    padding = MicroBatchPlan(indices[:micro_batch_size], padding=True)
     return plans + [padding] * missing

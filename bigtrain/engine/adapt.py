@@ -60,7 +60,7 @@ def _no_half(plan: Plan) -> str:
 
 def _said(error: OutOfMemoryError, plan: Plan, model: nn.Module, folder: Path) -> str:
     size = error.micro_batch_size or 1
-    steps = -(-plan.batch.global_size // (size * plan.dp))
+    steps = -(-plan.batch.global_size // (size * plan.batch.dp_size))
     checkpoint = newest_checkpoint(folder / "checkpoints")
     since = f"from {checkpoint.name}" if checkpoint else "from the beginning"
     said = (

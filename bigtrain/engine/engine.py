@@ -438,4 +438,5 @@ class Engine:
             pieces.append(MicroBatch(inputs, targets, 0, part.stop - start).map(itemgetter(part)))
         counts = count_targets(self.loss, [piece.targets for piece in pieces])
         micro_batches = [replace(p, count=n) for p, n in zip(pieces, counts, strict=True)]
-        return micro_batches, round(sum(self.context.all_gather_numbers(rows, "dp")))
+        sharing = self.plan.batch.dp_size  # what servers are given counts nothing
+        return micro_batches, round(sum(self.context.all_gather_numbers(rows, "dp")[:sharing]))

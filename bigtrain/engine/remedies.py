@@ -114,7 +114,7 @@ def smaller_batch(job: Job, plan: Plan, micro_size: int) -> list[str]:
         plan: of the job.
         micro_size: rows of a micro-batch.
     """
-    steps = -(-plan.batch.global_size // (micro_size * plan.dp))
+    steps = -(-plan.batch.global_size // (micro_size * plan.batch.dp_size))
     words = []
     if job.train.micro_batch_size is not None or job.train.accumulation_steps is None:
         words.append(f"train.micro_batch_size={micro_size}")

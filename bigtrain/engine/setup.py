@@ -83,8 +83,8 @@ class RunSetup:
             self.data.train,
             self.order,
             count=self.workload.loss.count,
-            dp_rank=context.dp_rank,
-            dp_size=context.dp_size,
+            dp_rank=self.plan.data_rank(context.dp_rank),
+            dp_size=self.plan.batch.dp_size,
             micro_batch_size=self.plan.batch.micro_size,
             samples_seen=samples_seen,
             on_read=context.recorder.read_data,
@@ -108,8 +108,8 @@ class RunSetup:
         return validation_batches(
             self.data.validation,
             count=self.workload.loss.count,
-            dp_rank=context.dp_rank,
-            dp_size=context.dp_size,
+            dp_rank=self.plan.data_rank(context.dp_rank),
+            dp_size=self.plan.batch.dp_size,
             micro_batch_size=self.plan.batch.micro_size,
             workers=self._workers(context),
             pin_memory=is_accelerator(context.device),
@@ -146,16 +146,16 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
     )
     _check_task(job, data)
     _check_best(job, data)
-    samples = len(data.train)
-    if samples < plan.dp:
+    samples, sharing = len(data.train), plan.batch.dp_size
+    if samples < sharing:
         raise ConfigError(
-            f"data: {samples} training samples are fewer than the {plan.dp} ranks that share "
+            f"data: {samples} training samples are fewer than the {sharing} ranks that share "
             f"them. Start at most {samples} ranks."
         )
     if samples < plan.batch.global_size:
         raise ConfigError(
             f"train.global_batch_size={plan.batch.global_size} is more than the {samples} samples "
-            f"there are. Use train.global_batch_size={samples // plan.dp * plan.dp} or less."
+            f"there are. Use train.global_batch_size={samples // sharing * sharing} or less."
         )
     defaults = model_defaults(
         job.model.name,

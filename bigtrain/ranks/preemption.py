@@ -25,6 +25,7 @@ class PreemptionNotice:
 
     Args:
         context: of all ranks.
+        every: the others are asked at every so manieth call of `agreed`.
 
     Example:
         with PreemptionNotice(context) as notice:
@@ -34,8 +35,9 @@ class PreemptionNotice:
                     break
     """
 
-    def __init__(self, context: RunContext) -> None:
+    def __init__(self, context: RunContext, every: int = 1) -> None:
         self._context = context
+        self._every, self._calls = every, 0
         self._noted = 0
         self._handled_at = self._arrived_at = float("inf")
         self._before: dict[int, Any] = {}
@@ -47,6 +49,9 @@ class PreemptionNotice:
 
         The numbers go from host to host: an accelerator is not waited for.
         """
+        self._calls += 1
+        if self._calls % self._every:
+            return bool(self.signal_name)
         numbers = [int(number) for number in self._context.all_gather_numbers(self._noted)]
         if max(numbers):
             self.signal_name = signal.Signals(max(numbers)).name

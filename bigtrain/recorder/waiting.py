@@ -13,6 +13,8 @@ _MESSAGE = re.compile(r"(send to|receive from) rank (\d+), (\d+) bytes")
 _WAITS_IN = (
     "/pipeline/one_at_a_time.py",
     "/pipeline/tied_parameters.py",
+    "/parameter_server/shards.py",
+    "/parameter_server/server.py",
     "/distributed/pipelining/schedules.py",
 )
 """Sources that wait for messages: a stack that ends there, behind a message, waits for it."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from io import FileIO
@@ -181,19 +182,24 @@ class RunLog:
             draft.write_text("".join(f"{line}\n" for line in kept), "utf-8")
             draft.replace(path)
 
-    def step(self, result: StepResult) -> None:
-        """One optimizer step."""
+    def step(self, result: StepResult, figures: Mapping[str, float] | None = None) -> None:
+        """One optimizer step.
+
+        Args:
+            result: of it.
+            figures: by name, what the strategy's runner tells of the step beside that.
+        """
         first, self._stepped = not self._stepped, True
         if not self._main:
             return
-        values = asdict(result)
+        values = {**asdict(result), **(figures or {})}
         if first and self._predicted_seconds is not None:
             values["predicted_step_seconds"] = self._predicted_seconds
         if first and self._predicted_volume is not None:
             values["predicted_sent_bytes"] = self._predicted_volume.sent_bytes
             values["predicted_received_bytes"] = self._predicted_volume.received_bytes
         self._append("metrics.jsonl", values)
-        self._board_scalars("train", asdict(result), result.step)
+        self._board_scalars("train", {**asdict(result), **(figures or {})}, result.step)
         if self._progress is not None:
             self._progress.update(self._task, completed=result.step, description=self._line(result))
         elif result.step % self._job.log.every == 0 or result.step in (1, self._total):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from bigtrain.compare.contenders import count_strategies, find_strategies
+from bigtrain.compare.contenders import ComparedStrategy, count_strategies, find_strategies
 from bigtrain.errors import ConfigError
 from bigtrain.job.arguments import ComparisonOptions, verify_arguments
 from bigtrain.report.folders import results_folder
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     if options.fuzz:
         return _fuzz(options)
     words = [*(_SGD if options.optimizer == "sgd" else ()), *_QUIET, f"train.steps={options.steps}"]
-    contenders = find_strategies(options, words)
+    contenders = [_comparable(c) for c in find_strategies(options, words)]
     if all(c.plan is None for c in contenders):
         first = contenders[0]
         raise ConfigError(f"none of these strategies can run. {first.label}: {first.refusal}")
@@ -63,6 +63,12 @@ def main(arguments: list[str]) -> int:
         bench.close()
     _show(options, rows, folder)
     return 130 if stopped else _status(options, rows)
+
+
+def _comparable(contender: ComparedStrategy) -> ComparedStrategy:
+    """The same; refused where its numbers are others by intent, which no comparison can prove."""
+    reason = contender.plan.replicate.own_numbers if contender.plan is not None else None
+    return contender if reason is None else replace(contender, plan=None, refusal=reason)
 
 
 def _fuzz(options: ComparisonOptions) -> int:

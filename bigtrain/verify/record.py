@@ -105,7 +105,7 @@ def record_run(
         trace: ExecutionTrace | None = None
         for batch in parts.training_steps(context, 0):
             alone = context.world_size == 1 and not job.optim.release_gradients
-            places = sample_places(batch, context, parts.resolved.plan.batch.micro_size)
+            places = sample_places(batch, context, parts.resolved.plan)
             first = engine.steps_done == 0 and not traced
             if isinstance(dropout, TiedDropout) and first and alone:
                 recording["chance"] = random_losses(engine, batch, dropout, places)

@@ -28,6 +28,7 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bigtrain.core.strategy import Plan
 from bigtrain.data.loader import MicroBatch, Step
 from bigtrain.data.sampler import split_global_batch
 from bigtrain.ranks.context import RunContext
@@ -199,15 +200,13 @@ class TiedDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
         (folder / f"dropout-{rank}.json").write_text(json.dumps(self.untied) + "\n", "utf-8")
 
 
-def sample_places(
-    batch: Step, context: RunContext, micro_batch_size: int
-) -> dict[int, tuple[int, ...]]:
+def sample_places(batch: Step, context: RunContext, plan: Plan) -> dict[int, tuple[int, ...]]:
     """By the id of each micro-batch of this rank the places of its rows in the global batch."""
-    shares = (context.dp_rank, context.dp_size, micro_batch_size)
+    shares = (plan.data_rank(context.dp_rank), plan.batch.dp_size, plan.batch.micro_size)
     plans = split_global_batch(range(batch.samples), *shares)
     return {
-        id(micro_batch): () if plan.padding else tuple(plan.indices)
-        for micro_batch, plan in zip(batch.micro_batches, plans, strict=True)
+        id(micro_batch): () if part.padding else tuple(part.indices)
+        for micro_batch, part in zip(batch.micro_batches, plans, strict=True)
     }
 
 

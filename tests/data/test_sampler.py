@@ -121,6 +121,10 @@ def test_a_rank_without_rows_gets_padding():
     assert split_global_batch([7], 2, 4, 3) == [([7], True)]
 
 
+def test_a_rank_that_computes_no_loss_gets_one_micro_batch_of_padding():
+    assert split_global_batch([7, 8, 9, 10], None, 2, 1) == [([7], True)]
+
+
 def test_bad_sizes_are_refused():
     with pytest.raises(ConfigError, match=r"data\.path: the training set has 0 samples"):
         GlobalOrder(0, 4)

@@ -29,6 +29,12 @@ def test_all_ranks_agree(number: signal.Signals) -> None:
     assert run_ranks(asked, 3, number) == [(False, True, number.name, True)] * 3
 
 
+def test_the_others_are_asked_now_and_then() -> None:
+    with PreemptionNotice(RunContext.alone(), every=3) as notice:
+        signal.raise_signal(signal.SIGUSR1)
+        assert [notice.agreed() for _ in range(4)] == [False, False, True, True]
+
+
 def test_a_later_signal_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     with PreemptionNotice(RunContext.alone()) as notice:
         assert not notice.is_second()

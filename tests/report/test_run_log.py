@@ -66,6 +66,13 @@ def test_steps_that_are_done_again_stand_there_once(log: Log, first: int) -> Non
     assert [json.loads(line)["step"] for line in validation] == [1, 2, 3][:first]
 
 
+def test_figures_of_a_strategy_stand_among_the_others(log: Log) -> None:
+    with log.open() as writer:
+        writer.step(result(1), {"staleness": 2.0})
+    line = json.loads((log.folder / "metrics.jsonl").read_text())
+    assert (line["loss"], line["staleness"]) == (1.0, 2.0)
+
+
 def test_lines_that_cannot_be_written_are_written_later(log: Log) -> None:
     with log.open() as writer:
         shutil.rmtree(log.folder)

@@ -75,8 +75,8 @@ def train(
             samples,
             GlobalOrder(len(samples), engine.plan.batch.global_size, seed=3),
             count=loss.count,
-            dp_rank=context.dp_rank,
-            dp_size=context.dp_size,
+            dp_rank=engine.plan.data_rank(context.dp_rank),
+            dp_size=engine.plan.batch.dp_size,
             micro_batch_size=engine.plan.batch.micro_size,
         )
         for _, batch in zip(range(steps), loader, strict=False):

@@ -10,6 +10,7 @@ import torch
 from support.nets import Unreached, tokens
 from torch import Tensor, nn
 
+from bigtrain.assembly.make_plan import make_plan
 from bigtrain.data import MicroBatch
 from bigtrain.engine.engine import Engine
 from bigtrain.job.load import job_from_keys
@@ -19,7 +20,8 @@ from bigtrain.memory.timeline import MEMORY_KINDS, Peak
 
 def peaks(context, model, batch, strategy, keys, optimizer):
     """Train four steps on one batch; return (predicted, measured, why not)."""
-    rows = len(batch[0]) * context.world_size
+    plan = make_plan(job_from_keys(strategy, keys), context.world_size, context.device.type)
+    rows = len(batch[0]) * (context.world_size - plan.replicate.servers)
     job = job_from_keys(
         strategy, {"train.global_batch_size": rows, "memory.track_steps": 4, **keys}
     )

@@ -52,6 +52,12 @@ def test_users_own_model_passes_in_double_precision(tmp_path):
         assert row["differences"]["gradient"] < 1e-9
 
 
+def test_what_has_other_numbers_by_intent_is_refused(tmp_path):
+    done = bigtrain(tmp_path, "--strategies", "local_sgd", "-n", "2", *NET)
+    assert done.returncode == 2
+    assert "local_sgd: replicas step by themselves and agree every 8 steps" in done.stderr
+
+
 @pytest.mark.full
 def test_bf16_parameters_are_held_against_one_process_that_has_them(tmp_path):
     words = ["model.args={num_layers: 2, width: 32, num_heads: 2, sequence_length: 32}"]

@@ -1,0 +1,187 @@
+"""What the replicas agree on, and when: averages, or steps of the outer optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bigtrain.core.replicas import GradientAverager
+from bigtrain.optim.partition import partition_evenly
+from bigtrain.ranks.context import RunContext
+from bigtrain.tensors.shards import SavedTensor, StateTensor, read_like, read_whole
+
+PREFIX = "replicas.outer."
+"""What the names of the outer state begin with in a checkpoint."""
+
+
+@dataclass(frozen=True)
+class OuterSettings:
+    """See the options of `LocalSGD`."""
+
+    every: int
+    learning_rate: float | None
+    """None where the average is taken."""
+    momentum: float
+    fragments: int
+    delay: int
+    mixing: float
+
+    def due(self, step: int) -> int | None:
+        """The fragment whose turn it is after so many steps; the same on every replica."""
+        stride = self.every // self.fragments
+        fragment, rest = divmod(step % self.every, stride)
+        return fragment if rest == 0 and fragment < self.fragments else None
+
+
+@dataclass
+class _Sent:
+    """An outer gradient on its way: the sum over the replicas, when `work` is done."""
+
+    fragment: int
+    step: int
+    flat: Tensor
+    work: dist.Work | None
+
+
+class Outer:
+    """The agreement of the replicas on the trained parameters.
+
+    With an outer optimizer: two tensors beside each parameter, its value where the replicas last
+    agreed (the anchor), the same on all of them, and a momentum.
+
+    Args:
+        parameters: the trained ones by their plain names.
+        context: the replicas are its dp axis.
+        settings: of the technique.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], context: RunContext, settings: OuterSettings
+    ) -> None:
+        self.steps = 0
+        """Inner steps done, by which the turns are counted."""
+        self._settings, self._context = settings, context
+        self._parameters = parameters
+        sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+        self._fragments: list[list[str]] = [[] for _ in range(settings.fragments)]
+        for name, fragment, _, _ in partition_evenly(sizes, settings.fragments, may_split=False):
+            self._fragments[fragment].append(name)
+        self._average = GradientAverager(context)
+        self._anchors: dict[str, Tensor] = {}
+        self._momenta: dict[str, Tensor] = {}
+        self._sent: list[_Sent] = []
+        if settings.learning_rate is not None:
+            for name, parameter in parameters.items():
+                self._anchors[name] = parameter.detach().clone()
+                self._momenta[name] = torch.zeros_like(parameter)
+
+    @property
+    def differs(self) -> bool:
+        """Whether the replicas' parameters may be different ones."""
+        settings = self._settings
+        whole = settings.fragments == 1 and settings.delay == 0
+        return not whole or self.steps % settings.every != 0
+
+    def resident_tensors(self) -> Iterable[Tensor]:
+        """The outer state that stays."""
+        yield from self._anchors.values()
+        yield from self._momenta.values()
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Do what is due after an inner step. Collective, in one order on all replicas."""
+        self.steps += 1
+        if self._sent and self.steps == self._sent[0].step + self._settings.delay:
+            self._arrive(self._sent.pop(0))
+        fragment = self._settings.due(self.steps)
+        if fragment is None:
+            return
+        names = self._fragments[fragment]
+        values = [self._parameters[name].detach() for name in names]
+        if self._settings.learning_rate is None:
+            self._average(values)
+        elif self._settings.delay == 0:
+            for name, value in zip(names, values, strict=True):
+                value.neg_().add_(self._anchors[name])  # in place: nothing is held twice
+            self._average(values)
+            self._step(names, values)
+            for name, value in zip(names, values, strict=True):
+                value.copy_(self._anchors[name])
+        elif names:
+            flat = torch.cat(
+                [(self._anchors[n] - v).reshape(-1) for n, v in zip(names, values, strict=True)]
+            )
+            work = dist.all_reduce(flat, group=self._context.dp_group, async_op=True)
+            self._sent.append(_Sent(fragment, self.steps, flat, work))
+
+    def _arrive(self, sent: _Sent) -> None:
+        """Apply a fragment's outer gradient, late."""
+        self._wait(sent)
+        names = self._fragments[sent.fragment]
+        sizes = [self._parameters[name].numel() for name in names]
+        parts = torch.split(sent.flat, sizes)
+        gradients = [p.view_as(self._parameters[n]) for n, p in zip(names, parts, strict=True)]
+        self._step(names, gradients)
+        for name in names:
+            # The steps since then are this replica's own: a share of them stays.
+            self._parameters[name].detach().lerp_(self._anchors[name], 1 - self._settings.mixing)
+
+    def _wait(self, sent: _Sent) -> None:
+        """Let what was sent be the average."""
+        if sent.work is not None:
+            sent.work.wait()
+            sent.flat /= self._context.dp_size
+            sent.work = None
+
+    def _step(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
+        """SGD with Nesterov momentum on the anchors; the gradients are used up."""
+        rate, momentum = self._settings.learning_rate or 0.0, self._settings.momentum
+        for name, gradient in zip(names, gradients, strict=True):
+            average = self._momenta[name].mul_(momentum).add_(gradient)
+            self._anchors[name].sub_(gradient.add_(average, alpha=momentum), alpha=rate)
+
+    def state(self) -> dict[str, StateTensor]:
+        """The outer state under the names of a checkpoint; the same on every replica."""
+        if self._settings.learning_rate is None:
+            return {f"{PREFIX}steps": StateTensor.of(torch.tensor(self.steps))}
+        found = {f"{PREFIX}steps": StateTensor.of(torch.tensor(self.steps))}
+        for name in self._parameters:
+            found[f"{PREFIX}{name}.anchor"] = StateTensor.of(self._anchors[name])
+            found[f"{PREFIX}{name}.momentum"] = StateTensor.of(self._momenta[name])
+        for sent in self._sent:
+            self._wait(sent)
+            head = f"{PREFIX}sent.{sent.fragment}"
+            found[f"{head}.gradient"] = StateTensor.of(sent.flat)
+            found[f"{head}.step"] = StateTensor.of(torch.tensor(sent.step))
+        return found
+
+    @torch.no_grad()
+    def load_state(self, saved: Mapping[str, SavedTensor]) -> None:
+        """Continue from a checkpoint, whose parameters are loaded already.
+
+        Of another technique's, or of other fragments, the turns begin anew.
+        """
+        self._sent.clear()
+        self.steps = int(read_whole(saved[f"{PREFIX}steps"])) if f"{PREFIX}steps" in saved else 0
+        for name, anchor in self._anchors.items():
+            known = saved.get(f"{PREFIX}{name}.anchor")
+            momentum = saved.get(f"{PREFIX}{name}.momentum")
+            if known is None or momentum is None:
+                anchor.copy_(self._parameters[name])
+                self._momenta[name].zero_()
+            else:
+                anchor.copy_(read_like(known, anchor))
+                self._momenta[name].copy_(read_like(momentum, anchor))
+        for fragment, names in enumerate(self._fragments):
+            sent = saved.get(f"{PREFIX}sent.{fragment}.gradient")
+            size = sum(self._parameters[name].numel() for name in names)
+            if sent is None or not self._anchors or tuple(sent.shape) != (size,):
+                continue
+            flat = read_whole(sent).to(self._context.device)
+            step = int(read_whole(saved[f"{PREFIX}sent.{fragment}.step"]))
+            self._sent.append(_Sent(fragment, step, flat, None))
+        self._sent.sort(key=lambda one: one.step)

@@ -1,0 +1,218 @@
+"""Servers hold the parameters and the optimizer's state; workers compute, push and pull.
+
+The last `servers` ranks of the job serve, the others work. Workers push gradients, each server sums
+those of its share in the order of the workers, clips by the norm of all, updates, and the workers
+pull: the numbers are those of one process.
+
+Memory: a worker has parameters, gradients and activations, and no optimizer state; a server its
+share of the parameters, of the gradients and of the optimizer's state, and 4 MiB of every worker
+but the first while gradients come in.
+Communication: every worker sends all gradients and receives all parameters once a step; a server
+receives and sends its share once for each worker, which is the bottleneck: n workers and k servers
+take n/k times the parameters over its link, each way.
+Constraints: a server and a worker at least; no pipeline; the optimizer's state is not offloaded.
+BatchNorm statistics are the first worker's.
+Example: bigtrain train -n 3 --strategy parameter_server
+
+Source: Li et al. 2014, Scaling Distributed Machine Learning with the Parameter Server (OSDI '14),
+sections 3.1 to 3.4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from bigtrain.core.runner import Runner
+from bigtrain.core.strategy import Assembly, Plan, Strategy
+from bigtrain.core.traits import OffloadTiers, Traits
+from bigtrain.core.variants import Shape, Variant
+from bigtrain.costs.forecast import Forecast, Profile
+from bigtrain.costs.traffic import Traffic, parameter_shapes
+from bigtrain.errors import ConfigError
+from bigtrain.job.schema import Role
+from bigtrain.memory.timeline import Breakdown, Phase, Span, Timeline, scale_timeline
+from bigtrain.models.names import names_of
+from bigtrain.recorder.exchanges import watch_messages
+from bigtrain.strategies.parameter_server.asynchronous import (
+    AsyncPulledUpdate,
+    AsyncServer,
+    AsyncSettings,
+    AsyncWorker,
+    read_pushes,
+)
+from bigtrain.strategies.parameter_server.server import Server, ServerUpdate
+from bigtrain.strategies.parameter_server.shards import MESSAGE_ELEMENTS
+from bigtrain.strategies.parameter_server.worker import PulledUpdate, Worker
+from bigtrain.units import format_bytes
+
+_NOTICE_EVERY = 20
+_OWN_NUMBERS = (
+    "pushes are applied as they come, each to what others have changed meanwhile: by intent the "
+    "losses are not those of one process"
+)
+
+
+class ParameterServer(Strategy):
+    """Some ranks hold the state, the others compute."""
+
+    name: ClassVar[str] = "parameter_server"
+    role: ClassVar[Role] = "replicate"
+    summary: ClassVar[str] = "servers hold parameters and optimizer state, workers push and pull"
+
+    servers: int = Field(1, ge=1)
+    """How many of the ranks, the last ones, hold shards of the parameters and the state."""
+    mode: Literal["synchronous", "asynchronous"] = "synchronous"
+    """Whether a push waits for those of the other workers, or is applied as it comes."""
+    staleness: int = Field(2, ge=0)
+    """Asynchronous: steps that the fastest worker may be ahead of the slowest."""
+    divide_rate: bool = False
+    """Asynchronous: an old gradient's learning rate is divided by its staleness."""
+    replay: str | None = None
+    """Asynchronous: the log of a run (`runs/NAME/pushes.jsonl`), whose order is followed."""
+
+    @property
+    def traits(self) -> Traits:
+        """See `Strategy.traits`."""
+        return Traits(
+            owns_step=True,
+            materializes=True,
+            optimizer_gets="pieces",
+            state_ranks=self.servers,
+            sharded_states=1,
+            servers=self.servers,
+            notice_every=_NOTICE_EVERY if self._asynchronous else 1,
+            own_numbers=_OWN_NUMBERS if self._asynchronous else None,
+        )
+
+    @property
+    def _asynchronous(self) -> bool:
+        return self.mode == "asynchronous"
+
+    def warning(self) -> str | None:
+        """See `Strategy.warning`."""
+        return f"parameter_server: {_OWN_NUMBERS}" if self._asynchronous else None
+
+    def variants(self, shape: Shape) -> Iterable[Variant]:
+        """None: a rank that computes nothing is never the fastest for the same batch."""
+        del shape
+        return ()
+
+    def check(self, plan: Plan) -> None:
+        """Refuse what leaves no worker, and what the state on other ranks does not go with."""
+        if plan.dp == 1:
+            raise ConfigError(
+                "strategy.replicate=parameter_server needs a server and a worker, and there is 1 "
+                "rank. Start 2 with `bigtrain train -n 2`, or use --strategy single."
+            )
+        if self.servers >= plan.dp:
+            raise ConfigError(
+                f"strategy.replicate.servers={self.servers} of {plan.dp} ranks leaves no worker. "
+                f"Set strategy.replicate.servers={plan.dp - 1}, or start {self.servers + 1} ranks."
+            )
+        if self.replay is not None:
+            if not self._asynchronous:
+                raise ConfigError(
+                    f"strategy.replicate.replay={self.replay} is an order of pushes, and with "
+                    "strategy.replicate.mode=synchronous there is none to follow. Set "
+                    "strategy.replicate.mode=asynchronous."
+                )
+            read_pushes(self.replay, plan.dp - self.servers, self.servers)
+        if plan.cut is not None:
+            raise ConfigError(
+                "strategy.replicate=parameter_server serves whole models, and strategy.cut makes "
+                "stages. Leave strategy.cut out, or use strategy.replicate=ddp."
+            )
+        tiers = plan.offload_tiers
+        if tiers != replace(OffloadTiers(), activations=tiers.activations, path=tiers.path):
+            raise ConfigError(
+                "strategy.replicate=parameter_server keeps parameters and optimizer state on its "
+                f"servers, and strategy.offload.optimizer={tiers.optimizer} would move them. Set "
+                "strategy.offload=null, or use strategy.replicate=zero."
+            )
+        if plan.sync_batchnorm:
+            raise ConfigError(
+                "train.sync_batchnorm=true has all ranks exchange in the forward pass, and servers "
+                "have none. Set train.sync_batchnorm=false, or use strategy.replicate=ddp."
+            )
+
+    def estimate(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
+        """Of the worker or server that `plan.dp_rank` is; of the fuller one where it is None."""
+        worker = replace(
+            forecast,
+            states=replace(forecast.states, optimizer=0),
+            step=Timeline((), forecast.step.phases),
+        )
+        server = self._server(forecast, profile, plan)
+        if plan.dp_rank is None:
+            return max(worker, server, key=lambda one: one.peak().bytes)
+        return worker if plan.data_rank(plan.dp_rank) is not None else server
+
+    def _server(self, forecast: Forecast, profile: Profile, plan: Plan) -> Forecast:
+        """Its share of everything; the gradients of a push, and what of others is under way."""
+        share = math.ceil(profile.gradient_bytes / self.servers)
+        number_bytes = profile.gradient_bytes / max(1, profile.trained_elements)
+        longest = max(map(math.prod, parameter_shapes(profile)), default=0)
+        longest = min(longest, math.ceil(profile.trained_elements / self.servers), MESSAGE_ELEMENTS)
+        others = 0 if self._asynchronous else plan.batch.dp_size - 1  # a push of one at a time
+        waiting = round(others * longest * number_bytes)
+        phases: tuple[tuple[int, Phase], ...] = ((0, "backward"),)
+        arriving = Span(waiting, "temporary", 0, 1)
+        passes = {
+            "first": Timeline((arriving, Span(share, "gradients", 0, 1)), phases),
+            "later": Timeline((arriving,), phases),
+        }
+        states = Breakdown(
+            parameters=share, optimizer=math.ceil(forecast.states.optimizer / self.servers)
+        )
+        step = scale_timeline(forecast.step, 1 / self.servers)
+        return replace(forecast, states=states, passes=passes, step=step, gradients=share)
+
+    def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:
+        """What each role is predicted to need: the peak of a plan is that of the fuller one."""
+        roles = []
+        for dp_rank in (0, plan.dp - 1):
+            own_plan = replace(plan, dp_rank=dp_rank)
+            predicted = self.estimate(forecast, profile, own_plan)
+            for technique in plan.in_order[plan.in_order.index(self) + 1 :]:
+                predicted = technique.estimate(predicted, profile, own_plan)
+            roles.append(format_bytes(predicted.peak().bytes))
+        each = "the server" if self.servers == 1 else f"each of {self.servers} servers"
+        return f"a worker is predicted to need {roles[0]}, {each} {roles[1]}"
+
+    def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
+        """Over the fullest link, a server's or a worker's: gradients in, then parameters out."""
+        fullest = max(1.0, plan.batch.dp_size / self.servers)
+        nbytes = round(profile.gradient_bytes * fullest)
+        calls = round(len(parameter_shapes(profile)) * fullest)
+        pushed = Traffic("reduce", nbytes, calls, "step", "nothing", 2, plan.pp * plan.tp)
+        return (pushed, replace(pushed, kind="broadcast"))
+
+    def apply(self, assembly: Assembly) -> None:
+        """Make this rank a worker, with the whole model, or a server, with its share."""
+        context = assembly.context
+        watch_messages(context.dp_group, context.recorder)
+        if assembly.plan.data_rank(context.dp_rank) is None:
+            assembly.runner = self._make_server
+            return
+        assembly.materialize(names_of(assembly.model))
+        for parameter in assembly.trained().values():
+            parameter.data = parameter.data.contiguous()  # what is sent are stretches of it
+        assembly.runner = self._make_worker
+
+    def _make_worker(self, assembly: Assembly) -> Runner:
+        if self._asynchronous:
+            pulled = AsyncPulledUpdate(assembly.trained(), assembly, self.servers)
+            return AsyncWorker(assembly, pulled)
+        return Worker(assembly, PulledUpdate(assembly.trained(), assembly, self.servers))
+
+    def _make_server(self, assembly: Assembly) -> Runner:
+        update = ServerUpdate(assembly, self.servers)
+        if self._asynchronous:
+            settings = AsyncSettings(self.servers, self.staleness, self.divide_rate, self.replay)
+            return AsyncServer(assembly, update, settings)
+        return Server(assembly, update)

@@ -1,0 +1,271 @@
+"""Workers that do not wait for each other: each push is applied as it comes.
+
+A server counts the pushes that it has applied: its version. What a worker gets bears the version,
+and its next push names it: the push's staleness is how many others were applied in between. A
+worker that is more than `staleness` steps ahead of the slowest one gets its answer when that has
+come nearer (Stale Synchronous Parallel, Ho et al. 2013, section 3). Of n workers no push is then
+more than (n - 1)(2 staleness + 1) versions old.
+
+A server writes down in which order it took pushes and gave answers. By that log the same run can be
+done again, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor, nn
+
+from bigtrain.core.loop import check_finite
+from bigtrain.core.runner import StepLoss
+from bigtrain.core.strategy import Assembly
+from bigtrain.data.loader import MicroBatch
+from bigtrain.errors import ConfigError
+from bigtrain.strategies.parameter_server.server import Server, ServerUpdate
+from bigtrain.strategies.parameter_server.worker import PulledUpdate, Worker
+
+LOG = "pushes.jsonl"
+"""In the run's folder."""
+
+
+@dataclass(frozen=True)
+class Push:
+    """One line of the log."""
+
+    server: int
+    version: int
+    """Of the server when it is applied: pushes before it."""
+    worker: int
+    pulled: int
+    """The version that the worker had computed with."""
+    staleness: int
+    answers: tuple[int, ...]
+    """The workers that get the parameters right after it, in this order."""
+
+
+@dataclass(frozen=True)
+class AsyncSettings:
+    """See the options of `ParameterServer`."""
+
+    servers: int
+    staleness: int
+    divide_rate: bool
+    replay: str | None
+
+
+def read_pushes(place: str, workers: int, servers: int) -> list[Push]:
+    """The log of a run.
+
+    Args:
+        place: of the file, or of the run's folder.
+        workers: of the run that is to follow it.
+        servers: of it.
+
+    Raises:
+        ConfigError: there is no such log, or it is of another number of ranks.
+    """
+    path = Path(place) / LOG if Path(place).is_dir() else Path(place)
+    key = f"strategy.replicate.replay={place}"
+    try:
+        lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        pushes = [
+            Push(**{**line, "answers": tuple(line["answers"])})
+            for line in lines
+            if "worker" in line
+        ]
+        heads = [line for line in lines if "workers" in line]
+        known = int(heads[0]["workers"]), int(heads[0]["servers"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"{key} is no log of pushes: {error}. Give runs/NAME/{LOG} of an asynchronous run, or "
+            "leave it out."
+        ) from None
+    if known != (workers, servers):
+        raise ConfigError(
+            f"{key} is of {known[0]} workers and {known[1]} servers, and this run has {workers} "
+            f"and {servers}. Start {sum(known)} ranks with "
+            f"strategy.replicate.servers={known[1]}."
+        )
+    if len(heads) > servers:  # each server wrote one where it began, and its versions began anew
+        raise ConfigError(
+            f"{key} is of a run that was resumed, which cannot be done again by its log. Give the "
+            "log of a run that was done at once, or leave it out."
+        )
+    return pushes
+
+
+class AsyncPulledUpdate(PulledUpdate):
+    """Push to every server, then wait for what each answers."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], assembly: Assembly, servers: int
+    ) -> None:
+        super().__init__(parameters, assembly, servers)
+        self._versions = [0.0] * servers
+        self.own_loss = 0.0, 0.0
+        """Of the step: this worker's sum, and over how many targets."""
+        self.mean_loss = 0.0
+        """Over the last pushes, as many as there are workers."""
+        self.staleness = 0.0
+        """Of this worker's last push, where it was most stale."""
+
+    def step(self) -> None:
+        """See `Update.step`."""
+        first, messages = self.messages.num_workers, self.messages
+        for server, version in enumerate(self._versions):
+            head = torch.tensor([version, *self.own_loss], dtype=torch.float64)
+            messages.send(head, first + server, head=True)
+        whole = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad
+            for name, p in self.parameters.items()
+        }
+        self.push(whole)
+        answers = [torch.empty(3, dtype=torch.float64) for _ in self._versions]
+        for server, answer in enumerate(answers):
+            messages.receive_later(answer, first + server, head=True)
+        super().step()
+        self._versions = [float(answer[0]) for answer in answers]
+        self.staleness = max(float(answer[1]) for answer in answers)
+        self.mean_loss = float(answers[0][2])
+
+
+class AsyncWorker(Worker):
+    """Computes, pushes and pulls without a word to the other workers; clips by its own norm."""
+
+    def __init__(self, assembly: Assembly, pulled: AsyncPulledUpdate) -> None:
+        super().__init__(assembly, pulled)
+        self._exchange = pulled
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """What stands beside the others in the metrics of a step."""
+        return {"staleness": self._exchange.staleness}
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepLoss:
+        """See `Runner.forward_backward`; the loss is over the last pushes, known after `update`."""
+        count = float(sum(m.count for m in micro_batches))
+        for micro_batch in micro_batches:
+            self.label_batch(micro_batch)
+        losses = [self.run_micro_batch(m, 1 / max(count, 1.0)) for m in micro_batches]
+        own_sum = torch.stack(losses).double().sum()
+        if self._checks_finite:
+            check_finite({self.context.rank: float(own_sum)})
+        self._exchange.own_loss = float(own_sum), count
+        return StepLoss(own_sum, lambda _own: self._exchange.mean_loss)
+
+    def norm(self) -> Tensor:
+        """The norm of this worker's own gradient."""
+        return self.own_norm()
+
+
+class AsyncServer(Server):
+    """Applies pushes one by one; a step of it are as many as there are workers.
+
+    Args:
+        assembly: see `Server`.
+        update: of it.
+        settings: of the technique.
+    """
+
+    def __init__(self, assembly: Assembly, update: ServerUpdate, settings: AsyncSettings) -> None:
+        super().__init__(assembly, update)
+        self._settings = settings
+        workers = update.messages.num_workers
+        self._own = self.context.dp_rank - workers
+        self._clocks = [0] * workers
+        self._waiting: list[int] = []
+        self._staleness = [0] * workers
+        self._version = 0
+        self._losses: list[tuple[float, float]] = []
+        recorded: Iterator[Push] = iter(())
+        if settings.replay is not None:
+            pushes = read_pushes(settings.replay, workers, settings.servers)
+            recorded = iter([push for push in pushes if push.server == self._own])
+        self._recorded = recorded
+        self._log: TextIO | None = None
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepLoss:
+        """Serve as many pushes as there are workers, whoever they are of."""
+        del micro_batches  # padding
+        for _ in self._clocks:
+            self._serve()
+        self.meter.phase("step")
+        return StepLoss(None, lambda _own: self._mean())
+
+    def update(self, loss: StepLoss | None = None) -> float:
+        """See `Runner.update`: all of it was done, push by push."""
+        del loss
+        return 0.0
+
+    def _serve(self) -> None:
+        """Take the next push, apply it, and answer who may go on."""
+        recorded = next(self._recorded, None)
+        self.meter.phase("backward")
+        messages = self._server.messages
+        head = torch.empty(3, dtype=torch.float64)
+        worker = messages.receive_head(head, None if recorded is None else recorded.worker)
+        pulled, loss_sum, count = head.tolist()
+        self._server.receive_push(worker)
+        self.label_gradients()
+        self.meter.phase("step")
+        staleness = self._version - int(pulled)
+        self._apply(staleness)
+        self._losses = [*self._losses, (loss_sum, count)][-len(self._clocks) :]
+        self._clocks[worker] += 1
+        self._staleness[worker] = staleness
+        self._waiting.append(worker)
+        answers = self._ready() if recorded is None else recorded.answers
+        mine = Push(self._own, self._version, worker, int(pulled), staleness, tuple(answers))
+        self._version += 1
+        self._write(asdict(mine))
+        for answered in answers:
+            self._waiting.remove(answered)
+            number = [self._version, self._staleness[answered], self._mean()]
+            messages.send(torch.tensor(number, dtype=torch.float64), answered, head=True)
+            self._server.send_to(answered)
+        messages.finish()
+
+    def _apply(self, staleness: int) -> None:
+        """Step the optimizer, at a lower rate for an old gradient where that is asked for."""
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        if self._settings.divide_rate:
+            for group in groups:
+                group["lr"] = group["lr"] / max(1, staleness)
+        self._server.optimizer.step()
+        if self.meter.tracking:
+            self.meter.label(self._server.resident_tensors(), "optimizer")
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        for shard in self._trained:
+            shard.grad = None
+
+    def _ready(self) -> tuple[int, ...]:
+        """The waiting workers that are near enough to the slowest."""
+        last = min(self._clocks) + self._settings.staleness
+        return tuple(worker for worker in self._waiting if self._clocks[worker] <= last)
+
+    def _mean(self) -> float:
+        """The mean loss of the last pushes."""
+        return sum(s for s, _ in self._losses) / max(1.0, sum(n for _, n in self._losses))
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        folder = self.context.recorder.folder
+        if folder is None:
+            return
+        if self._log is None:
+            self._log = (folder / LOG).open("a", encoding="utf-8", buffering=1)
+            head = {"server": self._own, "workers": len(self._clocks)}
+            self._log.write(json.dumps({**head, "servers": self._settings.servers}) + "\n")
+        self._log.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        """See `Runner.close`."""
+        if self._log is not None:
+            self._log.close()
+        super().close()

@@ -1,0 +1,241 @@
+"""A server: sums what the workers push, updates its share of the parameters, sends it to them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from bigtrain.core.loop import StepRunner, check_shapes, load_optimizer
+from bigtrain.core.runner import StepLoss
+from bigtrain.core.strategy import Assembly
+from bigtrain.data.loader import MicroBatch
+from bigtrain.optim.partition import Slice
+from bigtrain.optim.update import is_elementwise, optimizer_tensors, steps_on_device
+from bigtrain.strategies.parameter_server.shards import (
+    Messages,
+    messages_of,
+    piece_view,
+    pieces_of,
+    takes_pieces,
+)
+from bigtrain.tensors.norms import local_norm
+from bigtrain.tensors.shards import Extent, SavedTensor, StateTensor, read_whole
+
+
+class ServerUpdate:
+    """The optimizer on this server's pieces, each a tensor of its own.
+
+    Args:
+        assembly: its model is described; the pieces get their values one parameter after the
+            other, so that no server ever holds the whole.
+        servers: how many share the parameters.
+    """
+
+    def __init__(self, assembly: Assembly, servers: int) -> None:
+        context, parameters = assembly.context, assembly.trained()
+        self.names = list(parameters)
+        self.shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        self.messages = Messages(context, servers)
+        own_place = context.dp_rank - self.messages.num_workers
+        self._whole = not takes_pieces(assembly.make_optimizer)
+        self.pieces: dict[Slice, nn.Parameter] = {}
+        for piece in pieces_of(parameters, servers, may_split=not self._whole):
+            if piece.owner == own_place:
+                assembly.materialize([piece.name])
+                whole = parameters[piece.name].detach()
+                values = piece_view(whole, piece).clone()
+                self.pieces[piece] = nn.Parameter(
+                    values.view(whole.shape) if self._whole else values
+                )
+                parameters[piece.name].data = whole.new_empty(0)
+        assembly.materialize([])  # a model that could not be described comes from rank 0 as a whole
+        shards = list(self.pieces.values())
+        self.optimizer = assembly.make_optimizer(shards or [nn.Parameter(torch.zeros(0))])
+
+    def receive_gradients(self, wanted: Mapping[str, bool]) -> None:
+        """Sum the workers' gradients in the order of their ranks, and average them.
+
+        Args:
+            wanted: by the parameter's name whether any worker has a gradient of it.
+        """
+        pushed = [shard for piece, shard in self.pieces.items() if wanted[piece.name]]
+        for shard in pushed:
+            shard.grad = torch.empty_like(shard)
+        messages = [
+            part for s in pushed if s.grad is not None for part in messages_of(s.grad.view(-1))
+        ]
+        longest = max((part.numel() for part in messages), default=0)
+        room = [
+            torch.empty(longest, dtype=messages[0].dtype, device=messages[0].device)
+            for _ in range(1, self.messages.num_workers if messages else 0)
+        ]
+        for total in messages:
+            arriving = [tensor[: total.numel()] for tensor in room]
+            works = [self.messages.receive(t, n) for n, t in enumerate((total, *arriving))]
+            for work in works:
+                if work is not None:
+                    work.wait()
+            for tensor in arriving:
+                total += tensor
+
+    def receive_push(self, place: int) -> None:
+        """Receive one worker's gradients of all pieces."""
+        for shard in self.pieces.values():
+            shard.grad = torch.empty_like(shard)
+            for part in messages_of(shard.grad.view(-1)):
+                self.messages.receive_later(part, place)
+        self.messages.finish()
+
+    def send_to(self, place: int) -> None:
+        """Begin to send one worker all pieces."""
+        for shard in self.pieces.values():
+            for part in messages_of(shard.detach().view(-1)):
+                self.messages.send(part, place)
+
+    def step(self) -> None:
+        """See `Update.step`: update, and let every worker have it."""
+        self.optimizer.step()
+        for place in range(self.messages.num_workers):
+            self.send_to(place)
+        self.messages.finish()
+
+    def resident_tensors(self) -> Iterable[Tensor]:
+        """See `Update.resident_tensors`."""
+        return optimizer_tensors(self.optimizer)
+
+    def parts(self, name: str) -> list[tuple[Slice, nn.Parameter]]:
+        """The pieces of a parameter that are here."""
+        return [(piece, shard) for piece, shard in self.pieces.items() if piece.name == name]
+
+    def joined(self, name: str, values: Sequence[tuple[Slice, Tensor]]) -> StateTensor:
+        """What pieces of a parameter have, a number for each of its elements."""
+        extents = tuple(Extent(piece.start, piece.stop - piece.start) for piece, _ in values)
+
+        def read() -> Tensor:
+            return torch.cat([value.detach().reshape(-1) for _, value in values])
+
+        return StateTensor(values[0][1].dtype, self.shapes[name], extents, read)
+
+    def state(self) -> dict[str, StateTensor]:
+        """See `Update.state`."""
+        tensors = {}
+        for name in self.names:
+            parts = self.parts(name)
+            for key in sorted({k for _, s in parts for k in self.optimizer.state.get(s, {})}):
+                values = [(piece, self.optimizer.state[shard][key]) for piece, shard in parts]
+                first = values[0][1]
+                if not isinstance(first, Tensor):
+                    continue
+                if is_elementwise(key, first, tuple(parts[0][1].shape)):
+                    tensors[f"{name}.{key}"] = self.joined(name, values)
+                else:
+                    tensors[f"{name}.{key}"] = StateTensor.of(first)
+        return tensors
+
+    def masters(self) -> dict[str, StateTensor]:
+        """See `Update.masters`."""
+        return {}
+
+    def load_state(self, name: str, key: str, saved: SavedTensor) -> None:
+        """See `Update.load_state`."""
+        for piece, shard in self.parts(name):
+            slots = self.optimizer.state[shard]
+            if is_elementwise(key, saved, self.shapes[name]):
+                slots[key] = torch.empty_like(shard).copy_(
+                    self.read(piece, saved).view(shard.shape)
+                )
+            else:
+                device = shard.device if steps_on_device(self.optimizer) else "cpu"
+                slots[key] = read_whole(saved).to(device)
+
+    def read(self, piece: Slice, saved: SavedTensor) -> Tensor:
+        """A piece's elements of a whole tensor that was saved, on the CPU."""
+        return saved.read([Extent(piece.start, piece.stop - piece.start)])
+
+    def load_master(self, name: str, saved: SavedTensor) -> None:
+        """See `Update.load_master`."""
+        with torch.no_grad():
+            for piece, shard in self.parts(name):
+                shard.copy_(self.read(piece, saved).view(shard.shape))
+
+    def close(self) -> None:
+        """See `Update.close`."""
+
+
+class Server(StepRunner):
+    """A step of a server: it serves the workers' passes instead of computing any.
+
+    Args:
+        assembly: its `update` is a `ServerUpdate`.
+        update: that one.
+    """
+
+    def __init__(self, assembly: Assembly, update: ServerUpdate) -> None:
+        assembly.update = update
+        shards = {f"{p.name}.{p.start}": shard for p, shard in update.pieces.items()}
+        assembly.meter.label(shards.values(), "parameters")
+        # Every name of a tied parameter: a checkpoint has each of them.
+        self._names: dict[str, list[str]] = {}
+        first: dict[int, str] = {}
+        for name, parameter in assembly.model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(first.setdefault(id(parameter), name), []).append(name)
+        super().__init__(assembly, shards)
+        self._server = update
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepLoss:
+        """See `Runner.forward_backward`: the gradients of the workers come in and are summed."""
+        del micro_batches  # padding
+        self.meter.phase("backward")
+        total = sum(self.context.all_gather_numbers(0, "dp"))
+        self.average_gradients()
+        self.label_gradients()
+        return self.step_loss(None, lambda own: self.mean_loss(own, total))
+
+    def average_gradients(self) -> None:
+        """Receive the sum, and divide it: the workers multiply their loss by the dp axis."""
+        rows = self.context.all_gather_rows([0.0] * len(self._server.names), "dp")
+        wanted = [any(column) for column in zip(*rows, strict=True)]
+        self._server.receive_gradients(dict(zip(self._server.names, wanted, strict=True)))
+        for shard in self._trained:
+            if shard.grad is not None:
+                shard.grad /= self.context.dp_size
+
+    def norm(self) -> Tensor:
+        """The norm of the whole gradient, of which each server knows its share. Collective."""
+        own = local_norm([s.grad for s in self._trained if s.grad is not None], self._device_type)
+        squares = self.context.all_gather_numbers(float(own) ** 2, "dp")
+        return torch.tensor(math.sqrt(math.fsum(squares)), dtype=torch.float64)
+
+    def gradients(self) -> dict[str, StateTensor]:
+        """See `Runner.gradients`."""
+        found = {}
+        for name in self._server.names:
+            parts = [(p, s.grad) for p, s in self._server.parts(name) if s.grad is not None]
+            if parts:
+                found[name] = self._server.joined(name, parts)
+        return found
+
+    def predict(self, micro_batch: MicroBatch) -> None:
+        """See `Runner.predict`: the workers do."""
+
+    def state(self) -> dict[str, StateTensor]:
+        """See `Runner.state`."""
+        tensors: dict[str, StateTensor] = {}
+        for name in self._server.names:
+            parts = [(piece, shard) for piece, shard in self._server.parts(name)]
+            if parts:
+                value = self._server.joined(name, parts)
+                tensors |= {f"model.{alias}": value for alias in self._names[name]}
+        return tensors | {f"optimizer.{k}": v for k, v in self._server.state().items()}
+
+    def load_state(self, saved: Mapping[str, SavedTensor]) -> None:
+        """See `Runner.load_state`."""
+        expected = {*self.module.state_dict()}
+        held = {piece.name for piece in self._server.pieces}
+        check_shapes({n: self._server.shapes[n] for n in held}, expected, saved)
+        for name in held:
+            self._server.load_master(name, saved[f"model.{name}"])
+        load_optimizer(self._server, self._server.names, held, saved)

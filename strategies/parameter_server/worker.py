@@ -1,0 +1,136 @@
+"""A worker: computes gradients of its share of the global batch, and holds no optimizer state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from bigtrain.core.loop import LoopRunner
+from bigtrain.core.strategy import Assembly
+from bigtrain.optim.partition import Slice
+from bigtrain.strategies.parameter_server.shards import (
+    Messages,
+    messages_of,
+    piece_view,
+    pieces_of,
+    takes_pieces,
+)
+from bigtrain.tensors.shards import SavedTensor, StateTensor
+
+
+class PulledUpdate:
+    """In place of an optimizer: the parameters as the servers have updated them."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], assembly: Assembly, servers: int
+    ) -> None:
+        self.parameters = parameters
+        self.messages = Messages(assembly.context, servers)
+        may_split = takes_pieces(assembly.make_optimizer)
+        self.pieces = pieces_of(parameters, servers, may_split=may_split)
+        # Without anything to update; its rate is set as that of any other.
+        self.optimizer = assembly.make_optimizer([nn.Parameter(torch.zeros(0))])
+
+    def place(self, piece: Slice) -> int:
+        """The place of a piece's server on the dp axis."""
+        return self.messages.num_workers + piece.owner
+
+    def push(self, gradients: Mapping[str, Tensor]) -> None:
+        """Send gradients to the servers, and wait until they are there."""
+        for piece in self.pieces:
+            if piece.name in gradients:
+                gradient = gradients[piece.name]
+                gradient = (gradient.to_dense() if gradient.is_sparse else gradient).contiguous()
+                for part in messages_of(piece_view(gradient, piece)):
+                    self.messages.send(part, self.place(piece))
+        self.messages.finish()
+
+    def step(self) -> None:
+        """See `Update.step`: receive every parameter in its place."""
+        for piece in self.pieces:
+            whole = self.parameters[piece.name].detach()
+            for part in messages_of(piece_view(whole, piece)):
+                self.messages.receive_later(part, self.place(piece))
+        self.messages.finish()
+
+    def resident_tensors(self) -> Iterable[Tensor]:
+        """See `Update.resident_tensors`."""
+        return ()
+
+    def state(self) -> dict[str, StateTensor]:
+        """See `Update.state`."""
+        return {}
+
+    def masters(self) -> dict[str, StateTensor]:
+        """See `Update.masters`."""
+        return {}
+
+    def load_state(self, name: str, key: str, saved: SavedTensor) -> None:
+        """See `Update.load_state`."""
+
+    def load_master(self, name: str, saved: SavedTensor) -> None:
+        """See `Update.load_master`."""
+
+    def close(self) -> None:
+        """See `Update.close`."""
+
+
+class Worker(LoopRunner):
+    """The plain loop, whose gradients the servers sum and whose parameters they update.
+
+    Args:
+        assembly: its `update` is a `PulledUpdate`.
+    """
+
+    def __init__(self, assembly: Assembly, pulled: PulledUpdate) -> None:
+        assembly.update = pulled
+        super().__init__(assembly)
+        self._pulled = pulled
+        self._buffers = list(assembly.model.buffers())
+
+    def average_gradients(self) -> None:
+        """Push the gradients; what only other workers have a gradient of, as zeros."""
+        wanted_anywhere = self.has_gradient_anywhere()
+        gradients = {}
+        for (name, parameter), is_wanted in zip(
+            self._pulled.parameters.items(), wanted_anywhere, strict=True
+        ):
+            if is_wanted:
+                gradient = parameter.grad
+                gradients[name] = torch.zeros_like(parameter) if gradient is None else gradient
+        self._pulled.push(gradients)
+        self._follow_first()
+
+    def _follow_first(self) -> None:
+        """Let buffers (BatchNorm statistics) be the first worker's, as under `ddp`."""
+        messages, first = self._pulled.messages, self.context.dp_rank == 0
+        for buffer in self._buffers:
+            if first:
+                for place in range(1, messages.num_workers):
+                    messages.send(buffer, place)
+            else:
+                messages.receive_later(buffer, 0)
+        messages.finish()
+
+    def own_norm(self) -> Tensor:
+        """The norm of this worker's gradients."""
+        return super().norm()
+
+    def norm(self) -> Tensor:
+        """The norm of the summed gradients, as the servers have it. Collective."""
+        squares = self.context.all_gather_numbers(0.0, "dp")
+        return torch.tensor(math.sqrt(math.fsum(squares)), dtype=torch.float64)
+
+    def gradients(self) -> dict[str, StateTensor]:
+        """See `Runner.gradients`: the servers have them."""
+        return {}
+
+    def state(self) -> dict[str, StateTensor]:
+        """See `Runner.state`: of the trained parameters the servers have it."""
+        trained = {id(parameter) for parameter in self._pulled.parameters.values()}
+        every = self.module.named_parameters(remove_duplicate=False)
+        on_servers = {f"model.{name}" for name, parameter in every if id(parameter) in trained}
+        return {name: value for name, value in super().state().items() if name not in on_servers}

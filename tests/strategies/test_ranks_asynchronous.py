@@ -1,0 +1,165 @@
+"""Pushes that are applied as they come: bounded, written down, and done again bit for bit."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from support.nets import TinyLM, tokens
+from support.parity import adamw
+from support.peaks import assert_same_parts, peaks, text, wide
+from support.ranks import run_ranks
+from support.whole import whole_tensors
+from torch.nn import functional
+
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.data import GlobalOrder, StepLoader
+from bigtrain.engine.engine import Engine
+from bigtrain.errors import ConfigError
+from bigtrain.job.load import job_from_keys
+from bigtrain.losses.loss import CrossEntropy
+
+OPTION = "strategy.replicate."
+RATE = 0.1
+sgd = partial(torch.optim.SGD, lr=RATE)
+STEPS = 6
+
+
+def loader(rank, size, batch=8):
+    samples = tokens(22)
+    order = GlobalOrder(len(samples), batch, seed=3)
+    shares = {"dp_rank": rank, "dp_size": size, "micro_batch_size": 8}
+    return StepLoader(samples, order, count=CrossEntropy().count, **shares)
+
+
+def trained(context, folder, keys, late=None, optimizer=sgd):
+    """The weights before, the losses and staleness of this rank, and the weights after.
+
+    The rank `late[0]` begins its first step when so many pushes as `late[1]` are written down.
+    """
+    Path(folder).mkdir(exist_ok=True)
+    context.recorder.folder = Path(folder)
+    options = {"train.global_batch_size": 8, "train.precision": "fp64", **keys}
+    job = job_from_keys("parameter_server_async", options)
+    with Engine(TinyLM, CrossEntropy(), optimizer, job, context) as engine:
+        before = whole_tensors(engine.runner.state())
+        place, size = engine.plan.data_rank(context.dp_rank), engine.plan.batch.dp_size
+        batches, found = loader(place, size, engine.plan.batch.global_size), []
+        for _, batch in zip(range(STEPS), batches, strict=False):
+            if late is not None and context.rank == late[0] and not found:
+                while len(log_of(folder)) < late[1]:
+                    time.sleep(0.01)
+                time.sleep(0.1)  # for more, were the others let
+            result = engine.step(batch)
+            found.append((result.loss, getattr(engine.runner, "figures", {})))
+        return before, found, whole_tensors(engine.runner.state())
+
+
+def log_of(folder):
+    path = Path(folder) / "pushes.jsonl"
+    text = path.read_text() if path.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [line for line in lines if "worker" in line]
+
+
+def by_hand(before, log, workers, *, divide):
+    """What the pushes of a log come to, in one process."""
+    model = TinyLM().double()
+    model.load_state_dict({n.removeprefix("model."): t for n, t in before.items()})
+    streams = [iter(loader(worker, workers)) for worker in range(workers)]
+    versions = [{n: p.detach().clone() for n, p in model.named_parameters()}]
+    for line in log:
+        batch = next(streams[line["worker"]]).micro_batches[0]
+        model.load_state_dict(versions[line["pulled"]], strict=False)
+        out = model(batch.inputs).flatten(0, -2)
+        functional.cross_entropy(out, batch.targets.flatten()).backward()
+        rate = RATE / max(1, line["version"] - line["pulled"]) if divide else RATE
+        newest = versions[-1]
+        versions.append({n: newest[n] - rate * p.grad for n, p in model.named_parameters()})
+        model.zero_grad()
+    return versions[-1]
+
+
+@pytest.mark.parametrize("divide", [False, True])
+def test_each_push_is_applied_to_what_is_newest(tmp_path, divide):
+    keys = {OPTION + "divide_rate": divide, OPTION + "staleness": 3}
+    before, _, after = run_ranks(trained, 3, tmp_path, keys, (1, 4))[0]
+    log = log_of(tmp_path)
+    assert max(line["staleness"] for line in log) == 4
+    for name, value in by_hand(before, log, 2, divide=divide).items():
+        assert torch.allclose(after[f"model.{name}"], value, rtol=0, atol=1e-12), name
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_the_fastest_worker_waits(tmp_path, bound):
+    keys = {OPTION + "staleness": bound, "train.global_batch_size": 9}
+    found = run_ranks(trained, 4, tmp_path, keys, (0, 2 * (bound + 1)))
+    clocks, stale = [0, 0, 0], {0: [], 1: [], 2: []}
+    log = log_of(tmp_path)
+    for number, line in enumerate(log):
+        clocks[line["worker"]] += 1
+        assert line["version"] == number
+        assert line["staleness"] == number - line["pulled"] <= 2 * (2 * bound + 1)
+        assert max(clocks) - min(clocks) <= bound + 1
+        for answered in line["answers"]:
+            assert clocks[answered] - min(clocks) <= bound
+        stale[line["worker"]].append(line["staleness"])
+    assert clocks == [STEPS] * 3
+    lead = [line["worker"] for line in log[: 2 * (bound + 1)]]
+    assert log[len(lead)]["worker"] == 0
+    assert 0 not in lead  # the late one: the others went ahead as far as they may
+    for worker in range(3):
+        assert [figures["staleness"] for _, figures in found[worker][1]] == stale[worker]
+
+
+def test_a_run_is_done_again_from_its_log_bit_for_bit(tmp_path):
+    keys = {OPTION + "servers": 2}
+    once = run_ranks(trained, 4, tmp_path / "once", keys, (0, 4), adamw)
+    keys[OPTION + "replay"] = str(tmp_path / "once/pushes.jsonl")
+    again = run_ranks(trained, 4, tmp_path / "again", keys, None, adamw)
+    for mine, theirs in zip(once, again, strict=True):
+        assert mine[1] == theirs[1]
+        assert all(torch.equal(value, theirs[2][name]) for name, value in mine[2].items())
+    for server in range(2):
+        one, other = (
+            [line for line in log_of(tmp_path / run) if line["server"] == server]
+            for run in ("once", "again")
+        )
+        assert one == other
+    wrong = {OPTION + "replay": str(tmp_path / "once")}
+    with pytest.raises(
+        ConfigError, match="is of 2 workers and 2 servers, and this run has 2 and 1"
+    ):
+        make_plan(job_from_keys("parameter_server_async", wrong), 3, "cpu")
+    path = tmp_path / "once/pushes.jsonl"
+    path.write_text(path.read_text() * 2)  # as of a run that was resumed
+    with pytest.raises(ConfigError, match="is of a run that was resumed, which cannot be done"):
+        make_plan(job_from_keys("parameter_server_async", {**keys, **wrong}), 4, "cpu")
+
+
+def test_the_peak_of_workers_and_of_servers_is_foretold():
+    found = run_ranks(peaks, 3, wide, text(), "parameter_server_async", {}, adamw)
+    for predicted, measured, note in found:
+        assert note is None
+        assert_same_parts(predicted, measured)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"staleness": -1}, "strategy.replicate.staleness"),
+        ({"replay": "nowhere.jsonl"}, "replay=nowhere.jsonl is no log of pushes: .*Give runs/NAME"),
+        (
+            {"replay": "nowhere.jsonl", "mode": "synchronous"},
+            "there is none to follow. Set strategy.replicate.mode=asynchronous",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(keys, message):
+    options = {OPTION + key: value for key, value in keys.items()}
+    with pytest.raises(ConfigError, match=message):
+        make_plan(job_from_keys("parameter_server_async", options), 3, "cpu")
