@@ -52,6 +52,7 @@ setup(
         "bigtrain.recorder",
         "bigtrain.report",
         "bigtrain.schedules",
+        "bigtrain.speedup",
         "bigtrain.strategies",
         "bigtrain.strategies.pipeline",
         "bigtrain.strategies.zero",

@@ -83,8 +83,10 @@ done
 for one in $started; do wait "$one" || status=$?; done
 exit $status
 """
+# Without a name server, as there is none on that network: each question would wait for seconds.
 _SETTLE = (
-    'echo "$0" >/proc/sys/kernel/hostname && mount --bind "$1" /etc/hosts && shift && exec "$@"'
+    'echo "$0" >/proc/sys/kernel/hostname && mount --bind "$1" /etc/hosts && '
+    '{ mount --bind /dev/null /etc/resolv.conf; shift; exec "$@"; }'
 )
 
 
@@ -191,7 +193,8 @@ class World:
         Where one fails the others are ended. After `limit_s` seconds all are, and it is 124.
         """
         places = range(1 if first else self.hosts)
-        environs = [{} if first else self._rank(n) for n in places]
+        meeting = {"MASTER_ADDR": "host0", "MASTER_PORT": str(PORT)}
+        environs = [meeting if first else {**meeting, **self._rank(n)} for n in places]
         running = [self.start(n, command, environs[n], output) for n in places]
         deadline = None if limit_s is None else time.monotonic() + limit_s
         try:
@@ -226,7 +229,6 @@ class World:
         return {
             **{"RANK": str(host), "WORLD_SIZE": str(self.hosts)},
             **{"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
-            **{"MASTER_ADDR": "host0", "MASTER_PORT": str(PORT)},
         }
 
     def _make(self) -> None:
@@ -371,7 +373,8 @@ def main() -> int:
     parser.add_argument("--first", action="store_true", help="run it on host0 alone")
     parser.add_argument("--remove", action="store_true", help="take away what was left behind")
     parser.add_argument("--table", action="store_true", help="measure strategies on two links")
-    parser.add_argument("--steps", type=int, default=10, help="of --table: timed steps")
+    parser.add_argument("--steps", type=int, default=8, help="of --table: timed steps")
+    parser.add_argument("--cluster", help="of --table: figures of this machine (default: measure)")
     parser.add_argument("--output", type=Path, help="of --table: a JSON file")
     parser.add_argument("command", nargs="*", help="after --")
     options = parser.parse_args()
@@ -385,7 +388,7 @@ def main() -> int:
         if options.table:
             from hosts_table import make_table
 
-            return make_table(options.hosts, options.steps, options.output)
+            return make_table(options.hosts, options.steps, options.output, options.cluster)
         if not options.command:
             raise ConfigError("hosts.py: no command. Write it after --, or use --table or --remove")
         rate, delay = parse_rate(options.rate), parse_delay(options.delay)

@@ -54,6 +54,7 @@ COMMANDS = {
         *("--global-batch-size", "--output", "--picture", "--json"),
     },
     "compare": _SIDES | {"--cap", "--largest", "--picture"},
+    "speedup": _SIDES | {"--cluster", "--picture"},
     "verify": _SIDES | {"--optimizer", "--fuzz", "--seed"},
     "checkpoint": {"-h", "--help"},
     "strategies": {"-h", "--help", "--json"},
@@ -194,7 +195,7 @@ def test_the_command_line_is_frozen(monkeypatch):
     actions = parser_of(lambda: cli.main([]), monkeypatch)
     assert {o for action in actions for o in action.option_strings} == {"-h", "--help"}
     (commands,) = [action for action in actions if not action.option_strings]
-    assert set(commands.choices) == {"train", "record", *COMMANDS}
+    assert set(commands.choices) == {"train", "record", "pace", *COMMANDS}
     assert set(cli.COMMANDS) == {"train", *COMMANDS}
 
 
