@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,7 @@ class Trial:
             compute=pace.compute,
             exposed=pace.step - pace.compute,
             whole=pace.whole,
-            latency=min(predicted.latency, pace.whole or predicted.latency),
+            latency=min(pace.latency or 0.0, pace.whole or 0.0),
         )
         return SpeedupRow(label, ranks, measured, predicted)
 
@@ -174,48 +174,21 @@ class Trial:
         measured = [row.measured for row in own if row.measured is not None]
         if measured:
             last = measured[-1]
-            scale, crowding = _scale(last, forecaster.step(last.ranks)), last.crowding
-
-            def step_of(ranks: int) -> SyncStep:
-                """As it is forecast, corrected by what was measured."""
-                one = forecaster.step(ranks)
-                return SyncStep(
-                    ranks=ranks,
-                    workers=one.workers,
-                    batch=one.batch,
-                    alone=last.alone,
-                    compute=last.alone * crowding,
-                    exposed=one.exposed * scale,
-                )
-
-            most = None if self._cluster is None else _reach(self._cluster)
-            self.solved[f"{label} here"] = self._thresholds(
-                last, self._cost, forecaster.bandwidth(last.ranks), step_of, most
-            )
+            self.solved[f"{label} here"] = {
+                "batch": batch_that_pays(last, self._cost),
+                "bandwidth": bandwidth_that_pays(last, 1.0),
+            }
+            if forecaster.at_hand:
+                found = ranks_that_pay(_as_measured(forecaster, last), _tried(last, self._cluster))
+                self.solved[f"{label} here"]["ranks"] = found
         predicted = [row.predicted for row in own if row.predicted and row.measured is None]
         if predicted:
             last = predicted[-1]
-            cost = ComputeCost(0.0, last.alone / last.batch)
-            given = (last, cost, forecaster.bandwidth(last.ranks), forecaster.step)
-            self.solved[f"{label} on {last.ranks}"] = self._thresholds(
-                *given, _reach(self._cluster)
-            )
-
-    def _thresholds(
-        self,
-        step: SyncStep,
-        cost: ComputeCost | None,
-        bandwidth: float,
-        step_of: Any,
-        most: int | None,
-    ) -> dict[str, Threshold]:
-        tried = [n for n in candidates() if n >= step.ranks - step.workers + 1]
-        tried = [n for n in tried if most is None or n <= most] or [step.ranks]
-        return {
-            "batch": batch_that_pays(step, cost),
-            "bandwidth": bandwidth_that_pays(step, bandwidth),
-            "ranks": ranks_that_pay(step_of, tried),
-        }
+            self.solved[f"{label} on {last.ranks}"] = {
+                "batch": batch_that_pays(last, ComputeCost(0.0, last.alone / last.batch)),
+                "bandwidth": bandwidth_that_pays(last, 1.0),
+                "ranks": ranks_that_pay(forecaster.step, _tried(last, self._cluster)),
+            }
 
     def _pace(self, folder: Path, name: str, ranks: int, request: PaceRequest) -> MeasuredPace:
         """One run of `bigtrain/speedup/measure.py`.
@@ -322,11 +295,23 @@ def _batch_words(options: SpeedupOptions, names: Sequence[str], most: int) -> li
     return found
 
 
-def _scale(measured: SyncStep, predicted: SyncStep) -> float:
-    """What was measured of an exchange over what was predicted."""
-    return max(0.0, measured.exposed) / predicted.exposed if predicted.exposed > 0 else 1.0
+def _as_measured(forecaster: StepForecaster, last: SyncStep) -> Callable[[int], SyncStep]:
+    """Steps as they are forecast, corrected by what was measured of the most ranks."""
+    known = forecaster.step(last.ranks).exposed
+    scale = max(0.0, last.exposed) / known if known > 0 else 1.0
+
+    def step_of(ranks: int) -> SyncStep:
+        one = forecaster.step(ranks)
+        compute = last.alone * last.crowding
+        return replace(one, alone=last.alone, compute=compute, exposed=one.exposed * scale)
+
+    return step_of
 
 
-def _reach(cluster: Cluster | None) -> int | None:
-    """The most ranks that a cluster has links for; None for any."""
-    return None if cluster is None or cluster.between is not None else cluster.node.devices
+def _tried(step: SyncStep, cluster: Cluster | None) -> list[int]:
+    """Numbers of ranks of which some compute, as many as there are links for."""
+    most = candidates()[-1]
+    if cluster is not None and cluster.between is None:
+        most = cluster.node.devices
+    servers = step.ranks - step.workers
+    return [ranks for ranks in candidates() if servers < ranks <= most] or [step.ranks]

@@ -47,14 +47,15 @@ class StepForecaster:
         self._kind = base.device.kind
         plan = make_plan(job, most, self._kind)
         self.setup: RunSetup = open_setup(job, plan)
-        at_hand = self._here or is_at_hand(base.device.kind, base.device.name)
+        self.at_hand = self._here or is_at_hand(base.device.kind, base.device.name)
+        """Whether the figures are of this machine."""
         at_once = min(most, self._cores if self._here else base.node.devices)
         self._clock = RunClock(
             job,
             self.setup.resolved,
             self.setup.workload,
             StepTimer(self.cluster_of(most)),
-            at_once=at_once if at_hand else 0,
+            at_once=at_once if self.at_hand else 0,
             script=SCRIPT,
         )
 

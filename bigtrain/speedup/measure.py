@@ -74,6 +74,8 @@ class MeasuredPace:
     techniques exchange in some steps only."""
     whole: float | None
     """Of the messages; None without any."""
+    latency: float | None
+    """Of as many messages of one number a rank; None without any."""
     threads: int
     """Of each rank."""
     others_cores: float | None
@@ -113,8 +115,10 @@ def measure_pace(
     if context.world_size > 1:
         step = _together(parts, context, request.steps)
     whole = _replayed(context, request.messages)
+    empty = [(kind, 0, calls) for kind, _, calls in request.messages]
+    latency = _replayed(context, empty)
     others = others_cores(context.all_gather_objects(clock.read()))
-    return MeasuredPace(compute, other, step, whole, torch.get_num_threads(), others)
+    return MeasuredPace(compute, other, step, whole, latency, torch.get_num_threads(), others)
 
 
 def _alone(job: Job, rows: int, context: RunContext, workers: int, steps: int) -> float:

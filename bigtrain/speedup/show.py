@@ -105,7 +105,8 @@ def threshold_lines(
         here = name.endswith(" here")
         steps = [row.measured if here else row.predicted for row in rows if row.strategy == label]
         step = [one for one in steps if one is not None][-1]
-        lines += inequality_lines(label, step, found, forecaster.bandwidth(step.ranks), here=here)
+        rate = forecaster.bandwidth(step.ranks) if forecaster.at_hand or not here else None
+        lines += inequality_lines(label, step, found, rate, here=here)
     return lines
 
 
@@ -113,7 +114,7 @@ def inequality_lines(
     label: str,
     step: SyncStep,
     found: Mapping[str, Threshold],
-    bandwidth: float,
+    bandwidth: float | None,
     *,
     here: bool,
 ) -> list[str]:
@@ -122,31 +123,31 @@ def inequality_lines(
     Args:
         label: the strategy.
         step: of so many ranks.
-        found: the solutions for `batch`, `bandwidth` and `ranks`.
-        bandwidth: bytes a second that there are.
+        found: the solutions for `batch`, `bandwidth` (times what there is) and, where it is known
+            how exchanges grow, `ranks`.
+        bandwidth: bytes a second that there are; None: nobody knows.
         here: whether it was measured, or is predicted.
     """
     sign, verdict = ("<", "pays") if step.pays else (">=", "does not pay")
     left, right = step.seconds, step.workers * step.alone
-    first = (
+    lines = [
         f"{label} on {step.ranks} ranks, {'measured' if here else 'predicted'}: "
         f"T_comp {step.compute:.4f} + T_sync {step.exposed:.4f} = {left:.4f} s {sign} "
         f"{step.workers} x {step.alone:.4f} = {right:.4f} s: it {verdict}"
-    )
-    batch, rate, ranks = (found[key] for key in ("batch", "bandwidth", "ranks"))
-    lines = [first]
+    ]
+
+    def rate(times: float) -> str:
+        if times == 0:
+            return "any"
+        words = f"{times:.2g} times what there is, or more"
+        return words if bandwidth is None else f"{words}: {_rate(times * bandwidth)}"
+
     lines.append(
-        _line("samples a worker", batch, lambda v: f"{v:.0f} or more", f"there are {step.batch}")
+        _line("samples a worker", found["batch"], "{:.0f} or more".format, f"now {step.batch}")
     )
-    lines.append(
-        _line(
-            "bandwidth",
-            rate,
-            lambda v: f"{_rate(v)} or more" if v > 0 else "any",
-            f"there are {_rate(bandwidth)}",
-        )
-    )
-    lines.append(_line("ranks", ranks, lambda v: f"{v:.0f} or more", ""))
+    lines.append(_line("bandwidth", found["bandwidth"], rate, ""))
+    if "ranks" in found:
+        lines.append(_line("ranks", found["ranks"], "{:.0f} or more".format, ""))
     return lines
 
 

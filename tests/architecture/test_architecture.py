@@ -202,6 +202,7 @@ def test_the_command_line_is_frozen(monkeypatch):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_options_of_each_command_are_frozen(name, monkeypatch):
     readers = {"compare": arguments.compare_arguments, "verify": arguments.verify_arguments}
+    readers |= {"speedup": arguments.speedup_arguments}
     readers |= {"strategies": list_strategies.main, "doctor": doctor.main}
     readers |= {"plan": arguments.plan_arguments, "checkpoint": checkpoint_command.main}
     actions = parser_of(lambda: readers[name]([]), monkeypatch)

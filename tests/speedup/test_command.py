@@ -31,5 +31,5 @@ def test_two_ranks_are_measured_predicted_and_solved_for(tmp_path):
     assert first["predicted"]["exposed"] > 0
     assert (more["ranks"], more["measured"]) == (4, None)
     assert "cluster cpu is one node of 2 devices" in more["reason"]
-    assert set(document["pays_from"]["ddp here"]) == {"batch", "bandwidth", "ranks"}
+    assert set(document["pays_from"]["ddp here"]) == {"batch", "bandwidth"}
     assert "ddp, measured" in (tmp_path / "s.svg").read_text()
