@@ -37,7 +37,7 @@ from bigtrain.engine.time_blocks import SCRIPT
 from bigtrain.errors import BigtrainError
 from bigtrain.job.load import load_job
 from bigtrain.job.presets import preset_names
-from bigtrain.machine.cluster import Cluster, Link, NodeSpec, load_cluster
+from bigtrain.machine.cluster import Cluster, Link, LinkSpec, NodeSpec, load_cluster
 from bigtrain.machine.local_cluster import measure_local_cluster
 from bigtrain.planner.ask import Question, ask, rank_limits
 from bigtrain.planner.show import plan_text
@@ -77,7 +77,12 @@ def hosts_cluster(base: Cluster, hosts: int, rate: float, delay: float) -> Clust
     device = {"flops": base.device.flops.model_copy(update=flops), "memory_bandwidth": bandwidth}
     memory = base.node.host_memory // hosts
     node = NodeSpec(devices=1, host_memory=memory, shared=True, cores=1)
-    link = Link(latency=delay + base.inside.latency, bandwidth=rate / 8, efficiency=1.0)
+    latency = delay + base.inside.latency
+    # torch's gloo does a reduce-scatter as an all-reduce of the same bytes: seen on these hosts.
+    twice = LinkSpec(latency=2 * latency, bandwidth=rate / 16, ranks=hosts)
+    link = Link(
+        latency=latency, bandwidth=rate / 8, efficiency=1.0, kinds={"reduce_scatter": twice}
+    )
     parts = {"device": base.device.model_copy(update=device), "node": node, "between": link}
     return base.model_copy(update={"name": f"{hosts} hosts", **parts})
 
