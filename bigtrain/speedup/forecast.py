@@ -23,7 +23,7 @@ from bigtrain.timing.step_time import StepTimer
 
 FORECAST_RANKS = (2, 4, 8, 16)
 """Numbers of ranks that a cluster file is asked for."""
-MOST_RANKS = 4096
+LARGEST_TRIED = 4096
 """Up to which the least number of ranks that pays is looked for."""
 
 
@@ -157,6 +157,6 @@ def counts(most: int) -> list[int]:
 def candidates() -> Sequence[int]:
     """Numbers of ranks that are tried, each a little more than the one before."""
     found = [*range(2, 65)]
-    while found[-1] < MOST_RANKS:
-        found.append(min(MOST_RANKS, found[-1] * 9 // 8))
+    while found[-1] < LARGEST_TRIED:
+        found.append(min(LARGEST_TRIED, found[-1] * 9 // 8))
     return found
