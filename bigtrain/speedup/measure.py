@@ -7,8 +7,9 @@ Started by `bigtrain speedup`, once for each strategy and number of ranks:
     FOLDER/request.json    from the command: a `PaceRequest`
            pace.json       from rank 0: a `MeasuredPace`
 
-The same processes do all three, one after the other: the plain loop on each worker by itself, all
-of them at once; the strategy's steps; its messages with nothing else going on.
+The same processes do all of it, one after the other: the plain loop on each worker by itself, all
+of them at once; the strategy's steps; the plain loop again; the strategy's messages with nothing
+else going on.
 """
 
 import os
@@ -66,7 +67,7 @@ class MeasuredPace:
 
     compute: float
     """Of the plain loop on one process with a worker's samples, each worker by itself and all of
-    them at once: the mean of all steps and workers."""
+    them at once: the mean of all steps and workers, before the strategy's steps and after."""
     other_compute: float | None
     """The same with `other_rows`."""
     step: float
@@ -114,6 +115,8 @@ def measure_pace(
     step = compute
     if context.world_size > 1:
         step = _together(parts, context, request.steps)
+        # Once more, after the strategy: what the machine gives may have changed in between.
+        compute = (compute + _alone(job, micro, context, workers, request.steps)) / 2
     whole = _replayed(context, request.messages)
     empty = [(kind, 0, calls) for kind, _, calls in request.messages]
     latency = _replayed(context, empty)
