@@ -238,7 +238,8 @@ class Trial:
         """The table and what would make more ranks pay."""
         console = Console() if sys.stdout.isatty() else Console(width=150)
         console.print(speedup_table(self.rows, title, self.samples))
-        lines = []
+        named = "this machine" if self._cluster is None else self._cluster.name
+        lines = [f"in brackets: predicted, by the figures of {named}"]
         if self._others > BUSY_SHARE * usable_cores():
             lines.append(
                 f"other programs took up to {self._others:.1f} cores meanwhile: measure again "
@@ -247,7 +248,7 @@ class Trial:
         if self._alone is not None:
             batch = self._first.setup.plan.batch
             epoch = self.samples / (batch.micro_size * batch.accumulation_steps) * self._alone
-            lines.append(f"one process: a step {self._alone:.3f} s, an epoch {epoch:.1f} s")
+            lines.append(f"one process: a step {self._alone:.4f} s, an epoch {epoch:.1f} s")
         lines += [f"{row.strategy} on {row.ranks}: {row.reason}" for row in self.rows if row.reason]
         for label in self._names:
             lines += threshold_lines(label, self.rows, self.solved, self._forecasters[label])

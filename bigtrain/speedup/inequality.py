@@ -147,14 +147,14 @@ def bandwidth_that_pays(step: SyncStep, bandwidth: float) -> Threshold:
         return Threshold(None, "what the exchange takes by itself is not known")
     hidden, beyond = max(0.0, step.whole - step.exposed), max(0.0, step.exposed - step.whole)
     for seconds, what in (
-        (step.latency - hidden, "the latency of the messages"),
-        (beyond, "waiting for slower ranks, and for cores that exchanges share with computing,"),
+        (step.latency - hidden, "the latency of the messages alone"),
+        (beyond, "waiting for slower ranks, and for cores that exchanges share with computing"),
         (step.latency - hidden + beyond, "latency and waiting for slower ranks together"),
     ):
         if seconds >= step.room:
             return Threshold(
                 None,
-                f"{what} alone, {seconds:.2g} s, takes the {step.room:.2g} s that there are to win",
+                f"{what}, {seconds:.2g} s, takes the {step.room:.2g} s that there are to win",
             )
     transfer = max(0.0, step.whole - step.latency)
     return Threshold(bandwidth * transfer / (step.room + hidden - beyond - step.latency), "")

@@ -25,7 +25,7 @@ def write_speedup(path: Path, title: str, rows: Sequence[SpeedupRow]) -> None:
 
 
 def speedup_figure(title: str, rows: Sequence[SpeedupRow]) -> Figure:
-    """The figure: ranks to the right, in powers of two, times as fast as one process upwards."""
+    """The figure: ranks to the right, times as fast as one process upwards, both by powers of two."""
     figure = Figure(figsize=(7.0, 4.6), layout="constrained")
     axes = figure.add_subplot()
     most = max((row.ranks for row in rows), default=2)
@@ -44,7 +44,8 @@ def speedup_figure(title: str, rows: Sequence[SpeedupRow]) -> Figure:
     axes.set_xscale("log", base=2)
     axes.set_xticks([2**n for n in range(most.bit_length() + 1) if 2**n <= most])
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}")
-    axes.set_ylim(bottom=0)
+    axes.set_yscale("log", base=2)  # as many times as ranks is a line then, as well
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("ranks", loc="left")
     axes.set_ylabel("samples a second over those of one process")
     axes.set_title(title, loc="left")

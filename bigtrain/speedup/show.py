@@ -82,7 +82,11 @@ def speedup_table(rows: Sequence[SpeedupRow], title: str, samples: int) -> Table
 
 def _both(row: SpeedupRow, name: str) -> str:
     values = (None if s is None else getattr(s, name) for s in (row.measured, row.predicted))
-    return _pair(*(None if value is None else f"{value:.4f}" for value in values))
+    return _pair(*(None if value is None else _seconds(value) for value in values))
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.4f}" if abs(value) >= 0.01 else f"{value:.2g}"
 
 
 def _pair(measured: str | None, predicted: str | None) -> str:
@@ -132,8 +136,8 @@ def inequality_lines(
     left, right = step.seconds, step.workers * step.alone
     lines = [
         f"{label} on {step.ranks} ranks, {'measured' if here else 'predicted'}: "
-        f"T_comp {step.compute:.4f} + T_sync {step.exposed:.4f} = {left:.4f} s {sign} "
-        f"{step.workers} x {step.alone:.4f} = {right:.4f} s: it {verdict}"
+        f"T_comp {_seconds(step.compute)} + T_sync {_seconds(step.exposed)} = {_seconds(left)} s "
+        f"{sign} {step.workers} x {_seconds(step.alone)} = {_seconds(right)} s: it {verdict}"
     ]
 
     def rate(times: float) -> str:
