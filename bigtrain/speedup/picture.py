@@ -25,7 +25,7 @@ def write_speedup(path: Path, title: str, rows: Sequence[SpeedupRow]) -> None:
 
 
 def speedup_figure(title: str, rows: Sequence[SpeedupRow]) -> Figure:
-    """The figure: ranks to the right, times as fast as one process upwards, both by powers of two."""
+    """Ranks to the right, times as fast as one process upwards, both by powers of two."""
     figure = Figure(figsize=(7.0, 4.6), layout="constrained")
     axes = figure.add_subplot()
     most = max((row.ranks for row in rows), default=2)
