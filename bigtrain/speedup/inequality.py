@@ -118,7 +118,7 @@ def batch_that_pays(step: SyncStep, cost: ComputeCost | None) -> Threshold:
     backward pass is left out: B may be smaller than this says where exchanges overlap.
     """
     gain = step.workers - step.crowding
-    if gain <= 0:
+    if step.workers == 1 or gain <= 0:
         return Threshold(None, _shared(step))
     if step.exposed <= 0:
         return Threshold(1, "the ranks wait for no exchange")
@@ -139,7 +139,7 @@ def bandwidth_that_pays(step: SyncStep, bandwidth: float) -> Threshold:
         step: with `whole`.
         bandwidth: what there is.
     """
-    if step.room <= 0:
+    if step.workers == 1 or step.room <= 0:
         return Threshold(None, _shared(step))
     if step.exposed <= 0:
         return Threshold(0.0, "the ranks wait for no exchange")

@@ -77,7 +77,8 @@ def test_the_ranks_that_pay_are_those_of_the_closed_form():
     [
         (batch_that_pays(step(compute=2.1), COST), "2 ranks at once compute 2.10 times as long"),
         (batch_that_pays(step(), None), "twice the samples took no longer"),
-        (batch_that_pays(step(workers=1), COST), "one of the ranks computes"),
+        (batch_that_pays(step(workers=1, compute=0.5), COST), "one of the ranks computes"),
+        (bandwidth_that_pays(step(workers=1, compute=0.5), 1.0), "one of the ranks computes"),
         (bandwidth_that_pays(step(compute=2.1), 1.0), "there is nothing left to gain"),
         (bandwidth_that_pays(step(whole=None), 1.0), "what the exchange takes by itself is not"),
         (bandwidth_that_pays(step(latency=1.0), 1.0), "the latency of the messages alone, 1 s"),
