@@ -45,7 +45,7 @@ from network_switch import mac_of
 from bigtrain.errors import ConfigError
 
 PREFIX = "bigtrain-host-"
-"""Of the names of the namespaces; the number of the process that made them follows, and theirs."""
+"""Of the names of namespaces and folders; the number of the process that made them follows."""
 TOOLS = {"ip": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}
 SWITCH = Path(__file__).with_name("network_switch.py")
 END_S = 10.0
@@ -113,7 +113,7 @@ class World:
         self._cores = sorted(os.sched_getaffinity(0))
 
     def __enter__(self) -> World:
-        self._folder = Path(tempfile.mkdtemp(prefix="bigtrain-hosts-"))
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
         try:
             self._make()
         except BaseException:
@@ -280,25 +280,24 @@ class World:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def leftovers() -> list[str]:
-    """Namespaces whose maker is gone."""
-    found = []
-    for path in sorted(_NAMESPACES.glob(f"{PREFIX}*")):
-        maker = path.name.removeprefix(PREFIX).partition("-")[0]
-        if not Path("/proc", maker).exists():
-            found.append(path.name)
-    return found
-
-
 def remove_leftovers() -> list[str]:
-    """Remove them, and end what still runs in them; their names."""
-    found = leftovers()
-    for name in found:
-        for pid in _pids(name):
+    """Remove namespaces and folders whose maker is gone, and end what runs there; their names."""
+    places = (_NAMESPACES, Path(tempfile.gettempdir()))
+    found = [path for place in places for path in sorted(place.glob(f"{PREFIX}*"))]
+    gone = [
+        path
+        for path in found
+        if not Path("/proc", path.name.removeprefix(PREFIX).partition("-")[0]).exists()
+    ]
+    for path in gone:
+        if path.parent != _NAMESPACES:
+            shutil.rmtree(path, ignore_errors=True)
+            continue
+        for pid in _pids(path.name):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        _forget(name)
-    return found
+        _forget(path.name)
+    return [path.name for path in gone]
 
 
 def _pids(name: str) -> list[int]:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,8 @@ def started(*words: str) -> subprocess.Popen[str]:
 
 
 def left_of(process: subprocess.Popen[str]) -> list[str]:
-    return [path.name for path in Path("/run/netns").glob(f"{hosts.PREFIX}{process.pid}-*")]
+    places = (Path("/run/netns"), Path(tempfile.gettempdir()))
+    return [path.name for one in places for path in one.glob(f"{hosts.PREFIX}{process.pid}-*")]
 
 
 def frame(to: int, size: int) -> bytes:
@@ -138,7 +140,7 @@ def test_what_a_killed_process_leaves_is_removed(as_root):
         assert process.stdout.readline() == "up\n"
         process.kill()
         process.wait()
-        assert len(left_of(process)) == 2
+        assert len(left_of(process)) == 3
         out, _ = started("--remove").communicate(timeout=60)
     assert f"{hosts.PREFIX}{process.pid}-0" in out
     assert left_of(process) == []
