@@ -213,7 +213,8 @@ class World:
         if any(one.poll() not in (None, 0) for one in started):
             self._wait(END_S)  # the others find out by themselves
         for number in (signal.SIGTERM, signal.SIGKILL):
-            for pid in self._programs():
+            own = [one.pid for one in started if one.poll() is None]  # not there yet, perhaps
+            for pid in {*own, *self._programs()}:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
             self._wait(END_S)
