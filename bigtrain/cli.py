@@ -16,12 +16,13 @@ COMMANDS = {
     "train": "train a model under a strategy",
     "plan": "find the fastest plan that fits, without running anything",
     "compare": "run strategies side by side: memory by part, time, losses",
+    "speedup": "whether more ranks pay: computing and synchronising, measured and predicted",
     "verify": "check that strategies compute what one process computes",
     "checkpoint": "inspect, verify, convert, export, compare checkpoints",
     "strategies": "list the strategies, or explain one",
     "doctor": "what this machine has, lacks, and how fast it is",
 }
-SCRIPTS = {"train": "train.py", "record": "verify/record.py"}
+SCRIPTS = {"train": "train.py", "record": "verify/record.py", "pace": "speedup/measure.py"}
 """What the ranks of a command run, beside this file."""
 
 
@@ -37,8 +38,9 @@ def main(arguments: list[str] | None = None) -> int:
     for name, summary in COMMANDS.items():
         commands.add_parser(name, help=summary, add_help=False)
     commands.add_parser("record", add_help=False)  # a part of verify
+    commands.add_parser("pace", add_help=False)  # a part of speedup
     options, rest = parser.parse_known_args(arguments)
-    if options.command in ("train", "record"):
+    if options.command in SCRIPTS:
         return _on_ranks(options.command, rest)
     return _guarded(options.command, rest)
 
@@ -54,6 +56,8 @@ def _guarded(command: str, arguments: list[str]) -> int:
         from bigtrain.planner.command import main as run
     elif command == "compare":
         from bigtrain.compare.command import main as run
+    elif command == "speedup":
+        from bigtrain.speedup.command import main as run
     elif command == "verify":
         from bigtrain.verify.command import main as run
     elif command == "checkpoint":
@@ -79,14 +83,15 @@ def _on_ranks(command: str, arguments: list[str]) -> int:
     """Run the script of a command: in this process, or in as many ranks as are asked for."""
     from bigtrain.job.arguments import train_arguments
 
-    options = train_arguments(arguments, starts_ranks=True, records=command == "record")
+    options = train_arguments(arguments, starts_ranks=True, records=command != "train")
     words = _of_ranks(arguments)
     if options.num_ranks is None:
         from bigtrain import train
         from bigtrain.ranks.exit_status import run_guarded
+        from bigtrain.speedup import measure
         from bigtrain.verify import record
 
-        run = record.main if command == "record" else train.main
+        run = {"train": train.main, "record": record.main, "pace": measure.main}[command]
         return run_guarded(lambda: run(words))
     from bigtrain.errors import BigtrainError
     from bigtrain.ranks.launch import start_ranks

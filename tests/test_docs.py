@@ -31,7 +31,7 @@ GROUPS = {
     "stages": ("schedules", "tracing", "cutting"),
     "contract": ("costs", "core", "pipeline", "prediction", "strategies"),
     "a run": ("assembly", "timing", "engine", "report"),
-    "commands": ("planner", "compare", "verify"),
+    "commands": ("planner", "compare", "speedup", "verify"),
 }
 MOST_LINES = {"README.md": 150, "architecture.md": 150, "measured.md": 150, "CONTRIBUTING.md": 200}
 OTHERS = {"Sequential", "run_ranks", "vit_b_16"}
@@ -175,6 +175,7 @@ OPTIONS = {
     "train": lambda given: arguments.train_arguments(given, starts_ranks=True),
     "plan": arguments.plan_arguments,
     "compare": arguments.compare_arguments,
+    "speedup": arguments.speedup_arguments,
     "verify": arguments.verify_arguments,
     "checkpoint": arguments.READERS["checkpoint"],
 }
@@ -205,7 +206,7 @@ def test_commands_in_the_pages_can_be_read(page, given, tmp_path, monkeypatch):
         return
     options = OPTIONS[given[1]](given[2:])  # an unknown option ends in SystemExit
     whole = " ".join(given)
-    if given[1] in ("compare", "verify"):
+    if given[1] in ("compare", "speedup", "verify"):
         for name in options.strategies.split(","):
             assert name == "all" or load_job(None, name), given
     if given[1] == "train" and not re.search(r"NAME|auto|\.yaml|PATH|\.json", whole):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import TypeVar
 
 TRAIN_HELP = """\
 One job is one YAML file; configs/jobs/default.yaml is used when none is named. Any key can be
@@ -132,6 +133,9 @@ class ComparisonOptions(argparse.Namespace):
     seed: int = 0
 
 
+SideOptions = TypeVar("SideOptions", bound=ComparisonOptions)
+
+
 def compare_arguments(arguments: list[str]) -> ComparisonOptions:
     """Read the arguments of `bigtrain compare`.
 
@@ -149,7 +153,7 @@ def compare_arguments(arguments: list[str]) -> ComparisonOptions:
         help="find how far each strategy can raise a key (micro_batch_size, n_layer, ...)",
     )
     parser.add_argument("--picture", metavar="FILE", help="also write the bars as .svg or .png")
-    return _side_options(parser, arguments)
+    return _side_options(parser, arguments, ComparisonOptions())
 
 
 def verify_arguments(arguments: list[str]) -> ComparisonOptions:
@@ -178,7 +182,7 @@ def verify_arguments(arguments: list[str]) -> ComparisonOptions:
     parser.add_argument(
         "--seed", type=int, default=argparse.SUPPRESS, help="of what --fuzz draws (default 0)"
     )
-    options = _side_options(parser, arguments)
+    options = _side_options(parser, arguments, ComparisonOptions())
     given = vars(options)
     if "seed" in given and "fuzz" not in given:
         parser.error("--seed is of what --fuzz draws: add --fuzz N, or set train.seed of the job")
@@ -187,6 +191,34 @@ def verify_arguments(arguments: list[str]) -> ComparisonOptions:
     if options.fuzz and options.strategies != "all":
         parser.error("--fuzz draws the strategies; leave --strategies out, or --fuzz")
     return options
+
+
+class SpeedupOptions(ComparisonOptions):
+    """What `bigtrain speedup` was given."""
+
+    cluster: str | None
+
+
+def speedup_arguments(arguments: list[str]) -> SpeedupOptions:
+    """Read the arguments of `bigtrain speedup`.
+
+    Raises:
+        SystemExit: 2 for an unknown option, 0 after --help.
+    """
+    parser = _side_parser(
+        "speedup",
+        "Measure what ranks compute and exchange in a step, and say whether more of them pay.",
+        strategies="ddp",
+        ranks="the most ranks (default: GPUs, or cores)",
+    )
+    parser.add_argument("--steps", type=int, default=8, help="steps that are timed (default 8)")
+    parser.add_argument(
+        *("--cluster",),
+        metavar="FILE",
+        help="predict by these figures, also for more ranks (default: this machine's)",
+    )
+    parser.add_argument("--picture", metavar="FILE", help="the speed-up as .svg or .png")
+    return _side_options(parser, arguments, SpeedupOptions())
 
 
 class PlanOptions(argparse.Namespace):
@@ -295,7 +327,13 @@ def checkpoint_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _side_parser(command: str, description: str) -> argparse.ArgumentParser:
+def _side_parser(
+    command: str,
+    description: str,
+    strategies: str = "all",
+    ranks: str = "ranks of each run (default: GPUs, or 2)",
+) -> argparse.ArgumentParser:
+    words = "as train's --strategy, with commas between them"
     parser = argparse.ArgumentParser(
         prog=f"bigtrain {command}",
         usage="%(prog)s [JOB] [options] [KEY=VALUE | KEY VALUE ...]",
@@ -306,13 +344,11 @@ def _side_parser(command: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="JOB", help="the same as JOB")
     parser.add_argument(
         *("--strategies",),
-        default="all",
+        default=strategies,
         metavar="A,B+C",
-        help="as train's --strategy, with commas between them, or all (default)",
+        help=f"{words}, or all (default)" if strategies == "all" else f"{words} (default ddp)",
     )
-    parser.add_argument(
-        "-n", "--num-ranks", type=int, metavar="N", help="ranks of each run (default: GPUs, or 2)"
-    )
+    parser.add_argument("-n", "--num-ranks", type=int, metavar="N", help=ranks)
     parser.add_argument(
         "--time-limit", type=float, default=600.0, metavar="S", help="seconds a run (default 600)"
     )
@@ -323,8 +359,10 @@ def _side_parser(command: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _side_options(parser: argparse.ArgumentParser, arguments: list[str]) -> ComparisonOptions:
-    options, rest = parser.parse_known_args(arguments, namespace=ComparisonOptions())
+def _side_options(
+    parser: argparse.ArgumentParser, arguments: list[str], options: SideOptions
+) -> SideOptions:
+    _, rest = parser.parse_known_args(arguments, namespace=options)
     for name, least in (("steps", 1), ("time_limit", 1)):
         if getattr(options, name) < least:
             option = f"--{name.replace('_', '-')}"

@@ -138,7 +138,7 @@ def _times(
         if before is not None:
             before()
         began = time.perf_counter()
-        _exchange(context, kind, whole, share)
+        exchange(context, kind, whole, share)
         synchronize(whole.device)
         taken.append((began - start, time.perf_counter() - began))
     return taken[warm:]
@@ -176,7 +176,18 @@ def _others_work(context: RunContext) -> float | None:
     return context.world_size / cores * statistics.median(taken[1:] or taken)
 
 
-def _exchange(context: RunContext, kind: CommOp, whole: torch.Tensor, share: torch.Tensor) -> None:
+def exchange(context: RunContext, kind: CommOp, whole: torch.Tensor, share: torch.Tensor) -> None:
+    """One exchange among all ranks; a send goes there and back, between the first two.
+
+    Args:
+        context: of this rank.
+        kind: what is done.
+        whole: the tensor before a reduce-scatter, and after an all-gather.
+        share: this rank's part of it, 1/n of its numbers.
+
+    Raises:
+        ValueError: there is one rank.
+    """
     group = context.group()
     if group is None:
         raise ValueError("one rank has nobody to talk to")
@@ -190,7 +201,7 @@ def _exchange(context: RunContext, kind: CommOp, whole: torch.Tensor, share: tor
         dist.broadcast(whole, 0, group=group)
     elif kind == "reduce":
         dist.reduce(whole, 0, group=group)
-    elif context.rank < 2:  # between the first two, there and back
+    elif context.rank < 2:
         for sender in (0, 1):
             if context.rank == sender:
                 dist.send(whole, 1 - sender, group=group)

@@ -8,13 +8,16 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
+from pathlib import Path
 
 import torch
 
 from bigtrain.activations.policy import BlockPolicy, recomputed_names
 from bigtrain.core.resolved import ResolvedPlan
+from bigtrain.core.strategy import Plan
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile
 from bigtrain.costs.traffic import StepVolume
@@ -24,6 +27,7 @@ from bigtrain.machine.busy import CpuClock
 from bigtrain.machine.local_cluster import cached_local_cluster
 from bigtrain.prediction.compose import compose_profile
 from bigtrain.prediction.memory_report import StepForecast, StepMeasurement
+from bigtrain.prediction.record_sections import RecordedSections
 from bigtrain.prediction.section_library import ModelSections, SectionLibrary
 from bigtrain.prediction.sections import Section
 from bigtrain.ranks.context import RunContext
@@ -113,25 +117,44 @@ def forecast_on(
     Raises:
         ConfigError: the model does not run without its numbers, or a step of it is not known.
     """
-    return _RunClock(job, resolved, workload, timer).forecast()
+    return RunClock(job, resolved, workload, timer).forecast()
 
 
 def _none(why: str) -> StepForecast:
     return StepForecast(None, source=why)
 
 
-class _RunClock:
-    """One run's plan, evaluated as a candidate of the planner's is."""
+class RunClock:
+    """One run's plan, evaluated as a candidate of the planner's is.
+
+    Args:
+        job: of the run.
+        resolved: what will be run.
+        workload: with an example; its model is not changed.
+        timer: with the rates.
+        at_once: ranks that share this machine; left out, all of the plan. 0: the rates are another
+            machine's, and of its blocks nothing is known.
+        script: `engine/time_blocks.py`, to time blocks where none are kept; left out, that is all.
+    """
 
     def __init__(
-        self, job: Job, resolved: ResolvedPlan, workload: Workload, timer: StepTimer
+        self,
+        job: Job,
+        resolved: ResolvedPlan,
+        workload: Workload,
+        timer: StepTimer,
+        *,
+        at_once: int | None = None,
+        script: Path | None = None,
     ) -> None:
         self._plan, self._resolved, self._timer = resolved.plan, resolved, timer
         self._workload, self._rows = workload, workload.micro_batch.rows
         given = (lambda *_: workload.loss, workload.make_optimizer, torch.device("cpu"))
         self._library = SectionLibrary(workload.model, workload.micro_batch, *given)
-        ranks = self._plan.world_size
-        self._blocks = BlockTimer(job, workload.model, workload.micro_batch, ranks, [self._rows])
+        self._at_hand = at_once != 0
+        ranks, rows = at_once or self._plan.world_size, [self._rows]
+        given_blocks = (job, workload.model, workload.micro_batch, ranks, rows, script)
+        self._blocks = BlockTimer(*given_blocks)
 
     def forecast(self) -> StepForecast:
         """Its seconds.
@@ -139,10 +162,34 @@ class _RunClock:
         Raises:
             ConfigError: the model does not run without its numbers, or this is not known of it.
         """
+        seconds = self.seconds_of(self._plan, self._timer)
+        return _told(seconds, self._blocks.basis == "blocks", self._blocks.source)
+
+    def seconds_of(self, plan: Plan, timer: StepTimer) -> StepSeconds:
+        """The same by part, also with more replicas than the run has, and of another link's rates.
+
+        Raises:
+            ConfigError: see `forecast`.
+        """
+        return timer.plan_seconds(plan, *self._pieces)
+
+    def profile(self) -> Profile:
+        """Of the first stage: the whole model where it is not cut.
+
+        Raises:
+            ConfigError: see `forecast`.
+        """
+        return self._pieces[1](0)
+
+    @cached_property
+    def _pieces(
+        self,
+    ) -> tuple[list[PassSeconds], Callable[[int], Profile], RecordedSections, TimedParts]:
+        """Passes and profiles of stages, the run that says what an update takes, what is timed."""
         plan, cut = self._plan, self._plan.cut
         if cut is not None and (cut.recompute != "never" or not cut.spans_ranks):
             raise ConfigError(f"what {plan.strategy.name} does in a step is not known in seconds")
-        timed = self._slowdowns()
+        timed = self._slowdowns() if self._at_hand else None
         kept = self._sections("keep", timed)
         chosen, names = self._chosen(kept, timed)
         edges = self._edges(kept.sections)
@@ -161,8 +208,7 @@ class _RunClock:
             )
 
         parts = TimedParts() if timed is None else timed.parts(self._rows)
-        seconds = self._timer.plan_seconds(plan, paces, profile_of, kept.base, parts)
-        return _told(seconds, timed is not None, self._blocks.source)
+        return paces, profile_of, kept.base, parts
 
     def _slowdowns(self) -> Slowdowns | None:
         found = self._blocks.seconds(bf16_parameters=self._plan.bf16_parameters)

@@ -211,6 +211,23 @@ class StepTimer:
             exchange, moving = max(exchange, comm_seconds), max(moving, transfer_seconds)
         return StepSeconds(compute, idle, exchange, moving, self.oversubscription * update)
 
+    def unhidden_seconds(self, plan: Plan, profile: Profile, *, empty: bool = False) -> float:
+        """Seconds of all that goes between ranks in a step, one after the other, nothing hidden.
+
+        Args:
+            plan: not cut into stages.
+            profile: of the whole model.
+            empty: count the messages without what is in them: their latency.
+        """
+        return sum(
+            traffic.step_calls(plan.batch.accumulation_steps)
+            / traffic.calls
+            * self._one(replace(traffic, nbytes=0) if empty else traffic)
+            for technique in plan.techniques.values()
+            for traffic in technique.traffic(profile, plan)
+            if traffic.ranks > 1 and traffic.calls
+        )
+
     def _computing(
         self,
         plan: Plan,

@@ -53,6 +53,7 @@ COMMANDS = {
         *("--global-batch-size", "--output", "--picture", "--json"),
     },
     "compare": _SIDES | {"--cap", "--largest", "--picture"},
+    "speedup": _SIDES | {"--cluster", "--picture"},
     "verify": _SIDES | {"--optimizer", "--fuzz", "--seed"},
     "checkpoint": {"-h", "--help"},
     "strategies": {"-h", "--help", "--json"},
@@ -204,13 +205,14 @@ def test_the_command_line_is_frozen(monkeypatch):
     actions = parser_of(lambda: cli.main([]), monkeypatch)
     assert {o for action in actions for o in action.option_strings} == {"-h", "--help"}
     (commands,) = [action for action in actions if not action.option_strings]
-    assert set(commands.choices) == {"train", "record", *COMMANDS}
+    assert set(commands.choices) == {"train", "record", "pace", *COMMANDS}
     assert set(cli.COMMANDS) == {"train", *COMMANDS}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_options_of_each_command_are_frozen(name, monkeypatch):
     readers = {"compare": arguments.compare_arguments, "verify": arguments.verify_arguments}
+    readers |= {"speedup": arguments.speedup_arguments}
     readers |= {"strategies": list_strategies.main, "doctor": doctor.main}
     readers |= {"plan": arguments.plan_arguments, "checkpoint": arguments.READERS["checkpoint"]}
     actions = parser_of(lambda: readers[name]([]), monkeypatch)

@@ -24,7 +24,7 @@ ORDER = (
     *("schedules", "tracing", "cutting"),
     *("costs", "core", "strategy", "pipeline", "prediction", "strategies"),
     *("assembly", "timing", "engine", "report"),
-    *("planner", "compare", "verify"),
+    *("planner", "compare", "speedup", "verify"),
     *("hvd", "train", "cli", "__main__"),
 )
 

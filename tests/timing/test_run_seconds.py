@@ -18,7 +18,7 @@ from bigtrain.prediction.memory_report import StepForecast
 from bigtrain.prediction.section_library import SectionLibrary
 from bigtrain.ranks.context import RunContext
 from bigtrain.timing import run_seconds
-from bigtrain.timing.run_seconds import StepWatch, _RunClock, forecast_step_seconds
+from bigtrain.timing.run_seconds import RunClock, StepWatch, forecast_step_seconds
 from bigtrain.timing.step_time import StepTimer
 from bigtrain.units import GIB
 
@@ -85,7 +85,7 @@ def test_what_is_computed_again_takes_its_time():
 
 def test_a_cut_through_a_block_deals_out_its_seconds_as_its_arithmetic_is():
     job, setup = setup_of("1f1b", 2, "strategy.cut.at=[blocks.2.mlp]")
-    clock = _RunClock(job, setup.resolved, setup.workload, StepTimer(cluster(2)))
+    clock = RunClock(job, setup.resolved, setup.workload, StepTimer(cluster(2)))
     sections = clock._sections("keep", None).sections
     begin, edge, end = clock._edges(sections)
     width, length = 64, 32

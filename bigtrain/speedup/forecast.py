@@ -1,0 +1,162 @@
+"""What a step of any number of ranks is expected to take, by a cluster's figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import get_args
+
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.core.strategy import Plan
+from bigtrain.engine.setup import RunSetup, open_setup
+from bigtrain.engine.time_blocks import SCRIPT
+from bigtrain.errors import ConfigError
+from bigtrain.job.load import override_job
+from bigtrain.job.schema import Job
+from bigtrain.machine.cluster import Cluster, CommOp
+from bigtrain.machine.local_cluster import measure_local_cluster
+from bigtrain.machine.rates import usable_cores
+from bigtrain.prediction.residuals import is_at_hand
+from bigtrain.speedup.inequality import SyncStep
+from bigtrain.timing.run_seconds import RunClock
+from bigtrain.timing.step_time import StepTimer
+
+FORECAST_RANKS = (2, 4, 8, 16)
+"""Numbers of ranks that a cluster file is asked for."""
+LARGEST_TRIED = 4096
+"""Up to which the least number of ranks that pays is looked for."""
+
+
+class StepForecaster:
+    """Steps of one strategy; a worker has as many samples however many there are.
+
+    Args:
+        job: of the strategy, with a micro-batch size and accumulation, and no global batch size.
+        cluster: the figures; left out, this machine's, which are measured where none are kept.
+        most: ranks that are run on this machine.
+
+    Raises:
+        ConfigError: the model's steps are not known in seconds, or the job cannot be run.
+    """
+
+    def __init__(self, job: Job, cluster: Cluster | None, most: int) -> None:
+        self._job, self._cluster, self._most = job, cluster, most
+        self._here = cluster is None
+        base = cluster or measure_local_cluster(most)
+        self._base, self._cores = base, usable_cores()
+        self._kind = base.device.kind
+        plan = make_plan(job, most, self._kind)
+        self.setup: RunSetup = open_setup(job, plan)
+        self.at_hand = self._here or is_at_hand(base.device.kind, base.device.name)
+        """Whether the figures are of this machine."""
+        at_once = min(most, self._cores if self._here else base.node.devices)
+        self._clock = RunClock(
+            job,
+            self.setup.resolved,
+            self.setup.workload,
+            StepTimer(self.cluster_of(most)),
+            at_once=at_once if self.at_hand else 0,
+            script=SCRIPT,
+        )
+
+    def cluster_of(self, ranks: int) -> Cluster:
+        """The figures for so many ranks: of this machine, as if each had cores of its own.
+
+        Ranks have as many cores each as they have where the most of them run, if there are few of
+        them as well; more than those are taken to bring theirs along.
+        """
+        if not self._here:
+            return self._base
+        node, device = self._base.node, self._base.device
+        if not node.shared or ranks == self._most > self._cores:
+            devices = max(ranks, node.devices)
+            return self._base.model_copy(
+                update={"node": node.model_copy(update={"devices": devices})}
+            )
+        share = ranks * max(1, self._cores // self._most) / self._cores
+        flops = {name: rate and rate * share for name, rate in device.flops.model_dump().items()}
+        rates = {
+            "flops": device.flops.model_copy(update=flops),
+            "memory_bandwidth": device.memory_bandwidth * share,
+        }
+        return self._base.model_copy(
+            update={
+                "device": device.model_copy(update=rates),
+                "node": node.model_copy(update={"devices": ranks, "cores": ranks}),
+            }
+        )
+
+    def step(self, ranks: int) -> SyncStep:
+        """One step; `exposed` is what the planner counts as exchange, `compute` all else.
+
+        Raises:
+            ConfigError: the technique refuses so many ranks, or the cluster has no link for them.
+        """
+        plan, cluster = self._plan(ranks), self.cluster_of(ranks)
+        if cluster.between is None and ranks > cluster.node.devices:
+            raise ConfigError(
+                f"cluster {cluster.name} is one node of {cluster.node.devices} devices. Give it a "
+                "link for more: between: {latency: 1e-5, bandwidth: 50e9}."
+            )
+        timer, profile = StepTimer(cluster), self._clock.profile()
+        seconds = self._clock.seconds_of(plan, timer)
+        return SyncStep(
+            ranks=ranks,
+            workers=plan.batch.dp_size,
+            batch=plan.batch.micro_size * plan.batch.accumulation_steps,
+            alone=self.alone,
+            compute=seconds.total - seconds.exchange,
+            exposed=seconds.exchange,
+            whole=timer.unhidden_seconds(plan, profile),
+            latency=timer.unhidden_seconds(plan, profile, empty=True),
+        )
+
+    @cached_property
+    def alone(self) -> float:
+        """Seconds of a step of one process with a worker's samples."""
+        single = override_job(self._job, ["strategy=single", "mesh.dp=-1"])
+        plan = make_plan(single, 1, self._kind)
+        return self._clock.seconds_of(plan, StepTimer(self.cluster_of(1))).total
+
+    def messages(self, ranks: int) -> list[tuple[CommOp, int, int]]:
+        """Of one step among all ranks: kind, bytes of all of them together, how many.
+
+        Empty where some go between fewer ranks than all: those are not sent again by themselves.
+        """
+        plan = self._plan(ranks)
+        found: list[tuple[CommOp, int, int]] = []
+        for technique in plan.techniques.values():
+            for one in technique.traffic(self._clock.profile(), plan):
+                if one.ranks == 1 or not one.calls:
+                    continue
+                if one.ranks != ranks or one.kind not in get_args(CommOp):
+                    return []
+                times = plan.batch.accumulation_steps
+                kind: CommOp = one.kind  # type: ignore[assignment]
+                found.append((kind, one.step_bytes(times), one.step_calls(times)))
+        return found
+
+    def bandwidth(self, ranks: int) -> float:
+        """Bytes a second over the slowest link of so many ranks."""
+        cluster = self.cluster_of(ranks)
+        link = cluster.inside
+        if ranks > cluster.node.devices and cluster.between is not None:
+            link = cluster.between
+        return link.of("all_reduce").rate
+
+    def _plan(self, ranks: int) -> Plan:
+        return make_plan(self._job, ranks, self._kind)
+
+
+def counts(most: int) -> list[int]:
+    """Two ranks, four, and so on, and the most."""
+    powers = [2**n for n in range(1, most.bit_length())]
+    return sorted({*powers, most})
+
+
+def candidates() -> Sequence[int]:
+    """Numbers of ranks that are tried, each a little more than the one before."""
+    found = [*range(2, 65)]
+    while found[-1] < LARGEST_TRIED:
+        found.append(min(LARGEST_TRIED, found[-1] * 9 // 8))
+    return found

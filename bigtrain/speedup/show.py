@@ -1,0 +1,171 @@
+"""The table of `bigtrain speedup`, and in words from where on more ranks pay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table
+
+from bigtrain.speedup.forecast import StepForecaster
+from bigtrain.speedup.inequality import SyncStep, Threshold
+
+
+@dataclass(frozen=True)
+class SpeedupRow:
+    """One strategy on some ranks."""
+
+    strategy: str
+    ranks: int
+    measured: SyncStep | None = None
+    predicted: SyncStep | None = None
+    reason: str | None = None
+    """Why there is neither."""
+
+    @property
+    def progress_line(self) -> str:
+        """The row while the others are awaited."""
+        name = f"{self.strategy} on {self.ranks}"
+        if self.measured is None:
+            return f"{name}: {self.reason}"
+        return f"{name}: {self.measured.speedup:.2f} times as fast as one"
+
+    def as_json(self, samples: int) -> dict[str, Any]:
+        """The row for a machine."""
+        return {
+            "strategy": self.strategy,
+            "ranks": self.ranks,
+            "reason": self.reason,
+            "measured": _step_json(self.measured, samples),
+            "predicted": _step_json(self.predicted, samples),
+        }
+
+
+def _step_json(step: SyncStep | None, samples: int) -> dict[str, Any] | None:
+    if step is None:
+        return None
+    told = {"seconds": step.seconds, "speedup": step.speedup, "pays": step.pays}
+    return {**asdict(step), **told, "epoch_seconds": step.epoch_seconds(samples)}
+
+
+def speedup_table(rows: Sequence[SpeedupRow], title: str, samples: int) -> Table:
+    """Measured seconds where there are any, and predicted ones in brackets beside them."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("strategy")
+    for name in ("ranks", "computing s", "T_sync s", "exchange alone s", "step s", "epoch s"):
+        table.add_column(name, justify="right")
+    table.add_column("times as fast", justify="right")
+    table.add_column("pays")
+    for row in rows:
+        best = row.measured or row.predicted
+        if best is None:
+            table.add_row(row.strategy, str(row.ranks), *["-"] * 7)
+            continue
+        table.add_row(
+            row.strategy,
+            str(row.ranks),
+            *(_both(row, name) for name in ("compute", "exposed", "whole", "seconds")),
+            _pair(
+                *(
+                    None if s is None else f"{s.epoch_seconds(samples):.1f}"
+                    for s in (row.measured, row.predicted)
+                )
+            ),
+            _pair(
+                *(None if s is None else f"{s.speedup:.2f}" for s in (row.measured, row.predicted))
+            ),
+            "yes" if best.pays else "no",
+        )
+    return table
+
+
+def _both(row: SpeedupRow, name: str) -> str:
+    values = (None if s is None else getattr(s, name) for s in (row.measured, row.predicted))
+    return _pair(*(None if value is None else _seconds(value) for value in values))
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.4f}" if abs(value) >= 0.01 else f"{value:.2g}"
+
+
+def _pair(measured: str | None, predicted: str | None) -> str:
+    if predicted is None:
+        return measured or "-"
+    return f"{measured or '-'} ({predicted})"
+
+
+def threshold_lines(
+    label: str,
+    rows: Sequence[SpeedupRow],
+    solved: Mapping[str, Mapping[str, Threshold]],
+    forecaster: StepForecaster,
+) -> list[str]:
+    """For each number of ranks that was solved for: the inequality, and its three solutions."""
+    lines = []
+    for name, found in solved.items():
+        if name.partition(" ")[0] != label:
+            continue
+        here = name.endswith(" here")
+        steps = [row.measured if here else row.predicted for row in rows if row.strategy == label]
+        step = [one for one in steps if one is not None][-1]
+        rate = forecaster.bandwidth(step.ranks) if forecaster.at_hand or not here else None
+        lines += inequality_lines(label, step, found, rate, here=here)
+    return lines
+
+
+def inequality_lines(
+    label: str,
+    step: SyncStep,
+    found: Mapping[str, Threshold],
+    bandwidth: float | None,
+    *,
+    here: bool,
+) -> list[str]:
+    """The inequality with its numbers, and from where on it holds.
+
+    Args:
+        label: the strategy.
+        step: of so many ranks.
+        found: the solutions for `batch`, `bandwidth` (times what there is) and, where it is known
+            how exchanges grow, `ranks`.
+        bandwidth: bytes a second that there are; None: nobody knows.
+        here: whether it was measured, or is predicted.
+    """
+    sign, verdict = ("<", "pays") if step.pays else (">=", "does not pay")
+    left, right = step.seconds, step.workers * step.alone
+    lines = [
+        f"{label} on {step.ranks} ranks, {'measured' if here else 'predicted'}: "
+        f"T_comp {_seconds(step.compute)} + T_sync {_seconds(step.exposed)} = {_seconds(left)} s "
+        f"{sign} {step.workers} x {_seconds(step.alone)} = {_seconds(right)} s: it {verdict}"
+    ]
+
+    def rate(times: float) -> str:
+        if times == 0:
+            return "any"
+        words = f"{times:.2g} times what there is, or more"
+        return words if bandwidth is None else f"{words}: {_rate(times * bandwidth)}"
+
+    lines.append(
+        _line("samples a worker", found["batch"], "{:.0f} or more".format, f"now {step.batch}")
+    )
+    lines.append(_line("bandwidth", found["bandwidth"], rate, ""))
+    if "ranks" in found:
+        lines.append(_line("ranks", found["ranks"], "{:.0f} or more".format, ""))
+    return lines
+
+
+def _line(what: str, found: Threshold, words: Callable[[float], str], now: str) -> str:
+    if found.value is None:
+        return f"  {what}: never: {found.reason}"
+    notes = "; ".join(note for note in (now, found.reason) if note)
+    return f"  {what}: {words(found.value)}" + (f" ({notes})" if notes else "")
+
+
+def _rate(bytes_per_second: float) -> str:
+    """As links are rated."""
+    bits = 8 * bytes_per_second
+    for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
+        if bits >= size:
+            return f"{bits / size:.3g} {unit}"
+    return f"{bits:.3g} bit/s"
