@@ -181,7 +181,7 @@ def measure(sources: Iterable[str], targets: Iterable[str], ranks: Iterable[int]
         tasks = [
             forked.Task(
                 *(f"{strategy}.{count}", nothing, go_on, (strategy, list(whole), folder), count),
-                *(pp_of(strategy, count), LIMIT_S),
+                *(pp_of(strategy, count), LIMIT_S, strategy in REPLICAS),
             )
             for strategy in targets
             for count in ranks

@@ -65,6 +65,8 @@ class Task:
     ranks: int
     pp: int
     limit_s: float
+    group: bool = False
+    """Whether one rank has a process group, too."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,8 @@ def _rank(task: Task, prepared: Any, rank: int, folder: Path, pipe: Connection) 
 
     def run() -> Any:
         meet = folder / "meet"
-        with connect(placement, device="cpu", pp=task.pp, store_path=meet) as context:
+        how = connect(placement, device="cpu", pp=task.pp, store_path=meet, force_group=task.group)
+        with how as context:
             _give_way()
             return task.call(context, prepared, *task.args)
 
