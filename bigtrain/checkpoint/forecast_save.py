@@ -3,9 +3,9 @@
 The rounds are gone through as `FileWriting` does, and bytes are added up instead of moved:
 
     pieces written    min(3, pieces of its files so far) * min(16 MiB, its largest file)
-    given             of the round's pieces what the rank has and others write
+    leaving           of a round's pieces what the rank has and others write, in the fullest round
     snapshot          asynchronous: all that the rank gives, to itself, too; its room stays
-    arriving          of the rank's own piece what others have
+    arriving          of the rank's own piece what others have, in the fullest round
     made              tensors that have to be made to be read: from a disk, or of several pieces
 """
 
@@ -15,7 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bigtrain.checkpoint.layout import PIECE_BYTES, Held, TensorFile, checkpoint_files, plan_entries
-from bigtrain.checkpoint.write import BUFFERS, Round, buffer_bytes, first_taken, rounds_of
+from bigtrain.checkpoint.write import (
+    BUFFERS,
+    Round,
+    buffer_bytes,
+    first_taken,
+    given_bytes,
+    rounds_of,
+)
 from bigtrain.job.schema import CheckpointConfig
 
 
@@ -73,11 +80,14 @@ def forecast_save(
     snapshot = sum(share.sent + share.own for share in shares[taken:])
     looked: frozenset[str] = frozenset()
     waiting = most_made = 0
+    leaving = arriving = 0
     for share in shares[:taken]:
         giving, after = _made(made, looked, share.names)
-        waiting = max(waiting, buffers + share.sent + giving)
+        leaving = max(leaving, share.sent)
+        waiting = max(waiting, buffers + leaving + arriving + giving)
         buffers = min(BUFFERS * size, buffers + size * share.writes)
-        waiting = max(waiting, buffers + share.sent + share.arriving + after)
+        arriving = max(arriving, share.arriving)
+        waiting = max(waiting, buffers + leaving + arriving + after)
         most_made, looked = max(most_made, giving), share.names
     for share in shares[taken:]:
         giving, _ = _made(made, looked, share.names)
@@ -86,7 +96,8 @@ def forecast_save(
     beside = buffers
     for share in shares[taken:]:
         buffers = min(BUFFERS * size, buffers + size * share.writes)
-        beside = max(beside, buffers + share.arriving)
+    if taken < count:
+        beside = buffers + max(share.arriving for share in shares[taken:])
     waiting, beside = waiting + snapshot, snapshot + beside if snapshot else 0
     return SaveBytes(waiting, beside, most_made)
 
@@ -128,16 +139,15 @@ class _Share:
 
     @classmethod
     def of(cls, one: Round, rank: int) -> _Share:
-        sent = own = arriving = 0
+        sent, own = given_bytes(one, rank)
+        arriving = 0
         names: set[str] = set()
         for owner, (file, piece) in one.items():
             for source, parts in file.parts(piece).items():
-                size = sum(part.extent.size for part in parts)
                 if source == rank:
                     names |= {part.entry.name for part in parts}
-                    sent, own = (sent, own + size) if owner == rank else (sent + size, own)
                 elif owner == rank:
-                    arriving += size
+                    arriving += sum(part.extent.size for part in parts)
         return cls(sent, own, arriving, rank in one, frozenset(names))
 
 

@@ -25,7 +25,7 @@ import torch
 from bigtrain.checkpoint.folders import draft_folder, publish, write_text
 from bigtrain.checkpoint.layout import checkpoint_files, index_texts
 from bigtrain.checkpoint.manifest import FORMAT, MANIFEST, STATE, file_record, manifest_text
-from bigtrain.checkpoint.write import FileRecord, FileWriting, SnapshotRoom, gather_entries
+from bigtrain.checkpoint.write import FileRecord, FileWriting, HostBuffer, gather_entries
 from bigtrain.errors import CheckpointError
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import StateTensor
@@ -90,7 +90,7 @@ class CheckpointWriting:
             raise
         self._writing = FileWriting(draft, self._files, state, context.rank)
 
-    def take(self, context: RunContext, most_bytes: int | None, room: SnapshotRoom) -> int:
+    def take(self, context: RunContext, most_bytes: int | None, room: HostBuffer) -> int:
         """Copy what is not written yet; see `FileWriting.take`. Collective."""
         return self._writing.take(context, most_bytes, room)
 

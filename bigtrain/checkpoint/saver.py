@@ -11,7 +11,7 @@ from typing import Any
 
 from bigtrain.checkpoint.folders import sole_writer
 from bigtrain.checkpoint.save import CheckpointWriting
-from bigtrain.checkpoint.write import SnapshotRoom
+from bigtrain.checkpoint.write import HostBuffer
 from bigtrain.errors import CheckpointError, ConfigError
 from bigtrain.job.schema import CheckpointConfig
 from bigtrain.memory.added_bytes import AddedBytes
@@ -38,7 +38,7 @@ class Saver:
     def __init__(self, context: RunContext, config: CheckpointConfig) -> None:
         self._context = context
         self._asynchronous, self._keep = config.asynchronous, config.keep
-        self._most_bytes, self._room = config.snapshot_bytes, SnapshotRoom()
+        self._most_bytes, self._room = config.snapshot_bytes, HostBuffer()
         self._beside: RunContext | None = None
         self._writing: _BackgroundWriting | None = None
         self._error: CheckpointError | None = None

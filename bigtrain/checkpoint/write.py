@@ -87,17 +87,19 @@ def first_taken(rounds: Sequence[Round], most_bytes: int) -> int:
     return last
 
 
-def given_bytes(one: Round, rank: int) -> int:
-    """Bytes that a rank gives in a round, to itself or to others."""
-    return sum(
-        part.extent.size for file, piece in one.values() for part in file.parts(piece).get(rank, ())
-    )
+def given_bytes(one: Round, rank: int) -> tuple[int, int]:
+    """Bytes that a rank gives in a round: to others, and to itself."""
+    sent = own = 0
+    for owner, (file, piece) in one.items():
+        size = sum(part.extent.size for part in file.parts(piece).get(rank, ()))
+        sent, own = (sent, own + size) if owner == rank else (sent + size, own)
+    return sent, own
 
 
-class SnapshotRoom:
-    """Memory of the host for copies of the state, which stays from one save to the next.
+class HostBuffer:
+    """Memory of the host that is filled again and again.
 
-    To touch new memory takes several times as long as to copy, and training waits for it.
+    To touch new memory takes several times as long as to copy.
     """
 
     def __init__(self) -> None:
@@ -105,19 +107,25 @@ class SnapshotRoom:
         self._filled = 0
 
     def clear(self, nbytes: int) -> None:
-        """Make room for so many bytes; what was copied before is no longer wanted."""
+        """Make room for so many bytes; what was there before is no longer wanted."""
         self._filled = 0
         if len(self._bytes) < nbytes:
             self._bytes = torch.empty(0, dtype=torch.uint8)  # never both
             self._bytes = torch.empty(nbytes, dtype=torch.uint8)
 
-    def copy(self, values: Iterable[Tensor]) -> Tensor:
+    def next(self, nbytes: int) -> Tensor:
+        """The next so many bytes of it, with any values."""
+        self._filled += nbytes
+        return self._bytes[self._filled - nbytes : self._filled]
+
+    def copy(self, values: Sequence[Tensor]) -> Tensor:
         """Copies of bytes from any device, one after the other."""
-        begin = self._filled
+        copies = self.next(sum(map(len, values)))
+        begin = 0
         for one in values:
-            self._bytes[self._filled : self._filled + len(one)].copy_(one)
-            self._filled += len(one)
-        return self._bytes[begin : self._filled]
+            copies[begin : begin + len(one)].copy_(one)
+            begin += len(one)
+        return copies
 
 
 @dataclass
@@ -154,10 +162,11 @@ class FileWriting:
         self._next = 0
         self._values = _Values(state)
         self._taken: dict[int, _Given] = {}
+        self._leaving, self._arriving = HostBuffer(), HostBuffer()
         own = [file for file in files if file.owner == rank]
         self._writer = _Writer(folder, own, buffer_bytes(files, rank))
 
-    def take(self, context: RunContext, most_bytes: int | None, room: SnapshotRoom) -> int:
+    def take(self, context: RunContext, most_bytes: int | None, room: HostBuffer) -> int:
         """Copy to the host what is not written yet: the state may change afterwards. Collective.
 
         Args:
@@ -170,11 +179,11 @@ class FileWriting:
             The bytes that this rank has copied.
         """
         first = 0 if most_bytes is None else first_taken(self._rounds, most_bytes)
-        copied = sum(given_bytes(one, self._rank) for one in self._rounds[first:])
+        copied = sum(sum(given_bytes(one, self._rank)) for one in self._rounds[first:])
         room.clear(copied)
         self._exchange(context, first)
         for number in range(first, len(self._rounds)):
-            self._taken[number] = self._give(number, room)
+            self._taken[number] = self._give(number, room, keeps=True)
         self._values = _Values({})
         return copied
 
@@ -199,10 +208,14 @@ class FileWriting:
             for number in range(self._next, last):
                 self._exchange_round(number, group)
         self._next = max(self._next, last)
+        self._leaving, self._arriving = HostBuffer(), HostBuffer()
 
     def _exchange_round(self, number: int, group: dist.ProcessGroup | None) -> None:
-        """One round; what is sent in it, which `isend`'s work holds, too, is gone with it."""
-        given = self._taken.pop(number, None) or self._give(number)
+        """One round; what is sent in it has left at its end."""
+        given = self._taken.pop(number, None)
+        if given is None:
+            self._leaving.clear(given_bytes(self._rounds[number], self._rank)[0])
+            given = self._give(number, self._leaving)
         sends = [dist.isend(m, owner, group) for owner, m in given.messages.items()]
         if self._rank in self._rounds[number]:
             file, piece = self._rounds[number][self._rank]
@@ -211,17 +224,17 @@ class FileWriting:
             if send is not None:
                 send.wait()
 
-    def _give(self, number: int, room: SnapshotRoom | None = None) -> _Given:
-        """What a round wants of this rank: as it is there, or copied."""
+    def _give(self, number: int, room: HostBuffer, *, keeps: bool = False) -> _Given:
+        """What a round wants of this rank; `keeps`: what it has itself is copied, too."""
         given = _Given({}, [])
         for owner, (file, piece) in self._rounds[number].items():
             mine = file.parts(piece).get(self._rank, [])
             values = [self._values.part(part) for part in mine]
             if mine and owner != self._rank:
-                given.messages[owner] = room.copy(values) if room else _message(values)
+                given.messages[owner] = room.copy(values)
             elif mine:
                 given.own = [
-                    (part, room.copy([one]) if room else one)
+                    (part, room.copy([one]) if keeps else one)
                     for part, one in zip(mine, values, strict=True)
                 ]
         self._values.next_round()
@@ -236,10 +249,12 @@ class FileWriting:
     ) -> None:
         """Put a piece together, and hand it to the threads."""
         arriving = []
-        for source, theirs in sorted(file.parts(piece).items()):
-            if source != self._rank:
-                message = torch.empty(sum(part.extent.size for part in theirs), dtype=torch.uint8)
-                arriving.append((theirs, message, dist.irecv(message, source, group)))
+        others = sorted((s, parts) for s, parts in file.parts(piece).items() if s != self._rank)
+        sizes = [sum(part.extent.size for part in theirs) for _, theirs in others]
+        self._arriving.clear(sum(sizes))
+        for (source, theirs), size in zip(others, sizes, strict=True):
+            message = self._arriving.next(size)
+            arriving.append((theirs, message, dist.irecv(message, source, group)))
         buffer = self._writer.buffer()
         begin = piece * PIECE_BYTES
         header = file.header[begin : begin + PIECE_BYTES]
@@ -270,11 +285,6 @@ def _place(buffer: Tensor, extent: Extent, values: Tensor) -> None:
     else:
         size, stride = (extent.count, extent.length), (extent.pitch, 1)
         buffer.as_strided(size, stride, extent.start).copy_(values.view(size))
-
-
-def _message(values: Iterable[Tensor]) -> Tensor:
-    """Bytes one after the other, on the CPU."""
-    return torch.cat([one.cpu() for one in values])
 
 
 class _Values:
