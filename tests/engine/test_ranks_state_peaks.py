@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.nets import DeepResidual
 from support.parity import adamw
 from support.ranks import run_ranks
-from torch import Tensor, nn
 
 from bigtrain.checkpoint import layout, manifest, read, write
 from bigtrain.checkpoint.save import CheckpointWriting
@@ -24,25 +24,6 @@ from bigtrain.ranks.context import RunContext
 
 PIECE_BYTES = 1 << 16
 """So small that the model's files have several of them."""
-
-
-class Deep(nn.Module):
-    """Six residual blocks between an embedding and a head: 0.8 MB."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(13, 64)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-            for _ in range(6)
-        )
-        self.head = nn.Linear(64, 13)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.head(x)
 
 
 def small_pieces() -> threading.Event:
@@ -76,7 +57,7 @@ def save_and_resume(
         loss = CrossEntropy()
         first = tokens[:rows]
         example = MicroBatch(first, first, loss.count(first), rows)
-        with Engine(Deep, loss, adamw, job, context, example=example) as engine:
+        with Engine(DeepResidual, loss, adamw, job, context, example=example) as engine:
             predicted = engine.predicted_state
             if asynchronous:
                 engine.load(folder / "step-3")
@@ -135,7 +116,9 @@ def test_a_save_and_a_resume_hold_what_was_forecast(tmp_path: Path, case: str) -
 def without_tracking(context: RunContext, folder: Path) -> Any:
     keys = {"train.global_batch_size": 8, "memory.track_steps": 0}
     tokens = torch.zeros(8, 6, dtype=torch.long)
-    with Engine(Deep, CrossEntropy(), adamw, job_from_keys("single", keys), context) as engine:
+    with Engine(
+        DeepResidual, CrossEntropy(), adamw, job_from_keys("single", keys), context
+    ) as engine:
         engine.step((tokens, tokens))
         engine.save(folder)
         return engine.meter.measured().state

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.nets import tokens
+from support.nets import DeepResidual, tokens
 from support.parity import adamw
 from support.peaks import settled
 from support.ranks import run_ranks
@@ -28,26 +28,7 @@ MORE = {"1f1b_fsdp": 0.015, "1f1b_zero2": 0.01, "zbv": 0.005}
 SHARDED_STAGES = 0.06
 
 
-class Deep(nn.Module):
-    """Six residual blocks between an embedding and a head: enough for four stages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(13, 64)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-            for _ in range(6)
-        )
-        self.head = nn.Linear(64, 13)
-
-    def forward(self, inputs: Any) -> Any:
-        x = self.embedding(inputs)
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.head(x)
-
-
-class Tied(Deep):
+class Tied(DeepResidual):
     """The same with one matrix for the embedding and the head: a V has both on one rank."""
 
     def __init__(self) -> None:
@@ -55,7 +36,9 @@ class Tied(Deep):
         self.head.weight = self.embedding.weight
 
 
-def peaks(context: RunContext, strategy: str, keys: dict[str, Any], model: Any = Deep) -> Any:
+def peaks(
+    context: RunContext, strategy: str, keys: dict[str, Any], model: Any = DeepResidual
+) -> Any:
     """Train four steps; the predicted and the measured peak of this rank."""
     words = {"train.micro_batch_size": 8, "memory.track_steps": 4, **keys}
     job = job_from_keys(strategy, {"train.global_batch_size": 64 * context.dp_size, **words})
@@ -123,7 +106,7 @@ def step_peaks(context: RunContext, strategy: str, keys: dict[str, Any]) -> Any:
     targets = samples.targets[:1]
     example = MicroBatch(samples.inputs[:1], targets, loss.count(targets), 1)
     make_optimizer = optimizer_factory(job.optim, 0)
-    with Engine(Deep, loss, make_optimizer, job, context, example=example) as engine:
+    with Engine(DeepResidual, loss, make_optimizer, job, context, example=example) as engine:
         for _ in range(4):
             engine.step((samples.inputs.clone(), samples.targets.clone()))
         return engine.predicted, engine.meter.measured().peak
@@ -167,7 +150,7 @@ def test_what_two_stages_of_a_rank_share_counts_once(strategy: str) -> None:
         assert predicted.bytes == pytest.approx(measured.bytes, rel=SLACK), (predicted, measured)
 
 
-class Wide(Deep):
+class Wide(DeepResidual):
     """More in its gradients than in what a micro-batch saves: they are averaged in copies."""
 
     def __init__(self) -> None:
@@ -212,7 +195,7 @@ def test_recomputing_needs_less() -> None:
 
 def test_a_rank_never_holds_the_whole_model() -> None:
     """What is tracked while the stages are built stays below the whole model's parameters."""
-    whole = 4 * sum(p.numel() for p in Deep().parameters())
+    whole = 4 * sum(p.numel() for p in DeepResidual().parameters())
     plan = make_plan(job_from_keys("1f1b", {"train.global_batch_size": 64}), 4, "cpu")
     assert plan.pp == 4
     for built in run_ranks(build_peak, 4, pp=4):
@@ -224,6 +207,6 @@ def build_peak(context: RunContext) -> int:
     samples = tokens(8, ignored=False)
     loss = CrossEntropy()
     example = MicroBatch(samples.inputs, samples.targets, loss.count(samples.targets), 8)
-    with Engine(Deep, loss, adamw, job, context, example=example) as engine:
+    with Engine(DeepResidual, loss, adamw, job, context, example=example) as engine:
         peak = engine.meter.measured().peak
         return 0 if peak is None else peak.bytes
