@@ -185,12 +185,16 @@ class RingReduce:
             self._exchange(sent, chunks[(self._rank - step) % self._size])
 
     def _exchange(self, sent: Tensor, arriving: Tensor) -> None:
-        """Begin to send before receiving: all ranks do, so that none waits for the other."""
+        """Begin both before waiting for either: all ranks do, so that none waits for the other.
+
+        The receive first: by gloo it is announced to the sender in the stream of what is sent,
+        and behind a chunk the announcement would come late: one chunk would go after the other.
+        """
         operations = []
-        if len(sent):  # of a bucket with fewer numbers than ranks some chunks are empty
-            operations.append(dist.P2POp(dist.isend, sent, self._next, self._group))
-        if len(arriving):
+        if len(arriving):  # of a bucket with fewer numbers than ranks some chunks are empty
             operations.append(dist.P2POp(dist.irecv, arriving, self._before, self._group))
+        if len(sent):
+            operations.append(dist.P2POp(dist.isend, sent, self._next, self._group))
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
 

@@ -1,0 +1,142 @@
+"""The ring of sends and receives beside gloo's own all-reduce and DDP: ratios of seconds.
+
+    python benchmarks/ring.py --output benchmarks/results/ring.json
+    python benchmarks/ring.py --ranks 2 --pairs 3      # a few seconds
+
+In one run, on the same ranks, one after the other in alternation: an average of so many bytes by
+`strategies.ring.RingReduce` and by `all_reduce` with a division; and a step of a small GPT under
+`ring` and under `ddp`. A ratio is the median of those of neighbours; below 1 the ring is faster.
+These are timings: on an idle machine, with no more ranks than cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import forked
+import torch
+import torch.distributed as dist
+from harness import keep
+
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.engine.setup import open_setup
+from bigtrain.job.load import load_job
+from bigtrain.ranks.context import RunContext
+from bigtrain.strategies.ring import RingReduce
+from bigtrain.units import KIB, MIB
+
+SIZES = (64 * KIB, MIB, 8 * MIB, 25 * MIB)
+"""Bytes that are averaged; the last is a bucket of both strategies."""
+GPT = {"num_layers": 6, "width": 384, "num_heads": 6, "vocab_size": 1024, "sequence_length": 128}
+WARM, LIMIT_S = 3, 900.0
+
+
+def compare(
+    ways: Sequence[Callable[[], object]], pairs: int, context: RunContext
+) -> dict[str, float]:
+    """Seconds of two ways and the median ratio of neighbours, of the slowest rank."""
+    taken: tuple[list[float], list[float]] = ([], [])
+    for turn in range(WARM + pairs):
+        for way, seconds in zip(ways, taken, strict=True):
+            context.barrier()
+            begin = time.perf_counter()
+            way()
+            own = time.perf_counter() - begin
+            slowest = max(context.all_gather_numbers(own))
+            if turn >= WARM:
+                seconds.append(slowest)
+    ratios = [one / other for one, other in zip(*taken, strict=True)]
+    return {
+        "ring_seconds": statistics.median(taken[0]),
+        "other_seconds": statistics.median(taken[1]),
+        "ratio": statistics.median(ratios),
+        "lowest_ratio": min(ratios),
+        "highest_ratio": max(ratios),
+    }
+
+
+def averages(context: RunContext, pairs: int) -> list[dict[str, Any]]:
+    """The ring and gloo's all-reduce, for each size."""
+    rows = []
+    for nbytes in SIZES:
+        tensor = torch.ones(nbytes // 4)
+        ring = RingReduce(context, len(tensor), tensor.dtype)
+
+        def by_gloo(tensor: torch.Tensor = tensor) -> None:
+            dist.all_reduce(tensor, group=context.dp_group)
+            tensor.div_(context.dp_size)
+
+        ways = [lambda tensor=tensor, ring=ring: ring(tensor), by_gloo]
+        rows.append({"bytes": nbytes, **compare(ways, pairs, context)})
+    return rows
+
+
+def steps(context: RunContext, pairs: int) -> dict[str, Any]:
+    """A step under `ring` and under `ddp`."""
+    with ExitStack() as stack:
+        ways = []
+        for name in ("ring", "ddp"):
+            words = ["model.name=gpt", f"model.args={json.dumps(GPT)}", "data.name=synthetic"]
+            words += ["data.args={kind: language, vocabulary: 1024}", "memory.track_steps=0"]
+            words += ["train.micro_batch_size=2", f"train.global_batch_size={2 * context.dp_size}"]
+            job = load_job(None, name, [*words, "memory.predict=false"])
+            parts = open_setup(job, make_plan(job, context.world_size, "cpu"))
+            engine = stack.enter_context(parts.engine(context))
+            batches = iter(parts.training_steps(context, 0))
+            ways.append(lambda engine=engine, batches=batches: engine.step(next(batches)))
+        return compare(ways, pairs, context)
+
+
+def measure(context: RunContext, _: None, pairs: int) -> dict[str, Any]:
+    """All of it, on one rank."""
+    return {"averages": averages(context, 4 * pairs), "step": steps(context, pairs)}
+
+
+def prepare(_: int) -> None:
+    """Nothing."""
+
+
+def main() -> int:
+    """Measure, print and keep."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument(
+        "--pairs", type=int, default=15, help="of steps; of averages 4 times as many"
+    )
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    forked.load_everything()
+    rows = []
+    for ranks in options.ranks:
+        task = forked.Task("ring", prepare, measure, (options.pairs,), ranks, 1, LIMIT_S)
+        for outcome in forked.run_all([task], ranks):
+            if outcome.failed or outcome.refused:
+                print(outcome.failed or outcome.refused, file=sys.stderr)
+                return 1
+            found = outcome.values[0]
+            for one in found["averages"]:
+                print(
+                    f"{ranks} ranks, {one['bytes'] / KIB:.0f} KiB: ring "
+                    f"{one['ring_seconds'] * 1e3:.2f} ms, gloo {one['other_seconds'] * 1e3:.2f} ms, "
+                    f"ratio {one['ratio']:.2f}"
+                )
+            one = found["step"]
+            print(
+                f"{ranks} ranks, a step: ring {one['ring_seconds'] * 1e3:.1f} ms, ddp "
+                f"{one['other_seconds'] * 1e3:.1f} ms, ratio {one['ratio']:.3f}"
+            )
+            rows.append({"ranks": ranks, **found})
+    keep(options.output, {"model": GPT, "rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
