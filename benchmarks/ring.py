@@ -16,8 +16,9 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ import torch.distributed as dist
 from harness import keep
 
 from bigtrain.assembly.make_plan import make_plan
+from bigtrain.data.loader import Step
+from bigtrain.engine.engine import Engine
 from bigtrain.engine.setup import open_setup
 from bigtrain.job.load import load_job
 from bigtrain.ranks.context import RunContext
@@ -63,18 +66,22 @@ def compare(
     }
 
 
+def _by_gloo(tensor: torch.Tensor, context: RunContext) -> None:
+    dist.all_reduce(tensor, group=context.dp_group)
+    tensor.div_(context.dp_size)
+
+
+def _step(engine: Engine, batches: Iterator[Step]) -> None:
+    engine.step(next(batches))
+
+
 def averages(context: RunContext, pairs: int) -> list[dict[str, Any]]:
     """The ring and gloo's all-reduce, for each size."""
     rows = []
     for nbytes in SIZES:
         tensor = torch.ones(nbytes // 4)
         ring = RingReduce(context, len(tensor), tensor.dtype)
-
-        def by_gloo(tensor: torch.Tensor = tensor) -> None:
-            dist.all_reduce(tensor, group=context.dp_group)
-            tensor.div_(context.dp_size)
-
-        ways = [lambda tensor=tensor, ring=ring: ring(tensor), by_gloo]
+        ways = (partial(ring, tensor), partial(_by_gloo, tensor, context))
         rows.append({"bytes": nbytes, **compare(ways, pairs, context)})
     return rows
 
@@ -90,8 +97,7 @@ def steps(context: RunContext, pairs: int) -> dict[str, Any]:
             job = load_job(None, name, [*words, "memory.predict=false"])
             parts = open_setup(job, make_plan(job, context.world_size, "cpu"))
             engine = stack.enter_context(parts.engine(context))
-            batches = iter(parts.training_steps(context, 0))
-            ways.append(lambda engine=engine, batches=batches: engine.step(next(batches)))
+            ways.append(partial(_step, engine, iter(parts.training_steps(context, 0))))
         return compare(ways, pairs, context)
 
 
@@ -123,10 +129,10 @@ def main() -> int:
                 return 1
             found = outcome.values[0]
             for one in found["averages"]:
+                mine, theirs = one["ring_seconds"] * 1e3, one["other_seconds"] * 1e3
                 print(
-                    f"{ranks} ranks, {one['bytes'] / KIB:.0f} KiB: ring "
-                    f"{one['ring_seconds'] * 1e3:.2f} ms, gloo {one['other_seconds'] * 1e3:.2f} ms, "
-                    f"ratio {one['ratio']:.2f}"
+                    f"{ranks} ranks, {one['bytes'] / KIB:.0f} KiB: ring {mine:.2f} ms, "
+                    f"gloo {theirs:.2f} ms, ratio {one['ratio']:.2f}"
                 )
             one = found["step"]
             print(

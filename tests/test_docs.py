@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 MARK = "<!-- rooms -->"
 GROUPS = {
-    "ground": ("job", "recorder", "memory", "ranks", "machine", "tensors", "checkpoint"),
+    "ground": ("job", "recorder", "memory", "ranks", "machine", "tensors", "checkpoint", "slicing"),
     "learning": ("losses", "data", "models", "activations", "optim"),
     "stages": ("schedules", "tracing", "cutting"),
     "contract": ("costs", "core", "pipeline", "prediction", "strategies"),
