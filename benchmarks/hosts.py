@@ -7,6 +7,8 @@
         bigtrain/train.py KEY=VALUE
     python benchmarks/hosts.py --first -- mpirun --allow-run-as-root --host {hosts} \
         bigtrain/train.py KEY=VALUE
+    python benchmarks/hosts.py --slurm -- srun -N 2 --ntasks-per-node 1 \
+        python bigtrain/train.py KEY=VALUE
     python benchmarks/hosts.py --table --output benchmarks/results/hosts.json
     python benchmarks/hosts.py --remove
 
@@ -19,7 +21,8 @@ machine's.
 
 All is removed at the end, after Ctrl-C and after a failure; `--remove` takes away what a process
 left that was killed. Root is needed. What carries the frames: `benchmarks/network_switch.py`.
-`--table` is `benchmarks/hosts_table.py`.
+`--table` is `benchmarks/hosts_table.py`; `--slurm` starts a Slurm over the hosts, and the command on
+`host0` (`benchmarks/slurm_hosts.py`).
 """
 
 from __future__ import annotations
@@ -108,12 +111,13 @@ class World:
             raise ConfigError(f"--hosts {hosts}: a network has at least 2. Use --hosts 2")
         self.hosts, self.rate, self.delay = hosts, rate, delay
         self.names = [f"{PREFIX}{os.getpid()}-{number}" for number in range(hosts)]
-        self._folder = Path()
+        self.folder = Path()
+        """What belongs to the hosts: names, programs, a Slurm's files."""
         self._switch: subprocess.Popen[str] | None = None
         self._cores = sorted(os.sched_getaffinity(0))
 
     def __enter__(self) -> World:
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
         try:
             self._make()
         except BaseException:
@@ -129,7 +133,7 @@ class World:
     @property
     def hostfile(self) -> Path:
         """In DeepSpeed's form: a slot on each."""
-        return self._folder / "hostfile"
+        return self.folder / "hostfile"
 
     def words(self, command: Sequence[str], host: int) -> list[str]:
         """A command with what stands in braces put in."""
@@ -163,8 +167,8 @@ class World:
         """
         core = self._cores[host % len(self._cores)]
         enter = ["nsenter", f"--net={_NAMESPACES / self.names[host]}", "unshare", "--uts"]
-        place = ["--mount", "sh", "-c", _SETTLE, f"host{host}", str(self._folder / "hosts")]
-        path = f"{self._folder / 'bin'}:{os.environ['PATH']}"
+        place = ["--mount", "sh", "-c", _SETTLE, f"host{host}", str(self.folder / "hosts")]
+        path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
 
         def settle() -> None:
             os.sched_setaffinity(0, {core})
@@ -187,13 +191,15 @@ class World:
         first: bool = False,
         limit_s: float | None = None,
         output: int | None = None,
+        environ: Mapping[str, str] | None = None,
     ) -> int:
         """Run a command on every host, or on the first, and wait; the worst exit status.
 
-        Where one fails the others are ended. After `limit_s` seconds all are, and it is 124.
+        Where one fails the others are ended. After `limit_s` seconds all are, and it is 124. The
+        ranks find each other by torch's variables, or by what `environ` has in their place.
         """
         places = range(1 if first else self.hosts)
-        meeting = {"MASTER_ADDR": "host0", "MASTER_PORT": str(PORT)}
+        meeting = {"MASTER_ADDR": "host0", "MASTER_PORT": str(PORT)} if environ is None else environ
         environs = [meeting if first else {**meeting, **self._rank(n)} for n in places]
         running = [self.start(n, command, environs[n], output) for n in places]
         deadline = None if limit_s is None else time.monotonic() + limit_s
@@ -250,16 +256,16 @@ class World:
             _ip("-n", name, "link", "set", "eth0", "address", mac)
             _ip("-n", name, "link", "set", "eth0", "up")
             _ip("-n", name, "addr", "add", f"{address}/16", "dev", "eth0")
-        (self._folder / "hosts").write_text("\n".join(lines) + "\n")
+        (self.folder / "hosts").write_text("\n".join(lines) + "\n")
         slots = "".join(f"host{number} slots=1\n" for number in range(self.hosts))
         self.hostfile.write_text(slots)
-        programs = self._folder / "bin"
+        programs = self.folder / "bin"
         programs.mkdir()
         values = {
             "enter": "nsenter",
             "names": f"--net={_NAMESPACES}/{self.names[0].rpartition('-')[0]}-",
             "settle": _SETTLE,
-            "hosts_file": shlex.quote(str(self._folder / "hosts")),
+            "hosts_file": shlex.quote(str(self.folder / "hosts")),
             "cores": len(self._cores),
         }
         for name, text in {"ssh": _SSH % values, "pdsh": _PDSH}.items():
@@ -278,7 +284,7 @@ class World:
                 self._switch.wait()
             for name in self.names:
                 _forget(name)
-            shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def remove_leftovers() -> list[str]:
@@ -371,6 +377,7 @@ def main() -> int:
     parser.add_argument("--rate", default="1gbit", help="of each link, each way (default 1gbit)")
     parser.add_argument("--delay", default="1ms", help="from host to host (default 1ms)")
     parser.add_argument("--first", action="store_true", help="run it on host0 alone")
+    parser.add_argument("--slurm", action="store_true", help="on host0, in a Slurm of the hosts")
     parser.add_argument("--remove", action="store_true", help="take away what was left behind")
     parser.add_argument("--table", action="store_true", help="measure strategies on two links")
     parser.add_argument("--steps", type=int, default=8, help="of --table: timed steps")
@@ -393,6 +400,10 @@ def main() -> int:
             raise ConfigError("hosts.py: no command. Write it after --, or use --table or --remove")
         rate, delay = parse_rate(options.rate), parse_delay(options.delay)
         with World(options.hosts, rate, delay) as world:
+            if options.slurm:
+                from slurm_hosts import start_slurm
+
+                return world.run(options.command, first=True, environ=start_slurm(world))
             return world.run(options.command, first=options.first)
     except ConfigError as error:
         print(f"hosts.py: {error}", file=sys.stderr)

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from support.cluster import find
 
 ROOT = Path(__file__).parents[1]
 HOSTS = ROOT / "benchmarks" / "hosts.py"
@@ -146,13 +147,31 @@ def test_what_a_killed_process_leaves_is_removed(as_root):
     assert left_of(process) == []
 
 
+OF_TORCHRUN = ["--nnodes", "2", "--node-rank", "{host}", "--nproc-per-node", "1"]
+OF_TORCHRUN += ["--rdzv-backend", "static", "--master-addr", "host0"]
+OF_DEEPSPEED = ["--master_addr", "host0"]
+LAUNCHERS = {
+    "torchrun": ["--", sys.executable, "-m", "torch.distributed.run", *OF_TORCHRUN],
+    "deepspeed": [
+        "--first",
+        "--",
+        "deepspeed",
+        "--hostfile",
+        "{hostfile}",
+        "--master_addr",
+        "host0",
+    ],
+    "srun": ["--slurm", "--", "srun", "-N", "2", "--ntasks-per-node", "1", sys.executable],
+}
+
+
 @pytest.mark.full
-def test_torchrun_trains_over_two_hosts(as_root, tmp_path):
-    agent = ["torchrun", "--nnodes", "2", "--node-rank", "{host}", "--nproc-per-node", "1"]
-    meeting = ["--rdzv-backend", "static", "--master-addr", "host0"]
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_launchers_train_over_two_hosts(as_root, tmp_path, launcher):
+    for program in ("munged", "slurmctld", "slurmd", "srun") if launcher == "srun" else ():
+        find(program)
     train = [str(ROOT / "bigtrain" / "train.py"), *LENET, f"log.dir={tmp_path}", "log.name=run"]
-    python = [sys.executable, "-m", "torch.distributed.run", *agent[1:], *meeting, *train]
-    process = started("--delay", "1ms", "--rate", "100mbit", "--", *python)
+    process = started("--delay", "1ms", "--rate", "100mbit", *LAUNCHERS[launcher], *train)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     steps = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

@@ -50,7 +50,7 @@ FULL = {
     "test_ranks_survival.py::test_a_rank_that_stands_still_is_ended": 1,
     "test_ranks_survival.py::test_under_torchrun_a_rank_that_is_stopped_in_a_save_is_named": 1,
     "test_ranks_faults.py::test_faults_at_random_change_no_number": 2,
-    "test_ranks_hosts.py::test_torchrun_trains_over_two_hosts": 1,
+    "test_ranks_hosts.py::test_launchers_train_over_two_hosts": 3,
     "test_docs.py::test_the_train_commands_of_the_readme_run_dry": 7,
     "verify/test_command.py::test_batchnorm_is_compared_in_equal_micro_batches": 1,
     "verify/test_command.py::test_bf16_parameters_are_held_against_one_process_that_has_them": 1,
