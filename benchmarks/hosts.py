@@ -21,8 +21,8 @@ machine's.
 
 All is removed at the end, after Ctrl-C and after a failure; `--remove` takes away what a process
 left that was killed. Root is needed. What carries the frames: `benchmarks/network_switch.py`.
-`--table` is `benchmarks/hosts_table.py`; `--slurm` starts a Slurm over the hosts, and the command on
-`host0` (`benchmarks/slurm_hosts.py`).
+`--table` is `benchmarks/hosts_table.py`; `--slurm` starts a Slurm over the hosts, and the command
+on `host0` (`benchmarks/slurm_hosts.py`).
 """
 
 from __future__ import annotations
