@@ -52,6 +52,7 @@ setup(
         "bigtrain.recorder",
         "bigtrain.report",
         "bigtrain.schedules",
+        "bigtrain.slicing",
         "bigtrain.speedup",
         "bigtrain.strategies",
         "bigtrain.strategies.local_sgd",

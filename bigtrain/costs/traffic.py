@@ -68,6 +68,8 @@ class Traffic:
     """From one rank of the group to the next; axes are (dp, pp, tp), the last the fastest."""
     in_process: bool = False
     """Whether it is between devices of one process: no process group sees it."""
+    nothing_sent: bool = False
+    """Of a receive: whether its rank sends nothing meanwhile, so that it takes time of its own."""
     in_hooks: bool = False
     """Whether hooks of `fully_shard` issue it, which on a CPU take time of their own."""
 

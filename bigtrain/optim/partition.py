@@ -19,6 +19,12 @@ class Slice:
     """Elements [start, stop) of what each rank holds of the parameter, in memory order."""
 
 
+def even_bounds(total: int, ranks: int) -> list[int]:
+    """Where each rank's stretch of so many elements begins, and the end."""
+    # Cuts at multiples of 64 elements keep the vector kernels aligned.
+    return [round(total * rank / ranks / 64) * 64 for rank in range(ranks)] + [total]
+
+
 def partition_evenly(
     sizes: Mapping[str, int], ranks: int, may_split: bool, max_elements: int | None = None
 ) -> list[tuple[str, int, int, int]]:
@@ -35,9 +41,7 @@ def partition_evenly(
         (name, rank, start, stop) of each piece, in order; an empty one of an empty parameter, so
         that its optimizer state has the same names on every rank.
     """
-    total = sum(sizes.values())
-    # Cuts at multiples of 64 elements keep the vector kernels aligned.
-    bounds = [round(total * rank / ranks / 64) * 64 for rank in range(ranks)] + [total]
+    bounds = even_bounds(sum(sizes.values()), ranks)
     pieces = []
     offset = 0
     for name, size in sizes.items():

@@ -314,7 +314,7 @@ class StepTimer:
 
     def _one(self, traffic: Traffic) -> float:
         node = self.cluster.node
-        if traffic.kind == "receive":  # while others send, which counts
+        if traffic.kind == "receive" and not traffic.nothing_sent:  # what is sent counts
             return 0.0
         if traffic.kind == "to_host" or traffic.kind == "from_host":
             return traffic.nbytes / node.host_link if node.host_link else 0.0
@@ -325,8 +325,9 @@ class StepTimer:
             return self.oversubscription * 2 * traffic.nbytes / self._nbytes
         arguments = (traffic.nbytes, traffic.ranks, traffic.stride, self.cluster, traffic.calls)
         between = traffic.overlaps in ("forward", "backward")
-        seconds = exchange_seconds(traffic.kind, *arguments, after_work=between)
-        return seconds + (traffic.calls * self._beside(traffic.kind) if traffic.in_hooks else 0.0)
+        kind: CommOp = "send" if traffic.kind == "receive" else traffic.kind
+        seconds = exchange_seconds(kind, *arguments, after_work=between)
+        return seconds + (traffic.calls * self._beside(kind) if traffic.in_hooks else 0.0)
 
     def _beside(self, kind: CommOp) -> float:
         """Seconds to issue it; see `LinkSpec.issue`."""

@@ -32,11 +32,12 @@ from bigtrain.core.strategy import Assembly, Plan, Strategy
 from bigtrain.core.traits import OffloadTiers, Traits
 from bigtrain.core.variants import Shape, Variant
 from bigtrain.costs.forecast import Forecast, Profile
-from bigtrain.costs.traffic import Traffic, parameter_shapes
+from bigtrain.costs.traffic import Traffic, TrafficKind, parameter_shapes
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Role
 from bigtrain.memory.timeline import Breakdown, Phase, Span, Timeline, scale_timeline
 from bigtrain.models.names import names_of
+from bigtrain.optim.partition import even_bounds
 from bigtrain.recorder.exchanges import watch_messages
 from bigtrain.strategies.parameter_server.asynchronous import (
     AsyncPulledUpdate,
@@ -46,7 +47,7 @@ from bigtrain.strategies.parameter_server.asynchronous import (
     read_pushes,
 )
 from bigtrain.strategies.parameter_server.server import Server, ServerUpdate
-from bigtrain.strategies.parameter_server.shards import MESSAGE_ELEMENTS
+from bigtrain.strategies.parameter_server.shards import HEAD_BYTES, MESSAGE_ELEMENTS
 from bigtrain.strategies.parameter_server.worker import PulledUpdate, Worker
 from bigtrain.units import format_bytes
 
@@ -185,12 +186,38 @@ class ParameterServer(Strategy):
         return f"a worker is predicted to need {roles[0]}, {each} {roles[1]}"
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-        """Over the fullest link, a server's or a worker's: gradients in, then parameters out."""
-        fullest = max(1.0, plan.batch.dp_size / self.servers)
-        nbytes = round(profile.gradient_bytes * fullest)
-        calls = round(len(parameter_shapes(profile)) * fullest)
-        pushed = Traffic("reduce", nbytes, calls, "step", "nothing", 2, plan.pp * plan.tp)
-        return (pushed, replace(pushed, kind="broadcast"))
+        """Gradients to the servers, then parameters to the workers: of the rank of `plan.dp_rank`.
+
+        To the byte where the optimizer takes pieces. Without a rank it is the one with the most:
+        a server, but where there are as many as workers.
+        """
+        workers, place = plan.batch.dp_size, plan.dp_rank
+        if place is None:
+            place = plan.dp - 1 if workers > self.servers else 0
+        serves = plan.data_rank(place) is None
+        partners, tensors = self.servers, len(parameter_shapes(profile))
+        nbytes, calls = profile.gradient_bytes, max(self.servers, tensors)
+        if serves:
+            bounds = even_bounds(profile.trained_elements, self.servers)
+            own = bounds[place - workers + 1] - bounds[place - workers]
+            size = profile.gradient_bytes / max(1, profile.trained_elements)
+            partners, nbytes = workers, workers * round(own * size)
+            calls = workers * -(-tensors // self.servers)
+        nbytes += partners * HEAD_BYTES if self._asynchronous else 0
+        group = (2, plan.pp * plan.tp)
+        way = Traffic("send", nbytes, calls, "step", "nothing", *group)
+        back = replace(way, kind="receive", nothing_sent=True)
+        return (way, back, *self._statistics(profile, workers, place, group))
+
+    def _statistics(
+        self, profile: Profile, workers: int, place: int, group: tuple[int, int]
+    ) -> tuple[Traffic, ...]:
+        """The first worker's buffers, to each of the others."""
+        if self._asynchronous or not profile.buffer_bytes or place >= workers or workers == 1:
+            return ()
+        nbytes = profile.buffer_bytes * (workers - 1 if place == 0 else 1)
+        kind: TrafficKind = "receive" if place else "send"
+        return (Traffic(kind, nbytes, 1, "step", "nothing", *group, nothing_sent=place > 0),)
 
     def apply(self, assembly: Assembly) -> None:
         """Make this rank a worker, with the whole model, or a server, with its share."""

@@ -23,6 +23,8 @@ MESSAGE_ELEMENTS = 1 << 20
 """Numbers in a message at most: a server holds one such message of every worker but the first."""
 
 
+HEAD_BYTES = 3 * 8
+"""Of what goes before an asynchronous push, and before its answer."""
 _HEAD = 1
 """The tag of messages that tell of others."""
 

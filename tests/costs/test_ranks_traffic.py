@@ -101,6 +101,8 @@ THREE = {
     "train.global_batch_size": 12,
     "strategy.replicate.bucket_size": 20004,
 }
+SHARED = {"train.micro_batch_size": 2, "train.global_batch_size": 12}
+SERVERS = {"train.micro_batch_size": 2, "strategy.replicate.servers": 2}
 LM: Any = (partial(BlockLM, width=32), text)
 CONV: Any = (BlockConv, images)
 CASES: dict[str, tuple[Any, ...]] = {
@@ -113,6 +115,9 @@ CASES: dict[str, tuple[Any, ...]] = {
     "sync_sgd, buffers": (2, *CONV, "sync_sgd", {}),
     "ring": (2, *CONV, "ring", TWO),
     "ring, several buckets, uneven chunks": (3, *LM, "ring", THREE),
+    "parameter_server": (2, *LM, "parameter_server", TWO),
+    "parameter_server, three workers, buffers": (4, *CONV, "parameter_server", SHARED),
+    "parameter_server, two servers": (4, *LM, "parameter_server", SERVERS),
     "zero1_torch": (2, *LM, "zero1_torch", TWO),
     "zero1_torch, in bf16": (2, *LM, "zero1_torch", BF16),
     "fsdp": (2, *LM, "fsdp", TWO),
