@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bigtrain.tensors.shards import Extent, box_extents
+
+
+class Section(NamedTuple):
+    """A stretch of a dim that is dealt out by itself."""
+
+    length: int
+    """Elements; a multiple of `unit`."""
+    unit: int = 1
+    """Elements that stay together: those of a head."""
+
+    def part(self, rank: int, size: int) -> tuple[int, int]:
+        """Where a rank's part begins in the section, and its length."""
+        few, more = divmod(self.length // self.unit, size)
+        begin = rank * few + min(rank, more)
+        return begin * self.unit, (few + (rank < more)) * self.unit
 
 
 @dataclass(frozen=True)
@@ -17,23 +34,47 @@ class Slices:
 
     A rank holds its part of every section, one after the other. One section is the plain case; a
     weight that makes queries, keys and values has three, so that a rank has its heads of each.
-    Where a section does not divide, the first ranks have one element more: nothing is padded.
+    Where a section does not divide, the first ranks have one unit more: nothing is padded.
     """
 
     dim: int
     """Of the whole tensor; 0 or more."""
-    sections: tuple[int, ...]
-    """Their lengths along the dim, in order: together the whole of it."""
+    sections: tuple[Section, ...]
+    """In order: together the whole of the dim."""
+
+    @classmethod
+    def even(cls, dim: int, length: int, unit: int = 1) -> Slices:
+        """One section."""
+        return cls(dim, (Section(length, unit),))
+
+    @property
+    def total(self) -> int:
+        """The length of the whole dim."""
+        return sum(section.length for section in self.sections)
+
+    @property
+    def most_ranks(self) -> int:
+        """How many ranks can have a part of every section."""
+        return min(section.length // section.unit for section in self.sections)
+
+    def at(self, dim: int) -> Slices:
+        """The same of another dim."""
+        return Slices(dim, self.sections)
 
     def parts(self, rank: int, size: int) -> tuple[tuple[int, int], ...]:
         """For each section where a rank's part of it begins in the whole, and its length."""
         found, begin = [], 0
-        for length in self.sections:
-            few, more = divmod(length, size)
-            own = few + (rank < more)
-            found.append((begin + rank * few + min(rank, more), own))
-            begin += length
+        for section in self.sections:
+            offset, length = section.part(rank, size)
+            found.append((begin + offset, length))
+            begin += section.length
         return tuple(found)
+
+    def same(self, other: Slices, size: int) -> bool:
+        """Whether each rank holds the same elements of both, in the same order; dims aside."""
+        if self.sections == other.sections:
+            return True
+        return all(_joined(self, rank, size) == _joined(other, rank, size) for rank in range(size))
 
     def length(self, rank: int, size: int) -> int:
         """What a rank holds along the dim."""
@@ -63,13 +104,91 @@ class Slices:
         )
 
     def extents(self, shape: Sequence[int], rank: int, size: int) -> tuple[Extent, ...]:
-        """The elements of a whole tensor that a rank holds, section by section.
+        """The elements of a whole tensor that a rank holds, in the row-major order of `local`."""
+        outer, inner = math.prod(shape[: self.dim]), math.prod(shape[self.dim + 1 :])
+        parts = [part for part in self.parts(rank, size) if part[1]]
+        if not outer * inner:
+            return ()
+        if len(parts) == 1 or outer == 1:
+            found: list[Extent] = []
+            for begin, length in parts:
+                offset = [begin if dim == self.dim else 0 for dim in range(len(shape))]
+                own = [length if dim == self.dim else n for dim, n in enumerate(shape)]
+                found += box_extents(shape, offset, own)
+            return tuple(found)
+        row = shape[self.dim] * inner
+        return tuple(
+            Extent(number * row + begin * inner, length * inner)
+            for number in range(outer)
+            for begin, length in parts
+        )
 
-        In the order of what `local` gives only where `dim` is 0 or there is one section.
-        """
-        found: list[Extent] = []
-        for begin, length in self.parts(rank, size):
-            offset = [begin if dim == self.dim else 0 for dim in range(len(shape))]
-            own = [length if dim == self.dim else n for dim, n in enumerate(shape)]
-            found += box_extents(shape, offset, own)
-        return tuple(found)
+
+def _joined(slices: Slices, rank: int, size: int) -> list[tuple[int, int]]:
+    """A rank's parts, those that touch as one."""
+    found: list[tuple[int, int]] = []
+    for begin, length in slices.parts(rank, size):
+        if found and sum(found[-1]) == begin:
+            found[-1] = (found[-1][0], found[-1][1] + length)
+        else:
+            found.append((begin, length))
+    return found
+
+
+def reshaped(
+    slices: Slices, shape: Sequence[int], target: Sequence[int], size: int
+) -> Slices | None:
+    """How a sliced tensor lies once its elements are in another shape, in the same order.
+
+    Args:
+        slices: of the tensor.
+        shape: of the whole tensor.
+        target: the new shape of the whole, without -1.
+        size: ranks.
+
+    Returns:
+        None where what a rank holds is no part of one dim of the new shape.
+    """
+    inner = math.prod(shape[slices.dim + 1 :])
+    flat = [Section(length * inner, unit * inner) for length, unit in slices.sections]
+    period = slices.total * inner
+    for dim, length in enumerate(target):
+        inner = math.prod(target[dim + 1 :])
+        if length < size or not inner:
+            continue
+        found = _with_period(flat, period, length * inner)
+        divided = _divided(found, inner, size) if found is not None else None
+        if divided is not None:
+            return Slices(dim, divided)
+    return None
+
+
+_MOST_SECTIONS = 4096
+
+
+def _with_period(flat: list[Section], period: int, wanted: int) -> list[Section] | None:
+    """The sections of a pattern that repeats, taken to repeat after so many elements."""
+    if wanted % period == 0:
+        times = wanted // period
+        return flat * times if times * len(flat) <= _MOST_SECTIONS else None
+    if period % wanted or len(flat) % (period // wanted):
+        return None
+    count = len(flat) // (period // wanted)
+    first = flat[:count]
+    repeats = all(flat[at : at + count] == first for at in range(0, len(flat), count))
+    return first if repeats and sum(section.length for section in first) == wanted else None
+
+
+def _divided(sections: Sequence[Section], inner: int, size: int) -> tuple[Section, ...] | None:
+    """The same dealing in elements that are `inner` times as large; None where it cuts through."""
+    found = []
+    for section in sections:
+        if section.length % inner:
+            return None
+        larger = Section(section.length // inner, max(1, section.unit // inner))
+        for rank in range(size):
+            begin, length = section.part(rank, size)
+            if larger.part(rank, size) != (begin / inner, length / inner):
+                return None
+        found.append(larger)
+    return tuple(found)
