@@ -95,6 +95,16 @@ class RunContext:
         """Group of the ranks that hold the parts of one model; None without a process group."""
         return self.group("pp")
 
+    @property
+    def tp_rank(self) -> int:
+        """Place of this rank among those that hold slices of the same layers, from 0."""
+        return self._place("tp")
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks that hold slices of the same layers."""
+        return self._size("tp")
+
     def _place(self, axis: Axis) -> int:
         return 0 if self.mesh is None else int(self.mesh.get_local_rank(axis))
 

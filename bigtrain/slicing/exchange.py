@@ -8,8 +8,9 @@ its gradient in the same slices) or *partial* (whole is the sum over the ranks).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bigtrain.slicing.slices import Slices
+
+
+ExchangeKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One collective among the ranks of the tp axis."""
+
+    kind: ExchangeKind
+    nbytes: int
+    """Of the whole tensor, padding included."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +40,42 @@ class SliceGroup:
     size: int
     group: dist.ProcessGroup | None = None
     """None where nothing is sent: tensors are fake, and only shapes and memory matter."""
+    exchanges: list[Exchange] | None = field(default=None, compare=False, repr=False)
+    """What was exchanged, in order, where someone wants to know: of a run on fake tensors."""
+    gathers: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
+    """How often a function was given whole tensors for want of a rule, by its name."""
+
+    def note(self, kind: ExchangeKind, tensor: Tensor) -> None:
+        """Note an exchange of a whole tensor of so many bytes."""
+        if self.exchanges is not None:
+            nbytes = tensor.numel() * tensor.element_size()
+            self.exchanges.append(Exchange(kind, nbytes))
+
+    def note_gather(self, name: str) -> None:
+        """Note a function that has no rule."""
+        self.gathers[name] = self.gathers.get(name, 0) + 1
 
 
 def to_all(whole: Tensor, group: SliceGroup) -> Tensor:
-    """A whole tensor that each rank uses in its own way: gradients are added up."""
+    """A whole tensor that each rank uses in its own way: gradients are added up.
+
+    Once for all uses of one tensor: the gradients of queries, keys and values go together.
+    """
+    if not (whole.requires_grad and torch.is_grad_enabled()):
+        return whole
+    version, known = getattr(whole, _KNOWN, (None, None))
+    if isinstance(known, weakref.ref):
+        known = known()
+    if known is not None and version == (whole._version, id(whole.grad_fn)):
+        return known
     result: Tensor = _ToAll.apply(whole, group)
+    # A leaf is held by the graph behind the result: strong references would go round in a circle.
+    kept = weakref.ref(result) if whole.grad_fn is None else result
+    setattr(whole, _KNOWN, ((whole._version, id(whole.grad_fn)), kept))
     return result
+
+
+_KNOWN = "_bigtrain_to_all"
 
 
 def summed(partial: Tensor, group: SliceGroup) -> Tensor:
@@ -49,6 +92,8 @@ def gathered(held: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
 
 def part_of(whole: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
     """The slices of a whole tensor: nothing is sent but gradients, which are gathered."""
+    if not (whole.requires_grad and torch.is_grad_enabled()):
+        return slices.local(whole, group.rank, group.size)
     result: Tensor = _PartOf.apply(whole, slices, group)
     return result
 
@@ -68,6 +113,7 @@ def summed_in_parts(partial: Tensor, slices: Slices, group: SliceGroup) -> Tenso
 def all_reduce(tensor: Tensor, group: SliceGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """Reduce a tensor over the ranks; where it may be written in place, its own memory is used."""
     tensor = tensor.contiguous()
+    group.note("all_reduce", tensor)
     if group.group is not None:
         dist.all_reduce(tensor, op, group=group.group)
     return tensor
@@ -78,6 +124,7 @@ def all_gather(held: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
     most = slices.length(0, group.size)
     sent = _padded(held, slices.dim, most)
     arrived = sent.new_empty((group.size, *sent.shape))
+    group.note("all_gather", arrived)
     if group.group is not None:
         dist.all_gather_into_tensor(arrived.view(-1), sent.view(-1), group=group.group)
     lengths = [slices.length(rank, group.size) for rank in range(group.size)]
@@ -97,6 +144,7 @@ def reduce_scatter(partial: Tensor, slices: Slices, group: SliceGroup) -> Tensor
         ]
     )
     own = torch.empty_like(sent[0])
+    group.note("reduce_scatter", sent)
     if group.group is not None:
         dist.reduce_scatter_tensor(own.view(-1), sent.view(-1), group=group.group)
     return own.narrow(slices.dim, 0, slices.length(group.rank, group.size))
@@ -115,7 +163,7 @@ class _ToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: SliceGroup) -> Tensor:
         ctx.group = group
-        return whole.view_as(whole)
+        return whole.detach()  # no view: a base would hold what holds this
 
     @staticmethod
     @once_differentiable
@@ -125,8 +173,11 @@ class _ToAll(torch.autograd.Function):
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, group: SliceGroup) -> Tensor:  # noqa: ARG004
-        return all_reduce(partial.clone(), group)
+    def forward(ctx: Any, partial: Tensor, group: SliceGroup) -> Tensor:
+        if partial._is_view() or not partial.is_contiguous():
+            return all_reduce(partial.clone(), group)
+        ctx.mark_dirty(partial)  # a product's result, which nobody else wants
+        return all_reduce(partial, group)
 
     @staticmethod
     @once_differentiable
@@ -150,7 +201,8 @@ class _PartOf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
         ctx.slices, ctx.group = slices, group
-        return slices.local(whole, group.rank, group.size).clone()
+        part = slices.local(whole, group.rank, group.size)
+        return part.clone() if len(slices.sections) == 1 else part
 
     @staticmethod
     @once_differentiable

@@ -1,0 +1,78 @@
+"""A model made to hold slices: parameters of this rank's shape, which its code sees as whole."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bigtrain.slicing import rules_attention, rules_loss, rules_norms, rules_products, rules_shapes
+from bigtrain.slicing.exchange import SliceGroup
+from bigtrain.slicing.sliced_tensor import SlicedTensor
+from bigtrain.slicing.slices import Slices
+
+RULES = (rules_attention, rules_loss, rules_norms, rules_products, rules_shapes)
+"""The modules whose import fills the table of rules."""
+_LAYOUTS = "_bigtrain_slices"
+
+
+class SlicedModule(nn.Module):
+    """What is put before a module's class: its sliced parameters and buffers come out as whole."""
+
+    def __getattr__(self, name: str) -> Any:
+        """A parameter, buffer or submodule; a sliced one as a `SlicedTensor`."""
+        value = super().__getattr__(name)
+        slices = self.__dict__[_LAYOUTS].get(name)
+        if slices is None or not isinstance(value, Tensor) or isinstance(value, SlicedTensor):
+            return value
+        return SlicedTensor.of(value, slices, self.__dict__["_bigtrain_group"])
+
+
+@functools.cache
+def _sliced_class(own: type[nn.Module]) -> type[nn.Module]:
+    return type(own.__name__, (SlicedModule, own), {"__module__": own.__module__})
+
+
+def slice_modules(model: nn.Module, slices: Mapping[str, Slices], group: SliceGroup) -> None:
+    """Let the modules of a model see their parameters as whole, whatever a rank holds of them.
+
+    The parameters themselves are left as they are: see `slice_tensors`.
+
+    Args:
+        model: parameters have plain names; stages of a model have some of them.
+        slices: by plain name, of parameters and buffers; those that are not here are passed over.
+        group: the ranks.
+    """
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        held = (*module._parameters, *module._buffers)
+        own = {name: slices[prefix + name] for name in held if prefix + name in slices}
+        if not own:
+            continue
+        if not isinstance(module, SlicedModule):
+            module.__class__ = _sliced_class(type(module))
+        module.__dict__[_LAYOUTS] = own
+        module.__dict__["_bigtrain_group"] = group
+
+
+def sliced_tensors(model: nn.Module, slices: Mapping[str, Slices]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of a model that are sliced, by name, tied ones once."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in slices:
+            yield name, tensor
+
+
+@torch.no_grad()
+def slice_tensors(model: nn.Module, slices: Mapping[str, Slices], group: SliceGroup) -> None:
+    """Let whole parameters and buffers of a model be what this rank holds of them."""
+    for name, tensor in sliced_tensors(model, slices):
+        tensor.data = own_slices(tensor, slices[name], group)
+
+
+def own_slices(whole: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
+    """What a rank holds of a whole tensor, in memory of its own."""
+    part = slices.local(whole.detach(), group.rank, group.size)
+    return part.clone(memory_format=torch.contiguous_format)
