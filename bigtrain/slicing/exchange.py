@@ -19,7 +19,6 @@ from torch.autograd.function import once_differentiable
 
 from bigtrain.slicing.slices import Slices
 
-
 ExchangeKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bigtrain.slicing.exchange import SliceGroup, part_of, summed, to_all
-from bigtrain.slicing.rules_pointwise import own_part
 from bigtrain.slicing.sliced_tensor import SlicedTensor, held, is_sliced, rule, rule_with_function
-from bigtrain.slicing.slices import Section, Slices
+from bigtrain.slicing.slices import Slices
 
 T = torch.Tensor
 
@@ -57,9 +56,23 @@ def _dropout(
 
 
 @rule_with_function(
-    F.softmax, torch.softmax, T.softmax, F.log_softmax, torch.log_softmax, T.log_softmax,
-    torch.cumsum, T.cumsum, torch.sort, T.sort, T.argsort, torch.argsort, F.normalize,
-    F.softmin, F.glu, torch.cumprod, T.cumprod,
+    F.softmax,
+    torch.softmax,
+    T.softmax,
+    F.log_softmax,
+    torch.log_softmax,
+    T.log_softmax,
+    torch.cumsum,
+    T.cumsum,
+    torch.sort,
+    T.sort,
+    T.argsort,
+    torch.argsort,
+    F.normalize,
+    F.softmin,
+    F.glu,
+    torch.cumprod,
+    T.cumprod,
 )
 def _along_dim(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     place = 1 if func is F.normalize else 0
@@ -128,7 +141,9 @@ def _batch_norm(
 
 
 @rule(F.group_norm)
-def _group_norm(x: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+def _group_norm(
+    x: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Any:
     if not is_sliced(x):
         return NotImplemented
     group, slices = x.group, x.slices
@@ -149,18 +164,22 @@ def _group_norm(x: Any, num_groups: int, weight: Any = None, bias: Any = None, e
     return x.like(F.group_norm(held(x), own_groups, *parts, eps))
 
 
-_POOLS = """
-avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d adaptive_avg_pool1d
-adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d lp_pool1d lp_pool2d
-interpolate upsample pixel_shuffle pixel_unshuffle unfold instance_norm local_response_norm
-""".split()
+_POOLS = ["avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "lp_pool1d", "lp_pool2d", "interpolate", "upsample", "pixel_shuffle", "pixel_unshuffle", "unfold", "instance_norm", "local_response_norm"]
 _DIMS = {"1d": 1, "2d": 2, "3d": 3}
 
 
 @rule_with_function(
-    *(getattr(F, name) for name in _POOLS[:-2] if name not in ("pixel_shuffle", "pixel_unshuffle", "unfold")),
-    torch.max_pool1d, torch.max_pool2d, torch.max_pool3d, torch.avg_pool1d,
-    torch.adaptive_avg_pool1d, torch.adaptive_max_pool1d,
+    *(
+        getattr(F, name)
+        for name in _POOLS[:-2]
+        if name not in ("pixel_shuffle", "pixel_unshuffle", "unfold")
+    ),
+    torch.max_pool1d,
+    torch.max_pool2d,
+    torch.max_pool3d,
+    torch.avg_pool1d,
+    torch.adaptive_avg_pool1d,
+    torch.adaptive_max_pool1d,
 )
 def _pool(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     spatial = _DIMS.get(func.__name__[-2:], x.dim() - 2)
@@ -171,10 +190,39 @@ def _pool(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @rule_with_function(
-    torch.sum, T.sum, torch.mean, T.mean, torch.amax, T.amax, torch.amin, T.amin, torch.prod,
-    T.prod, torch.std, T.std, torch.var, T.var, torch.logsumexp, T.logsumexp, torch.all, T.all,
-    torch.any, T.any, torch.norm, T.norm, torch.linalg.vector_norm, torch.max, T.max, torch.min,
-    T.min, torch.argmax, T.argmax, torch.argmin, T.argmin, torch.topk, T.topk,
+    torch.sum,
+    T.sum,
+    torch.mean,
+    T.mean,
+    torch.amax,
+    T.amax,
+    torch.amin,
+    T.amin,
+    torch.prod,
+    T.prod,
+    torch.std,
+    T.std,
+    torch.var,
+    T.var,
+    torch.logsumexp,
+    T.logsumexp,
+    torch.all,
+    T.all,
+    torch.any,
+    T.any,
+    torch.norm,
+    T.norm,
+    torch.linalg.vector_norm,
+    torch.max,
+    T.max,
+    torch.min,
+    T.min,
+    torch.argmax,
+    T.argmax,
+    torch.argmin,
+    T.argmin,
+    torch.topk,
+    T.topk,
 )
 def _reduce(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if not is_sliced(x) or any(is_sliced(a) for a in (*args, *kwargs.values())):
@@ -187,7 +235,9 @@ def _reduce(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(dim, bool) or dim is None:
         dims = list(range(x.dim()))
     else:
-        dims = [d % x.dim() for d in ([dim] if isinstance(dim, int) else dim)] or list(range(x.dim()))
+        dims = [d % x.dim() for d in ([dim] if isinstance(dim, int) else dim)] or list(
+            range(x.dim())
+        )
     if x.slices.dim in dims:
         return _sum(x, name, dims, dim, args, kwargs)
     found = func(held(x), *args, **kwargs)
@@ -213,5 +263,3 @@ def _sum(x: SlicedTensor, name: str, dims: list[int], dim: Any, args: Any, kwarg
     for d in dims:
         count *= x.shape[d]
     return total / count
-
-

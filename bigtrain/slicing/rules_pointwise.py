@@ -7,33 +7,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from bigtrain.slicing.exchange import SliceGroup, part_of, to_all
+from bigtrain.slicing.sliced_tensor import (
+    SlicedTensor,
+    held,
+    is_sliced,
+    leaves_of,
+    rule,
+    rule_with_function,
+)
 from bigtrain.slicing.slices import Slices
-from bigtrain.slicing.sliced_tensor import SlicedTensor, held, is_sliced, rule, rule_with_function
 
-_METHODS_AND_FUNCTIONS = """
-abs absolute acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not
-bitwise_or bitwise_xor ceil clamp clamp_max clamp_min clip copysign cos cosh deg2rad div divide eq
-erf erfc erfinv exp exp2 expm1 fix float_power floor floor_divide fmax fmin fmod frac ge greater
-greater_equal gt hypot isclose isfinite isinf isnan le lerp less less_equal lgamma log log10 log1p
-log2 logaddexp logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum
-mul multiply nan_to_num ne neg negative nextafter not_equal positive pow rad2deg reciprocal
-remainder round rsqrt rsub sgn sigmoid sign signbit sin sinc sinh sqrt square sub subtract tan tanh
-true_divide trunc where relu selu celu rrelu threshold xlogy heaviside
-zeros_like ones_like full_like empty_like
-""".split()
-_METHODS = """
-__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__
-__rtruediv__ __itruediv__ __div__ __rdiv__ __pow__ __rpow__ __neg__ __abs__ __and__ __or__ __xor__
-__invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __mod__ __floordiv__ type_as bool double float
-half bfloat16 int long to cuda cpu type masked_fill_ clone detach zero_ fill_ copy_ requires_grad_
-""".split()
-_FUNCTIONAL = """
-relu relu6 relu_ elu elu_ selu selu_ celu gelu silu mish hardswish hardsigmoid hardtanh leaky_relu
-leaky_relu_ softplus softsign softshrink hardshrink tanhshrink logsigmoid threshold sigmoid tanh
-""".split()
+_METHODS_AND_FUNCTIONS = ["abs", "absolute", "acos", "acosh", "add", "addcdiv", "addcmul", "asin", "asinh", "atan", "atan2", "atanh", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "ceil", "clamp", "clamp_max", "clamp_min", "clip", "copysign", "cos", "cosh", "deg2rad", "div", "divide", "eq", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "fix", "float_power", "floor", "floor_divide", "fmax", "fmin", "fmod", "frac", "ge", "greater", "greater_equal", "gt", "hypot", "isclose", "isfinite", "isinf", "isnan", "le", "lerp", "less", "less_equal", "lgamma", "log", "log10", "log1p", "log2", "logaddexp", "logical_and", "logical_not", "logical_or", "logical_xor", "logit", "lt", "masked_fill", "maximum", "minimum", "mul", "multiply", "nan_to_num", "ne", "neg", "negative", "nextafter", "not_equal", "positive", "pow", "rad2deg", "reciprocal", "remainder", "round", "rsqrt", "rsub", "sgn", "sigmoid", "sign", "signbit", "sin", "sinc", "sinh", "sqrt", "square", "sub", "subtract", "tan", "tanh", "true_divide", "trunc", "where", "relu", "selu", "celu", "rrelu", "threshold", "xlogy", "heaviside", "zeros_like", "ones_like", "full_like", "empty_like"]
+_METHODS = ["__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__", "__truediv__", "__rtruediv__", "__itruediv__", "__div__", "__rdiv__", "__pow__", "__rpow__", "__neg__", "__abs__", "__and__", "__or__", "__xor__", "__invert__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__mod__", "__floordiv__", "type_as", "bool", "double", "float", "half", "bfloat16", "int", "long", "to", "cuda", "cpu", "type", "masked_fill_", "clone", "detach", "zero_", "fill_", "copy_", "requires_grad_"]
+_FUNCTIONAL = ["relu", "relu6", "relu_", "elu", "elu_", "selu", "selu_", "celu", "gelu", "silu", "mish", "hardswish", "hardsigmoid", "hardtanh", "leaky_relu", "leaky_relu_", "softplus", "softsign", "softshrink", "hardshrink", "tanhshrink", "logsigmoid", "threshold", "sigmoid", "tanh"]
 
 
 def _named(home: Any, names: list[str]) -> list[Any]:
@@ -48,13 +37,11 @@ _ALL = {
     *_named(torch.Tensor, _IN_PLACE),
     *_named(torch.Tensor, _METHODS),
     *_named(F, _FUNCTIONAL),
-    *_named(torch.special, "erf erfc expit exp2 expm1 log1p logit xlogy log_ndtr ndtr".split()),
+    *_named(torch.special, ["erf", "erfc", "expit", "exp2", "expm1", "log1p", "logit", "xlogy", "log_ndtr", "ndtr"]),
 }
 
 
-def aligned(
-    values: list[Any], group: SliceGroup
-) -> tuple[Slices, int, tuple[int, ...]] | None:
+def aligned(values: list[Any], group: SliceGroup) -> tuple[Slices, int, tuple[int, ...]] | None:
     """How the result of a function of these, broadcast together, is sliced.
 
     Returns:
@@ -90,7 +77,7 @@ def own_part(value: Any, slices: Slices, dim: int, group: SliceGroup) -> Any:
 
 @rule_with_function(*_ALL)
 def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
-    values = tree_leaves((args, kwargs))
+    values = leaves_of((args, kwargs))
     group: SliceGroup = next(v for v in values if is_sliced(v)).group
     found = aligned(values, group)
     if found is None:
@@ -106,7 +93,7 @@ def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
         args = (args[0], *(held(a) if is_sliced(a) else a for a in args[1:]))
         local = func(held(target), *args[1:], **kwargs)
     else:
-        own = tree_map(lambda v: own_part(v, slices, dim, group), (args, kwargs))
+        own = tree_map(lambda v: own_part(v, slices, dim, group), (args, kwargs), is_sliced)
         local = func(*own[0], **own[1])
     if not isinstance(local, Tensor):
         return local
@@ -139,7 +126,9 @@ def _on_wrapper(func: Any) -> Any:
     return ask
 
 
-_FACTS = "size dim ndimension numel nelement element_size is_floating_point is_complex stride get_device"
+_FACTS = (
+    "size dim ndimension numel nelement element_size is_floating_point is_complex stride get_device"
+)
 _PROPERTIES = """shape dtype device ndim requires_grad is_cuda is_cpu layout is_sparse is_leaf
 is_nested is_quantized is_meta is_mps is_xpu nbytes itemsize names _version"""
 for _name in (*_FACTS.split(), "is_contiguous", "__len__", "__hash__"):

@@ -125,9 +125,11 @@ def _mm(a: Any, b: Any) -> Any:
 
 @rule(torch.addmm, T.addmm)
 def _addmm(added: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
-    result = product(("xy", "yz"), "xz", (a, b), torch.mm, 1 if is_sliced(b) else None) if (
-        is_sliced(a) or is_sliced(b)
-    ) else torch.mm(a, b)
+    result = (
+        product(("xy", "yz"), "xz", (a, b), torch.mm, 1 if is_sliced(b) else None)
+        if (is_sliced(a) or is_sliced(b))
+        else torch.mm(a, b)
+    )
     result = result if alpha == 1 else result * alpha
     return result + (added if beta == 1 else added * beta)
 
@@ -173,13 +175,17 @@ def _conv(
     kernel = spatial.upper()
     if is_sliced(x) and x.slices.dim > 1 or (is_sliced(weight) and weight.slices.dim > 1):
         return NotImplemented
-    result = product(
-        (f"bx{spatial}", f"yx{kernel}"),
-        f"by{spatial}",
-        (x, weight),
-        lambda own, kernels: func(own, kernels, None, *options),
-        1 if is_sliced(weight) else None,
-    ) if is_sliced(x) or is_sliced(weight) else func(x, weight, None, *options)
+    result = (
+        product(
+            (f"bx{spatial}", f"yx{kernel}"),
+            f"by{spatial}",
+            (x, weight),
+            lambda own, kernels: func(own, kernels, None, *options),
+            1 if is_sliced(weight) else None,
+        )
+        if is_sliced(x) or is_sliced(weight)
+        else func(x, weight, None, *options)
+    )
     return _with_bias(result, bias, 1)
 
 
@@ -228,13 +234,17 @@ def _conv_transpose(
     spatial = "hwd"[: weight.dim() - 2]
     if is_sliced(weight) and weight.slices.dim > 1:
         return NotImplemented
-    result = product(
-        (f"bx{spatial}", f"xy{spatial.upper()}"),
-        f"by{spatial}",
-        (x, weight),
-        lambda own, kernels: func(own, kernels, None, *args, **kwargs),
-        1 if is_sliced(weight) else None,
-    ) if is_sliced(x) or is_sliced(weight) else func(x, weight, None, *args, **kwargs)
+    result = (
+        product(
+            (f"bx{spatial}", f"xy{spatial.upper()}"),
+            f"by{spatial}",
+            (x, weight),
+            lambda own, kernels: func(own, kernels, None, *args, **kwargs),
+            1 if is_sliced(weight) else None,
+        )
+        if is_sliced(x) or is_sliced(weight)
+        else func(x, weight, None, *args, **kwargs)
+    )
     return _with_bias(result, bias, 1)
 
 

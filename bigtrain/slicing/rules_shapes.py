@@ -230,7 +230,9 @@ def _select(tensor: SlicedTensor, dim: int, index: int) -> Any:
     dim %= tensor.dim()
     if dim == tensor.slices.dim:
         return NotImplemented
-    return tensor.like(held(tensor).select(dim, index), tensor.slices.dim - (dim < tensor.slices.dim))
+    return tensor.like(
+        held(tensor).select(dim, index), tensor.slices.dim - (dim < tensor.slices.dim)
+    )
 
 
 @rule(T.narrow, torch.narrow)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
 from bigtrain.errors import ConfigError
 from bigtrain.slicing.exchange import SliceGroup, gathered, part_of
@@ -97,7 +97,9 @@ class SlicedTensor(torch.Tensor):
 
     def like(self, local: Tensor, dim: int | None = None) -> SlicedTensor:
         """Another tensor with the same slices, of the same dim or of another."""
-        return SlicedTensor.of(local, self.slices if dim is None else self.slices.at(dim), self.group)
+        return SlicedTensor.of(
+            local, self.slices if dim is None else self.slices.at(dim), self.group
+        )
 
     def whole(self) -> Tensor:
         """All of it, which all ranks use alike."""
@@ -152,7 +154,20 @@ def is_sliced(value: Any) -> bool:
 
 def whole_of(value: Any) -> Any:
     """Sliced tensors in any structure made whole."""
-    return tree_map(lambda leaf: leaf.whole() if is_sliced(leaf) else leaf, value)
+    return tree_map(lambda leaf: leaf.whole() if is_sliced(leaf) else leaf, value, is_sliced)
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """The leaves of a structure, sliced tensors among them."""
+    return tree_leaves(value, is_sliced)
+
+
+# What takes structures apart (hooks of fully_shard, recomputation) finds the rank's own tensors.
+register_pytree_node(
+    SlicedTensor,
+    lambda sliced: ([held(sliced)], (sliced.slices, sliced.group, tuple(sliced.shape))),
+    lambda local, of: SlicedTensor(next(iter(local)), *of),
+)
 
 
 def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
@@ -161,7 +176,7 @@ def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     Raises:
         ConfigError: it changes one in a way that is not known.
     """
-    sliced = [leaf for leaf in tree_leaves((args, kwargs)) if is_sliced(leaf)]
+    sliced = [leaf for leaf in leaves_of((args, kwargs)) if is_sliced(leaf)]
     name = getattr(func, "__name__", str(func))
     if sliced:
         sliced[0].group.note_gather(name)
@@ -175,4 +190,3 @@ def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
         func(changed, *whole_of(args[1:]), **whole_of(kwargs))
     target.local = part_of(changed, target.slices, target.group)
     return target
-
