@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bigtrain.slicing.exchange import SliceGroup, part_of, summed, to_all
+from bigtrain.slicing.rules_pointwise import words
 from bigtrain.slicing.sliced_tensor import SlicedTensor, held, is_sliced, rule, rule_with_function
 from bigtrain.slicing.slices import Slices
 
@@ -164,16 +165,18 @@ def _group_norm(
     return x.like(F.group_norm(held(x), own_groups, *parts, eps))
 
 
-_POOLS = ["avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "lp_pool1d", "lp_pool2d", "interpolate", "upsample", "pixel_shuffle", "pixel_unshuffle", "unfold", "instance_norm", "local_response_norm"]
+_POOLS = words(
+    """
+avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d adaptive_avg_pool1d
+adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d lp_pool1d lp_pool2d
+interpolate upsample instance_norm
+"""
+)
 _DIMS = {"1d": 1, "2d": 2, "3d": 3}
 
 
 @rule_with_function(
-    *(
-        getattr(F, name)
-        for name in _POOLS[:-2]
-        if name not in ("pixel_shuffle", "pixel_unshuffle", "unfold")
-    ),
+    *(getattr(F, name) for name in _POOLS),
     torch.max_pool1d,
     torch.max_pool2d,
     torch.max_pool3d,
@@ -239,7 +242,7 @@ def _reduce(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
             range(x.dim())
         )
     if x.slices.dim in dims:
-        return _sum(x, name, dims, dim, args, kwargs)
+        return _sum(x, name, dims, args, kwargs)
     found = func(held(x), *args, **kwargs)
     tensors = [found] if isinstance(found, Tensor) else list(found)
     kept = tensors[0].dim() == x.dim()
@@ -248,7 +251,7 @@ def _reduce(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     return own[0] if isinstance(found, Tensor) else type(found)(own)
 
 
-def _sum(x: SlicedTensor, name: str, dims: list[int], dim: Any, args: Any, kwargs: Any) -> Any:
+def _sum(x: SlicedTensor, name: str, dims: list[int], args: Any, kwargs: Any) -> Any:
     """A sum or a mean over the sliced dim: each rank's, added up."""
     if name not in ("sum", "mean"):
         return NotImplemented

@@ -20,9 +20,39 @@ from bigtrain.slicing.sliced_tensor import (
 )
 from bigtrain.slicing.slices import Slices
 
-_METHODS_AND_FUNCTIONS = ["abs", "absolute", "acos", "acosh", "add", "addcdiv", "addcmul", "asin", "asinh", "atan", "atan2", "atanh", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "ceil", "clamp", "clamp_max", "clamp_min", "clip", "copysign", "cos", "cosh", "deg2rad", "div", "divide", "eq", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "fix", "float_power", "floor", "floor_divide", "fmax", "fmin", "fmod", "frac", "ge", "greater", "greater_equal", "gt", "hypot", "isclose", "isfinite", "isinf", "isnan", "le", "lerp", "less", "less_equal", "lgamma", "log", "log10", "log1p", "log2", "logaddexp", "logical_and", "logical_not", "logical_or", "logical_xor", "logit", "lt", "masked_fill", "maximum", "minimum", "mul", "multiply", "nan_to_num", "ne", "neg", "negative", "nextafter", "not_equal", "positive", "pow", "rad2deg", "reciprocal", "remainder", "round", "rsqrt", "rsub", "sgn", "sigmoid", "sign", "signbit", "sin", "sinc", "sinh", "sqrt", "square", "sub", "subtract", "tan", "tanh", "true_divide", "trunc", "where", "relu", "selu", "celu", "rrelu", "threshold", "xlogy", "heaviside", "zeros_like", "ones_like", "full_like", "empty_like"]
-_METHODS = ["__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__", "__truediv__", "__rtruediv__", "__itruediv__", "__div__", "__rdiv__", "__pow__", "__rpow__", "__neg__", "__abs__", "__and__", "__or__", "__xor__", "__invert__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__mod__", "__floordiv__", "type_as", "bool", "double", "float", "half", "bfloat16", "int", "long", "to", "cuda", "cpu", "type", "masked_fill_", "clone", "detach", "zero_", "fill_", "copy_", "requires_grad_"]
-_FUNCTIONAL = ["relu", "relu6", "relu_", "elu", "elu_", "selu", "selu_", "celu", "gelu", "silu", "mish", "hardswish", "hardsigmoid", "hardtanh", "leaky_relu", "leaky_relu_", "softplus", "softsign", "softshrink", "hardshrink", "tanhshrink", "logsigmoid", "threshold", "sigmoid", "tanh"]
+
+def words(text: str) -> list[str]:
+    """The words of a text."""
+    return text.split()
+
+
+_METHODS_AND_FUNCTIONS = words(
+    """
+abs absolute acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not
+bitwise_or bitwise_xor ceil clamp clamp_max clamp_min clip copysign cos cosh deg2rad div divide eq
+erf erfc erfinv exp exp2 expm1 fix float_power floor floor_divide fmax fmin fmod frac ge greater
+greater_equal gt hypot isclose isfinite isinf isnan le lerp less less_equal lgamma log log10 log1p
+log2 logaddexp logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum
+mul multiply nan_to_num ne neg negative nextafter not_equal positive pow rad2deg reciprocal
+remainder round rsqrt rsub sgn sigmoid sign signbit sin sinc sinh sqrt square sub subtract tan tanh
+true_divide trunc where relu selu celu rrelu threshold xlogy heaviside
+zeros_like ones_like full_like empty_like
+"""
+)
+_METHODS = words(
+    """
+__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__
+__rtruediv__ __itruediv__ __div__ __rdiv__ __pow__ __rpow__ __neg__ __abs__ __and__ __or__ __xor__
+__invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __mod__ __floordiv__ type_as bool double float
+half bfloat16 int long to cuda cpu type masked_fill_ clone detach zero_ fill_ copy_ requires_grad_
+"""
+)
+_FUNCTIONAL = words(
+    """
+relu relu6 relu_ elu elu_ selu selu_ celu gelu silu mish hardswish hardsigmoid hardtanh leaky_relu
+leaky_relu_ softplus softsign softshrink hardshrink tanhshrink logsigmoid threshold sigmoid tanh
+"""
+)
 
 
 def _named(home: Any, names: list[str]) -> list[Any]:
@@ -37,7 +67,7 @@ _ALL = {
     *_named(torch.Tensor, _IN_PLACE),
     *_named(torch.Tensor, _METHODS),
     *_named(F, _FUNCTIONAL),
-    *_named(torch.special, ["erf", "erfc", "expit", "exp2", "expm1", "log1p", "logit", "xlogy", "log_ndtr", "ndtr"]),
+    *_named(torch.special, words("erf erfc expit exp2 expm1 log1p logit xlogy log_ndtr ndtr")),
 }
 
 
@@ -93,7 +123,7 @@ def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
         args = (args[0], *(held(a) if is_sliced(a) else a for a in args[1:]))
         local = func(held(target), *args[1:], **kwargs)
     else:
-        own = tree_map(lambda v: own_part(v, slices, dim, group), (args, kwargs), is_sliced)
+        own = tree_map(lambda v: own_part(v, slices, dim, group), (args, kwargs), is_leaf=is_sliced)
         local = func(*own[0], **own[1])
     if not isinstance(local, Tensor):
         return local

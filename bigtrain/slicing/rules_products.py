@@ -30,9 +30,9 @@ T = torch.Tensor
 def _as_operand(value: Any, slices: Slices | None, group: SliceGroup) -> Tensor:
     """What a rank computes with: its slices along a dim, or all of it used in its own way."""
     if is_sliced(value):
-        if slices is not None and value.slices.dim == slices.dim:
-            if value.slices.same(slices, group.size):
-                return held(value)
+        is_same = slices is not None and value.slices.dim == slices.dim
+        if slices is not None and is_same and value.slices.same(slices, group.size):
+            return held(value)
         whole = gathered_for_parts(held(value), value.slices, group)
         return whole if slices is None else slices.local(whole, group.rank, group.size)
     return to_all(value, group) if slices is None else part_of(value, slices, group)
@@ -101,12 +101,12 @@ def _matmul(func: Any, a: Any, b: Any) -> Any:
     batch = max(a.dim(), b.dim()) - 2
     names = _names(batch)
     # A batch dim of one element is broadcast: it has no letter of the other's.
-    first = _batch_names(a, b, names) + "xy"
-    second = _batch_names(b, a, names) + "yz"
+    first = _batch_names(a, names) + "xy"
+    second = _batch_names(b, names) + "yz"
     return product((first, second), f"{names}xz", (a, b), torch.matmul)
 
 
-def _batch_names(tensor: Tensor, other: Tensor, names: str) -> str:
+def _batch_names(tensor: Tensor, names: str) -> str:
     count = tensor.dim() - 2
     own = names[len(names) - count :] if count else ""
     sizes = tensor.shape[:count]

@@ -67,6 +67,7 @@ class SlicedTensor(torch.Tensor):
         """Let this rank's slices stand for the whole.
 
         Args:
+            cls: this class.
             local: of the shape `slices.local_shape(shape, group.rank, group.size)`.
             slices: how the whole is dealt out.
             group: the ranks.
@@ -154,12 +155,14 @@ def is_sliced(value: Any) -> bool:
 
 def whole_of(value: Any) -> Any:
     """Sliced tensors in any structure made whole."""
-    return tree_map(lambda leaf: leaf.whole() if is_sliced(leaf) else leaf, value, is_sliced)
+    return tree_map(
+        lambda leaf: leaf.whole() if is_sliced(leaf) else leaf, value, is_leaf=is_sliced
+    )
 
 
 def leaves_of(value: Any) -> list[Any]:
     """The leaves of a structure, sliced tensors among them."""
-    return tree_leaves(value, is_sliced)
+    return tree_leaves(value, is_leaf=is_sliced)
 
 
 # What takes structures apart (hooks of fully_shard, recomputation) finds the rank's own tensors.
