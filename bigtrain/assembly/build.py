@@ -23,6 +23,7 @@ from bigtrain.models.blueprint import Blueprint
 from bigtrain.models.names import names_of
 from bigtrain.ranks.context import RunContext
 from bigtrain.recorder.blocks import mark_blocks
+from bigtrain.slicing.install import slice_modules
 from bigtrain.tensors.memory_format import set_channels_last
 
 
@@ -73,7 +74,10 @@ def build_runner(
         model = blueprint.model
         attach_head(workload.loss, model)  # while names are the user's own
         bf16_names = () if plan.master_weights else bf16_parameter_names(model)
-        materialize = Materializer(blueprint, context, plan.precision, bf16_names)
+        slices = None
+        if resolved.slices is not None:
+            slices = resolved.slices.on(context.tp_rank, context.group("tp"))
+        materialize = Materializer(blueprint, context, plan.precision, bf16_names, slices)
         if layout is not None:
             # Before any value is made: a rank pays for its own stages only. A model that could
             # not be described is whole on every rank anyhow, and comes from rank 0 as a whole.
@@ -89,6 +93,10 @@ def build_runner(
             materialize(names_of(model))
         if plan.lays_weights:
             set_channels_last(model)
+        # While modules are plain, and before any is copied for a stage. From here on a model's own
+        # code sees whole parameters, all others see what this rank holds of them.
+        if slices is not None:
+            slice_modules(model, slices.by_name, slices.group)
         # BatchNorm is replaced while the model is still plain: wrappers keep what they find.
         if plan.sync_batchnorm:
             convert = nn.SyncBatchNorm.convert_sync_batchnorm
@@ -105,8 +113,10 @@ def build_runner(
             layout=layout,
             block_policies=resolved.policies,
             offloader=mover,
+            slices=slices,
         )
         # cut: stages first, so that all that follows sees only this rank's layers.
+        # slice: done above; what follows finds parameters of this rank's own.
         # recompute: on blocks, while they are still the user's own modules; those of stages
         # where the stages are made.
         # offload: says where the optimizer's state will live, for those who make it.

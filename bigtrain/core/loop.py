@@ -26,6 +26,8 @@ from bigtrain.optim.in_backward import InBackwardUpdate
 from bigtrain.optim.partitioned import PartitionedUpdate
 from bigtrain.optim.update import Update, WholeUpdate
 from bigtrain.recorder.blocks import unmark_blocks
+from bigtrain.slicing.exchange import Exchange
+from bigtrain.slicing.sliced_tensor import whole_of
 from bigtrain.tensors.dtensors import local_tensor
 from bigtrain.tensors.memory_format import channels_last
 from bigtrain.tensors.norms import global_norm
@@ -55,6 +57,9 @@ class StepRunner:
         self._before_update = assembly.before_update
         self._stepped = False
         self._trained = list(named.values())
+        self._slices = assembly.slices
+        sliced_names = assembly.slices.by_name if assembly.slices is not None else {}
+        self._sliced = {id(p) for name, p in named.items() if name in sliced_names}
         self._released: InBackwardUpdate | None = None
         if assembly.plan.release_gradients:
             self._released = InBackwardUpdate(named, assembly.make_optimizer, assembly.meter)
@@ -127,8 +132,35 @@ class StepRunner:
         """The norm of the gradients of the whole model. Collective where they are in shards."""
         if self._released is not None:
             return self._released.norm()
-        gradients = (p.grad for p in self._trained if p.grad is not None)
-        return global_norm(gradients, self._device_type)
+        return self.norm_of(self._trained)
+
+    def norm_of(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """The norm of the gradients of these; collective where they are in shards or slices."""
+        sliced, whole = [], []
+        for parameter in parameters:
+            if parameter.grad is not None:
+                own = sliced if id(parameter) in self._sliced else whole
+                own.append(parameter.grad)
+        norm = global_norm(whole, self._device_type)
+        if self._slices is None:
+            return norm
+        return self._slices.norm(global_norm(sliced, self._device_type), norm)
+
+    def take_exchanges(self) -> tuple[Exchange, ...]:
+        """What the ranks of the tp axis have exchanged since the last call, where it is noted."""
+        noted = self._slices.group.exchanges if self._slices is not None else None
+        taken = tuple(noted or ())
+        if noted:
+            noted.clear()
+        return taken
+
+    def whole_state(self, state: Mapping[str, StateTensor]) -> dict[str, StateTensor]:
+        """What this rank holds, of whole tensors where it holds slices."""
+        return dict(state) if self._slices is None else self._slices.whole(state)
+
+    def own_saved(self, saved: Mapping[str, SavedTensor]) -> Mapping[str, SavedTensor]:
+        """A saved state as this rank holds it: in slices where its tensors are."""
+        return saved if self._slices is None else self._slices.own(saved)
 
     def apply_step(self) -> None:
         """Step the optimizer and clear the gradients."""
@@ -272,17 +304,19 @@ class LoopRunner(StepRunner):
                 "there are no gradients after the backward pass: each was used and freed in it. "
                 "Set optim.release_gradients=false to see them."
             )
-        return {
-            name: StateTensor.of(parameter.grad)
-            for name, parameter in self.module.named_parameters()
-            if parameter.grad is not None
-        }
+        return self.whole_state(
+            {
+                name: StateTensor.of(parameter.grad)
+                for name, parameter in self.module.named_parameters()
+                if parameter.grad is not None
+            }
+        )
 
     def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """See `Runner.predict`."""
         placed = self.place_batch(micro_batch)
         with torch.no_grad(), self.autocast():
-            return self._wrapped(placed.inputs), placed.targets
+            return whole_of(self._wrapped(placed.inputs)), placed.targets
 
     def state(self) -> dict[str, StateTensor]:
         """See `Runner.state`."""
@@ -290,10 +324,12 @@ class LoopRunner(StepRunner):
         named = self.module.named_parameters(remove_duplicate=False)
         values = model_state(state, named, self._update.masters())
         tensors = {f"model.{name}": tensor for name, tensor in values.items()}
-        return tensors | {f"optimizer.{k}": tensor for k, tensor in self._update.state().items()}
+        slots = {f"optimizer.{k}": tensor for k, tensor in self._update.state().items()}
+        return self.whole_state(tensors | slots)
 
     def load_state(self, saved: Mapping[str, SavedTensor]) -> None:
         """See `Runner.load_state`."""
+        saved = self.own_saved(saved)
         self._load_model(saved)
         trained = {n for n, p in self.module.named_parameters() if p.requires_grad}
         load_optimizer(self._update, trained, trained, saved)

@@ -34,6 +34,7 @@ from bigtrain.memory.meter import MemoryMeter
 from bigtrain.optim.state_store import StateStore
 from bigtrain.optim.update import MakeOptimizer, Update
 from bigtrain.ranks.context import RunContext
+from bigtrain.slicing.state import ModelSlices, SlicedState
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class ModelFacts:
     """The parameters that several stages of one rank use."""
 
 
-_ORDER: tuple[Role, ...] = ("cut", "recompute", "offload", "replicate", "accumulate")
+_ORDER: tuple[Role, ...] = ("cut", "slice", "recompute", "offload", "replicate", "accumulate")
 
 
 @dataclass(frozen=True)
@@ -252,6 +253,8 @@ class Assembly:
     """Set by a replicate technique whose engine is the cut's, too: see `Plan.shares_engine`."""
     block_policies: Mapping[str, BlockPolicy] = field(default_factory=dict)
     """What modules keep for the backward pass."""
+    slices: SlicedState | None = None
+    """How the model's layers are sliced over the ranks of the tp axis, where they are."""
     offloader: Offloader | None = None
     """What takes activations away, where some are."""
 
@@ -403,6 +406,22 @@ class RecomputeStrategy(Strategy):
 
     def with_policies(self, blocks: Mapping[str, BlockPolicy]) -> RecomputeStrategy:
         """The same technique with a choice for each block, and no limit."""
+        raise NotImplementedError
+
+
+class SliceStrategy(Strategy):
+    """A technique that lays each layer over the ranks of the tp axis."""
+
+    def lay_slices(self, workload: Workload, plan: Plan) -> ModelSlices:
+        """Choose how parameters lie. Needs no process group, and is the same on all ranks.
+
+        Args:
+            workload: with an example.
+            plan: mesh, batch, precision.
+
+        Raises:
+            ConfigError: nothing of the model can be sliced so.
+        """
         raise NotImplementedError
 
 

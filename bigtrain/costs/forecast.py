@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from bigtrain.slicing.exchange import Exchange
 from bigtrain.memory.timeline import BlockTicks, Breakdown, Peak, Span, Timeline, highest_peak
 
 Passes = Mapping[str, Timeline]
@@ -105,6 +106,8 @@ class Profile:
     keeps the whole. Noted where a technique replaces the products, see `Traits`."""
     module_births: tuple[tuple[int, ...], ...] = ()
     """The same, of modules that have several parameters themselves."""
+    exchanges: tuple[Exchange, ...] = ()
+    """What the ranks of the tp axis exchange for one micro-batch, in order."""
     not_compiled: str | None = None
     """Why blocks are as they are written, where the run compiles them."""
     untraceable: str | None = None

@@ -44,7 +44,7 @@ from bigtrain.engine.out_of_memory import (
 )
 from bigtrain.engine.probe_loss import agree_on_loss
 from bigtrain.engine.remedies import ForecastInputs
-from bigtrain.engine.seeds import continue_streams, kernels_as_asked, seed_everything
+from bigtrain.engine.seeds import continue_streams, kernels_as_asked, seed_everything, stream_of
 from bigtrain.errors import ConfigError, NonFiniteError
 from bigtrain.job.schema import Job
 from bigtrain.losses.loss import Loss, as_loss, count_targets
@@ -163,7 +163,7 @@ class Engine:
         if example is not None:
             self._predict(workload)
             ensure_host_room(self.plan, self._host_bytes, context)
-        seed_everything(context.seed, context.rank)
+        seed_everything(context.seed, stream_of(context))
         self._closing.enter_context(kernels_as_asked(job.train, context.device))
         importlib.import_module("torch._dynamo")  # by every optimizer: not the run's memory
         self.limit_bytes = available_bytes(job.memory.cap, context.device, context.local_world_size)

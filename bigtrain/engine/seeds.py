@@ -50,6 +50,11 @@ def seed_everything(seed: int, rank: int) -> None:
     torch.manual_seed(mixed)
 
 
+def stream_of(context: RunContext) -> int:
+    """Whose stream a rank draws from: those that hold slices of the same layers draw alike."""
+    return context.rank - context.tp_rank
+
+
 def continue_streams(meta: Mapping[str, Any], context: RunContext, steps_done: int) -> None:
     """Draw on where a checkpoint's ranks stopped.
 
@@ -62,4 +67,4 @@ def continue_streams(meta: Mapping[str, Any], context: RunContext, steps_done: i
     if len(states) == context.world_size:
         set_random_state(states[context.rank])
     else:  # other ranks than then: fresh streams, a function of where the run stands
-        seed_everything(context.seed + steps_done, context.rank)
+        seed_everything(context.seed + steps_done, stream_of(context))

@@ -42,7 +42,7 @@ from bigtrain.pipeline.torch_stage import (
     is_sharded,
 )
 from bigtrain.schedules.orders import TORCH_SCHEDULES, check_schedule, stage_ranks
-from bigtrain.tensors.norms import global_norm
+from bigtrain.slicing.sliced_tensor import whole_of
 from bigtrain.tensors.shards import SavedTensor, StateTensor
 from bigtrain.tensors.tree import map_tensors
 
@@ -300,7 +300,7 @@ class PipelineRunner(StepRunner):
         self.meter.phase("forward")
         placed = self._place_once(micro_batch)
         with self.autocast():
-            return stage(*wires, micro_batch=placed, scale=scale, final=final)
+            return whole_of(stage(*wires, micro_batch=placed, scale=scale, final=final))
 
     def _place_once(self, micro_batch: MicroBatch) -> MicroBatch:
         """The micro-batch on the device, which is let go of when all stages here had it."""
@@ -319,21 +319,19 @@ class PipelineRunner(StepRunner):
     def norm(self) -> Tensor:
         """The norm over all stages; a tied parameter counts once. Collective."""
         elsewhere = self._ties.owned_elsewhere
-        counted_gradients = [
-            p.grad
-            for name, p in self._named.items()
-            if p.grad is not None and name not in elsewhere
-        ]
-        own_norm = global_norm(counted_gradients).to(self.context.device)
+        counted = [p for name, p in self._named.items() if name not in elsewhere]
+        own_norm = self.norm_of(counted).to(self.context.device)
         return self.context.all_reduce_sum(own_norm.square(), "pp").sqrt()
 
     def gradients(self) -> dict[str, StateTensor]:
         """See `Runner.gradients`."""
-        return {
-            name: StateTensor.of(parameter.grad)
-            for name, parameter in self._named.items()
-            if parameter.grad is not None
-        }
+        return self.whole_state(
+            {
+                name: StateTensor.of(parameter.grad)
+                for name, parameter in self._named.items()
+                if parameter.grad is not None
+            }
+        )
 
     def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor] | None:
         """See `Runner.predict`."""
@@ -344,7 +342,7 @@ class PipelineRunner(StepRunner):
                 self._transport,
                 self._stages,
                 self._shapes(placed),
-                lambda stage, wires: stage(*wires, micro_batch=placed),
+                lambda stage, wires: whole_of(stage(*wires, micro_batch=placed)),
             )
         return (output, placed.targets) if self._count - 1 in self._stages else None
 
@@ -359,10 +357,11 @@ class PipelineRunner(StepRunner):
         for key, tensor in self._update.state().items():
             if key.rpartition(".")[0] not in elsewhere:
                 tensors[f"optimizer.{key}"] = tensor
-        return tensors
+        return self.whole_state(tensors)
 
     def load_state(self, saved: Mapping[str, SavedTensor]) -> None:
         """See `Runner.load_state`."""
+        saved = self.own_saved(saved)
         current = {n: t for stage in self._stages.values() for n, t in stage.state_dict().items()}
         load_tensors(current, gather_names(self.context, current), saved, self._update)
         trained = gather_names(self.context, self._named)

@@ -44,6 +44,11 @@ class SliceGroup:
     gathers: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     """How often a function was given whole tensors for want of a rule, by its name."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SliceGroup:
+        """The same: copies of a module talk to the same ranks."""
+        del memo
+        return self
+
     def note(self, kind: ExchangeKind, tensor: Tensor) -> None:
         """Note an exchange of a whole tensor of so many bytes."""
         if self.exchanges is not None:
