@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from bigtrain.slicing import rules_attention, rules_loss, rules_norms, rules_products, rules_shapes
 from bigtrain.slicing.exchange import SliceGroup
@@ -26,7 +27,8 @@ class SlicedModule(nn.Module):
         """A parameter, buffer or submodule; a sliced one as a `SlicedTensor`."""
         value = super().__getattr__(name)
         slices = self.__dict__[_LAYOUTS].get(name)
-        if slices is None or not isinstance(value, Tensor) or isinstance(value, SlicedTensor):
+        # In shards it is read by who sharded it; the module's code runs while it is gathered.
+        if slices is None or not isinstance(value, Tensor) or isinstance(value, DTensor):
             return value
         return SlicedTensor.of(value, slices, self.__dict__["_bigtrain_group"])
 
