@@ -53,6 +53,7 @@ setup(
         "bigtrain.report",
         "bigtrain.schedules",
         "bigtrain.slicing",
+        "bigtrain.slicing.analysis",
         "bigtrain.speedup",
         "bigtrain.strategies",
         "bigtrain.strategies.local_sgd",

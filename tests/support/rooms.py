@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # From the ground up. A module imports from its own room or from one that stands before it here.
 ORDER = (
     *("errors", "units", "devices"),
-    *("job", "recorder", "memory", "ranks", "machine", "tensors", "checkpoint", "slicing"),
+    *("job", "recorder", "memory", "ranks", "machine", "tensors", "checkpoint"),
     *("losses", "data", "models", "activations", "optim"),
-    *("schedules", "tracing", "cutting"),
+    *("schedules", "tracing", "cutting", "slicing"),
     *("costs", "core", "strategy", "pipeline", "prediction", "strategies"),
     *("assembly", "timing", "engine", "report"),
     *("planner", "compare", "speedup", "verify"),
