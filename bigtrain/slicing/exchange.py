@@ -8,6 +8,7 @@ its gradient in the same slices) or *partial* (whole is the sum over the ranks).
 
 from __future__ import annotations
 
+import math
 import weakref
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -43,6 +44,10 @@ class SliceGroup:
     """What was exchanged, in order, where someone wants to know: of a run on fake tensors."""
     gathers: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     """How often a function was given whole tensors for want of a rule, by its name."""
+    sequence_dim: int | None = None
+    """The dim of (batch, sequence, width) along which what is between products is sliced."""
+    inputs: list[Any] = field(default_factory=list, compare=False, repr=False)
+    """The input of the latest products of a sequence, gathered: at most one."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SliceGroup:
         """The same: copies of a module talk to the same ranks."""
@@ -70,7 +75,7 @@ def to_all(whole: Tensor, group: SliceGroup) -> Tensor:
     version, known = getattr(whole, _KNOWN, (None, None))
     if isinstance(known, weakref.ref):
         known = known()
-    if known is not None and version == (whole._version, id(whole.grad_fn)):
+    if isinstance(known, Tensor) and version == (whole._version, id(whole.grad_fn)):
         return known
     result: Tensor = _ToAll.apply(whole, group)
     # A leaf is held by the graph behind the result: strong references would go round in a circle.
@@ -132,8 +137,11 @@ def all_gather(held: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
     if group.group is not None:
         dist.all_gather_into_tensor(arrived.view(-1), sent.view(-1), group=group.group)
     lengths = [slices.length(rank, group.size) for rank in range(group.size)]
-    if slices.dim == 0 and len(slices.sections) == 1 and min(lengths) == most:
-        return arrived.flatten(0, 1)
+    is_in_order = len(slices.sections) == 1 and math.prod(sent.shape[: slices.dim]) == 1
+    if is_in_order and min(lengths) == most:
+        return arrived.view(
+            [n if d != slices.dim else slices.total for d, n in enumerate(held.shape)]
+        )
     parts = [arrived[rank].narrow(slices.dim, 0, n) for rank, n in enumerate(lengths)]
     return slices.join(parts)
 
@@ -141,13 +149,18 @@ def all_gather(held: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
 def reduce_scatter(partial: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
     """The slices of the sum of partial tensors, without autograd."""
     most = slices.length(0, group.size)
-    sent = torch.stack(
-        [
-            _padded(slices.local(partial, rank, group.size), slices.dim, most)
-            for rank in range(group.size)
-        ]
-    )
-    own = torch.empty_like(sent[0])
+    shape = [most if dim == slices.dim else n for dim, n in enumerate(partial.shape)]
+    is_in_order = len(slices.sections) == 1 and math.prod(shape[: slices.dim]) == 1
+    if is_in_order and slices.total == most * group.size:
+        sent = partial.contiguous()
+    else:
+        sent = torch.stack(
+            [
+                _padded(slices.local(partial, rank, group.size), slices.dim, most)
+                for rank in range(group.size)
+            ]
+        )
+    own = sent.new_empty(shape)
     group.note("reduce_scatter", sent)
     if group.group is not None:
         dist.reduce_scatter_tensor(own.view(-1), sent.view(-1), group=group.group)

@@ -20,7 +20,7 @@ from bigtrain.slicing.exchange import (
     summed,
     to_all,
 )
-from bigtrain.slicing.rules_pointwise import own_part
+from bigtrain.slicing.sequence import column_linear, forget_input, total
 from bigtrain.slicing.sliced_tensor import SlicedTensor, held, is_sliced, rule, rule_with_function
 from bigtrain.slicing.slices import Section, Slices
 
@@ -44,6 +44,7 @@ def product(
     operands: Sequence[Any],
     compute: Callable[..., Tensor],
     main: int | None = None,
+    add_up: Callable[[Tensor, SliceGroup], Any] = summed,
 ) -> Any:
     """A product by its letters, on slices.
 
@@ -53,11 +54,13 @@ def product(
         operands: at least one of them sliced.
         compute: the product of plain tensors.
         main: the operand by whose slices it is computed; left out, the first that is sliced.
+        add_up: what makes the whole of parts of a sum.
     """
     sliced = [n for n, operand in enumerate(operands) if is_sliced(operand)]
     chosen = operands[sliced[0] if main is None else main]
     letter = letters[sliced[0] if main is None else main][chosen.slices.dim]
     group = chosen.group
+    forget_input(group)
     own = [
         _as_operand(
             operand, chosen.slices.at(names.index(letter)) if letter in names else None, group
@@ -66,7 +69,7 @@ def product(
     ]
     local = compute(*own)
     if letter not in result:
-        return summed(local, group)
+        return add_up(local, group)
     return SlicedTensor.of(local, chosen.slices.at(result.index(letter)), group)
 
 
@@ -76,11 +79,47 @@ def _names(count: int) -> str:
 
 @rule(F.linear)
 def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    return linear(x, weight, bias)
+
+
+def linear(x: Any, weight: Any, bias: Any, sequence_dim: int | None = None) -> Any:
+    """A linear layer, where its input or its weight is sliced.
+
+    Args:
+        x: (..., width).
+        weight: (columns, width).
+        bias: (columns,), or None.
+        sequence_dim: of `x`; None leaves that to the group.
+    """
+    if is_sliced(weight) and weight.slices.dim == 0:
+        fused = _is_like(bias, weight)
+        local = _columns(x, weight, held(bias) if fused and bias is not None else None)
+        result = SlicedTensor.of(local, weight.slices.at(local.dim() - 1), weight.group)
+        return result if fused else _with_bias(result, bias)
     names = _names(x.dim() - 1)
     result = product(
-        (f"{names}x", "yx"), f"{names}y", (x, weight), F.linear, 1 if is_sliced(weight) else None
+        (f"{names}x", "yx"),
+        f"{names}y",
+        (x, weight),
+        F.linear,
+        1 if is_sliced(weight) else None,
+        lambda partial, group: total(partial, group, sequence_dim),
     )
     return _with_bias(result, bias)
+
+
+def _is_like(bias: Any, weight: SlicedTensor) -> bool:
+    """Whether a bias is dealt out as the columns are, or there is none."""
+    if not is_sliced(bias):
+        return bias is None
+    return bool(bias.slices.same(weight.slices, weight.group.size))
+
+
+def _columns(x: Any, weight: SlicedTensor, bias: Tensor | None) -> Tensor:
+    """What a linear layer gives in the columns of this rank."""
+    if is_sliced(x) and x.slices.dim < x.dim() - 1:
+        return column_linear(x, held(weight), bias)
+    return F.linear(_as_operand(x, None, weight.group), held(weight), bias)
 
 
 def _with_bias(result: Any, bias: Any, dim: int = -1) -> Any:
@@ -98,12 +137,24 @@ def _matmul(func: Any, a: Any, b: Any) -> Any:
         a, b = b, a
     if a.dim() < 2 or b.dim() < 2:
         return NotImplemented
+    if b.dim() == 2:
+        return _times(a, b)
     batch = max(a.dim(), b.dim()) - 2
     names = _names(batch)
     # A batch dim of one element is broadcast: it has no letter of the other's.
     first = _batch_names(a, names) + "xy"
     second = _batch_names(b, names) + "yz"
     return product((first, second), f"{names}xz", (a, b), torch.matmul)
+
+
+def _times(x: Any, matrix: Any) -> Any:
+    """A product with a matrix (width, columns), as a linear layer is."""
+    if is_sliced(matrix) and matrix.slices.dim == 1:
+        columns = SlicedTensor.of(held(matrix).t(), matrix.slices.at(0), matrix.group)
+        return matrix.like(_columns(x, columns, None), x.dim() - 1)
+    names = _names(x.dim() - 1)
+    main = 1 if is_sliced(matrix) else None
+    return product((f"{names}x", "xy"), f"{names}y", (x, matrix), torch.matmul, main, total)
 
 
 def _batch_names(tensor: Tensor, names: str) -> str:
@@ -120,16 +171,12 @@ def _bmm(a: Any, b: Any) -> Any:
 
 @rule(torch.mm, T.mm)
 def _mm(a: Any, b: Any) -> Any:
-    return product(("xy", "yz"), "xz", (a, b), torch.mm)
+    return _times(a, b)
 
 
 @rule(torch.addmm, T.addmm)
 def _addmm(added: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
-    result = (
-        product(("xy", "yz"), "xz", (a, b), torch.mm, 1 if is_sliced(b) else None)
-        if (is_sliced(a) or is_sliced(b))
-        else torch.mm(a, b)
-    )
+    result = torch.mm(a, b)
     result = result if alpha == 1 else result * alpha
     return result + (added if beta == 1 else added * beta)
 
@@ -200,10 +247,10 @@ def _grouped(func: Any, x: Any, weight: Any, bias: Any, options: Any, groups: in
     if not is_sliced(main) or main.slices.dim != (0 if main is weight else 1):
         return NotImplemented
     group, inner, outer = main.group, x.shape[1] // groups, weight.shape[0] // groups
-    by_group = _scaled(main.slices, outer if main is weight else inner, 1)
+    by_group = scaled(main.slices, outer if main is weight else inner, 1)
     if by_group is None:
         return NotImplemented
-    inputs, outputs = _scaled(by_group, 1, inner), _scaled(by_group, 1, outer)
+    inputs, outputs = scaled(by_group, 1, inner), scaled(by_group, 1, outer)
     if inputs is None or outputs is None:
         return NotImplemented
     own_x = _as_operand(x, inputs.at(1), group)
@@ -213,7 +260,7 @@ def _grouped(func: Any, x: Any, weight: Any, bias: Any, options: Any, groups: in
     return _with_bias(SlicedTensor.of(local, outputs.at(1), group), bias, 1)
 
 
-def _scaled(slices: Slices, divide: int, times: int) -> Slices | None:
+def scaled(slices: Slices, divide: int, times: int) -> Slices | None:
     """The same dealing of elements that are so many times as large or small."""
     sections = []
     for length, unit in slices.sections:
@@ -273,43 +320,4 @@ def _embedding(
         padding_idx = padding_idx if 0 <= padding_idx < length else None
     elsewhere = (indices < begin) | (indices >= begin + length)
     rows = F.embedding((indices - begin).masked_fill(elsewhere, 0), held(weight), padding_idx)
-    return summed(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), group)
-
-
-@rule(F.scaled_dot_product_attention)
-def _attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,  # noqa: FBT001, FBT002 - torch's own
-    scale: float | None = None,
-    enable_gqa: bool = False,  # noqa: FBT001, FBT002
-) -> Any:
-    from bigtrain.slicing.rules_norms import own_random
-
-    main = next(t for t in (query, key, value, attn_mask) if is_sliced(t))
-    dim, group = main.negative_dim, main.group
-    if dim > -3:
-        return NotImplemented
-    slices = main.slices
-    if enable_gqa and dim == -3 and key.shape[-3] != query.shape[-3]:
-        key, value, enable_gqa = _shared_heads(query, key, value)
-        main = next(t for t in (query, key, value) if is_sliced(t))
-        slices = main.slices
-    for operand in (query, key, value):
-        is_other = is_sliced(operand) and not operand.slices.same(slices, group.size)
-        if is_other or (is_sliced(operand) and operand.negative_dim != dim):
-            return NotImplemented
-    own = [own_part(t, slices, dim, group) for t in (query, key, value)]
-    mask = own_part(attn_mask, slices, dim, group)
-    with own_random(group, draws=dropout_p > 0):
-        local = F.scaled_dot_product_attention(*own, mask, dropout_p, is_causal, scale=scale)
-    return SlicedTensor.of(local, slices.at(local.dim() + dim), group)
-
-
-def _shared_heads(query: Any, key: Any, value: Any) -> tuple[Any, Any, bool]:
-    """Keys and values once for each head of the queries."""
-    times = query.shape[-3] // key.shape[-3]
-    return key.repeat_interleave(times, -3), value.repeat_interleave(times, -3), False
+    return total(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), group)
