@@ -9,14 +9,18 @@ Before 2.15
 * the backward pass for inputs does not begin at edges, so they are dressed up as outputs;
 * process groups have no hooks, so a run does not count what it exchanges;
 * there is no public name to set how long a collective may take;
+* the arithmetic of attention on a CPU is not counted;
 * DDP's option `forward_sync_buffers` is called `broadcast_buffers`.
+
+2.14 alone warns of `all_gather_into_tensor` and `reduce_scatter_tensor`, whose names of today
+earlier versions do not have.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
 
 _NUMBERS = re.match(r"(\d+)\.(\d+)", torch.__version__)
 TORCH = (int(_NUMBERS[1]), int(_NUMBERS[2])) if _NUMBERS else (0, 0)
@@ -50,6 +55,27 @@ CHECKPOINT_OPTIONS: dict[str, Any] = (
     else {}
 )
 """Options of torch's checkpoint, by which hooks around a block see what `selective` keeps."""
+all_gather_single: Callable[..., dist.Work | None] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+"""One tensor from all ranks: (output, input, group, async_op)."""
+reduce_scatter_single: Callable[..., dist.Work | None] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+"""A share of a sum to each rank: (output, input, op, group, async_op)."""
+_COUNTED_AS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        torch.ops.aten._scaled_dot_product_flash_attention
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+
+
+def flop_formula(operation: Any) -> Callable[..., Any] | None:
+    """Torch's formula for the arithmetic of an operation, for all overloads; None of most."""
+    return flop_registry.get(operation) or flop_registry.get(_COUNTED_AS.get(operation))
 
 
 def set_timeouts(groups: Sequence[dist.ProcessGroup | None], timeout: float) -> None:

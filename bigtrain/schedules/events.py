@@ -1,7 +1,7 @@
 """What a rank computes, sends, receives and waits for in a step, in order, as torch 2.15 has it.
 
-Earlier torch places sends and receives alike, and waits for what it has sent when the step is
-over: the waits are added here, by torch 2.15's rules.
+Earlier torch places a few receives otherwise, and waits for what it has sent when the step is over:
+here messages and waits are placed by torch 2.15's rules.
 """
 
 from __future__ import annotations
@@ -10,7 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, get_args
 
-from bigtrain.schedules.orders import TORCH_SCHEDULES, Action, pipeline_table, schedule_orders
+from bigtrain.schedules.orders import (
+    TORCH_SCHEDULES,
+    Action,
+    pipeline_table,
+    schedule_orders,
+    stage_ranks,
+)
+from bigtrain.torch_versions import SCHEDULES_LET_GO
 
 EventKind = Literal[
     "F", "B", "I", "W", "RECV_F", "SEND_F", "RECV_B", "SEND_B", "WAIT_SEND_F", "WAIT_SEND_B"
@@ -51,13 +58,41 @@ def schedule_events(
         ConfigError: see `orders.check_schedule`.
     """
     if schedule in TORCH_SCHEDULES:
-        name = TORCH_SCHEDULES[schedule]
-        table = pipeline_table(name, pp, stages_per_rank, micro_batches, sending=True)
-        rows = table.pipeline_order_with_comms
+        placed = _torch_rows if SCHEDULES_LET_GO else _placed_as_torch_2_15
+        rows = placed(schedule, pp, stages_per_rank, micro_batches)
         return tuple(_torch_row(rows[rank]) for rank in range(pp))
     row = {"gpipe": _gpipe_row, "1f1b": _1f1b_row}[schedule]
     orders = schedule_orders(schedule, pp, stages_per_rank, micro_batches)
     return tuple(_at_place(row(actions), rank, pp) for rank, actions in enumerate(orders))
+
+
+def _torch_rows(schedule: str, pp: int, stages_per_rank: int, micro_batches: int) -> Any:
+    name = TORCH_SCHEDULES[schedule]
+    table = pipeline_table(name, pp, stages_per_rank, micro_batches, sending=True)
+    return table.pipeline_order_with_comms
+
+
+def _placed_as_torch_2_15(schedule: str, pp: int, stages_per_rank: int, micro_batches: int) -> Any:
+    """Earlier torch's table with the messages where torch 2.15 has them.
+
+    Ranks take turns in placing what they do. From 2.15 on they take one more where gradients are
+    reduced, to wait for it, and so a receive may come to stand before an action or behind it.
+    """
+    from torch.distributed.pipelining import schedules
+
+    torch: Any = schedules
+    name = TORCH_SCHEDULES[schedule]
+    table = pipeline_table(name, pp, stages_per_rank, micro_batches, sending=False)
+    rows = {}
+    for rank, row in table.pipeline_order.items():
+        reduced = torch._add_reduce_grad(torch._add_unshard_reshard(row), micro_batches)
+        rows[rank] = [
+            turn
+            for action in reduced
+            for turn in [action] * (1 + (action.computation_type == torch.REDUCE_GRAD))
+        ]
+    ranks = stage_ranks(schedule, pp, stages_per_rank)
+    return torch._add_send_recv(rows, stage_to_rank=ranks.__getitem__, num_stages=len(ranks))
 
 
 def _torch_row(row: Sequence[Any]) -> EventRow:
