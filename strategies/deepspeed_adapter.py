@@ -29,7 +29,9 @@ from bigtrain.machine.libraries import (
     replaced,
 )
 from bigtrain.ranks.context import RunContext
+from bigtrain.torch_versions import all_gather_single, reduce_scatter_single
 
+_BACKEND = "deepspeed.comm.torch.TorchBackend"
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 _PIPE = "deepspeed.runtime.pipe"
 _PIPE_ENGINE = f"{_PIPE}.engine.PipelineEngine"
@@ -47,6 +49,8 @@ DEEPSPEED = ForeignLibrary("deepspeed", "0.19.8", "0.19.9", (
     *foreign_names("replace", "forget groups of before", "deepspeed.comm.comm", "cdb"),
     *foreign_names("replace", "forget groups of before", "deepspeed.utils.groups", "_WORLD_GROUP"),
     *foreign_names("replace", "compile nothing", "deepspeed.comm.torch", "build_shm_op"),
+    *foreign_names("replace", "call torch's collectives by their names of today",
+        _BACKEND, "get_all_gather_function get_reduce_scatter_function"),
     *foreign_names("replace", "send no weights", _ENGINE, "_broadcast_model"),
     *foreign_names("read", "do a step", _ENGINE,
         "forward backward step destroy set_gradient_accumulation_boundary optimizer module "
@@ -194,7 +198,15 @@ def connect_deepspeed(context: RunContext, closing: ExitStack) -> Any:
     # What it keeps of a group outlives the group, and a second engine may have another one.
     import_module("deepspeed.comm.comm").__dict__["cdb"] = None
     import_module("deepspeed.utils.groups").__dict__["_WORLD_GROUP"] = None
-    with replaced(import_module("deepspeed.comm.torch"), build_shm_op=lambda: None):
+    module: Any = import_module("deepspeed.comm.torch")
+    named = {
+        "get_all_gather_function": lambda _backend: all_gather_single,
+        "get_reduce_scatter_function": lambda _backend: reduce_scatter_single,
+    }
+    with (
+        replaced(module, build_shm_op=lambda: None),
+        replaced(module.TorchBackend, **named),
+    ):
         name = "nccl" if context.device.type == "cuda" else "gloo"
         deepspeed.init_distributed(name, auto_mpi_discovery=False, verbose=False)
     return deepspeed

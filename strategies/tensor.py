@@ -66,7 +66,11 @@ class TensorSlices(SliceStrategy):
         for key, is_set, fix in (
             ("train.compile=blocks", plan.compiles_blocks, "train.compile=none"),
             ("train.memory_format=channels_last", plan.channels_last, "contiguous"),
-            ("optim.release_gradients=true", plan.release_gradients, "optim.release_gradients=false"),
+            (
+                "optim.release_gradients=true",
+                plan.release_gradients,
+                "optim.release_gradients=false",
+            ),
         ):
             if is_set:
                 raise ConfigError(f"strategy tensor does not go with {key}. Use {fix}.")
@@ -74,7 +78,9 @@ class TensorSlices(SliceStrategy):
     def lay_slices(self, workload: Workload, plan: Plan) -> ModelSlices:
         """See `SliceStrategy.lay_slices`."""
         found = plan_slices(workload, plan.tp)
-        return ModelSlices(found.slices, plan.tp, 1 if self.sequence else None, (), found.kept)
+        sequence_dim = 1 if self.sequence else None
+        lines, kept = tuple(found.lines()), found.kept
+        return ModelSlices(found.slices, found.gathered, plan.tp, sequence_dim, lines, kept)
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
         """What a micro-batch exchanges, as a run on fake tensors has it."""

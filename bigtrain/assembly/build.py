@@ -96,7 +96,7 @@ def build_runner(
         # While modules are plain, and before any is copied for a stage. From here on a model's own
         # code sees whole parameters, all others see what this rank holds of them.
         if slices is not None:
-            slice_modules(model, slices.by_name, slices.group)
+            slice_modules(model, slices.by_name, slices.group, slices.model.gathered)
         # BatchNorm is replaced while the model is still plain: wrappers keep what they find.
         if plan.sync_batchnorm:
             convert = nn.SyncBatchNorm.convert_sync_batchnorm

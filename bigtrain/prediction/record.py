@@ -211,7 +211,7 @@ def _record(
         if slices is not None:  # the first rank's, which are the longest
             slices = replace(slices, group=replace(slices.group, exchanges=[]))
             slice_tensors(fake, slices.by_name, slices.group)
-            slice_modules(fake, slices.by_name, slices.group)
+            slice_modules(fake, slices.by_name, slices.group, slices.model.gathered)
         root = unit.root(fake, workload.loss, plan, device)
         mover = plan.make_offloader(device, fake=True)
         apply_policies(root, resolved.policies, mover, compiles=plan.compiles_blocks)

@@ -17,6 +17,7 @@ from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.ranks.launcher_env import Launcher
 from bigtrain.recorder.ring import FlightRecorder
+from bigtrain.torch_versions import set_timeouts
 
 Axis = Literal["pp", "dp", "tp"]
 # From the slowest to the fastest: the ranks of one pipeline, which talk most, stand side by side.
@@ -278,10 +279,3 @@ def long_timeout(device: torch.device) -> Iterator[None]:
         yield
     finally:
         set_timeouts([world], before.total_seconds())
-
-
-def set_timeouts(groups: list[dist.ProcessGroup | None], timeout: float) -> None:
-    """Set how long a collective may take; the public name came with torch 2.15."""
-    change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    for group in groups:
-        change(timedelta(seconds=timeout), group)

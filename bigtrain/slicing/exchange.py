@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bigtrain.slicing.slices import Slices
+from bigtrain.torch_versions import all_gather_single, reduce_scatter_single
 
 ExchangeKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
@@ -135,7 +136,7 @@ def all_gather(held: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
     arrived = sent.new_empty((group.size, *sent.shape))
     group.note("all_gather", arrived)
     if group.group is not None:
-        dist.all_gather_into_tensor(arrived.view(-1), sent.view(-1), group=group.group)
+        all_gather_single(arrived.view(-1), sent.view(-1), group=group.group)
     lengths = [slices.length(rank, group.size) for rank in range(group.size)]
     is_in_order = len(slices.sections) == 1 and math.prod(sent.shape[: slices.dim]) == 1
     if is_in_order and min(lengths) == most:
@@ -163,7 +164,7 @@ def reduce_scatter(partial: Tensor, slices: Slices, group: SliceGroup) -> Tensor
     own = sent.new_empty(shape)
     group.note("reduce_scatter", sent)
     if group.group is not None:
-        dist.reduce_scatter_tensor(own.view(-1), sent.view(-1), group=group.group)
+        reduce_scatter_single(own.view(-1), sent.view(-1), group=group.group)
     return own.narrow(slices.dim, 0, slices.length(group.rank, group.size))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +30,9 @@ class SlicedModule(nn.Module):
         # In shards it is read by who sharded it; the module's code runs while it is gathered.
         if slices is None or not isinstance(value, Tensor) or isinstance(value, DTensor):
             return value
-        return SlicedTensor.of(value, slices, self.__dict__["_bigtrain_group"])
+        sliced = SlicedTensor.of(value, slices, self.__dict__["_bigtrain_group"])
+        sliced.gathers = name in self.__dict__["_bigtrain_gathered"]
+        return sliced
 
 
 @functools.cache
@@ -38,7 +40,12 @@ def _sliced_class(own: type[nn.Module]) -> type[nn.Module]:
     return type(own.__name__, (SlicedModule, own), {"__module__": own.__module__})
 
 
-def slice_modules(model: nn.Module, slices: Mapping[str, Slices], group: SliceGroup) -> None:
+def slice_modules(
+    model: nn.Module,
+    slices: Mapping[str, Slices],
+    group: SliceGroup,
+    gathered: Collection[str] = (),
+) -> None:
     """Let the modules of a model see their parameters as whole, whatever a rank holds of them.
 
     The parameters themselves are left as they are: see `slice_tensors`.
@@ -47,6 +54,7 @@ def slice_modules(model: nn.Module, slices: Mapping[str, Slices], group: SliceGr
         model: parameters have plain names; stages of a model have some of them.
         slices: by plain name, of parameters and buffers; those that are not here are passed over.
         group: the ranks.
+        gathered: weights whose product is gathered at once, so that what follows has it whole.
     """
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
@@ -58,6 +66,7 @@ def slice_modules(model: nn.Module, slices: Mapping[str, Slices], group: SliceGr
             module.__class__ = _sliced_class(type(module))
         module.__dict__[_LAYOUTS] = own
         module.__dict__["_bigtrain_group"] = group
+        module.__dict__["_bigtrain_gathered"] = {n for n in own if prefix + n in gathered}
 
 
 def sliced_tensors(model: nn.Module, slices: Mapping[str, Slices]) -> Iterator[tuple[str, Tensor]]:

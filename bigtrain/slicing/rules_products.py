@@ -79,7 +79,13 @@ def _names(count: int) -> str:
 
 @rule(F.linear)
 def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
-    return linear(x, weight, bias)
+    return _gathered_once(linear(x, weight, bias), weight)
+
+
+def _gathered_once(result: Any, weight: Any) -> Any:
+    """The result of a product, whole where that is wanted of its weight."""
+    wanted = is_sliced(weight) and weight.gathers and is_sliced(result)
+    return result.whole() if wanted else result
 
 
 def linear(x: Any, weight: Any, bias: Any, sequence_dim: int | None = None) -> Any:
@@ -178,7 +184,7 @@ def _mm(a: Any, b: Any) -> Any:
 def _addmm(added: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
     result = torch.mm(a, b)
     result = result if alpha == 1 else result * alpha
-    return result + (added if beta == 1 else added * beta)
+    return _gathered_once(result + (added if beta == 1 else added * beta), b)
 
 
 @rule(torch.baddbmm, T.baddbmm)
@@ -217,7 +223,7 @@ def _conv(
         return NotImplemented
     options = (stride, padding, dilation)
     if groups > 1:
-        return _grouped(func, x, weight, bias, options, groups)
+        return _gathered_once(_grouped(func, x, weight, bias, options, groups), weight)
     spatial = "hwd"[: weight.dim() - 2]
     kernel = spatial.upper()
     if is_sliced(x) and x.slices.dim > 1 or (is_sliced(weight) and weight.slices.dim > 1):
@@ -233,7 +239,7 @@ def _conv(
         if is_sliced(x) or is_sliced(weight)
         else func(x, weight, None, *options)
     )
-    return _with_bias(result, bias, 1)
+    return _gathered_once(_with_bias(result, bias, 1), weight)
 
 
 def _grouped(func: Any, x: Any, weight: Any, bias: Any, options: Any, groups: int) -> Any:
@@ -292,7 +298,7 @@ def _conv_transpose(
         if is_sliced(x) or is_sliced(weight)
         else func(x, weight, None, *args, **kwargs)
     )
-    return _with_bias(result, bias, 1)
+    return _gathered_once(_with_bias(result, bias, 1), weight)
 
 
 @rule(F.embedding)
@@ -311,7 +317,8 @@ def _embedding(
     group, slices = weight.group, weight.slices
     if slices.dim == 1:
         local = F.embedding(indices, held(weight), padding_idx)
-        return SlicedTensor.of(local, slices.at(local.dim() - 1), group)
+        result = SlicedTensor.of(local, slices.at(local.dim() - 1), group)
+        return _gathered_once(result, weight)
     if len(slices.sections) > 1:
         return NotImplemented
     ((begin, length),) = slices.parts(group.rank, group.size)

@@ -59,6 +59,8 @@ class SlicedTensor(torch.Tensor):
     """What this rank holds: a plain tensor, with autograd's graph."""
     slices: Slices
     group: SliceGroup
+    gathers: bool = False
+    """Of a weight: whether its product is gathered at once."""
 
     @staticmethod
     def __new__(

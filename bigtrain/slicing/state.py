@@ -19,6 +19,8 @@ class ModelSlices:
 
     by_name: Mapping[str, Slices] = field(default_factory=dict)
     """Of parameters and buffers, tied ones under each of their names."""
+    gathered: frozenset[str] = frozenset()
+    """Sliced weights whose product is gathered at once, so that what follows has it whole."""
     size: int = 1
     """Ranks of the tp axis."""
     sequence_dim: int | None = None
@@ -30,7 +32,7 @@ class ModelSlices:
 
     def on(self, rank: int, group: torch.distributed.ProcessGroup | None) -> SlicedState:
         """As one rank sees it; without a group nothing is sent."""
-        return SlicedState(self, SliceGroup(rank, self.size, group))
+        return SlicedState(self, SliceGroup(rank, self.size, group, sequence_dim=self.sequence_dim))
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,4 @@ class _OwnPart:
 
     def read(self, extents: Sequence[Extent]) -> Tensor:
         """The elements of these extents of this rank's part."""
-        return self.saved.read(
-            tuple(self.state._in_whole(self.slices, self.saved.shape, extents))
-        )
+        return self.saved.read(tuple(self.state._in_whole(self.slices, self.saved.shape, extents)))
