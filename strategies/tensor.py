@@ -63,17 +63,15 @@ class TensorSlices(SliceStrategy):
                 "strategy tensor works in pipelines of torch's, whose stages are on ranks. "
                 "Use strategy.cut.schedule=1f1b, or leave strategy.cut out."
             )
-        for key, is_set, fix in (
-            ("train.compile=blocks", plan.compiles_blocks, "train.compile=none"),
-            ("train.memory_format=channels_last", plan.channels_last, "contiguous"),
-            (
-                "optim.release_gradients=true",
-                plan.release_gradients,
-                "optim.release_gradients=false",
-            ),
+        for key, is_set, wanted, value in (
+            ("train.compile", plan.compiles_blocks, "none", "blocks"),
+            ("train.memory_format", plan.channels_last, "contiguous", "channels_last"),
+            ("optim.release_gradients", plan.release_gradients, "false", "true"),
         ):
             if is_set:
-                raise ConfigError(f"strategy tensor does not go with {key}. Use {fix}.")
+                raise ConfigError(
+                    f"strategy tensor does not go with {key}={value}. Use {key}={wanted}."
+                )
 
     def lay_slices(self, workload: Workload, plan: Plan) -> ModelSlices:
         """See `SliceStrategy.lay_slices`."""
