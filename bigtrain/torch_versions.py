@@ -7,13 +7,20 @@ Before 2.15
 * they wait for what they have sent at the end only, and place a few receives otherwise:
   `schedules.events` does that;
 * the backward pass for inputs does not begin at edges, so they are dressed up as outputs;
-* process groups have no hooks, so a run does not count what it exchanges;
-* there is no public name to set how long a collective may take;
-* the arithmetic of attention on a CPU is not counted;
-* DDP's option `forward_sync_buffers` is called `broadcast_buffers`.
+* the arithmetic of attention on a CPU is not counted.
 
-2.14 alone warns of `all_gather_into_tensor` and `reduce_scatter_tensor`, whose names of today
-earlier versions do not have.
+2.14 alone warns of `all_gather_into_tensor` and `reduce_scatter_tensor`. Before it
+
+* process groups have no hooks: a run does not count what it exchanges, and says so; where a rank
+  waits for a message, the backend ends the run;
+* there is no public name to set how long a collective may take;
+* checkpoints of torch have no say in the hooks around them.
+
+Before 2.13
+
+* the backward pass for weights counts some gradients twice, so it is not taken apart;
+* DDP's option `forward_sync_buffers` is called `broadcast_buffers`, and collectives of one tensor
+  have other names.
 """
 
 from __future__ import annotations
@@ -37,6 +44,10 @@ TORCH = (int(_NUMBERS[1]), int(_NUMBERS[2])) if _NUMBERS else (0, 0)
 """The installed version, as far as it matters."""
 SCHEDULES_LET_GO = TORCH >= (2, 15)
 """Whether torch's pipeline schedules let go of what has been sent, and place events as here."""
+COUNTS_EXCHANGES = hasattr(dist.ProcessGroup, "register_pre_hook")
+"""Whether process groups say what they exchange."""
+SPLITS_BACKWARD = TORCH >= (2, 13)
+"""Whether the backward pass in two parts gives the gradients of the whole one."""
 
 
 def _has_option(function: Any, name: str) -> bool:

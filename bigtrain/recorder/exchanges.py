@@ -1,8 +1,8 @@
 """The exchanges of this rank: what torch has recorded of them, and the messages of a pipeline.
 
-torch 2.15 records collectives of gloo and NCCL in C++ by itself (its Flight Recorder), those of
-DDP's reducer and of `fully_shard` included. Sends and receives of gloo it leaves out, so a hook on
-the pipeline's group writes them into the ring. Where an older torch has neither, a page shows the
+torch records collectives of gloo and NCCL in C++ by itself (its Flight Recorder), those of DDP's
+reducer and of `fully_shard` included. Sends and receives of gloo it leaves out, so a hook on the
+pipeline's group writes them into the ring. Where an older torch has no hooks, a page shows the
 phases and stacks, and the backend's own timeout ends the run.
 """
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from bigtrain.devices import in_use
 from bigtrain.recorder.ring import FlightRecorder
+from bigtrain.torch_versions import COUNTS_EXCHANGES
 
 _RECENT = 40
 _HOOK_ID = 0x62_74  # one of ours on a group; others may have theirs
@@ -50,7 +51,7 @@ def start_recording() -> None:
 
 def watch_messages(group: dist.ProcessGroup | None, recorder: FlightRecorder) -> None:
     """Write the sends and receives of a group into the ring as they begin."""
-    if group is None or not hasattr(group, "register_pre_hook"):
+    if group is None or not COUNTS_EXCHANGES:
         return
     members = dist.get_process_group_ranks(group)
 
