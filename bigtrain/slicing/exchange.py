@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +22,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bigtrain.slicing.slices import Slices
+from bigtrain.tensors.op_cost import REPEAT_COUNT
+
+# Newer versions of torch have new names for both, and warn of the old ones.
+_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 ExchangeKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
@@ -53,11 +61,25 @@ class SliceGroup:
         """Note an exchange of a whole tensor of so many bytes."""
         if self.exchanges is not None:
             nbytes = tensor.numel() * tensor.element_size()
-            self.exchanges.append(Exchange(kind, nbytes))
+            # On fake tensors one round of a loop may stand for many.
+            self.exchanges.extend([Exchange(kind, nbytes)] * REPEAT_COUNT.get())
 
     def note_gather(self, name: str) -> None:
         """Note a function that has no rule."""
         self.gathers[name] = self.gathers.get(name, 0) + 1
+
+
+_keeps_products: ContextVar[bool] = ContextVar("keeps_products", default=False)
+
+
+@contextmanager
+def products_kept(*, kept: bool = True) -> Iterator[None]:
+    """Inside of a `with` block results of products are somebody's, and not added up in place."""
+    token = _keeps_products.set(kept)
+    try:
+        yield
+    finally:
+        _keeps_products.reset(token)
 
 
 def to_all(whole: Tensor, group: SliceGroup) -> Tensor:
@@ -130,7 +152,7 @@ def all_gather(held: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
     arrived = sent.new_empty((group.size, *sent.shape))
     group.note("all_gather", arrived)
     if group.group is not None:
-        dist.all_gather_into_tensor(arrived.view(-1), sent.view(-1), group=group.group)
+        _gather(arrived.view(-1), sent.view(-1), group=group.group)
     lengths = [slices.length(rank, group.size) for rank in range(group.size)]
     is_in_order = len(slices.sections) == 1 and math.prod(sent.shape[: slices.dim]) == 1
     if is_in_order and min(lengths) == most:
@@ -158,7 +180,7 @@ def reduce_scatter(partial: Tensor, slices: Slices, group: SliceGroup) -> Tensor
     own = sent.new_empty(shape)
     group.note("reduce_scatter", sent)
     if group.group is not None:
-        dist.reduce_scatter_tensor(own.view(-1), sent.view(-1), group=group.group)
+        _scatter(own.view(-1), sent.view(-1), group=group.group)
     return own.narrow(slices.dim, 0, slices.length(group.rank, group.size))
 
 
@@ -186,7 +208,7 @@ class _ToAll(torch.autograd.Function):
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: SliceGroup) -> Tensor:
-        if partial._is_view() or not partial.is_contiguous():
+        if partial._is_view() or not partial.is_contiguous() or _keeps_products.get():
             return all_reduce(partial.clone(), group)
         ctx.mark_dirty(partial)  # a product's result, which nobody else wants
         return all_reduce(partial, group)
