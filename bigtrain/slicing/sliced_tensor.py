@@ -59,6 +59,8 @@ class SlicedTensor(torch.Tensor):
     """What this rank holds: a plain tensor, with autograd's graph."""
     slices: Slices
     group: SliceGroup
+    rows: tuple[int, ...] = ()
+    """Of a matrix that is a view of more dims: those that its first dim is made of."""
 
     @staticmethod
     def __new__(

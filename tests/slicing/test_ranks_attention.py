@@ -1,10 +1,21 @@
-"""Attention whose heads are dealt out, on real ranks: shared keys and values, a decoder, autocast."""
+"""Attention whose heads are dealt out, on real ranks: shared keys and values, a decoder."""
+
+from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.ranks import run_ranks
-from support.sliced_models import HEAD, HEADS, WIDTH, Case, differences, layer_slices, slice_group
+from support.sliced_models import (
+    HEAD,
+    HEADS,
+    WIDTH,
+    Case,
+    built,
+    differences,
+    layer_slices,
+    slice_group,
+)
 from torch import Tensor, nn
 
 from bigtrain.slicing.slices import Slices
@@ -107,11 +118,11 @@ class Matrices(nn.Module):
         self.end = nn.Parameter(torch.randn(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x @ self.start
+        x = x @ self.start  # in rows
         x = x + torch.matmul(torch.tanh(self.norm(x) @ self.up), self.down)
         rows = self.norm(x).view(-1, WIDTH)
-        hidden = torch.tanh(torch.addmm(self.bias, rows, self.flat))
-        return x + torch.addmm(self.end, hidden, self.back).view(x.shape)
+        hidden = torch.tanh(torch.addmm(self.bias, rows, self.flat).view(*x.shape[:-1], 96))
+        return x + torch.addmm(self.end, hidden.view(-1, 96), self.back).view(x.shape)
 
 
 def matrices_case() -> Case:
@@ -151,4 +162,19 @@ def test_heads_in_slices_have_the_gradients_of_one_process(ranks):
     for found in run_ranks(of_cases, ranks, tp=ranks):
         for key, (distance, gathers) in found.items():
             assert max(distance.values()) < 1e-12, (key, distance)
-            print(key, gathers)
+            assert not gathers, key
+
+
+def of_matrices(context):
+    """Exchanges of the size of (batch, seq, width)."""
+    exchanges = []
+    group = slice_group(context, sequence_dim=1, exchanges=exchanges)
+    case = matrices_case()
+    built(case, group)(torch.randn(2, 7, WIDTH, dtype=torch.float64))
+    return Counter(e.kind for e in exchanges)
+
+
+def test_a_sequence_is_known_again_in_the_rows_of_a_matrix():
+    """Three products in rows, of which one is a view of two dims; and two inputs of columns."""
+    for found in run_ranks(of_matrices, 2, tp=2):
+        assert found == {"reduce_scatter": 3, "all_gather": 2}
