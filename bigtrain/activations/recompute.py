@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
 
 from bigtrain.errors import ConfigError
 from bigtrain.losses.chunked_cross_entropy import current_targets, restored_targets
+from bigtrain.slicing.exchange import products_kept
 from bigtrain.tensors.op_cost import mutated_tensors
 from bigtrain.torch_versions import CHECKPOINT_OPTIONS
 
@@ -63,12 +64,13 @@ def checkpoint_block(
     def run(*kept: Any) -> Any:
         # The first time with the very objects, of which the block may change a list, say. torch
         # keeps leaves: it checks that none is changed, and moves them if hooks want that.
-        if original:
-            args_now, kwargs_now = original.pop()
-            with _moves_no_buffer(module):
-                return compute(*args_now, **kwargs_now)
-        args_now, kwargs_now = tree_unflatten(kept, structure)
-        return compute(*args_now, **kwargs_now)
+        with products_kept(kept=selective):
+            if original:
+                args_now, kwargs_now = original.pop()
+                with _moves_no_buffer(module):
+                    return compute(*args_now, **kwargs_now)
+            args_now, kwargs_now = tree_unflatten(kept, structure)
+            return compute(*args_now, **kwargs_now)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         same = (lambda: freeze_running_statistics(module), lambda: restored_targets(targets))

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bigtrain.slicing.slices import Slices
+from bigtrain.tensors.op_cost import REPEAT_COUNT
 from bigtrain.torch_versions import all_gather_single, reduce_scatter_single
 
 ExchangeKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
@@ -59,11 +63,25 @@ class SliceGroup:
         """Note an exchange of a whole tensor of so many bytes."""
         if self.exchanges is not None:
             nbytes = tensor.numel() * tensor.element_size()
-            self.exchanges.append(Exchange(kind, nbytes))
+            # On fake tensors one round of a loop may stand for many.
+            self.exchanges.extend([Exchange(kind, nbytes)] * REPEAT_COUNT.get())
 
     def note_gather(self, name: str) -> None:
         """Note a function that has no rule."""
         self.gathers[name] = self.gathers.get(name, 0) + 1
+
+
+_keeps_products: ContextVar[bool] = ContextVar("keeps_products", default=False)
+
+
+@contextmanager
+def products_kept(*, kept: bool = True) -> Iterator[None]:
+    """Inside of a `with` block results of products are somebody's, and not added up in place."""
+    token = _keeps_products.set(kept)
+    try:
+        yield
+    finally:
+        _keeps_products.reset(token)
 
 
 def to_all(whole: Tensor, group: SliceGroup) -> Tensor:
@@ -192,7 +210,7 @@ class _ToAll(torch.autograd.Function):
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: SliceGroup) -> Tensor:
-        if partial._is_view() or not partial.is_contiguous():
+        if partial._is_view() or not partial.is_contiguous() or _keeps_products.get():
             return all_reduce(partial.clone(), group)
         ctx.mark_dirty(partial)  # a product's result, which nobody else wants
         return all_reduce(partial, group)

@@ -109,9 +109,15 @@ def linear(x: Any, weight: Any, bias: Any, sequence_dim: int | None = None) -> A
         (x, weight),
         F.linear,
         1 if is_sliced(weight) else None,
-        lambda partial, group: total(partial, group, sequence_dim),
+        _adds_up(x, sequence_dim),
     )
     return _with_bias(result, bias)
+
+
+def _adds_up(x: Any, sequence_dim: int | None = None) -> Callable[[Tensor, SliceGroup], Any]:
+    """What makes the whole of the parts that a linear layer of this input gives."""
+    rows = x.rows if is_sliced(x) else ()
+    return lambda partial, group: total(partial, group, sequence_dim, rows)
 
 
 def _is_like(bias: Any, weight: SlicedTensor) -> bool:
@@ -160,7 +166,7 @@ def _times(x: Any, matrix: Any) -> Any:
         return matrix.like(_columns(x, columns, None), x.dim() - 1)
     names = _names(x.dim() - 1)
     main = 1 if is_sliced(matrix) else None
-    return product((f"{names}x", "xy"), f"{names}y", (x, matrix), torch.matmul, main, total)
+    return product((f"{names}x", "xy"), f"{names}y", (x, matrix), torch.matmul, main, _adds_up(x))
 
 
 def _batch_names(tensor: Tensor, names: str) -> str:

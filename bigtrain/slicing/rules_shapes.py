@@ -38,7 +38,10 @@ def _reshape(tensor: SlicedTensor, target: list[int]) -> Any:
     if slices is None:
         return NotImplemented
     shape = slices.local_shape(target, tensor.group.rank, tensor.group.size)
-    return SlicedTensor(held(tensor).reshape(shape), slices, tensor.group, target)
+    result = SlicedTensor(held(tensor).reshape(shape), slices, tensor.group, target)
+    if len(target) == 2 and tensor.dim() > 2 and target[-1] == tensor.shape[-1]:
+        result.rows = tuple(tensor.shape[:-1])
+    return result
 
 
 @rule(T.view, T.reshape, torch.reshape)

@@ -30,7 +30,9 @@ from bigtrain.slicing.sliced_tensor import SlicedTensor, held
 from bigtrain.slicing.slices import Slices
 
 
-def total(partial: Tensor, group: SliceGroup, dim: int | None = None) -> Any:
+def total(
+    partial: Tensor, group: SliceGroup, dim: int | None = None, rows: tuple[int, ...] = ()
+) -> Any:
     """The sum of partial tensors: whole, or sliced on the sequence where the group wants that.
 
     A tensor of less than three dims, or with fewer places than ranks, is whole.
@@ -39,7 +41,10 @@ def total(partial: Tensor, group: SliceGroup, dim: int | None = None) -> Any:
         partial: (batch, sequence, width), or with more dims.
         group: the ranks.
         dim: the sequence, where it is not the group's `sequence_dim`.
+        rows: what the first dim of a matrix is made of, where that is known.
     """
+    if rows and group.sequence_dim is not None:
+        return total(partial.view(*rows, -1), group, dim).flatten(0, len(rows) - 1)
     chosen = group.sequence_dim if dim is None else dim
     if group.sequence_dim is None or chosen is None or partial.dim() < 3:
         return summed(partial, group)

@@ -61,6 +61,8 @@ class SlicedTensor(torch.Tensor):
     group: SliceGroup
     gathers: bool = False
     """Of a weight: whether its product is gathered at once."""
+    rows: tuple[int, ...] = ()
+    """Of a matrix that is a view of more dims: those that its first dim is made of."""
 
     @staticmethod
     def __new__(

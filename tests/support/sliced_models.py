@@ -55,7 +55,10 @@ class Case:
 def gpt_case(*, tied: bool, length: int = 8, dropout: float = 0.0, layers: int = 2) -> Case:
     sizes = {"num_layers": layers, "width": WIDTH, "num_heads": HEADS, "vocab_size": WORDS}
     config = GPTConfig(
-        **sizes, sequence_length=length, tie_embeddings=tied, dropout=dropout  # type: ignore[arg-type]
+        **sizes,
+        sequence_length=length,
+        tie_embeddings=tied,
+        dropout=dropout,  # type: ignore[arg-type]
     )
     slices = {}
     for n in range(layers):
