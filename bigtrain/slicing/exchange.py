@@ -94,16 +94,27 @@ def to_all(whole: Tensor, group: SliceGroup) -> Tensor:
     version, known = getattr(whole, _KNOWN, (None, None))
     if isinstance(known, weakref.ref):
         known = known()
-    if isinstance(known, Tensor) and version == (whole._version, id(whole.grad_fn)):
+    if isinstance(known, Tensor) and version == whole._version and _is_of(known, whole):
         return known
     result: Tensor = _ToAll.apply(whole, group)
     # A leaf is held by the graph behind the result: strong references would go round in a circle.
     kept = weakref.ref(result) if whole.grad_fn is None else result
-    setattr(whole, _KNOWN, ((whole._version, id(whole.grad_fn)), kept))
+    setattr(whole, _KNOWN, (whole._version, kept))
     return result
 
 
 _KNOWN = "_bigtrain_to_all"
+
+
+def _is_of(result: Tensor, whole: Tensor) -> bool:
+    """Whether an earlier result has the memory and the graph that the whole tensor has now."""
+    if result.untyped_storage()._cdata != whole.untyped_storage()._cdata:
+        return False  # its `data` was set, which is no new version
+    node: Any = result.grad_fn
+    before = node.next_functions[0][0]
+    return bool(
+        getattr(before, "variable", None) is whole if whole.is_leaf else before is whole.grad_fn
+    )
 
 
 def summed(partial: Tensor, group: SliceGroup) -> Tensor:
@@ -225,7 +236,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, held: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
         ctx.slices, ctx.group = slices, group
-        return all_gather(held, slices, group)
+        return all_gather(held, slices, group).detach()  # no view: it may be changed in place
 
     @staticmethod
     @once_differentiable

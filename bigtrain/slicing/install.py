@@ -10,12 +10,26 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from bigtrain.slicing import rules_attention, rules_loss, rules_norms, rules_products, rules_shapes
+from bigtrain.slicing import (
+    rules_attention,
+    rules_indexing,
+    rules_loss,
+    rules_norms,
+    rules_products,
+    rules_shapes,
+)
 from bigtrain.slicing.exchange import SliceGroup
 from bigtrain.slicing.sliced_tensor import SlicedTensor
 from bigtrain.slicing.slices import Slices
 
-RULES = (rules_attention, rules_loss, rules_norms, rules_products, rules_shapes)
+RULES = (
+    rules_attention,
+    rules_indexing,
+    rules_loss,
+    rules_norms,
+    rules_products,
+    rules_shapes,
+)
 """The modules whose import fills the table of rules."""
 _LAYOUTS = "_bigtrain_slices"
 

@@ -10,12 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bigtrain.slicing.exchange import SliceGroup, part_of, summed, to_all
+from bigtrain.slicing.exchange import SliceGroup, all_gather, part_of, summed
 from bigtrain.slicing.rules_pointwise import words
-from bigtrain.slicing.sliced_tensor import SlicedTensor, held, is_sliced, rule, rule_with_function
+from bigtrain.slicing.sliced_tensor import (
+    SlicedTensor,
+    as_operand,
+    held,
+    is_sliced,
+    rule,
+    rule_with_function,
+)
 from bigtrain.slicing.slices import Slices
 
-T = torch.Tensor
+T: Any = torch.Tensor
 
 
 @contextmanager
@@ -51,42 +58,46 @@ def _dropout(
     training: bool = True,  # noqa: FBT001, FBT002 - torch's own
     inplace: bool = False,  # noqa: FBT001, FBT002
 ) -> Any:
-    with own_random(tensor.group, draws=training and p > 0):
+    # Whole channels are dropped: where these are not dealt out, all ranks drop the same ones.
+    channel = min(1, tensor.dim() - 2)
+    by_channel = func not in (F.dropout, F.alpha_dropout) and tensor.slices.dim > channel
+    with own_random(tensor.group, draws=training and p > 0 and not by_channel):
         local = func(held(tensor), p, training, inplace)
     return tensor.like(local)
 
 
+@rule(F.rrelu)
+def _rrelu(x: SlicedTensor, *args: Any, **kwargs: Any) -> Any:
+    with own_random(x.group):
+        return x.like(F.rrelu(held(x), *args, **kwargs))
+
+
+_ALONG = words("softmax log_softmax cumsum cumprod cummax cummin logcumsumexp sort argsort")
+_TRANSFORMS = words("fft ifft rfft irfft fft2 ifft2 rfft2 irfft2")
+
+
 @rule_with_function(
-    F.softmax,
-    torch.softmax,
-    T.softmax,
-    F.log_softmax,
-    torch.log_softmax,
-    T.log_softmax,
-    torch.cumsum,
-    T.cumsum,
-    torch.sort,
-    T.sort,
-    T.argsort,
-    torch.argsort,
-    F.normalize,
-    F.softmin,
-    F.glu,
-    torch.cumprod,
-    T.cumprod,
+    *(getattr(home, name) for home in (torch, T) for name in _ALONG),
+    *(F.softmax, F.log_softmax, F.softmin, F.normalize, F.glu),
+    *(getattr(torch.fft, name) for name in _TRANSFORMS),
 )
-def _along_dim(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    place = 1 if func is F.normalize else 0
-    default = 1 if func is F.normalize else -1
-    dim = kwargs.get("dim", args[place] if len(args) > place else default)
-    if not is_sliced(tensor) or not isinstance(dim, int):
+def _along_dim(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    name = func.__name__
+    is_transform = name in _TRANSFORMS
+    place = 1 if func is F.normalize or is_transform else 0
+    usual = 1 if func is F.normalize else (-2, -1) if name.endswith("fft2") else -1
+    dim = kwargs.get("dim", args[place] if len(args) > place else usual)
+    dims = [dim] if isinstance(dim, int) else dim
+    if not is_sliced(x) or isinstance(dim, bool) or not isinstance(dims, (tuple, list)):
         return NotImplemented
-    if dim % tensor.dim() == tensor.slices.dim:
-        return _gated(tensor) if func is F.glu else NotImplemented
-    found = func(held(tensor), *args, **kwargs)
+    if kwargs.get("out") is not None:
+        return NotImplemented
+    if x.slices.dim in [d % x.dim() for d in dims]:
+        return _gated(x) if func is F.glu else NotImplemented
+    found = func(held(x), *args, **kwargs)
     if isinstance(found, Tensor):
-        return tensor.like(found)
-    return type(found)(tensor.like(part) for part in found)
+        return x.like(found)
+    return type(found)([x.like(part) for part in found])
 
 
 def _gated(tensor: SlicedTensor) -> Any:
@@ -98,21 +109,56 @@ def _gated(tensor: SlicedTensor) -> Any:
 def _layer_norm(
     func: Any, x: Any, shape: Sequence[int], weight: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    tensors = [t for t in (weight, *args) if isinstance(t, Tensor)]
-    if not is_sliced(x) or x.negative_dim >= -len(shape) or any(map(is_sliced, tensors)):
+    if not is_sliced(x) or x.negative_dim >= -len(shape):
         return NotImplemented
-    own = [to_all(t, x.group) if isinstance(t, Tensor) else t for t in (weight, *args)]
-    named = {k: to_all(v, x.group) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-    return x.like(func(held(x), shape, *own, **named))
+
+    def own(value: Any) -> Any:
+        return as_operand(value, None, x.group) if isinstance(value, Tensor) else value
+
+    named = {name: own(value) for name, value in kwargs.items()}
+    return x.like(func(held(x), shape, own(weight), *map(own, args), **named))
 
 
-def _channels(value: Any, slices: Slices, group: SliceGroup) -> Any:
-    """A rank's channels of a parameter or a buffer of a norm."""
-    if value is None:
-        return None
-    if is_sliced(value):
-        return held(value)
-    return part_of(value, slices.at(0), group)
+class _Statistics:
+    """Running statistics of a norm, and the part of them that goes with a rank's channels."""
+
+    def __init__(self, whole: Any, slices: Slices, group: SliceGroup) -> None:
+        self._whole, self._slices, self._group = whole, slices, group
+        self.own = None if whole is None else as_operand(whole, slices, group)
+        if self.own is not None and not self._is_held():
+            self.own = self.own.clone()
+
+    def _is_held(self) -> bool:
+        return is_sliced(self._whole) and self.own is held(self._whole)
+
+    def put_back(self) -> None:
+        """Let the buffer have what has become of a part of it that was taken out."""
+        if self.own is None or self._is_held():
+            return
+        now = all_gather(self.own, self._slices, self._group)
+        if is_sliced(self._whole):
+            now = part_of(now, self._whole.slices, self._group)
+        (held(self._whole) if is_sliced(self._whole) else self._whole).copy_(now)
+
+
+def _by_channel(
+    func: Any, x: Any, statistics: Sequence[Any], affine: Sequence[Any], options: Any, changes: Any
+) -> Any:
+    """A norm that treats each channel, dim 1, by itself."""
+    sliced = [t for t in (*statistics, *affine) if is_sliced(t)]
+    if is_sliced(x) and x.slices.dim == 1:
+        sliced = [x]
+    if not sliced or x.dim() < 2:
+        return NotImplemented
+    slices, group = sliced[0].slices.at(0), sliced[0].group
+    running = [_Statistics(t, slices, group) for t in statistics]
+    parts = [None if t is None else as_operand(t, slices, group) for t in affine]
+    own = as_operand(x, slices.at(1), group)
+    local = func(own, *(one.own for one in running), *parts, *options)
+    if changes:
+        for one in running:
+            one.put_back()
+    return SlicedTensor.of(local, slices.at(1), group)
 
 
 @rule(F.batch_norm)
@@ -126,50 +172,55 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    of_norm = (running_mean, running_var, weight, bias)
-    main = next(t for t in (x, *of_norm) if is_sliced(t))
-    slices, group = main.slices, main.group
-    if is_sliced(x) and x.slices.dim != 1:
-        return NotImplemented
-    if is_sliced(x) and training and any(t is not None and not is_sliced(t) for t in of_norm[:2]):
-        return NotImplemented  # whole statistics follow whole batches
-    if any(is_sliced(t) and not t.slices.same(slices, group.size) for t in of_norm):
-        return NotImplemented
-    own = held(x) if is_sliced(x) else part_of(x, slices.at(1), group)
-    parts = [_channels(t, slices, group) for t in of_norm]
-    local = F.batch_norm(own, *parts, training, momentum, eps)
-    return SlicedTensor.of(local, slices.at(1), group)
+    options = (training, momentum, eps)
+    statistics, affine = (running_mean, running_var), (weight, bias)
+    return _by_channel(F.batch_norm, x, statistics, affine, options, training)
+
+
+@rule(F.instance_norm)
+def _instance_norm(
+    x: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,  # noqa: FBT001, FBT002 - torch's own
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    options = (use_input_stats, momentum, eps)
+    statistics, affine = (running_mean, running_var), (weight, bias)
+    return _by_channel(F.instance_norm, x, statistics, affine, options, use_input_stats)
 
 
 @rule(F.group_norm)
 def _group_norm(
     x: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Any:
-    if not is_sliced(x):
+    if not is_sliced(x) or x.slices.dim > 1:
         return NotImplemented
     group, slices = x.group, x.slices
     if slices.dim == 0:
-        own = [to_all(t, group) if isinstance(t, Tensor) else t for t in (weight, bias)]
-        if any(map(is_sliced, own)):
-            return NotImplemented
-        return x.like(F.group_norm(held(x), num_groups, *own, eps))
+        whole = [None if t is None else as_operand(t, None, group) for t in (weight, bias)]
+        return x.like(torch.group_norm(held(x), num_groups, *whole, eps=eps))
     each = x.shape[1] // num_groups
-    if slices.dim != 1 or any(
-        begin % each or length % each
+    if any(
+        n % each
         for rank in range(group.size)
-        for begin, length in slices.parts(rank, group.size)
+        for part in slices.parts(rank, group.size)
+        for n in part
     ):
         return NotImplemented
     own_groups = slices.length(group.rank, group.size) // each
-    parts = [_channels(t, slices, group) for t in (weight, bias)]
-    return x.like(F.group_norm(held(x), own_groups, *parts, eps))
+    parts = [None if t is None else as_operand(t, slices.at(0), group) for t in (weight, bias)]
+    return x.like(torch.group_norm(held(x), own_groups, *parts, eps=eps))
 
 
 _POOLS = words(
     """
 avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d adaptive_avg_pool1d
 adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d lp_pool1d lp_pool2d
-interpolate upsample instance_norm
+interpolate upsample
 """
 )
 _DIMS = {"1d": 1, "2d": 2, "3d": 3}
@@ -192,77 +243,46 @@ def _pool(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     return x.like(found) if isinstance(found, Tensor) else NotImplemented
 
 
+_REDUCTIONS = words(
+    """
+sum mean amax amin prod std var logsumexp all any norm max min argmax argmin topk nansum nanmean
+median std_mean var_mean aminmax count_nonzero
+"""
+)
+
+
 @rule_with_function(
-    torch.sum,
-    T.sum,
-    torch.mean,
-    T.mean,
-    torch.amax,
-    T.amax,
-    torch.amin,
-    T.amin,
-    torch.prod,
-    T.prod,
-    torch.std,
-    T.std,
-    torch.var,
-    T.var,
-    torch.logsumexp,
-    T.logsumexp,
-    torch.all,
-    T.all,
-    torch.any,
-    T.any,
-    torch.norm,
-    T.norm,
+    *(getattr(home, name) for home in (torch, T) for name in _REDUCTIONS if hasattr(home, name)),
     torch.linalg.vector_norm,
-    torch.max,
-    T.max,
-    torch.min,
-    T.min,
-    torch.argmax,
-    T.argmax,
-    torch.argmin,
-    T.argmin,
-    torch.topk,
-    T.topk,
 )
 def _reduce(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    if not is_sliced(x) or any(is_sliced(a) for a in (*args, *kwargs.values())):
+    given = (*args, *kwargs.values())
+    if not is_sliced(x) or any(isinstance(value, Tensor) for value in given):
         return NotImplemented
     name = func.__name__
-    if name in ("max", "min") and args and isinstance(args[0], Tensor):
-        return NotImplemented
-    place = 1 if name in ("norm", "vector_norm", "topk") else 0
-    dim = kwargs.get("dim", args[place] if len(args) > place else None)
-    if isinstance(dim, bool) or dim is None:
+    place = 1 if name in ("norm", "vector_norm", "linalg_vector_norm", "topk") else 0
+    dim = kwargs.get("dim", args[place] if len(args) > place else -1 if name == "topk" else None)
+    if isinstance(dim, bool) or dim is None or dim in ((), []):
         dims = list(range(x.dim()))
     else:
-        dims = [d % x.dim() for d in ([dim] if isinstance(dim, int) else dim)] or list(
-            range(x.dim())
-        )
+        dims = [d % x.dim() for d in ([dim] if isinstance(dim, int) else dim)]
     if x.slices.dim in dims:
-        return _sum(x, name, dims, args, kwargs)
+        return _sum(x, name, args, kwargs) if name in ("sum", "mean") else NotImplemented
     found = func(held(x), *args, **kwargs)
     tensors = [found] if isinstance(found, Tensor) else list(found)
     kept = tensors[0].dim() == x.dim()
-    place = x.slices.dim - (0 if kept else sum(d < x.slices.dim for d in dims))
-    own = [x.like(t, place) for t in tensors]
-    return own[0] if isinstance(found, Tensor) else type(found)(own)
+    at = x.slices.dim - (0 if kept else sum(d < x.slices.dim for d in dims))
+    own = [x.like(t, at) for t in tensors]
+    if isinstance(found, Tensor):
+        return own[0]
+    return tuple(own) if type(found) is tuple else type(found)(own)
 
 
-def _sum(x: SlicedTensor, name: str, dims: list[int], args: Any, kwargs: Any) -> Any:
+def _sum(x: SlicedTensor, name: str, args: Any, kwargs: Any) -> Any:
     """A sum or a mean over the sliced dim: each rank's, added up."""
-    if name not in ("sum", "mean"):
-        return NotImplemented
     local = held(x)
-    total = torch.sum(local, *args, **kwargs)
-    if not x.dtype.is_floating_point and not total.dtype.is_floating_point:
-        return NotImplemented
-    total = summed(total, x.group)
     if name == "sum":
-        return total
-    count = 1
-    for d in dims:
-        count *= x.shape[d]
-    return total / count
+        return summed(torch.sum(local, *args, **kwargs), x.group)
+    # A mean by its share: the sum may be more than its type can hold.
+    share = local.shape[x.slices.dim] / x.slices.total
+    return summed(torch.mean(local, *args, **kwargs) * share, x.group)

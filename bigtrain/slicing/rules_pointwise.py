@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,16 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bigtrain.slicing.exchange import SliceGroup, part_of, to_all
+from bigtrain.errors import ConfigError
 from bigtrain.slicing.sliced_tensor import (
     SlicedTensor,
+    as_operand,
     held,
     is_sliced,
     leaves_of,
+    own_part,
     rule,
     rule_with_function,
 )
-from bigtrain.slicing.slices import Slices
+
+T: Any = torch.Tensor
 
 
 def words(text: str) -> list[str]:
@@ -28,29 +32,34 @@ def words(text: str) -> list[str]:
 
 _METHODS_AND_FUNCTIONS = words(
     """
-abs absolute acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not
-bitwise_or bitwise_xor ceil clamp clamp_max clamp_min clip copysign cos cosh deg2rad div divide eq
-erf erfc erfinv exp exp2 expm1 fix float_power floor floor_divide fmax fmin fmod frac ge greater
-greater_equal gt hypot isclose isfinite isinf isnan le lerp less less_equal lgamma log log10 log1p
-log2 logaddexp logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum
-mul multiply nan_to_num ne neg negative nextafter not_equal positive pow rad2deg reciprocal
-remainder round rsqrt rsub sgn sigmoid sign signbit sin sinc sinh sqrt square sub subtract tan tanh
-true_divide trunc where relu selu celu rrelu threshold xlogy heaviside
-zeros_like ones_like full_like empty_like
+abs absolute acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh arccos arcsin arctan
+arctan2 bitwise_and bitwise_not bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift ceil
+clamp clamp_max clamp_min clip complex conj conj_physical copysign cos cosh deg2rad digamma div
+divide eq erf erfc erfinv exp exp2 expm1 fix float_power floor floor_divide fmax fmin fmod frac ge
+greater greater_equal gt hypot i0 imag isclose isfinite isinf isnan isneginf isposinf isreal le lerp
+less less_equal lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or
+logical_xor logit lt masked_fill maximum minimum mul multiply nan_to_num ne neg negative nextafter
+not_equal polar positive pow rad2deg real reciprocal remainder resolve_conj resolve_neg round rsqrt
+rsub sgn sigmoid sign signbit sin sinc sinh sqrt square sub subtract tan tanh true_divide trunc
+where relu selu celu threshold xlogy heaviside zeros_like ones_like full_like empty_like
 """
 )
 _METHODS = words(
     """
 __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__
-__rtruediv__ __itruediv__ __div__ __rdiv__ __pow__ __rpow__ __neg__ __abs__ __and__ __or__ __xor__
-__invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __mod__ __floordiv__ type_as bool double float
-half bfloat16 int long to cuda cpu type masked_fill_ clone detach zero_ fill_ copy_ requires_grad_
+__rtruediv__ __itruediv__ __div__ __rdiv__ __idiv__ __floordiv__ __rfloordiv__ __ifloordiv__
+__mod__ __rmod__ __imod__ __pow__ __rpow__ __ipow__ __neg__ __pos__ __abs__ __invert__
+__and__ __rand__ __iand__ __or__ __ror__ __ior__ __xor__ __rxor__ __ixor__
+__lshift__ __rlshift__ __ilshift__ __rshift__ __rrshift__ __irshift__
+__eq__ __ne__ __lt__ __le__ __gt__ __ge__ bool double float half bfloat16 int long short byte char
+cfloat cdouble cuda cpu type clone detach detach_ zero_ fill_ copy_ requires_grad_
 """
 )
 _FUNCTIONAL = words(
     """
-relu relu6 relu_ elu elu_ selu selu_ celu gelu silu mish hardswish hardsigmoid hardtanh leaky_relu
-leaky_relu_ softplus softsign softshrink hardshrink tanhshrink logsigmoid threshold sigmoid tanh
+relu relu6 relu_ elu elu_ selu selu_ celu celu_ gelu silu mish hardswish hardsigmoid hardtanh
+hardtanh_ leaky_relu leaky_relu_ softplus softsign softshrink hardshrink tanhshrink logsigmoid
+threshold threshold_ sigmoid tanh
 """
 )
 
@@ -71,81 +80,122 @@ _ALL = {
 }
 
 
-def aligned(values: list[Any], group: SliceGroup) -> tuple[Slices, int, tuple[int, ...]] | None:
-    """How the result of a function of these, broadcast together, is sliced.
-
-    Returns:
-        The slices, their dim counted from the last one (-1), and the shape of the whole; None
-        where two are sliced in different ways.
-    """
-    sliced = [value for value in values if is_sliced(value)]
-    first = sliced[0]
-    dim = first.negative_dim
-    for other in sliced[1:]:
-        if other.negative_dim != dim or not other.slices.same(first.slices, group.size):
-            return None
-    shapes = [tuple(v.shape) for v in values if isinstance(v, Tensor)]
-    shape = tuple(torch.broadcast_shapes(*shapes))
-    if shape[dim] != first.shape[dim]:
-        return None
-    return first.slices, dim, shape
+def _changes(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function changes its first argument, by its name."""
+    name = func.__name__
+    if name.startswith("__"):
+        return name.startswith("__i") and name != "__invert__"
+    return name.endswith("_") or bool(kwargs.get("inplace"))
 
 
-def own_part(value: Any, slices: Slices, dim: int, group: SliceGroup) -> Any:
-    """What goes with slices of a dim, counted from the last one (-1), of an operand.
-
-    A whole tensor that is broadcast along it is used by each rank in its own way.
-    """
-    if is_sliced(value):
-        return held(value)
-    if not isinstance(value, Tensor) or value.dim() == 0:
-        return to_all(value, group) if isinstance(value, Tensor) else value
-    if value.dim() < -dim or value.shape[dim] == 1:
-        return to_all(value, group)
-    return part_of(value, slices.at(value.dim() + dim), group)
+def _broadcast(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """The shape of the result of a function of these."""
+    shape = [1] * max(tensor.dim() for tensor in tensors)
+    for tensor in tensors:
+        for dim in range(-tensor.dim(), 0):
+            if tensor.shape[dim] != 1:
+                shape[dim] = tensor.shape[dim]
+    return tuple(shape)
 
 
 @rule_with_function(*_ALL)
 def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
-    values = leaves_of((args, kwargs))
-    group: SliceGroup = next(v for v in values if is_sliced(v)).group
-    found = aligned(values, group)
-    if found is None:
+    tensors = [v for v in leaves_of((args, kwargs)) if isinstance(v, Tensor)]
+    changes = _changes(func, kwargs)
+    if kwargs.get("out") is not None or (changes and not is_sliced(args[0])):
         return NotImplemented
-    slices, dim, shape = found
-    target = args[0] if args else None
-    changes = func.__name__.endswith("_") and not func.__name__.endswith("__")
-    changes = changes or (func.__name__.startswith("__i") and func.__name__ != "__invert__")
-    changes = changes or bool(kwargs.get("inplace"))
-    if changes and not is_sliced(target):
+    if func is torch.where and len(args) + len(kwargs) < 3:
         return NotImplemented
-    if func in (torch.Tensor.type_as, torch.Tensor.to):  # the other tensor only lends its type
-        args = (args[0], *(held(a) if is_sliced(a) else a for a in args[1:]))
-        local = func(held(target), *args[1:], **kwargs)
-    else:
-        own = tree_map(lambda v: own_part(v, slices, dim, group), (args, kwargs), is_leaf=is_sliced)
-        local = func(*own[0], **own[1])
+    sliced: list[SlicedTensor] = [tensor for tensor in tensors if is_sliced(tensor)]
+    # Of tensors that are sliced in different ways the largest stays as it is.
+    main = args[0] if changes else max(sliced, key=Tensor.numel)
+    slices, dim, group = main.slices, main.negative_dim, main.group
+    shape = tuple(main.shape) if len(tensors) == 1 else _broadcast(tensors)
+    own: Any = tree_map(
+        lambda value: own_part(value, slices, dim, group), (args, kwargs), is_leaf=is_sliced
+    )
+    local = func(*own[0], **own[1])
     if not isinstance(local, Tensor):
-        return local
+        return NotImplemented
     if changes:
-        target.local = local
-        return target
+        return main.change(local)
     return SlicedTensor(local, slices.at(len(shape) + dim), group, shape)
 
 
-@rule(torch.Tensor.contiguous)
+@rule_with_function(T.to, T.type_as)
+def _to(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Another tensor only lends its type and its device."""
+    own = [held(a) if is_sliced(a) else a for a in (tensor, *args)]
+    named = {name: held(a) if is_sliced(a) else a for name, a in kwargs.items()}
+    local = func(*own, **named)
+    return tensor.like(local) if is_sliced(tensor) else local
+
+
+@rule_with_function(F.prelu, T.prelu)
+def _prelu(func: Any, x: Any, weight: Any) -> Any:
+    main = x if is_sliced(x) else weight
+    dim = 1 if x.dim() > 1 else 0
+    if weight.numel() == 1 or (is_sliced(x) and x.slices.dim != dim):
+        own = as_operand(weight, None, main.group)
+    else:
+        own = as_operand(weight, main.slices.at(0), main.group)
+    slices = x.slices if is_sliced(x) else main.slices.at(dim)
+    return SlicedTensor.of(func(as_operand(x, slices, main.group), own), slices, main.group)
+
+
+@rule_with_function(torch.rand_like, torch.randn_like, torch.randint_like)
+def _random(func: Any, tensor: SlicedTensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Random numbers are whole, so that they are those of one process."""
+    whole: Tensor = func(held(tensor).detach().new_empty(()).expand(tensor.shape), *args, **kwargs)
+    return whole
+
+
+@rule(T.contiguous)
 def _contiguous(tensor: SlicedTensor, **kwargs: Any) -> SlicedTensor:
     return tensor.like(held(tensor).contiguous(**kwargs))
 
 
-@rule(torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+@rule(T.data.__get__)
 def _data(tensor: SlicedTensor) -> SlicedTensor:
     return tensor.like(held(tensor).detach())
 
 
-@rule(torch.Tensor.register_hook)
+@rule(T.data.__set__, T.grad.__set__)
+def _set(tensor: Any, value: Any) -> Any:
+    del value
+    raise ConfigError(
+        "strategy.slice: `data` or `grad` of a sliced tensor is set by the model's own code. Use "
+        "copy_ there, or keep the module whole that does it: strategy.slice.keep=[NAME]."
+    )
+
+
+@rule(T.grad.__get__)
+def _grad(tensor: SlicedTensor) -> Any:
+    gradient = held(tensor).grad
+    return None if gradient is None else tensor.like(gradient)
+
+
+@rule(T.requires_grad.__set__)
+def _set_requires_grad(tensor: SlicedTensor, value: bool) -> None:  # noqa: FBT001 - torch's own
+    tensor.requires_grad_(value)
+
+
+@rule(T.retain_grad)
+def _retain_grad(tensor: SlicedTensor) -> None:
+    held(tensor).retain_grad()
+
+
+@rule(T.register_hook)
 def _register_hook(tensor: SlicedTensor, hook: Any) -> Any:
-    return held(tensor).register_hook(hook)
+    """A hook sees gradients as the model's code sees tensors."""
+    slices, group = tensor.slices, tensor.group
+
+    def called(gradient: Tensor) -> Any:
+        found = hook(SlicedTensor.of(gradient, slices, group))
+        return as_operand(found, slices, group) if isinstance(found, Tensor) else None
+
+    local: Any = held(tensor)
+    return local.register_hook(called)
 
 
 def _on_wrapper(func: Any) -> Any:
@@ -156,17 +206,25 @@ def _on_wrapper(func: Any) -> Any:
     return ask
 
 
-_FACTS = (
-    "size dim ndimension numel nelement element_size is_floating_point is_complex stride get_device"
+_FACTS = words(
+    """
+size dim ndimension numel nelement element_size is_floating_point is_complex stride get_device
+is_contiguous is_same_size __len__ __hash__
+"""
 )
-_PROPERTIES = """shape dtype device ndim requires_grad is_cuda is_cpu layout is_sparse is_leaf
-is_nested is_quantized is_meta is_mps is_xpu nbytes itemsize names _version"""
-for _name in (*_FACTS.split(), "is_contiguous", "__len__", "__hash__"):
-    rule(getattr(torch.Tensor, _name))(_on_wrapper(getattr(torch.Tensor, _name)))
-for _name in _PROPERTIES.split():
-    if hasattr(torch.Tensor, _name):
-        _getter = getattr(torch.Tensor, _name).__get__
-        rule(_getter)(_on_wrapper(_getter))
-for _function in (torch.numel, torch.is_floating_point, torch.is_complex):
+_PROPERTIES = words(
+    """
+shape dtype device ndim is_cuda is_cpu layout is_sparse is_nested is_quantized is_meta is_mps is_xpu
+nbytes itemsize names
+"""
+)
+for _function in (
+    *_named(T, _FACTS),
+    *(getattr(T, name).__get__ for name in _PROPERTIES if hasattr(T, name)),
+    *(torch.numel, torch.is_floating_point, torch.is_complex, torch.is_same_size),
+):
     rule(_function)(_on_wrapper(_function))
-rule(torch.Tensor.grad_fn.__get__)(lambda tensor: tensor.local.grad_fn)  # type: ignore[attr-defined]
+rule(T.grad_fn.__get__)(lambda tensor: held(tensor).grad_fn)
+rule(T.requires_grad.__get__)(lambda tensor: held(tensor).requires_grad)
+rule(T.is_leaf.__get__)(lambda tensor: held(tensor).is_leaf)
+rule(T._version.__get__)(lambda tensor: held(tensor)._version)

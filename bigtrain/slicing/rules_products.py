@@ -15,27 +15,21 @@ from torch import Tensor
 
 from bigtrain.slicing.exchange import (
     SliceGroup,
-    gathered_for_parts,
-    part_of,
     summed,
     to_all,
 )
 from bigtrain.slicing.sequence import column_linear, forget_input, total
-from bigtrain.slicing.sliced_tensor import SlicedTensor, held, is_sliced, rule, rule_with_function
+from bigtrain.slicing.sliced_tensor import (
+    SlicedTensor,
+    as_operand,
+    held,
+    is_sliced,
+    rule,
+    rule_with_function,
+)
 from bigtrain.slicing.slices import Section, Slices
 
 T = torch.Tensor
-
-
-def _as_operand(value: Any, slices: Slices | None, group: SliceGroup) -> Tensor:
-    """What a rank computes with: its slices along a dim, or all of it used in its own way."""
-    if is_sliced(value):
-        is_same = slices is not None and value.slices.dim == slices.dim
-        if slices is not None and is_same and value.slices.same(slices, group.size):
-            return held(value)
-        whole = gathered_for_parts(held(value), value.slices, group)
-        return whole if slices is None else slices.local(whole, group.rank, group.size)
-    return to_all(value, group) if slices is None else part_of(value, slices, group)
 
 
 def product(
@@ -57,13 +51,19 @@ def product(
         add_up: what makes the whole of parts of a sum.
     """
     sliced = [n for n, operand in enumerate(operands) if is_sliced(operand)]
+    if not sliced:
+        return compute(*operands)
     chosen = operands[sliced[0] if main is None else main]
     letter = letters[sliced[0] if main is None else main][chosen.slices.dim]
     group = chosen.group
     forget_input(group)
     own = [
-        _as_operand(
-            operand, chosen.slices.at(names.index(letter)) if letter in names else None, group
+        as_operand(
+            operand,
+            chosen.slices.at(names.index(letter))
+            if letter in names and operand.shape[names.index(letter)] > 1
+            else None,
+            group,
         )
         for names, operand in zip(letters, operands, strict=True)
     ]
@@ -131,7 +131,7 @@ def _columns(x: Any, weight: SlicedTensor, bias: Tensor | None) -> Tensor:
     """What a linear layer gives in the columns of this rank."""
     if is_sliced(x) and x.slices.dim < x.dim() - 1:
         return column_linear(x, held(weight), bias)
-    return F.linear(_as_operand(x, None, weight.group), held(weight), bias)
+    return F.linear(as_operand(x, None, weight.group), held(weight), bias)
 
 
 def _with_bias(result: Any, bias: Any, dim: int = -1) -> Any:
@@ -260,13 +260,13 @@ def _grouped(func: Any, x: Any, weight: Any, bias: Any, options: Any, groups: in
         return NotImplemented
     group, inner, outer = main.group, x.shape[1] // groups, weight.shape[0] // groups
     by_group = scaled(main.slices, outer if main is weight else inner, 1)
-    if by_group is None:
+    if by_group is None or not by_group.length(group.size - 1, group.size):
         return NotImplemented
     inputs, outputs = scaled(by_group, 1, inner), scaled(by_group, 1, outer)
     if inputs is None or outputs is None:
         return NotImplemented
-    own_x = _as_operand(x, inputs.at(1), group)
-    own_weight = _as_operand(weight, outputs.at(0), group)
+    own_x = as_operand(x, inputs.at(1), group)
+    own_weight = as_operand(weight, outputs.at(0), group)
     own_groups = by_group.length(group.rank, group.size)
     local = func(own_x, own_weight, None, *options, own_groups)
     return _with_bias(SlicedTensor.of(local, outputs.at(1), group), bias, 1)

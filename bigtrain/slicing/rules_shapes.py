@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,11 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bigtrain.slicing.exchange import part_of
-from bigtrain.slicing.sliced_tensor import SlicedTensor, held, is_sliced, rule, rule_with_function
+from bigtrain.slicing.sliced_tensor import (
+    SlicedTensor,
+    as_operand,
+    held,
+    is_sliced,
+    rule,
+    rule_with_function,
+)
 from bigtrain.slicing.slices import Section, Slices, reshaped
 
-T = torch.Tensor
+T: Any = torch.Tensor
 
 
 def _sizes(sizes: Sequence[Any]) -> list[int]:
@@ -29,12 +36,17 @@ def _filled(target: list[int], total: int) -> list[int]:
     if -1 not in target:
         return target
     known = math.prod(size for size in target if size != -1)
-    return [total // known if size == -1 else size for size in target]
+    return [total // max(1, known) if size == -1 else size for size in target]
+
+
+_known = functools.lru_cache(maxsize=4096)(reshaped)
 
 
 def _reshape(tensor: SlicedTensor, target: list[int]) -> Any:
     target = _filled(target, tensor.numel())
-    slices = reshaped(tensor.slices, tuple(tensor.shape), target, tensor.group.size)
+    if math.prod(target) != tensor.numel():
+        return NotImplemented  # torch has the words for it
+    slices = _known(tensor.slices, tuple(tensor.shape), tuple(target), tensor.group.size)
     if slices is None:
         return NotImplemented
     shape = slices.local_shape(target, tensor.group.rank, tensor.group.size)
@@ -46,8 +58,8 @@ def _reshape(tensor: SlicedTensor, target: list[int]) -> Any:
 
 @rule(T.view, T.reshape, torch.reshape)
 def _view(tensor: SlicedTensor, *sizes: Any, **kwargs: Any) -> Any:
-    sizes = sizes or (kwargs["shape"],)
-    if isinstance(sizes[0], torch.dtype):
+    sizes = sizes or tuple(value for name, value in kwargs.items() if name in ("shape", "size"))
+    if not sizes or isinstance(sizes[0], torch.dtype):
         return NotImplemented
     return _reshape(tensor, _sizes(sizes))
 
@@ -62,6 +74,11 @@ def _flatten(tensor: SlicedTensor, start_dim: int = 0, end_dim: int = -1) -> Any
     start, end = start_dim % tensor.dim(), end_dim % tensor.dim()
     shape = list(tensor.shape)
     return _reshape(tensor, [*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]])
+
+
+@rule(T.ravel, torch.ravel)
+def _ravel(tensor: SlicedTensor) -> Any:
+    return _reshape(tensor, [-1])
 
 
 @rule(T.unflatten, torch.unflatten)
@@ -105,12 +122,14 @@ def _transpose(tensor: SlicedTensor, dim0: int, dim1: int) -> SlicedTensor:
     return _permuted(tensor, order)
 
 
-@rule(T.t, torch.t, T.T.__get__, T.mT.__get__)  # type: ignore[attr-defined]
+@rule(T.t, torch.t, T.T.__get__)
 def _transposed(tensor: SlicedTensor) -> Any:
-    if tensor.dim() < 2:
-        return tensor
-    order = list(range(tensor.dim()))
-    return _permuted(tensor, [*order[:-2], order[-1], order[-2]])
+    return _permuted(tensor, (1, 0)) if tensor.dim() == 2 else NotImplemented
+
+
+@rule(T.mT.__get__)
+def _matrices_transposed(tensor: SlicedTensor) -> Any:
+    return tensor.transpose(-2, -1)
 
 
 @rule(T.movedim, torch.movedim, T.moveaxis, torch.moveaxis)
@@ -122,12 +141,8 @@ def _movedim(tensor: SlicedTensor, source: Any, destination: Any) -> Any:
     return _permuted(tensor, order)
 
 
-@rule(T.expand, torch.Tensor.expand_as)
+@rule(T.expand, T.broadcast_to, torch.broadcast_to)
 def _expand(tensor: SlicedTensor, *sizes: Any, **kwargs: Any) -> Any:
-    if not is_sliced(tensor):
-        return NotImplemented
-    if sizes and isinstance(sizes[0], Tensor):
-        sizes = (tuple(sizes[0].shape),)
     target = _sizes(sizes or (kwargs["size"],))
     added = len(target) - tensor.dim()
     dim = tensor.slices.dim + added
@@ -138,13 +153,25 @@ def _expand(tensor: SlicedTensor, *sizes: Any, **kwargs: Any) -> Any:
     return tensor.like(local.expand(target), dim)
 
 
+@rule(T.expand_as)
+def _expand_as(tensor: Tensor, other: Tensor) -> Any:
+    return tensor.expand(other.shape)
+
+
+@rule(torch.broadcast_tensors, torch.functional.broadcast_tensors)
+def _broadcast_tensors(*tensors: Any) -> Any:
+    found = tensors[0] if isinstance(tensors[0], (tuple, list)) else tensors
+    shape = torch.Size(torch.broadcast_shapes(*(tensor.shape for tensor in found)))  # type: ignore[no-untyped-call]
+    return tuple(tensor.expand(shape) for tensor in found)
+
+
 @rule(T.repeat, torch.tile, T.tile)
-def _repeat(tensor: SlicedTensor, *sizes: Any) -> Any:
-    times = _sizes(sizes)
-    added = max(0, len(times) - tensor.dim())
-    if times[tensor.negative_dim] != 1 and -tensor.negative_dim <= len(times):
-        return NotImplemented
-    return tensor.like(held(tensor).repeat(*times), tensor.slices.dim + added)
+def _repeat(tensor: SlicedTensor, *sizes: Any, **kwargs: Any) -> Any:
+    times = _sizes(sizes or (kwargs.get("dims", kwargs.get("repeats")),))
+    times = [1] * (tensor.dim() - len(times)) + times
+    dim = tensor.slices.dim + len(times) - tensor.dim()
+    again = tensor.slices.sections * times[dim]
+    return SlicedTensor.of(held(tensor).repeat(*times), Slices(dim, again), tensor.group)
 
 
 @rule(T.repeat_interleave, torch.repeat_interleave)
@@ -158,60 +185,73 @@ def _repeat_interleave(tensor: SlicedTensor, repeats: Any, dim: Any = None, **kw
     return SlicedTensor.of(local, Slices(tensor.slices.dim, sections), tensor.group)
 
 
-@rule_with_function(T.flip, torch.flip, T.roll, torch.roll)
-def _other_dims(func: Any, tensor: SlicedTensor, *args: Any, **kwargs: Any) -> Any:
-    dims = kwargs.get("dims", args[-1] if args else None)
-    dims = [dims] if isinstance(dims, int) else dims
-    if dims is None or tensor.slices.dim in [d % tensor.dim() for d in dims]:
+@rule(T.flip, torch.flip)
+def _flip(tensor: SlicedTensor, *dims: Any, **kwargs: Any) -> Any:
+    found = _sizes(dims or (kwargs["dims"],))
+    if tensor.slices.dim in [dim % tensor.dim() for dim in found]:
         return NotImplemented
-    return tensor.like(func(held(tensor), *args, **kwargs))
+    return tensor.like(held(tensor).flip(found))
 
 
-def _pieces(tensor: SlicedTensor, lengths: Sequence[int]) -> list[SlicedTensor] | None:
+@rule(T.roll, torch.roll)
+def _roll(tensor: SlicedTensor, shifts: Any, dims: Any = None) -> Any:
+    found = [dims] if isinstance(dims, int) else list(dims or ())
+    if not found or tensor.slices.dim in [dim % tensor.dim() for dim in found]:
+        return NotImplemented
+    return tensor.like(held(tensor).roll(shifts, found))
+
+
+def pieces(tensor: SlicedTensor, lengths: Sequence[int]) -> list[SlicedTensor] | None:
     """The tensor split along its sliced dim, where the sections are split apart."""
-    sections, pieces = list(tensor.slices.sections), []
+    sections, found = list(tensor.slices.sections), []
     local, begin, dim = held(tensor), 0, tensor.slices.dim
     group = tensor.group
     for length in lengths:
         own: list[Section] = []
         while sections and sum(s.length for s in own) < length:
             own.append(sections.pop(0))
-        if sum(s.length for s in own) != length:
+        if not own or sum(s.length for s in own) != length:
             return None
         slices = Slices(dim, tuple(own))
         held_here = slices.length(group.rank, group.size)
-        pieces.append(SlicedTensor.of(local.narrow(dim, begin, held_here), slices, group))
+        found.append(SlicedTensor.of(local.narrow(dim, begin, held_here), slices, group))
         begin += held_here
-    return pieces
+    return found
 
 
-def _split_lengths(total: int, size: int) -> list[int]:
-    return [min(size, total - begin) for begin in range(0, total, size)]
+def _split(tensor: SlicedTensor, lengths: Sequence[int], dim: int) -> Any:
+    if dim % tensor.dim() == tensor.slices.dim:
+        found = pieces(tensor, lengths)
+        return NotImplemented if found is None else tuple(found)
+    local: Any = held(tensor)
+    return tuple(tensor.like(part) for part in local.split(list(lengths), dim))
 
 
-@rule(T.split, torch.split, torch.functional.split, T.split_with_sizes)
-def _split(tensor: SlicedTensor, split_size_or_sections: Any, dim: int = 0, **kwargs: Any) -> Any:
-    del kwargs
-    dim, total = dim % tensor.dim(), tensor.shape[dim]
+def _even(total: int, size: int) -> list[int]:
+    return [min(size, total - begin) for begin in range(0, total, max(1, size))]
+
+
+@rule(torch.split, torch.functional.split)
+def _split_function(tensor: SlicedTensor, split_size_or_sections: Any, dim: int = 0) -> Any:
     size = split_size_or_sections
-    lengths = _split_lengths(total, size) if isinstance(size, int) else list(size)
-    if dim == tensor.slices.dim:
-        pieces = _pieces(tensor, lengths)
-        return NotImplemented if pieces is None else tuple(pieces)
-    return tuple(tensor.like(part) for part in held(tensor).split(lengths, dim))
+    return _split(tensor, _even(tensor.shape[dim], size) if isinstance(size, int) else size, dim)
+
+
+@rule(T.split, T.split_with_sizes, torch.split_with_sizes)
+def _split_method(tensor: SlicedTensor, split_size: Any, dim: int = 0) -> Any:
+    return _split_function(tensor, split_size, dim)
 
 
 @rule(T.chunk, torch.chunk)
 def _chunk(tensor: SlicedTensor, chunks: int, dim: int = 0) -> Any:
-    size = -(-tensor.shape[dim] // chunks)
-    return _split(tensor, size, dim)
+    return _split(tensor, _even(tensor.shape[dim], -(-tensor.shape[dim] // chunks)), dim)
 
 
 @rule(T.tensor_split, torch.tensor_split)
 def _tensor_split(tensor: SlicedTensor, sections: Any, dim: int = 0) -> Any:
     if not isinstance(sections, int) or tensor.shape[dim] % sections:
         return NotImplemented
-    return _split(tensor, tensor.shape[dim] // sections, dim)
+    return _split(tensor, _even(tensor.shape[dim], tensor.shape[dim] // sections), dim)
 
 
 @rule(T.unbind, torch.unbind)
@@ -223,112 +263,146 @@ def _unbind(tensor: SlicedTensor, dim: int = 0) -> Any:
     return tuple(tensor.like(part, place) for part in held(tensor).unbind(dim))
 
 
-@rule(T.__iter__)  # type: ignore[arg-type]
+@rule(T.__iter__)
 def _iterate(tensor: SlicedTensor) -> Any:
     return iter(tensor.unbind(0))
 
 
-@rule(T.select, torch.select)
-def _select(tensor: SlicedTensor, dim: int, index: int) -> Any:
-    dim %= tensor.dim()
-    if dim == tensor.slices.dim:
+@rule(torch.cat, torch.concat, torch.concatenate)
+def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
+    return _joined(torch.cat, list(tensors), dim)
+
+
+@rule(torch.stack)
+def _stack(tensors: Sequence[Any], dim: int = 0) -> Any:
+    return _joined(torch.stack, list(tensors), dim)
+
+
+def _joined(func: Any, tensors: list[Any], dim: int) -> Any:
+    first = max((t for t in tensors if is_sliced(t)), key=Tensor.numel)
+    group, slices = first.group, first.slices
+    if any(tensor.dim() != first.dim() for tensor in tensors):
         return NotImplemented
-    return tensor.like(
-        held(tensor).select(dim, index), tensor.slices.dim - (dim < tensor.slices.dim)
+    dim %= first.dim() + (func is torch.stack)
+    if func is torch.stack or dim != slices.dim:
+        local = func([as_operand(tensor, slices, group) for tensor in tensors], dim)
+        return first.like(local, slices.dim + (func is torch.stack and dim <= slices.dim))
+    if any(tensor.shape[dim] < group.size for tensor in tensors):
+        return NotImplemented
+    each = [
+        t.slices if is_sliced(t) and t.slices.dim == dim else Slices.even(dim, t.shape[dim])
+        for t in tensors
+    ]
+    local = torch.cat(
+        [as_operand(t, own, group) for t, own in zip(tensors, each, strict=True)], dim
     )
-
-
-@rule(T.narrow, torch.narrow)
-def _narrow(tensor: SlicedTensor, dim: int, start: Any, length: int) -> Any:
-    index = [slice(None)] * tensor.dim()
-    index[dim] = slice(int(start), int(start) + length)
-    return _getitem(tensor, tuple(index))
-
-
-def _along(tensor: SlicedTensor, index: slice) -> SlicedTensor | None:
-    """A stretch of the sliced dim that is made of whole sections."""
-    total = tensor.shape[tensor.slices.dim]
-    start, stop, step = index.indices(total)
-    if step != 1:
-        return None
-    if (start, stop) == (0, total):
-        return tensor
-    lengths = [n for n in (start, stop - start, total - stop) if n]
-    pieces = _pieces(tensor, lengths)
-    return None if pieces is None else pieces[1 if start else 0]
-
-
-@rule(T.__getitem__)
-def _getitem(tensor: Any, index: Any) -> Any:
-    if not is_sliced(tensor):
-        return NotImplemented
-    entries = list(index) if isinstance(index, tuple) else [index]
-    if not all(e is None or e is Ellipsis or isinstance(e, (int, slice)) for e in entries):
-        return NotImplemented
-    named = sum(e is not None and e is not Ellipsis for e in entries)
-    rest = [slice(None)] * (tensor.dim() - named)
-    at = next((n for n, e in enumerate(entries) if e is Ellipsis), len(entries))
-    entries = [*entries[:at], *rest, *entries[at + 1 :]]
-    source, place, found = 0, 0, None
-    for number, entry in enumerate(entries):
-        if entry is None:
-            place += 1
-            continue
-        if source == tensor.slices.dim:
-            if not isinstance(entry, slice):
-                return NotImplemented
-            part = _along(tensor, entry)
-            if part is None:
-                return NotImplemented
-            tensor, found = part, place
-            entries[number] = slice(None)
-        place += not isinstance(entry, int)
-        source += 1
-    return tensor.like(held(tensor)[tuple(entries)], found)
-
-
-@rule_with_function(torch.cat, torch.concat, torch.concatenate, torch.stack)
-def _cat(func: Any, tensors: Sequence[Any], dim: int = 0, **kwargs: Any) -> Any:
-    first = next(t for t in tensors if is_sliced(t))
-    stacks = func is torch.stack
-    group, place = first.group, first.slices.dim
-    dim = kwargs.pop("axis", dim) % (first.dim() + stacks)
-    joins = dim == place and not stacks
-    parts = []
-    for tensor in tensors:
-        if is_sliced(tensor):
-            if tensor.slices.dim != place:
-                return NotImplemented
-            if not joins and not tensor.slices.same(first.slices, group.size):
-                return NotImplemented
-            parts.append(held(tensor))
-        elif joins:
-            return NotImplemented
-        else:
-            parts.append(part_of(tensor, first.slices, group))
-    local = func(parts, dim, **kwargs)
-    if joins:
-        sections = tuple(section for t in tensors for section in t.slices.sections)
-        return SlicedTensor.of(local, Slices(place, sections), group)
-    return first.like(local, place + (stacks and dim <= place))
+    sections = tuple(section for own in each for section in own.sections)
+    return SlicedTensor.of(local, Slices(dim, sections), group)
 
 
 @rule(F.pad, torch._C._nn.pad)
 def _pad(tensor: SlicedTensor, pad: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-    if -tensor.negative_dim * 2 <= len(pad):
-        own = pad[-tensor.negative_dim * 2 - 2 : -tensor.negative_dim * 2 or None]
-        if any(own):
-            return NotImplemented
+    place = -2 * tensor.negative_dim
+    if any(pad[place - 2 : place]):
+        return NotImplemented
     return tensor.like(F.pad(held(tensor), pad, *args, **kwargs))
 
 
 @rule_with_function(T.new_empty, T.new_zeros, T.new_ones, T.new_full, T.new_tensor)
 def _new(func: Any, tensor: SlicedTensor, *args: Any, **kwargs: Any) -> Any:
-    return func(held(tensor), *args, **kwargs)
+    return func(held(tensor), *args, **kwargs) if is_sliced(tensor) else NotImplemented
 
 
-@rule_with_function(T.index_select, torch.index_select)
-def _index_select(func: Any, tensor: Any, dim: int, index: Tensor) -> Any:
-    if not is_sliced(tensor) or is_sliced(index) or dim % tensor.dim() == tensor.slices.dim:
+@rule_with_function(torch.view_as_real, torch.view_as_complex)
+def _complex(func: Any, tensor: SlicedTensor) -> Any:
+    if func is torch.view_as_complex and tensor.negative_dim == -1:
         return NotImplemented
-    return tensor.like(func(held(tensor), dim, index))
+    return tensor.like(func(held(tensor)))
+
+
+@rule_with_function(T.tril, torch.tril, T.triu, torch.triu)
+def _triangle(func: Any, tensor: SlicedTensor, diagonal: int = 0) -> Any:
+    return tensor.like(func(held(tensor), diagonal)) if tensor.negative_dim < -2 else NotImplemented
+
+
+@rule(T.unfold)
+def _windows(tensor: SlicedTensor, dimension: int, size: int, step: int) -> Any:
+    if dimension % tensor.dim() == tensor.slices.dim:
+        return NotImplemented
+    return tensor.like(held(tensor).unfold(dimension, size, step))
+
+
+def resized(slices: Slices, divide: int, times: int, size: int) -> Slices | None:
+    """The same dealing of elements that are so many times as large or small; None: it cuts one."""
+    sections = []
+    for section in slices.sections:
+        if any(n % divide for rank in range(size) for n in section.part(rank, size)):
+            return None
+        unit = section.unit // divide if section.unit % divide == 0 else 1
+        sections.append(Section(section.length // divide * times, unit * times))
+    found = Slices(slices.dim, tuple(sections))
+    for rank in range(size):
+        own = slices.parts(rank, size)
+        if found.parts(rank, size) != tuple(
+            (begin // divide * times, length // divide * times) for begin, length in own
+        ):
+            return None
+    return found
+
+
+def _channels(tensor: SlicedTensor, local: Tensor, divide: int, times: int, dim: int) -> Any:
+    """What each channel becomes several of, or several become one of."""
+    if tensor.slices.dim != dim:
+        return tensor.like(local)
+    slices = resized(tensor.slices, divide, times, tensor.group.size)
+    return NotImplemented if slices is None else SlicedTensor.of(local, slices, tensor.group)
+
+
+def _fits(tensor: Any, divide: int, dim: int) -> bool:
+    """Whether the batch is sliced, or the channels so that none that belong together are apart."""
+    if not is_sliced(tensor) or tensor.slices.dim > dim:
+        return False
+    size = tensor.group.size
+    return tensor.slices.dim < dim or resized(tensor.slices, divide, 1, size) is not None
+
+
+@rule(F.pixel_shuffle)
+def _pixel_shuffle(tensor: Any, upscale_factor: int) -> Any:
+    dim, each = tensor.dim() - 3, upscale_factor**2
+    if not _fits(tensor, each, dim):
+        return NotImplemented
+    return _channels(tensor, F.pixel_shuffle(held(tensor), upscale_factor), each, 1, dim)
+
+
+@rule(F.pixel_unshuffle)
+def _pixel_unshuffle(tensor: Any, downscale_factor: int) -> Any:
+    dim, each = tensor.dim() - 3, downscale_factor**2
+    if not _fits(tensor, 1, dim):
+        return NotImplemented
+    return _channels(tensor, F.pixel_unshuffle(held(tensor), downscale_factor), 1, each, dim)
+
+
+@rule(F.channel_shuffle)
+def _channel_shuffle(tensor: Any, groups: int) -> Any:
+    return tensor.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
+
+
+def _kernel(size: Any) -> int:
+    return size * size if isinstance(size, int) else math.prod(size)
+
+
+@rule(F.unfold)
+def _unfold(tensor: Any, kernel_size: Any, *args: Any, **kwargs: Any) -> Any:
+    if tensor.dim() != 4 or not _fits(tensor, 1, 1):
+        return NotImplemented
+    local = F.unfold(held(tensor), kernel_size, *args, **kwargs)
+    return _channels(tensor, local, 1, _kernel(kernel_size), 1)
+
+
+@rule(F.fold)
+def _fold(tensor: Any, output_size: Any, kernel_size: Any, *args: Any, **kwargs: Any) -> Any:
+    each = _kernel(kernel_size)
+    if tensor.dim() != 3 or not _fits(tensor, each, 1):
+        return NotImplemented
+    local = F.fold(held(tensor), output_size, kernel_size, *args, **kwargs)
+    return _channels(tensor, local, each, 1, 1)

@@ -8,7 +8,9 @@ a rule is given whole tensors: right numbers, at the price of a gather, which is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +18,16 @@ from torch import Tensor
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
 from bigtrain.errors import ConfigError
-from bigtrain.slicing.exchange import SliceGroup, gathered, part_of
+from bigtrain.slicing.exchange import SliceGroup, gathered, gathered_for_parts, part_of, to_all
 from bigtrain.slicing.slices import Slices
 
 Rule = Callable[..., Any]
 """Called as the function is; returns `NotImplemented` where it cannot, and whole tensors must."""
 _RULES: dict[Any, Rule] = {}
 _raw = torch._C.DisableTorchFunctionSubclass
-_grad_fn = torch._C.TensorBase.grad_fn.__get__  # type: ignore[attr-defined]
+_base: Any = torch._C.TensorBase
+_grad_fn, _set_hooks = _base.grad_fn.__get__, _base._backward_hooks.__set__
+_set_requires_grad = _base.requires_grad.__set__
 
 
 def rule(*functions: Any) -> Callable[[Rule], Rule]:
@@ -42,14 +46,22 @@ def rule_with_function(*functions: Any) -> Callable[[Rule], Rule]:
 
     def register(how: Rule) -> Rule:
         for function in functions:
-            _RULES[function] = _bound(how, function)
+            _RULES[function] = functools.partial(how, function)
         return how
 
     return register
 
 
-def _bound(how: Rule, function: Any) -> Rule:
-    return lambda *args, **kwargs: how(function, *args, **kwargs)
+def _refuse_gradient(gradient: Tensor) -> None:
+    del gradient
+    raise ConfigError(
+        "strategy.slice: a torch.autograd.Function of the model's own was given a sliced tensor, "
+        "and its gradient has nowhere to go. Keep the modules whole that feed it: "
+        "strategy.slice.keep=[NAME]."
+    )
+
+
+_HOOKS = {0: _refuse_gradient}
 
 
 class SlicedTensor(torch.Tensor):
@@ -63,6 +75,8 @@ class SlicedTensor(torch.Tensor):
     """Of a weight: whether its product is gathered at once."""
     rows: tuple[int, ...] = ()
     """Of a matrix that is a view of more dims: those that its first dim is made of."""
+    lent: _Lent | None = None
+    """Where a function without a rule has made a view of the whole."""
 
     @staticmethod
     def __new__(
@@ -77,9 +91,12 @@ class SlicedTensor(torch.Tensor):
             group: the ranks.
             shape: of the whole.
         """
-        self: SlicedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self: SlicedTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
+        if local.requires_grad:  # autograd sees `local`; a gradient that comes here would be lost
+            with _raw():
+                _set_hooks(self, _HOOKS)
         self.local, self.slices, self.group = local, slices, group
         return self
 
@@ -90,7 +107,7 @@ class SlicedTensor(torch.Tensor):
         shape[slices.dim] = slices.total
         return cls(local, slices, group, shape)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Without the values, which are on several ranks."""
         del tensor_contents
         return f"SlicedTensor(shape={tuple(self.shape)}, {self.slices}, local={self.local.shape})"
@@ -110,16 +127,40 @@ class SlicedTensor(torch.Tensor):
         """All of it, which all ranks use alike."""
         return gathered(held(self), self.slices, self.group)
 
+    def change(self, local: Tensor) -> SlicedTensor:
+        """What an in-place function has made of it."""
+        self.local = local
+        if self.lent is not None:
+            self.lent.agree(local)
+        with _raw():
+            if local.requires_grad is not self.requires_grad:
+                _set_requires_grad(self, local.requires_grad)
+                _set_hooks(self, _HOOKS if local.requires_grad else None)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SlicedTensor:
+        """As of a tensor; the ranks are the same."""
+        return self.like(copy.deepcopy(self.local, memo))
+
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         """Do what the rule of a function says; without one on whole tensors."""
         del types
+        named = dict(kwargs or {})
         how = _RULES.get(func)
         if how is not None:
-            result = how(*args, **(kwargs or {}))
+            if "input" in named and func is not torch.where:  # torch's name of what comes first
+                args = (named.pop("input"), *args)
+            result = _by_rule(how, args, named)
             if result is not NotImplemented:
                 return result
-        return on_whole(func, args, kwargs or {})
+        return on_whole(func, args, named)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -133,6 +174,16 @@ class SlicedTensor(torch.Tensor):
             f"strategy.slice: {func} is called on a sliced tensor where no rule can see it. "
             "Keep the module whole that calls it: strategy.slice.keep=[NAME]."
         )
+
+
+def _by_rule(how: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a rule says; nothing where it does not know the way the function is called."""
+    try:
+        return how(*args, **kwargs)
+    except TypeError as error:
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            raise  # from inside of the rule
+        return NotImplemented
 
 
 def held(sliced: SlicedTensor) -> Tensor:
@@ -149,6 +200,8 @@ def held(sliced: SlicedTensor) -> Tensor:
             "own, is given a sliced tensor. Keep the modules whole that feed it: "
             "strategy.slice.keep=[NAME]."
         )
+    if sliced.lent is not None and sliced.lent.agree(sliced.local):
+        sliced.change(sliced.local)
     return sliced.local
 
 
@@ -177,23 +230,128 @@ register_pytree_node(
 )
 
 
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class _Lent:
+    """The whole of a sliced tensor that views were made of: what changes one changes the other."""
+
+    def __init__(self, sliced: SlicedTensor) -> None:
+        # In inference mode too it has versions, by which it is seen to change.
+        grad = torch.is_grad_enabled()
+        with torch.inference_mode(mode=False), torch.set_grad_enabled(grad):
+            self.whole = sliced.whole()
+        self._slices, self._group = sliced.slices, sliced.group
+        self._note(sliced.local)
+
+    def _note(self, local: Tensor) -> None:
+        self._version, self._local_version = self.whole._version, _version(local)
+
+    @property
+    def is_changed(self) -> bool:
+        return self.whole._version != self._version
+
+    def fits(self, local: Tensor) -> bool:
+        """Whether it may be lent again."""
+        return self.whole.requires_grad == (local.requires_grad and torch.is_grad_enabled())
+
+    def agree(self, local: Tensor) -> bool:
+        """Bring the whole and a rank's own slices together; whether the slices were changed.
+
+        Raises:
+            ConfigError: both were changed, and it is not known in which order.
+        """
+        changed, is_newer = self.is_changed, _version(local) != self._local_version
+        if changed and is_newer:
+            raise ConfigError(
+                "strategy.slice: a sliced tensor and a view of it are both changed in place. "
+                "Keep the module whole that does it: strategy.slice.keep=[NAME]."
+            )
+        if changed:
+            local.copy_(part_of(self.whole, self._slices, self._group))
+        elif is_newer:
+            self.whole.copy_(gathered(local, self._slices, self._group))
+        self._note(local)
+        return changed
+
+
+def _shares(value: Any, whole: Tensor) -> bool:
+    """Whether a value is a view of a tensor."""
+    if not isinstance(value, Tensor) or value is whole or value.layout is not torch.strided:
+        return value is whole
+    return value.untyped_storage()._cdata == whole.untyped_storage()._cdata
+
+
 def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function with whole tensors in place of sliced ones; what it changes is sliced again.
 
     Raises:
-        ConfigError: it changes one in a way that is not known.
+        ConfigError: it changes the shape of one.
     """
-    sliced = [leaf for leaf in leaves_of((args, kwargs)) if is_sliced(leaf)]
-    name = getattr(func, "__name__", str(func))
-    if sliced:
-        sliced[0].group.note_gather(name)
-    changes = name.endswith("_") and not name.endswith("__") and args and is_sliced(args[0])
-    if not changes and not (name in ("__setitem__",) and is_sliced(args[0])):
-        with _raw():
-            return func(*whole_of(args), **whole_of(kwargs))
-    target: SlicedTensor = args[0]
-    changed = target.whole().clone()
+    name = _name(func)
+    lent: dict[int, tuple[SlicedTensor, _Lent]] = {}
+
+    def lend(value: Any) -> Any:
+        if not is_sliced(value):
+            return value
+        if id(value) not in lent:
+            known = value.lent if held(value) is not None else None
+            reuses = known is not None and known.fits(value.local)
+            if not lent:
+                value.group.note_gather(name)
+            lent[id(value)] = (value, known if reuses else _Lent(value))
+        return lent[id(value)][1].whole
+
+    given = tree_map(lend, (args, kwargs), is_leaf=is_sliced)
     with _raw():
-        func(changed, *whole_of(args[1:]), **whole_of(kwargs))
-    target.local = part_of(changed, target.slices, target.group)
-    return target
+        result = func(*given[0], **given[1])
+    changed = {}
+    for sliced, one in lent.values():
+        if one.whole.shape != sliced.shape or one.whole.dtype != sliced.dtype:
+            raise ConfigError(
+                f"strategy.slice: {name} changes the shape or the type of a sliced tensor in "
+                "place. Keep the module whole that calls it: strategy.slice.keep=[NAME]."
+            )
+        if one.is_changed:
+            one.agree(sliced.local)
+            changed[id(one.whole)] = sliced.change(sliced.local)
+        elif any(_shares(leaf, one.whole) for leaf in tree_leaves(result)):
+            sliced.lent = one
+    return tree_map(lambda leaf: changed.get(id(leaf), leaf), result) if changed else result
+
+
+def _name(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    home = getattr(getattr(func, "__self__", None), "__name__", "")
+    return f"{home}.{name}" if home and name in ("__get__", "__set__") else name
+
+
+def as_operand(value: Any, slices: Slices | None, group: SliceGroup) -> Tensor:
+    """What a rank computes with: its part along a dim, or all of a tensor, used in its own way.
+
+    Args:
+        value: a tensor, whole or sliced in whatever way.
+        slices: of the part; None for all of it.
+        group: the ranks.
+    """
+    if not is_sliced(value):
+        return to_all(value, group) if slices is None else part_of(value, slices, group)
+    own = held(value)
+    if slices is None:
+        return gathered_for_parts(own, value.slices, group)
+    if value.slices.dim == slices.dim and value.slices.same(slices, group.size):
+        return own
+    return part_of(gathered(own, value.slices, group), slices, group)
+
+
+def own_part(value: Any, slices: Slices, dim: int, group: SliceGroup) -> Any:
+    """What goes with slices of a dim, counted from the last one (-1), of an operand.
+
+    A tensor that is broadcast along it is used by each rank in its own way.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if value.dim() < -dim or value.shape[dim] == 1:
+        return as_operand(value, None, group)
+    return as_operand(value, slices.at(value.dim() + dim), group)
