@@ -128,7 +128,8 @@ class Plan:
 
         None for a server, which computes no loss.
         """
-        return dp_rank if dp_rank < self.batch.dp_size else None
+        servers = self.dp - self.batch.dp_size
+        return dp_rank - servers if dp_rank >= servers else None
 
     @property
     def in_order(self) -> list[Strategy]:

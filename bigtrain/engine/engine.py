@@ -255,7 +255,7 @@ class Engine:
         sums_of_ranks = self.context.broadcast_object(gathered)
         total: dict[str, Tensor] = {}
         for part in sums_of_ranks or []:
-            for key, value in part.items():
+            for key, value in (part or {}).items():  # of a lost one there are none
                 total[key] = total[key] + value if key in total else value
         return self.task.summarize(total) if total else {}
 
@@ -269,7 +269,8 @@ class Engine:
         if ranks is None:
             return None
         run = (self.plan.strategy.name, self.context.device.type)
-        return MemoryReport(*run, tuple(ranks), self.predicted_step or StepForecast(None))
+        there = tuple(rank for rank in ranks if rank is not None)  # none is lost but those spare
+        return MemoryReport(*run, there, self.predicted_step or StepForecast(None))
 
     @cached_property
     def saver(self) -> Saver:
@@ -439,4 +440,4 @@ class Engine:
         counts = count_targets(self.loss, [piece.targets for piece in pieces])
         micro_batches = [replace(p, count=n) for p, n in zip(pieces, counts, strict=True)]
         sharing = self.plan.batch.dp_size  # what servers are given counts nothing
-        return micro_batches, round(sum(self.context.all_gather_numbers(rows, "dp")[:sharing]))
+        return micro_batches, round(sum(self.context.all_gather_numbers(rows, "dp")[-sharing:]))

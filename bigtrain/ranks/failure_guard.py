@@ -19,6 +19,7 @@ from bigtrain.errors import OutOfMemoryError
 from bigtrain.ranks.exit_status import (
     HELD_OPEN,
     error_summary,
+    exit_process,
     exit_status_of,
     is_clean_exit,
     is_interrupt,
@@ -26,7 +27,7 @@ from bigtrain.ranks.exit_status import (
     mark_reporting_rank,
     write_error_file,
 )
-from bigtrain.ranks.failure_hub import FailureHub, FailureListener, RunEnd, exit_process
+from bigtrain.ranks.failure_hub import FailureHub, FailureListener, RunEnd
 from bigtrain.ranks.hang_watch import watch_for_hangs
 from bigtrain.ranks.launcher_env import RankInfo
 from bigtrain.ranks.preemption import PreemptionNotice

@@ -16,6 +16,8 @@ _WAITS_IN = (
     "/pipeline/tied_parameters.py",
     "/parameter_server/shards.py",
     "/parameter_server/server.py",
+    "/parameter_server/inbox.py",
+    "/recorder/star.py",
     "/distributed/pipelining/schedules.py",
 )
 """Sources that wait for messages: a stack that ends there, behind a message, waits for it."""

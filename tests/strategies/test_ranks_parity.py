@@ -30,6 +30,7 @@ ON_FOUR = (
     "1f1b_zero1",
     "1f1b_zero2",
     "1f1b_fsdp",
+    "3d",
     "pipeline_deepspeed_zero1",
 )
 FP64 = {"train.precision": "fp64", "optim.clip_norm": 0.5}
