@@ -46,7 +46,8 @@ def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
         resolved = meet_budget(plan, technique, limit, workload, layout, slices)
     else:
         resolved = ResolvedPlan.of(plan, workload.model, layout, slices)
-    notes = (*_not_trained(unreached), *_no_replicas(plan), *_compiled(plan), *resolved.notes)
+    sliced = [slices.summary(workload.model)] if slices is not None else []
+    notes = (*_not_trained(unreached), *sliced, *_no_replicas(plan), *_compiled(plan), *resolved.notes)
     return replace(resolved, unreached=unreached, notes=notes)
 
 

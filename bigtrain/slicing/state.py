@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bigtrain.slicing.exchange import SliceGroup
 from bigtrain.slicing.slices import Slices
@@ -29,6 +29,21 @@ class ModelSlices:
     """As a user would write them: what is sliced, by patterns of names."""
     kept: Mapping[str, str] = field(default_factory=dict)
     """Parameters that stay whole, and why."""
+
+    def summary(self, model: nn.Module) -> str:
+        """One line on how much of a model is sliced, and what stays whole."""
+        sizes = {name: p.numel() for name, p in model.named_parameters()}
+        whole = {name: n for name, n in sizes.items() if name not in self.by_name}
+        share = 1 - sum(whole.values()) / max(1, sum(sizes.values()))
+        largest = sorted(whole, key=lambda name: -whole[name])
+        text = f"in slices over {self.size} ranks: {share:.1%} of the parameters"
+        if not largest:
+            return text
+        names = ", ".join(
+            f"{name} ({self.kept[name]})" if self.kept.get(name) else name for name in largest[:2]
+        )
+        more = f" and {len(largest) - 2} smaller" if len(largest) > 2 else ""
+        return f"{text}; whole: {names}{more}"
 
     def on(self, rank: int, group: torch.distributed.ProcessGroup | None) -> SlicedState:
         """As one rank sees it; without a group nothing is sent."""
