@@ -1,9 +1,9 @@
-"""Which classes of axes are sliced: each weight along one dim at most."""
+"""Which axes of a model are sliced: each weight along one dim at most, at the least cost."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,16 +11,22 @@ from torch import nn
 
 from bigtrain.errors import ConfigError
 from bigtrain.machine.cluster import CommOp
+from bigtrain.slicing.analysis.axes import dim_length
 from bigtrain.slicing.analysis.axis_trace import AxisTrace, trace_axes
 from bigtrain.slicing.analysis.classes import AxisClasses, SliceClass, SliceExchange
+from bigtrain.slicing.analysis.disjoint import Option, Point, frontier
 from bigtrain.slicing.analysis.singles import SingleForm, single_forms
 from bigtrain.slicing.plan import SlicingPlan
 from bigtrain.slicing.slices import Slices
+from bigtrain.units import format_bytes
 
 ENOUGH = 0.9
 """Share of the parameters that is to be sliced where nothing else is asked for."""
 SMALL = 0.01
-"""Share of the parameters below which a table is sliced only where that is needed for the rest."""
+"""Share of the parameters below which a table stays whole, where enough is sliced without it."""
+NEARLY = 0.98
+"""Share of the most bytes that classes can slice with which the one that sends least is content."""
+Sliced = SliceClass | SingleForm
 
 
 @dataclass(frozen=True)
@@ -28,8 +34,9 @@ class Prices:
     """What exchanges cost and computing saves."""
 
     exchange: Callable[[CommOp, float], float]
-    """Seconds of an exchange of so many bytes over the tp axis."""
+    """Seconds of an exchange of a tensor of so many bytes over the tp axis."""
     seconds_per_flop: float = 0.0
+    """Of one rank, forward and backward."""
     state_bytes: float = 4.0
     """What is held for each byte of a parameter: itself, its gradient, the optimizer's state."""
 
@@ -55,93 +62,216 @@ def plan_slices(
 ) -> SlicingPlan:
     """The slices of a model over a number of ranks.
 
+    Without prices and a limit as much as can be is sliced in whole classes, then the largest of
+    the other weights by themselves until `ENOUGH` is. Else it is what takes the least time; without
+    prices that is what sends the fewest bytes.
+
     Args:
         workload: the model, its loss and a micro-batch.
         ranks: of the tp axis.
-        prices: what exchanges and computing take; without them as much as can be is sliced.
-        limit: bytes of a rank for parameters with what the optimizer holds, and activations.
+        prices: what exchanges and computing take.
+        limit: bytes of a rank for parameters with gradients and optimizer state, and activations.
 
     Raises:
-        ConfigError: nothing can be sliced over so many ranks.
+        ConfigError: nothing can be sliced over so many ranks, or it does not fit.
     """
-    del limit
     class_dim = getattr(workload.loss, "class_dim", None)
     trace = trace_axes(workload.model, workload.micro_batch.inputs, class_dim)
-    groups = AxisClasses(trace)
-    found = [own for own in groups.classes.values() if own.units >= ranks]
-    singles = {
-        name: [form for form in forms if form.units >= ranks]
-        for name, forms in single_forms(trace).items()
-    }
-    chosen = best_classes(found, singles, prices)
-    alone = _alone(trace, chosen, singles)
-    return _plan(trace, groups, ranks, chosen, alone)
+    return _Choice(trace, ranks).plan(prices, limit)
 
 
-def best_classes(
-    classes: Sequence[SliceClass],
-    singles: Mapping[str, Sequence[SingleForm]],
-    prices: Prices | None = None,
-) -> list[SliceClass]:
-    """Those with most bytes of which no two slice one tensor along two dims."""
-    del prices
-    left = sorted(classes, key=lambda own: -own.parameter_bytes)
-    taken: set[str] = set()
-    chosen = []
-    for own in left:
-        if taken.isdisjoint(own.slices):
-            taken |= own.slices.keys()
-            chosen.append(own)
-    del singles
-    return chosen
+def fullest_share(slices: Slices, ranks: int) -> float:
+    """The share of a tensor that the rank with most of it has."""
+    return slices.length(0, ranks) / slices.total
 
 
-def _alone(
-    trace: AxisTrace,
-    chosen: Iterable[SliceClass],
-    singles: Mapping[str, Sequence[SingleForm]],
-) -> list[SingleForm]:
-    """Of the weights in no class the largest kinds, until enough is sliced."""
-    taken = {name for own in chosen for name in own.slices}
-    sizes = {held.name: held.nbytes for n, held in trace.state.items() if n in trace.trained}
-    kinds: dict[str, list[SingleForm]] = {}
-    for name, forms in singles.items():
-        free = [form for form in forms if taken.isdisjoint(form.slices)]
-        if name not in taken and free:
-            best = min(free, key=lambda form: sum(_weighed(sent) for sent in form.exchanged))
-            kinds.setdefault(re.sub(r"\d+", "*", name), []).append(best)
-    total, sliced = sum(sizes.values()), sum(sizes.get(name, 0) for name in taken)
-    found: list[SingleForm] = []
-    for forms in sorted(kinds.values(), key=lambda f: -sum(form.parameter_bytes for form in f)):
-        if sliced >= ENOUGH * total:
-            break
-        found += forms
-        sliced += sum(form.parameter_bytes for form in forms)
-    return found
+class _Choice:
+    """Chooses among what a trace allows."""
+
+    def __init__(self, trace: AxisTrace, ranks: int) -> None:
+        self._trace, self._ranks = trace, ranks
+        self._groups = AxisClasses(trace)
+        self._nbytes = {h.name: h.nbytes for n, h in trace.state.items() if n in trace.trained}
+        self._all_singles = single_forms(trace)
+        self._singles = {
+            name: fit
+            for name, forms in self._all_singles.items()
+            if (fit := [form for form in forms if form.units >= ranks])
+        }
+        self._classes = [
+            own
+            for own in self._groups.classes.values()
+            if own.units >= ranks and self._is_of_many(own)
+        ]
+
+    def plan(self, prices: Prices | None, limit: float | None) -> SlicingPlan:
+        """See `plan_slices`."""
+        if prices is None and limit is None:
+            chosen = self._most()
+        else:
+            chosen = self._cheapest(prices or Prices(lambda kind, n: n * _weight(kind)), limit)
+        if not chosen:
+            raise ConfigError(self._refusal())
+        own: dict[str, Slices] = {}
+        for part in chosen:
+            own |= part.slices
+        slices = {n: own[h.name] for n, h in self._trace.state.items() if h.name in own}
+        singles = tuple(part for part in chosen if isinstance(part, SingleForm))
+        return SlicingPlan(
+            ranks=self._ranks,
+            slices=slices,
+            gathered=frozenset(next(iter(form.slices)) for form in singles if form.gathered),
+            kept={
+                name: self._why_whole(name)
+                for name in self._trace.state
+                if name in self._trace.trained and name not in slices
+            },
+            classes=tuple(part for part in chosen if isinstance(part, SliceClass)),
+            singles=singles,
+            failed=self._trace.failed,
+        )
+
+    def _is_of_many(self, own: SliceClass) -> bool:
+        """Whether it is more than a weight by itself, which is a single form as well."""
+        return own.carried or own.looked_up or not all(n in self._all_singles for n in own.slices)
+
+    def _most(self) -> list[Sliced]:
+        """Whole classes first, most bytes; then the largest of the rest."""
+        options = []
+        for known in self._classes:
+            instead = sum(_sent(self._best_single(name)) for name in known.slices)
+            options.append(self._option(known, _sent(known) - instead, 1.0, 0.0))
+        points = frontier(options)
+        enough = NEARLY * min(point.nbytes for point in points)
+        best = next(point for point in points if point.nbytes <= enough)
+        chosen: list[Sliced] = list(best.taken)
+        whole = sum(self._nbytes.values())
+        sliced = sum(self._sliced_bytes(own) for own in chosen)
+        for own in sorted(chosen, key=self._sliced_bytes):
+            nbytes = self._sliced_bytes(own)
+            table = isinstance(own, SliceClass) and not own.flops
+            if table and nbytes < SMALL * whole and sliced - nbytes >= ENOUGH * whole:
+                chosen = [other for other in chosen if other is not own]
+                sliced -= nbytes
+        taken = {name for own in chosen for name in own.slices}
+        kinds: dict[str, list[SingleForm]] = {}
+        for name in self._singles:
+            form = self._best_single(name, taken)
+            if form is not None:
+                kinds.setdefault(re.sub(r"\d+", "*", name), []).append(form)
+        for forms in sorted(kinds.values(), key=lambda f: -sum(map(self._sliced_bytes, f))):
+            if sliced >= ENOUGH * whole:
+                break
+            chosen += forms
+            sliced += sum(map(self._sliced_bytes, forms))
+        return chosen
+
+    def _cheapest(self, prices: Prices, limit: float | None) -> list[Sliced]:
+        """The least time of what fits."""
+        parts: list[Sliced] = [
+            *self._classes,
+            *(f for forms in self._singles.values() for f in forms),
+        ]
+        options = []
+        for own in parts:
+            share = max(fullest_share(slices, self._ranks) for slices in own.slices.values())
+            saved = (1 - share) * own.flops * 3 * prices.seconds_per_flop
+            seconds = sum(prices.exchange(sent.kind, sent.nbytes) for sent in own.exchanged)
+            options.append(self._option(own, seconds - saved, prices.state_bytes, 1 - share))
+        if limit is None:
+            best = frontier(options, first_of=lambda point: (point.cost, point.nbytes))[0]
+            return list(best.taken)
+        held = sum(nbytes for _, nbytes in self._trace.saved)
+        held += int(sum(self._nbytes.values()) * prices.state_bytes)
+        points = frontier(options)
+        fitting: list[Point] = [point for point in points if held + point.nbytes <= limit]
+        if not fitting:
+            least = held + points[-1].nbytes
+            raise ConfigError(
+                f"mesh.tp={self._ranks}: a rank is to hold {format_bytes(int(limit))}, and with "
+                f"all that can be sliced it holds {format_bytes(int(least))} of parameters with "
+                "their gradients and optimizer state, and of activations. Use more ranks, or a "
+                "smaller micro-batch."
+            )
+        return list(fitting[0].taken)
+
+    def _option(self, own: Sliced, cost: float, state: float, activations: float) -> Option:
+        """A class or single form, with what a rank holds less of."""
+        held = sum(
+            self._nbytes.get(name, 0) * (1 - fullest_share(slices, self._ranks))
+            for name, slices in own.slices.items()
+        )
+        kept = own.activation_bytes * activations if isinstance(own, SliceClass) else 0.0
+        return Option(own, frozenset(own.slices), cost, -(held * state + kept))
+
+    def _sliced_bytes(self, own: Sliced) -> int:
+        return sum(self._nbytes.get(name, 0) for name in own.slices)
+
+    def _best_single(self, name: str, taken: Iterable[str] = ()) -> SingleForm | None:
+        """The form of a weight that sends least, of those that divide it well."""
+        used = set(taken)
+        free = [f for f in self._singles.get(name, ()) if used.isdisjoint(f.slices)]
+        if not free:
+            return None
+        shares = [fullest_share(f.slices[name], self._ranks) for f in free]
+        even = [f for f, share in zip(free, shares, strict=True) if share <= 1.1 * min(shares)]
+        return min(even, key=_sent)
+
+    def _why_whole(self, name: str) -> str:
+        """Why a parameter is in no slices, in words."""
+        held = self._trace.state[name]
+        if held not in self._used:
+            return self._trace.failed or "this forward pass does not use it"
+        reasons = []
+        for n, dim in enumerate(held.dims):
+            reason = self._why_dim(held.name, n) or self._groups.why_not(dim)
+            if reason and dim:
+                reasons.append(f"dim {n}: {reason}")
+        return "; ".join(reasons) or "it is one number"
+
+    @property
+    def _used(self) -> set[Any]:
+        return {tensor.base for record in self._trace.records for tensor in record.inputs}
+
+    def _why_dim(self, name: str, n: int) -> str:
+        """Why a dim that could be sliced is not; '' where it could not."""
+        for own in self._groups.classes.values():
+            slices = own.slices.get(name)
+            if slices is None or slices.dim != n:
+                continue
+            if own.units < self._ranks:
+                return f"it has {own.units} parts that stay together, for {self._ranks} ranks"
+            return f"what is sliced with it ({own.name}) is not, or along other dims"
+        return ""
+
+    def _refusal(self) -> str:
+        """That nothing can be sliced, and what the largest weights would take."""
+        largest = sorted(self._nbytes, key=lambda name: -self._nbytes[name])[:3]
+        lines = []
+        for name in largest:
+            units = [own.units for own in self._groups.classes.values() if name in own.slices]
+            units += [form.units for form in self._all_singles.get(name, ())]
+            most = max(units, default=1)
+            could = (
+                f"over {most} ranks at most" if most > 1 else f"not at all: {self._why_whole(name)}"
+            )
+            lines.append(f"{name!r} {tuple(self._shape(name))} can be sliced {could}")
+        fix = "Use mesh.tp=1." if not lines else "Use a smaller mesh.tp, or mesh.tp=1."
+        why = f" ({self._trace.failed})" if self._trace.failed else ""
+        return (
+            f"mesh.tp={self._ranks}: nothing of the model can be sliced{why}: "
+            f"{'; '.join(lines)}. {fix}"
+        )
+
+    def _shape(self, name: str) -> list[int]:
+        return [dim_length(dim) for dim in self._trace.state[name].dims]
 
 
-def _weighed(sent: SliceExchange) -> int:
-    """Bytes that a rank sends, nearly."""
-    return sent.nbytes * (2 if sent.kind == "all_reduce" else 1)
+def _weight(kind: CommOp) -> int:
+    return 2 if kind == "all_reduce" else 1
 
 
-def _plan(
-    trace: AxisTrace,
-    groups: AxisClasses,
-    ranks: int,
-    chosen: Sequence[SliceClass],
-    alone: Sequence[SingleForm],
-) -> SlicingPlan:
-    own: dict[str, Slices] = {}
-    for slices in (*(c.slices for c in chosen), *(form.slices for form in alone)):
-        own |= slices
-    if not own:
-        raise ConfigError(f"mesh.tp={ranks}: nothing of the model can be sliced. {trace.failed}")
-    slices = {name: own[held.name] for name, held in trace.state.items() if held.name in own}
-    gathered = {next(iter(form.slices)) for form in alone if form.gathered}
-    kept = {}
-    for name, held in trace.state.items():
-        if name not in slices and name in trace.trained:
-            reasons = [groups.why_not(dim) for dim in held.dims]
-            kept[name] = "; ".join(f"dim {n}: {why}" for n, why in enumerate(reasons) if why)
-    return SlicingPlan(ranks, slices, frozenset(gathered), kept, tuple(chosen), tuple(alone))
+def _sent(own: Sliced | None) -> int:
+    """Bytes that a rank sends for it, nearly."""
+    exchanged: Sequence[SliceExchange] = own.exchanged if own is not None else ()
+    return sum(sent.nbytes * _weight(sent.kind) for sent in exchanged)

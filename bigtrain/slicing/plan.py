@@ -1,19 +1,16 @@
-"""A plan of slices: which parameter lies how, which stays whole and why; as text and back."""
+"""A plan of slices: which parameter lies how on the ranks, which stays whole, and why."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from bigtrain.slicing.analysis.classes import SliceClass
 from bigtrain.slicing.analysis.singles import SingleForm
+from bigtrain.slicing.patterns import merged_lines, spec_text
 from bigtrain.slicing.slices import Slices
-
-GATHER = "gather"
-"""Word of a line: what comes out of the weight's product is gathered at once."""
 
 
 @dataclass(frozen=True)
@@ -28,58 +25,21 @@ class SlicingPlan:
     kept: Mapping[str, str] = field(default_factory=dict)
     """Parameters that stay whole, and why."""
     classes: tuple[SliceClass, ...] = ()
-    """The classes that were chosen."""
+    """What is sliced together; none where the plan was read."""
     singles: tuple[SingleForm, ...] = ()
     """The weights that are sliced by themselves."""
+    failed: str = ""
+    """Why the model could not be looked at to its end; '' where it could."""
 
-    def sliced_share(self, model: nn.Module) -> float:
-        """The share of a model's parameters, by their number, that is sliced."""
-        sizes = {name: p.numel() for name, p in model.named_parameters()}
-        return sum(sizes[name] for name in sizes if name in self.slices) / sum(sizes.values())
-
-    def lines(self) -> list[str]:
-        """`PATTERN: DIM/SECTIONS`, lines of blocks that are alike as one."""
+    def lines(self) -> dict[str, str]:
+        """Specifications by name patterns, one for all blocks that are alike."""
         texts = {
             name: spec_text(slices, gathered=name in self.gathered)
             for name, slices in self.slices.items()
         }
-        return [f"{pattern}: {text}" for pattern, text in _merged(texts, {*texts, *self.kept})]
+        return merged_lines(texts, self.kept)
 
-
-def spec_text(slices: Slices, *, gathered: bool = False) -> str:
-    """`0/3x256:64`: dim 0, three sections of 256 in units of 64."""
-    parts: list[str] = []
-    sections = list(slices.sections)
-    while sections:
-        first = sections[0]
-        times = next((n for n, s in enumerate(sections) if s != first), len(sections))
-        del sections[:times]
-        unit = f":{first.unit}" if first.unit > 1 else ""
-        parts.append(f"{f'{times}x' if times > 1 else ''}{first.length}{unit}")
-    return f"{slices.dim}/{','.join(parts)}{f' {GATHER}' if gathered else ''}"
-
-
-def pattern_expression(pattern: str) -> re.Pattern[str]:
-    """A name pattern as a regular expression: `*` is one word of a name."""
-    return re.compile(
-        r"\.".join(r"[^.]+" if w == "*" else re.escape(w) for w in pattern.split("."))
-    )
-
-
-def _merged(texts: Mapping[str, str], names: Iterable[str]) -> list[tuple[str, str]]:
-    """One line for all names that differ in numbers alone, where all of them have one text."""
-    kinds: dict[str, list[str]] = {}
-    for name in names:
-        kinds.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), []).append(name)
-    found: list[tuple[str, str]] = []
-    done: set[str] = set()
-    for name, text in texts.items():
-        kind = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-        if kind in done:
-            continue
-        if all(texts.get(other) == text for other in kinds[kind]):
-            done.add(kind)
-            found.append((kind if len(kinds[kind]) > 1 else name, text))
-        else:
-            found.append((name, text))
-    return found
+    def sliced_share(self, model: nn.Module) -> float:
+        """The share of a model's parameters, by their number, that is sliced."""
+        sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        return sum(sizes[name] for name in sizes if name in self.slices) / sum(sizes.values())

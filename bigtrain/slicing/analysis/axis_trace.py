@@ -88,6 +88,8 @@ def trace_axes(model: nn.Module, inputs: Any, class_dim: int | None) -> AxisTrac
         failed = _complaint(error, recorder.failed)
     finally:
         release_calls(module for _, module in modules)
+    if failed:
+        recorder.leave_open()
     recorder.close(output, class_dim)
     return AxisTrace(
         recorder.state,
@@ -202,6 +204,14 @@ class _Recorder:
         record.summed, record.weight = op.summed, op.weight
         self.records.append(record)
 
+    def leave_open(self) -> None:
+        """What was not used any more is used in ways that were not seen."""
+        used = {tensor for record in self.records for tensor in record.inputs}
+        for record in self.records:
+            for tensor in record.outputs:
+                for dim in tensor.dims if tensor not in used else ():
+                    block(dim, "the model could not be followed further")
+
     def close(self, output: Any, class_dim: int | None) -> None:
         """What is returned is needed whole, but for the dim of the classes."""
         for tensor in _heads(output):
@@ -242,7 +252,7 @@ class _Recorder:
     def _viewed(self, tensor: Tensor, op: OpCall) -> HeldTensor | None:
         storage = tensor.untyped_storage()._cdata
         for operand in op.tensors:
-            if operand.untyped_storage()._cdata == storage:
+            if operand is not tensor and operand.untyped_storage()._cdata == storage:
                 return self.lookup(operand)
         return None
 

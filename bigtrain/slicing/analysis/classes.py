@@ -39,6 +39,8 @@ class SliceClass:
     """Of what autograd keeps for the backward pass."""
     looked_up: bool = False
     """It is summed over by a look-up in a table."""
+    carried: bool = False
+    """Activations have it, and not parameters alone."""
 
     @property
     def units(self) -> int:
@@ -136,8 +138,8 @@ class AxisClasses:
                         if held.name in self._trace.trained:
                             found[root].parameter_bytes += held.nbytes
         found = {root: own for root, own in found.items() if own.parameter_bytes}
-        _add_costs(self, self._trace, found)
-        return found
+        used = _add_costs(self, self._trace, found)
+        return {root: own for root, own in found.items() if root in used}
 
     def of(self, held: HeldTensor) -> frozenset[int]:
         """The classes that a tensor has in any of its dims."""
@@ -234,16 +236,24 @@ def _sums(dim: Dim) -> Iterable[DimAxis]:
             yield axis
 
 
-def _add_costs(groups: AxisClasses, trace: AxisTrace, classes: Mapping[int, SliceClass]) -> None:
+def _add_costs(
+    groups: AxisClasses, trace: AxisTrace, classes: Mapping[int, SliceClass]
+) -> set[int]:
+    """Add what classes cost and save; those that the forward pass has to do with."""
+    used: set[int] = set()
     entered: set[tuple[int, int]] = set()
     for record in trace.records:
-        made = frozenset[int]().union(*map(groups.of, record.outputs))
+        given_out = frozenset[int]().union(*map(groups.of, record.outputs))
         summed = frozenset[int]().union(*map(groups.of_dim, record.summed))
-        for root in (made | summed) & classes.keys():
+        for root in (given_out | summed) & classes.keys():
             own = classes[root]
+            used.add(root)
             own.flops += record.flops
             own.looked_up |= record.name == "embedding"
-            if root not in made:
+            own.carried |= any(
+                root in groups.of(made) for made in record.outputs if not made.of_weights
+            )
+            if root not in given_out:
                 own.exchanged.append(_whole_sum(record))
                 continue
             for tensor in record.inputs:
@@ -257,6 +267,7 @@ def _add_costs(groups: AxisClasses, trace: AxisTrace, classes: Mapping[int, Slic
     for held, nbytes in trace.saved:
         for root in groups.of(held) & classes.keys():
             classes[root].activation_bytes += nbytes
+    return used
 
 
 def _whole_sum(record: OpRecord) -> SliceExchange:

@@ -199,7 +199,7 @@ def opaque(op: OpCall, why: str = "") -> list[Dims]:
 def rule_of(op: OpCall) -> AxisRule:
     """The rule of an operation: by its name, else whether it is elementwise."""
     if op.func.namespace not in ("aten", "prims"):
-        return opaque
+        return RULES.get(f"{op.func.namespace}::{op.name}", opaque)
     found = RULES.get(op.name) or RULES.get(op.name.removesuffix("_"))
     if found is not None:
         return found

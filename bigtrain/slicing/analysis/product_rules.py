@@ -170,6 +170,18 @@ def batch_normed(op: OpCall) -> list[Dims]:
     ]
 
 
+@rule("_grouped_mm", "transformers::grouped_mm_fallback")
+def grouped_product(op: OpCall) -> list[Dims]:
+    """(rows, width), the rows in groups, times the matrix of each group."""
+    left, right = [t for t in op.tensors if t.is_floating_point()][:2]
+    if left.dim() != 2 or right.dim() != 3:
+        return opaque(op)
+    one, other = op.dims_or_new(left), op.dims_or_new(right)
+    op.block(other[0], "rows choose among it")
+    _sum_over(op, one[1], other[1], (left, right))
+    return [(one[0], other[2])]
+
+
 @rule("im2col")
 def unfolded(op: OpCall) -> list[Dims]:
     """(samples, channels, pixels) to (samples, channels x window, windows)."""

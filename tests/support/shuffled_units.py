@@ -1,0 +1,74 @@
+"""Whether slices are sound: what is sliced together may be shuffled together.
+
+Ranks that hold their own units of an axis, and only ever add up over them, cannot tell which units
+they hold. So if the units of all tensors of a class are shuffled alike, the model computes what it
+did (or its logits shuffled, where the axis is that of the classes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from bigtrain.slicing.slices import Slices
+
+
+def order_of(slices: Slices, seed: int = 0) -> Tensor:
+    """A new order of the places of a dim: whole units, within sections, alike for equal counts."""
+    orders, begin = [], 0
+    for length, unit in slices.sections:
+        count = length // unit
+        units = torch.randperm(count, generator=torch.Generator().manual_seed(seed + count))
+        places = (units[:, None] * unit + torch.arange(unit)).flatten()
+        orders.append(places + begin)
+        begin += length
+    return torch.cat(orders)
+
+
+def shuffle(model: nn.Module, slices: Mapping[str, Slices], seed: int = 0) -> None:
+    """Put the units of a model's tensors in another order; of tied ones once."""
+    state = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    with torch.no_grad():
+        for tensor, own in {id(state[n]): (state[n], own) for n, own in slices.items()}.values():
+            tensor.copy_(tensor.index_select(own.dim, order_of(own, seed)))
+
+
+def randomize(model: nn.Module) -> None:
+    """Give what is made of ones and zeros values that differ, so that their order matters."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.is_floating_point() and tensor.dim() == 1:
+                noise = torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype)
+                if "var" in name or "weight" in name:
+                    tensor.copy_(0.5 + noise)
+                else:
+                    tensor.copy_(tensor + 0.2 * (noise - 0.5))
+
+
+def difference(
+    model: nn.Module, run: Callable[[], Tensor], slices: Mapping[str, Slices], class_dim: int = -1
+) -> float:
+    """How far the output is from the one before, relative to its size; the model is put back."""
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    kept = {name: value.detach().clone() for name, value in state.items()}
+    with torch.no_grad():
+        before = run()
+        shuffle(model, slices)
+        after = run()
+        found = [_distance(before, after)]
+        shape = before.shape[class_dim]
+        for own in {own for own in slices.values() if own.total == shape}:
+            found.append(_distance(before.index_select(class_dim, order_of(own)), after))
+        for name, value in kept.items():
+            state[name].copy_(value)
+    return min(found)
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max() / one.abs().max().clamp_min(1e-30))
