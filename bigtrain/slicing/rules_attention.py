@@ -91,7 +91,7 @@ def _mask(
     found = None
     if attn_mask is not None:
         found = _additive(attn_mask, q.dtype)
-        found = found[None, None] if found.dim() == 2 else found.unflatten(0, (-1, heads))
+        found = found[None, None] if found.dim() == 2 else found.view(-1, heads, *found.shape[1:])
     if padding is not None:
         padding = padding if padding.dim() == 2 else padding[None]
         rows = _additive(padding, q.dtype).view(-1, 1, 1, keys)

@@ -165,8 +165,8 @@ def _conv(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Any:
-    if x.dim() != weight.dim():
-        return NotImplemented
+    if x.dim() < weight.dim():
+        return func(x.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
     options = (stride, padding, dilation)
     if groups > 1:
         return _grouped(func, x, weight, bias, options, groups)
@@ -227,6 +227,8 @@ def _scaled(slices: Slices, divide: int, times: int) -> Slices | None:
 def _conv_transpose(
     func: Any, x: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
+    if x.dim() < weight.dim():
+        return func(x.unsqueeze(0), weight, bias, *args, **kwargs).squeeze(0)
     groups = kwargs.get("groups", args[3] if len(args) > 3 else 1)
     if groups != 1 or (is_sliced(x) and x.slices.dim > 1):
         return NotImplemented
@@ -301,10 +303,11 @@ def _attention(
         is_other = is_sliced(operand) and not operand.slices.same(slices, group.size)
         if is_other or (is_sliced(operand) and operand.negative_dim != dim):
             return NotImplemented
-    own = [own_part(t, slices, dim, group) for t in (query, key, value)]
-    mask = own_part(attn_mask, slices, dim, group)
+    q, k, v, mask = (own_part(t, slices, dim, group) for t in (query, key, value, attn_mask))
     with own_random(group, draws=dropout_p > 0):
-        local = F.scaled_dot_product_attention(*own, mask, dropout_p, is_causal, scale=scale)
+        local = F.scaled_dot_product_attention(
+            q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     return SlicedTensor.of(local, slices.at(local.dim() + dim), group)
 
 

@@ -50,7 +50,7 @@ def _reshape(tensor: SlicedTensor, target: list[int]) -> Any:
     if slices is None:
         return NotImplemented
     shape = slices.local_shape(target, tensor.group.rank, tensor.group.size)
-    return SlicedTensor(held(tensor).reshape(shape), slices, tensor.group, target)
+    return tensor.derived(held(tensor).reshape(shape), slices, target)
 
 
 @rule(T.view, T.reshape, torch.reshape)
@@ -211,7 +211,7 @@ def pieces(tensor: SlicedTensor, lengths: Sequence[int]) -> list[SlicedTensor] |
             return None
         slices = Slices(dim, tuple(own))
         held_here = slices.length(group.rank, group.size)
-        found.append(SlicedTensor.of(local.narrow(dim, begin, held_here), slices, group))
+        found.append(tensor.derived(local.narrow(dim, begin, held_here), slices))
         begin += held_here
     return found
 

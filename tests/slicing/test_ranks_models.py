@@ -44,9 +44,7 @@ def one_pass(model, smoothing):
     words, targets = torch.randint(WORDS, (3, 8)), torch.randint(WORDS, (3, 8))
     targets[0, :3] = -100
     logits = model(words).reshape(-1, WORDS)
-    loss = F.cross_entropy(
-        logits, targets.reshape(-1), reduction="sum", label_smoothing=smoothing
-    )
+    loss = F.cross_entropy(logits, targets.reshape(-1), reduction="sum", label_smoothing=smoothing)
     loss.backward()
     return loss
 
