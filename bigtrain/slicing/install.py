@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import copy
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from bigtrain.errors import ConfigError
 from bigtrain.slicing import (
     rules_attention,
     rules_indexing,
@@ -19,7 +20,7 @@ from bigtrain.slicing import (
     rules_shapes,
 )
 from bigtrain.slicing.exchange import SliceGroup
-from bigtrain.slicing.sliced_tensor import SlicedTensor
+from bigtrain.slicing.sliced_tensor import SlicedTensor, as_operand
 from bigtrain.slicing.slices import Slices
 
 RULES = (
@@ -31,7 +32,8 @@ RULES = (
     rules_shapes,
 )
 """The modules whose import fills the table of rules."""
-_LAYOUTS = "_bigtrain_slices"
+_LAYOUTS, _GROUP = "_bigtrain_slices", "_bigtrain_slice_group"
+_GATHERED = "_bigtrain_gathered"
 
 
 class SlicedModule(nn.Module):
@@ -41,17 +43,61 @@ class SlicedModule(nn.Module):
         """A parameter, buffer or submodule; a sliced one as a `SlicedTensor`."""
         value = super().__getattr__(name)
         slices = self.__dict__[_LAYOUTS].get(name)
-        # In shards it is read by who sharded it; the module's code runs while it is gathered.
+        # Those of fully_shard are in its own hands between the passes.
         if slices is None or not isinstance(value, Tensor) or isinstance(value, DTensor):
             return value
-        sliced = SlicedTensor.of(value, slices, self.__dict__["_bigtrain_group"])
-        sliced.gathers = name in self.__dict__["_bigtrain_gathered"]
+        sliced = SlicedTensor.of(value, slices, self.__dict__[_GROUP])
+        sliced.gathers = name in self.__dict__[_GATHERED]
         return sliced
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A buffer is given a new value, whole or sliced: this rank's slices are kept of it."""
+        slices = self.__dict__.get(_LAYOUTS, {}).get(name)
+        is_plain = slices is None or not isinstance(value, Tensor)
+        if not is_plain and not isinstance(value, (nn.Parameter, DTensor)):
+            if value.dim() <= slices.dim or value.shape[slices.dim] != slices.total:
+                raise ConfigError(
+                    f"strategy.slice: {type(self).__name__}.{name} is sliced, {slices.total} long "
+                    f"in dim {slices.dim}, and is set to a tensor of {list(value.shape)}. Keep the "
+                    "module whole: strategy.slice.keep=[NAME]."
+                )
+            value = as_operand(value, slices, self.__dict__[_GROUP])
+        super().__setattr__(name, value)
 
-@functools.cache
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A module with tensors of its own, among the same ranks."""
+        group = self.__dict__[_GROUP]
+        memo[id(group)] = group
+        own = getattr(super(), "__deepcopy__", None)
+        if own is not None:
+            return own(memo)
+        copied: Any = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        state = copy.deepcopy(super().__reduce_ex__(4)[2], memo)
+        copied.__setstate__(state)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled.
+
+        Raises:
+            ConfigError: always.
+        """
+        del protocol
+        raise ConfigError(
+            f"strategy.slice: {type(self).__name__} holds this rank's slices and is not pickled. "
+            "Save the checkpoint of the run, or the module's state_dict()."
+        )
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def _sliced_class(own: type[nn.Module]) -> type[nn.Module]:
-    return type(own.__name__, (SlicedModule, own), {"__module__": own.__module__})
+    if own not in _CLASSES:
+        names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+        _CLASSES[own] = type(own.__name__, (SlicedModule, own), names)
+    return _CLASSES[own]
 
 
 def slice_modules(
@@ -67,26 +113,60 @@ def slice_modules(
     Args:
         model: parameters have plain names; stages of a model have some of them.
         slices: by plain name, of parameters and buffers; those that are not here are passed over.
+            Of a tied tensor one of its names is enough.
         group: the ranks.
         gathered: weights whose product is gathered at once, so that what follows has it whole.
+
+    Raises:
+        ConfigError: there are more ranks than parts of one, or its names are sliced in two ways.
     """
-    for path, module in model.named_modules(remove_duplicate=False):
-        prefix = f"{path}." if path else ""
-        held = (*module._parameters, *module._buffers)
-        own = {name: slices[prefix + name] for name in held if prefix + name in slices}
+    by_tensor = _by_tensor(model, slices, group.size)
+    once = {id(tensor) for name, tensor in _named_tensors(model) if name in gathered}
+    for module in model.modules():
+        held = (*module._parameters.items(), *module._buffers.items())
+        own = {name: by_tensor[id(t)] for name, t in held if t is not None and id(t) in by_tensor}
         if not own:
             continue
         if not isinstance(module, SlicedModule):
             module.__class__ = _sliced_class(type(module))
         module.__dict__[_LAYOUTS] = own
-        module.__dict__["_bigtrain_group"] = group
-        module.__dict__["_bigtrain_gathered"] = {n for n in own if prefix + n in gathered}
+        module.__dict__[_GROUP] = group
+        module.__dict__[_GATHERED] = {name for name, t in held if id(t) in once}
+
+
+def _by_tensor(model: nn.Module, slices: Mapping[str, Slices], size: int) -> dict[int, Slices]:
+    """The slices of each tensor, by its id."""
+    found: dict[int, tuple[str, Slices]] = {}
+    for name, tensor in _named_tensors(model):
+        if name not in slices:
+            continue
+        own = slices[name]
+        if own.most_ranks < size:
+            raise ConfigError(
+                f"strategy.slice: {name} can be dealt out to {own.most_ranks} ranks, and mesh.tp="
+                f"{size}. Keep it whole: strategy.slice.keep=[{name.rpartition('.')[0] or name}]."
+            )
+        other, before = found.setdefault(id(tensor), (name, own))
+        if before != own:
+            raise ConfigError(
+                f"strategy.slice: {other} and {name} are one tensor, and are sliced in two ways: "
+                f"{before} and {own}. Slice them alike."
+            )
+    return {key: own for key, (_, own) in found.items()}
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers under all of their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def sliced_tensors(model: nn.Module, slices: Mapping[str, Slices]) -> Iterator[tuple[str, Tensor]]:
     """The parameters and buffers of a model that are sliced, by name, tied ones once."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name in slices:
+    seen = set()
+    for name, tensor in _named_tensors(model):
+        if name in slices and id(tensor) not in seen:
+            seen.add(id(tensor))
             yield name, tensor
 
 

@@ -65,7 +65,8 @@ def _placed(tensor: SlicedTensor, entries: list[Any]) -> tuple[SlicedTensor, int
     As torch does: first numbers, stretches and added dims; then tensors, whose dims come where the
     first of them is, or in front where there is something between them.
     """
-    source, place, found, chosen, wide = 0, 0, None, [], 0
+    source, place, wide, found = 0, 0, 0, None
+    chosen: list[int] = []
     for number, entry in enumerate(entries):
         if entry is None:
             place += 1

@@ -201,8 +201,8 @@ def _group_norm(
         return NotImplemented
     group, slices = x.group, x.slices
     if slices.dim == 0:
-        whole = [None if t is None else as_operand(t, None, group) for t in (weight, bias)]
-        return x.like(torch.group_norm(held(x), num_groups, *whole, eps=eps))
+        own, own_bias = (None if t is None else as_operand(t, None, group) for t in (weight, bias))
+        return x.like(F.group_norm(held(x), num_groups, own, own_bias, eps))
     each = x.shape[1] // num_groups
     if any(
         n % each
@@ -212,8 +212,9 @@ def _group_norm(
     ):
         return NotImplemented
     own_groups = slices.length(group.rank, group.size) // each
-    parts = [None if t is None else as_operand(t, slices.at(0), group) for t in (weight, bias)]
-    return x.like(torch.group_norm(held(x), own_groups, *parts, eps=eps))
+    at = slices.at(0)
+    own, own_bias = (None if t is None else as_operand(t, at, group) for t in (weight, bias))
+    return x.like(F.group_norm(held(x), own_groups, own, own_bias, eps))
 
 
 _POOLS = words(

@@ -82,7 +82,7 @@ _ALL = {
 
 def _changes(func: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether a function changes its first argument, by its name."""
-    name = func.__name__
+    name: str = func.__name__
     if name.startswith("__"):
         return name.startswith("__i") and name != "__invert__"
     return name.endswith("_") or bool(kwargs.get("inplace"))
@@ -100,15 +100,14 @@ def _broadcast(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 @rule_with_function(*_ALL)
 def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
-    tensors = [v for v in leaves_of((args, kwargs)) if isinstance(v, Tensor)]
+    tensors: list[Any] = [v for v in leaves_of((args, kwargs)) if isinstance(v, Tensor)]
     changes = _changes(func, kwargs)
     if kwargs.get("out") is not None or (changes and not is_sliced(args[0])):
         return NotImplemented
     if func is torch.where and len(args) + len(kwargs) < 3:
         return NotImplemented
-    sliced: list[SlicedTensor] = [tensor for tensor in tensors if is_sliced(tensor)]
     # Of tensors that are sliced in different ways the largest stays as it is.
-    main = args[0] if changes else max(sliced, key=Tensor.numel)
+    main = args[0] if changes else max(filter(is_sliced, tensors), key=Tensor.numel)
     slices, dim, group = main.slices, main.negative_dim, main.group
     shape = tuple(main.shape) if len(tensors) == 1 else _broadcast(tensors)
     own: Any = tree_map(
@@ -162,7 +161,7 @@ def _data(tensor: SlicedTensor) -> SlicedTensor:
 
 @rule(T.data.__set__, T.grad.__set__)
 def _set(tensor: Any, value: Any) -> Any:
-    del value
+    del tensor, value
     raise ConfigError(
         "strategy.slice: `data` or `grad` of a sliced tensor is set by the model's own code. Use "
         "copy_ there, or keep the module whole that does it: strategy.slice.keep=[NAME]."

@@ -225,8 +225,8 @@ def _conv(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Any:
-    if x.dim() != weight.dim():
-        return NotImplemented
+    if x.dim() < weight.dim():
+        return func(x.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
     options = (stride, padding, dilation)
     if groups > 1:
         return _gathered_once(_grouped(func, x, weight, bias, options, groups), weight)
@@ -287,6 +287,8 @@ def scaled(slices: Slices, divide: int, times: int) -> Slices | None:
 def _conv_transpose(
     func: Any, x: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
+    if x.dim() < weight.dim():
+        return func(x.unsqueeze(0), weight, bias, *args, **kwargs).squeeze(0)
     groups = kwargs.get("groups", args[3] if len(args) > 3 else 1)
     if groups != 1 or (is_sliced(x) and x.slices.dim > 1):
         return NotImplemented

@@ -50,7 +50,7 @@ def _reshape(tensor: SlicedTensor, target: list[int]) -> Any:
     if slices is None:
         return NotImplemented
     shape = slices.local_shape(target, tensor.group.rank, tensor.group.size)
-    result = SlicedTensor(held(tensor).reshape(shape), slices, tensor.group, target)
+    result = tensor.derived(held(tensor).reshape(shape), slices, target)
     if len(target) == 2 and tensor.dim() > 2 and target[-1] == tensor.shape[-1]:
         result.rows = tuple(tensor.shape[:-1])
     return result
@@ -214,7 +214,7 @@ def pieces(tensor: SlicedTensor, lengths: Sequence[int]) -> list[SlicedTensor] |
             return None
         slices = Slices(dim, tuple(own))
         held_here = slices.length(group.rank, group.size)
-        found.append(SlicedTensor.of(local.narrow(dim, begin, held_here), slices, group))
+        found.append(tensor.derived(local.narrow(dim, begin, held_here), slices))
         begin += held_here
     return found
 

@@ -75,8 +75,10 @@ class SlicedTensor(torch.Tensor):
     """Of a weight: whether its product is gathered at once."""
     rows: tuple[int, ...] = ()
     """Of a matrix that is a view of more dims: those that its first dim is made of."""
-    lent: _Lent | None = None
-    """Where a function without a rule has made a view of the whole."""
+    base: SlicedTensor | None = None
+    """What this is a view of."""
+    lent: tuple[_Lent, ...] = ()
+    """Of one that is no view: wholes that functions without a rule have made views of."""
 
     @staticmethod
     def __new__(
@@ -119,9 +121,30 @@ class SlicedTensor(torch.Tensor):
 
     def like(self, local: Tensor, dim: int | None = None) -> SlicedTensor:
         """Another tensor with the same slices, of the same dim or of another."""
-        return SlicedTensor.of(
-            local, self.slices if dim is None else self.slices.at(dim), self.group
-        )
+        return self.derived(local, self.slices if dim is None else self.slices.at(dim))
+
+    def derived(
+        self, local: Tensor, slices: Slices, shape: Sequence[int] | None = None
+    ) -> SlicedTensor:
+        """What a function has made of it, which may be a view of it.
+
+        Args:
+            local: of this rank.
+            slices: of the result.
+            shape: of the whole; left out, it is worked out.
+        """
+        if shape is None:
+            found = SlicedTensor.of(local, slices, self.group)
+        else:
+            found = SlicedTensor(local, slices, self.group, shape)
+        if _shares(local, self.local):
+            found.base = self.root
+        return found
+
+    @property
+    def root(self) -> SlicedTensor:
+        """What it is a view of, or itself."""
+        return self if self.base is None else self.base
 
     def whole(self) -> Tensor:
         """All of it, which all ranks use alike."""
@@ -130,8 +153,7 @@ class SlicedTensor(torch.Tensor):
     def change(self, local: Tensor) -> SlicedTensor:
         """What an in-place function has made of it."""
         self.local = local
-        if self.lent is not None:
-            self.lent.agree(local)
+        _agree(self.root)
         with _raw():
             if local.requires_grad is not self.requires_grad:
                 _set_requires_grad(self, local.requires_grad)
@@ -163,7 +185,9 @@ class SlicedTensor(torch.Tensor):
         return on_whole(func, args, named)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Refuse what went past the rules: it has no values here.
 
         Raises:
@@ -200,8 +224,7 @@ def held(sliced: SlicedTensor) -> Tensor:
             "own, is given a sliced tensor. Keep the modules whole that feed it: "
             "strategy.slice.keep=[NAME]."
         )
-    if sliced.lent is not None and sliced.lent.agree(sliced.local):
-        sliced.change(sliced.local)
+    _agree(sliced.root)
     return sliced.local
 
 
@@ -238,49 +261,62 @@ class _Lent:
     """The whole of a sliced tensor that views were made of: what changes one changes the other."""
 
     def __init__(self, sliced: SlicedTensor) -> None:
+        self.local, self.slices, self.group = held(sliced), sliced.slices, sliced.group
         # In inference mode too it has versions, by which it is seen to change.
         grad = torch.is_grad_enabled()
         with torch.inference_mode(mode=False), torch.set_grad_enabled(grad):
-            self.whole = sliced.whole()
-        self._slices, self._group = sliced.slices, sliced.group
-        self._note(sliced.local)
+            self.whole = gathered(self.local, self.slices, self.group)
+        self.note()
 
-    def _note(self, local: Tensor) -> None:
-        self._version, self._local_version = self.whole._version, _version(local)
+    def note(self) -> None:
+        """Both are alike now."""
+        self._version, self._local_version = self.whole._version, _version(self.local)
 
     @property
     def is_changed(self) -> bool:
+        """Whether the whole was changed in place."""
         return self.whole._version != self._version
 
-    def fits(self, local: Tensor) -> bool:
-        """Whether it may be lent again."""
-        return self.whole.requires_grad == (local.requires_grad and torch.is_grad_enabled())
+    @property
+    def is_older(self) -> bool:
+        """Whether this rank's slices were changed in place."""
+        return _version(self.local) != self._local_version
 
-    def agree(self, local: Tensor) -> bool:
-        """Bring the whole and a rank's own slices together; whether the slices were changed.
+    def fits(self, sliced: SlicedTensor) -> bool:
+        """Whether it may be lent once more."""
+        is_same = self.local is sliced.local and self.slices == sliced.slices
+        needs = self.local.requires_grad and torch.is_grad_enabled()
+        return is_same and self.whole.requires_grad == needs
 
-        Raises:
-            ConfigError: both were changed, and it is not known in which order.
-        """
-        changed, is_newer = self.is_changed, _version(local) != self._local_version
-        if changed and is_newer:
-            raise ConfigError(
-                "strategy.slice: a sliced tensor and a view of it are both changed in place. "
-                "Keep the module whole that does it: strategy.slice.keep=[NAME]."
-            )
-        if changed:
-            local.copy_(part_of(self.whole, self._slices, self._group))
-        elif is_newer:
-            self.whole.copy_(gathered(local, self._slices, self._group))
-        self._note(local)
-        return changed
+
+def _agree(base: SlicedTensor) -> None:
+    """Bring a rank's slices and the wholes that were lent of them together.
+
+    Raises:
+        ConfigError: two were changed, and it is not known in which order.
+    """
+    changed = [one for one in base.lent if one.is_changed]
+    if len(changed) + any(one.is_older for one in changed) > 1:
+        raise ConfigError(
+            "strategy.slice: two views of a sliced tensor are changed in place, and it is not "
+            "known in which order. Keep the module whole that does it: strategy.slice.keep=[NAME]."
+        )
+    for one in changed:
+        one.local.copy_(part_of(one.whole, one.slices, one.group))
+        one.note()
+    for one in base.lent:
+        if one.is_older:
+            one.whole.copy_(gathered(one.local, one.slices, one.group))
+            one.note()
 
 
 def _shares(value: Any, whole: Tensor) -> bool:
     """Whether a value is a view of a tensor."""
-    if not isinstance(value, Tensor) or value is whole or value.layout is not torch.strided:
-        return value is whole
-    return value.untyped_storage()._cdata == whole.untyped_storage()._cdata
+    if value is whole:
+        return True
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return False
+    return bool(value.untyped_storage()._cdata == whole.untyped_storage()._cdata)
 
 
 def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
@@ -296,11 +332,11 @@ def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
         if not is_sliced(value):
             return value
         if id(value) not in lent:
-            known = value.lent if held(value) is not None else None
-            reuses = known is not None and known.fits(value.local)
             if not lent:
                 value.group.note_gather(name)
-            lent[id(value)] = (value, known if reuses else _Lent(value))
+            base = value.root
+            known = next((one for one in base.lent if one.fits(value)), None)
+            lent[id(value)] = (value, known or _Lent(value))
         return lent[id(value)][1].whole
 
     given = tree_map(lend, (args, kwargs), is_leaf=is_sliced)
@@ -313,11 +349,12 @@ def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
                 f"strategy.slice: {name} changes the shape or the type of a sliced tensor in "
                 "place. Keep the module whole that calls it: strategy.slice.keep=[NAME]."
             )
+        base = sliced.root
         if one.is_changed:
-            one.agree(sliced.local)
+            base.lent = (*(other for other in base.lent if other is not one), one)
             changed[id(one.whole)] = sliced.change(sliced.local)
-        elif any(_shares(leaf, one.whole) for leaf in tree_leaves(result)):
-            sliced.lent = one
+        elif one not in base.lent and any(_shares(leaf, one.whole) for leaf in tree_leaves(result)):
+            base.lent = (*base.lent, one)
     return tree_map(lambda leaf: changed.get(id(leaf), leaf), result) if changed else result
 
 

@@ -1,11 +1,11 @@
-"""A model in slices on real ranks beside the whole model in one process: what differs, and where."""
+"""A model in slices on real ranks beside the whole model: what differs, and where."""
 
 from __future__ import annotations
 
 import copy
 import random
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,7 +170,7 @@ def random_slices(model: nn.Module, size: int, seed: int, share: float = 0.5) ->
             dims = [dim for dim, length in enumerate(tensor.shape) if length >= size]
             takes = bool(dims) and draw.random() < share
             chosen[id(tensor)] = (
-                _random_of_dim(draw, dim := draw.choice(dims), tensor.shape[dim], size)
+                drawn_slices(draw, dim := draw.choice(dims), tensor.shape[dim], size)
                 if takes
                 else None
             )
@@ -180,17 +180,24 @@ def random_slices(model: nn.Module, size: int, seed: int, share: float = 0.5) ->
     return found
 
 
-def _random_of_dim(draw: random.Random, dim: int, length: int, size: int) -> Slices:
-    units = [n for n in (1, 2, 3, 4, 8, 16) if length % n == 0 and length // n >= size]
-    unit = draw.choice(units)
+def drawn_slices(
+    draw: random.Random,
+    dim: int,
+    length: int,
+    size: int,
+    units: Sequence[int] = (1, 2, 3, 4, 8, 16),
+) -> Slices:
+    """Sections and units of a dim so that each rank has a part of each section."""
+    unit = draw.choice([n for n in units if length % n == 0 and length // n >= size])
     count = length // unit
     sections = draw.choice([n for n in (1, 1, 1, 2, 3) if count >= n * size])
-    cuts = [size * unit] * sections
-    for _ in range(draw.choice((0, 1))):  # all that is over goes to one, or is spread evenly
-        cuts[draw.randrange(sections)] += length - sum(cuts)
-    over = (length - sum(cuts)) // unit
-    for at in range(sections):
-        more = over // (sections - at)
-        cuts[at] += more * unit
-        over -= more
-    return Slices(dim, tuple(Section(n, unit) for n in cuts))
+    lengths = [size] * sections
+    left = count - sum(lengths)
+    if draw.random() < 0.5:  # all that is over goes to one, or is spread
+        lengths[draw.randrange(sections)] += left
+    else:
+        for at in range(sections):
+            more = left // (sections - at)
+            lengths[at] += more
+            left -= more
+    return Slices(dim, tuple(Section(n * unit, unit) for n in lengths))
