@@ -17,7 +17,7 @@ from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.ranks.launcher_env import Launcher
 from bigtrain.recorder.ring import FlightRecorder
-from bigtrain.torch_versions import set_timeouts
+from bigtrain.versions.torch_versions import set_timeouts
 
 Axis = Literal["pp", "dp", "tp"]
 # From the slowest to the fastest: the ranks of one pipeline, which talk most, stand side by side.

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from bigtrain.devices import in_use
 from bigtrain.recorder.ring import FlightRecorder
-from bigtrain.torch_versions import COUNTS_EXCHANGES
+from bigtrain.versions.torch_versions import COUNTS_EXCHANGES
 
 _RECENT = 40
 _HOOK_ID = 0x62_74  # one of ours on a group; others may have theirs

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bigtrain.slicing.slices import Slices
-from bigtrain.torch_versions import all_gather_single, reduce_scatter_single
+from bigtrain.versions.torch_versions import all_gather_single, reduce_scatter_single
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.op_cost import flops_of
-from bigtrain.torch_versions import (
+from bigtrain.versions.torch_versions import (
     COUNTS_EXCHANGES,
     SPLITS_BACKWARD,
     TORCH,
