@@ -27,6 +27,7 @@ from bigtrain.pipeline.torch_stage import (
     is_sharded,
 )
 from bigtrain.ranks.context import RunContext
+from bigtrain.recorder.exchanges import note_message
 from bigtrain.schedules.events import EventRow, StepEvent, schedule_events
 from bigtrain.schedules.orders import stage_ranks
 from bigtrain.versions.torch_versions import backward_for_inputs, backward_for_weights
@@ -223,6 +224,7 @@ class ScheduleLoop:
             for index, call in calls.items()
         }
         self._device, self._group = context.device, context.pp_group
+        self._recorder = context.recorder
         self._parcels: dict[StepEvent, _Parcel] = {}
         if is_accelerator(context.device):
             # Messages that begin together may not be the first that a group of NCCL does.
@@ -298,6 +300,8 @@ class ScheduleLoop:
             tensors = self._parcels[message].tensors if sends else self._room(message)
             self._parcels[message] = _Parcel(tensors, works)
             peer = self._peers[message.stage + (1 if message.kind in ("SEND_F", "RECV_B") else -1)]
+            for tensor in tensors:
+                note_message(self._recorder, "send to" if sends else "receive from", peer, tensor)
             call = dist.isend if sends else dist.irecv
             operations += [dist.P2POp(call, tensor, peer, self._group) for tensor in tensors]
         if len({operation.op for operation in operations}) > 1:

@@ -98,7 +98,7 @@ def test_the_version_is_asked_for_in_one_place() -> None:
         if "torch.__version__" in path.read_text("utf-8").replace("{torch.__version__}", "")
     }
     assert names == {
-        "torch_versions",
+        "versions.torch_versions",
         "machine.rate_cache",
         "prediction.residuals",
         "checkpoint.save",
