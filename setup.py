@@ -67,6 +67,7 @@ setup(
         "bigtrain.timing",
         "bigtrain.tracing",
         "bigtrain.verify",
+        "bigtrain.versions",
     ],
     package_data={
         "bigtrain": ["py.typed"],

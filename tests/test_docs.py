@@ -26,7 +26,9 @@ ROOT = Path(__file__).resolve().parents[1]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 MARK = "<!-- rooms -->"
 GROUPS = {
-    "ground": ("job", "recorder", "memory", "ranks", "machine", "tensors", "checkpoint"),
+    "ground": (
+        *("versions", "job", "recorder", "memory", "ranks", "machine", "tensors", "checkpoint"),
+    ),
     "learning": ("losses", "data", "models", "activations", "optim"),
     "stages": ("schedules", "tracing", "cutting", "slicing"),
     "contract": ("costs", "core", "pipeline", "prediction", "strategies"),

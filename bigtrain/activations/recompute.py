@@ -23,7 +23,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.losses.chunked_cross_entropy import current_targets, restored_targets
 from bigtrain.slicing.exchange import products_kept
 from bigtrain.tensors.op_cost import mutated_tensors
-from bigtrain.torch_versions import CHECKPOINT_OPTIONS
+from bigtrain.versions.torch_versions import CHECKPOINT_OPTIONS
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm")
 _ATTENTION = (

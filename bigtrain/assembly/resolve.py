@@ -47,7 +47,13 @@ def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
     else:
         resolved = ResolvedPlan.of(plan, workload.model, layout, slices)
     sliced = [slices.summary(workload.model)] if slices is not None else []
-    notes = (*_not_trained(unreached), *sliced, *_no_replicas(plan), *_compiled(plan), *resolved.notes)
+    notes = (
+        *_not_trained(unreached),
+        *sliced,
+        *_no_replicas(plan),
+        *_compiled(plan),
+        *resolved.notes,
+    )
     return replace(resolved, unreached=unreached, notes=notes)
 
 

@@ -19,8 +19,8 @@ from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.dtensors import flat_view
-from bigtrain.torch_versions import FORWARD_SYNC_BUFFERS
 from bigtrain.units import MIB
+from bigtrain.versions.torch_versions import FORWARD_SYNC_BUFFERS
 
 BUCKET_SIZE = 25 * MIB
 """Bytes of gradient that are averaged at once, where a job says nothing."""

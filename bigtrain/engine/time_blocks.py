@@ -54,7 +54,7 @@ from bigtrain.ranks.exit_status import run_guarded
 from bigtrain.ranks.launch import start_ranks
 from bigtrain.ranks.launcher_env import detect_rank_info
 from bigtrain.timing.block_seconds import BlockRequest, BlockSeconds, BlockVariant
-from bigtrain.torch_versions import backward_for_inputs, backward_for_weights
+from bigtrain.versions.torch_versions import backward_for_inputs, backward_for_weights
 
 SCRIPT = Path(__file__)
 REPEATS = (3, 9)

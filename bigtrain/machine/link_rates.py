@@ -39,7 +39,7 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.exit_status import run_guarded
 from bigtrain.ranks.launch import start_ranks
 from bigtrain.ranks.launcher_env import detect_rank_info
-from bigtrain.torch_versions import all_gather_single, reduce_scatter_single
+from bigtrain.versions.torch_versions import all_gather_single, reduce_scatter_single
 
 LARGE = 2**25
 """Bytes of the large message: as a bucket of gradients."""

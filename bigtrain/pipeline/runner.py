@@ -45,7 +45,7 @@ from bigtrain.schedules.orders import check_schedule, stage_ranks
 from bigtrain.slicing.sliced_tensor import whole_of
 from bigtrain.tensors.shards import SavedTensor, StateTensor
 from bigtrain.tensors.tree import map_tensors
-from bigtrain.torch_versions import SCHEDULES_LET_GO
+from bigtrain.versions.torch_versions import SCHEDULES_LET_GO
 
 _KEPT = 64
 """Schedules that are kept for shapes seen before; sequences of every length would be many."""

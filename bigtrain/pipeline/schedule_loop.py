@@ -27,9 +27,10 @@ from bigtrain.pipeline.torch_stage import (
     is_sharded,
 )
 from bigtrain.ranks.context import RunContext
-from bigtrain.schedules.events import Event, EventRow, schedule_events
+from bigtrain.recorder.exchanges import note_message
+from bigtrain.schedules.events import EventRow, StepEvent, schedule_events
 from bigtrain.schedules.orders import stage_ranks
-from bigtrain.torch_versions import backward_for_inputs, backward_for_weights
+from bigtrain.versions.torch_versions import backward_for_inputs, backward_for_weights
 
 Root = Tensor | GradientEdge
 """Where a backward pass begins: the loss, or the edge of an output that is gone."""
@@ -223,7 +224,8 @@ class ScheduleLoop:
             for index, call in calls.items()
         }
         self._device, self._group = context.device, context.pp_group
-        self._parcels: dict[Event, _Parcel] = {}
+        self._recorder = context.recorder
+        self._parcels: dict[StepEvent, _Parcel] = {}
         if is_accelerator(context.device):
             # Messages that begin together may not be the first that a group of NCCL does.
             context.all_reduce_sum(torch.zeros((), device=context.device), "pp")
@@ -248,7 +250,7 @@ class ScheduleLoop:
             raise failure.error from None
         return losses
 
-    def _act(self, event: Event, arguments: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    def _act(self, event: StepEvent, arguments: Sequence[Mapping[str, Any]]) -> list[Tensor]:
         """Compute; the loss, where it was the forward pass of the last stage."""
         index, kind, number = event
         passes = self._stages[index]
@@ -267,7 +269,7 @@ class ScheduleLoop:
                 self._hand_on(event._replace(kind="SEND_B"), sent)
         return []
 
-    def _gradients(self, event: Event) -> list[Tensor | None]:
+    def _gradients(self, event: StepEvent) -> list[Tensor | None]:
         """One for each output of a stage: None where none is wanted, and for the loss."""
         passes = self._stages[event.stage]
         if passes.last:
@@ -275,19 +277,21 @@ class ScheduleLoop:
         received = iter(self._arrived(event._replace(kind="RECV_B")))
         return [next(received) if meta.requires_grad else None for meta in passes.outgoing]
 
-    def _arrived(self, received: Event) -> list[Tensor]:
+    def _arrived(self, received: StepEvent) -> list[Tensor]:
         parcel = self._parcels.pop(received)
         parcel.wait()
         return parcel.tensors
 
-    def _hand_on(self, sent: Event, tensors: list[Tensor]) -> None:
+    def _hand_on(self, sent: StepEvent, tensors: list[Tensor]) -> None:
         """To a stage on this rank, or to be sent."""
         target = sent.stage + (1 if sent.kind == "SEND_F" else -1)
         if target in self._stages:
-            sent = Event(target, "RECV_F" if sent.kind == "SEND_F" else "RECV_B", sent.micro_batch)
+            sent = StepEvent(
+                target, "RECV_F" if sent.kind == "SEND_F" else "RECV_B", sent.micro_batch
+            )
         self._parcels[sent] = _Parcel(tensors)
 
-    def _begin(self, messages: Sequence[Event]) -> None:
+    def _begin(self, messages: Sequence[StepEvent]) -> None:
         """Send and receive, all of them at once."""
         works: list[dist.Work] = []
         operations: list[dist.P2POp] = []
@@ -296,6 +300,8 @@ class ScheduleLoop:
             tensors = self._parcels[message].tensors if sends else self._room(message)
             self._parcels[message] = _Parcel(tensors, works)
             peer = self._peers[message.stage + (1 if message.kind in ("SEND_F", "RECV_B") else -1)]
+            for tensor in tensors:
+                note_message(self._recorder, "send to" if sends else "receive from", peer, tensor)
             call = dist.isend if sends else dist.irecv
             operations += [dist.P2POp(call, tensor, peer, self._group) for tensor in tensors]
         if len({operation.op for operation in operations}) > 1:
@@ -305,7 +311,7 @@ class ScheduleLoop:
         begun = [op.op(op.tensor, op.peer, op.group) for op in operations]
         works += [work for work in begun if work is not None]
 
-    def _room(self, received: Event) -> list[Tensor]:
+    def _room(self, received: StepEvent) -> list[Tensor]:
         passes = self._stages[received.stage]
         if received.kind == "RECV_F":
             metas = list(passes.incoming)

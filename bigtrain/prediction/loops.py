@@ -36,7 +36,7 @@ from bigtrain.prediction.record import (
     record_steps,
 )
 from bigtrain.schedules.orders import TORCH_SCHEDULES
-from bigtrain.torch_versions import backward_for_inputs, backward_for_weights
+from bigtrain.versions.torch_versions import backward_for_inputs, backward_for_weights
 
 _NO_LOSS = torch.zeros(())
 

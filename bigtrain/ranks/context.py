@@ -22,7 +22,7 @@ from bigtrain.ranks.restart import note_spare_ranks
 from bigtrain.recorder.losses import Losses
 from bigtrain.recorder.ring import FlightRecorder
 from bigtrain.recorder.star import Star
-from bigtrain.torch_versions import set_timeouts
+from bigtrain.versions.torch_versions import set_timeouts
 
 Axis = Literal["pp", "dp", "tp"]
 # From the slowest to the fastest: the ranks of one pipeline, which talk most, stand side by side.

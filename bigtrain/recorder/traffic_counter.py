@@ -60,7 +60,7 @@ class TrafficCounter:
         """A step begins: count from nothing, on all groups that there are by now."""
         import torch.distributed as dist
 
-        from bigtrain.torch_versions import COUNTS_EXCHANGES
+        from bigtrain.versions.torch_versions import COUNTS_EXCHANGES
 
         if COUNTS_EXCHANGES and dist.is_initialized():
             for group, name in list(dist.distributed_c10d._world.pg_names.items()):

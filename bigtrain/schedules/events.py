@@ -17,7 +17,7 @@ from bigtrain.schedules.orders import (
     schedule_orders,
     stage_ranks,
 )
-from bigtrain.torch_versions import SCHEDULES_LET_GO
+from bigtrain.versions.torch_versions import SCHEDULES_LET_GO
 
 EventKind = Literal[
     "F", "B", "I", "W", "RECV_F", "SEND_F", "RECV_B", "SEND_B", "WAIT_SEND_F", "WAIT_SEND_B"
@@ -25,7 +25,7 @@ EventKind = Literal[
 """An action; a message, of an output or of a gradient, which only begins; the end of one sent."""
 
 
-class Event(NamedTuple):
+class StepEvent(NamedTuple):
     """What a rank does next."""
 
     stage: int
@@ -33,7 +33,7 @@ class Event(NamedTuple):
     micro_batch: int
 
 
-EventRow = tuple[tuple[Event, ...], ...]
+EventRow = tuple[tuple[StepEvent, ...], ...]
 """A rank's step: messages in one group begin together, all else is alone in its group."""
 _SENDS: dict[str, EventKind] = {"F": "SEND_F", "B": "SEND_B"}
 _RECEIVES: dict[str, EventKind] = {"F": "RECV_F", "B": "RECV_B"}
@@ -99,7 +99,7 @@ def _torch_row(row: Sequence[Any]) -> EventRow:
     """A row of torch's table; pairs of actions that may overlap come one after the other."""
     groups = [
         [
-            Event(part.stage_index, part.computation_type.value, part.microbatch_index)
+            StepEvent(part.stage_index, part.computation_type.value, part.microbatch_index)
             for part in action.sub_actions or (action,)
             if part.computation_type.value in get_args(EventKind)
         ]
@@ -110,9 +110,9 @@ def _torch_row(row: Sequence[Any]) -> EventRow:
     return tuple((event,) for group in groups for event in group)
 
 
-def _with_waits(groups: Sequence[Sequence[Event]]) -> Iterator[list[Event]]:
+def _with_waits(groups: Sequence[Sequence[StepEvent]]) -> Iterator[list[StepEvent]]:
     """Outputs are waited for when their micro-batch has come back, all else at the end."""
-    is_open: dict[Event, None] = {}
+    is_open: dict[StepEvent, None] = {}
     for group in groups:
         waits = []
         for event in group:
@@ -126,11 +126,11 @@ def _with_waits(groups: Sequence[Sequence[Event]]) -> Iterator[list[Event]]:
     yield [_wait(event) for event in is_open]
 
 
-def _wait(sent: Event) -> Event:
+def _wait(sent: StepEvent) -> StepEvent:
     return sent._replace(kind=_WAITS[sent.kind])
 
 
-def _gpipe_row(actions: Sequence[Action]) -> Iterator[list[Event]]:
+def _gpipe_row(actions: Sequence[Action]) -> Iterator[list[StepEvent]]:
     """What a half of the step sends is waited for at the end of that half."""
     for kind in ("F", "B"):
         sent = []
@@ -143,7 +143,7 @@ def _gpipe_row(actions: Sequence[Action]) -> Iterator[list[Event]]:
         yield from ([_wait(event)] for event in sent)
 
 
-def _1f1b_row(actions: Sequence[Action]) -> Iterator[list[Event]]:
+def _1f1b_row(actions: Sequence[Action]) -> Iterator[list[StepEvent]]:
     """What a rank sends one way begins together with what comes the other way.
 
     An output is let go when the next one is there, as long as nothing comes back, then at once; a
@@ -169,11 +169,11 @@ def _1f1b_row(actions: Sequence[Action]) -> Iterator[list[Event]]:
     yield [_wait(last)]
 
 
-def _event(action: Action, kinds: dict[str, EventKind] | None = None) -> Event:
-    return Event(action.stage, kinds[action.kind] if kinds else action.kind, action.micro_batch)
+def _event(action: Action, kinds: dict[str, EventKind] | None = None) -> StepEvent:
+    return StepEvent(action.stage, kinds[action.kind] if kinds else action.kind, action.micro_batch)
 
 
-def _at_place(groups: Iterable[Sequence[Event]], rank: int, pp: int) -> EventRow:
+def _at_place(groups: Iterable[Sequence[StepEvent]], rank: int, pp: int) -> EventRow:
     """Without messages of the first rank with one before it, and of the last with one behind."""
     left_out = (*_WITH_PREVIOUS * (rank == 0), *_WITH_NEXT * (rank == pp - 1))
     kept = (tuple(event for event in group if event.kind not in left_out) for group in groups)

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from bigtrain.slicing.slices import Slices
 from bigtrain.tensors.op_cost import REPEAT_COUNT
-from bigtrain.torch_versions import all_gather_single, reduce_scatter_single
+from bigtrain.versions.torch_versions import all_gather_single, reduce_scatter_single
 
 ExchangeKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 

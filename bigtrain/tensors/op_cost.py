@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from bigtrain.torch_versions import flop_formula
+from bigtrain.versions.torch_versions import flop_formula
 
 REPEAT_COUNT: ContextVar[int] = ContextVar("STANDS_FOR", default=1)
 """How often what is done now is done in a run: on fake tensors a loop's equal rounds go once."""

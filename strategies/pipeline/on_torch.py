@@ -22,7 +22,7 @@ from bigtrain.schedules.orders import (
 )
 from bigtrain.schedules.transfers import transfers
 from bigtrain.strategies.pipeline import Pipeline, refuse_no_ranks, refuse_wrong_places
-from bigtrain.torch_versions import SPLITS_BACKWARD, TORCH
+from bigtrain.versions.torch_versions import SPLITS_BACKWARD, TORCH
 
 
 class TorchPipeline(Pipeline):

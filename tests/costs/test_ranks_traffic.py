@@ -24,7 +24,7 @@ from bigtrain.engine.engine import Engine
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.prediction.predict import forecast_rank
-from bigtrain.torch_versions import COUNTS_EXCHANGES
+from bigtrain.versions.torch_versions import COUNTS_EXCHANGES
 
 OPERATIONS = {
     "allreduce_": "all_reduce",

@@ -28,7 +28,7 @@ from bigtrain.pipeline.runner import PipelineRunner
 from bigtrain.ranks.context import RunContext
 from bigtrain.schedules.in_flight import peak_in_flight as held_at_most
 from bigtrain.schedules.orders import SCHEDULES, V_SHAPED_SCHEDULES, schedule_orders, stage_ranks
-from bigtrain.torch_versions import SCHEDULES_LET_GO
+from bigtrain.versions.torch_versions import SCHEDULES_LET_GO
 
 LOSS = CrossEntropy()
 # (rows, length) of the micro-batches of each step, for one replica.

@@ -14,7 +14,7 @@ from bigtrain.ranks.connect import connect
 from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.hang_watch import BACKEND_GRACE_S
 from bigtrain.ranks.launcher_env import SINGLE_RANK
-from bigtrain.torch_versions import set_timeouts
+from bigtrain.versions.torch_versions import set_timeouts
 
 
 def exchange(context: RunContext) -> dict[str, object]:

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict, deque
 
 import pytest
 
-from bigtrain.schedules.events import Event, schedule_events
+from bigtrain.schedules.events import StepEvent, schedule_events
 from bigtrain.schedules.orders import (
     SCHEDULES,
     SINGLE_STAGE_SCHEDULES,
@@ -102,12 +102,12 @@ def may_begin(event, ranks, arrived):
     """An action has what it computes from, and a wait ends when the other side has it."""
     stage, kind, number = event
     if kind == "F" and stage and ranks[stage - 1] != ranks[stage]:
-        return Event(stage, "RECV_F", number) in arrived
+        return StepEvent(stage, "RECV_F", number) in arrived
     if kind in ("B", "I") and stage + 1 < len(ranks) and ranks[stage + 1] != ranks[stage]:
-        return Event(stage, "RECV_B", number) in arrived
+        return StepEvent(stage, "RECV_B", number) in arrived
     if kind.startswith("WAIT"):
         receive, step = PEERS[kind.removeprefix("WAIT_")]
-        return Event(stage + step, receive, number) in arrived
+        return StepEvent(stage + step, receive, number) in arrived
     return True
 
 
@@ -117,7 +117,7 @@ def pass_on(event, ranks, underway, asked, arrived):
     if kind in PEERS:
         receive, step = PEERS[kind]
         way = ranks[stage], ranks[stage + step]
-        underway[way].append(Event(stage + step, receive, number))
+        underway[way].append(StepEvent(stage + step, receive, number))
     elif kind.startswith("RECV"):
         way = ranks[stage + (-1 if kind == "RECV_F" else 1)], ranks[stage]
         asked[way].append(event)

@@ -12,7 +12,7 @@ from bigtrain.assembly.make_plan import make_plan
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.strategies.ring import RingReduce, chunk_lengths
-from bigtrain.torch_versions import COUNTS_EXCHANGES
+from bigtrain.versions.torch_versions import COUNTS_EXCHANGES
 
 LENGTHS = (1, 2, 3, 7, 1000, 100_003)
 WAYS = ("send", "receive")

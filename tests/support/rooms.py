@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # From the ground up. A module imports from its own room or from one that stands before it here.
 ORDER = (
     *("errors", "units", "devices"),
-    *("job", "recorder", "memory", "ranks", "machine", "tensors", "checkpoint"),
+    *("versions", "job", "recorder", "memory", "ranks", "machine", "tensors", "checkpoint"),
     *("losses", "data", "models", "activations", "optim"),
     *("schedules", "tracing", "cutting", "slicing"),
     *("costs", "core", "strategy", "pipeline", "prediction", "strategies"),

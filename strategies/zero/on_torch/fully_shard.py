@@ -41,7 +41,7 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.advice import advise
 from bigtrain.strategies.zero.on_torch.fully_shard_memory import forecast_fully_shard
-from bigtrain.torch_versions import reduce_scatter_single
+from bigtrain.versions.torch_versions import reduce_scatter_single
 
 
 class FullySharded(Zero):

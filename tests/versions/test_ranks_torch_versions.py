@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.op_cost import flops_of
-from bigtrain.torch_versions import (
+from bigtrain.versions.torch_versions import (
     COUNTS_EXCHANGES,
     SPLITS_BACKWARD,
     TORCH,
@@ -98,7 +98,7 @@ def test_the_version_is_asked_for_in_one_place() -> None:
         if "torch.__version__" in path.read_text("utf-8").replace("{torch.__version__}", "")
     }
     assert names == {
-        "torch_versions",
+        "versions.torch_versions",
         "machine.rate_cache",
         "prediction.residuals",
         "checkpoint.save",
