@@ -78,6 +78,15 @@ def plan_slices(
     return _plan(trace, groups, ranks, chosen, alone)
 
 
+def most_ranks(workload: SlicedWork) -> int:
+    """Over how many ranks something of a model can be sliced; 1 where nothing can be."""
+    class_dim = getattr(workload.loss, "class_dim", None)
+    trace = trace_axes(workload.model, workload.micro_batch.inputs, class_dim)
+    units = [own.units for own in AxisClasses(trace).classes.values()]
+    units += [form.units for forms in single_forms(trace).values() for form in forms]
+    return max(units, default=1)
+
+
 def best_classes(
     classes: Sequence[SliceClass],
     singles: Mapping[str, Sequence[SingleForm]],
