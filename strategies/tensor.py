@@ -18,15 +18,17 @@ Source: Shoeybi et al. 2019, Megatron-LM (arXiv 1909.08053); with `sequence` Kor
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import ClassVar
 
 from bigtrain.core.strategy import Plan, SliceStrategy
+from bigtrain.core.variants import Shape, Variant, preset_options
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile
 from bigtrain.costs.traffic import Traffic
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Role
-from bigtrain.slicing.choose import plan_slices
+from bigtrain.slicing.choose import most_ranks, plan_slices
 from bigtrain.slicing.state import ModelSlices
 
 
@@ -73,6 +75,16 @@ class TensorSlices(SliceStrategy):
                     f"strategy tensor does not go with {key}={value}. Use {key}={wanted}."
                 )
 
+    def variants(self, shape: Shape) -> Iterable[Variant]:
+        """See `Strategy.variants`: activations between sliced layers whole, and split."""
+        if 1 < shape.tp <= shape.most_ranks:
+            for preset in ("tensor", "tensor_sequence"):
+                yield Variant(preset, preset_options(self.role, preset))
+
+    def most_ranks(self, workload: Workload) -> int:
+        """See `SliceStrategy.most_ranks`."""
+        return most_ranks(workload)
+
     def lay_slices(self, workload: Workload, plan: Plan) -> ModelSlices:
         """See `SliceStrategy.lay_slices`."""
         found = plan_slices(workload, plan.tp)
@@ -88,7 +100,7 @@ class TensorSlices(SliceStrategy):
             counts[exchange.kind] += 1
             nbytes[exchange.kind] += exchange.nbytes
         return tuple(
-            Traffic(kind, nbytes[kind], counts[kind], "micro_batch", "nothing", plan.tp, 1)
+            Traffic(kind, nbytes[kind], counts[kind], "micro_batch", "passes", plan.tp, 1)
             for kind in ("all_reduce", "all_gather", "reduce_scatter")
             if counts[kind]
         )

@@ -17,12 +17,12 @@ from bigtrain.cutting.choose import NOMINAL_RATES
 from bigtrain.cutting.layout import Layout
 from bigtrain.devices import tracing_device
 from bigtrain.errors import ConfigError
-from bigtrain.slicing.state import ModelSlices
 from bigtrain.memory.timeline import Peak
 from bigtrain.models.blocks import find_blocks
 from bigtrain.prediction.operation_log import BlockCost, block_costs
 from bigtrain.prediction.predict import forecast_rank
 from bigtrain.prediction.record import untraceable_reason
+from bigtrain.slicing.state import ModelSlices
 from bigtrain.tensors.cuda_program import stands_for_cuda
 from bigtrain.units import format_bytes
 

@@ -376,7 +376,7 @@ class Strategy(BaseModel):
         What is offered and cannot be run is refused by `check`. Of one's own technique, which the
         job names, that is the technique as it is there, wherever there is something for it to do.
         """
-        wanted = {"replicate": shape.dp > 1, "cut": shape.pp > 1}
+        wanted = {"replicate": shape.dp > 1, "cut": shape.pp > 1, "slice": shape.tp > 1}
         if wanted.get(self.role, False):
             options = self.model_dump(mode="json", exclude_defaults=True)
             own = f"{type(self).__module__}:{type(self).__qualname__}"
@@ -412,6 +412,14 @@ class RecomputeStrategy(Strategy):
 
 class SliceStrategy(Strategy):
     """A technique that lays each layer over the ranks of the tp axis."""
+
+    def most_ranks(self, workload: Workload) -> int:
+        """Over how many ranks something of the model can be sliced; 1: over none.
+
+        Args:
+            workload: with an example.
+        """
+        raise NotImplementedError
 
     def lay_slices(self, workload: Workload, plan: Plan) -> ModelSlices:
         """Choose how parameters lie. Needs no process group, and is the same on all ranks.

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from bigtrain.slicing.exchange import Exchange
 from bigtrain.memory.timeline import BlockTicks, Breakdown, Peak, Span, Timeline, highest_peak
+from bigtrain.slicing.exchange import Exchange
 
 Passes = Mapping[str, Timeline]
 """One micro-batch of a model or of a stage, forward and backward, by how it goes:

@@ -37,7 +37,7 @@ from bigtrain.optim.update import MakeOptimizer, state_bytes_by_slot
 from bigtrain.prediction.block_ticks import BlockTickRecorder
 from bigtrain.ranks.context import RunContext
 from bigtrain.recorder.ring import FlightRecorder
-from bigtrain.slicing.exchange import Exchange
+from bigtrain.slicing.exchange import Exchange, ExchangeLog
 from bigtrain.slicing.install import slice_modules, slice_tensors
 from bigtrain.tensors.cuda_program import cuda_program, stands_for_cuda
 from bigtrain.tensors.fake import NormStatistics, fake_model
@@ -94,6 +94,8 @@ class FakeRun:
     """See `Profile.module_births`."""
     exchanges: tuple[Exchange, ...] = ()
     """See `Profile.exchanges`."""
+    exchange_log: Sequence[tuple[int, Exchange]] = ()
+    """Those of all steps, each with its tick."""
     first_step: FakeRun | None = None
     """The first step, where it was taken with two micro-batches of another size."""
     later: FakeRun | None = None
@@ -198,6 +200,7 @@ def _record(
     ]
     widths = state_bytes_by_slot(workload.make_optimizer)
     tracker = StorageTracker(fake=True)
+    exchanges = ExchangeLog(lambda: tracker.clock)
     of_cuda = stands_for_cuda(plan.device_type, device)
     program = cuda_program() if of_cuda else nullcontext()
     with program, FakeTensorMode(), NormStatistics(of_cuda=of_cuda), tracker:
@@ -209,7 +212,7 @@ def _record(
             set_channels_last(fake)
         slices = resolved.slices.on(0, None) if resolved.slices is not None else None
         if slices is not None:  # the first rank's, which are the longest
-            slices = replace(slices, group=replace(slices.group, exchanges=[]))
+            slices = replace(slices, group=replace(slices.group, exchanges=exchanges))
             slice_tensors(fake, slices.by_name, slices.group)
             slice_modules(fake, slices.by_name, slices.group, slices.model.gathered)
         root = unit.root(fake, workload.loss, plan, device)
@@ -242,7 +245,7 @@ def _record(
         sizes = [storage_bytes(batch.tensors()) for batch in batches]
     given = (fake, runner, choices, timeline)
     first, *others = (
-        FakeRun(*given, one, ticks, sizes[-1], widths, **vars(born))
+        FakeRun(*given, one, ticks, sizes[-1], widths, **vars(born), exchange_log=exchanges.all)
         for one, born in zip(marks, births, strict=True)
     )
     earlier = replace(first, batch_bytes=sizes[0]) if len(batches) > 1 else None

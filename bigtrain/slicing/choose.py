@@ -85,6 +85,15 @@ def fullest_share(slices: Slices, ranks: int) -> float:
     return slices.length(0, ranks) / slices.total
 
 
+def most_ranks(workload: SlicedWork) -> int:
+    """Over how many ranks something of a model can be sliced; 1 where nothing can be."""
+    class_dim = getattr(workload.loss, "class_dim", None)
+    trace = trace_axes(workload.model, workload.micro_batch.inputs, class_dim)
+    units = [own.units for own in AxisClasses(trace).classes.values()]
+    units += [form.units for forms in single_forms(trace).values() for form in forms]
+    return max(units, default=1)
+
+
 class _Choice:
     """Chooses among what a trace allows."""
 

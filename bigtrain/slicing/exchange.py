@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -35,6 +35,24 @@ class Exchange:
     kind: ExchangeKind
     nbytes: int
     """Of the whole tensor, padding included."""
+
+
+class ExchangeLog(list[Exchange]):
+    """Exchanges, as long as nobody clears them, and all there were with their ticks.
+
+    Args:
+        clock: says which tick it is.
+    """
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        super().__init__()
+        self._clock = clock
+        self.all: list[tuple[int, Exchange]] = []
+
+    def append(self, exchange: Exchange) -> None:
+        """Add one."""
+        super().append(exchange)
+        self.all.append((self._clock(), exchange))
 
 
 @dataclass(frozen=True)
