@@ -29,6 +29,7 @@ from bigtrain.costs.traffic import Traffic
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Role
 from bigtrain.slicing.choose import most_ranks, plan_slices
+from bigtrain.slicing.patterns import read_lines
 from bigtrain.slicing.state import ModelSlices
 
 
@@ -41,13 +42,19 @@ class TensorSlices(SliceStrategy):
 
     sequence: bool = False
     """Split activations between sliced layers along the sequence, too (sequence parallelism)."""
-    slices: tuple[str, ...] = ()
-    """Lines such as `blocks.*.mlp.expand.weight: 0`; left out, they are chosen."""
+    slices: dict[str, int | str] | None = None
+    """What is sliced, by patterns of names: `blocks.*.mlp.expand.weight: 0`, as a dry run prints
+    it; left out, it is chosen."""
     keep: tuple[str, ...] = ()
-    """Modules that stay whole, by name; `*` stands for anything."""
+    """Modules that stay whole, by patterns of names: `blocks.0.attention`."""
 
     def check(self, plan: Plan) -> None:
         """Refuse what goes past a module's own code, or wants whole parameters."""
+        if self.slices is not None and self.keep:
+            raise ConfigError(
+                "strategy.slice.slices says what is sliced, and strategy.slice.keep what is not "
+                "to be chosen. Leave strategy.slice.keep out."
+            )
         if plan.tp == 1:
             raise ConfigError(
                 "strategy tensor slices layers over the ranks of mesh.tp, and mesh.tp=1. "
@@ -87,8 +94,13 @@ class TensorSlices(SliceStrategy):
 
     def lay_slices(self, workload: Workload, plan: Plan) -> ModelSlices:
         """See `SliceStrategy.lay_slices`."""
-        found = plan_slices(workload, plan.tp)
         sequence_dim = 1 if self.sequence else None
+        if self.slices is not None:
+            texts = {pattern: str(spec) for pattern, spec in self.slices.items()}
+            by_name, gathered = read_lines(texts, workload.model, plan.tp)
+            said = tuple(f"{pattern}: {spec}" for pattern, spec in texts.items())
+            return ModelSlices(by_name, gathered, plan.tp, sequence_dim, said)
+        found = plan_slices(workload, plan.tp, keep=self.keep)
         lines, kept = tuple(found.lines()), found.kept
         return ModelSlices(found.slices, found.gathered, plan.tp, sequence_dim, lines, kept)
 

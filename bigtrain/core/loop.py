@@ -136,7 +136,8 @@ class StepRunner:
 
     def norm_of(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """The norm of the gradients of these; collective where they are in shards or slices."""
-        sliced, whole = [], []
+        sliced: list[Tensor] = []
+        whole: list[Tensor] = []
         for parameter in parameters:
             if parameter.grad is not None:
                 own = sliced if id(parameter) in self._sliced else whole

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from bigtrain.slicing.analysis.axis_trace import AxisTrace, trace_axes
 from bigtrain.slicing.analysis.classes import AxisClasses, SliceClass, SliceExchange
 from bigtrain.slicing.analysis.disjoint import Option, Point, frontier
 from bigtrain.slicing.analysis.singles import SingleForm, single_forms
+from bigtrain.slicing.patterns import kept_names
 from bigtrain.slicing.plan import SlicingPlan
 from bigtrain.slicing.slices import Slices
 from bigtrain.units import format_bytes
@@ -58,7 +59,11 @@ class SlicedWork(Protocol):
 
 
 def plan_slices(
-    workload: SlicedWork, ranks: int, prices: Prices | None = None, limit: float | None = None
+    workload: SlicedWork,
+    ranks: int,
+    prices: Prices | None = None,
+    limit: float | None = None,
+    keep: Sequence[str] = (),
 ) -> SlicingPlan:
     """The slices of a model over a number of ranks.
 
@@ -71,13 +76,15 @@ def plan_slices(
         ranks: of the tp axis.
         prices: what exchanges and computing take.
         limit: bytes of a rank for parameters with gradients and optimizer state, and activations.
+        keep: modules or parameters that stay whole, by patterns of names.
 
     Raises:
         ConfigError: nothing can be sliced over so many ranks, or it does not fit.
     """
     class_dim = getattr(workload.loss, "class_dim", None)
     trace = trace_axes(workload.model, workload.micro_batch.inputs, class_dim)
-    return _Choice(trace, ranks).plan(prices, limit)
+    kept = kept_names(keep, workload.model)
+    return _Choice(trace, ranks, kept).plan(prices, limit)
 
 
 def fullest_share(slices: Slices, ranks: int) -> float:
@@ -97,20 +104,20 @@ def most_ranks(workload: SlicedWork) -> int:
 class _Choice:
     """Chooses among what a trace allows."""
 
-    def __init__(self, trace: AxisTrace, ranks: int) -> None:
-        self._trace, self._ranks = trace, ranks
+    def __init__(self, trace: AxisTrace, ranks: int, keep: Collection[str]) -> None:
+        self._trace, self._ranks, self._keep = trace, ranks, keep
         self._groups = AxisClasses(trace)
         self._nbytes = {h.name: h.nbytes for n, h in trace.state.items() if n in trace.trained}
         self._all_singles = single_forms(trace)
         self._singles = {
             name: fit
             for name, forms in self._all_singles.items()
-            if (fit := [form for form in forms if form.units >= ranks])
+            if (fit := [form for form in forms if form.units >= ranks and self._is_free(form)])
         }
         self._classes = [
             own
             for own in self._groups.classes.values()
-            if own.units >= ranks and self._is_of_many(own)
+            if own.units >= ranks and self._is_of_many(own) and self._is_free(own)
         ]
 
     def plan(self, prices: Prices | None, limit: float | None) -> SlicingPlan:
@@ -139,6 +146,10 @@ class _Choice:
             singles=singles,
             failed=self._trace.failed,
         )
+
+    def _is_free(self, own: Sliced) -> bool:
+        """Whether nothing of it is to stay whole."""
+        return not any(name in self._keep for name in own.slices)
 
     def _is_of_many(self, own: SliceClass) -> bool:
         """Whether it is more than a weight by itself, which is a single form as well."""
@@ -229,6 +240,8 @@ class _Choice:
     def _why_whole(self, name: str) -> str:
         """Why a parameter is in no slices, in words."""
         held = self._trace.state[name]
+        if name in self._keep:
+            return "as strategy.slice.keep says"
         if held not in self._used:
             return self._trace.failed or "this forward pass does not use it"
         reasons = []

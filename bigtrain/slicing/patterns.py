@@ -136,6 +136,29 @@ def read_lines(
     return _with_tied(found, state), frozenset(gathered)
 
 
+def kept_names(keep: Sequence[str], model: nn.Module) -> frozenset[str]:
+    """The parameters and buffers of these modules, or of these names, under all their names.
+
+    Raises:
+        ConfigError: a pattern is the name of no module and no parameter.
+    """
+    state = _state(model)
+    found: set[str] = set()
+    for pattern in keep:
+        expression = re.compile(rf"{pattern_expression(pattern).pattern}(\..+)?")
+        matched = {name for name in state if expression.fullmatch(name)}
+        if not matched:
+            modules = [name for name, _ in model.named_modules() if name]
+            raise ConfigError(
+                f"strategy.slice.keep={pattern} is the name of no module with parameters"
+                f"{did_you_mean(pattern, modules) or '.'} The model has "
+                f"{', '.join(modules[:3])} and {max(0, len(modules) - 3)} more."
+            )
+        found |= matched
+    held = {id(state[name]) for name in found}
+    return frozenset(name for name, tensor in state.items() if id(tensor) in held)
+
+
 def read_spec(spec: str, shape: Sequence[int], where: str) -> tuple[Slices, bool]:
     """The slices that a specification means for a tensor, and whether its product is gathered.
 

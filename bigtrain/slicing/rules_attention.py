@@ -10,7 +10,6 @@ from torch import Tensor
 
 from bigtrain.slicing.exchange import SliceGroup, gathered_for_parts, to_all
 from bigtrain.slicing.rules_norms import own_random
-from bigtrain.slicing.rules_pointwise import own_part
 from bigtrain.slicing.rules_products import linear, scaled
 from bigtrain.slicing.sequence import forget_input
 from bigtrain.slicing.sliced_tensor import SlicedTensor, held, is_sliced, rule
