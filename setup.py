@@ -54,6 +54,7 @@ setup(
         "bigtrain.schedules",
         "bigtrain.slicing",
         "bigtrain.slicing.analysis",
+        "bigtrain.slicing.rules",
         "bigtrain.speedup",
         "bigtrain.strategies",
         "bigtrain.strategies.local_sgd",

@@ -21,6 +21,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import ClassVar
 
+from pydantic import ConfigDict
+
 from bigtrain.core.strategy import Plan, SliceStrategy
 from bigtrain.core.variants import Shape, Variant, preset_options
 from bigtrain.core.workload import Workload
@@ -36,13 +38,15 @@ from bigtrain.slicing.state import ModelSlices
 class TensorSlices(SliceStrategy):
     """Layers in slices over the ranks of the tp axis."""
 
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+
     name: ClassVar[str] = "tensor"
     role: ClassVar[Role] = "slice"
     summary: ClassVar[str] = "each layer's weights in slices; two all-reduces for a pair of layers"
 
     sequence: bool = False
     """Split activations between sliced layers along the sequence, too (sequence parallelism)."""
-    slices: dict[str, int | str] | None = None
+    slices: dict[str, str] | None = None
     """What is sliced, by patterns of names: `blocks.*.mlp.expand.weight: 0`, as a dry run prints
     it; left out, it is chosen."""
     keep: tuple[str, ...] = ()
@@ -96,13 +100,11 @@ class TensorSlices(SliceStrategy):
         """See `SliceStrategy.lay_slices`."""
         sequence_dim = 1 if self.sequence else None
         if self.slices is not None:
-            texts = {pattern: str(spec) for pattern, spec in self.slices.items()}
-            by_name, gathered = read_lines(texts, workload.model, plan.tp)
-            said = tuple(f"{pattern}: {spec}" for pattern, spec in texts.items())
-            return ModelSlices(by_name, gathered, plan.tp, sequence_dim, said)
+            by_name, gathered = read_lines(self.slices, workload.model, plan.tp)
+            return ModelSlices(by_name, gathered, plan.tp, sequence_dim, self.slices)
         found = plan_slices(workload, plan.tp, keep=self.keep)
-        lines, kept = tuple(found.lines()), found.kept
-        return ModelSlices(found.slices, found.gathered, plan.tp, sequence_dim, lines, kept)
+        lines, own = found.lines(), (found.slices, found.gathered)
+        return ModelSlices(*own, plan.tp, sequence_dim, lines, found.kept)
 
     def traffic(self, profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
         """What a micro-batch exchanges, as a run on fake tensors has it."""

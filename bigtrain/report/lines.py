@@ -87,7 +87,7 @@ def dry_run_lines(job: Job, plan: Plan, parts: RunSetup) -> Iterator[str]:
         yield layout.check(workload.model, workload.micro_batch, workload.loss)
     yield from parts.resolved.notes
     if parts.resolved.slices is not None:
-        lines = dict(line.split(": ", 1) for line in parts.resolved.slices.lines)
+        lines = dict(parts.resolved.slices.lines)
         yield yaml.safe_dump({"strategy": {"slice": {"slices": lines}}}, sort_keys=False)
     peaks: list[Peak] = []
     for pp_rank in range(plan.pp):

@@ -11,25 +11,25 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bigtrain.errors import ConfigError
-from bigtrain.slicing import (
-    rules_attention,
-    rules_indexing,
-    rules_loss,
-    rules_norms,
-    rules_products,
-    rules_shapes,
-)
 from bigtrain.slicing.exchange import SliceGroup
+from bigtrain.slicing.rules import (
+    attention,
+    indexing,
+    loss,
+    norms,
+    products,
+    shapes,
+)
 from bigtrain.slicing.sliced_tensor import SlicedTensor, as_operand
 from bigtrain.slicing.slices import Slices
 
 RULES = (
-    rules_attention,
-    rules_indexing,
-    rules_loss,
-    rules_norms,
-    rules_products,
-    rules_shapes,
+    attention,
+    indexing,
+    loss,
+    norms,
+    products,
+    shapes,
 )
 """The modules whose import fills the table of rules."""
 _LAYOUTS, _GROUP = "_bigtrain_slices", "_bigtrain_slice_group"

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from bigtrain.errors import ConfigError, did_you_mean
 from bigtrain.slicing.slices import Section, Slices
 
+_KEY = "strategy.slice.slices"
 GATHER, WHOLE = "gather", "whole"
 _NUMBER = re.compile(r"\d+")
 _SPEC = re.compile(r"(\d+)(?:/([\dx:,]*))?(?:\s+(gather))?")
@@ -110,7 +111,7 @@ def read_lines(
         names = [name for name in state if expression.fullmatch(name)]
         if not names:
             raise ConfigError(
-                f"slices: {pattern!r} is the name of no parameter or buffer"
+                f"{_KEY}: {pattern!r} is the name of no parameter or buffer"
                 f"{did_you_mean(pattern, list(state)) or '.'} The model has "
                 f"{', '.join(map(repr, list(state)[:3]))} and {max(0, len(state) - 3)} more."
             )
@@ -118,7 +119,7 @@ def read_lines(
             before = said.get(name)
             if before is not None and before[0] == stars and before[2] != spec:
                 raise ConfigError(
-                    f"slices: {before[1]!r} and {pattern!r} both match {name!r}, and say "
+                    f"{_KEY}: {before[1]!r} and {pattern!r} both match {name!r}, and say "
                     f"{before[2]!r} and {spec!r}. Write a line for {name!r} itself."
                 )
             if before is None or stars < before[0]:
@@ -168,13 +169,13 @@ def read_spec(spec: str, shape: Sequence[int], where: str) -> tuple[Slices, bool
     match = _SPEC.fullmatch(spec.strip())
     if match is None:
         raise ConfigError(
-            f"slices: {where}: {spec!r} is not DIM/SECTIONS. Write it like 0/3x256:64 (dim 0, "
+            f"{_KEY}: {where}: {spec!r} is not DIM/SECTIONS. Write it like 0/3x256:64 (dim 0, "
             "three sections of 256 in units of 64), 1 (the whole of dim 1) or whole."
         )
     dim = int(match[1])
     if dim >= len(shape):
         raise ConfigError(
-            f"slices: {where}: {spec!r} slices dim {dim}, and the tensor {tuple(shape)} has "
+            f"{_KEY}: {where}: {spec!r} slices dim {dim}, and the tensor {tuple(shape)} has "
             f"{len(shape)} dims, the first of which is 0. Use a dim up to {len(shape) - 1}."
         )
     sections: list[Section] = []
@@ -185,14 +186,14 @@ def read_spec(spec: str, shape: Sequence[int], where: str) -> tuple[Slices, bool
         own = int(length) if length else shape[dim] // max(1, count)
         if not count or not own or own % int(unit or 1):
             raise ConfigError(
-                f"slices: {where}: in {spec!r} a section of {own} is no multiple of its unit "
+                f"{_KEY}: {where}: in {spec!r} a section of {own} is no multiple of its unit "
                 f"{unit or 1}. Use a unit that divides it."
             )
         sections += [Section(own, int(unit or 1))] * count
     slices = Slices(dim, tuple(sections))
     if slices.total != shape[dim]:
         raise ConfigError(
-            f"slices: {where}: the sections of {spec!r} are {slices.total} long together, and dim "
+            f"{_KEY}: {where}: the sections of {spec!r} are {slices.total} long together, and dim "
             f"{dim} of {tuple(shape)} is {shape[dim]}. Use sections that add up to it."
         )
     return slices, match[3] is not None
@@ -234,7 +235,7 @@ def _with_tied(found: Mapping[str, Slices], state: Mapping[str, Tensor]) -> dict
         other, before = by_tensor.setdefault(id(state[name]), (name, slices))
         if before != slices:
             raise ConfigError(
-                f"slices: {other!r} and {name!r} are one tensor, and are sliced as "
+                f"{_KEY}: {other!r} and {name!r} are one tensor, and are sliced as "
                 f"{spec_text(before)} and {spec_text(slices)}. Write a line for one of them."
             )
     return {

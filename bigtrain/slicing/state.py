@@ -25,7 +25,7 @@ class ModelSlices:
     """Ranks of the tp axis."""
     sequence_dim: int | None = None
     """The dim of activations (batch, seq, width) that is split between sliced layers, or None."""
-    lines: tuple[str, ...] = ()
+    lines: Mapping[str, str] = field(default_factory=dict)
     """As a user would write them: what is sliced, by patterns of names."""
     kept: Mapping[str, str] = field(default_factory=dict)
     """Parameters that stay whole, and why."""

@@ -6,7 +6,7 @@ import random
 import torch
 from support.sliced import drawn_slices
 
-from bigtrain.slicing.rules_shapes import resized
+from bigtrain.slicing.rules.shapes import resized
 from bigtrain.slicing.slices import reshaped
 
 

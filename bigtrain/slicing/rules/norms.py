@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bigtrain.slicing.exchange import SliceGroup, all_gather, part_of, summed
-from bigtrain.slicing.rules_pointwise import words
+from bigtrain.slicing.rules.pointwise import words
 from bigtrain.slicing.sliced_tensor import (
     SlicedTensor,
     as_operand,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bigtrain.slicing.rules_shapes import pieces
+from bigtrain.slicing.rules.shapes import pieces
 from bigtrain.slicing.sliced_tensor import (
     SlicedTensor,
     as_operand,
