@@ -30,8 +30,8 @@ from bigtrain.costs.forecast import Profile
 from bigtrain.costs.traffic import Traffic
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Role
-from bigtrain.slicing.choose import most_ranks, plan_slices
-from bigtrain.slicing.patterns import read_lines
+from bigtrain.slice_planning.choose import most_ranks, plan_slices
+from bigtrain.slice_planning.patterns import read_lines
 from bigtrain.slicing.state import ModelSlices
 
 
@@ -79,6 +79,7 @@ class TensorSlices(SliceStrategy):
         for key, is_set, wanted, value in (
             ("train.compile", plan.compiles_blocks, "none", "blocks"),
             ("train.memory_format", plan.channels_last, "contiguous", "channels_last"),
+            ("train.sync_batchnorm", plan.sync_batchnorm, "false", "true"),
             ("optim.release_gradients", plan.release_gradients, "false", "true"),
         ):
             if is_set:

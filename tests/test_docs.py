@@ -28,9 +28,10 @@ MARK = "<!-- rooms -->"
 GROUPS = {
     "ground": (
         *("versions", "job", "recorder", "memory", "ranks", "machine", "tensors", "checkpoint"),
+        "slicing",
     ),
     "learning": ("losses", "data", "models", "activations", "optim"),
-    "stages": ("schedules", "tracing", "cutting", "slicing"),
+    "stages": ("schedules", "tracing", "cutting", "slice_planning"),
     "contract": ("costs", "core", "pipeline", "prediction", "strategies"),
     "a run": ("assembly", "timing", "engine", "report"),
     "commands": ("planner", "compare", "speedup", "verify"),

@@ -24,6 +24,7 @@ from bigtrain.models.names import names_of
 from bigtrain.ranks.context import RunContext
 from bigtrain.recorder.blocks import mark_blocks
 from bigtrain.slicing.install import slice_modules
+from bigtrain.slicing.state import SlicedState
 from bigtrain.tensors.memory_format import set_channels_last
 
 
@@ -74,18 +75,14 @@ def build_runner(
         model = blueprint.model
         attach_head(workload.loss, model)  # while names are the user's own
         bf16_names = () if plan.master_weights else bf16_parameter_names(model)
-        slices = None
-        if resolved.slices is not None:
-            slices = resolved.slices.on(context.tp_rank, context.group("tp"))
+        slices = _own_slices(resolved, context)
         materialize = Materializer(blueprint, context, plan.precision, bf16_names, slices)
         if layout is not None:
             # Before any value is made: a rank pays for its own stages only. A model that could
             # not be described is whole on every rank anyhow, and comes from rank 0 as a whole.
             if not blueprint.deferred:
                 materialize(names_of(model))
-            own_stages = (
-                layout.stages_of(context.pp_rank) if plan.pp > 1 else range(len(layout.ranks))
-            )
+            own_stages = layout.stages_of(context.pp_rank) if plan.pp > 1 else layout.all_stages
             layout.chosen.cut.strip(model, own_stages, context.device)
         # Weights depend on seed and name only, so every rank makes its own and none are sent.
         # A technique that never holds the whole model makes them a piece at a time.
@@ -93,8 +90,8 @@ def build_runner(
             materialize(names_of(model))
         if plan.lays_weights:
             set_channels_last(model)
-        # While modules are plain, and before any is copied for a stage. From here on a model's own
-        # code sees whole parameters, all others see what this rank holds of them.
+        # While modules are plain, and before any is copied for a stage. From here on the model's
+        # own code sees whole parameters, all others see what this rank holds of them.
         if slices is not None:
             slice_modules(model, slices.by_name, slices.group, slices.model.gathered)
         # BatchNorm is replaced while the model is still plain: wrappers keep what they find.
@@ -129,6 +126,13 @@ def build_runner(
         assembly.collect_parameters()
         # The optimizer comes last, made by the runner: sharding has changed the parameters.
         return _recorded_runner(assembly)
+
+
+def _own_slices(resolved: ResolvedPlan, context: RunContext) -> SlicedState | None:
+    """How this rank holds a model's layers, where the plan slices them."""
+    if resolved.slices is None:
+        return None
+    return resolved.slices.on(context.tp_rank, context.group("tp"))
 
 
 def _recorded_runner(assembly: Assembly) -> Runner:

@@ -119,7 +119,7 @@ def _mesh(job: Job, world_size: int, *, spans: bool, slices: bool) -> tuple[int,
     """
     pp, dp, tp = job.mesh.pp, job.mesh.dp, job.mesh.tp
     if tp is None:
-        shares = dp == -1 and job.strategy.replicate is not None
+        shares = dp == -1 and "replicate" in job.strategy.roles()
         left = world_size // (max(1, dp) * (pp or 1))
         tp = 1 if not slices else 2 if shares or (spans and pp is None) else max(1, left)
     if pp is None:

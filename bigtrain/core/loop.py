@@ -26,7 +26,7 @@ from bigtrain.optim.in_backward import InBackwardUpdate
 from bigtrain.optim.partitioned import PartitionedUpdate
 from bigtrain.optim.update import Update, WholeUpdate
 from bigtrain.recorder.blocks import unmark_blocks
-from bigtrain.slicing.exchange import Exchange
+from bigtrain.slicing.exchange import TensorExchange
 from bigtrain.slicing.sliced_tensor import whole_of
 from bigtrain.tensors.dtensors import local_tensor
 from bigtrain.tensors.memory_format import channels_last
@@ -147,7 +147,7 @@ class StepRunner:
             return norm
         return self._slices.norm(global_norm(sliced, self._device_type), norm)
 
-    def take_exchanges(self) -> tuple[Exchange, ...]:
+    def take_exchanges(self) -> tuple[TensorExchange, ...]:
         """What the ranks of the tp axis have exchanged since the last call, where it is noted."""
         noted = self._slices.group.exchanges if self._slices is not None else None
         taken = tuple(noted or ())

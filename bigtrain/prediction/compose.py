@@ -21,7 +21,7 @@ from bigtrain.prediction.sections import (
     Storage,
     concatenate_sections,
 )
-from bigtrain.slicing.exchange import Exchange
+from bigtrain.slicing.exchange import TensorExchange
 
 _MOST = 0.75
 TICK_TOLERANCE = 64
@@ -267,12 +267,12 @@ def _section(small: Section, large: Section, fraction: float) -> Section | None:
 
 
 def _exchanges(
-    small: Sequence[Exchange], large: Sequence[Exchange], share: float
-) -> tuple[Exchange, ...] | None:
+    small: Sequence[TensorExchange], large: Sequence[TensorExchange], share: float
+) -> tuple[TensorExchange, ...] | None:
     if [one.kind for one in small] != [one.kind for one in large]:
         return None
     pairs = zip(small, large, strict=True)
-    return tuple(Exchange(a.kind, _line(a.nbytes, b.nbytes, share)) for a, b in pairs)
+    return tuple(TensorExchange(a.kind, _line(a.nbytes, b.nbytes, share)) for a, b in pairs)
 
 
 def interpolate_passes(small: PassPair, large: PassPair, share: float) -> PassPair | None:

@@ -37,7 +37,7 @@ from bigtrain.optim.update import MakeOptimizer, state_bytes_by_slot
 from bigtrain.prediction.block_ticks import BlockTickRecorder
 from bigtrain.ranks.context import RunContext
 from bigtrain.recorder.ring import FlightRecorder
-from bigtrain.slicing.exchange import Exchange, ExchangeLog
+from bigtrain.slicing.exchange import ExchangeLog, TensorExchange
 from bigtrain.slicing.install import slice_modules, slice_tensors
 from bigtrain.tensors.cuda_program import cuda_program, stands_for_cuda
 from bigtrain.tensors.fake import NormStatistics, fake_model
@@ -92,9 +92,9 @@ class FakeRun:
     """See `Profile.viewed_births`."""
     module_births: tuple[tuple[int, ...], ...] = ()
     """See `Profile.module_births`."""
-    exchanges: tuple[Exchange, ...] = ()
+    exchanges: tuple[TensorExchange, ...] = ()
     """See `Profile.exchanges`."""
-    exchange_log: Sequence[tuple[int, Exchange]] = ()
+    exchange_log: Sequence[tuple[int, TensorExchange]] = ()
     """Those of all steps, each with its tick."""
     first_step: FakeRun | None = None
     """The first step, where it was taken with two micro-batches of another size."""
@@ -259,7 +259,7 @@ class _Births:
     gradient_births: tuple[int, ...]
     viewed_births: tuple[int, ...]
     module_births: tuple[tuple[int, ...], ...]
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[TensorExchange, ...]
 
 
 def _step(

@@ -44,7 +44,7 @@ from bigtrain.prediction.sections import (
     mark_gradients,
     section_spans,
 )
-from bigtrain.slicing.exchange import Exchange
+from bigtrain.slicing.exchange import TensorExchange
 from bigtrain.slicing.state import ModelSlices
 
 
@@ -264,7 +264,7 @@ class SectionSplitter:
         flops, low_flops, nbytes, times = rows.T[:4]
         return OpLog(flops, low_flops, nbytes, times, rows[:, 4:])
 
-    def _exchanges(self, after: int, until: int) -> tuple[Exchange, ...]:
+    def _exchanges(self, after: int, until: int) -> tuple[TensorExchange, ...]:
         return tuple(one for tick, one in self._run.exchange_log if after < tick <= until)
 
     def _tensors(self, windows: list[Windows]) -> list[tuple[SectionTensor, ...]]:

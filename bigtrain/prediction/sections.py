@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigtrain.memory.timeline import BlockTicks, MemoryKind, Phase, Span, Timeline
-from bigtrain.slicing.exchange import Exchange
+from bigtrain.slicing.exchange import TensorExchange
 
 DETAILED_ENDS = 2
 """Sections at either end of a row of equal ones that are laid out tick by tick."""
@@ -193,7 +193,10 @@ class Section:
     incoming_gradients: int = 0
     """Of those that a gradient goes back to."""
     slowdown: tuple[float, float] = (1.0, 1.0)  # seconds timed for each that rates say, both ways
-    exchanges: tuple[tuple[Exchange, ...], tuple[Exchange, ...]] = (), ()  # tp axis, both ways
+    exchanges: tuple[tuple[TensorExchange, ...], tuple[TensorExchange, ...]] = (
+        (),
+        (),
+    )  # tp axis, both ways
 
 
 def mark_gradients(first: SectionPass, later: SectionPass) -> PassPair:

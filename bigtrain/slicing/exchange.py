@@ -29,7 +29,7 @@ ExchangeKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 
 @dataclass(frozen=True)
-class Exchange:
+class TensorExchange:
     """One collective among the ranks of the tp axis."""
 
     kind: ExchangeKind
@@ -37,7 +37,7 @@ class Exchange:
     """Of the whole tensor, padding included."""
 
 
-class ExchangeLog(list[Exchange]):
+class ExchangeLog(list[TensorExchange]):
     """Exchanges, as long as nobody clears them, and all there were with their ticks.
 
     Args:
@@ -47,9 +47,9 @@ class ExchangeLog(list[Exchange]):
     def __init__(self, clock: Callable[[], int]) -> None:
         super().__init__()
         self._clock = clock
-        self.all: list[tuple[int, Exchange]] = []
+        self.all: list[tuple[int, TensorExchange]] = []
 
-    def append(self, exchange: Exchange) -> None:
+    def append(self, exchange: TensorExchange) -> None:
         """Add one."""
         super().append(exchange)
         self.all.append((self._clock(), exchange))
@@ -63,7 +63,7 @@ class SliceGroup:
     size: int
     group: dist.ProcessGroup | None = None
     """None where nothing is sent: tensors are fake, and only shapes and memory matter."""
-    exchanges: list[Exchange] | None = field(default=None, compare=False, repr=False)
+    exchanges: list[TensorExchange] | None = field(default=None, compare=False, repr=False)
     """What was exchanged, in order, where someone wants to know: of a run on fake tensors."""
     gathers: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     """How often a function was given whole tensors for want of a rule, by its name."""
@@ -82,7 +82,7 @@ class SliceGroup:
         if self.exchanges is not None:
             nbytes = tensor.numel() * tensor.element_size()
             # On fake tensors one round of a loop may stand for many.
-            self.exchanges.extend([Exchange(kind, nbytes)] * REPEAT_COUNT.get())
+            self.exchanges.extend([TensorExchange(kind, nbytes)] * REPEAT_COUNT.get())
 
     def note_gather(self, name: str) -> None:
         """Note a function that has no rule."""

@@ -21,19 +21,19 @@ from bigtrain.errors import ConfigError
 from bigtrain.slicing.exchange import SliceGroup, gathered, gathered_for_parts, part_of, to_all
 from bigtrain.slicing.slices import Slices
 
-Rule = Callable[..., Any]
+TensorRule = Callable[..., Any]
 """Called as the function is; returns `NotImplemented` where it cannot, and whole tensors must."""
-_RULES: dict[Any, Rule] = {}
+_RULES: dict[Any, TensorRule] = {}
 _raw = torch._C.DisableTorchFunctionSubclass
 _base: Any = torch._C.TensorBase
 _grad_fn, _set_hooks = _base.grad_fn.__get__, _base._backward_hooks.__set__
 _set_requires_grad = _base.requires_grad.__set__
 
 
-def rule(*functions: Any) -> Callable[[Rule], Rule]:
+def rule(*functions: Any) -> Callable[[TensorRule], TensorRule]:
     """Register what these functions do with sliced tensors."""
 
-    def register(how: Rule) -> Rule:
+    def register(how: TensorRule) -> TensorRule:
         for function in functions:
             _RULES[function] = how
         return how
@@ -41,10 +41,10 @@ def rule(*functions: Any) -> Callable[[Rule], Rule]:
     return register
 
 
-def rule_with_function(*functions: Any) -> Callable[[Rule], Rule]:
+def rule_with_function(*functions: Any) -> Callable[[TensorRule], TensorRule]:
     """As `rule`, of one that is told which of them was called, as its first argument."""
 
-    def register(how: Rule) -> Rule:
+    def register(how: TensorRule) -> TensorRule:
         for function in functions:
             _RULES[function] = functools.partial(how, function)
         return how
@@ -200,7 +200,7 @@ class SlicedTensor(torch.Tensor):
         )
 
 
-def _by_rule(how: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _by_rule(how: TensorRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What a rule says; nothing where it does not know the way the function is called."""
     try:
         return how(*args, **kwargs)

@@ -23,7 +23,7 @@ from bigtrain.prediction.record_sections import RecordedSections
 from bigtrain.prediction.sections import OpLog, Section
 from bigtrain.schedules.bubble import StageSeconds, bubble_share, simulate_step
 from bigtrain.schedules.orders import schedule_orders, stage_ranks
-from bigtrain.slicing.exchange import Exchange
+from bigtrain.slicing.exchange import TensorExchange
 
 MAX_SIMULATED_ACTIONS = 4096
 """Actions of a step up to which its schedule is played through; above, a step is as long as the
@@ -130,7 +130,7 @@ class StepTimer:
         # On a CPU what was measured of exchanges has it.
         self._issue = 0.0 if node.shared else EXCHANGE_OPERATIONS * device.launch
         self._known: dict[tuple[int, bool], tuple[Section, float]] = {}
-        self._exchanged: dict[tuple[int, int], tuple[tuple[Exchange, ...], float]] = {}
+        self._exchanged: dict[tuple[int, int], tuple[tuple[TensorExchange, ...], float]] = {}
 
     def op_seconds(self, work: OpLog) -> float:
         """Seconds of the operations of a pass, one after the other."""

@@ -18,7 +18,7 @@ from bigtrain.losses.chunked_cross_entropy import (
 from bigtrain.losses.linear_cross_entropy import chunked_cross_entropy
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.slicing.sliced_tensor import SlicedTensor
-from bigtrain.slicing.slices import Section, Slices
+from bigtrain.slicing.slices import Slices, SliceSection
 
 SHAPES = {"rows": (7, 11), "pixels": (2, 11, 3, 5)}
 OPTIONS = list(
@@ -217,7 +217,7 @@ def test_a_model_whose_head_gives_the_loss(sequence_dim):
 def odd(context):
     """Sections of classes have no rule: they are gathered, and right."""
     logits, target, _ = values((7, 12), "some")
-    two = (Section(6), Section(6))
+    two = (SliceSection(6), SliceSection(6))
     return both(context, logits, 1, lambda given: F.cross_entropy(given, target), two)
 
 

@@ -10,7 +10,7 @@ from support.ranks import run_ranks
 from bigtrain.models.gpt import GPT, GPTConfig
 from bigtrain.slicing.exchange import SliceGroup
 from bigtrain.slicing.install import slice_modules, slice_tensors
-from bigtrain.slicing.slices import Section, Slices
+from bigtrain.slicing.slices import Slices, SliceSection
 
 WORDS, WIDTH, HEADS = 53, 48, 6
 
@@ -30,7 +30,7 @@ def gpt_slices():
     slices = {}
     for block in ("blocks.0", "blocks.1"):
         for kind in ("weight", "bias"):
-            slices[f"{block}.attention.qkv.{kind}"] = Slices(0, (Section(WIDTH, head),) * 3)
+            slices[f"{block}.attention.qkv.{kind}"] = Slices(0, (SliceSection(WIDTH, head),) * 3)
             slices[f"{block}.mlp.expand.{kind}"] = Slices.even(0, 4 * WIDTH)
         slices[f"{block}.attention.output.weight"] = Slices.even(1, WIDTH, head)
         slices[f"{block}.mlp.output.weight"] = Slices.even(1, 4 * WIDTH)

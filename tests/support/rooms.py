@@ -20,8 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 ORDER = (
     *("errors", "units", "devices"),
     *("versions", "job", "recorder", "memory", "ranks", "machine", "tensors", "checkpoint"),
+    "slicing",
     *("losses", "data", "models", "activations", "optim"),
-    *("schedules", "tracing", "cutting", "slicing"),
+    *("schedules", "tracing", "cutting", "slice_planning"),
     *("costs", "core", "strategy", "pipeline", "prediction", "strategies"),
     *("assembly", "timing", "engine", "report"),
     *("planner", "compare", "speedup", "verify"),

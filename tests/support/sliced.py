@@ -18,7 +18,7 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.slicing.exchange import SliceGroup
 from bigtrain.slicing.install import slice_modules, slice_tensors
 from bigtrain.slicing.sliced_tensor import is_sliced, leaves_of, whole_of
-from bigtrain.slicing.slices import Section, Slices
+from bigtrain.slicing.slices import Slices, SliceSection
 
 Run = Callable[[nn.Module], tuple[Any, Tensor]]
 """One forward pass: what the model gives, and a loss."""
@@ -200,4 +200,4 @@ def drawn_slices(
             more = left // (sections - at)
             lengths[at] += more
             left -= more
-    return Slices(dim, tuple(Section(n * unit, unit) for n in lengths))
+    return Slices(dim, tuple(SliceSection(n * unit, unit) for n in lengths))

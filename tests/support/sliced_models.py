@@ -16,7 +16,7 @@ from bigtrain.activations.recompute import checkpoint_block
 from bigtrain.models.gpt import GPT, GPTConfig
 from bigtrain.slicing.exchange import SliceGroup
 from bigtrain.slicing.install import slice_modules, slice_tensors
-from bigtrain.slicing.slices import Section, Slices
+from bigtrain.slicing.slices import Slices, SliceSection
 
 WORDS, WIDTH, HEADS = 53, 48, 6
 HEAD = WIDTH // HEADS
@@ -32,7 +32,7 @@ def layer_slices(
     """A transformer layer: `qkv` and `expand` in columns, `output` and `contract` in rows."""
     found = {}
     for kind in ("weight", "bias"):
-        found[f"{block}.{qkv}{kind}"] = Slices(0, (Section(WIDTH, HEAD),) * 3)
+        found[f"{block}.{qkv}{kind}"] = Slices(0, (SliceSection(WIDTH, HEAD),) * 3)
         found[f"{block}.{expand}.{kind}"] = Slices.even(0, inner)
     found[f"{block}.{output}.weight"] = Slices.even(1, WIDTH, HEAD)
     found[f"{block}.{contract}.weight"] = Slices.even(1, inner)

@@ -19,7 +19,7 @@ from bigtrain.slicing.sliced_tensor import (
     rule_with_function,
 )
 
-T: Any = torch.Tensor
+_T: Any = torch.Tensor
 
 
 def _entries(tensor: Tensor, index: Any) -> list[Any] | None:
@@ -94,7 +94,7 @@ def _placed(tensor: SlicedTensor, entries: list[Any]) -> tuple[SlicedTensor, int
     return tensor, found, place - len(chosen) + wide
 
 
-@rule(T.__getitem__)
+@rule(_T.__getitem__)
 def _get(tensor: Any, index: Any) -> Any:
     entries = _entries(tensor, index) if is_sliced(tensor) else None
     placed = None if entries is None else _placed(tensor, entries)
@@ -104,7 +104,7 @@ def _get(tensor: Any, index: Any) -> Any:
     return part.like(held(part)[tuple(entries)], dim)
 
 
-@rule(T.__setitem__)
+@rule(_T.__setitem__)
 def _set(tensor: Any, index: Any, value: Any) -> Any:
     entries = _entries(tensor, index) if is_sliced(tensor) else None
     placed = None if entries is None else _placed(tensor, entries)
@@ -117,7 +117,7 @@ def _set(tensor: Any, index: Any, value: Any) -> Any:
     return None
 
 
-@rule(T.select, torch.select)
+@rule(_T.select, torch.select)
 def _select(tensor: SlicedTensor, dim: int, index: Any) -> Any:
     dim %= tensor.dim()
     if dim == tensor.slices.dim or is_sliced(index):
@@ -126,7 +126,7 @@ def _select(tensor: SlicedTensor, dim: int, index: Any) -> Any:
     return tensor.like(held(tensor).select(dim, int(index)), place)
 
 
-@rule(T.narrow, torch.narrow)
+@rule(_T.narrow, torch.narrow)
 def _narrow(tensor: SlicedTensor, dim: int, start: Any, length: int) -> Any:
     begin = int(start) % max(1, tensor.shape[dim])
     if dim % tensor.dim() != tensor.slices.dim:
@@ -135,7 +135,7 @@ def _narrow(tensor: SlicedTensor, dim: int, start: Any, length: int) -> Any:
     return NotImplemented if found is None else found
 
 
-@rule_with_function(T.index_select, torch.index_select)
+@rule_with_function(_T.index_select, torch.index_select)
 def _index_select(func: Any, tensor: Any, dim: int, index: Any) -> Any:
     if not is_sliced(tensor) or is_sliced(index) or dim % tensor.dim() == tensor.slices.dim:
         return NotImplemented
@@ -154,7 +154,7 @@ def _main(dim: int, tensors: list[Any], changed: Any = None) -> SlicedTensor | N
     return main if same and dim % main.dim() != place else None
 
 
-@rule_with_function(T.gather, torch.gather, T.take_along_dim, torch.take_along_dim)
+@rule_with_function(_T.gather, torch.gather, _T.take_along_dim, torch.take_along_dim)
 def _gather(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     names = ("indices", "dim") if "along" in func.__name__ else ("dim", "index")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -171,8 +171,8 @@ def _gather(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @rule_with_function(
-    *(getattr(home, name) for home in (T, torch) for name in ("scatter", "scatter_add")),
-    *(T.scatter_, T.scatter_add_),
+    *(getattr(home, name) for home in (_T, torch) for name in ("scatter", "scatter_add")),
+    *(_T.scatter_, _T.scatter_add_),
 )
 def _scatter(func: Any, tensor: Any, dim: int, index: Any, src: Any = None, **kwargs: Any) -> Any:
     changes = func.__name__.endswith("_")
@@ -190,8 +190,8 @@ def _scatter(func: Any, tensor: Any, dim: int, index: Any, src: Any = None, **kw
 
 
 @rule_with_function(
-    *(getattr(home, f"index_{name}") for home in (T, torch) for name in ("add", "copy")),
-    *(T.index_add_, T.index_copy_),
+    *(getattr(home, f"index_{name}") for home in (_T, torch) for name in ("add", "copy")),
+    *(_T.index_add_, _T.index_copy_),
 )
 def _index_write(func: Any, tensor: Any, dim: int, index: Any, source: Any, **kwargs: Any) -> Any:
     if is_sliced(index) or not is_sliced(tensor) or dim % tensor.dim() == tensor.slices.dim:

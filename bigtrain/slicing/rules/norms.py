@@ -22,7 +22,7 @@ from bigtrain.slicing.sliced_tensor import (
 )
 from bigtrain.slicing.slices import Slices
 
-T: Any = torch.Tensor
+_T: Any = torch.Tensor
 
 
 @contextmanager
@@ -77,7 +77,7 @@ _TRANSFORMS = words("fft ifft rfft irfft fft2 ifft2 rfft2 irfft2")
 
 
 @rule_with_function(
-    *(getattr(home, name) for home in (torch, T) for name in _ALONG),
+    *(getattr(home, name) for home in (torch, _T) for name in _ALONG),
     *(F.softmax, F.log_softmax, F.softmin, F.normalize, F.glu),
     *(getattr(torch.fft, name) for name in _TRANSFORMS),
 )
@@ -253,7 +253,7 @@ median std_mean var_mean aminmax count_nonzero
 
 
 @rule_with_function(
-    *(getattr(home, name) for home in (torch, T) for name in _REDUCTIONS if hasattr(home, name)),
+    *(getattr(home, name) for home in (torch, _T) for name in _REDUCTIONS if hasattr(home, name)),
     torch.linalg.vector_norm,
 )
 def _reduce(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:

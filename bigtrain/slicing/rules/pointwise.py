@@ -22,7 +22,7 @@ from bigtrain.slicing.sliced_tensor import (
     rule_with_function,
 )
 
-T: Any = torch.Tensor
+_T: Any = torch.Tensor
 
 
 def words(text: str) -> list[str]:
@@ -121,7 +121,7 @@ def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     return SlicedTensor(local, slices.at(len(shape) + dim), group, shape)
 
 
-@rule_with_function(T.to, T.type_as)
+@rule_with_function(_T.to, _T.type_as)
 def _to(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """Another tensor only lends its type and its device."""
     own = [held(a) if is_sliced(a) else a for a in (tensor, *args)]
@@ -130,7 +130,7 @@ def _to(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     return tensor.like(local) if is_sliced(tensor) else local
 
 
-@rule_with_function(F.prelu, T.prelu)
+@rule_with_function(F.prelu, _T.prelu)
 def _prelu(func: Any, x: Any, weight: Any) -> Any:
     main = x if is_sliced(x) else weight
     dim = 1 if x.dim() > 1 else 0
@@ -149,17 +149,17 @@ def _random(func: Any, tensor: SlicedTensor, *args: Any, **kwargs: Any) -> Tenso
     return whole
 
 
-@rule(T.contiguous)
+@rule(_T.contiguous)
 def _contiguous(tensor: SlicedTensor, **kwargs: Any) -> SlicedTensor:
     return tensor.like(held(tensor).contiguous(**kwargs))
 
 
-@rule(T.data.__get__)
+@rule(_T.data.__get__)
 def _data(tensor: SlicedTensor) -> SlicedTensor:
     return tensor.like(held(tensor).detach())
 
 
-@rule(T.data.__set__, T.grad.__set__)
+@rule(_T.data.__set__, _T.grad.__set__)
 def _set(tensor: Any, value: Any) -> Any:
     del tensor, value
     raise ConfigError(
@@ -168,23 +168,23 @@ def _set(tensor: Any, value: Any) -> Any:
     )
 
 
-@rule(T.grad.__get__)
+@rule(_T.grad.__get__)
 def _grad(tensor: SlicedTensor) -> Any:
     gradient = held(tensor).grad
     return None if gradient is None else tensor.like(gradient)
 
 
-@rule(T.requires_grad.__set__)
+@rule(_T.requires_grad.__set__)
 def _set_requires_grad(tensor: SlicedTensor, value: bool) -> None:  # noqa: FBT001 - torch's own
     tensor.requires_grad_(value)
 
 
-@rule(T.retain_grad)
+@rule(_T.retain_grad)
 def _retain_grad(tensor: SlicedTensor) -> None:
     held(tensor).retain_grad()
 
 
-@rule(T.register_hook)
+@rule(_T.register_hook)
 def _register_hook(tensor: SlicedTensor, hook: Any) -> Any:
     """A hook sees gradients as the model's code sees tensors."""
     slices, group = tensor.slices, tensor.group
@@ -218,12 +218,12 @@ nbytes itemsize names
 """
 )
 for _function in (
-    *_named(T, _FACTS),
-    *(getattr(T, name).__get__ for name in _PROPERTIES if hasattr(T, name)),
+    *_named(_T, _FACTS),
+    *(getattr(_T, name).__get__ for name in _PROPERTIES if hasattr(_T, name)),
     *(torch.numel, torch.is_floating_point, torch.is_complex, torch.is_same_size),
 ):
     rule(_function)(_on_wrapper(_function))
-rule(T.grad_fn.__get__)(lambda tensor: held(tensor).grad_fn)
-rule(T.requires_grad.__get__)(lambda tensor: held(tensor).requires_grad)
-rule(T.is_leaf.__get__)(lambda tensor: held(tensor).is_leaf)
-rule(T._version.__get__)(lambda tensor: held(tensor)._version)
+rule(_T.grad_fn.__get__)(lambda tensor: held(tensor).grad_fn)
+rule(_T.requires_grad.__get__)(lambda tensor: held(tensor).requires_grad)
+rule(_T.is_leaf.__get__)(lambda tensor: held(tensor).is_leaf)
+rule(_T._version.__get__)(lambda tensor: held(tensor)._version)

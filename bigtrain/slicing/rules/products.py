@@ -27,9 +27,9 @@ from bigtrain.slicing.sliced_tensor import (
     rule,
     rule_with_function,
 )
-from bigtrain.slicing.slices import Section, Slices
+from bigtrain.slicing.slices import Slices, SliceSection
 
-T = torch.Tensor
+_T = torch.Tensor
 
 
 def product(
@@ -143,9 +143,9 @@ def _with_bias(result: Any, bias: Any, dim: int = -1) -> Any:
     return result + (bias if dim == -1 else bias.reshape(shape))
 
 
-@rule_with_function(torch.matmul, T.matmul, T.__matmul__, T.__rmatmul__)
+@rule_with_function(torch.matmul, _T.matmul, _T.__matmul__, _T.__rmatmul__)
 def _matmul(func: Any, a: Any, b: Any) -> Any:
-    if func is T.__rmatmul__:
+    if func is _T.__rmatmul__:
         a, b = b, a
     if a.dim() < 2 or b.dim() < 2:
         return NotImplemented
@@ -176,24 +176,24 @@ def _batch_names(tensor: Tensor, names: str) -> str:
     return "".join(n.upper() if size == 1 else n for n, size in zip(own, sizes, strict=True))
 
 
-@rule(torch.bmm, T.bmm)
+@rule(torch.bmm, _T.bmm)
 def _bmm(a: Any, b: Any) -> Any:
     return product(("axy", "ayz"), "axz", (a, b), torch.bmm)
 
 
-@rule(torch.mm, T.mm)
+@rule(torch.mm, _T.mm)
 def _mm(a: Any, b: Any) -> Any:
     return _times(a, b)
 
 
-@rule(torch.addmm, T.addmm)
+@rule(torch.addmm, _T.addmm)
 def _addmm(added: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
     result = torch.mm(a, b)
     result = result if alpha == 1 else result * alpha
     return _gathered_once(result + (added if beta == 1 else added * beta), b)
 
 
-@rule(torch.baddbmm, T.baddbmm)
+@rule(torch.baddbmm, _T.baddbmm)
 def _baddbmm(added: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
     result = torch.bmm(a, b)
     result = result if alpha == 1 else result * alpha
@@ -279,7 +279,7 @@ def scaled(slices: Slices, divide: int, times: int) -> Slices | None:
         if length % divide or (unit % divide and length // unit % divide):
             return None
         larger = max(1, unit // divide) if unit % divide == 0 else 1
-        sections.append(Section(length // divide * times, larger * times))
+        sections.append(SliceSection(length // divide * times, larger * times))
     return Slices(slices.dim, tuple(sections))
 
 

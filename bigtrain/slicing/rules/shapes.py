@@ -19,9 +19,9 @@ from bigtrain.slicing.sliced_tensor import (
     rule,
     rule_with_function,
 )
-from bigtrain.slicing.slices import Section, Slices, reshaped
+from bigtrain.slicing.slices import Slices, SliceSection, reshaped
 
-T: Any = torch.Tensor
+_T: Any = torch.Tensor
 
 
 def _sizes(sizes: Sequence[Any]) -> list[int]:
@@ -56,7 +56,7 @@ def _reshape(tensor: SlicedTensor, target: list[int]) -> Any:
     return result
 
 
-@rule(T.view, T.reshape, torch.reshape)
+@rule(_T.view, _T.reshape, torch.reshape)
 def _view(tensor: SlicedTensor, *sizes: Any, **kwargs: Any) -> Any:
     sizes = sizes or tuple(value for name, value in kwargs.items() if name in ("shape", "size"))
     if not sizes or isinstance(sizes[0], torch.dtype):
@@ -64,37 +64,37 @@ def _view(tensor: SlicedTensor, *sizes: Any, **kwargs: Any) -> Any:
     return _reshape(tensor, _sizes(sizes))
 
 
-@rule(T.view_as, T.reshape_as)
+@rule(_T.view_as, _T.reshape_as)
 def _view_as(tensor: Tensor, other: Tensor) -> Any:
     return tensor.reshape(other.shape)
 
 
-@rule(T.flatten, torch.flatten)
+@rule(_T.flatten, torch.flatten)
 def _flatten(tensor: SlicedTensor, start_dim: int = 0, end_dim: int = -1) -> Any:
     start, end = start_dim % tensor.dim(), end_dim % tensor.dim()
     shape = list(tensor.shape)
     return _reshape(tensor, [*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]])
 
 
-@rule(T.ravel, torch.ravel)
+@rule(_T.ravel, torch.ravel)
 def _ravel(tensor: SlicedTensor) -> Any:
     return _reshape(tensor, [-1])
 
 
-@rule(T.unflatten, torch.unflatten)
+@rule(_T.unflatten, torch.unflatten)
 def _unflatten(tensor: SlicedTensor, dim: int, sizes: Sequence[int]) -> Any:
     shape, dim = list(tensor.shape), dim % tensor.dim()
     return _reshape(tensor, [*shape[:dim], *_filled(list(sizes), shape[dim]), *shape[dim + 1 :]])
 
 
-@rule(T.unsqueeze, torch.unsqueeze)
+@rule(_T.unsqueeze, torch.unsqueeze)
 def _unsqueeze(tensor: SlicedTensor, dim: int) -> SlicedTensor:
     dim %= tensor.dim() + 1
     place = tensor.slices.dim + (dim <= tensor.slices.dim)
     return tensor.like(held(tensor).unsqueeze(dim), place)
 
 
-@rule(T.squeeze, torch.squeeze)
+@rule(_T.squeeze, torch.squeeze)
 def _squeeze(tensor: SlicedTensor, dim: Any = None) -> Any:
     chosen = range(tensor.dim()) if dim is None else [dim] if isinstance(dim, int) else list(dim)
     dims = [d % tensor.dim() for d in chosen]
@@ -110,29 +110,29 @@ def _permuted(tensor: SlicedTensor, order: Sequence[int]) -> SlicedTensor:
     return tensor.like(held(tensor).permute(order), order.index(tensor.slices.dim))
 
 
-@rule(T.permute, torch.permute)
+@rule(_T.permute, torch.permute)
 def _permute(tensor: SlicedTensor, *dims: Any, **kwargs: Any) -> SlicedTensor:
     return _permuted(tensor, _sizes(dims or (kwargs["dims"],)))
 
 
-@rule(T.transpose, torch.transpose, T.swapaxes, torch.swapaxes, T.swapdims, torch.swapdims)
+@rule(_T.transpose, torch.transpose, _T.swapaxes, torch.swapaxes, _T.swapdims, torch.swapdims)
 def _transpose(tensor: SlicedTensor, dim0: int, dim1: int) -> SlicedTensor:
     order = list(range(tensor.dim()))
     order[dim0], order[dim1] = order[dim1], order[dim0]
     return _permuted(tensor, order)
 
 
-@rule(T.t, torch.t, T.T.__get__)
+@rule(_T.t, torch.t, _T.T.__get__)
 def _transposed(tensor: SlicedTensor) -> Any:
     return _permuted(tensor, (1, 0)) if tensor.dim() == 2 else NotImplemented
 
 
-@rule(T.mT.__get__)
+@rule(_T.mT.__get__)
 def _matrices_transposed(tensor: SlicedTensor) -> Any:
     return tensor.transpose(-2, -1)
 
 
-@rule(T.movedim, torch.movedim, T.moveaxis, torch.moveaxis)
+@rule(_T.movedim, torch.movedim, _T.moveaxis, torch.moveaxis)
 def _movedim(tensor: SlicedTensor, source: Any, destination: Any) -> Any:
     if not isinstance(source, int):
         return NotImplemented
@@ -141,7 +141,7 @@ def _movedim(tensor: SlicedTensor, source: Any, destination: Any) -> Any:
     return _permuted(tensor, order)
 
 
-@rule(T.expand, T.broadcast_to, torch.broadcast_to)
+@rule(_T.expand, _T.broadcast_to, torch.broadcast_to)
 def _expand(tensor: SlicedTensor, *sizes: Any, **kwargs: Any) -> Any:
     target = _sizes(sizes or (kwargs["size"],))
     added = len(target) - tensor.dim()
@@ -153,7 +153,7 @@ def _expand(tensor: SlicedTensor, *sizes: Any, **kwargs: Any) -> Any:
     return tensor.like(local.expand(target), dim)
 
 
-@rule(T.expand_as)
+@rule(_T.expand_as)
 def _expand_as(tensor: Tensor, other: Tensor) -> Any:
     return tensor.expand(other.shape)
 
@@ -165,7 +165,7 @@ def _broadcast_tensors(*tensors: Any) -> Any:
     return tuple(tensor.expand(shape) for tensor in found)
 
 
-@rule(T.repeat, torch.tile, T.tile)
+@rule(_T.repeat, torch.tile, _T.tile)
 def _repeat(tensor: SlicedTensor, *sizes: Any, **kwargs: Any) -> Any:
     times = _sizes(sizes or (kwargs.get("dims", kwargs.get("repeats")),))
     times = [1] * (tensor.dim() - len(times)) + times
@@ -174,18 +174,20 @@ def _repeat(tensor: SlicedTensor, *sizes: Any, **kwargs: Any) -> Any:
     return SlicedTensor.of(held(tensor).repeat(*times), Slices(dim, again), tensor.group)
 
 
-@rule(T.repeat_interleave, torch.repeat_interleave)
+@rule(_T.repeat_interleave, torch.repeat_interleave)
 def _repeat_interleave(tensor: SlicedTensor, repeats: Any, dim: Any = None, **kwargs: Any) -> Any:
     if not isinstance(repeats, int) or dim is None or not is_sliced(tensor):
         return NotImplemented
     local = held(tensor).repeat_interleave(repeats, dim, **kwargs)
     if dim % tensor.dim() != tensor.slices.dim:
         return tensor.like(local)
-    sections = tuple(Section(n * repeats, unit * repeats) for n, unit in tensor.slices.sections)
+    sections = tuple(
+        SliceSection(n * repeats, unit * repeats) for n, unit in tensor.slices.sections
+    )
     return SlicedTensor.of(local, Slices(tensor.slices.dim, sections), tensor.group)
 
 
-@rule(T.flip, torch.flip)
+@rule(_T.flip, torch.flip)
 def _flip(tensor: SlicedTensor, *dims: Any, **kwargs: Any) -> Any:
     found = _sizes(dims or (kwargs["dims"],))
     if tensor.slices.dim in [dim % tensor.dim() for dim in found]:
@@ -193,7 +195,7 @@ def _flip(tensor: SlicedTensor, *dims: Any, **kwargs: Any) -> Any:
     return tensor.like(held(tensor).flip(found))
 
 
-@rule(T.roll, torch.roll)
+@rule(_T.roll, torch.roll)
 def _roll(tensor: SlicedTensor, shifts: Any, dims: Any = None) -> Any:
     found = [dims] if isinstance(dims, int) else list(dims or ())
     if not found or tensor.slices.dim in [dim % tensor.dim() for dim in found]:
@@ -207,7 +209,7 @@ def pieces(tensor: SlicedTensor, lengths: Sequence[int]) -> list[SlicedTensor] |
     local, begin, dim = held(tensor), 0, tensor.slices.dim
     group = tensor.group
     for length in lengths:
-        own: list[Section] = []
+        own: list[SliceSection] = []
         while sections and sum(s.length for s in own) < length:
             own.append(sections.pop(0))
         if not own or sum(s.length for s in own) != length:
@@ -237,24 +239,24 @@ def _split_function(tensor: SlicedTensor, split_size_or_sections: Any, dim: int 
     return _split(tensor, _even(tensor.shape[dim], size) if isinstance(size, int) else size, dim)
 
 
-@rule(T.split, T.split_with_sizes, torch.split_with_sizes)
+@rule(_T.split, _T.split_with_sizes, torch.split_with_sizes)
 def _split_method(tensor: SlicedTensor, split_size: Any, dim: int = 0) -> Any:
     return _split_function(tensor, split_size, dim)
 
 
-@rule(T.chunk, torch.chunk)
+@rule(_T.chunk, torch.chunk)
 def _chunk(tensor: SlicedTensor, chunks: int, dim: int = 0) -> Any:
     return _split(tensor, _even(tensor.shape[dim], -(-tensor.shape[dim] // chunks)), dim)
 
 
-@rule(T.tensor_split, torch.tensor_split)
+@rule(_T.tensor_split, torch.tensor_split)
 def _tensor_split(tensor: SlicedTensor, sections: Any, dim: int = 0) -> Any:
     if not isinstance(sections, int) or tensor.shape[dim] % sections:
         return NotImplemented
     return _split(tensor, _even(tensor.shape[dim], tensor.shape[dim] // sections), dim)
 
 
-@rule(T.unbind, torch.unbind)
+@rule(_T.unbind, torch.unbind)
 def _unbind(tensor: SlicedTensor, dim: int = 0) -> Any:
     dim %= tensor.dim()
     if dim == tensor.slices.dim:
@@ -263,7 +265,7 @@ def _unbind(tensor: SlicedTensor, dim: int = 0) -> Any:
     return tuple(tensor.like(part, place) for part in held(tensor).unbind(dim))
 
 
-@rule(T.__iter__)
+@rule(_T.__iter__)
 def _iterate(tensor: SlicedTensor) -> Any:
     return iter(tensor.unbind(0))
 
@@ -308,7 +310,7 @@ def _pad(tensor: SlicedTensor, pad: Sequence[int], *args: Any, **kwargs: Any) ->
     return tensor.like(F.pad(held(tensor), pad, *args, **kwargs))
 
 
-@rule_with_function(T.new_empty, T.new_zeros, T.new_ones, T.new_full, T.new_tensor)
+@rule_with_function(_T.new_empty, _T.new_zeros, _T.new_ones, _T.new_full, _T.new_tensor)
 def _new(func: Any, tensor: SlicedTensor, *args: Any, **kwargs: Any) -> Any:
     return func(held(tensor), *args, **kwargs) if is_sliced(tensor) else NotImplemented
 
@@ -320,12 +322,12 @@ def _complex(func: Any, tensor: SlicedTensor) -> Any:
     return tensor.like(func(held(tensor)))
 
 
-@rule_with_function(T.tril, torch.tril, T.triu, torch.triu)
+@rule_with_function(_T.tril, torch.tril, _T.triu, torch.triu)
 def _triangle(func: Any, tensor: SlicedTensor, diagonal: int = 0) -> Any:
     return tensor.like(func(held(tensor), diagonal)) if tensor.negative_dim < -2 else NotImplemented
 
 
-@rule(T.unfold)
+@rule(_T.unfold)
 def _windows(tensor: SlicedTensor, dimension: int, size: int, step: int) -> Any:
     if dimension % tensor.dim() == tensor.slices.dim:
         return NotImplemented
@@ -339,7 +341,7 @@ def resized(slices: Slices, divide: int, times: int, size: int) -> Slices | None
         if any(n % divide for rank in range(size) for n in section.part(rank, size)):
             return None
         unit = section.unit // divide if section.unit % divide == 0 else 1
-        sections.append(Section(section.length // divide * times, unit * times))
+        sections.append(SliceSection(section.length // divide * times, unit * times))
     found = Slices(slices.dim, tuple(sections))
     for rank in range(size):
         own = slices.parts(rank, size)

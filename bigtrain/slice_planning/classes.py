@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from bigtrain.machine.cluster import CommOp
-from bigtrain.slicing.analysis.axes import Dim, DimAxis, dim_length, expanded, leaves
-from bigtrain.slicing.analysis.axis_trace import AxisTrace
-from bigtrain.slicing.analysis.operations import HeldTensor, OpRecord
-from bigtrain.slicing.slices import Section, Slices
+from bigtrain.slice_planning.axes import Dim, DimAxis, dim_length, expanded, leaves
+from bigtrain.slice_planning.axis_trace import AxisTrace
+from bigtrain.slice_planning.operations import HeldTensor, OpRecord
+from bigtrain.slicing.slices import Slices, SliceSection
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class SliceClass:
         return f"{name} dim {self.slices[name].dim}"
 
 
-def sections_of(dim: Dim, wanted: set[int]) -> tuple[Section, ...] | None:
+def sections_of(dim: Dim, wanted: set[int]) -> tuple[SliceSection, ...] | None:
     """How a dim lies in slices, where these axes are sliced.
 
     Args:
@@ -66,7 +66,7 @@ def sections_of(dim: Dim, wanted: set[int]) -> tuple[Section, ...] | None:
     """
     axes = expanded(dim)
     inner = dim_length(axes)
-    found: tuple[Section, ...] | None = None
+    found: tuple[SliceSection, ...] | None = None
     outer = 1
     for axis in axes:
         inner //= axis.length
@@ -74,15 +74,15 @@ def sections_of(dim: Dim, wanted: set[int]) -> tuple[Section, ...] | None:
         if own is not None:
             if found is not None:
                 return None
-            scaled = tuple(Section(n * inner, unit * inner) for n, unit in own)
+            scaled = tuple(SliceSection(n * inner, unit * inner) for n, unit in own)
             found = scaled * outer
         outer *= axis.length
     return found
 
 
-def _sections_of_axis(axis: DimAxis, wanted: set[int]) -> tuple[Section, ...] | None:
+def _sections_of_axis(axis: DimAxis, wanted: set[int]) -> tuple[SliceSection, ...] | None:
     if not axis.parts:
-        return (Section(axis.length),) if id(axis) in wanted else None
+        return (SliceSection(axis.length),) if id(axis) in wanted else None
     parts = [sections_of(part, wanted) for part in axis.parts]
     if any(part is None for part in parts):
         return None

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bigtrain.slicing.analysis.axes import (
+from bigtrain.slice_planning.axes import (
     Dim,
     Dims,
     cut,
@@ -18,16 +18,16 @@ from bigtrain.slicing.analysis.axes import (
     unify,
     viewed,
 )
-from bigtrain.slicing.analysis.operations import OpCall, elementwise, opaque, rule, same_dims
+from bigtrain.slice_planning.operations import OpCall, axis_rule, elementwise, opaque, same_dims
 
 
-@rule("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten")
+@axis_rule("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten")
 def in_another_shape(op: OpCall) -> list[Dims]:
     """The same elements in the same order."""
     return [viewed(op.dims_or_new(op.tensor("self")), op.results[0].shape)]
 
 
-@rule("t", "transpose", "permute", "movedim", "numpy_T", "adjoint")
+@axis_rule("t", "transpose", "permute", "movedim", "numpy_T", "adjoint")
 def permuted(op: OpCall) -> list[Dims]:
     """Dims in another order."""
     dims = list(op.dims_or_new(op.tensor("self")))
@@ -40,13 +40,13 @@ def permuted(op: OpCall) -> list[Dims]:
     return [tuple(reversed(dims))]
 
 
-@rule("expand", "broadcast_to", "expand_copy")
+@axis_rule("expand", "broadcast_to", "expand_copy")
 def expanded_to(op: OpCall) -> list[Dims]:
     """Repeated along dims of length 1, and in new ones in front."""
     return [same_dims(op.results[0].shape, [op.dims_or_new(op.tensor("self"))])]
 
 
-@rule("repeat")
+@axis_rule("repeat")
 def repeated(op: OpCall) -> list[Dims]:
     """As it is, so many times, one after the other."""
     dims, times = op.dims_or_new(op.tensor("self")), op.arg("repeats")
@@ -54,7 +54,7 @@ def repeated(op: OpCall) -> list[Dims]:
     return [tuple([*new_dim(n), *dim] for n, dim in zip(times, dims, strict=True))]
 
 
-@rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk")
+@axis_rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk")
 def split(op: OpCall) -> list[Dims]:
     """Parts along a dim."""
     tensor = op.tensor("self")
@@ -70,7 +70,7 @@ def _parts(op: OpCall, tensor: Tensor, dim: int, lengths: Sequence[int]) -> list
     return [(*dims[:dim], piece, *dims[dim + 1 :]) for piece in pieces]
 
 
-@rule("glu")
+@axis_rule("glu")
 def gated(op: OpCall) -> list[Dims]:
     """One half times the sigmoid of the other."""
     tensor = op.tensor("self")
@@ -79,7 +79,7 @@ def gated(op: OpCall) -> list[Dims]:
     return [same_dims(op.results[0].shape, _parts(op, tensor, dim, [half, half]))]
 
 
-@rule("slice")
+@axis_rule("slice")
 def sliced(op: OpCall) -> list[Dims]:
     """A stretch of a dim, or every so manieth of its places."""
     tensor, result = op.tensor("self"), op.results[0]
@@ -103,7 +103,7 @@ def sliced(op: OpCall) -> list[Dims]:
     return [(*dims[:dim], kept, *dims[dim + 1 :])]
 
 
-@rule("select", "unbind")
+@axis_rule("select", "unbind")
 def selected(op: OpCall) -> list[Dims]:
     """Places of a dim, each by itself."""
     tensor = op.tensor("self")
@@ -113,7 +113,7 @@ def selected(op: OpCall) -> list[Dims]:
     return [(*dims[:dim], *dims[dim + 1 :]) for _ in op.results]
 
 
-@rule("cat", "concat", "concatenate")
+@axis_rule("cat", "concat", "concatenate")
 def concatenated(op: OpCall) -> list[Dims]:
     """One after the other along a dim."""
     result = op.results[0]
@@ -127,7 +127,7 @@ def concatenated(op: OpCall) -> list[Dims]:
     return [(*dims[:dim], whole, *dims[dim + 1 :])]
 
 
-@rule("stack")
+@axis_rule("stack")
 def stacked(op: OpCall) -> list[Dims]:
     """Side by side in a new dim."""
     result = op.results[0]
@@ -138,9 +138,9 @@ def stacked(op: OpCall) -> list[Dims]:
     return [(*dims[:dim], new, *dims[dim:])]
 
 
-@rule("sum", "mean", "amax", "amin", "var", "std", "var_mean", "std_mean", "prod", "any", "all",
-      "logsumexp", "linalg_vector_norm", "norm", "argmax", "argmin", "max", "min", "median",
-      "nansum", "aminmax", "count_nonzero")  # fmt: skip
+@axis_rule("sum", "mean", "amax", "amin", "var", "std", "var_mean", "std_mean", "prod", "any",
+           "all", "logsumexp", "linalg_vector_norm", "norm", "argmax", "argmin", "max", "min",
+           "median", "nansum", "aminmax", "count_nonzero")  # fmt: skip
 def reduced(op: OpCall) -> list[Dims]:
     """A figure of all places of some dims."""
     tensor = op.tensor("self")
@@ -158,7 +158,7 @@ def reduced(op: OpCall) -> list[Dims]:
     return [tuple(dim for n, dim in enumerate(dims) if n not in over) for _ in op.results]
 
 
-@rule("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "logcumsumexp", "roll",
+@axis_rule("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "logcumsumexp", "roll",
       "flip", "sort", "topk", "kthvalue", "renorm")  # fmt: skip
 def along_dims(op: OpCall) -> list[Dims]:
     """Places of a dim change with one another; the others are by themselves."""
@@ -183,14 +183,14 @@ def _as_before(op: OpCall, tensor: Tensor, over: Sequence[int]) -> list[Dims]:
     ]
 
 
-@rule("triu", "tril")
+@axis_rule("triu", "tril")
 def triangular(op: OpCall) -> list[Dims]:
     """Zeros on one side of the diagonal of the last two dims."""
     tensor = op.tensor("self")
     return _as_before(op, tensor, [tensor.dim() - 2, tensor.dim() - 1])
 
 
-@rule("max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool1d", "avg_pool2d",
+@axis_rule("max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool1d", "avg_pool2d",
       "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d",
       "adaptive_max_pool3d", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
       "_upsample_nearest_exact2d", "upsample_bilinear2d", "_upsample_bilinear2d_aa",
@@ -211,7 +211,7 @@ def over_places(op: OpCall) -> list[Dims]:
     return _as_before(op, tensor, list(over))
 
 
-@rule("embedding")
+@axis_rule("embedding")
 def looked_up(op: OpCall) -> list[Dims]:
     """Rows of a table: of its slices each rank has some, and zeros for the others."""
     table, indices = op.dims_or_new(op.tensor("weight")), op.tensor("indices")
@@ -220,7 +220,7 @@ def looked_up(op: OpCall) -> list[Dims]:
     return [(*places, table[1])]
 
 
-@rule("index", "_unsafe_index")
+@axis_rule("index", "_unsafe_index")
 def indexed(op: OpCall) -> list[Dims]:
     """Places of some dims by the numbers in tensors."""
     tensor, result = op.tensor("self"), op.results[0]
@@ -243,8 +243,9 @@ def indexed(op: OpCall) -> list[Dims]:
     return [(*kept[:front], *new, *kept[front:])]
 
 
-@rule("index_select", "gather", "scatter", "scatter_add", "index_add", "index_copy", "index_fill",
-      "take_along_dim", "select_scatter", "slice_scatter", "scatter_reduce")  # fmt: skip
+@axis_rule("index_select", "gather", "scatter", "scatter_add", "index_add", "index_copy",
+           "index_fill", "take_along_dim", "select_scatter", "slice_scatter",
+           "scatter_reduce")  # fmt: skip
 def along_numbers(op: OpCall) -> list[Dims]:
     """Places of one dim by numbers."""
     tensor, result = op.tensor("self"), op.results[0]
@@ -276,7 +277,7 @@ def along_numbers(op: OpCall) -> list[Dims]:
     return [tuple(found)]
 
 
-@rule("view_as_complex", "view_as_real")
+@axis_rule("view_as_complex", "view_as_real")
 def as_complex(op: OpCall) -> list[Dims]:
     """Pairs of numbers as one number, or back."""
     tensor = op.tensor("self")
@@ -287,7 +288,7 @@ def as_complex(op: OpCall) -> list[Dims]:
     return [dims[:-1]]
 
 
-@rule("pixel_shuffle", "pixel_unshuffle")
+@axis_rule("pixel_shuffle", "pixel_unshuffle")
 def shuffled_pixels(op: OpCall) -> list[Dims]:
     """The inner part of the channels is spread over pixels, or gathered from them."""
     tensor, result = op.tensor("self"), op.results[0]

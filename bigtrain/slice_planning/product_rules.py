@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from bigtrain.slicing.analysis.axes import Dim, Dims, taken, taken_inner, unify
-from bigtrain.slicing.analysis.operations import OpCall, opaque, rule, same_dims
+from bigtrain.slice_planning.axes import Dim, Dims, taken, taken_inner, unify
+from bigtrain.slice_planning.operations import OpCall, axis_rule, opaque, same_dims
 
 
-@rule("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "linear")
-def product(op: OpCall) -> list[Dims]:
+@axis_rule("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "linear")
+def axis_product(op: OpCall) -> list[Dims]:
     """Rows times columns, of matrices side by side where there are three dims."""
     left, right = _factors(op)
     one, other = op.dims_or_new(left), op.dims_or_new(right)
@@ -45,7 +45,7 @@ def _sum_over(op: OpCall, one: Dim, other: Dim, factors: tuple[Tensor, Tensor]) 
         op.block(one, "activations are summed over it")
 
 
-@rule("convolution", "_convolution", "mkldnn_convolution", "cudnn_convolution")
+@axis_rule("convolution", "_convolution", "mkldnn_convolution", "cudnn_convolution")
 def convolved(op: OpCall) -> list[Dims]:
     """Channels are summed over within groups; pixels change with one another."""
     tensor, weight, result = op.tensor("input"), op.tensor("weight"), op.results[0]
@@ -78,7 +78,7 @@ def convolved(op: OpCall) -> list[Dims]:
     return [(*given[:lead], channels, *pixels)]
 
 
-@rule("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+@axis_rule("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
       "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
       "_scaled_dot_product_fused_attention_overrideable",
       "_scaled_dot_product_attention_math")  # fmt: skip
@@ -116,7 +116,7 @@ def _new(op: OpCall, tensor: Tensor) -> Dims:
     return tuple(op.blocked_dim(length, "it is a statistic") for length in tensor.shape)
 
 
-@rule("native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm")
+@axis_rule("native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm")
 def layer_normed(op: OpCall) -> list[Dims]:
     """The last dims are taken together."""
     tensor = op.tensor("input")
@@ -132,7 +132,7 @@ def layer_normed(op: OpCall) -> list[Dims]:
     return [dims, *(kept for _ in op.results[1:])]
 
 
-@rule("native_group_norm", "group_norm")
+@axis_rule("native_group_norm", "group_norm")
 def group_normed(op: OpCall) -> list[Dims]:
     """Channels of one group, and pixels, are taken together."""
     tensor = op.tensor("input")
@@ -150,7 +150,7 @@ def group_normed(op: OpCall) -> list[Dims]:
     return [dims, *((dims[0], pieces[0]) for _ in op.results[1:])]
 
 
-@rule("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
+@axis_rule("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
       "cudnn_batch_norm", "_batch_norm_with_update", "_batch_norm_no_update",
       "batch_norm", "instance_norm")  # fmt: skip
 def batch_normed(op: OpCall) -> list[Dims]:
@@ -170,7 +170,7 @@ def batch_normed(op: OpCall) -> list[Dims]:
     ]
 
 
-@rule("_grouped_mm", "transformers::grouped_mm_fallback")
+@axis_rule("_grouped_mm", "transformers::grouped_mm_fallback")
 def grouped_product(op: OpCall) -> list[Dims]:
     """(rows, width), the rows in groups, times the matrix of each group."""
     left, right = [t for t in op.tensors if t.is_floating_point()][:2]
@@ -182,7 +182,7 @@ def grouped_product(op: OpCall) -> list[Dims]:
     return [(one[0], other[2])]
 
 
-@rule("im2col")
+@axis_rule("im2col")
 def unfolded(op: OpCall) -> list[Dims]:
     """(samples, channels, pixels) to (samples, channels x window, windows)."""
     tensor, result = op.tensor("self"), op.results[0]
@@ -195,7 +195,7 @@ def unfolded(op: OpCall) -> list[Dims]:
     return [(*dims[:lead], [*dims[lead], *window], op.blocked_dim(result.shape[-1], why))]
 
 
-@rule("col2im")
+@axis_rule("col2im")
 def folded(op: OpCall) -> list[Dims]:
     """The other way round."""
     tensor, result = op.tensor("self"), op.results[0]

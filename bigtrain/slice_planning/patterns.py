@@ -16,7 +16,7 @@ from itertools import combinations
 from torch import Tensor, nn
 
 from bigtrain.errors import ConfigError, did_you_mean
-from bigtrain.slicing.slices import Section, Slices
+from bigtrain.slicing.slices import Slices, SliceSection
 
 _KEY = "strategy.slice.slices"
 GATHER, WHOLE = "gather", "whole"
@@ -178,7 +178,7 @@ def read_spec(spec: str, shape: Sequence[int], where: str) -> tuple[Slices, bool
             f"{_KEY}: {where}: {spec!r} slices dim {dim}, and the tensor {tuple(shape)} has "
             f"{len(shape)} dims, the first of which is 0. Use a dim up to {len(shape) - 1}."
         )
-    sections: list[Section] = []
+    sections: list[SliceSection] = []
     for part in (match[2] or "").split(","):
         section = _SECTION.fullmatch(part)
         times, length, unit = section.groups() if section is not None else ("0", "", "")
@@ -189,7 +189,7 @@ def read_spec(spec: str, shape: Sequence[int], where: str) -> tuple[Slices, bool
                 f"{_KEY}: {where}: in {spec!r} a section of {own} is no multiple of its unit "
                 f"{unit or 1}. Use a unit that divides it."
             )
-        sections += [Section(own, int(unit or 1))] * count
+        sections += [SliceSection(own, int(unit or 1))] * count
     slices = Slices(dim, tuple(sections))
     if slices.total != shape[dim]:
         raise ConfigError(

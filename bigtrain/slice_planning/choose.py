@@ -11,13 +11,13 @@ from torch import nn
 
 from bigtrain.errors import ConfigError
 from bigtrain.machine.cluster import CommOp
-from bigtrain.slicing.analysis.axes import dim_length
-from bigtrain.slicing.analysis.axis_trace import AxisTrace, trace_axes
-from bigtrain.slicing.analysis.classes import AxisClasses, SliceClass, SliceExchange
-from bigtrain.slicing.analysis.disjoint import Option, Point, frontier
-from bigtrain.slicing.analysis.singles import SingleForm, single_forms
-from bigtrain.slicing.patterns import kept_names
-from bigtrain.slicing.plan import SlicingPlan
+from bigtrain.slice_planning.axes import dim_length
+from bigtrain.slice_planning.axis_trace import AxisTrace, trace_axes
+from bigtrain.slice_planning.classes import AxisClasses, SliceClass, SliceExchange
+from bigtrain.slice_planning.disjoint import Option, Point, frontier
+from bigtrain.slice_planning.patterns import kept_names
+from bigtrain.slice_planning.plan import SlicingPlan
+from bigtrain.slice_planning.singles import SingleForm, single_forms
 from bigtrain.slicing.slices import Slices
 from bigtrain.units import format_bytes
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bigtrain.machine.cluster import CommOp
-from bigtrain.slicing.analysis.axes import Dim, dim_length
-from bigtrain.slicing.analysis.axis_trace import AxisTrace
-from bigtrain.slicing.analysis.classes import SliceExchange
-from bigtrain.slicing.analysis.operations import HeldTensor, OpRecord
+from bigtrain.slice_planning.axes import Dim, dim_length
+from bigtrain.slice_planning.axis_trace import AxisTrace
+from bigtrain.slice_planning.classes import SliceExchange
+from bigtrain.slice_planning.operations import HeldTensor, OpRecord
 from bigtrain.slicing.slices import Slices
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from bigtrain.slicing.analysis.classes import SliceClass
-from bigtrain.slicing.analysis.singles import SingleForm
-from bigtrain.slicing.patterns import merged_lines, spec_text
+from bigtrain.slice_planning.classes import SliceClass
+from bigtrain.slice_planning.patterns import merged_lines, spec_text
+from bigtrain.slice_planning.singles import SingleForm
 from bigtrain.slicing.slices import Slices
 
 

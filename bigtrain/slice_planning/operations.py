@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from bigtrain.slicing.analysis.axes import Dim, Dims, block, new_dim, unify
+from bigtrain.slice_planning.axes import Dim, Dims, block, new_dim, unify
 
 Lookup = Callable[[Tensor], "HeldTensor | None"]
 
@@ -147,14 +147,14 @@ class OpCall:
 
 AxisRule = Callable[[OpCall], Iterable[Dims]]
 """Takes an operation's axes apart, unifies and blocks them; gives the dims of its results."""
-RULES: dict[str, AxisRule] = {}
+AXIS_RULES: dict[str, AxisRule] = {}
 
 
-def rule(*names: str) -> Callable[[AxisRule], AxisRule]:
+def axis_rule(*names: str) -> Callable[[AxisRule], AxisRule]:
     """The rule of operations of these names."""
 
     def put(function: AxisRule) -> AxisRule:
-        RULES.update(dict.fromkeys(names, function))
+        AXIS_RULES.update(dict.fromkeys(names, function))
         return function
 
     return put
@@ -178,7 +178,7 @@ def same_dims(shape: Sequence[int], operands: Iterable[Dims]) -> Dims:
     return tuple(found)
 
 
-@rule("native_dropout", "masked_fill", "masked_fill_", "fill_", "_to_copy", "copy_", "detach",
+@axis_rule("native_dropout", "masked_fill", "masked_fill_", "fill_", "_to_copy", "copy_", "detach",
       "alias", "lift_fresh", "_prelu_kernel", "prelu", "_conj", "_fused_dropout", "contiguous",
       "rrelu_with_noise", "heaviside", "nan_to_num", "as_strided_")  # fmt: skip
 def elementwise(op: OpCall) -> list[Dims]:
@@ -199,8 +199,8 @@ def opaque(op: OpCall, why: str = "") -> list[Dims]:
 def rule_of(op: OpCall) -> AxisRule:
     """The rule of an operation: by its name, else whether it is elementwise."""
     if op.func.namespace not in ("aten", "prims"):
-        return RULES.get(f"{op.func.namespace}::{op.name}", opaque)
-    found = RULES.get(op.name) or RULES.get(op.name.removesuffix("_"))
+        return AXIS_RULES.get(f"{op.func.namespace}::{op.name}", opaque)
+    found = AXIS_RULES.get(op.name) or AXIS_RULES.get(op.name.removesuffix("_"))
     if found is not None:
         return found
     return elementwise if torch.Tag.pointwise in op.func.tags else opaque

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bigtrain.errors import ConfigError
-from bigtrain.slicing.analysis import product_rules, view_rules
-from bigtrain.slicing.analysis.axes import MISFIT, Dims, block, new_dim
-from bigtrain.slicing.analysis.operations import (
+from bigtrain.slice_planning import product_rules, view_rules
+from bigtrain.slice_planning.axes import MISFIT, Dims, block, new_dim
+from bigtrain.slice_planning.operations import (
     HeldTensor,
     OpCall,
     OpRecord,
