@@ -88,16 +88,8 @@ def build_runner(
         # A technique that never holds the whole model makes them a piece at a time.
         if not any(technique.traits.materializes for technique in plan.techniques.values()):
             materialize(names_of(model))
-        if plan.lays_weights:
-            set_channels_last(model)
-        # While modules are plain, and before any is copied for a stage. From here on the model's
-        # own code sees whole parameters, all others see what this rank holds of them.
-        if slices is not None:
-            slice_modules(model, slices.by_name, slices.group, slices.model.gathered)
-        # BatchNorm is replaced while the model is still plain: wrappers keep what they find.
-        if plan.sync_batchnorm:
-            convert = nn.SyncBatchNorm.convert_sync_batchnorm
-            model = convert(model, context.dp_group)  # type: ignore[no-untyped-call]
+        # While the model is plain: wrappers keep what they find, stages copy it.
+        model = _changed_modules(model, plan, slices, context)
         assembly = Assembly(
             context=context,
             plan=plan,
@@ -126,6 +118,21 @@ def build_runner(
         assembly.collect_parameters()
         # The optimizer comes last, made by the runner: sharding has changed the parameters.
         return _recorded_runner(assembly)
+
+
+def _changed_modules(
+    model: nn.Module, plan: Plan, slices: SlicedState | None, context: RunContext
+) -> nn.Module:
+    """What a plan changes of the modules themselves."""
+    if plan.lays_weights:
+        set_channels_last(model)
+    if plan.sync_batchnorm:
+        convert = nn.SyncBatchNorm.convert_sync_batchnorm
+        model = convert(model, context.dp_group)  # type: ignore[no-untyped-call]
+    # From here on the model's own code sees whole parameters, all others what this rank holds.
+    if slices is not None:
+        slice_modules(model, slices.by_name, slices.group, slices.model.gathered)
+    return model
 
 
 def _own_slices(resolved: ResolvedPlan, context: RunContext) -> SlicedState | None:
