@@ -69,7 +69,7 @@ def plan_slices(
 
     Without prices and a limit as much as can be is sliced in whole classes, then the largest of
     the other weights by themselves until `ENOUGH` is. Else it is what takes the least time; without
-    prices that is what sends the fewest bytes.
+    prices that is what sends the fewest bytes. Where no slices pay, nothing is sliced.
 
     Args:
         workload: the model, its loss and a micro-batch.
@@ -108,29 +108,39 @@ class _Choice:
         self._trace, self._ranks, self._keep = trace, ranks, keep
         self._groups = AxisClasses(trace)
         self._nbytes = {h.name: h.nbytes for n, h in trace.state.items() if n in trace.trained}
+        self._taken: dict[str, Slices] = {}
         self._all_singles = single_forms(trace)
         self._singles = {
             name: fit
             for name, forms in self._all_singles.items()
             if (fit := [form for form in forms if form.units >= ranks and self._is_free(form)])
         }
-        self._classes = [
+        classes = [
             own
             for own in self._groups.classes.values()
-            if own.units >= ranks and self._is_of_many(own) and self._is_free(own)
+            if self._is_of_many(own) and self._is_free(own)
         ]
+        self._classes = [own for own in classes if own.units >= ranks]
+        if len(self._classes) < len(classes):
+            known = {name for own in self._classes for name in own.slices}
+            wider = [
+                own
+                for own in self._groups.widened()
+                if known.isdisjoint(own.slices) and self._is_free(own)
+            ]
+            self._classes += [own for own in wider if own.units >= ranks and self._is_of_many(own)]
 
     def plan(self, prices: Prices | None, limit: float | None) -> SlicingPlan:
         """See `plan_slices`."""
+        if not self._classes and not self._singles:
+            raise ConfigError(self._refusal())
         if prices is None and limit is None:
             chosen = self._most()
         else:
             chosen = self._cheapest(prices or Prices(lambda kind, n: n * _weight(kind)), limit)
-        if not chosen:
-            raise ConfigError(self._refusal())
-        own: dict[str, Slices] = {}
         for part in chosen:
-            own |= part.slices
+            self._taken |= part.slices
+        own = self._taken
         slices = {n: own[h.name] for n, h in self._trace.state.items() if h.name in own}
         singles = tuple(part for part in chosen if isinstance(part, SingleForm))
         return SlicingPlan(
@@ -157,16 +167,11 @@ class _Choice:
 
     def _most(self) -> list[Sliced]:
         """Whole classes first, most bytes; then the largest of the rest."""
-        options = []
-        for known in self._classes:
-            instead = sum(_sent(self._best_single(name)) for name in known.slices)
-            options.append(self._option(known, _sent(known) - instead, 1.0, 0.0))
-        points = frontier(options)
-        enough = NEARLY * min(point.nbytes for point in points)
-        best = next(point for point in points if point.nbytes <= enough)
-        chosen: list[Sliced] = list(best.taken)
         whole = sum(self._nbytes.values())
-        sliced = sum(self._sliced_bytes(own) for own in chosen)
+        chosen = self._most_classes(alone=False)
+        if sum(map(self._sliced_bytes, chosen)) < ENOUGH * whole:
+            chosen = self._most_classes(alone=True)
+        sliced = sum(map(self._sliced_bytes, chosen))
         for own in sorted(chosen, key=self._sliced_bytes):
             nbytes = self._sliced_bytes(own)
             table = isinstance(own, SliceClass) and not own.flops
@@ -185,6 +190,21 @@ class _Choice:
             chosen += forms
             sliced += sum(map(self._sliced_bytes, forms))
         return chosen
+
+    def _most_classes(self, *, alone: bool) -> list[Sliced]:
+        """Of the sets of classes with nearly the most bytes the one that sends least.
+
+        Args:
+            alone: the other weights will be sliced by themselves, which is sent instead.
+        """
+        options = []
+        for own in self._classes:
+            names = own.slices if alone else ()
+            instead = sum(_sent(self._best_single(name)) for name in names)
+            options.append(self._option(own, _sent(own) - instead, 1.0, 0.0))
+        points = frontier(options)
+        enough = NEARLY * min(point.nbytes for point in points)
+        return list(next(point for point in points if point.nbytes <= enough).taken)
 
     def _cheapest(self, prices: Prices, limit: float | None) -> list[Sliced]:
         """The least time of what fits."""
@@ -262,8 +282,15 @@ class _Choice:
             if slices is None or slices.dim != n:
                 continue
             if own.units < self._ranks:
-                return f"it has {own.units} parts that stay together, for {self._ranks} ranks"
-            return f"what is sliced with it ({own.name}) is not, or along other dims"
+                few = f"it has {own.units} parts that stay together, for {self._ranks} ranks"
+                return few if own.units < 2 else f"{few}: mesh.tp={own.units} would do"
+            for other, lying in own.slices.items():
+                taken = self._taken.get(other)
+                if taken is not None and (other == name or taken.dim != lying.dim):
+                    return f"{other!r}, which goes with it, is sliced along dim {taken.dim}"
+            share = own.parameter_bytes / sum(self._nbytes.values())
+            sent = format_bytes(sum(sent.nbytes for sent in own.exchanged))
+            return f"it is {share:.2%} of the parameters, and slices of it would send {sent}"
         return ""
 
     def _refusal(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from bigtrain.machine.cluster import CommOp
@@ -54,12 +54,18 @@ class SliceClass:
         return f"{name} dim {self.slices[name].dim}"
 
 
-def sections_of(dim: Dim, wanted: set[int]) -> tuple[SliceSection, ...] | None:
+Ids = set[int]
+
+
+def sections_of(
+    dim: Dim, wanted: Ids, before: Ids | None = None
+) -> tuple[SliceSection, ...] | None:
     """How a dim lies in slices, where these axes are sliced.
 
     Args:
         dim: of a tensor.
         wanted: ids of axes; one factor of each product has some.
+        before: ids of axes of which one stands before each of them, and is sliced with it as one.
 
     Returns:
         None where a part of it has none of the axes, or a product more than one.
@@ -68,22 +74,29 @@ def sections_of(dim: Dim, wanted: set[int]) -> tuple[SliceSection, ...] | None:
     inner = dim_length(axes)
     found: tuple[SliceSection, ...] | None = None
     outer = 1
-    for axis in axes:
+    for n, axis in enumerate(axes):
         inner //= axis.length
-        own = _sections_of_axis(axis, wanted)
+        own = _sections_of_axis(axis, wanted, before)
         if own is not None:
             if found is not None:
                 return None
+            if before is not None and not axis.parts:
+                if n == 0 or id(axes[n - 1]) not in before:
+                    return None
+                outer //= axes[n - 1].length
+                own = (SliceSection(axes[n - 1].length * axis.length),)
             scaled = tuple(SliceSection(n * inner, unit * inner) for n, unit in own)
             found = scaled * outer
         outer *= axis.length
     return found
 
 
-def _sections_of_axis(axis: DimAxis, wanted: set[int]) -> tuple[SliceSection, ...] | None:
+def _sections_of_axis(
+    axis: DimAxis, wanted: Ids, before: Ids | None
+) -> tuple[SliceSection, ...] | None:
     if not axis.parts:
         return (SliceSection(axis.length),) if id(axis) in wanted else None
-    parts = [sections_of(part, wanted) for part in axis.parts]
+    parts = [sections_of(part, wanted, before) for part in axis.parts]
     if any(part is None for part in parts):
         return None
     return tuple(section for part in parts if part is not None for section in part)
@@ -119,11 +132,7 @@ class AxisClasses:
     @cached_property
     def classes(self) -> dict[int, SliceClass]:
         """All of them, by their number."""
-        members = defaultdict(set)
-        for key in self._axes:
-            root = self._root(key)
-            if root not in self._blocked:
-                members[root].add(key)
+        members = self._members
         found: dict[int, SliceClass] = {root: SliceClass() for root in members}
         seen: set[int] = set()
         for held in self._trace.state.values():
@@ -140,6 +149,57 @@ class AxisClasses:
         found = {root: own for root, own in found.items() if own.parameter_bytes}
         used = _add_costs(self, self._trace, found)
         return {root: own for root, own in found.items() if root in used}
+
+    @cached_property
+    def _members(self) -> dict[int, set[int]]:
+        """The axes of each class that is not blocked."""
+        members = defaultdict(set)
+        for key in self._axes:
+            root = self._root(key)
+            if root not in self._blocked:
+                members[root].add(key)
+        return members
+
+    def widened(self) -> list[SliceClass]:
+        """Classes together with the one that stands before them wherever they are.
+
+        Queries that share keys in groups have (keys' heads x heads of a group) as their heads:
+        where neither is enough for all ranks, both as one are, and keys and values stay whole.
+        """
+        before: dict[int, set[int]] = defaultdict(set)
+        repeated = self._repeated()
+        for tensor in self._trace.tensors:
+            for dim in tensor.dims:
+                for first, second in _neighbours(dim):
+                    root = self._root(id(second))
+                    if (root, tensor) not in repeated:
+                        before[root].add(self._root(id(first)) if first is not None else -1)
+        found = []
+        for root, own in self.classes.items():
+            outer = next(iter(before[root])) if len(before[root]) == 1 else -1
+            if outer not in self._members:
+                continue
+            slices = {
+                held.name: Slices(own.slices[held.name].dim, sections)
+                for held in self._trace.state.values()
+                if held.name in own.slices
+                for dim in (held.dims[own.slices[held.name].dim],)
+                if (sections := sections_of(dim, self._members[root], self._members[outer]))
+            }
+            if slices.keys() == own.slices.keys():
+                found.append(replace(own, slices=slices))
+        return found
+
+    def _repeated(self) -> set[tuple[int, HeldTensor]]:
+        """Classes in tensors that have them by repeating what has not: whole ones may do so."""
+        found: set[tuple[int, HeldTensor]] = set()
+        for record in self._trace.records:
+            for tensor in record.outputs:
+                for root in self.of(tensor):
+                    having = [held for held in record.inputs if root in self.of(held)]
+                    if tensor not in having and all((root, held) in found for held in having):
+                        found.add((root, tensor))
+        return found
 
     def of(self, held: HeldTensor) -> frozenset[int]:
         """The classes that a tensor has in any of its dims."""
@@ -226,6 +286,17 @@ class AxisClasses:
             for root, count in counts.items():
                 if count > 1 and not tensor.of_weights:
                     self._blocked[root] = "it is in two dims of one tensor"
+
+
+def _neighbours(dim: Dim) -> Iterable[tuple[DimAxis | None, DimAxis]]:
+    """Each axis at the bottom of a dim with the one before it in its product."""
+    last: DimAxis | None = None
+    for axis in expanded(dim):
+        for part in axis.parts:
+            yield from _neighbours(part)
+        if not axis.parts:
+            yield last, axis
+        last = None if axis.parts else axis
 
 
 def _sums(dim: Dim) -> Iterable[DimAxis]:

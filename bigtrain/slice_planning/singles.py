@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bigtrain.machine.cluster import CommOp
 from bigtrain.slice_planning.axes import Dim, dim_length
@@ -19,9 +19,9 @@ class SingleForm:
     slices: dict[str, Slices]
     gathered: bool
     """Along what comes out, which is gathered; else along what is summed over."""
-    exchanged: list[SliceExchange]
-    flops: int
     parameter_bytes: int
+    exchanged: list[SliceExchange] = field(default_factory=list)
+    flops: int = 0
 
     @property
     def units(self) -> int:
@@ -48,7 +48,20 @@ def single_forms(trace: AxisTrace) -> dict[str, list[SingleForm]]:
         made = [form for out in (True, False) if (form := _form(found, gathered=out))]
         if made:
             forms[name] = made
-    return {name: made for name, made in forms.items() if name not in biases}
+    own = {name: made for name, made in forms.items() if name not in biases}
+    return own if trace.failed else {**own, **_unused(trace)}
+
+
+def _unused(trace: AxisTrace) -> dict[str, list[SingleForm]]:
+    """Weights that the forward pass leaves alone cost nothing in slices."""
+    used = {tensor.base for record in trace.records for tensor in record.inputs}
+    found = {}
+    for held in trace.state.values():
+        if held not in used and held.name in trace.trained and len(held.dims) > 1:
+            n = max(range(len(held.dims)), key=lambda at: dim_length(held.dims[at]))
+            slices = {held.name: Slices.even(n, dim_length(held.dims[n]))}
+            found[held.name] = [SingleForm(slices, gathered=False, parameter_bytes=held.nbytes)]
+    return found
 
 
 def _form(records: list[OpRecord], *, gathered: bool) -> SingleForm | None:
@@ -74,7 +87,7 @@ def _form(records: list[OpRecord], *, gathered: bool) -> SingleForm | None:
         if given is not None and given.trained:
             sent.append(SliceExchange(kinds[1], given.nbytes, record.where, backward=True))
         if whole is None:
-            whole = SingleForm(slices, gathered, sent, record.flops, size)
+            whole = SingleForm(slices, gathered, size, sent, record.flops)
         elif whole.slices != slices:
             return None
         else:
