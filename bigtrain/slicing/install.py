@@ -33,22 +33,40 @@ RULES = (
 )
 """The modules whose import fills the table of rules."""
 _LAYOUTS, _GROUP = "_bigtrain_slices", "_bigtrain_slice_group"
-_GATHERED = "_bigtrain_gathered"
 
 
-class SlicedModule(nn.Module):
-    """What is put before a module's class: its sliced parameters and buffers come out as whole."""
+class _Table(dict[str, Any]):
+    """A module's parameters or buffers by name: asked for one by one, sliced ones come as whole.
 
-    def __getattr__(self, name: str) -> Any:
-        """A parameter, buffer or submodule; a sliced one as a `SlicedTensor`."""
-        value = super().__getattr__(name)
-        slices = self.__dict__[_LAYOUTS].get(name)
+    All of them at once, as for an optimizer or a checkpoint, are what this rank holds.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Any],
+        slices: Mapping[str, Slices],
+        group: SliceGroup,
+        gathered: Collection[str],
+    ) -> None:
+        super().__init__(tensors)
+        self._slices, self._group, self._gathered = slices, group, gathered
+
+    def __getitem__(self, name: str) -> Any:
+        value, slices = super().__getitem__(name), self._slices.get(name)
         # Those of fully_shard are in its own hands between the passes.
         if slices is None or not isinstance(value, Tensor) or isinstance(value, DTensor):
             return value
-        sliced = SlicedTensor.of(value, slices, self.__dict__[_GROUP])
-        sliced.gathers = name in self.__dict__[_GATHERED]
+        sliced = SlicedTensor.of(value, slices, self._group)
+        sliced.gathers = name in self._gathered
         return sliced
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As `__getitem__`."""
+        return self[name] if name in self else default  # noqa: SIM401 - that would be itself
+
+
+class SlicedModule(nn.Module):
+    """What is put before the class of a module with sliced tensors."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         """A buffer is given a new value, whole or sliced: this rank's slices are kept of it."""
@@ -129,9 +147,10 @@ def slice_modules(
             continue
         if not isinstance(module, SlicedModule):
             module.__class__ = _sliced_class(type(module))
-        module.__dict__[_LAYOUTS] = own
-        module.__dict__[_GROUP] = group
-        module.__dict__[_GATHERED] = {name for name, t in held if id(t) in once}
+        alone = {name for name, t in held if id(t) in once}
+        for table in ("_parameters", "_buffers"):
+            module.__dict__[table] = _Table(module.__dict__[table], own, group, alone)
+        module.__dict__[_LAYOUTS], module.__dict__[_GROUP] = own, group
 
 
 def _by_tensor(model: nn.Module, slices: Mapping[str, Slices], size: int) -> dict[int, Slices]:

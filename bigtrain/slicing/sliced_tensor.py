@@ -52,12 +52,15 @@ def rule_with_function(*functions: Any) -> Callable[[TensorRule], TensorRule]:
     return register
 
 
+_REENTRANT = ("CheckpointFunctionBackward",)
+_KEEP_FEEDING = "Keep the modules whole that feed it: strategy.slice.keep=[NAME]."
+
+
 def _refuse_gradient(gradient: Tensor) -> None:
     del gradient
     raise ConfigError(
         "strategy.slice: a torch.autograd.Function of the model's own was given a sliced tensor, "
-        "and its gradient has nowhere to go. Keep the modules whole that feed it: "
-        "strategy.slice.keep=[NAME]."
+        f"and its gradient has nowhere to go. {_KEEP_FEEDING}"
     )
 
 
@@ -137,7 +140,7 @@ class SlicedTensor(torch.Tensor):
             found = SlicedTensor.of(local, slices, self.group)
         else:
             found = SlicedTensor(local, slices, self.group, shape)
-        if _shares(local, self.local):
+        if shares_memory(local, self.local):
             found.base = self.root
         return found
 
@@ -219,10 +222,11 @@ def held(sliced: SlicedTensor) -> Tensor:
     with _raw():
         node = _grad_fn(sliced)
     if node is not None:
+        name = node.name()
         raise ConfigError(
-            f"strategy.slice: {node.name()}, a torch.autograd.Function of the model's "
-            "own, is given a sliced tensor. Keep the modules whole that feed it: "
-            "strategy.slice.keep=[NAME]."
+            f"strategy.slice: {name}, a torch.autograd.Function of the model's own, is given a "
+            "sliced tensor. "
+            + ("Recompute with use_reentrant=False." if name in _REENTRANT else _KEEP_FEEDING)
         )
     _agree(sliced.root)
     return sliced.local
@@ -310,13 +314,17 @@ def _agree(base: SlicedTensor) -> None:
             one.note()
 
 
-def _shares(value: Any, whole: Tensor) -> bool:
-    """Whether a value is a view of a tensor."""
+def shares_memory(value: Any, whole: Tensor) -> bool:
+    """Whether a value is a tensor, or a view of it."""
     if value is whole:
         return True
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return False
     return bool(value.untyped_storage()._cdata == whole.untyped_storage()._cdata)
+
+
+def _has_view(result: Any, whole: Tensor) -> bool:
+    return any(shares_memory(leaf, whole) for leaf in tree_leaves(result))
 
 
 def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
@@ -353,7 +361,9 @@ def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
         if one.is_changed:
             base.lent = (*(other for other in base.lent if other is not one), one)
             changed[id(one.whole)] = sliced.change(sliced.local)
-        elif one not in base.lent and any(_shares(leaf, one.whole) for leaf in tree_leaves(result)):
+        elif one not in base.lent and any(
+            shares_memory(leaf, one.whole) for leaf in tree_leaves(result)
+        ):
             base.lent = (*base.lent, one)
     return tree_map(lambda leaf: changed.get(id(leaf), leaf), result) if changed else result
 

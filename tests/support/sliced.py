@@ -62,7 +62,7 @@ def compared(
         group: the ranks.
         steps: how often both run, gradients being added up.
     """
-    model = in_slices(whole, slices, group)
+    model, slices = in_slices(whole, slices, group), _under_all_names(whole, slices)
     found = Compared()
     try:
         for _ in range(steps):
@@ -93,6 +93,16 @@ def compared(
         _note(found, name, one, other, 0.0)
     _gradients(whole, model, slices, group, found)
     return found
+
+
+def _under_all_names(model: nn.Module, slices: Mapping[str, Slices]) -> dict[str, Slices]:
+    """The slices of tied tensors under each of their names."""
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    by_tensor = {id(tensor): slices[name] for name, tensor in named if name in slices}
+    return {name: by_tensor[id(tensor)] for name, tensor in named if id(tensor) in by_tensor}
 
 
 def _gradients(

@@ -193,6 +193,13 @@ def _instance_norm(
     return _by_channel(F.instance_norm, x, statistics, affine, options, use_input_stats)
 
 
+@rule(torch._weight_norm)
+def _weight_norm(direction: Any, length: Any, dim: int = 0) -> Any:
+    others = [d for d in range(direction.dim()) if d != dim]
+    squares = (direction * direction).sum(others, keepdim=True)
+    return direction * (length / squares.sqrt())
+
+
 @rule(F.group_norm)
 def _group_norm(
     x: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
@@ -224,6 +231,7 @@ adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d 
 interpolate upsample
 """
 )
+_INDEXED = [f"{kind}max_pool{n}d" for kind in ("", "adaptive_") for n in (1, 2, 3)]
 _DIMS = {"1d": 1, "2d": 2, "3d": 3}
 
 
@@ -235,13 +243,15 @@ _DIMS = {"1d": 1, "2d": 2, "3d": 3}
     torch.avg_pool1d,
     torch.adaptive_avg_pool1d,
     torch.adaptive_max_pool1d,
+    *(getattr(F, f"{name}_with_indices") for name in _INDEXED),
 )
 def _pool(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    spatial = _DIMS.get(func.__name__[-2:], x.dim() - 2)
+    name = func.__name__.removesuffix("_with_indices")
+    spatial = _DIMS.get(name[-2:], x.dim() - 2)
     if not is_sliced(x) or x.negative_dim >= -spatial:
         return NotImplemented
     found = func(held(x), *args, **kwargs)
-    return x.like(found) if isinstance(found, Tensor) else NotImplemented
+    return x.like(found) if isinstance(found, Tensor) else tuple(x.like(part) for part in found)
 
 
 _REDUCTIONS = words(

@@ -149,6 +149,31 @@ def _random(func: Any, tensor: SlicedTensor, *args: Any, **kwargs: Any) -> Tenso
     return whole
 
 
+_DRAWN = words("bernoulli_ normal_ uniform_ random_ exponential_ geometric_ log_normal_ cauchy_")
+
+
+@rule_with_function(*_named(_T, _DRAWN))
+def _drawn(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Random numbers are drawn for the whole, so that they are those of one process."""
+    if not is_sliced(tensor) or any(isinstance(v, Tensor) for v in (*args, *kwargs.values())):
+        return NotImplemented
+    whole = func(held(tensor).detach().new_empty(tensor.shape), *args, **kwargs)
+    return tensor.change(held(tensor).copy_(as_operand(whole, tensor.slices, tensor.group)))
+
+
+@rule_with_function(
+    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss),
+    *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits),
+)
+def _loss(func: Any, x: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of each element by itself, then of all."""
+    reduction = kwargs.pop("reduction", "mean")
+    if args or reduction == "none" or x.shape != target.shape:
+        return NotImplemented
+    each = _pointwise(func, x, target, reduction="none", **kwargs)
+    return each.sum() if reduction == "sum" else each.mean()
+
+
 @rule(_T.contiguous)
 def _contiguous(tensor: SlicedTensor, **kwargs: Any) -> SlicedTensor:
     return tensor.like(held(tensor).contiguous(**kwargs))

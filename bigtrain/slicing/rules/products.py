@@ -16,7 +16,6 @@ from torch import Tensor
 from bigtrain.slicing.exchange import (
     SliceGroup,
     summed,
-    to_all,
 )
 from bigtrain.slicing.sequence import column_linear, forget_input, total
 from bigtrain.slicing.sliced_tensor import (
@@ -26,6 +25,7 @@ from bigtrain.slicing.sliced_tensor import (
     is_sliced,
     rule,
     rule_with_function,
+    shares_memory,
 )
 from bigtrain.slicing.slices import Slices, SliceSection
 
@@ -69,7 +69,9 @@ def product(
     ]
     local = compute(*own)
     if letter not in result:
-        return add_up(local, group)
+        # It is added up in place, and in inference mode a view does not say that it is one.
+        is_own = not any(shares_memory(local, operand) for operand in own)
+        return add_up(local if is_own else local.clone(), group)
     return SlicedTensor.of(local, chosen.slices.at(result.index(letter)), group)
 
 
@@ -138,6 +140,7 @@ def _with_bias(result: Any, bias: Any, dim: int = -1) -> Any:
     """Add a bias along a dim: once, after what is partial was added up."""
     if bias is None:
         return result
+    bias = bias.to(result.dtype)  # as an autocast has chosen it
     shape = [1] * result.dim()
     shape[dim] = -1
     return result + (bias if dim == -1 else bias.reshape(shape))
@@ -147,8 +150,12 @@ def _with_bias(result: Any, bias: Any, dim: int = -1) -> Any:
 def _matmul(func: Any, a: Any, b: Any) -> Any:
     if func is _T.__rmatmul__:
         a, b = b, a
-    if a.dim() < 2 or b.dim() < 2:
-        return NotImplemented
+    if a.dim() < 2 and b.dim() < 2:
+        return product("xx", "", (a, b), torch.dot)
+    if a.dim() < 2:
+        return torch.matmul(a.unsqueeze(0), b).squeeze(-2)
+    if b.dim() < 2:
+        return torch.matmul(a, b.unsqueeze(1)).squeeze(-1)
     if b.dim() == 2:
         return _times(a, b)
     batch = max(a.dim(), b.dim()) - 2
@@ -176,6 +183,28 @@ def _batch_names(tensor: Tensor, names: str) -> str:
     return "".join(n.upper() if size == 1 else n for n, size in zip(own, sizes, strict=True))
 
 
+_VECTORS = {
+    "dot": ("x", "x", ""),
+    "vdot": ("x", "x", ""),
+    "mv": ("xy", "y", "x"),
+    "outer": ("x", "y", "xy"),
+}
+
+
+@rule_with_function(*(getattr(home, name) for home in (torch, _T) for name in _VECTORS))
+def _vectors(func: Any, a: Any, b: Any) -> Any:
+    first, second, result = _VECTORS[func.__name__]
+    return product((first, second), result, (a, b), func)
+
+
+@rule(F.bilinear)
+def _bilinear(a: Any, b: Any, weight: Any, bias: Any = None) -> Any:
+    names = _names(a.dim() - 1)
+    letters = (f"{names}x", f"{names}y", "zxy")
+    main = 2 if is_sliced(weight) else None
+    return _with_bias(product(letters, f"{names}z", (a, b, weight), F.bilinear, main), bias)
+
+
 @rule(torch.bmm, _T.bmm)
 def _bmm(a: Any, b: Any) -> Any:
     return product(("axy", "ayz"), "axz", (a, b), torch.bmm)
@@ -188,30 +217,51 @@ def _mm(a: Any, b: Any) -> Any:
 
 @rule(torch.addmm, _T.addmm)
 def _addmm(added: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
-    result = torch.mm(a, b)
+    return _gathered_once(_with_added(torch.mm(a, b), added, beta, alpha), b)
+
+
+def _with_added(result: Any, added: Any, beta: float, alpha: float) -> Any:
     result = result if alpha == 1 else result * alpha
-    return _gathered_once(result + (added if beta == 1 else added * beta), b)
+    if beta == 0:
+        return result
+    added = added.to(result.dtype)  # as an autocast has chosen it
+    return result + (added if beta == 1 else added * beta)
 
 
 @rule(torch.baddbmm, _T.baddbmm)
 def _baddbmm(added: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
-    result = torch.bmm(a, b)
-    result = result if alpha == 1 else result * alpha
-    return result if beta == 0 else result + (added if beta == 1 else added * beta)
+    return _with_added(torch.bmm(a, b), added, beta, alpha)
 
 
 @rule(torch.einsum)
-def _einsum(equation: str, *operands: Any) -> Any:
+def _einsum(equation: Any, *operands: Any) -> Any:
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = tuple(operands[0])
-    equation = equation.replace(" ", "")
-    if "..." in equation:
+    if not isinstance(equation, str):
         return NotImplemented
+    letters, result = _spelled(equation.replace(" ", ""), operands)
+    dealt = [n[t.slices.dim] for n, t in zip(letters, operands, strict=True) if is_sliced(t)]
+    if any(names.count(letter) > 1 for names in letters for letter in dealt):
+        return NotImplemented  # a diagonal
+    return product(letters, result, operands, lambda *own: torch.einsum(equation, *own))
+
+
+def _spelled(equation: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
+    """The letters of each operand and of the result, with those that dots stand for."""
     inputs, arrow, result = equation.partition("->")
     letters = inputs.split(",")
-    if not arrow or any(len(set(names)) != len(names) for names in letters):
-        return NotImplemented
-    return product(letters, result, operands, lambda *own: torch.einsum(equation, *own))
+    if not arrow:
+        once = sorted(n for n in set(inputs) if n.isalpha() and inputs.count(n) == 1)
+        result = ("..." if "..." in inputs else "") + "".join(once)
+    spare = [chr(n) for n in (*range(65, 91), *range(97, 123)) if chr(n) not in equation]
+    found = []
+    widest = ""
+    for names, operand in zip(letters, operands, strict=True):
+        count = operand.dim() - len(names) + 3 if "..." in names else 0
+        own = "".join(reversed(spare[:count]))
+        widest = max(widest, own, key=len)
+        found.append(names.replace("...", own))
+    return found, result.replace("...", widest)
 
 
 @rule_with_function(F.conv1d, F.conv2d, F.conv3d)
@@ -227,49 +277,65 @@ def _conv(
 ) -> Any:
     if x.dim() < weight.dim():
         return func(x.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
-    options = (stride, padding, dilation)
-    if groups > 1:
-        return _gathered_once(_grouped(func, x, weight, bias, options, groups), weight)
-    spatial = "hwd"[: weight.dim() - 2]
-    kernel = spatial.upper()
-    if is_sliced(x) and x.slices.dim > 1 or (is_sliced(weight) and weight.slices.dim > 1):
+
+    def compute(own: Tensor, kernels: Tensor, own_groups: int = groups) -> Any:
+        return func(own, kernels, None, stride, padding, dilation, own_groups)
+
+    if any(is_sliced(t) and t.slices.dim > 1 for t in (x, weight)):
         return NotImplemented
-    result = (
-        product(
-            (f"bx{spatial}", f"yx{kernel}"),
-            f"by{spatial}",
-            (x, weight),
-            lambda own, kernels: func(own, kernels, None, *options),
-            1 if is_sliced(weight) else None,
-        )
-        if is_sliced(x) or is_sliced(weight)
-        else func(x, weight, None, *options)
-    )
+    if groups > 1:
+        result = _grouped(compute, x, weight, groups, weight.shape[0] // groups)
+    else:
+        spatial = "hwd"[: weight.dim() - 2]
+        letters = (f"bx{spatial}", f"yx{spatial.upper()}")
+        main = 1 if is_sliced(weight) else None
+        result = product(letters, f"by{spatial}", (x, weight), compute, main)
+    if result is NotImplemented:
+        return result
     return _gathered_once(_with_bias(result, bias, 1), weight)
 
 
-def _grouped(func: Any, x: Any, weight: Any, bias: Any, options: Any, groups: int) -> Any:
-    """By groups of channels: those of a rank go together."""
+def _grouped(
+    compute: Callable[..., Any],
+    x: Any,
+    weight: Any,
+    groups: int,
+    outer: int,
+    *,
+    turned: bool = False,
+) -> Any:
+    """A convolution by groups of channels: those of a rank go together.
+
+    Args:
+        compute: of plain tensors and a number of groups.
+        x: (batch, channels, ...).
+        weight: its first dim goes through the groups.
+        groups: more than one.
+        outer: channels of the result for each of them.
+        turned: it is a transposed convolution: the second dim of its weight is that of its result.
+    """
+    if not is_sliced(x) and not is_sliced(weight):
+        return compute(x, weight, groups)
+    group = (weight if is_sliced(weight) else x).group
     if is_sliced(x) and x.slices.dim == 0:
-        own = to_all(weight, x.group) if not is_sliced(weight) else weight
-        if is_sliced(own):
-            return NotImplemented
-        return _with_bias(x.like(func(held(x), own, None, *options, groups)), bias, 1)
-    main = weight if is_sliced(weight) else x
-    if not is_sliced(main) or main.slices.dim != (0 if main is weight else 1):
-        return NotImplemented
-    group, inner, outer = main.group, x.shape[1] // groups, weight.shape[0] // groups
-    by_group = scaled(main.slices, outer if main is weight else inner, 1)
+        return x.like(compute(held(x), as_operand(weight, None, group), groups))
+    if is_sliced(weight) and weight.slices.dim == 1:  # the same part of each group
+        each = Slices(1, weight.slices.sections * groups)
+        if turned:
+            local = compute(as_operand(x, None, group), held(weight), groups)
+            return SlicedTensor.of(local, each, group)
+        return summed(compute(as_operand(x, each, group), held(weight), groups), group)
+    main, dim = (weight, 0) if is_sliced(weight) else (x, 1)
+    inner, rows = x.shape[1] // groups, weight.shape[0] // groups
+    by_group = scaled(main.slices, main.shape[dim] // groups, 1)
     if by_group is None or not by_group.length(group.size - 1, group.size):
         return NotImplemented
-    inputs, outputs = scaled(by_group, 1, inner), scaled(by_group, 1, outer)
-    if inputs is None or outputs is None:
+    inputs, kernels, outputs = (scaled(by_group, 1, n) for n in (inner, rows, outer))
+    if inputs is None or kernels is None or outputs is None:
         return NotImplemented
-    own_x = as_operand(x, inputs.at(1), group)
-    own_weight = as_operand(weight, outputs.at(0), group)
-    own_groups = by_group.length(group.rank, group.size)
-    local = func(own_x, own_weight, None, *options, own_groups)
-    return _with_bias(SlicedTensor.of(local, outputs.at(1), group), bias, 1)
+    own = as_operand(x, inputs.at(1), group), as_operand(weight, kernels.at(0), group)
+    local = compute(*own, by_group.length(group.rank, group.size))
+    return SlicedTensor.of(local, outputs.at(1), group)
 
 
 def scaled(slices: Slices, divide: int, times: int) -> Slices | None:
@@ -285,27 +351,34 @@ def scaled(slices: Slices, divide: int, times: int) -> Slices | None:
 
 @rule_with_function(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 def _conv_transpose(
-    func: Any, x: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any
+    func: Any,
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
 ) -> Any:
     if x.dim() < weight.dim():
-        return func(x.unsqueeze(0), weight, bias, *args, **kwargs).squeeze(0)
-    groups = kwargs.get("groups", args[3] if len(args) > 3 else 1)
-    if groups != 1 or (is_sliced(x) and x.slices.dim > 1):
+        options = (stride, padding, output_padding, groups, dilation)
+        return func(x.unsqueeze(0), weight, bias, *options).squeeze(0)
+
+    def compute(own: Tensor, kernels: Tensor, own_groups: int = groups) -> Any:
+        return func(own, kernels, None, stride, padding, output_padding, own_groups, dilation)
+
+    if any(is_sliced(t) and t.slices.dim > 1 for t in (x, weight)):
         return NotImplemented
-    spatial = "hwd"[: weight.dim() - 2]
-    if is_sliced(weight) and weight.slices.dim > 1:
-        return NotImplemented
-    result = (
-        product(
-            (f"bx{spatial}", f"xy{spatial.upper()}"),
-            f"by{spatial}",
-            (x, weight),
-            lambda own, kernels: func(own, kernels, None, *args, **kwargs),
-            1 if is_sliced(weight) else None,
-        )
-        if is_sliced(x) or is_sliced(weight)
-        else func(x, weight, None, *args, **kwargs)
-    )
+    if groups > 1:
+        result = _grouped(compute, x, weight, groups, weight.shape[1], turned=True)
+    else:
+        spatial = "hwd"[: weight.dim() - 2]
+        letters = (f"bx{spatial}", f"xy{spatial.upper()}")
+        main = 1 if is_sliced(weight) else None
+        result = product(letters, f"by{spatial}", (x, weight), compute, main)
+    if result is NotImplemented:
+        return result
     return _gathered_once(_with_bias(result, bias, 1), weight)
 
 

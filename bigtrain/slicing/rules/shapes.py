@@ -127,6 +127,11 @@ def _transposed(tensor: SlicedTensor) -> Any:
     return _permuted(tensor, (1, 0)) if tensor.dim() == 2 else NotImplemented
 
 
+@rule(_T.H.__get__)
+def _conjugated(tensor: SlicedTensor) -> Any:
+    return NotImplemented if tensor.is_complex() else tensor.t()
+
+
 @rule(_T.mT.__get__)
 def _matrices_transposed(tensor: SlicedTensor) -> Any:
     return tensor.transpose(-2, -1)
