@@ -83,8 +83,8 @@ class SliceGroup:
         """Note an exchange of a whole tensor of so many bytes."""
         if self.exchanges is not None:
             nbytes = tensor.numel() * tensor.element_size()
-            # On fake tensors one round of a loop may stand for many.
-            self.exchanges.extend([Exchange(kind, nbytes)] * REPEAT_COUNT.get())
+            for _ in range(REPEAT_COUNT.get()):  # on fakes one round of a loop may stand for many
+                self.exchanges.append(Exchange(kind, nbytes))
 
     def note_gather(self, name: str) -> None:
         """Note a function that has no rule."""

@@ -12,7 +12,7 @@ from bigtrain.slicing.columns import forget_input
 from bigtrain.slicing.exchange import SliceGroup, gathered_for_parts, to_all
 from bigtrain.slicing.rules_norms import own_random
 from bigtrain.slicing.rules_products import linear, scaled
-from bigtrain.slicing.sliced_tensor import SlicedTensor, held, is_sliced, rule
+from bigtrain.slicing.sliced_tensor import SlicedTensor, held, is_sliced, own_part, rule
 from bigtrain.slicing.slices import Slices
 
 
