@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from bigtrain.activations.policy import Offloader, apply_policies
@@ -77,6 +79,8 @@ def build_runner(
         slices = None
         if resolved.slices is not None:
             slices = resolved.slices.on(context.tp_rank, context.group("tp"))
+            settling = replace(slices.group, settle=meter.after_exchange)
+            slices = replace(slices, group=settling)
         materialize = Materializer(blueprint, context, plan.precision, bf16_names, slices)
         if layout is not None:
             # Before any value is made: a rank pays for its own stages only. A model that could

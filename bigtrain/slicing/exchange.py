@@ -71,6 +71,8 @@ class SliceGroup:
     """The dim of (batch, sequence, width) along which what is between products is sliced."""
     gloo: bool = False
     """Fake tensors stand for a run over gloo, which copies what it reduces and scatters."""
+    settle: Callable[[], None] | None = field(default=None, compare=False, repr=False)
+    """Called when an exchange is over: where memory is measured, for what is still held of it."""
     inputs: list[Any] = field(default_factory=list, compare=False, repr=False)
     """The input of the latest products of a sequence, gathered: at most one."""
 
@@ -85,6 +87,11 @@ class SliceGroup:
             nbytes = tensor.numel() * tensor.element_size()
             for _ in range(REPEAT_COUNT.get()):  # on fakes one round of a loop may stand for many
                 self.exchanges.append(Exchange(kind, nbytes))
+
+    def settled(self) -> None:
+        """An exchange is over."""
+        if self.settle is not None:
+            self.settle()
 
     def note_gather(self, name: str) -> None:
         """Note a function that has no rule."""
@@ -191,6 +198,7 @@ def all_reduce(tensor: Tensor, group: SliceGroup, op: Any = dist.ReduceOp.SUM) -
     group.note("all_reduce", tensor)
     if group.group is not None:
         dist.all_reduce(tensor, op, group=group.group)
+        group.settled()
     return tensor
 
 
@@ -208,31 +216,33 @@ class Begun:
     """An exchange that is under way.
 
     Args:
+        group: the ranks.
         work: what torch has to wait for; None where nothing is sent.
         sent: held until then, as the real thing is, so that memory on fake tensors is the same.
         arrived: where the result arrives.
         finish: what makes of that the tensor that is wanted.
-        copies: there is a copy of what is sent in the end, as gloo makes one.
     """
 
     def __init__(
         self,
+        group: SliceGroup,
         work: Any,
         sent: Tensor,
         arrived: Tensor,
         finish: Callable[[Tensor], Tensor],
-        *,
-        copies: bool = False,
     ) -> None:
-        self._work, self._sent, self._arrived, self._finish = work, [sent], [arrived], finish
-        self._copies = copies
+        self._group, self._work, self._finish = group, work, finish
+        self._sent, self._arrived = [sent], [arrived]
+        self.is_copied = False
+        """There is a copy of what is sent in the end, as gloo makes one."""
 
     def wait(self) -> Tensor:
         """The result, once: nothing of it is held here any longer."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if self._copies:
+            self._group.settled()
+        if self.is_copied:
             torch.empty_like(self._sent[0])
         self._sent.clear()
         return self._finish(self._arrived.pop())
@@ -245,7 +255,7 @@ def all_reduce_begun(tensor: Tensor, group: SliceGroup) -> Begun:
     work = None
     if group.group is not None:
         work = dist.all_reduce(tensor, group=group.group, async_op=True)
-    return Begun(work, tensor, tensor, lambda result: result)
+    return Begun(group, work, tensor, tensor, lambda result: result)
 
 
 def all_gather_begun(held: Tensor, slices: Slices, group: SliceGroup) -> Begun:
@@ -257,7 +267,7 @@ def all_gather_begun(held: Tensor, slices: Slices, group: SliceGroup) -> Begun:
     work = None
     if group.group is not None:
         work = all_gather_single(arrived.view(-1), sent.view(-1), group=group.group, async_op=True)
-    return Begun(work, sent, arrived, lambda parts: _joined(parts, slices, group))
+    return Begun(group, work, sent, arrived, lambda parts: _joined(parts, slices, group))
 
 
 def _joined(arrived: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
@@ -292,9 +302,9 @@ def reduce_scatter_begun(partial: Tensor, slices: Slices, group: SliceGroup) -> 
     if group.group is not None:
         work = reduce_scatter_single(own.view(-1), sent.view(-1), group=group.group, async_op=True)
     length = slices.length(group.rank, group.size)
-    return Begun(
-        work, sent, own, lambda padded: padded.narrow(slices.dim, 0, length), copies=group.gloo
-    )
+    begun = Begun(group, work, sent, own, lambda padded: padded.narrow(slices.dim, 0, length))
+    begun.is_copied = group.gloo
+    return begun
 
 
 def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
