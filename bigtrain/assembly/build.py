@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from bigtrain.activations.policy import Offloader, apply_policies
@@ -75,7 +77,7 @@ def build_runner(
         model = blueprint.model
         attach_head(workload.loss, model)  # while names are the user's own
         bf16_names = () if plan.master_weights else bf16_parameter_names(model)
-        slices = _own_slices(resolved, context)
+        slices = _own_slices(resolved, context, meter)
         materialize = Materializer(blueprint, context, plan.precision, bf16_names, slices)
         if layout is not None:
             # Before any value is made: a rank pays for its own stages only. A model that could
@@ -135,11 +137,14 @@ def _changed_modules(
     return model
 
 
-def _own_slices(resolved: ResolvedPlan, context: RunContext) -> SlicedState | None:
+def _own_slices(
+    resolved: ResolvedPlan, context: RunContext, meter: MemoryMeter
+) -> SlicedState | None:
     """How this rank holds a model's layers, where the plan slices them."""
     if resolved.slices is None:
         return None
-    return resolved.slices.on(context.tp_rank, context.group("tp"))
+    slices = resolved.slices.on(context.tp_rank, context.group("tp"))
+    return replace(slices, group=replace(slices.group, settle=meter.after_exchange))
 
 
 def _recorded_runner(assembly: Assembly) -> Runner:

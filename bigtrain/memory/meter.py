@@ -246,6 +246,11 @@ class MemoryMeter:
                     break
                 time.sleep(_MOMENT_S)
 
+    def after_exchange(self) -> None:
+        """Give gloo's thread a moment to let go of what was sent, while storages are tracked."""
+        if self._tracker is not None and self.device.type == "cpu":
+            time.sleep(_MOMENT_S)
+
     def peak_bytes(self) -> int | None:
         """The peak so far in bytes: requested of accelerators, the tracked one on a CPU.
 

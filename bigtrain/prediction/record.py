@@ -212,7 +212,8 @@ def _record(
             set_channels_last(fake)
         slices = resolved.slices.on(0, None) if resolved.slices is not None else None
         if slices is not None:  # the first rank's, which are the longest
-            slices = replace(slices, group=replace(slices.group, exchanges=exchanges))
+            gloo = plan.device_type == "cpu"
+            slices = replace(slices, group=replace(slices.group, exchanges=exchanges, gloo=gloo))
             slice_tensors(fake, slices.by_name, slices.group)
             slice_modules(fake, slices.by_name, slices.group, slices.model.gathered)
         root = unit.root(fake, workload.loss, plan, device)

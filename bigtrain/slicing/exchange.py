@@ -69,6 +69,10 @@ class SliceGroup:
     """How often a function was given whole tensors for want of a rule, by its name."""
     sequence_dim: int | None = None
     """The dim of (batch, sequence, width) along which what is between products is sliced."""
+    gloo: bool = False
+    """Fake tensors stand for a run over gloo, which copies what it reduces and scatters."""
+    settle: Callable[[], None] | None = field(default=None, compare=False, repr=False)
+    """Called when an exchange is over: where memory is measured, for what is still held of it."""
     inputs: list[Any] = field(default_factory=list, compare=False, repr=False)
     """The input of the latest products of a sequence, gathered: at most one."""
 
@@ -83,6 +87,11 @@ class SliceGroup:
             nbytes = tensor.numel() * tensor.element_size()
             # On fake tensors one round of a loop may stand for many.
             self.exchanges.extend([TensorExchange(kind, nbytes)] * REPEAT_COUNT.get())
+
+    def settled(self) -> None:
+        """An exchange is over."""
+        if self.settle is not None:
+            self.settle()
 
     def note_gather(self, name: str) -> None:
         """Note a function that has no rule."""
@@ -102,23 +111,39 @@ def products_kept(*, kept: bool = True) -> Iterator[None]:
         _keeps_products.reset(token)
 
 
+class Uses:
+    """How often a tensor is used by each rank in its own way.
+
+    Args:
+        group: the ranks.
+    """
+
+    def __init__(self, group: SliceGroup) -> None:
+        self.group, self.count = group, 0
+
+
 def to_all(whole: Tensor, group: SliceGroup) -> Tensor:
     """A whole tensor that each rank uses in its own way: gradients are added up.
 
     Once for all uses of one tensor: the gradients of queries, keys and values go together.
     """
+    return to_all_and_uses(whole, group)[0]
+
+
+def to_all_and_uses(whole: Tensor, group: SliceGroup) -> tuple[Tensor, Uses]:
+    """As `to_all`, and what counts the uses of the tensor, this one among them."""
     if not (whole.requires_grad and torch.is_grad_enabled()):
-        return whole
-    version, known = getattr(whole, _KNOWN, (None, None))
+        return whole, Uses(group)
+    version, known, uses = getattr(whole, _KNOWN, (None, None, Uses(group)))
     if isinstance(known, weakref.ref):
         known = known()
-    if isinstance(known, Tensor) and version == whole._version and _is_of(known, whole):
-        return known
-    result: Tensor = _ToAll.apply(whole, group)
-    # A leaf is held by the graph behind the result: strong references would go round in a circle.
-    kept = weakref.ref(result) if whole.grad_fn is None else result
-    setattr(whole, _KNOWN, (whole._version, kept))
-    return result
+    if not (isinstance(known, Tensor) and version == whole._version and _is_of(known, whole)):
+        known, uses = _ToAll.apply(whole, group), Uses(group)
+        # A leaf is held by the graph behind the result: strong references would be a circle.
+        kept = weakref.ref(known) if whole.grad_fn is None else known
+        setattr(whole, _KNOWN, (whole._version, kept, uses))
+    uses.count += 1
+    return known, uses
 
 
 _KNOWN = "_bigtrain_to_all"
@@ -173,29 +198,92 @@ def all_reduce(tensor: Tensor, group: SliceGroup, op: Any = dist.ReduceOp.SUM) -
     group.note("all_reduce", tensor)
     if group.group is not None:
         dist.all_reduce(tensor, op, group=group.group)
+        group.settled()
     return tensor
 
 
 def all_gather(held: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
     """The whole of a sliced tensor, without autograd."""
-    most = slices.length(0, group.size)
-    sent = _padded(held, slices.dim, most)
-    arrived = sent.new_empty((group.size, *sent.shape))
-    group.note("all_gather", arrived)
-    if group.group is not None:
-        all_gather_single(arrived.view(-1), sent.view(-1), group=group.group)
-    lengths = [slices.length(rank, group.size) for rank in range(group.size)]
-    is_in_order = len(slices.sections) == 1 and math.prod(sent.shape[: slices.dim]) == 1
-    if is_in_order and min(lengths) == most:
-        return arrived.view(
-            [n if d != slices.dim else slices.total for d, n in enumerate(held.shape)]
-        )
-    parts = [arrived[rank].narrow(slices.dim, 0, n) for rank, n in enumerate(lengths)]
-    return slices.join(parts)
+    return all_gather_begun(held, slices, group).wait()
 
 
 def reduce_scatter(partial: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
     """The slices of the sum of partial tensors, without autograd."""
+    return reduce_scatter_begun(partial, slices, group).wait()
+
+
+class Begun:
+    """An exchange that is under way.
+
+    Args:
+        group: the ranks.
+        work: what torch has to wait for; None where nothing is sent.
+        sent: held until then, as the real thing is, so that memory on fake tensors is the same.
+        arrived: where the result arrives.
+        finish: what makes of that the tensor that is wanted.
+    """
+
+    def __init__(
+        self,
+        group: SliceGroup,
+        work: Any,
+        sent: Tensor,
+        arrived: Tensor,
+        finish: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._group, self._work, self._finish = group, work, finish
+        self._sent, self._arrived = [sent], [arrived]
+        self.is_copied = False
+        """There is a copy of what is sent in the end, as gloo makes one."""
+
+    def wait(self) -> Tensor:
+        """The result, once: nothing of it is held here any longer."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            self._group.settled()
+        if self.is_copied:
+            torch.empty_like(self._sent[0])
+        self._sent.clear()
+        return self._finish(self._arrived.pop())
+
+
+def all_reduce_begun(tensor: Tensor, group: SliceGroup) -> Begun:
+    """Begin to add a tensor up over the ranks, in its own memory where that may be."""
+    tensor = tensor.contiguous()
+    group.note("all_reduce", tensor)
+    work = None
+    if group.group is not None:
+        work = dist.all_reduce(tensor, group=group.group, async_op=True)
+    return Begun(group, work, tensor, tensor, lambda result: result)
+
+
+def all_gather_begun(held: Tensor, slices: Slices, group: SliceGroup) -> Begun:
+    """Begin to gather a sliced tensor."""
+    most = slices.length(0, group.size)
+    sent = _padded(held, slices.dim, most).contiguous()
+    arrived = sent.new_empty((group.size, *sent.shape))
+    group.note("all_gather", arrived)
+    work = None
+    if group.group is not None:
+        work = all_gather_single(arrived.view(-1), sent.view(-1), group=group.group, async_op=True)
+    return Begun(group, work, sent, arrived, lambda parts: _joined(parts, slices, group))
+
+
+def _joined(arrived: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
+    """What each rank sent, (ranks, ...), as one tensor."""
+    most, shape = slices.length(0, group.size), list(arrived.shape[1:])
+    lengths = [slices.length(rank, group.size) for rank in range(group.size)]
+    is_in_order = len(slices.sections) == 1 and math.prod(shape[: slices.dim]) == 1
+    if is_in_order and min(lengths) == most:
+        shape[slices.dim] = slices.total
+        return arrived.view(shape)
+    parts = [arrived[rank].narrow(slices.dim, 0, n) for rank, n in enumerate(lengths)]
+    return slices.join(parts)
+
+
+def reduce_scatter_begun(partial: Tensor, slices: Slices, group: SliceGroup) -> Begun:
+    """Begin to add partial tensors up, of which each rank gets its slices."""
     most = slices.length(0, group.size)
     shape = [most if dim == slices.dim else n for dim, n in enumerate(partial.shape)]
     is_in_order = len(slices.sections) == 1 and math.prod(shape[: slices.dim]) == 1
@@ -210,15 +298,19 @@ def reduce_scatter(partial: Tensor, slices: Slices, group: SliceGroup) -> Tensor
         )
     own = sent.new_empty(shape)
     group.note("reduce_scatter", sent)
+    work = None
     if group.group is not None:
-        reduce_scatter_single(own.view(-1), sent.view(-1), group=group.group)
-    return own.narrow(slices.dim, 0, slices.length(group.rank, group.size))
+        work = reduce_scatter_single(own.view(-1), sent.view(-1), group=group.group, async_op=True)
+    length = slices.length(group.rank, group.size)
+    begun = Begun(group, work, sent, own, lambda padded: padded.narrow(slices.dim, 0, length))
+    begun.is_copied = group.gloo
+    return begun
 
 
 def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
     """With the last ranks' tensors as long as the first one's, as collectives want them."""
     if tensor.size(dim) == length:
-        return tensor.contiguous()
+        return tensor
     padded = tensor.new_zeros([length if n == dim else s for n, s in enumerate(tensor.shape)])
     padded.narrow(dim, 0, tensor.size(dim)).copy_(tensor)
     return padded
@@ -228,11 +320,14 @@ class _ToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: SliceGroup) -> Tensor:
         ctx.group = group
+        ctx.set_materialize_grads(False)
         return whole.detach()  # no view: a base would hold what holds this
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
+        if gradient is None:  # the one product of it has seen to that
+            return None, None
         return all_reduce(gradient.clone(), ctx.group), None
 
 
@@ -279,11 +374,14 @@ class _GatheredForParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, held: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
         ctx.slices, ctx.group = slices, group
+        ctx.set_materialize_grads(False)
         return all_gather(held, slices, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if gradient is None:  # as in _ToAll
+            return None, None, None
         return reduce_scatter(gradient, ctx.slices, ctx.group), None, None
 
 

@@ -179,3 +179,44 @@ def test_dropout_draws_the_same_when_computed_again(build):
             assert found[0] == found[1]
             assert found[0] == found[2]
         assert results[0][1:] == results[1][1:]
+
+
+def split_backward(context, sequence_dim, count):
+    """Gradients of the input first, and of the weights later, as pipelines have them."""
+    torch.manual_seed(0)
+    exchanges = []
+    group = slice_group(context, sequence_dim=sequence_dim, exchanges=exchanges)
+    columns, dealt = Slices.even(0, 4), Slices.even(1, 5)
+    whole = torch.randn(2, 5, 6, dtype=torch.float64)
+    weights = [torch.randn(4, 6, dtype=torch.float64) for _ in range(count)]
+    own = [columns.local(w, group.rank, group.size).clone().requires_grad_() for w in weights]
+    leaf = whole if sequence_dim is None else dealt.local(whole, group.rank, group.size)
+    leaf = leaf.clone().requires_grad_()
+    x = leaf * 1.0
+    given = x if sequence_dim is None else SlicedTensor.of(x, dealt, group)
+    made = sum(held(F.linear(given, SlicedTensor.of(w, columns, group))).sum() for w in own)
+    del exchanges[:]
+    (to_leaf,) = torch.autograd.grad(made, [leaf], retain_graph=True)
+    first = Counter(e.kind for e in exchanges)
+    del exchanges[:]
+    to_weights = torch.autograd.grad(made, own)
+    second = Counter(e.kind for e in exchanges)
+    wanted = sum(w.sum(0) for w in weights).expand_as(whole)
+    wanted = wanted if sequence_dim is None else dealt.local(wanted, group.rank, group.size)
+    assert torch.allclose(to_leaf, wanted, atol=1e-12)
+    for found in to_weights:
+        assert torch.allclose(found, whole.sum((0, 1)).expand_as(found), atol=1e-12)
+    return first, second
+
+
+def split_backwards(context):
+    return {
+        (dim, count): split_backward(context, dim, count) for dim in (None, 1) for count in (1, 2)
+    }
+
+
+def test_a_backward_pass_in_two_parts_exchanges_each_thing_once():
+    for found in run_ranks(split_backwards, 2, tp=2):
+        for (dim, _), (first, second) in found.items():
+            assert first == {"all_reduce" if dim is None else "reduce_scatter": 1}
+            assert second == ({} if dim is None else {"all_gather": 1})

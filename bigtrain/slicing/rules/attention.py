@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bigtrain.slicing.columns import forget_input
 from bigtrain.slicing.exchange import SliceGroup, gathered_for_parts, to_all
 from bigtrain.slicing.rules.norms import own_random
 from bigtrain.slicing.rules.products import linear, scaled
-from bigtrain.slicing.sequence import forget_input
 from bigtrain.slicing.sliced_tensor import SlicedTensor, held, is_sliced, own_part, rule
 from bigtrain.slicing.slices import Slices
 

@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bigtrain.slicing.columns import column_linear, forget_input
 from bigtrain.slicing.exchange import (
     SliceGroup,
     summed,
 )
-from bigtrain.slicing.sequence import column_linear, forget_input, total
+from bigtrain.slicing.sequence import total
 from bigtrain.slicing.sliced_tensor import (
     SlicedTensor,
     as_operand,
@@ -131,9 +132,10 @@ def _is_like(bias: Any, weight: SlicedTensor) -> bool:
 
 def _columns(x: Any, weight: SlicedTensor, bias: Tensor | None) -> Tensor:
     """What a linear layer gives in the columns of this rank."""
-    if is_sliced(x) and x.slices.dim < x.dim() - 1:
-        return column_linear(x, held(weight), bias)
-    return F.linear(as_operand(x, None, weight.group), held(weight), bias)
+    group = weight.group
+    if is_sliced(x) and x.slices.dim == x.dim() - 1:  # gathered, with a gradient that is partial
+        return F.linear(as_operand(x, None, group), held(weight), bias)
+    return column_linear(x, held(weight), bias, group)
 
 
 def _with_bias(result: Any, bias: Any, dim: int = -1) -> Any:
