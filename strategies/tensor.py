@@ -90,7 +90,8 @@ class TensorSlices(SliceStrategy):
     def variants(self, shape: Shape) -> Iterable[Variant]:
         """See `Strategy.variants`: activations between sliced layers whole, and split."""
         if 1 < shape.tp <= shape.most_ranks:
-            for preset in ("tensor", "tensor_sequence"):
+            # Stages send each other whole tensors.
+            for preset in ("tensor", *(("tensor_sequence",) if shape.pp == 1 else ())):
                 yield Variant(preset, preset_options(self.role, preset))
 
     def most_ranks(self, workload: Workload) -> int:

@@ -253,7 +253,7 @@ def _section(small: Section, large: Section, fraction: float) -> Section | None:
     there, back = (
         _exchanges(a, b, fraction) for a, b in zip(small.exchanges, large.exchanges, strict=True)
     )
-    if passes is None or there is None or back is None:
+    if passes is None:
         return None
     return replace(
         small,
@@ -268,11 +268,18 @@ def _section(small: Section, large: Section, fraction: float) -> Section | None:
 
 def _exchanges(
     small: Sequence[TensorExchange], large: Sequence[TensorExchange], share: float
-) -> tuple[TensorExchange, ...] | None:
-    if [one.kind for one in small] != [one.kind for one in large]:
-        return None
-    pairs = zip(small, large, strict=True)
-    return tuple(TensorExchange(a.kind, _line(a.nbytes, b.nbytes, share)) for a, b in pairs)
+) -> tuple[TensorExchange, ...]:
+    """Those of another size; where a loop has more rounds, as many and as large as in between."""
+    kinds = [one.kind for one in large]
+    if [one.kind for one in small] == kinds:
+        pairs = zip(small, large, strict=True)
+        return tuple(TensorExchange(a.kind, _line(a.nbytes, b.nbytes, share)) for a, b in pairs)
+    found: list[TensorExchange] = []
+    for kind in dict.fromkeys(kinds):
+        less, more = ([one.nbytes for one in run if one.kind == kind] for run in (small, large))
+        count = max(1, _line(len(less), len(more), share))
+        found += [TensorExchange(kind, _line(sum(less), sum(more), share) // count)] * count
+    return tuple(found)
 
 
 def interpolate_passes(small: PassPair, large: PassPair, share: float) -> PassPair | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -49,10 +49,11 @@ class ExchangeLog(list[TensorExchange]):
         self._clock = clock
         self.all: list[tuple[int, TensorExchange]] = []
 
-    def append(self, exchange: TensorExchange) -> None:
-        """Add one."""
-        super().append(exchange)
-        self.all.append((self._clock(), exchange))
+    def extend(self, exchanges: Iterable[TensorExchange]) -> None:
+        """Add some that are made now."""
+        for exchange in exchanges:
+            self.append(exchange)
+            self.all.append((self._clock(), exchange))
 
 
 @dataclass(frozen=True)
