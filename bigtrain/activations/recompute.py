@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -63,12 +64,14 @@ def checkpoint_block(
     def run(*kept: Any) -> Any:
         # The first time with the very objects, of which the block may change a list, say. torch
         # keeps leaves: it checks that none is changed, and moves them if hooks want that.
+        keeping = _KEEPING.products() if selective else nullcontext()
         if original:
             args_now, kwargs_now = original.pop()
-            with _moves_no_buffer(module):
+            with _moves_no_buffer(module), keeping:
                 return compute(*args_now, **kwargs_now)
         args_now, kwargs_now = tree_unflatten(kept, structure)
-        return compute(*args_now, **kwargs_now)
+        with keeping:
+            return compute(*args_now, **kwargs_now)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         same = (lambda: freeze_running_statistics(module), lambda: restored_targets(targets))
@@ -146,6 +149,28 @@ def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             dropout = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
             return float(dropout) == 0.0
     return True
+
+
+class _Keeping(threading.local):
+    """How many passes this thread is in whose products' results are kept."""
+
+    passes = 0
+
+    @contextmanager
+    def products(self) -> Iterator[None]:
+        self.passes += 1
+        try:
+            yield
+        finally:
+            self.passes -= 1
+
+
+_KEEPING = _Keeping()
+
+
+def keeps_products() -> bool:
+    """Whether the results of products are kept, so that nothing may be written over them."""
+    return _KEEPING.passes > 0
 
 
 class _SelectivePolicy:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bigtrain.activations.recompute import keeps_products
 from bigtrain.slicing.slices import Slices
 from bigtrain.torch_versions import all_gather_single, reduce_scatter_single
 
@@ -192,7 +193,7 @@ class _ToAll(torch.autograd.Function):
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: SliceGroup) -> Tensor:
-        if partial._is_view() or not partial.is_contiguous():
+        if partial._is_view() or not partial.is_contiguous() or keeps_products():
             return all_reduce(partial.clone(), group)
         ctx.mark_dirty(partial)  # a product's result, which nobody else wants
         return all_reduce(partial, group)

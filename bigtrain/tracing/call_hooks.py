@@ -83,4 +83,9 @@ def returned_tensors(result: Any) -> list[Tensor]:
     """The tensors that a function of torch returns; none within a transform as vmap is."""
     if torch._C._are_functorch_transforms_active():
         return []
-    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    leaves = tree_leaves(result, is_leaf=_is_tensor)  # some kinds can be taken apart further
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
