@@ -76,7 +76,8 @@ def build_runner(
         bf16_names = () if plan.master_weights else bf16_parameter_names(model)
         slices = None
         if resolved.slices is not None:
-            slices = resolved.slices.on(context.tp_rank, context.group("tp"))
+            group = context.group("tp")
+            slices = resolved.slices.on(context.tp_rank, group, exchanging=meter.exchanging)
         materialize = Materializer(blueprint, context, plan.precision, bf16_names, slices)
         if layout is not None:
             # Before any value is made: a rank pays for its own stages only. A model that could

@@ -207,8 +207,8 @@ def _record(
             parameter.data = parameter.data.to(torch.bfloat16)
         if plan.lays_weights:
             set_channels_last(fake)
-        slices = resolved.slices.on(0, None) if resolved.slices is not None else None
-        if slices is not None:  # the first rank's, which are the longest
+        slices = resolved.slices.on(plan.tp_rank, None) if resolved.slices is not None else None
+        if slices is not None:
             slices = replace(slices, group=replace(slices.group, exchanges=[]))
             slice_tensors(fake, slices.by_name, slices.group)
             slice_modules(fake, slices.by_name, slices.group, slices.model.gathered)

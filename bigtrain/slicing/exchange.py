@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -34,6 +36,11 @@ class Exchange:
     """Of the whole tensor, padding included."""
 
 
+def _unwatched(*exchanged: Tensor) -> AbstractContextManager[None]:
+    del exchanged
+    return nullcontext()
+
+
 @dataclass(frozen=True)
 class SliceGroup:
     """The ranks of the tp axis, as one of them sees them."""
@@ -50,6 +57,11 @@ class SliceGroup:
     """The dim of (batch, sequence, width) along which what is between products is sliced."""
     inputs: list[Any] = field(default_factory=list, compare=False, repr=False)
     """The input of the latest products of a sequence, gathered: at most one."""
+
+    exchanging: Callable[..., AbstractContextManager[None]] = field(
+        default=_unwatched, compare=False, repr=False
+    )
+    """Entered around an exchange, told of the tensors that views are given of."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SliceGroup:
         """The same: copies of a module talk to the same ranks."""
@@ -126,7 +138,8 @@ def all_reduce(tensor: Tensor, group: SliceGroup, op: Any = dist.ReduceOp.SUM) -
     tensor = tensor.contiguous()
     group.note("all_reduce", tensor)
     if group.group is not None:
-        dist.all_reduce(tensor, op, group=group.group)
+        with group.exchanging(tensor):
+            dist.all_reduce(tensor.view(-1), op, group=group.group)
     return tensor
 
 
@@ -137,7 +150,8 @@ def all_gather(held: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
     arrived = sent.new_empty((group.size, *sent.shape))
     group.note("all_gather", arrived)
     if group.group is not None:
-        all_gather_single(arrived.view(-1), sent.view(-1), group=group.group)
+        with group.exchanging(arrived, sent):
+            all_gather_single(arrived.view(-1), sent.view(-1), group=group.group)
     lengths = [slices.length(rank, group.size) for rank in range(group.size)]
     is_in_order = len(slices.sections) == 1 and math.prod(sent.shape[: slices.dim]) == 1
     if is_in_order and min(lengths) == most:
@@ -165,7 +179,8 @@ def reduce_scatter(partial: Tensor, slices: Slices, group: SliceGroup) -> Tensor
     own = sent.new_empty(shape)
     group.note("reduce_scatter", sent)
     if group.group is not None:
-        reduce_scatter_single(own.view(-1), sent.view(-1), group=group.group)
+        with group.exchanging(own, sent):
+            reduce_scatter_single(own.view(-1), sent.view(-1), group=group.group)
     return own.narrow(slices.dim, 0, slices.length(group.rank, group.size))
 
 
