@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import nn
 
 from bigtrain.activations.policy import Offloader, apply_policies
@@ -143,8 +141,8 @@ def _own_slices(
     """How this rank holds a model's layers, where the plan slices them."""
     if resolved.slices is None:
         return None
-    slices = resolved.slices.on(context.tp_rank, context.group("tp"))
-    return replace(slices, group=replace(slices.group, settle=meter.after_exchange))
+    group = context.group("tp")
+    return resolved.slices.on(context.tp_rank, group, exchanging=meter.exchanging)
 
 
 def _recorded_runner(assembly: Assembly) -> Runner:

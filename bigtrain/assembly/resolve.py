@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bigtrain.assembly.recompute_budget import meet_budget
-from bigtrain.core.loop import first_names
 from bigtrain.core.resolved import ResolvedPlan
+from bigtrain.core.state import first_names
 from bigtrain.core.strategy import (
     CutStrategy,
     ModelFacts,

@@ -73,6 +73,8 @@ class Plan:
     channels_last: bool = False
     dp_rank: int | None = None
     """The replica that a forecast is asked of; None for the fullest."""
+    tp_rank: int = 0
+    """Whose slices a forecast is asked of: the first of the tp axis has the longest."""
 
     @property
     def replicate(self) -> Traits:

@@ -399,7 +399,7 @@ class Engine:
         if not self.job.memory.predict:
             self.prediction_note = "memory.predict is off"
             return
-        place = (self.context.pp_rank, self.context.dp_rank)
+        place = (self.context.pp_rank, self.context.dp_rank, self.context.tp_rank)
         prediction = predict(self.resolved, workload, *place)
         given = (self.resolved, workload, self.job.checkpoint, prediction)
         self.predicted_state = forecast_state_peaks(*given, *place)

@@ -20,13 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from bigtrain.core.loop import (
-    StepRunner,
-    load_optimizer,
-    load_tensors,
-    model_state,
-)
+from bigtrain.core.loop import StepRunner
 from bigtrain.core.runner import StepLoss
+from bigtrain.core.state import load_optimizer, load_tensors, model_state
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
@@ -295,13 +291,7 @@ class PipelineRunner(StepRunner):
 
     def gradients(self) -> dict[str, StateTensor]:
         """See `Runner.gradients`."""
-        return self.whole_state(
-            {
-                name: StateTensor.of(parameter.grad)
-                for name, parameter in self._named.items()
-                if parameter.grad is not None
-            }
-        )
+        return self.whole_gradients(self._named.items())
 
     def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor] | None:
         """See `Runner.predict`."""

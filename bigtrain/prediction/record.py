@@ -210,8 +210,8 @@ def _record(
             parameter.data = parameter.data.to(torch.bfloat16)
         if plan.lays_weights:
             set_channels_last(fake)
-        slices = resolved.slices.on(0, None) if resolved.slices is not None else None
-        if slices is not None:  # the first rank's, which are the longest
+        slices = resolved.slices.on(plan.tp_rank, None) if resolved.slices is not None else None
+        if slices is not None:
             gloo = plan.device_type == "cpu"
             slices = replace(slices, group=replace(slices.group, exchanges=exchanges, gloo=gloo))
             slice_tensors(fake, slices.by_name, slices.group)

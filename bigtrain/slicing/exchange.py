@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -56,6 +56,11 @@ class ExchangeLog(list[TensorExchange]):
             self.all.append((self._clock(), exchange))
 
 
+def _unwatched(*exchanged: Tensor) -> AbstractContextManager[None]:
+    del exchanged
+    return nullcontext()
+
+
 @dataclass(frozen=True)
 class SliceGroup:
     """The ranks of the tp axis, as one of them sees them."""
@@ -72,10 +77,13 @@ class SliceGroup:
     """The dim of (batch, sequence, width) along which what is between products is sliced."""
     gloo: bool = False
     """Fake tensors stand for a run over gloo, which copies what it reduces and scatters."""
-    settle: Callable[[], None] | None = field(default=None, compare=False, repr=False)
-    """Called when an exchange is over: where memory is measured, for what is still held of it."""
     inputs: list[Any] = field(default_factory=list, compare=False, repr=False)
     """The input of the latest products of a sequence, gathered: at most one."""
+
+    exchanging: Callable[..., AbstractContextManager[None]] = field(
+        default=_unwatched, compare=False, repr=False
+    )
+    """Entered around an exchange, told of the tensors that views are given of."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SliceGroup:
         """The same: copies of a module talk to the same ranks."""
@@ -88,11 +96,6 @@ class SliceGroup:
             nbytes = tensor.numel() * tensor.element_size()
             # On fake tensors one round of a loop may stand for many.
             self.exchanges.extend([TensorExchange(kind, nbytes)] * REPEAT_COUNT.get())
-
-    def settled(self) -> None:
-        """An exchange is over."""
-        if self.settle is not None:
-            self.settle()
 
     def note_gather(self, name: str) -> None:
         """Note a function that has no rule."""
@@ -198,8 +201,8 @@ def all_reduce(tensor: Tensor, group: SliceGroup, op: Any = dist.ReduceOp.SUM) -
     tensor = tensor.contiguous()
     group.note("all_reduce", tensor)
     if group.group is not None:
-        dist.all_reduce(tensor, op, group=group.group)
-        group.settled()
+        with group.exchanging(tensor):
+            dist.all_reduce(tensor, op, group=group.group)
     return tensor
 
 
@@ -218,7 +221,7 @@ class Begun:
 
     Args:
         group: the ranks.
-        work: what torch has to wait for; None where nothing is sent.
+        begin: begins it, and returns what torch has to wait for; not called where nothing is sent.
         sent: held until then, as the real thing is, so that memory on fake tensors is the same.
         arrived: where the result arrives.
         finish: what makes of that the tensor that is wanted.
@@ -227,13 +230,17 @@ class Begun:
     def __init__(
         self,
         group: SliceGroup,
-        work: Any,
+        begin: Callable[[], Any],
         sent: Tensor,
         arrived: Tensor,
         finish: Callable[[Tensor], Tensor],
     ) -> None:
-        self._group, self._work, self._finish = group, work, finish
-        self._sent, self._arrived = [sent], [arrived]
+        self._finish, self._sent, self._arrived = finish, [sent], [arrived]
+        self._work: Any = None
+        if group.group is not None:
+            self._watch = group.exchanging(sent, arrived)
+            self._watch.__enter__()
+            self._work = begin()
         self.is_copied = False
         """There is a copy of what is sent in the end, as gloo makes one."""
 
@@ -242,7 +249,7 @@ class Begun:
         if self._work is not None:
             self._work.wait()
             self._work = None
-            self._group.settled()
+            self._watch.__exit__(None, None, None)
         if self.is_copied:
             torch.empty_like(self._sent[0])
         self._sent.clear()
@@ -253,10 +260,13 @@ def all_reduce_begun(tensor: Tensor, group: SliceGroup) -> Begun:
     """Begin to add a tensor up over the ranks, in its own memory where that may be."""
     tensor = tensor.contiguous()
     group.note("all_reduce", tensor)
-    work = None
-    if group.group is not None:
-        work = dist.all_reduce(tensor, group=group.group, async_op=True)
-    return Begun(group, work, tensor, tensor, lambda result: result)
+    return Begun(
+        group,
+        lambda: dist.all_reduce(tensor, group=group.group, async_op=True),
+        tensor,
+        tensor,
+        lambda result: result,
+    )
 
 
 def all_gather_begun(held: Tensor, slices: Slices, group: SliceGroup) -> Begun:
@@ -265,10 +275,11 @@ def all_gather_begun(held: Tensor, slices: Slices, group: SliceGroup) -> Begun:
     sent = _padded(held, slices.dim, most).contiguous()
     arrived = sent.new_empty((group.size, *sent.shape))
     group.note("all_gather", arrived)
-    work = None
-    if group.group is not None:
-        work = all_gather_single(arrived.view(-1), sent.view(-1), group=group.group, async_op=True)
-    return Begun(group, work, sent, arrived, lambda parts: _joined(parts, slices, group))
+
+    def begin() -> Any:
+        return all_gather_single(arrived.view(-1), sent.view(-1), group=group.group, async_op=True)
+
+    return Begun(group, begin, sent, arrived, lambda parts: _joined(parts, slices, group))
 
 
 def _joined(arrived: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
@@ -299,11 +310,12 @@ def reduce_scatter_begun(partial: Tensor, slices: Slices, group: SliceGroup) -> 
         )
     own = sent.new_empty(shape)
     group.note("reduce_scatter", sent)
-    work = None
-    if group.group is not None:
-        work = reduce_scatter_single(own.view(-1), sent.view(-1), group=group.group, async_op=True)
+
+    def begin() -> Any:
+        return reduce_scatter_single(own.view(-1), sent.view(-1), group=group.group, async_op=True)
+
     length = slices.length(group.rank, group.size)
-    begun = Begun(group, work, sent, own, lambda padded: padded.narrow(slices.dim, 0, length))
+    begun = Begun(group, begin, sent, own, lambda padded: padded.narrow(slices.dim, 0, length))
     begun.is_copied = group.gloo
     return begun
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bigtrain.errors import CheckpointError
 from bigtrain.slicing.exchange import SliceGroup
 from bigtrain.slicing.slices import Slices
 from bigtrain.tensors.shards import Extent, SavedTensor, StateTensor, nested_extents
@@ -45,9 +47,18 @@ class ModelSlices:
         more = f" and {len(largest) - 2} smaller" if len(largest) > 2 else ""
         return f"{text}; whole: {names}{more}"
 
-    def on(self, rank: int, group: torch.distributed.ProcessGroup | None) -> SlicedState:
-        """As one rank sees it; without a group nothing is sent."""
-        return SlicedState(self, SliceGroup(rank, self.size, group, sequence_dim=self.sequence_dim))
+    def on(
+        self, rank: int, group: torch.distributed.ProcessGroup | None, **options: Any
+    ) -> SlicedState:
+        """As one rank sees it; without a group nothing is sent.
+
+        Args:
+            rank: place on the tp axis.
+            group: its ranks.
+            options: of `SliceGroup`.
+        """
+        options["sequence_dim"] = self.sequence_dim
+        return SlicedState(self, SliceGroup(rank, self.size, group, **options))
 
 
 @dataclass(frozen=True)
@@ -66,24 +77,45 @@ class SlicedState:
         """What this rank holds of whole tensors, from what it holds of its own.
 
         Args:
-            state: by plain names, or as `model.NAME` and `optimizer.NAME.KEY`.
+            state: `model.NAME` and `optimizer.NAME.KEY`.
         """
-        return {name: self._whole(name, tensor, state) for name, tensor in state.items()}
+        shapes = {name: tensor.shape for name, tensor in state.items()}
+        found = dict(state)
+        for name, tensor in state.items():
+            slices = self.slices_of(name, shapes)
+            if slices is not None:
+                shape, extents = self.placed(slices, tensor.shape, tensor.extents)
+                found[name] = replace(tensor, shape=shape, extents=extents)
+        return found
 
-    def _whole(
-        self, name: str, tensor: StateTensor, state: Mapping[str, StateTensor]
-    ) -> StateTensor:
-        plain, is_slot = _plain(name, self.by_name)
+    def slices_of(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> Slices | None:
+        """How a tensor of the state lies; None of one that is the same on all ranks.
+
+        Args:
+            name: `model.NAME` or `optimizer.NAME.KEY`.
+            shapes: of all tensors of the state, each as this rank has it or each as it is saved.
+        """
+        part, _, plain = name.partition(".")
+        if part == "optimizer":
+            plain = plain.rpartition(".")[0]
         slices = self.by_name.get(plain)
-        if slices is None:
-            return tensor
-        of_model = state.get(f"model.{plain}") if is_slot else None
-        if len(tensor.shape) <= slices.dim or (of_model and of_model.shape != tensor.shape):
-            return tensor  # a step count: the same on all ranks
-        shape = _with_total(tensor.shape, slices)
-        return replace(
-            tensor, shape=shape, extents=tuple(self._in_whole(slices, shape, tensor.extents))
-        )
+        if slices is None or len(shapes[name]) <= slices.dim:
+            return None
+        # What has another shape than its parameter is a step count.
+        return slices if shapes.get(f"model.{plain}", shapes[name]) == shapes[name] else None
+
+    def placed(
+        self, slices: Slices, shape: Sequence[int], extents: Iterable[Extent]
+    ) -> tuple[tuple[int, ...], tuple[Extent, ...]]:
+        """Where elements of this rank's part lie in the whole: the whole's shape, and they there.
+
+        Args:
+            slices: of the whole.
+            shape: of the part.
+            extents: in the part.
+        """
+        whole = tuple(slices.total if dim == slices.dim else n for dim, n in enumerate(shape))
+        return whole, tuple(self._in_whole(slices, whole, extents))
 
     def _in_whole(
         self, slices: Slices, shape: Sequence[int], own: Iterable[Extent]
@@ -95,15 +127,23 @@ class SlicedState:
                 yield from nested_extents(outer, begin, begin + extent.length)
 
     def own(self, saved: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
-        """Saved whole tensors as this rank's own parts of them."""
-        found: dict[str, SavedTensor] = {}
+        """Saved whole tensors as this rank's own parts of them.
+
+        Raises:
+            CheckpointError: one is longer or shorter than what is sliced here.
+        """
+        shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+        found = dict(saved)
         for name, tensor in saved.items():
-            plain, is_slot = _plain(name, self.by_name)
-            slices = self.by_name.get(plain)
-            whole = saved.get(f"model.{plain}") if is_slot else tensor
-            is_part = whole is not None and tuple(whole.shape) == tuple(tensor.shape)
-            cut = slices is not None and is_part and len(tensor.shape) > slices.dim
-            found[name] = _OwnPart(tensor, slices, self) if cut and slices else tensor
+            slices = self.slices_of(name, shapes)
+            if slices is None:
+                continue
+            if tensor.shape[slices.dim] != slices.total:
+                raise CheckpointError(
+                    f"{name} has shape {shapes[name]} in the checkpoint, and its dim {slices.dim} "
+                    f"is {slices.total} long in the model. Use the model.args it was saved with."
+                )
+            found[name] = _OwnPart(tensor, slices, self)
         return found
 
     def norm(self, sliced: Tensor, whole: Tensor) -> Tensor:
@@ -118,20 +158,6 @@ class SlicedState:
             square = square.to(sliced.device)
             torch.distributed.all_reduce(square, group=self.group.group)
         return (square + whole.to(square).square()).sqrt()
-
-
-def _plain(name: str, known: Mapping[str, Slices]) -> tuple[str, bool]:
-    """The parameter that a tensor of the state belongs to; and whether it is the optimizer's."""
-    if name in known:
-        return name, False
-    part, _, rest = name.partition(".")
-    if part == "optimizer":
-        return rest.rpartition(".")[0], True
-    return (rest, False) if part == "model" else (name, False)
-
-
-def _with_total(shape: Sequence[int], slices: Slices) -> tuple[int, ...]:
-    return tuple(slices.total if dim == slices.dim else n for dim, n in enumerate(shape))
 
 
 @dataclass(frozen=True)
@@ -155,4 +181,4 @@ class _OwnPart:
 
     def read(self, extents: Sequence[Extent]) -> Tensor:
         """The elements of these extents of this rank's part."""
-        return self.saved.read(tuple(self.state._in_whole(self.slices, self.saved.shape, extents)))
+        return self.saved.read(self.state.placed(self.slices, self.shape, extents)[1])

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from bigtrain.core.loop import StepRunner, check_shapes, load_optimizer
+from bigtrain.core.loop import StepRunner
 from bigtrain.core.runner import StepLoss
+from bigtrain.core.state import check_shapes, load_optimizer
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
 from bigtrain.optim.partition import Slice
