@@ -66,6 +66,7 @@ setup(
         "bigtrain.timing",
         "bigtrain.tracing",
         "bigtrain.verify",
+        "bigtrain.versions",
     ],
     package_data={
         "bigtrain": ["py.typed"],

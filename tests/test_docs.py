@@ -26,7 +26,10 @@ ROOT = Path(__file__).resolve().parents[1]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 MARK = "<!-- rooms -->"
 GROUPS = {
-    "ground": ("job", "recorder", "memory", "ranks", "machine", "tensors", "checkpoint", "slicing"),
+    "ground": (
+        *("versions", "job", "recorder", "memory", "ranks", "machine", "tensors", "checkpoint"),
+        "slicing",
+    ),
     "learning": ("losses", "data", "models", "activations", "optim"),
     "stages": ("schedules", "tracing", "cutting"),
     "contract": ("costs", "core", "pipeline", "prediction", "strategies"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -23,6 +22,7 @@ from torch.utils.checkpoint import (
 from bigtrain.errors import ConfigError
 from bigtrain.losses.chunked_cross_entropy import current_targets, restored_targets
 from bigtrain.tensors.op_cost import mutated_tensors
+from bigtrain.versions.torch_versions import CHECKPOINT_OPTIONS
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm")
 _ATTENTION = (
@@ -81,16 +81,8 @@ def checkpoint_block(
 
     # Fakes draw nothing, and torch 2.11 copies a GPU's real state where all should be fake.
     keeps = not any(isinstance(leaf, FakeTensor) for leaf in leaves)
-    options = {"use_reentrant": False, "preserve_rng_state": keeps, **_HOOKS}
+    options = {"use_reentrant": False, "preserve_rng_state": keeps, **CHECKPOINT_OPTIONS}
     return checkpoint(run, *leaves, context_fn=contexts, **options)
-
-
-_HOOKS: dict[str, Any] = (
-    {"respect_saved_tensors_hooks": True}
-    if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
-    else {}
-)
-"""Newer versions of torch let hooks around a block see what `selective` keeps."""
 
 
 @functools.cache

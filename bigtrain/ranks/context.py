@@ -22,6 +22,7 @@ from bigtrain.ranks.restart import note_spare_ranks
 from bigtrain.recorder.losses import Losses
 from bigtrain.recorder.ring import FlightRecorder
 from bigtrain.recorder.star import Star
+from bigtrain.versions.torch_versions import set_timeouts
 
 Axis = Literal["pp", "dp", "tp"]
 # From the slowest to the fastest: the ranks of one pipeline, which talk most, stand side by side.
@@ -338,10 +339,3 @@ def long_timeout(device: torch.device) -> Iterator[None]:
         yield
     finally:
         set_timeouts([world], before.total_seconds())
-
-
-def set_timeouts(groups: list[dist.ProcessGroup | None], timeout: float) -> None:
-    """Set how long a collective may take; the public name came with torch 2.15."""
-    change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    for group in groups:
-        change(timedelta(seconds=timeout), group)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bigtrain.slicing.slices import Slices
+from bigtrain.versions.torch_versions import all_gather_single, reduce_scatter_single
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def all_gather(held: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
     sent = _padded(held, slices.dim, most)
     arrived = sent.new_empty((group.size, *sent.shape))
     if group.group is not None:
-        dist.all_gather_into_tensor(arrived.view(-1), sent.view(-1), group=group.group)
+        all_gather_single(arrived.view(-1), sent.view(-1), group=group.group)
     lengths = [slices.length(rank, group.size) for rank in range(group.size)]
     if slices.dim == 0 and len(slices.sections) == 1 and min(lengths) == most:
         return arrived.flatten(0, 1)
@@ -98,7 +99,7 @@ def reduce_scatter(partial: Tensor, slices: Slices, group: SliceGroup) -> Tensor
     )
     own = torch.empty_like(sent[0])
     if group.group is not None:
-        dist.reduce_scatter_tensor(own.view(-1), sent.view(-1), group=group.group)
+        reduce_scatter_single(own.view(-1), sent.view(-1), group=group.group)
     return own.narrow(slices.dim, 0, slices.length(group.rank, group.size))
 
 

@@ -11,9 +11,10 @@ from support.ranks import RankFailure, run_ranks
 
 from bigtrain.errors import ConfigError, LaunchError
 from bigtrain.ranks.connect import connect
-from bigtrain.ranks.context import RunContext, set_timeouts
+from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.hang_watch import BACKEND_GRACE_S
 from bigtrain.ranks.launcher_env import SINGLE_RANK
+from bigtrain.versions.torch_versions import set_timeouts
 
 
 def exchange(context: RunContext) -> dict[str, object]:

@@ -41,6 +41,7 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.advice import advise
 from bigtrain.strategies.zero.on_torch.fully_shard_memory import forecast_fully_shard
+from bigtrain.versions.torch_versions import reduce_scatter_single
 
 
 class FullySharded(Zero):
@@ -262,7 +263,7 @@ class _ReduceScatter:
     ) -> dist.Work | None:
         """Reduce, then scatter."""
         with self._meter.exchange():
-            return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+            return reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
 
 
 def _tell_owner(unit: nn.Module, assembly: Assembly) -> None:
