@@ -41,13 +41,13 @@ def test_the_rank_with_most():
 
 
 def test_where_exchanges_are_free_all_that_computes_is_sliced():
-    plan = plan_slices(GPT_WORK, 2, Prices(lambda kind, n: 0.0, seconds_per_flop=1e-12))
+    plan = plan_slices(GPT_WORK, 2, Prices(lambda _kind, n: 0.0, seconds_per_flop=1e-12))
     assert {own.name.split(".")[0] for own in plan.classes} == {"blocks", "embedding"}
     assert len(plan.classes) == 10, "attention and MLP of four blocks, and the two tables"
 
 
 def test_where_exchanges_take_longer_than_computing_nothing_is_sliced():
-    plan = plan_slices(GPT_WORK, 2, Prices(lambda kind, n: 1.0, seconds_per_flop=1e-12))
+    plan = plan_slices(GPT_WORK, 2, Prices(lambda _kind, n: 1.0, seconds_per_flop=1e-12))
     assert plan.slices == {}
     assert not plan.classes
     assert not plan.singles
@@ -57,7 +57,7 @@ def test_what_pays_is_sliced_and_what_does_not_is_not():
     # A block's MLP has twice the operations of its attention's products, and sends as much.
     mlp = 2 * 4 * 64 * (2 * 128 * 512) * 3 / 2
     each = mlp * 1e-12 / 2  # of its two exchanges
-    plan = plan_slices(GPT_WORK, 2, Prices(lambda kind, n: 0.9 * each, seconds_per_flop=1e-12))
+    plan = plan_slices(GPT_WORK, 2, Prices(lambda _kind, n: 0.9 * each, seconds_per_flop=1e-12))
     assert {name.split(".")[2] for name in plan.slices if name.startswith("blocks")} == {"mlp"}
 
 
@@ -69,7 +69,7 @@ def test_on_a_cluster_within_a_node_it_pays_and_over_slow_links_it_does_not():
 
     def prices(times):
         return Prices(
-            lambda kind, n: times * collective_seconds(kind, n, 2, 1, cluster), 1.0 / flops
+            lambda _kind, n: times * collective_seconds(kind, n, 2, 1, cluster), 1.0 / flops
         )
 
     assert plan_slices(work, 2, prices(1.0)).slices
@@ -82,7 +82,7 @@ def test_a_limit_slices_what_it_must_and_the_cheapest_of_it():
     least = plan_slices(GPT_WORK, 2)
     sent = []
     for share in (1.0, 0.9, 0.75, 0.6):
-        plan = plan_slices(GPT_WORK, 2, Prices(lambda kind, n: n), limit=share * whole + 8e6)
+        plan = plan_slices(GPT_WORK, 2, Prices(lambda _kind, n: n), limit=share * whole + 8e6)
         assert held_bytes(plan, model) <= share * whole + 8e6
         sent.append(sent_bytes(plan))
     assert sent == sorted(sent)

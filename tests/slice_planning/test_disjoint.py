@@ -7,8 +7,8 @@ from itertools import chain, combinations
 
 import pytest
 
+from bigtrain.slice_planning import disjoint
 from bigtrain.slice_planning.disjoint import Option, frontier
-from bigtrain.slicing.analysis import disjoint
 
 
 def drawn(seed: int, count: int, claims: int) -> list[Option]:
