@@ -170,7 +170,9 @@ class _ColumnLinear(torch.autograd.Function):
         ctx: Any, whole: Tensor, source: Tensor, weight: Tensor, bias: Tensor | None, shared: Uses
     ) -> Tensor:
         to_input, _, to_weight, _, _ = ctx.needs_input_grad
-        ctx.save_for_backward(source if to_weight else None, weight if to_input else None)
+        # Of a whole input the alias: `source` may be given other data by whoever made it.
+        kept = source if isinstance(shared, _Again) else whole
+        ctx.save_for_backward(kept if to_weight else None, weight if to_input else None)
         ctx.shared = shared
         return F.linear(whole, weight, bias)
 

@@ -69,7 +69,7 @@ def test_on_a_cluster_within_a_node_it_pays_and_over_slow_links_it_does_not():
 
     def prices(times):
         return Prices(
-            lambda _kind, n: times * collective_seconds(kind, n, 2, 1, cluster), 1.0 / flops
+            lambda _kind, n: times * collective_seconds(_kind, n, 2, 1, cluster), 1.0 / flops
         )
 
     assert plan_slices(work, 2, prices(1.0)).slices
