@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -51,10 +55,15 @@ class AxisTrace:
     failed: str = ""
     """Why the run ended before its end; '' where it did not."""
     tensors: list[HeldTensor] = field(default_factory=list)
+    guessed: str = ""
+    """Where values decide what the model does, and others were made up for them."""
 
 
 def trace_axes(model: nn.Module, inputs: Any, class_dim: int | None) -> AxisTrace:
     """Run a fake twin of a model forward.
+
+    Where the values of tensors decide what it does it is run once more, with values that are made
+    up: what is sliced then goes by one way through its code of several; numbers do not.
 
     Args:
         model: on any device; it is left as it is.
@@ -62,16 +71,27 @@ def trace_axes(model: nn.Module, inputs: Any, class_dim: int | None) -> AxisTrac
         class_dim: of the output, which goes into a cross entropy along it: that may be sliced;
             None where any dim of the output is needed whole.
     """
+    found, by_values = _run(model, inputs, class_dim, guess=False)
+    if not by_values:
+        return found
+    guessed, _ = _run(model, inputs, class_dim, guess=True)
+    return found if guessed.failed else replace(guessed, guessed=found.failed)
+
+
+def _run(
+    model: nn.Module, inputs: Any, class_dim: int | None, *, guess: bool
+) -> tuple[AxisTrace, bool]:
+    """A trace, and whether it ended because of values."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     cpu = torch.device("cpu")
     with mode:
         constants = constant_tensors(model)
         twin = fake_model(model, cpu, double=False, constants=constants).train(model.training)
         given = map_tensors(inputs, lambda tensor: fake_tensor(tensor, cpu))
-    recorder = _Recorder(twin, given)
+    recorder = _Recorder(twin, given, guess=guess)
     modules = list(twin.named_modules())
     intercept_calls(modules)
-    failed, output = "", None
+    failed, output, by_values = "", None, False
     try:
         with (
             mode,
@@ -82,16 +102,15 @@ def trace_axes(model: nn.Module, inputs: Any, class_dim: int | None) -> AxisTrac
             torch.enable_grad(),
         ):
             output = twin(given)
-    except ConfigError as error:
-        failed = str(error)
     except Exception as error:  # noqa: BLE001 - the user's code, on tensors without values
-        failed = _complaint(error, recorder.failed)
+        failed = str(error) if isinstance(error, ConfigError) else _complaint(error, recorder)
+        by_values = isinstance(error, _BY_VALUES)
     finally:
         release_calls(module for _, module in modules)
     if failed:
         recorder.leave_open()
     recorder.close(output, class_dim)
-    return AxisTrace(
+    trace = AxisTrace(
         recorder.state,
         frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)),
         recorder.records,
@@ -99,21 +118,44 @@ def trace_axes(model: nn.Module, inputs: Any, class_dim: int | None) -> AxisTrac
         failed,
         recorder.tensors,
     )
+    return trace, by_values
 
 
-def _complaint(error: Exception, where: str) -> str:
+_BY_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+def _complaint(error: Exception, recorder: _Recorder) -> str:
     lines = str(error).strip().splitlines() or [""]
-    kind = type(error).__name__
-    why = f"{kind}: {lines[0]}"
-    if kind in ("DataDependentOutputException", "DynamicOutputShapeException"):
+    why = f"{type(error).__name__}: {lines[0]}"
+    if isinstance(error, _BY_VALUES):
         why = f"the value of a tensor decides what it does ({lines[0]})"
-    return f"the model does not run on tensors without values; {where or 'its forward'!r}: {why}"
+    where = recorder.failed or "its forward"
+    return f"the model does not run on tensors without values; {where!r}: {why}"
+
+
+def _made_up(name: str, args: Any, error: Exception) -> Any:
+    """What an operation could have returned whose result depends on values."""
+    given = args[0]
+    if name in ("_local_scalar_dense", "equal"):
+        if name == "equal" or given.dtype == torch.bool:
+            return True
+        return 1.0 if given.is_floating_point() else 1
+    count = max(1, given.numel() // 2)
+    if name == "nonzero":
+        return given.new_empty((count, given.dim()), dtype=torch.int64)
+    if name == "masked_select":
+        return given.new_empty(max(1, args[1].numel() // 2))
+    if name == "index" and len(args[1]) == 1:
+        mask = args[1][0]
+        return given.new_empty((max(1, mask.numel() // 2), *given.shape[mask.dim() :]))
+    raise error
 
 
 class _Recorder:
     """Watches calls of modules, and operations."""
 
-    def __init__(self, model: nn.Module, inputs: Any) -> None:
+    def __init__(self, model: nn.Module, inputs: Any, *, guess: bool) -> None:
+        self.guess = guess
         self.state: dict[str, HeldTensor] = {}
         self.records: list[OpRecord] = []
         self.saved: dict[int, tuple[HeldTensor, int]] = {}
@@ -287,6 +329,11 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except _BY_VALUES as error:
+            if not self._recorder.guess:
+                raise
+            result = _made_up(func._overloadpacket.__name__, args, error)
         self._recorder.operation(func, args, kwargs, result)
         return result

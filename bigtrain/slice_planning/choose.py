@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 from torch import nn
@@ -141,12 +142,16 @@ class _Choice:
         for part in chosen:
             self._taken |= part.slices
         own = self._taken
+        alike = self._alike(own)
+        own |= {name: own[other] for name, other in alike.items()}
         slices = {n: own[h.name] for n, h in self._trace.state.items() if h.name in own}
         singles = tuple(part for part in chosen if isinstance(part, SingleForm))
+        gathered = {next(iter(form.slices)) for form in singles if form.gathered}
+        gathered |= {name for name, other in alike.items() if other in gathered}
         return SlicingPlan(
             ranks=self._ranks,
             slices=slices,
-            gathered=frozenset(next(iter(form.slices)) for form in singles if form.gathered),
+            gathered=frozenset(gathered),
             kept={
                 name: self._why_whole(name)
                 for name in self._trace.state
@@ -154,12 +159,35 @@ class _Choice:
             },
             classes=tuple(part for part in chosen if isinstance(part, SliceClass)),
             singles=singles,
+            flops=sum(record.flops for record in self._trace.records),
             failed=self._trace.failed,
+            guessed=self._trace.guessed,
         )
 
     def _is_free(self, own: Sliced) -> bool:
         """Whether nothing of it is to stay whole."""
         return not any(name in self._keep for name in own.slices)
+
+    def _alike(self, own: Mapping[str, Slices]) -> dict[str, str]:
+        """Of parameters that were not used those that lie as one that differs in numbers: experts.
+
+        Returns:
+            For each the other's name.
+        """
+        kinds: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+        unused = []
+        for held in {id(held): held for held in self._trace.state.values()}.values():
+            kind = (re.sub(r"\d+", "*", held.name), tuple(map(dim_length, held.dims)))
+            if held in self._used:
+                kinds.setdefault(kind, []).append(held.name)
+            elif held.name in self._trace.trained:
+                unused.append((held.name, kind))
+        found = {}
+        for name, kind in unused:
+            others = kinds.get(kind, [])
+            if others and len({own.get(other) for other in others}) == 1 and others[0] in own:
+                found[name] = others[0]
+        return found
 
     def _is_of_many(self, own: SliceClass) -> bool:
         """Whether it is more than a weight by itself, which is a single form as well."""
@@ -271,7 +299,7 @@ class _Choice:
                 reasons.append(f"dim {n}: {reason}")
         return "; ".join(reasons) or "it is one number"
 
-    @property
+    @cached_property
     def _used(self) -> set[Any]:
         return {tensor.base for record in self._trace.records for tensor in record.inputs}
 

@@ -28,8 +28,12 @@ class SlicingPlan:
     """What is sliced together; none where the plan was read."""
     singles: tuple[SingleForm, ...] = ()
     """The weights that are sliced by themselves."""
+    flops: int = 0
+    """Of a forward pass of the whole model: what `classes` and `singles` divide is a part of it."""
     failed: str = ""
     """Why the model could not be looked at to its end; '' where it could."""
+    guessed: str = ""
+    """Where values decide what the model does, and one way of several was looked at."""
 
     def lines(self) -> dict[str, str]:
         """Specifications by name patterns, one for all blocks that are alike."""

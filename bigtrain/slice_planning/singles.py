@@ -11,6 +11,9 @@ from bigtrain.slice_planning.classes import SliceExchange
 from bigtrain.slice_planning.operations import HeldTensor, OpRecord
 from bigtrain.slicing.slices import Slices
 
+_TURNED = ("t", "transpose", "permute", "numpy_T", "detach")
+"""Views that only change the order of dims."""
+
 
 @dataclass
 class SingleForm:
@@ -38,7 +41,7 @@ def single_forms(trace: AxisTrace) -> dict[str, list[SingleForm]]:
         for tensor in record.inputs:
             if tensor is used and tensor.base.name in trace.trained:
                 products.setdefault(tensor.base.name, []).append(record)
-            elif tensor.base.name and record.name not in ("t", "transpose"):
+            elif tensor.base.name and record.name not in _TURNED:
                 others.add(tensor.base.name)
     biases = {bias.name for found in products.values() if (bias := _bias(found[0])) is not None}
     forms = {}

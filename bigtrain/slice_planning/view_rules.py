@@ -228,8 +228,9 @@ def indexed(op: OpCall) -> list[Dims]:
     given = list(op.arg("indices"))
     given += [None] * (len(dims) - len(given))
     over = [n for n, index in enumerate(given) if index is not None]
-    if any(index is not None and index.dtype.itemsize == 1 for index in given):
-        return opaque(op)  # masks: how many there are depends on values
+    masks = [index for index in given if index is not None and index.dtype.itemsize == 1]
+    if masks:
+        return [_masked(op, dims, masks[0], over[0])] if len(over) == 1 else opaque(op)
     for n in over:
         op.block(dims[n], "places of it are looked up")
     width = result.dim() - (len(dims) - len(over))
@@ -241,6 +242,31 @@ def indexed(op: OpCall) -> list[Dims]:
         for length in result.shape[front : front + width]
     ]
     return [(*kept[:front], *new, *kept[front:])]
+
+
+def _masked(op: OpCall, dims: Dims, mask: Tensor, first: int) -> Dims:
+    """The places of some dims, as one, at which a mask is true."""
+    for dim in dims[first : first + mask.dim()]:
+        op.block(dim, "places of it are looked up")
+    places = op.blocked_dim(op.results[0].shape[first], "places are looked up")
+    return (*dims[:first], places, *dims[first + mask.dim() :])
+
+
+@axis_rule("index_put", "_index_put_impl", "_unsafe_index_put")
+def put_at(op: OpCall) -> list[Dims]:
+    """Values at places of the first dims; what stands in the last ones is by itself."""
+    tensor, values = op.tensor("self"), op.tensor("values")
+    dims, given = op.dims_or_new(tensor), list(op.arg("indices"))
+    if any(index is None for index in given):
+        return opaque(op)
+    count = sum(index.dim() if index.dtype.itemsize == 1 else 1 for index in given)
+    known = op.dims(values)
+    for dim in (*dims[:count], *(known or ())[: max(0, values.dim() - tensor.dim() + count)]):
+        op.block(dim, "places of it are written to")
+    if known is not None:
+        last = known[max(0, values.dim() - tensor.dim() + count) :]
+        same_dims(tensor.shape[count:], [dims[count:], last])
+    return [dims]
 
 
 @axis_rule("index_select", "gather", "scatter", "scatter_add", "index_add", "index_copy",

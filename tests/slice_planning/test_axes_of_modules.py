@@ -267,26 +267,81 @@ def test_of_classes_that_share_a_weight_those_with_most_bytes_are_sliced():
         "2.weight": "0/64",
         "2.bias": "0/64",
         "4.weight": "1/64",
-        "0.weight": "0/16 gather",
-        "0.bias": "0/16",
     }
 
 
-def test_values_decide_and_the_rest_is_sliced_all_the_same():
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first = Block(8, nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)))
-            self.second = nn.Linear(8, 8)
+class ByValues(nn.Module):
+    """Its second layer is used where a sum is above 0."""
 
-        def forward(self, x):
-            x = self.first(x)
-            return self.second(x) if x.sum() > 0 else x
+    def __init__(self, then):
+        super().__init__()
+        self.first = Block(8, nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)))
+        self.second, self.then = nn.Linear(8, 8), then
 
-    plan = plan_slices(work_on(Odd(), 2, 3, 8), 2)
+    def forward(self, x):
+        x = self.first(x)
+        return self.then(self.second(x)) if x.sum() > 0 else x
+
+
+def test_where_values_decide_one_way_of_several_is_looked_at():
+    plan = plan_slices(work_on(ByValues(nn.Identity()), 2, 3, 8), 2)
+    assert plan.slices["first.layer.0.weight"].dim == 0
+    assert "the value of a tensor decides" in plan.guessed
+    assert not plan.failed
+
+
+class NeedsValues(nn.Module):
+    def forward(self, x):
+        return torch.unique(x)[None, None]
+
+
+def test_what_needs_values_stays_whole_and_what_came_before_is_sliced_all_the_same():
+    plan = plan_slices(work_on(ByValues(NeedsValues()), 2, 3, 8), 2)
     assert plan.slices["first.layer.0.weight"].dim == 0
     assert "the value of a tensor decides" in plan.failed
     assert "the value of a tensor decides" in plan.kept["second.weight"]
+
+
+class Experts(nn.Module):
+    """Each token goes through the layers that its row of numbers names, one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.choose = nn.Linear(16, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)
+        )
+
+    def forward(self, x):
+        flat = x.flatten(0, 1)
+        weight, number = self.choose(flat).softmax(-1).max(-1)
+        out = torch.zeros_like(flat)
+        for n, expert in enumerate(self.experts):
+            rows = (number == n).nonzero()[:, 0]
+            made = expert(flat[rows]) * weight[rows, None]
+            out = out.index_add(0, rows, made)
+        return out.view_as(x)
+
+
+def test_experts_that_tokens_are_sent_to_by_their_numbers():
+    plan = plan_slices(work_on(Block(16, Experts()), 2, 8, 16), 2)
+    assert {
+        "layer.experts.*.0.weight": "0/64",
+        "layer.experts.*.0.bias": "0/64",
+        "layer.experts.*.2.weight": "1/64",
+    }.items() <= plan.lines().items()
+    assert not plan.failed
+
+
+class OneExpert(Experts):
+    def forward(self, x):
+        return self.experts[int((x.sum() * 0).abs())](x)
+
+
+def test_a_layer_that_was_not_used_lies_as_those_like_it():
+    plan = plan_slices(work_on(Block(16, OneExpert()), 2, 8, 16), 2)
+    assert plan.lines()["layer.experts.*.0.weight"] == "0/64"
+    assert plan.lines()["layer.experts.*.2.weight"] == "1/64"
 
 
 def test_what_the_forward_pass_leaves_alone_costs_nothing_in_slices():

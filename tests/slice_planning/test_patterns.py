@@ -101,7 +101,7 @@ def test_tied_names_need_one_line_and_the_pattern_with_fewest_stars_counts():
         (
             {"blocks.*.attention.qkv.weight": "0/3x:16"},
             r"mesh.tp=8: blocks.0.attention.qkv.weight \(blocks.\*.attention.qkv.weight\) has 4 "
-            r"units of 16 along dim 0 \(0/3x64:16\), and each rank needs one. Use mesh.tp=4 or less",
+            r"units of 16 along dim 0 \(0/3x64:16\), and each rank needs one. Use mesh.tp=4 or",
         ),
     ],
 )
@@ -112,8 +112,10 @@ def test_what_is_refused(lines, message):
 
 def test_nothing_to_slice_is_refused_with_what_would_do():
     tiny = nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 3), nn.LayerNorm(3))
-    with pytest.raises(ConfigError, match=r"mesh.tp=4: nothing of the model can be sliced.*'1.wei"
-                       r"ght' \(3, 3\) can be sliced over 3 ranks at most.*Use a smaller mesh.tp"):  # fmt: skip
+    message = r"'1.weight' \(3, 3\) can be sliced over 3 ranks at most.*Use a smaller mesh.tp"
+    with pytest.raises(
+        ConfigError, match=f"mesh.tp=4: nothing of the model can be sliced.*{message}"
+    ):
         plan_slices(work_on(tiny, 2, 3), 4)
     with pytest.raises(ConfigError, match=r"can be sliced not at all: dim 0: a norm goes along it"):
         plan_slices(work_on(nn.LayerNorm(64), 2, 64), 2)

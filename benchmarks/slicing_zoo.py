@@ -1,0 +1,214 @@
+"""How much of models that nobody made for it is sliced: share of parameters and of operations.
+
+    python -m venv /tmp/zoo && /tmp/zoo/bin/pip install -e . transformers timm torchvision
+    OMP_NUM_THREADS=1 /tmp/zoo/bin/python benchmarks/slicing_zoo.py
+
+Models are those that `foreign_models.py` drew by its seed ("drawn"), and those that `cut_zoo.py`
+lists ("listed"). Nothing runs on ranks: it is what the choice says of one process's model. That
+what goes together is sound is tried on numbers, in float64, on a dozen classes of a model: the
+units of all tensors of a class are shuffled alike, and the output must stay as it was. A look-up's
+rows cannot be shuffled so, nor can a class whose input is gathered on its way. Of ALiBi's heads the
+order matters, as each has its own slope in a constant, of which a rank has its own part.
+
+Words on the command line choose models by a part of their name. The table goes to the screen, its
+rows to benchmarks/results/slicing_zoo.json. The bar: of nine in ten of the drawn models nine tenths
+of the parameters are sliced over 2 ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import cut_zoo
+import foreign_models
+import timm
+import torch
+import transformers
+from torch import Tensor, nn
+
+from bigtrain.errors import ConfigError
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.slice_planning.axis_trace import trace_axes
+from bigtrain.slice_planning.choose import plan_slices
+from bigtrain.slice_planning.classes import AxisClasses
+from bigtrain.slice_planning.plan import SlicingPlan
+from bigtrain.tensors.tree import map_tensors, tree_tensors
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from support.shuffled_units import difference, randomize  # noqa: E402
+
+RESULTS = Path(__file__).parent / "results" / "slicing_zoo.json"
+DEGREES = (2, 4)
+BAR = 0.9
+MOST_SHUFFLED = 12
+"""Classes of a model that are shuffled: each takes a forward pass."""
+LIKE_ALIBI = {"mpt", "bloom", "CAUSAL_LM:mpt"}
+
+
+def drawn(row: dict[str, Any]) -> tuple[nn.Module, Any]:
+    """A model of `foreign_models.py`, and a batch for it."""
+    torch.manual_seed(0)
+    model = foreign_models.MAKERS[row["library"]](row["name"]).train()
+    if "side" in row:
+        return model, torch.randn(2, 3, row["side"], row["side"])
+    return model, torch.randint(foreign_models.WORDS, (2, foreign_models.LENGTH))
+
+
+def listed(library: str, name: str) -> tuple[nn.Module, Any]:
+    """A model of `cut_zoo.py`, and a batch for it."""
+    torch.manual_seed(0)
+    make = cut_zoo.of_timm if library == "timm" else cut_zoo.of_transformers
+    model, inputs = make(name)
+    return model.train(), inputs
+
+
+def shares(plan: SlicingPlan, model: nn.Module) -> dict[str, Any]:
+    """How much is sliced, and what of the rest is largest."""
+    own = {id(p): name for name, p in model.named_parameters()}
+    sliced = {name for name in plan.slices if name in own.values()}
+    holders = [m for m in model.modules() if any(id(p) in own for p in m.parameters(recurse=False))]
+    inside = [m for m in holders if any(own[id(p)] in sliced for p in m.parameters(recurse=False))]
+    total = sum(p.numel() for p in model.parameters())
+    kept = {
+        name: round(p.numel() / total, 4)
+        for name, p in model.named_parameters()
+        if name not in sliced
+    }
+    parts = (*plan.classes, *plan.singles)
+    largest = sorted(kept, key=lambda name: -kept[name])[:3]
+    return {
+        "parameters": round(plan.sliced_share(model), 4),
+        "operations": round(min(1.0, sum(part.flops for part in parts) / max(1, plan.flops)), 4),
+        "modules": f"{len(inside)} of {len(holders)}",
+        "classes": len(plan.classes),
+        "by_themselves": len(plan.singles),
+        "kept": {name: f"{kept[name]:.2%}: {plan.kept[name]}" for name in largest},
+    }
+
+
+def sound(model: nn.Module, inputs: Any) -> dict[str, Any]:
+    """Of how many classes the units can be shuffled, and how far the output is from before."""
+    groups = AxisClasses(trace_axes(model, inputs, -1))
+    classes = [
+        own
+        for own in groups.classes.values()
+        if own.units > 1
+        and own.carried
+        and not own.looked_up
+        and all(sent.kind != "all_gather" for sent in own.exchanged)
+    ]
+    count = len(classes)
+    if count > MOST_SHUFFLED:
+        classes = [classes[n * count // MOST_SHUFFLED] for n in range(MOST_SHUFFLED)]
+    randomize(model)
+    model.eval()
+
+    def run(batch: Any) -> Tensor:
+        return next(t for t in tree_tensors(model(batch)) if t.is_floating_point())
+
+    precise = map_tensors(inputs, lambda t: t.double() if t.is_floating_point() else t)
+    try:
+        model.double()
+        run(precise)
+        bound = 1e-8
+    except RuntimeError:  # operations that are not there in float64
+        model.float()
+        precise, bound = inputs, 1e-3
+    gaps = {own.name: difference(model, lambda: run(precise), own.slices) for own in classes}
+    others = {name: gap for name, gap in gaps.items() if not gap <= bound}
+    return {
+        "classes": count,
+        "shuffled": len(gaps),
+        "most": max(gaps.values(), default=0.0),
+        "differ": others,
+    }
+
+
+def tried(library: str, name: str, origin: str, made: tuple[nn.Module, Any]) -> dict[str, Any]:
+    """One row of the table."""
+    model, inputs = made
+    row: dict[str, Any] = {"library": library, "name": name, "origin": origin}
+    work: Any = SimpleNamespace(
+        model=model, micro_batch=SimpleNamespace(inputs=inputs), loss=CrossEntropy()
+    )
+    for degree in DEGREES:
+        try:
+            plan = plan_slices(work, degree)
+            row[f"tp{degree}"] = shares(plan, model)
+            row["failed"], row["guessed"] = plan.failed, plan.guessed
+        except ConfigError as error:
+            row[f"tp{degree}"] = {"refused": str(error)}
+    row["sound"] = sound(model, inputs)
+    return row
+
+
+def show(row: dict[str, Any]) -> None:
+    found = [row[f"tp{degree}"] for degree in DEGREES]
+    shown = [f"{own.get('parameters', 0):.3f} {own.get('operations', 0):.3f}" for own in found]
+    own, differ = row["sound"], len(row["sound"]["differ"])
+    print(
+        f"{row['library']:13}{row['name']:44}{'  '.join(shown)}  {own['shuffled']:4} {differ:3} "
+        f"{row.get('failed', '')[:80]}{found[0].get('refused', '')[:80]}",
+        flush=True,
+    )
+
+
+def save(row: dict[str, Any]) -> None:
+    """Put one row into the file, in the place of an older one of the same model."""
+    rows = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    key = ("library", "name", "origin")
+    rows = [old for old in rows if any(old[k] != row[k] for k in key)] + [row]
+    rows.sort(key=lambda old: [old[k] for k in ("origin", "library", "name")])
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    versions |= {"transformers": transformers.__version__, "timm": timm.__version__}
+    whole = {"versions": versions, "summary": summary(rows), "rows": rows}
+    RESULTS.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many models clear the bar, by where they come from and over how many ranks."""
+    found: dict[str, Any] = {}
+    for origin in ("drawn", "listed"):
+        own = [row for row in rows if row["origin"] == origin]
+        counts: Counter[str] = Counter(models=len(own))
+        for row in own:
+            for degree in DEGREES:
+                counts[f"tp{degree}"] += row[f"tp{degree}"].get("parameters", 0.0) >= BAR
+            counts["shuffled classes"] += row["sound"]["shuffled"]
+            unexplained = row["sound"]["differ"] and row["name"] not in LIKE_ALIBI
+            counts["unsound classes"] += len(row["sound"]["differ"]) if unexplained else 0
+        found[origin] = dict(counts)
+    return found
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    words = sys.argv[1:]
+
+    def wanted(name: str) -> bool:
+        return not words or any(word in name for word in words)
+
+    for row in foreign_models.chosen().values():
+        if wanted(row["name"]):
+            found = tried(row["library"], row["name"], "drawn", drawn(row))
+            show(found)
+            save(found)
+    pairs = [("transformers", name) for name in cut_zoo.MODELS]
+    for library, name in (*pairs, *(("timm", name) for name in cut_zoo.TIMM)):
+        if wanted(name):
+            found = tried(library, name, "listed", listed(library, name))
+            show(found)
+            save(found)
+    print(json.dumps(summary(json.loads(RESULTS.read_text())["rows"]), indent=1))
+
+
+if __name__ == "__main__":
+    main()
