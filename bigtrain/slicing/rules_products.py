@@ -264,6 +264,12 @@ def _grouped(
             local = compute(as_operand(x, None, group), held(weight), groups)
             return SlicedTensor.of(local, each, group)
         return summed(compute(as_operand(x, each, group), held(weight), groups), group)
+    if is_sliced(weight) and weight.slices.sections == weight.slices.sections[:1] * groups:
+        if turned:  # the same part of each group, here too
+            part = as_operand(x, weight.slices.at(1), group)
+            return summed(compute(part, held(weight), groups), group)
+        local = compute(as_operand(x, None, group), held(weight), groups)
+        return SlicedTensor.of(local, weight.slices.at(1), group)
     main, dim = (weight, 0) if is_sliced(weight) else (x, 1)
     inner, rows = x.shape[1] // groups, weight.shape[0] // groups
     by_group = _scaled(main.slices, main.shape[dim] // groups, 1)
@@ -365,6 +371,13 @@ def _attention(
 
     main = next(t for t in (query, key, value, attn_mask) if is_sliced(t))
     dim, group = main.negative_dim, main.group
+    if dim == -1 and main is value and not is_sliced(attn_mask):  # each rank mixes its own columns
+        q, k = (as_operand(t, None, group) for t in (query, key))
+        mask = attn_mask if attn_mask is None else as_operand(attn_mask, None, group)
+        local = F.scaled_dot_product_attention(
+            *(q, k, held(value), mask, dropout_p, is_causal), scale=scale, enable_gqa=enable_gqa
+        )
+        return value.like(local)
     if dim > -3:
         return NotImplemented
     slices = main.slices
