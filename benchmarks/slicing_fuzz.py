@@ -198,15 +198,14 @@ def main() -> None:
                 print(row["name"], worst.get("left_out", worst.get("refused")), flush=True)
                 continue
             total = sum(worst["gathers"].values())
-            print(
-                row["name"], worst["seed"], worst["difference"], worst["where"], total, flush=True
-            )
+            said = (worst["seed"], worst["difference"], worst["where"], total)
+            print(row["name"], *said, flush=True)
             if is_wrong:
                 print("WRONG", worst["error"][-900:], *worst.get("alone", []), sep="\n", flush=True)
     print(f"{len(results)} runs, {failed} wrong")
     if options.save:
-        said = {"draw": options.draw, "ranks": options.ranks, "tolerance": TOLERANCE}
-        FILE.write_text(json.dumps({**said, "runs": results}, indent=1) + "\n")
+        about = {"draw": options.draw, "ranks": options.ranks, "tolerance": TOLERANCE}
+        FILE.write_text(json.dumps({**about, "runs": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

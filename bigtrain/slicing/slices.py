@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,9 +73,7 @@ class Slices:
 
     def same(self, other: Slices, size: int) -> bool:
         """Whether each rank holds the same elements of both, in the same order; dims aside."""
-        if self.sections == other.sections:
-            return True
-        return all(_joined(self, rank, size) == _joined(other, rank, size) for rank in range(size))
+        return self.sections == other.sections or _same(self, other, size)
 
     def length(self, rank: int, size: int) -> int:
         """What a rank holds along the dim."""
@@ -122,6 +121,11 @@ class Slices:
             for number in range(outer)
             for begin, length in parts
         )
+
+
+@functools.lru_cache(maxsize=4096)
+def _same(one: Slices, other: Slices, size: int) -> bool:
+    return all(_joined(one, rank, size) == _joined(other, rank, size) for rank in range(size))
 
 
 def _joined(slices: Slices, rank: int, size: int) -> list[tuple[int, int]]:

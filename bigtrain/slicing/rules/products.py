@@ -327,6 +327,12 @@ def _grouped(
             local = compute(as_operand(x, None, group), held(weight), groups)
             return SlicedTensor.of(local, each, group)
         return summed(compute(as_operand(x, each, group), held(weight), groups), group)
+    if is_sliced(weight) and weight.slices.sections == weight.slices.sections[:1] * groups:
+        if turned:  # the same part of each group, here too
+            part = as_operand(x, weight.slices.at(1), group)
+            return summed(compute(part, held(weight), groups), group)
+        local = compute(as_operand(x, None, group), held(weight), groups)
+        return SlicedTensor.of(local, weight.slices.at(1), group)
     main, dim = (weight, 0) if is_sliced(weight) else (x, 1)
     inner, rows = x.shape[1] // groups, weight.shape[0] // groups
     by_group = scaled(main.slices, main.shape[dim] // groups, 1)
@@ -402,12 +408,15 @@ def _embedding(
         local = F.embedding(indices, held(weight), padding_idx)
         result = SlicedTensor.of(local, slices.at(local.dim() - 1), group)
         return _gathered_once(result, weight)
-    if len(slices.sections) > 1:
-        return NotImplemented
-    ((begin, length),) = slices.parts(group.rank, group.size)
-    if padding_idx is not None:
-        padding_idx = padding_idx % slices.total - begin
-        padding_idx = padding_idx if 0 <= padding_idx < length else None
-    elsewhere = (indices < begin) | (indices >= begin + length)
-    rows = F.embedding((indices - begin).masked_fill(elsewhere, 0), held(weight), padding_idx)
+    place = torch.zeros_like(indices)
+    elsewhere = torch.ones_like(indices, dtype=torch.bool)
+    before, own_padding = 0, None
+    for begin, length in slices.parts(group.rank, group.size):
+        within = (indices >= begin) & (indices < begin + length)
+        place = torch.where(within, indices - begin + before, place)
+        elsewhere &= ~within
+        if padding_idx is not None and 0 <= padding_idx % slices.total - begin < length:
+            own_padding = padding_idx % slices.total - begin + before
+        before += length
+    rows = F.embedding(place, held(weight), own_padding)
     return total(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), group)
