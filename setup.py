@@ -52,8 +52,9 @@ setup(
         "bigtrain.recorder",
         "bigtrain.report",
         "bigtrain.schedules",
+        "bigtrain.slice_planning",
         "bigtrain.slicing",
-        "bigtrain.slicing.analysis",
+        "bigtrain.slicing.rules",
         "bigtrain.speedup",
         "bigtrain.strategies",
         "bigtrain.strategies.local_sgd",
@@ -67,6 +68,7 @@ setup(
         "bigtrain.timing",
         "bigtrain.tracing",
         "bigtrain.verify",
+        "bigtrain.versions",
     ],
     package_data={
         "bigtrain": ["py.typed"],

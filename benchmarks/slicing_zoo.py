@@ -35,10 +35,10 @@ from torch import Tensor, nn
 
 from bigtrain.errors import ConfigError
 from bigtrain.losses.loss import CrossEntropy
-from bigtrain.slicing.analysis.axis_trace import trace_axes
-from bigtrain.slicing.analysis.classes import AxisClasses
-from bigtrain.slicing.choose import plan_slices
-from bigtrain.slicing.plan import SlicingPlan
+from bigtrain.slice_planning.axis_trace import trace_axes
+from bigtrain.slice_planning.choose import plan_slices
+from bigtrain.slice_planning.classes import AxisClasses
+from bigtrain.slice_planning.plan import SlicingPlan
 from bigtrain.tensors.tree import map_tensors, tree_tensors
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))

@@ -133,6 +133,8 @@ def train(context: RunContext, gradients: int, case: Case) -> dict[str, Any]:
     ranks = [
         {
             "rank": rank.rank,
+            "sent": rank.volume and dict(rank.volume.sent),
+            "predicted_sent": rank.predicted_volume and dict(rank.predicted_volume.sent),
             "sent_bytes": rank.volume and rank.volume.sent_bytes,
             "predicted_sent_bytes": rank.predicted_volume and rank.predicted_volume.sent_bytes,
             "received_bytes": rank.volume and rank.volume.received_bytes,

@@ -82,6 +82,10 @@ class DamagedCheckpointError(CheckpointError):
         self.damage = damage
 
 
+class LostRankError(CheckpointError):
+    """A checkpoint was not written because a rank was lost meanwhile that the others do without."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ", did you mean 'x'?" for the closest of `known`, or "." where none is close."""
     match = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)

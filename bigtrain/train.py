@@ -30,8 +30,7 @@ from bigtrain.planner.auto import read_job
 from bigtrain.ranks.connect import pick_device
 from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.exit_status import REQUEUE_STATUS, run_guarded
-from bigtrain.ranks.launch import launcher_hint
-from bigtrain.ranks.launcher_env import detect_rank_info
+from bigtrain.ranks.launcher_env import detect_rank_info, launcher_hint
 from bigtrain.ranks.preemption import PreemptionNotice
 from bigtrain.ranks.restart import Restart
 from bigtrain.report.lines import closing_lines, dry_run_lines, make_console, opening_lines

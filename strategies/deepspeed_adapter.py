@@ -29,6 +29,7 @@ from bigtrain.machine.libraries import (
     replaced,
 )
 from bigtrain.ranks.context import RunContext
+from bigtrain.versions.torch_versions import all_gather_single, reduce_scatter_single
 
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 _PIPE = "deepspeed.runtime.pipe"
@@ -47,6 +48,8 @@ DEEPSPEED = ForeignLibrary("deepspeed", "0.19.8", "0.19.9", (
     *foreign_names("replace", "forget groups of before", "deepspeed.comm.comm", "cdb"),
     *foreign_names("replace", "forget groups of before", "deepspeed.utils.groups", "_WORLD_GROUP"),
     *foreign_names("replace", "compile nothing", "deepspeed.comm.torch", "build_shm_op"),
+    *foreign_names("replace", "call collectives without torch 2.14's warnings",
+        "deepspeed.comm.torch.TorchBackend", "all_gather_function reduce_scatter_function"),
     *foreign_names("replace", "send no weights", _ENGINE, "_broadcast_model"),
     *foreign_names("read", "do a step", _ENGINE,
         "forward backward step destroy set_gradient_accumulation_boundary optimizer module "
@@ -159,8 +162,7 @@ def require_deepspeed(device_type: str, user: str, instead: str) -> None:
 
 def parse_config(config: dict[str, Any]) -> None:
     """Have DeepSpeed read a configuration; what it dislikes it raises in its own words."""
-    reader: Any = import_module("deepspeed.runtime.config").DeepSpeedConfig
-    reader(config)
+    import_module("deepspeed.runtime.config").DeepSpeedConfig(config)
 
 
 def connect_deepspeed(context: RunContext, closing: ExitStack) -> Any:
@@ -197,6 +199,9 @@ def connect_deepspeed(context: RunContext, closing: ExitStack) -> Any:
     with replaced(import_module("deepspeed.comm.torch"), build_shm_op=lambda: None):
         name = "nccl" if context.device.type == "cuda" else "gloo"
         deepspeed.init_distributed(name, auto_mpi_discovery=False, verbose=False)
+    backend = import_module("deepspeed.comm.comm").cdb
+    backend.all_gather_function = all_gather_single
+    backend.reduce_scatter_function = reduce_scatter_single
     return deepspeed
 
 
@@ -406,12 +411,13 @@ def run_schedule(engine: Any, micro_batches: int) -> None:
 
 def forward_stage(engine: Any, inputs: Any) -> Any:
     """Call a pipeline engine's stage as any other engine's model; its own `forward` refuses."""
-    return _plain_engine().forward(engine, inputs)
+    return import_module("deepspeed.runtime.engine").DeepSpeedEngine.forward(engine, inputs)
 
 
 def backward_loss(engine: Any, loss: Tensor) -> None:
     """Go back from a loss as any other engine does; a pipeline engine's `backward` refuses."""
-    _plain_engine().backward(engine, loss, scale_wrt_gas=False)
+    plain = import_module("deepspeed.runtime.engine").DeepSpeedEngine
+    plain.backward(engine, loss, scale_wrt_gas=False)
 
 
 def backward_from(engine: Any, outputs: Sequence[Any], gradients: Sequence[Tensor]) -> None:
@@ -421,10 +427,6 @@ def backward_from(engine: Any, outputs: Sequence[Any], gradients: Sequence[Tenso
         torch.autograd.backward(outputs, gradients)
     finally:
         engine._running_engine_backward = False
-
-
-def _plain_engine() -> Any:
-    return import_module("deepspeed.runtime.engine").DeepSpeedEngine
 
 
 def reduce_pipeline_gradients(engine: Any) -> None:

@@ -37,8 +37,8 @@ class Single(Strategy):
 
     def check(self, plan: Plan) -> None:
         """Refuse more than one rank."""
-        if plan.dp * plan.tp > 1:
+        if plan.dp > 1:
             raise ConfigError(
-                f"strategy single runs on 1 rank, and {plan.dp * plan.tp} were started. "
+                f"strategy single runs on 1 rank, and {plan.dp} were started. "
                 "Use --strategy ddp, or start one rank."
             )

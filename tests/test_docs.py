@@ -26,9 +26,12 @@ ROOT = Path(__file__).resolve().parents[1]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 MARK = "<!-- rooms -->"
 GROUPS = {
-    "ground": ("job", "recorder", "memory", "ranks", "machine", "tensors", "checkpoint"),
+    "ground": (
+        *("versions", "job", "recorder", "memory", "ranks", "machine", "tensors", "checkpoint"),
+        "slicing",
+    ),
     "learning": ("losses", "data", "models", "activations", "optim"),
-    "stages": ("schedules", "tracing", "cutting", "slicing"),
+    "stages": ("schedules", "tracing", "cutting", "slice_planning"),
     "contract": ("costs", "core", "pipeline", "prediction", "strategies"),
     "a run": ("assembly", "timing", "engine", "report"),
     "commands": ("planner", "compare", "speedup", "verify"),

@@ -256,3 +256,67 @@ def test_slurm_announces_an_end(place: Place, cluster: dict[str, str]) -> None:
         said, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 75, said
     assert said.count("stopped by SIGUSR1 after step") == 1
+
+
+SERVERS = {
+    "strategy": "parameter_server_async",
+    "strategy__replicate__servers": 2,
+    "data__args__validation_samples": 12,
+    "train__global_batch_size": 6,
+    "train__eval_every": 4,
+    "train__steps": 12,
+    "checkpoint__every": 4,
+}
+
+
+def test_a_run_goes_on_without_a_worker_that_is_killed(place: Place) -> None:
+    """And is continued on all ranks from what it saved."""
+    status, said = place.bigtrain(["-n", "5"], SERVERS, FAULT_KILL="3:0:5")
+    assert status == 0, said
+    lost = re.findall(r"bigtrain: worker 1 \(rank 3\) was lost in step (\d+): it ended", said)
+    assert len(lost) == said.count(" lost ") == 1
+    assert 3 <= int(lost[0]) <= 8  # as the server counts: the others may be ahead, or behind
+    assert "2 of 3 workers go on; its share of each batch is not seen any more" in said
+    assert [step for step, _, _ in place.curve()] == list(range(1, 13))
+    losses = [loss for _, loss, _ in place.curve()]
+    assert losses[-1] < losses[0]
+    checked = place.run / "checkpoints" / "step-12"
+    command = [interpreter(), "-m", "bigtrain", "checkpoint", "verify", str(checked)]
+    with place.start(command) as process:
+        found, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, found
+    more = {**SERVERS, "train__steps": 14}
+    status, said = place.bigtrain(["-n", "5", "--resume", "auto"], more)
+    assert status == 0, said
+    assert "continues after step 12" in said
+    assert "was lost" not in said
+
+
+def test_the_end_of_a_server_is_the_end_of_the_run(place: Place) -> None:
+    words = place.words(**{**SERVERS, "train__steps": 4000})
+    command = [interpreter(), "-m", "bigtrain", "train", "-n", "4", *words]
+    with place.start(command, FAULT_SLEEP="0.02") as process:
+        place.wait_for_step(3)
+        os.kill(int((place.folder / "pid-1-0").read_text()), signal.SIGKILL)
+        began = time.monotonic()
+        said, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1, said
+    assert time.monotonic() - began < 15
+    assert re.search(
+        r"bigtrain: rank \d lost server 1 \(rank 1\): it ended without a message", said
+    )
+
+
+def test_a_signal_after_a_loss_saves_and_stops(place: Place) -> None:
+    words = place.words(**{**SERVERS, "train__steps": 4000})
+    command = [interpreter(), "-m", "bigtrain", "train", "-n", "4", "--restarts", "1", *words]
+    with place.start(command, FAULT_SLEEP="0.02") as process:
+        place.wait_for_step(3)
+        os.kill(int((place.folder / "pid-2-0").read_text()), signal.SIGKILL)
+        place.wait_for_step(30)
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 75, said
+    assert "worker 0 (rank 2) was lost in step" in said
+    assert "stopped by SIGTERM after step" in said
+    assert "restart 1" not in said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -22,7 +21,9 @@ from torch.utils.checkpoint import (
 
 from bigtrain.errors import ConfigError
 from bigtrain.losses.chunked_cross_entropy import current_targets, restored_targets
+from bigtrain.slicing.exchange import products_kept
 from bigtrain.tensors.op_cost import mutated_tensors
+from bigtrain.versions.torch_versions import CHECKPOINT_OPTIONS
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm")
 _ATTENTION = (
@@ -63,12 +64,13 @@ def checkpoint_block(
     def run(*kept: Any) -> Any:
         # The first time with the very objects, of which the block may change a list, say. torch
         # keeps leaves: it checks that none is changed, and moves them if hooks want that.
-        if original:
-            args_now, kwargs_now = original.pop()
-            with _moves_no_buffer(module):
-                return compute(*args_now, **kwargs_now)
-        args_now, kwargs_now = tree_unflatten(kept, structure)
-        return compute(*args_now, **kwargs_now)
+        with products_kept(kept=selective):
+            if original:
+                args_now, kwargs_now = original.pop()
+                with _moves_no_buffer(module):
+                    return compute(*args_now, **kwargs_now)
+            args_now, kwargs_now = tree_unflatten(kept, structure)
+            return compute(*args_now, **kwargs_now)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         same = (lambda: freeze_running_statistics(module), lambda: restored_targets(targets))
@@ -81,16 +83,8 @@ def checkpoint_block(
 
     # Fakes draw nothing, and torch 2.11 copies a GPU's real state where all should be fake.
     keeps = not any(isinstance(leaf, FakeTensor) for leaf in leaves)
-    options = {"use_reentrant": False, "preserve_rng_state": keeps, **_HOOKS}
+    options = {"use_reentrant": False, "preserve_rng_state": keeps, **CHECKPOINT_OPTIONS}
     return checkpoint(run, *leaves, context_fn=contexts, **options)
-
-
-_HOOKS: dict[str, Any] = (
-    {"respect_saved_tensors_hooks": True}
-    if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
-    else {}
-)
-"""Newer versions of torch let hooks around a block see what `selective` keeps."""
 
 
 @functools.cache

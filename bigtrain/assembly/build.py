@@ -23,6 +23,8 @@ from bigtrain.models.blueprint import Blueprint
 from bigtrain.models.names import names_of
 from bigtrain.ranks.context import RunContext
 from bigtrain.recorder.blocks import mark_blocks
+from bigtrain.slicing.install import slice_modules
+from bigtrain.slicing.state import SlicedState
 from bigtrain.tensors.memory_format import set_channels_last
 
 
@@ -73,26 +75,21 @@ def build_runner(
         model = blueprint.model
         attach_head(workload.loss, model)  # while names are the user's own
         bf16_names = () if plan.master_weights else bf16_parameter_names(model)
-        materialize = Materializer(blueprint, context, plan.precision, bf16_names)
+        slices = _own_slices(resolved, context, meter)
+        materialize = Materializer(blueprint, context, plan.precision, bf16_names, slices)
         if layout is not None:
             # Before any value is made: a rank pays for its own stages only. A model that could
             # not be described is whole on every rank anyhow, and comes from rank 0 as a whole.
             if not blueprint.deferred:
                 materialize(names_of(model))
-            own_stages = (
-                layout.stages_of(context.pp_rank) if plan.pp > 1 else range(len(layout.ranks))
-            )
+            own_stages = layout.stages_of(context.pp_rank) if plan.pp > 1 else layout.all_stages
             layout.chosen.cut.strip(model, own_stages, context.device)
         # Weights depend on seed and name only, so every rank makes its own and none are sent.
         # A technique that never holds the whole model makes them a piece at a time.
         if not any(technique.traits.materializes for technique in plan.techniques.values()):
             materialize(names_of(model))
-        if plan.lays_weights:
-            set_channels_last(model)
-        # BatchNorm is replaced while the model is still plain: wrappers keep what they find.
-        if plan.sync_batchnorm:
-            convert = nn.SyncBatchNorm.convert_sync_batchnorm
-            model = convert(model, context.dp_group)  # type: ignore[no-untyped-call]
+        # While the model is plain: wrappers keep what they find, stages copy it.
+        model = _changed_modules(model, plan, slices, context)
         assembly = Assembly(
             context=context,
             plan=plan,
@@ -105,8 +102,10 @@ def build_runner(
             layout=layout,
             block_policies=resolved.policies,
             offloader=mover,
+            slices=slices,
         )
         # cut: stages first, so that all that follows sees only this rank's layers.
+        # slice: done above; what follows finds parameters of this rank's own.
         # recompute: on blocks, while they are still the user's own modules; those of stages
         # where the stages are made.
         # offload: says where the optimizer's state will live, for those who make it.
@@ -119,6 +118,31 @@ def build_runner(
         assembly.collect_parameters()
         # The optimizer comes last, made by the runner: sharding has changed the parameters.
         return _recorded_runner(assembly)
+
+
+def _changed_modules(
+    model: nn.Module, plan: Plan, slices: SlicedState | None, context: RunContext
+) -> nn.Module:
+    """What a plan changes of the modules themselves."""
+    if plan.lays_weights:
+        set_channels_last(model)
+    if plan.sync_batchnorm:
+        convert = nn.SyncBatchNorm.convert_sync_batchnorm
+        model = convert(model, context.dp_group)  # type: ignore[no-untyped-call]
+    # From here on the model's own code sees whole parameters, all others what this rank holds.
+    if slices is not None:
+        slice_modules(model, slices.by_name, slices.group, slices.model.gathered)
+    return model
+
+
+def _own_slices(
+    resolved: ResolvedPlan, context: RunContext, meter: MemoryMeter
+) -> SlicedState | None:
+    """How this rank holds a model's layers, where the plan slices them."""
+    if resolved.slices is None:
+        return None
+    group = context.group("tp")
+    return resolved.slices.on(context.tp_rank, group, exchanging=meter.exchanging)
 
 
 def _recorded_runner(assembly: Assembly) -> Runner:

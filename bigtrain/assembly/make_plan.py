@@ -31,24 +31,23 @@ def make_plan(job: Job, world_size: int, device_type: str) -> Plan:
     }
     cut = techniques.get("cut")
     spans_ranks = isinstance(cut, CutStrategy) and cut.traits.spans_ranks
-    pp, dp, tp = _mesh(job, world_size, spans=spans_ranks)
+    if (job.mesh.tp or 1) > 1 and "slice" not in techniques:
+        techniques["slice"] = make_technique("slice", RoleConfig(name="tensor"))
+    pp, dp, tp = _mesh(job, world_size, spans=spans_ranks, slices="slice" in techniques)
     if "replicate" not in techniques:
-        name = "ddp" if spans_ranks and dp > 1 else "single"
+        spread = spans_ranks or "slice" in techniques
+        name = "ddp" if spread and dp > 1 else "single"
         techniques["replicate"] = make_technique("replicate", RoleConfig(name=name))
     if "accumulate" not in techniques:
         techniques["accumulate"] = make_technique("accumulate", RoleConfig(name="accumulation"))
-    if not spans_ranks and pp * tp > 1:
+    if not spans_ranks and pp > 1:
         raise ConfigError(
-            f"mesh.pp={pp} and mesh.tp={tp} cut the model over ranks, and strategy.cut names no "
-            "technique that does. Use mesh.pp=1 mesh.tp=1, or --strategy 1f1b."
+            f"mesh.pp={pp} cuts the model over ranks, and strategy.cut names no technique that "
+            "does. Use mesh.pp=1, or --strategy 1f1b."
         )
     replicate = techniques["replicate"].traits
     shares_engine = isinstance(cut, CutStrategy) and cut.traits.takes_over_from(replicate)
     given_up = "replicate" if shares_engine else None  # the cut's engine is that one's, too
-    if tp > 1:
-        raise ConfigError(
-            f"mesh.tp={tp}: no technique here slices tensors over ranks. Use mesh.tp=1."
-        )
     owners = [t.name for role, t in techniques.items() if t.traits.owns_step and role != given_up]
     if len(owners) > 1:
         fix = "Keep one of them."
@@ -113,9 +112,16 @@ def _check_kernels(plan: Plan, cap: int | None) -> None:
     check_compiler(plan.device_type)
 
 
-def _mesh(job: Job, world_size: int, *, spans: bool) -> tuple[int, int, int]:
-    """The mesh; without `mesh.pp` a cut over ranks takes those that dp and tp leave."""
+def _mesh(job: Job, world_size: int, *, spans: bool, slices: bool) -> tuple[int, int, int]:
+    """The mesh; without `mesh.pp` a cut over ranks takes those that dp and tp leave.
+
+    Without `mesh.tp` what slices takes all that are left, and 2 where others share them with it.
+    """
     pp, dp, tp = job.mesh.pp, job.mesh.dp, job.mesh.tp
+    if tp is None:
+        shares = dp == -1 and "replicate" in job.strategy.roles()
+        left = world_size // (max(1, dp) * (pp or 1))
+        tp = 1 if not slices else 2 if shares or (spans and pp is None) else max(1, left)
     if pp is None:
         pp = max(1, world_size // (max(1, dp) * tp)) if spans else 1
     return resolve_mesh(pp, dp, tp, world_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,8 @@ from bigtrain.job.schema import Precision
 from bigtrain.models.blueprint import Blueprint
 from bigtrain.models.names import named_tensors, names_of
 from bigtrain.ranks.context import RunContext
+from bigtrain.slicing.install import own_slices
+from bigtrain.slicing.state import SlicedState
 
 
 class Materializer:
@@ -24,6 +26,7 @@ class Materializer:
         context: the device, the seed and the ranks.
         precision: fp64 makes float64 of every floating-point tensor.
         low: names of the parameters that become bf16.
+        slices: of which this rank keeps its own alone.
     """
 
     def __init__(
@@ -32,10 +35,12 @@ class Materializer:
         context: RunContext,
         precision: Precision,
         low: Collection[str] = (),
+        slices: SlicedState | None = None,
     ) -> None:
         self._blueprint, self._context = blueprint, context
         self._double = precision == "fp64"
         self._low = frozenset(low)
+        self._slices = slices
         self._done: set[str] = set()
 
     def __call__(self, names: Collection[str]) -> None:
@@ -46,10 +51,26 @@ class Materializer:
         if not pending:
             return
         self._done.update(pending)
-        only = pending if blueprint.deferred else None
-        blueprint.materialize(context.device, seed=context.seed, only=only)
+        by_name = self._slices.by_name if self._slices is not None else {}
+        if blueprint.deferred:
+            self._fill([name for name in pending if name not in by_name])
+            for name in pending:  # one whole tensor at a time
+                if name in by_name:
+                    self._fill([name])
+        else:
+            blueprint.materialize(context.device, seed=context.seed, only=None)
+            self._finish(pending)
+
+    def _fill(self, names: Sequence[str]) -> None:
+        blueprint, context = self._blueprint, self._context
+        blueprint.materialize(context.device, seed=context.seed, only=names)
+        self._finish(names)
+
+    def _finish(self, names: Sequence[str]) -> None:
+        """In the precision of the run, and of what is sliced this rank's own."""
+        blueprint, context = self._blueprint, self._context
         tensors = named_tensors(blueprint.model)
-        for name in pending:
+        for name in names:
             tensor = tensors[name]
             if self._double and tensor.is_floating_point():
                 tensor.data = tensor.data.double()
@@ -57,3 +78,6 @@ class Materializer:
                 dist.broadcast(tensor.detach(), src=0)
             if name in self._low:
                 tensor.data = tensor.data.to(torch.bfloat16)
+            if self._slices is not None and name in self._slices.by_name:
+                slices = self._slices.by_name[name]
+                tensor.data = own_slices(tensor, slices, self._slices.group)

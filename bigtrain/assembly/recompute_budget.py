@@ -22,6 +22,7 @@ from bigtrain.models.blocks import find_blocks
 from bigtrain.prediction.operation_log import BlockCost, block_costs
 from bigtrain.prediction.predict import forecast_rank
 from bigtrain.prediction.record import untraceable_reason
+from bigtrain.slicing.state import ModelSlices
 from bigtrain.tensors.cuda_program import stands_for_cuda
 from bigtrain.units import format_bytes
 
@@ -38,6 +39,7 @@ def meet_budget(
     limit: int,
     workload: Workload,
     layout: Layout | None = None,
+    slices: ModelSlices | None = None,
 ) -> ResolvedPlan:
     """Choose what each block keeps, so that no rank holds more than so many bytes.
 
@@ -49,6 +51,7 @@ def meet_budget(
         limit: bytes, of each rank.
         workload: with an example.
         layout: of a model that is cut.
+        slices: of one whose layers are sliced.
 
     Raises:
         ConfigError: there is no example, no block, no forecast; the smallest peak is above the
@@ -72,7 +75,7 @@ def meet_budget(
         costs = block_costs(*seen, bf16=bf16, of_cuda=stands_for_cuda(plan.device_type, device))
     except Exception as error:  # user code of any kind runs here
         raise ConfigError(_no_forecast(untraceable_reason(error))) from error
-    task = _BudgetTask(plan, technique, limit, workload, layout, costs)
+    task = _BudgetTask(plan, technique, limit, workload, layout, slices, costs)
     blocks: dict[str, BlockPolicy] = dict.fromkeys(names, "keep")
     lines = []
     for pp_rank in range(plan.pp):
@@ -111,6 +114,7 @@ class _BudgetTask:
     limit: int
     workload: Workload
     layout: Layout | None
+    slices: ModelSlices | None
     costs: Mapping[str, BlockCost]
 
     def solve(self, names: Sequence[str], pp_rank: int) -> _ProvenSolution:
@@ -163,7 +167,7 @@ class _BudgetTask:
         """The plan with a choice for each block."""
         techniques = {**self.plan.techniques, "recompute": self.technique.with_policies(blocks)}
         plan = replace(self.plan, techniques=techniques)
-        return ResolvedPlan.of(plan, self.workload.model, self.layout)
+        return ResolvedPlan.of(plan, self.workload.model, self.layout, self.slices)
 
     def _forecast(self, blocks: Mapping[str, BlockPolicy], pp_rank: int) -> UniformForecast:
         rank = forecast_rank(self.with_policies(blocks), self.workload, pp_rank)

@@ -6,12 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bigtrain.assembly.recompute_budget import meet_budget
-from bigtrain.core.loop import first_names
 from bigtrain.core.resolved import ResolvedPlan
-from bigtrain.core.strategy import CutStrategy, ModelFacts, Plan, RecomputeStrategy
+from bigtrain.core.state import first_names
+from bigtrain.core.strategy import (
+    CutStrategy,
+    ModelFacts,
+    Plan,
+    RecomputeStrategy,
+    SliceStrategy,
+)
 from bigtrain.core.workload import Workload
 from bigtrain.cutting.layout import Layout
 from bigtrain.errors import ConfigError
+from bigtrain.slicing.state import ModelSlices
 from bigtrain.tracing.unreached import freeze_unreached
 
 
@@ -32,14 +39,21 @@ def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
     unreached: tuple[str, ...] = ()
     if workload.example is not None and not plan.replicate.finds_unused:
         unreached = freeze_unreached(workload.model, workload.example, workload.loss)
-    layout = make_layout(plan, workload)
+    layout, slices = make_layout(plan, workload), lay_slices(plan, workload)
     technique = plan.techniques.get("recompute")
     limit = technique.limit(plan) if isinstance(technique, RecomputeStrategy) else None
     if isinstance(technique, RecomputeStrategy) and limit is not None:
-        resolved = meet_budget(plan, technique, limit, workload, layout)
+        resolved = meet_budget(plan, technique, limit, workload, layout, slices)
     else:
-        resolved = ResolvedPlan.of(plan, workload.model, layout)
-    notes = (*_not_trained(unreached), *_no_replicas(plan), *_compiled(plan), *resolved.notes)
+        resolved = ResolvedPlan.of(plan, workload.model, layout, slices)
+    sliced = [slices.summary(workload.model)] if slices is not None else []
+    notes = (
+        *_not_trained(unreached),
+        *sliced,
+        *_no_replicas(plan),
+        *_compiled(plan),
+        *resolved.notes,
+    )
     return replace(resolved, unreached=unreached, notes=notes)
 
 
@@ -82,6 +96,23 @@ def _no_replicas(plan: Plan) -> list[str]:
         f"mesh: pp {plan.pp} x dp 1 is one pipeline of all ranks, and strategy.replicate="
         f"{technique.name} has no replicas. Use mesh.pp={plan.pp // 2} for 2 of them."
     ]
+
+
+def lay_slices(plan: Plan, workload: Workload) -> ModelSlices | None:
+    """Slice the layers as the plan says; None where they stay whole. Needs no process group.
+
+    Raises:
+        ConfigError: they cannot be sliced so.
+    """
+    technique = plan.techniques.get("slice")
+    if not isinstance(technique, SliceStrategy) or plan.tp == 1:
+        return None
+    if workload.example is None:
+        raise ConfigError(
+            f"strategy {plan.strategy.name} slices the model's layers, and for that it must see "
+            "one micro-batch. Give prepare(..., example=(inputs, targets))."
+        )
+    return technique.lay_slices(workload, plan)
 
 
 def make_layout(plan: Plan, workload: Workload) -> Layout | None:

@@ -2,15 +2,16 @@
 
 Beside the step's forecast this needs only who holds which elements of which tensor: whole ones
 (replicas), rows (`fully_shard`), stretches of all parameters laid end to end (pieces, DeepSpeed's
-stages 1 and 2) or of each (its stage 3). `forecast_save` goes through the rounds of a save with
-that. A resume holds the state as far as it was read, and what is read of one tensor.
+stages 1 and 2) or of each (its stage 3); and all that of the slices that a rank of the tp axis has.
+`forecast_save` goes through the rounds of a save with that. A resume holds the state as far as it
+was read, what is read of one tensor, and a block of the file where that is short runs of it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bigtrain.checkpoint.forecast_save import Making, SaveBytes, files_of, forecast_save
 from bigtrain.checkpoint.layout import Held
+from bigtrain.checkpoint.read import read_beside_bytes
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import Plan
 from bigtrain.core.workload import Workload
@@ -31,6 +33,7 @@ from bigtrain.optim.partitioned import ELEMENTWISE_OPTIMIZERS
 from bigtrain.optim.update import MakeOptimizer, is_elementwise
 from bigtrain.prediction.predict import Prediction
 from bigtrain.prediction.record import fake_safe_optimizer, storage_bytes
+from bigtrain.slicing.state import SlicedState
 from bigtrain.tensors.shards import Extent, box_extents, whole_extents
 
 Slots = Mapping[str, Tensor]
@@ -44,6 +47,7 @@ def forecast_state_peaks(
     prediction: Prediction,
     pp_rank: int = 0,
     dp_rank: int = 0,
+    tp_rank: int = 0,
 ) -> StatePeaks:
     """Predict what one rank holds at most while it saves, and while it takes a checkpoint over.
 
@@ -56,6 +60,7 @@ def forecast_state_peaks(
         prediction: of a step on this rank.
         pp_rank: which stages it has.
         dp_rank: which replica it is.
+        tp_rank: which slices it has.
 
     Returns:
         Nothing known where the step is not, or the optimizer does not run on fake tensors.
@@ -64,11 +69,14 @@ def forecast_state_peaks(
     if states is None or step is None:
         return StatePeaks()
     try:
-        known = _State.of(resolved, workload)
+        every = [_State.of(resolved, workload, place) for place in range(resolved.plan.tp)]
     except Exception:  # an optimizer of the user's
         return StatePeaks()
-    plan, rank = resolved.plan, dp_rank * resolved.plan.pp + pp_rank
-    files = files_of([known.held(d, p) for d in range(plan.dp) for p in range(plan.pp)])
+    plan, known = resolved.plan, every[tp_rank]
+    rank = (dp_rank * plan.pp + pp_rank) * plan.tp + tp_rank
+    files = files_of(
+        [one.held(d, p) for d in range(plan.dp) for p in range(plan.pp) for one in every]
+    )
     made = known.made(dp_rank, pp_rank)
     how = {"asynchronous": config.asynchronous, "most_bytes": config.snapshot_bytes}
     added = forecast_save(files, rank, made, **how)  # type: ignore[arg-type]
@@ -95,6 +103,7 @@ class _Saved:
     first: str
     """The first of its names, where it is tied."""
     shape: tuple[int, ...]
+    """Of the slices that a rank of the tp axis has."""
     dtype: torch.dtype
     is_buffer: bool
     trained: bool
@@ -103,13 +112,14 @@ class _Saved:
 
 
 class _State:
-    """Who holds what of the training state.
+    """Who holds what of the training state, among the ranks of one place on the tp axis.
 
     Args:
         resolved: what will be run.
         tensors: of the whole model.
         slots: of each trained parameter, by its first name.
         splits: whether a piece that a rank updates may be any stretch of a parameter.
+        slices: as those ranks have them.
     """
 
     def __init__(
@@ -119,8 +129,9 @@ class _State:
         slots: Mapping[str, Slots],
         *,
         splits: bool,
+        slices: SlicedState | None,
     ) -> None:
-        self._plan, self._layout = resolved.plan, resolved.layout
+        self._plan, self._layout, self._slices = resolved.plan, resolved.layout, slices
         self._tensors, self._slots, self._splits = tensors, slots, splits
         cut = resolved.plan.cut
         self._cut = self._layout is not None and cut is not None and cut.spans_ranks
@@ -130,16 +141,18 @@ class _State:
         self._stretches: dict[int, Mapping[str, tuple[int, int]]] = {}
 
     @classmethod
-    def of(cls, resolved: ResolvedPlan, workload: Workload) -> _State:
+    def of(cls, resolved: ResolvedPlan, workload: Workload, tp_rank: int) -> _State:
         """Of a plan; the optimizer takes one step on fake tensors."""
-        tensors = list(_saved_tensors(workload.model, resolved.plan))
+        slices = resolved.slices.on(tp_rank, None) if resolved.slices is not None else None
+        tensors = list(_saved_tensors(workload.model, resolved.plan, slices))
         by_shape: dict[tuple[tuple[int, ...], torch.dtype], Slots] = {}
         wanted = {(t.shape, t.dtype) for t in tensors if t.trained}
         for key, found in zip(wanted, _slots_of(workload.make_optimizer, wanted), strict=True):
             by_shape[key] = found
         slots = {t.first: by_shape[t.shape, t.dtype] for t in tensors if t.trained}
         optimizer = type(workload.make_optimizer([nn.Parameter(torch.zeros(1))])).__name__
-        return cls(resolved, tensors, slots, splits=optimizer in ELEMENTWISE_OPTIMIZERS)
+        splits = optimizer in ELEMENTWISE_OPTIMIZERS
+        return cls(resolved, tensors, slots, splits=splits, slices=slices)
 
     @property
     def largest(self) -> int:
@@ -160,7 +173,7 @@ class _State:
             elif self._kind == "pieces" and not self._updates(tensor, dp_rank, pp_rank):
                 continue
             held[name] = Held(slot.dtype, tuple(slot.shape), extents, False)
-        return held
+        return held if self._slices is None else _of_whole(held, self._slices)
 
     def made(self, dp_rank: int, pp_rank: int) -> dict[str, Making]:
         """The tensors that a rank makes to read them: from a disk, or of several pieces."""
@@ -199,17 +212,22 @@ class _State:
                 continue
             size = numbers * slot.dtype.itemsize
             stays = 0 if self._on_disk and sliced else size
-            read = size
+            read, most = size, numbers
             if sliced and self._in_pieces and self._splits:  # what is read is what stays
                 chunk = self._chunk(pp_rank)
                 most = numbers if chunk is None else min(chunk, numbers)
                 read = most * slot.dtype.itemsize if self._on_disk else 0
+            if sliced:
+                extents = self._extents(tensor, dp_rank, pp_rank, slot=True)
+                read += self._block(tensor, extents, most, slot.dtype)
             sizes.append((stays, read))
         missing = sum(stays for stays, _ in sizes)
-        model = (
-            self._local(t, dp_rank, pp_rank, slot=False) * t.dtype.itemsize
-            for t in self._own(pp_rank)
-        )
+        model = []
+        for tensor in self._own(pp_rank):
+            extents = self._extents(tensor, dp_rank, pp_rank, slot=False)
+            numbers = sum(extent.size for extent in extents)
+            block = self._block(tensor, extents, numbers, tensor.dtype)
+            model.append(numbers * tensor.dtype.itemsize + block)
         highest = max(model, default=0) - missing
         if at_once:
             return max(highest, *(read for _, read in sizes), 0)
@@ -217,6 +235,15 @@ class _State:
             missing -= stays
             highest = max(highest, read - missing)
         return highest
+
+    def _block(self, tensor: _Saved, own: Iterable[Extent], most: int, dtype: torch.dtype) -> int:
+        """Bytes beside what is read of a tensor, in stretches of so many elements at most."""
+        if self._slices is None or tensor.name not in self._slices.by_name:
+            return 0
+        slices = self._slices.by_name[tensor.name]
+        firsts = [Extent(one.start, min(one.size, most)) for one in own]
+        _, extents = self._slices.placed(slices, tensor.shape, firsts)
+        return read_beside_bytes(extent.scaled(dtype.itemsize) for extent in extents)
 
     @property
     def _in_pieces(self) -> bool:
@@ -292,7 +319,19 @@ class _State:
         return self._stretches[key]
 
 
-def _saved_tensors(model: nn.Module, plan: Plan) -> Iterator[_Saved]:
+def _of_whole(held: Mapping[str, Held], slices: SlicedState) -> dict[str, Held]:
+    """What a rank holds of its slices, as parts of whole tensors."""
+    shapes = {name: one.shape for name, one in held.items()}
+    found = dict(held)
+    for name, one in held.items():
+        own = slices.slices_of(name, shapes)
+        if own is not None:
+            shape, extents = slices.placed(own, one.shape, one.extents)
+            found[name] = replace(one, shape=shape, extents=extents)
+    return found
+
+
+def _saved_tensors(model: nn.Module, plan: Plan, slices: SlicedState | None) -> Iterator[_Saved]:
     """The tensors of a model under all their names, in the types in which they are saved."""
     double = plan.precision == "fp64"
     bf16 = set(bf16_parameter_names(model)) if plan.bf16_parameters else set()
@@ -309,6 +348,8 @@ def _saved_tensors(model: nn.Module, plan: Plan) -> Iterator[_Saved]:
             low, dtype = False, torch.bfloat16
         trained = name in parameters and tensor.requires_grad
         shape = tuple(tensor.shape)
+        if slices is not None and name in slices.by_name:
+            shape = slices.by_name[name].local_shape(shape, slices.group.rank, slices.group.size)
         yield _Saved(name, own, shape, dtype, name not in parameters, trained, low and trained)
 
 

@@ -25,6 +25,9 @@ PIECE_BYTES = 16 << 20
 STATE_PARTS = ("model", "optimizer", "replicas")
 """The first word of a tensor's name says in which of the files it stands; in `replicas` is what
 replicas that step by themselves have of their own, which only they read again."""
+NEARLY = 0.75
+"""Share of the largest part of a tensor that a rank has to have to be the one that writes it: where
+parts differ by a row or a head, not always the rank with the largest ones."""
 DTYPE_CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -75,7 +78,7 @@ class TensorEntry:
 def plan_entries(
     held_by_rank: Sequence[Mapping[str, Held]], owners: Collection[int]
 ) -> list[TensorEntry]:
-    """Give each tensor to a rank that has most of it, so that all write about as many bytes.
+    """Give each tensor to a rank that has much of it, so that all write about as many bytes.
 
     Args:
         held_by_rank: by rank, then by name.
@@ -102,7 +105,7 @@ def plan_entries(
         near = [
             rank
             for extents, ranks in found
-            if sum(e.size for e in extents) == most
+            if sum(e.size for e in extents) >= NEARLY * most
             for rank in ranks
             if rank in written
         ]

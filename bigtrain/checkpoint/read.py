@@ -6,7 +6,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,12 +62,13 @@ class FileTensor:
             return
         # Short runs side by side: what lies between them is read, too, and left out.
         end = extent.start + (extent.count - 1) * extent.pitch + extent.length
+        block = torch.empty(read_beside_bytes([extent]), dtype=torch.uint8)
         for begin in range(extent.start, end, PIECE_BYTES):
-            block = torch.empty(min(PIECE_BYTES, end - begin), dtype=torch.uint8)
-            self._fill(descriptor, begin, block)
-            for position, part in extent.within(begin, begin + len(block)):
+            filled = block[: end - begin]
+            self._fill(descriptor, begin, filled)
+            for position, part in extent.within(begin, begin + len(filled)):
                 size, stride = (part.count, part.length), (part.pitch or part.length, 1)
-                runs = block.as_strided(size, stride, part.start - begin)
+                runs = filled.as_strided(size, stride, part.start - begin)
                 target[position : position + part.size].view(size).copy_(runs)
 
     def _fill(self, descriptor: int, begin: int, target: Tensor) -> None:
@@ -77,6 +78,12 @@ class FileTensor:
             if count <= 0:
                 raise OSError("the file was cut off")
             data, place = data[count:], place + count
+
+
+def read_beside_bytes(extents: Iterable[Extent]) -> int:
+    """What reading of these bytes of a tensor takes beside them: a block with what lies between."""
+    spans = ((e.count - 1) * e.pitch + e.length for e in extents if e.count > 1)
+    return min(PIECE_BYTES, max(spans, default=0))
 
 
 class Checkpoint:

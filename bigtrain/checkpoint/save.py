@@ -26,7 +26,7 @@ from bigtrain.checkpoint.folders import draft_folder, publish, write_text
 from bigtrain.checkpoint.layout import checkpoint_files, index_texts
 from bigtrain.checkpoint.manifest import FORMAT, MANIFEST, STATE, file_record, manifest_text
 from bigtrain.checkpoint.write import FileRecord, FileWriting, HostBuffer, gather_entries
-from bigtrain.errors import CheckpointError
+from bigtrain.errors import CheckpointError, LostRankError
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.shards import StateTensor
 
@@ -115,14 +115,18 @@ class CheckpointWriting:
 
     def _finish(self, context: RunContext) -> Path:
         records: dict[str, FileRecord] = {}
-        problem: OSError | None = None
+        problem: OSError | LostRankError | None = None
         try:
             records = self._writing.finish(context)
-        except OSError as error:
+        except (OSError, LostRankError) as error:
             problem = error
         words = None if problem is None else f"rank {context.rank}: {problem}"
-        gathered = context.all_gather_objects((words, records))
-        failed = [words for words, _ in gathered if words is not None]
+        gathered = context.all_gather_objects((words, isinstance(problem, LostRankError), records))
+        written = {name for one in gathered if one for name in one[2]}
+        lost = any(one and one[1] for one in gathered)
+        if lost or (None in gathered and not written.issuperset(f.name for f in self._files)):
+            raise LostRankError(_no_checkpoint(self._draft.parent, "a rank was lost meanwhile"))
+        failed = [one[0] for one in gathered if one and one[0] is not None]
         if failed:
             raise _failure(self._draft.parent, failed[0])
 
@@ -130,7 +134,7 @@ class CheckpointWriting:
             small = {**index_texts(self._files), **self._texts}
             head = {"format": FORMAT, "step": self._step, "torch": torch.__version__}
             small[STATE] = json.dumps({**head, **self._meta}, indent=1)
-            every = {name: record for _, part in gathered for name, record in part.items()}
+            every = {name: record for one in gathered if one for name, record in one[2].items()}
             for name, text in small.items():
                 write_text(self._draft / name, text)
                 every[name] = file_record(text.encode())
@@ -163,4 +167,8 @@ def _agreed(context: RunContext, make: Any, folder: Path) -> Path:
 
 
 def _failure(folder: Path, problem: str) -> CheckpointError:
-    return CheckpointError(f"no checkpoint was written to {folder}: {problem}")
+    return CheckpointError(_no_checkpoint(folder, problem))
+
+
+def _no_checkpoint(folder: Path, problem: str) -> str:
+    return f"no checkpoint was written to {folder}: {problem}"

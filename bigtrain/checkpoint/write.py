@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import queue
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ from bigtrain.checkpoint.layout import (
     tensor_file,
 )
 from bigtrain.checkpoint.manifest import hash_piece, record_of
+from bigtrain.errors import LostRankError
 from bigtrain.ranks.context import RunContext
+from bigtrain.recorder.star import going_on_without
 from bigtrain.tensors.shards import Extent, StateTensor
 
 BUFFERS = 3
@@ -44,7 +47,9 @@ def gather_entries(
 ) -> list[TensorEntry]:
     """What all ranks hold together, and who is to write it. Collective."""
     held = {name: Held.of(tensor) for name, tensor in state.items()}
-    return plan_entries(context.all_gather_objects(held), list(owners))
+    everyone = context.all_gather_objects(held)
+    there = [rank for rank in owners if everyone[rank] is not None]  # others are lost
+    return plan_entries([one or {} for one in everyone], there)
 
 
 Round = Mapping[int, tuple[TensorFile, int]]
@@ -160,6 +165,7 @@ class FileWriting:
         self._rank = rank
         self._rounds = rounds_of(files)
         self._next = 0
+        self._lost: set[int] = set()
         self._values = _Values(state)
         self._taken: dict[int, _Given] = {}
         self._leaving, self._arriving = HostBuffer(), HostBuffer()
@@ -195,34 +201,50 @@ class FileWriting:
 
         Raises:
             OSError: this rank could not write; the exchange went on to its end all the same.
+            LostRankError: a rank that it needed was lost; the same.
         """
         try:
             self._exchange(context, len(self._rounds))
+            if self._lost:
+                raise LostRankError(f"it was lost while it was needed: rank {min(self._lost)}")
             return self._writer.finish()
         finally:
             self._writer.close()
 
     def _exchange(self, context: RunContext, last: int) -> None:
-        group = context.group()
         with context.patiently():  # a disk may be slower than exchanges may be
             for number in range(self._next, last):
-                self._exchange_round(number, group)
+                self._exchange_round(number, context)
         self._next = max(self._next, last)
         self._leaving, self._arriving = HostBuffer(), HostBuffer()
 
-    def _exchange_round(self, number: int, group: dist.ProcessGroup | None) -> None:
+    def _exchange_round(self, number: int, context: RunContext) -> None:
         """One round; what is sent in it has left at its end."""
         given = self._taken.pop(number, None)
         if given is None:
             self._leaving.clear(given_bytes(self._rounds[number], self._rank)[0])
             given = self._give(number, self._leaving)
-        sends = [dist.isend(m, owner, group) for owner, m in given.messages.items()]
+        sends = {}
+        for owner, message in given.messages.items():
+            with self._needing(owner, context):
+                sends[owner] = dist.isend(message, owner, context.group())
         if self._rank in self._rounds[number]:
             file, piece = self._rounds[number][self._rank]
-            self._receive(file, piece, given.own, group)
-        for send in sends:
-            if send is not None:
-                send.wait()
+            self._receive(file, piece, given.own, context)
+        for owner, send in sends.items():
+            with self._needing(owner, context):
+                if send is not None:
+                    send.wait()
+
+    @contextmanager
+    def _needing(self, rank: int, context: RunContext) -> Iterator[None]:
+        """Note where an exchange breaks because the other rank is lost; the others' go on."""
+        done = False
+        with going_on_without(rank, context.recorder):
+            yield
+            done = True
+        if not done:
+            self._lost.add(rank)
 
     def _give(self, number: int, room: HostBuffer, *, keeps: bool = False) -> _Given:
         """What a round wants of this rank; `keeps`: what it has itself is copied, too."""
@@ -245,7 +267,7 @@ class FileWriting:
         file: TensorFile,
         piece: int,
         own: list[tuple[Part, Tensor]],
-        group: dist.ProcessGroup | None,
+        context: RunContext,
     ) -> None:
         """Put a piece together, and hand it to the threads."""
         arriving = []
@@ -254,7 +276,9 @@ class FileWriting:
         self._arriving.clear(sum(sizes))
         for (source, theirs), size in zip(others, sizes, strict=True):
             message = self._arriving.next(size)
-            arriving.append((theirs, message, dist.irecv(message, source, group)))
+            with self._needing(source, context):
+                work = dist.irecv(message, source, context.group())
+                arriving.append((source, theirs, message, work))
         buffer = self._writer.buffer()
         begin = piece * PIECE_BYTES
         header = file.header[begin : begin + PIECE_BYTES]
@@ -262,9 +286,10 @@ class FileWriting:
             buffer[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         for part, values in own:
             _place(buffer, part.extent, values)
-        for theirs, message, work in arriving:
-            if work is not None:
-                work.wait()
+        for source, theirs, message, work in arriving:
+            with self._needing(source, context):
+                if work is not None:
+                    work.wait()
             position = 0
             for part in theirs:
                 _place(buffer, part.extent, message[position : position + part.extent.size])

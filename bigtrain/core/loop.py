@@ -10,26 +10,27 @@ however unevenly the targets are spread over ranks and micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from bigtrain.core.runner import StepLoss
+from bigtrain.core.state import load_optimizer, load_tensors, model_state
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
-from bigtrain.errors import BigtrainError, CheckpointError, NonFiniteError
+from bigtrain.errors import BigtrainError, NonFiniteError
 from bigtrain.losses.chunked_cross_entropy import head_targets
 from bigtrain.optim.in_backward import InBackwardUpdate
 from bigtrain.optim.partitioned import PartitionedUpdate
 from bigtrain.optim.update import Update, WholeUpdate
 from bigtrain.recorder.blocks import unmark_blocks
-from bigtrain.tensors.dtensors import local_tensor
+from bigtrain.slicing.exchange import TensorExchange
+from bigtrain.slicing.sliced_tensor import whole_of
 from bigtrain.tensors.memory_format import channels_last
 from bigtrain.tensors.norms import global_norm
-from bigtrain.tensors.shards import SavedTensor, StateTensor, read_like
+from bigtrain.tensors.shards import SavedTensor, StateTensor
 
 
 class StepRunner:
@@ -55,6 +56,9 @@ class StepRunner:
         self._before_update = assembly.before_update
         self._stepped = False
         self._trained = list(named.values())
+        self._slices = assembly.slices
+        sliced_names = assembly.slices.by_name if assembly.slices is not None else {}
+        self._sliced = {id(p) for name, p in named.items() if name in sliced_names}
         self._released: InBackwardUpdate | None = None
         if assembly.plan.release_gradients:
             self._released = InBackwardUpdate(named, assembly.make_optimizer, assembly.meter)
@@ -127,8 +131,41 @@ class StepRunner:
         """The norm of the gradients of the whole model. Collective where they are in shards."""
         if self._released is not None:
             return self._released.norm()
-        gradients = (p.grad for p in self._trained if p.grad is not None)
-        return global_norm(gradients, self._device_type)
+        return self.norm_of(self._trained)
+
+    def norm_of(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """The norm of the gradients of these; collective where they are in shards or slices."""
+        sliced: list[Tensor] = []
+        whole: list[Tensor] = []
+        for parameter in parameters:
+            if parameter.grad is not None:
+                own = sliced if id(parameter) in self._sliced else whole
+                own.append(parameter.grad)
+        norm = global_norm(whole, self._device_type)
+        if self._slices is None:
+            return norm
+        return self._slices.norm(global_norm(sliced, self._device_type), norm)
+
+    def take_exchanges(self) -> tuple[TensorExchange, ...]:
+        """What the ranks of the tp axis have exchanged since the last call, where it is noted."""
+        noted = self._slices.group.exchanges if self._slices is not None else None
+        taken = tuple(noted or ())
+        if noted:
+            noted.clear()
+        return taken
+
+    def whole_state(self, state: Mapping[str, StateTensor]) -> dict[str, StateTensor]:
+        """What this rank holds, of whole tensors where it holds slices."""
+        return dict(state) if self._slices is None else self._slices.whole(state)
+
+    def whole_gradients(self, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, StateTensor]:
+        """What this rank holds of the gradients that there are."""
+        own = {f"model.{n}": StateTensor.of(p.grad) for n, p in named if p.grad is not None}
+        return {name.removeprefix("model."): g for name, g in self.whole_state(own).items()}
+
+    def own_saved(self, saved: Mapping[str, SavedTensor]) -> Mapping[str, SavedTensor]:
+        """A saved state as this rank holds it: in slices where its tensors are."""
+        return saved if self._slices is None else self._slices.own(saved)
 
     def apply_step(self) -> None:
         """Step the optimizer and clear the gradients."""
@@ -272,17 +309,13 @@ class LoopRunner(StepRunner):
                 "there are no gradients after the backward pass: each was used and freed in it. "
                 "Set optim.release_gradients=false to see them."
             )
-        return {
-            name: StateTensor.of(parameter.grad)
-            for name, parameter in self.module.named_parameters()
-            if parameter.grad is not None
-        }
+        return self.whole_gradients(self.module.named_parameters())
 
     def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """See `Runner.predict`."""
         placed = self.place_batch(micro_batch)
         with torch.no_grad(), self.autocast():
-            return self._wrapped(placed.inputs), placed.targets
+            return whole_of(self._wrapped(placed.inputs)), placed.targets
 
     def state(self) -> dict[str, StateTensor]:
         """See `Runner.state`."""
@@ -290,10 +323,12 @@ class LoopRunner(StepRunner):
         named = self.module.named_parameters(remove_duplicate=False)
         values = model_state(state, named, self._update.masters())
         tensors = {f"model.{name}": tensor for name, tensor in values.items()}
-        return tensors | {f"optimizer.{k}": tensor for k, tensor in self._update.state().items()}
+        slots = {f"optimizer.{k}": tensor for k, tensor in self._update.state().items()}
+        return self.whole_state(tensors | slots)
 
     def load_state(self, saved: Mapping[str, SavedTensor]) -> None:
         """See `Runner.load_state`."""
+        saved = self.own_saved(saved)
         self._load_model(saved)
         trained = {n for n, p in self.module.named_parameters() if p.requires_grad}
         load_optimizer(self._update, trained, trained, saved)
@@ -301,118 +336,6 @@ class LoopRunner(StepRunner):
     def _load_model(self, saved: Mapping[str, SavedTensor]) -> None:
         current = self.module.state_dict()
         load_tensors(current, set(current), saved, self._update)
-
-
-def load_tensors(
-    current: Mapping[str, Tensor],
-    expected: set[str],
-    saved: Mapping[str, SavedTensor],
-    update: Update,
-) -> None:
-    """Take a checkpoint's values over into these tensors, and into the fp32 copies of an update.
-
-    Args:
-        current: this rank's tensors by the model's plain names.
-        expected: the names of the whole model.
-        saved: has `model.NAME`.
-        update: may keep fp32 values of its own.
-
-    Raises:
-        CheckpointError: names or shapes are not those of the model.
-    """
-    check_shapes({name: tensor.shape for name, tensor in current.items()}, expected, saved)
-    with torch.no_grad():
-        for name, tensor in current.items():
-            value = saved[f"model.{name}"]
-            local_tensor(tensor).copy_(read_like(value, tensor))
-            update.load_master(name, value)
-
-
-def check_shapes(
-    shapes: Mapping[str, Sequence[int]], expected: set[str], saved: Mapping[str, SavedTensor]
-) -> None:
-    """Refuse a checkpoint of another model, before anything of it is taken over.
-
-    Args:
-        shapes: of the tensors that this rank holds a part of, each whole, by plain names.
-        expected: the names of the whole model.
-        saved: has `model.NAME`.
-
-    Raises:
-        CheckpointError: names or shapes are not those of the model.
-    """
-    saved_names = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
-    missing, extra = sorted(expected - saved_names), sorted(saved_names - expected)
-    if missing or extra:
-        tie = ""
-        if not extra:  # as files of the Hub are
-            tie = (
-                " Where that is tied to another tensor, convert with: bigtrain checkpoint convert "
-                f"SOURCE TARGET --tie {missing[0]}=OTHER"
-            )
-        raise CheckpointError(
-            f"the checkpoint does not fit this model: it lacks {first_names(missing)} and has "
-            f"{first_names(extra)} too many. Use the model.name and model.args it was saved with."
-            f"{tie}"
-        )
-    for name, shape in shapes.items():
-        found = saved[f"model.{name}"].shape
-        if tuple(found) != tuple(shape):
-            raise CheckpointError(
-                f"{name} has shape {tuple(found)} in the checkpoint and "
-                f"{tuple(shape)} in the model. Use the model.args it was saved with."
-            )
-
-
-def model_state(
-    state: Mapping[str, Tensor],
-    named: Iterable[tuple[str, nn.Parameter]],
-    masters: Mapping[str, StateTensor],
-) -> dict[str, StateTensor]:
-    """What this rank holds of a module, with the fp32 values of those parameters that have some.
-
-    Args:
-        state: of `state_dict`, which puts gathered parameters back into shards, other objects:
-            it is asked for before `named`.
-        named: the parameters by all their names.
-        masters: see `Update.masters`.
-    """
-    # What is no parameter follows the batches that its rank has seen.
-    values = {n: replace(StateTensor.of(t), replicas_differ=True) for n, t in state.items()}
-    first: dict[int, str] = {}
-    for name, parameter in named:
-        # Tied parameters are saved under each of their names, as in the module's own state.
-        trained = first.setdefault(id(parameter), name)
-        if name in values:
-            values[name] = masters.get(trained) or replace(values[name], replicas_differ=False)
-    return values
-
-
-def load_optimizer(
-    update: Update,
-    trained: Collection[str],
-    held: Collection[str],
-    saved: Mapping[str, SavedTensor],
-) -> None:
-    """Take a checkpoint's optimizer state over.
-
-    Args:
-        update: has the optimizer.
-        trained: the trained parameters of the whole model.
-        held: those of them on this rank.
-        saved: has `optimizer.NAME.KEY`.
-
-    Raises:
-        CheckpointError: it has a state of a parameter that the model has not.
-    """
-    for full in sorted(saved):
-        if not full.startswith("optimizer."):
-            continue
-        name, _, key = full.removeprefix("optimizer.").rpartition(".")
-        if name not in trained:
-            raise CheckpointError(f"the checkpoint has a state for {name!r}, the model has not")
-        if name in held:
-            update.load_state(name, key, saved[full])
 
 
 def check_finite(losses: Mapping[int, float]) -> None:
@@ -424,10 +347,3 @@ def check_finite(losses: Mapping[int, float]) -> None:
     for rank, value in losses.items():
         if not math.isfinite(value):
             raise NonFiniteError(f"the loss of rank {rank} is {value}")
-
-
-def first_names(names: Sequence[str]) -> str:
-    """The first few of these names."""
-    if not names:
-        return "nothing"
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

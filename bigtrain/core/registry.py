@@ -40,6 +40,9 @@ TECHNIQUES: dict[Role, dict[str, str | Engines]] = {
             },
         ),
     },
+    "slice": {
+        "tensor": "bigtrain.strategies.tensor:TensorSlices",
+    },
     "replicate": {
         "single": "bigtrain.strategies.single:Single",
         "data_parallel": "bigtrain.strategies.data_parallel:DataParallel",

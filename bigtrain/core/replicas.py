@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -21,6 +20,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.ranks.context import RunContext
 from bigtrain.tensors.dtensors import flat_view
 from bigtrain.units import MIB
+from bigtrain.versions.torch_versions import FORWARD_SYNC_BUFFERS
 
 BUCKET_SIZE = 25 * MIB
 """Bytes of gradient that are averaged at once, where a job says nothing."""
@@ -28,13 +28,6 @@ BUCKET_SIZE = 25 * MIB
 AnyFuture = torch.futures.Future[Any]
 Exchange = Callable[[Any], AnyFuture]
 """Begins to average a `torch.distributed.GradBucket`; gives its flat tensor when that is done."""
-
-# torch 2.15 gave the option a new name, and warns of the old one.
-_BUFFERS = (
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers"
-)
 
 
 def average_gradients(
@@ -78,7 +71,7 @@ def average_gradients(
         "bucket_cap_mb": bucket_size / MIB,
         "gradient_as_bucket_view": gradient_as_bucket_view,
         "init_sync": False,
-        _BUFFERS: broadcast_buffers,
+        FORWARD_SYNC_BUFFERS: broadcast_buffers,
         **options,
     }
     wrapped = DistributedDataParallel(assembly.module, **settings)

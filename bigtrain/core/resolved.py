@@ -10,6 +10,7 @@ from torch import nn
 from bigtrain.activations.policy import BlockPolicy
 from bigtrain.core.strategy import Plan
 from bigtrain.cutting.layout import Layout
+from bigtrain.slicing.state import ModelSlices
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class ResolvedPlan:
     plan: Plan
     layout: Layout | None = None
     """How the model is cut, where the plan has a cut."""
+    slices: ModelSlices | None = None
+    """How its layers are sliced, where the plan slices them."""
     policies: Mapping[str, BlockPolicy] = field(default_factory=dict)
     """What modules keep for the backward pass, by their names in the whole model."""
     unreached: tuple[str, ...] = ()
@@ -27,10 +30,15 @@ class ResolvedPlan:
     """What there is to say of the choices made."""
 
     @staticmethod
-    def of(plan: Plan, model: nn.Module, layout: Layout | None = None) -> ResolvedPlan:
+    def of(
+        plan: Plan,
+        model: nn.Module,
+        layout: Layout | None = None,
+        slices: ModelSlices | None = None,
+    ) -> ResolvedPlan:
         """A plan without a budget.
 
         Raises:
             ConfigError: a name that a technique was given is none of the model's.
         """
-        return ResolvedPlan(plan, layout, plan.block_policies(model))
+        return ResolvedPlan(plan, layout, slices, plan.block_policies(model))

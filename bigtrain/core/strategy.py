@@ -34,6 +34,7 @@ from bigtrain.memory.meter import MemoryMeter
 from bigtrain.optim.state_store import StateStore
 from bigtrain.optim.update import MakeOptimizer, Update
 from bigtrain.ranks.context import RunContext
+from bigtrain.slicing.state import ModelSlices, SlicedState
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class ModelFacts:
     """The parameters that several stages of one rank use."""
 
 
-_ORDER: tuple[Role, ...] = ("cut", "recompute", "offload", "replicate", "accumulate")
+_ORDER: tuple[Role, ...] = ("cut", "slice", "recompute", "offload", "replicate", "accumulate")
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ class Plan:
     channels_last: bool = False
     dp_rank: int | None = None
     """The replica that a forecast is asked of; None for the fullest."""
+    tp_rank: int = 0
+    """Whose slices a forecast is asked of: the first of the tp axis has the longest."""
 
     @property
     def replicate(self) -> Traits:
@@ -127,7 +130,8 @@ class Plan:
 
         None for a server, which computes no loss.
         """
-        return dp_rank if dp_rank < self.batch.dp_size else None
+        servers = self.dp - self.batch.dp_size
+        return dp_rank - servers if dp_rank >= servers else None
 
     @property
     def in_order(self) -> list[Strategy]:
@@ -252,6 +256,8 @@ class Assembly:
     """Set by a replicate technique whose engine is the cut's, too: see `Plan.shares_engine`."""
     block_policies: Mapping[str, BlockPolicy] = field(default_factory=dict)
     """What modules keep for the backward pass."""
+    slices: SlicedState | None = None
+    """How the model's layers are sliced over the ranks of the tp axis, where they are."""
     offloader: Offloader | None = None
     """What takes activations away, where some are."""
 
@@ -372,7 +378,7 @@ class Strategy(BaseModel):
         What is offered and cannot be run is refused by `check`. Of one's own technique, which the
         job names, that is the technique as it is there, wherever there is something for it to do.
         """
-        wanted = {"replicate": shape.dp > 1, "cut": shape.pp > 1}
+        wanted = {"replicate": shape.dp > 1, "cut": shape.pp > 1, "slice": shape.tp > 1}
         if wanted.get(self.role, False):
             options = self.model_dump(mode="json", exclude_defaults=True)
             own = f"{type(self).__module__}:{type(self).__qualname__}"
@@ -403,6 +409,30 @@ class RecomputeStrategy(Strategy):
 
     def with_policies(self, blocks: Mapping[str, BlockPolicy]) -> RecomputeStrategy:
         """The same technique with a choice for each block, and no limit."""
+        raise NotImplementedError
+
+
+class SliceStrategy(Strategy):
+    """A technique that lays each layer over the ranks of the tp axis."""
+
+    def most_ranks(self, workload: Workload) -> int:
+        """Over how many ranks something of the model can be sliced; 1: over none.
+
+        Args:
+            workload: with an example.
+        """
+        raise NotImplementedError
+
+    def lay_slices(self, workload: Workload, plan: Plan) -> ModelSlices:
+        """Choose how parameters lie. Needs no process group, and is the same on all ranks.
+
+        Args:
+            workload: with an example.
+            plan: mesh, batch, precision.
+
+        Raises:
+            ConfigError: nothing of the model can be sliced so.
+        """
         raise NotImplementedError
 
 

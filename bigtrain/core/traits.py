@@ -54,7 +54,7 @@ class Traits:
     (1), the gradients too (2), the parameters too (3). No plan of it holds less than the rest whole
     and these by `state_ranks`: what is then above the memory is not looked at."""
     servers: int = 0
-    """The last ranks of the dp axis that hold state and compute no loss: the others, the workers,
+    """The first ranks of the dp axis that hold state and compute no loss: the others, the workers,
     share the global batch."""
     notice_every: int = 1
     """Steps after which the ranks ask each other for a signal to stop: several, where they do not

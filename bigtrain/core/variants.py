@@ -23,6 +23,10 @@ class Shape:
     """Blocks of the model: stages begin with one."""
     micro_batches: int
     """Of a step, for each replica."""
+    tp: int = 1
+    """Ranks that the layers of a stage are sliced over."""
+    most_ranks: int = 1
+    """Over so many ranks the model's layers can be sliced."""
 
 
 @dataclass(frozen=True)

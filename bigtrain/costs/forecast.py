@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from bigtrain.memory.timeline import BlockTicks, Breakdown, Peak, Span, Timeline, highest_peak
+from bigtrain.slicing.exchange import TensorExchange
 
 Passes = Mapping[str, Timeline]
 """One micro-batch of a model or of a stage, forward and backward, by how it goes:
@@ -105,6 +106,8 @@ class Profile:
     keeps the whole. Noted where a technique replaces the products, see `Traits`."""
     module_births: tuple[tuple[int, ...], ...] = ()
     """The same, of modules that have several parameters themselves."""
+    exchanges: tuple[TensorExchange, ...] = ()
+    """What the ranks of the tp axis exchange for one micro-batch, in order."""
     not_compiled: str | None = None
     """Why blocks are as they are written, where the run compiles them."""
     untraceable: str | None = None

@@ -43,7 +43,7 @@ EXCHANGES: tuple[TrafficKind, ...] = (
 """Those that go between ranks."""
 HOST_TRANSFERS: tuple[TrafficKind, ...] = ("to_host", "from_host", "to_disk", "from_disk")
 """Those that go between a device, its host and the host's disk."""
-OverlapPhase = Literal["forward", "backward", "step", "nothing", "schedule"]
+OverlapPhase = Literal["forward", "backward", "step", "nothing", "schedule", "passes"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ class Traffic:
     overlaps: OverlapPhase
     """The computation that it may hide behind: the forward or backward pass of one micro-batch (the
     last one of a step, where `every` is a step), the optimizer's step, or none. What a `schedule`
-    of stages sends takes its time in that."""
+    of stages sends takes its time in that; so does what stands in the middle of `passes`, behind
+    nothing."""
     ranks: int = 1
     """Of the group that exchanges."""
     stride: int = 1

@@ -36,6 +36,11 @@ class Layout:
         return tuple(stage for stage, rank in enumerate(self.ranks) if rank == pp_rank)
 
     @property
+    def all_stages(self) -> range:
+        """Those of all ranks."""
+        return range(len(self.ranks))
+
+    @property
     def shared(self) -> list[str]:
         """First names of the parameters that several stages of one rank use."""
         found = []

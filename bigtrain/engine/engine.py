@@ -44,7 +44,7 @@ from bigtrain.engine.out_of_memory import (
 )
 from bigtrain.engine.probe_loss import agree_on_loss
 from bigtrain.engine.remedies import ForecastInputs
-from bigtrain.engine.seeds import continue_streams, kernels_as_asked, seed_everything
+from bigtrain.engine.seeds import continue_streams, kernels_as_asked, seed_everything, stream_of
 from bigtrain.errors import ConfigError, NonFiniteError
 from bigtrain.job.schema import Job
 from bigtrain.losses.loss import Loss, as_loss, count_targets
@@ -163,7 +163,7 @@ class Engine:
         if example is not None:
             self._predict(workload)
             ensure_host_room(self.plan, self._host_bytes, context)
-        seed_everything(context.seed, context.rank)
+        seed_everything(context.seed, stream_of(context))
         self._closing.enter_context(kernels_as_asked(job.train, context.device))
         importlib.import_module("torch._dynamo")  # by every optimizer: not the run's memory
         self.limit_bytes = available_bytes(job.memory.cap, context.device, context.local_world_size)
@@ -255,7 +255,7 @@ class Engine:
         sums_of_ranks = self.context.broadcast_object(gathered)
         total: dict[str, Tensor] = {}
         for part in sums_of_ranks or []:
-            for key, value in part.items():
+            for key, value in (part or {}).items():  # of a lost one there are none
                 total[key] = total[key] + value if key in total else value
         return self.task.summarize(total) if total else {}
 
@@ -269,7 +269,8 @@ class Engine:
         if ranks is None:
             return None
         run = (self.plan.strategy.name, self.context.device.type)
-        return MemoryReport(*run, tuple(ranks), self.predicted_step or StepForecast(None))
+        there = tuple(rank for rank in ranks if rank is not None)  # none is lost but those spare
+        return MemoryReport(*run, there, self.predicted_step or StepForecast(None))
 
     @cached_property
     def saver(self) -> Saver:
@@ -398,7 +399,7 @@ class Engine:
         if not self.job.memory.predict:
             self.prediction_note = "memory.predict is off"
             return
-        place = (self.context.pp_rank, self.context.dp_rank)
+        place = (self.context.pp_rank, self.context.dp_rank, self.context.tp_rank)
         prediction = predict(self.resolved, workload, *place)
         given = (self.resolved, workload, self.job.checkpoint, prediction)
         self.predicted_state = forecast_state_peaks(*given, *place)
@@ -439,4 +440,4 @@ class Engine:
         counts = count_targets(self.loss, [piece.targets for piece in pieces])
         micro_batches = [replace(p, count=n) for p, n in zip(pieces, counts, strict=True)]
         sharing = self.plan.batch.dp_size  # what servers are given counts nothing
-        return micro_batches, round(sum(self.context.all_gather_numbers(rows, "dp")[:sharing]))
+        return micro_batches, round(sum(self.context.all_gather_numbers(rows, "dp")[-sharing:]))

@@ -18,7 +18,7 @@ from bigtrain.checkpoint.manifest import Manifest
 from bigtrain.checkpoint.read import Checkpoint
 from bigtrain.core.strategy import Plan
 from bigtrain.engine.engine import Engine
-from bigtrain.errors import CheckpointError, DamagedCheckpointError
+from bigtrain.errors import CheckpointError, DamagedCheckpointError, LostRankError
 from bigtrain.job.schema import Job
 from bigtrain.ranks.restart import Restart, RunNote
 
@@ -153,10 +153,8 @@ def save_or_explain(
     """
     checkpoints = folder / "checkpoints"
     try:
-        engine.save(checkpoints, best=best)
+        _save(engine, folder, best=best, waits=last)
         said = failed_save(engine, folder)  # of the one before
-        if last:
-            engine.saver.wait()
     except CheckpointError as error:
         if last:
             raise CheckpointError(
@@ -165,6 +163,20 @@ def save_or_explain(
             ) from None
         return [f"warning: {error}. The run goes on; {_newest(checkpoints)}."]
     return said
+
+
+def _save(
+    engine: Engine, folder: Path, *, best: Mapping[str, float] | None = None, waits: bool
+) -> Path:
+    """Save; once more with the ranks that are left where one was lost in the midst of it."""
+    while True:
+        try:
+            path = engine.save(folder / "checkpoints", best=best)
+            if waits:
+                engine.saver.wait()
+        except LostRankError:
+            continue
+        return path
 
 
 def failed_save(engine: Engine, folder: Path) -> list[str]:
@@ -192,8 +204,7 @@ def stopped_lines(engine: Engine, folder: Path, signal_name: str) -> list[str]:
         CheckpointError: it could not be saved.
     """
     try:
-        path = engine.save(folder / "checkpoints")
-        engine.saver.wait()
+        path = _save(engine, folder, waits=True)
     except CheckpointError as error:
         raise CheckpointError(
             f"{signal_name} stopped the run after step {engine.steps_done}, and its state is lost: "

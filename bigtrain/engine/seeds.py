@@ -50,6 +50,11 @@ def seed_everything(seed: int, rank: int) -> None:
     torch.manual_seed(mixed)
 
 
+def stream_of(context: RunContext) -> int:
+    """Whose stream a rank draws from: those that hold slices of the same layers draw alike."""
+    return context.rank - context.tp_rank
+
+
 def continue_streams(meta: Mapping[str, Any], context: RunContext, steps_done: int) -> None:
     """Draw on where a checkpoint's ranks stopped.
 
@@ -59,7 +64,7 @@ def continue_streams(meta: Mapping[str, Any], context: RunContext, steps_done: i
         steps_done: of the run.
     """
     states = meta["random"]
-    if len(states) == context.world_size:
+    if len(states) == context.world_size and states[context.rank] is not None:
         set_random_state(states[context.rank])
-    else:  # other ranks than then: fresh streams, a function of where the run stands
-        seed_everything(context.seed + steps_done, context.rank)
+    else:  # other ranks, or one that was lost: fresh streams, a function of where the run stands
+        seed_everything(context.seed + steps_done, stream_of(context))

@@ -102,14 +102,18 @@ class RunSetup:
         return min(MAX_WORKERS, usable_cores() // max(1, context.local_world_size))
 
     def validation_batches(self, context: RunContext) -> Iterable[MicroBatch]:
-        """The share of this rank in the held-out samples; nothing where there are none."""
+        """The share of this rank in the held-out samples; nothing where there are none.
+
+        The ranks that are left share those of lost ones. Collective where some may be lost.
+        """
         if self.data.validation is None:
             return []
+        place, lost = self.plan.data_rank(context.dp_rank), context.agreed_losses()
         return validation_batches(
             self.data.validation,
             count=self.workload.loss.count,
-            dp_rank=self.plan.data_rank(context.dp_rank),
-            dp_size=self.plan.batch.dp_size,
+            dp_rank=None if place is None else place - sum(rank < context.rank for rank in lost),
+            dp_size=max(1, self.plan.batch.dp_size - len(lost)),
             micro_batch_size=self.plan.batch.micro_size,
             workers=self._workers(context),
             pin_memory=is_accelerator(context.device),

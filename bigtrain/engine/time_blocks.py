@@ -30,7 +30,6 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import _backward
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bigtrain.activations.recompute import checkpoint_block
@@ -55,6 +54,7 @@ from bigtrain.ranks.exit_status import run_guarded
 from bigtrain.ranks.launch import start_ranks
 from bigtrain.ranks.launcher_env import detect_rank_info
 from bigtrain.timing.block_seconds import BlockRequest, BlockSeconds, BlockVariant
+from bigtrain.versions.torch_versions import backward_for_inputs, backward_for_weights
 
 SCRIPT = Path(__file__)
 REPEATS = (3, 9)
@@ -334,11 +334,10 @@ def _variant_seconds(
     times.append(_now(wires[0]))
     gradients = [torch.ones_like(output) for output in outputs]
     if variant == "split":  # as torch's schedules take it apart
-        backward: Any = _backward
         times = [_now(wires[0])]
-        _, groups = backward.stage_backward_input(outputs, gradients, wires, block.parameters())
+        _, groups = backward_for_inputs(outputs, gradients, wires, block.parameters())
         times.append(_now(wires[0]))
-        backward.stage_backward_weight(block.parameters(), groups)
+        backward_for_weights(block.parameters(), groups)
     else:
         torch.autograd.backward(outputs, gradients)
     times.append(_now(wires[0]))

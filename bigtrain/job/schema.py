@@ -23,9 +23,10 @@ from bigtrain.job.deepspeed_json import check_optimizer_section
 from bigtrain.units import parse_bytes
 
 Precision = Literal["fp32", "bf16", "fp64"]
-Role = Literal["cut", "replicate", "recompute", "offload", "accumulate"]
-ROLES: tuple[Role, ...] = ("cut", "replicate", "recompute", "offload", "accumulate")
+Role = Literal["cut", "slice", "replicate", "recompute", "offload", "accumulate"]
+ROLES: tuple[Role, ...] = ("cut", "slice", "replicate", "recompute", "offload", "accumulate")
 DEFAULT_TECHNIQUE = {
+    "slice": "tensor",
     "recompute": "checkpointing",
     "offload": "offload",
     "accumulate": "accumulation",
@@ -233,7 +234,9 @@ class MeshConfig(ConfigSection):
     """Stages of a cut model; left out, all ranks that dp and tp leave where a technique cuts."""
     dp: int = Field(-1, ge=-1)
     """-1 is what remains of the world."""
-    tp: int = Field(1, ge=1)
+    tp: int | None = Field(None, ge=1)
+    """Ranks that hold slices of the same layers; left out, 1, and where a technique slices all
+    ranks, or 2 beside replicas or stages."""
     backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
     setup_timeout: float = Field(300.0, gt=0)
     """Seconds the ranks wait for each other at the start."""
@@ -270,6 +273,7 @@ class StrategyConfig(ConfigSection):
     deepspeed: str | None = None
     """A DeepSpeed configuration file (JSON): `zero` on DeepSpeed, as the file says."""
     cut: RoleConfig | None = None
+    slice: RoleConfig | None = None
     replicate: RoleConfig | None = None
     recompute: RoleConfig | None = None
     offload: RoleConfig | None = None

@@ -83,7 +83,8 @@ def _label(word: str) -> str:
 def whole_strategies() -> list[str]:
     """The presets that say how a model is laid over ranks; the others are words that add to one."""
     found = {name: read_strategy(name, "").values["strategy"] for name in preset_names(KIND)}
-    return [name for name, strategy in found.items() if _SPELLED_OUT & strategy.keys()]
+    lays = {*_SPELLED_OUT, "slice"}
+    return [name for name, strategy in found.items() if lays & strategy.keys()]
 
 
 def read_strategy(text: str, asked: str, within: tuple[str, ...] = ()) -> ConfigTree:

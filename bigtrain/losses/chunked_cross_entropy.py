@@ -17,9 +17,12 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from bigtrain.errors import ConfigError, did_you_mean
+from bigtrain.losses import sliced_cross_entropy
 from bigtrain.losses.linear_cross_entropy import DEFAULT_CHUNK_BYTES, chunked_cross_entropy
 from bigtrain.losses.loss import CrossEntropy, Loss, check_targets, main_logits
 
+_RULES = (sliced_cross_entropy,)
+"""The module whose import says what is done with a head in slices."""
 _PASSES_ON = ("AliasBackward0", "CloneBackward0", "ToCopyBackward0", "ViewBackward0")
 
 

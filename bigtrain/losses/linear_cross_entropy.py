@@ -10,13 +10,14 @@ Source: Hsu et al. 2024, Liger Kernel (arXiv 2410.10989), section 3.2, FusedLine
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function
 
 from bigtrain.errors import ConfigError
 from bigtrain.tensors.op_cost import loop_starts
@@ -64,12 +65,34 @@ def chunked_cross_entropy(
         The sum in nats: a scalar, float32 or, where `weight` is, float64. It can be gone back
         from once.
     """
+    tensors = (hidden, weight, bias)
+    options = (ignore_index, label_smoothing, chunk_size)
+    if has_torch_function(tensors):
+        keys = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        handle: Any = handle_torch_function  # typed for functions of tensors alone
+        loss: Tensor = handle(
+            chunked_cross_entropy, tensors, *tensors, target, **keys, chunk_size=chunk_size
+        )
+        return loss
+    return loss_of_chunks(ChunkedPass, tensors, target, *options)
+
+
+def loss_of_chunks(
+    make_pass: Callable[..., ChunkedPass],
+    tensors: tuple[Tensor, Tensor, Tensor | None],
+    target: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    chunk_size: int,
+) -> Tensor:
+    """As `chunked_cross_entropy`, by the passes that `make_pass` makes, of plain tensors."""
+    hidden, weight, bias = tensors
     needs_grad = torch.is_grad_enabled()
     device = hidden.device.type
     autocast = torch.is_autocast_enabled(device) and weight.dtype != torch.float64
     compute_dtype = torch.get_autocast_dtype(device) if autocast else weight.dtype
     with torch.no_grad(), torch.autocast(device, enabled=False):
-        work = _ChunkedPass(
+        work = make_pass(
             hidden.detach(),
             weight.detach(),
             bias if bias is None else bias.detach(),
@@ -84,8 +107,8 @@ def chunked_cross_entropy(
     # Two nodes, so that a pipeline can go back to the inputs first and to the weights later. The
     # second comes first in the backward pass, while the head's parameters are there.
     loss, parts = total, ((hidden,), (weight, bias))
-    for tensors, gradients in zip(parts, (work.of_hidden, work.of_weights), strict=True):
-        pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if g is not None]
+    for of_node, gradients in zip(parts, (work.of_hidden, work.of_weights), strict=True):
+        pairs = [(t, g) for t, g in zip(of_node, gradients, strict=True) if g is not None]
         if pairs:
             gradients_kept = tuple(gradient for _, gradient in pairs)
             value = total if loss is total else torch.zeros_like(total)
@@ -119,8 +142,10 @@ class _PrecomputedGradient(torch.autograd.Function):
         return None, None, *(gradient.mul_(scale) for gradient in ctx.saved_tensors)
 
 
-class _ChunkedPass:
+class ChunkedPass:
     """One pass over all chunks; the gradients of the summed loss are made on the way.
+
+    `soften` and `finish` are what ranks with slices of the vocabulary do otherwise.
 
     Args:
         hidden: (..., width).
@@ -147,19 +172,21 @@ class _ChunkedPass:
         self._types = (weight.dtype, compute_dtype if bias is None else bias.dtype)
         self._low, self._chunk_size = compute_dtype, chunk_size
         self._full = torch.float32 if compute_dtype in _LOW else compute_dtype
-        self._any = any(needs_gradients)
+        self.makes_gradients = any(needs_gradients)
         # Sums over chunks of bf16 products are in float32: there may be very many chunks.
         zeros = partial(torch.zeros, dtype=self._full, device=hidden.device)
         self._to_hidden = torch.empty_like(self._hidden) if needs_gradients[0] else None
         self._to_weight = zeros(weight.shape) if needs_gradients[1] else None
         self._to_bias = zeros(weight.shape[:1]) if needs_gradients[2] else None
+        self.widest = len(weight)
+        """The most logits of a row on any rank: all do the same chunks."""
         self.of_hidden: tuple[Tensor | None] = (None,)
         self.of_weights: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def run(self, target: Tensor, ignore_index: int, smoothing: float) -> Tensor:
         """The summed loss of these targets, (rows,)."""
         number, vocabulary = len(self._hidden), len(self._weight)
-        rows = max(1, min(number, chunk_rows(self._chunk_size, vocabulary, self._full)))
+        rows = max(1, min(number, chunk_rows(self._chunk_size, self.widest, self._full)))
         logits_buffer = self._hidden.new_empty((rows, vocabulary), dtype=self._full)
         products = (
             logits_buffer
@@ -173,10 +200,10 @@ class _ChunkedPass:
             hidden = self._hidden[part].to(self._low)
             self._project(hidden, product, logits)
             valid = target[part] != ignore_index
-            losses[part] = self._soften(logits, target[part], valid, smoothing)
-            if self._any:
+            losses[part] = self.soften(logits, target[part], valid, smoothing)
+            if self.makes_gradients:
                 self._back(part, hidden, logits, product)
-        self._finish()
+        self.finish()
         return losses.sum()
 
     def _project(self, hidden: Tensor, product: Tensor, logits: Tensor) -> None:
@@ -188,7 +215,7 @@ class _ChunkedPass:
         if product is not logits and product.dtype != logits.dtype:
             logits.copy_(product)
 
-    def _soften(self, logits: Tensor, target: Tensor, valid: Tensor, smoothing: float) -> Tensor:
+    def soften(self, logits: Tensor, target: Tensor, valid: Tensor, smoothing: float) -> Tensor:
         """The losses of a chunk's rows, (rows,); the logits become the gradient of their sum."""
         vocabulary = logits.shape[1]
         places = torch.where(valid, target, 0)[:, None]
@@ -198,7 +225,7 @@ class _ChunkedPass:
             loss.sub_(logits.sum(1, keepdim=True), alpha=smoothing / vocabulary)
         sums = logits.exp_().sum(1, keepdim=True)
         loss.add_(sums.log())
-        if self._any:
+        if self.makes_gradients:
             logits.mul_(valid[:, None] / sums)
             counts = valid[:, None].to(logits.dtype)
             if smoothing:
@@ -235,7 +262,8 @@ class _ChunkedPass:
             stretch = slice(start, start + step)
             self._to_weight[stretch].add_(low_gradient[:, stretch].t() @ hidden)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Put the gradients where they are taken from."""
         if self._to_hidden is not None:
             self.of_hidden = (self._to_hidden.view(self._shape),)
         sums = zip((self._to_weight, self._to_bias), self._types, strict=True)

@@ -39,6 +39,7 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.exit_status import run_guarded
 from bigtrain.ranks.launch import start_ranks
 from bigtrain.ranks.launcher_env import detect_rank_info
+from bigtrain.versions.torch_versions import all_gather_single, reduce_scatter_single
 
 LARGE = 2**25
 """Bytes of the large message: as a bucket of gradients."""
@@ -194,9 +195,9 @@ def exchange(context: RunContext, kind: CommOp, whole: torch.Tensor, share: torc
     if kind == "all_reduce":
         dist.all_reduce(whole, group=group)
     elif kind == "all_gather":
-        dist.all_gather_into_tensor(whole, share, group=group)
+        all_gather_single(whole, share, group=group)
     elif kind == "reduce_scatter":
-        dist.reduce_scatter_tensor(share, whole, group=group)
+        reduce_scatter_single(share, whole, group=group)
     elif kind == "broadcast":
         dist.broadcast(whole, 0, group=group)
     elif kind == "reduce":

@@ -246,6 +246,23 @@ class MemoryMeter:
                     break
                 time.sleep(_MOMENT_S)
 
+    @contextmanager
+    def exchanging(self, *exchanged: Tensor) -> Iterator[None]:
+        """Around an exchange of views of tensors that stay: wait until gloo's thread drops them.
+
+        See `exchange`: it would keep memory that is given up right after the exchange.
+        """
+        if self._tracker is None or self.device.type != "cpu":
+            yield
+            return
+        storages = [tensor.untyped_storage() for tensor in exchanged]
+        before = [_holders(storage) for storage in storages]
+        yield
+        for _ in range(_MOMENTS):
+            if all(_holders(one) <= n for one, n in zip(storages, before, strict=True)):
+                break
+            time.sleep(_MOMENT_S)
+
     def peak_bytes(self) -> int | None:
         """The peak so far in bytes: requested of accelerators, the tracked one on a CPU.
 
@@ -291,6 +308,11 @@ class MemoryMeter:
             curve=self._course,
             state=self._state,
         )
+
+
+def _holders(storage: torch.UntypedStorage) -> int:
+    """How many tensors, of Python's or not, hold a storage."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def _fill(peak: Peak, requested: int) -> Peak:

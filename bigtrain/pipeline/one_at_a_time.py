@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from bigtrain.ranks.context import RunContext
+from bigtrain.recorder.exchanges import note_message
 
 
 class StageTransport:
@@ -29,7 +30,7 @@ class StageTransport:
         self._device, self._group = context.device, context.pp_group
         members = context.ranks_of("pp")
         self._peers = [members[rank] for rank in ranks]
-        self._here = context.rank
+        self._here, self._recorder = context.rank, context.recorder
         self._open: list[tuple[dist.Work | None, Tensor]] = []
         self._local: dict[tuple[int, int], list[Tensor]] = {}
 
@@ -41,6 +42,7 @@ class StageTransport:
         self.wait_sends()
         for tensor in tensors:
             sent = tensor.detach().contiguous()
+            note_message(self._recorder, "send to", self._peers[target], sent)
             work = dist.isend(sent, dst=self._peers[target], group=self._group)
             self._open.append((work, sent))
 
@@ -52,6 +54,8 @@ class StageTransport:
             torch.empty(meta.shape, dtype=meta.dtype, device=self._device) for meta in metas
         ]
         peer = self._peers[source]
+        for tensor in received:
+            note_message(self._recorder, "receive from", peer, tensor)
         for work in [dist.irecv(tensor, src=peer, group=self._group) for tensor in received]:
             if work is not None:
                 work.wait()

@@ -4,9 +4,9 @@ All ranks of one pipeline load the same micro-batches, so all of them know every
 sent but the tensors that cross a cut, and their gradients. A step's micro-batches of one shape
 run in the schedule's order; those left over (a smaller last one) run through one at a time.
 
-Memory in flight follows the schedule: torch 2.15 lets go of a micro-batch's inputs, outputs and
-graph with its backward pass if it is told not to collect outputs, and the losses that it keeps to
-the end of a step are detached numbers by then.
+Memory in flight follows the schedule: a micro-batch's inputs, outputs and graph are let go with its
+backward pass, and the losses that are kept to the end of a step are detached numbers by then.
+torch 2.15 does so if it is told not to collect outputs; before it, `schedule_loop` does.
 """
 
 from __future__ import annotations
@@ -19,39 +19,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.distributed.pipelining import schedules as torch_schedules
 
-from bigtrain.core.loop import (
-    StepRunner,
-    load_optimizer,
-    load_tensors,
-    model_state,
-)
+from bigtrain.core.loop import StepRunner
 from bigtrain.core.runner import StepLoss
+from bigtrain.core.state import load_optimizer, load_tensors, model_state
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.pipeline.one_at_a_time import StageTransport, backward_through, forward_through
+from bigtrain.pipeline.schedule_loop import ScheduleLoop
 from bigtrain.pipeline.state import gather_names
 from bigtrain.pipeline.tied_parameters import TiedGradients, TiedParameter
 from bigtrain.pipeline.torch_stage import (
-    FixedShapeStage,
     StageCaller,
-    StageFailure,
     StageModule,
+    StageShapes,
+    TorchSchedule,
     is_sharded,
 )
-from bigtrain.schedules.orders import TORCH_SCHEDULES, check_schedule, stage_ranks
-from bigtrain.tensors.norms import global_norm
+from bigtrain.schedules.orders import check_schedule, stage_ranks
+from bigtrain.slicing.sliced_tensor import whole_of
 from bigtrain.tensors.shards import SavedTensor, StateTensor
 from bigtrain.tensors.tree import map_tensors
+from bigtrain.versions.torch_versions import SCHEDULES_LET_GO
 
 _KEPT = 64
 """Schedules that are kept for shapes seen before; sequences of every length would be many."""
-_CLASSES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", **TORCH_SCHEDULES}
-
-StageShapes = tuple[Sequence[Tensor], Sequence[Tensor]]
-"""The wires that come into a stage and go out of it, on the meta device."""
 BatchSignature = tuple[bool, str]
 
 
@@ -192,22 +185,12 @@ class PipelineRunner(StepRunner):
     ) -> list[Tensor]:
         schedule = self._cached((signature, len(part)), lambda: self._build(part))
         last = len(part) - 1
-        kwargs = [
+        arguments = [
             {"micro_batch": m, "scale": scale, "final": final and number == last}
             for number, m in enumerate(part)
         ]
-        losses: list[Tensor] = []
-        try:
-            schedule.step(
-                arg_mbs=[()] * len(part),
-                kwarg_mbs=kwargs,
-                target_mbs=[None] * len(part),
-                losses=losses,
-                return_outputs=False,
-            )
-        except StageFailure as failure:
-            raise failure.error from None
-        return [loss.detach() for loss in losses]
+        losses: list[Tensor] = schedule.step(arguments)
+        return losses
 
     def _cached(self, key: Any, make: Callable[[], Any]) -> Any:
         """What was made for this key, or what is made now; the least used one goes."""
@@ -219,28 +202,11 @@ class PipelineRunner(StepRunner):
         return self._built[key]
 
     def _build(self, part: Sequence[MicroBatch]) -> Any:
-        """Make torch's schedule for micro-batches of this shape. Collective at its first step."""
-        context = self.context
+        """Make the schedule for micro-batches of this shape. Collective at its first step."""
         shapes = self._agreed_shapes(self.place_batch(part[0]))
-        stages = [
-            FixedShapeStage(
-                StageCaller(stage, self._compute),
-                incoming,
-                # The last stage's output goes nowhere.
-                outgoing or ((torch.empty((), device="meta"),) if index == self._count - 1 else ()),
-                context.device,
-                context.pp_group,
-                self._begin_backward,
-            )
-            for (index, stage), (incoming, outgoing) in zip(
-                self._stages.items(), shapes.values(), strict=True
-            )
-        ]
-        make = getattr(torch_schedules, _CLASSES[self._schedule])
-        schedule_stages = stages if self._schedule in TORCH_SCHEDULES else stages[0]
-        return make(
-            schedule_stages, len(part), loss_fn=lambda output, _target: output, scale_grads=False
-        )
+        calls = {i: StageCaller(stage, self._compute) for i, stage in self._stages.items()}
+        make = TorchSchedule if SCHEDULES_LET_GO else ScheduleLoop
+        return make(self._schedule, calls, shapes, len(part), self.context, self._begin_backward)
 
     def _agreed_shapes(self, batch: MicroBatch) -> dict[int, StageShapes]:
         """The shapes, where all ranks of the pipeline go through the model alike. Collective.
@@ -300,7 +266,7 @@ class PipelineRunner(StepRunner):
         self.meter.phase("forward")
         placed = self._place_once(micro_batch)
         with self.autocast():
-            return stage(*wires, micro_batch=placed, scale=scale, final=final)
+            return whole_of(stage(*wires, micro_batch=placed, scale=scale, final=final))
 
     def _place_once(self, micro_batch: MicroBatch) -> MicroBatch:
         """The micro-batch on the device, which is let go of when all stages here had it."""
@@ -319,21 +285,13 @@ class PipelineRunner(StepRunner):
     def norm(self) -> Tensor:
         """The norm over all stages; a tied parameter counts once. Collective."""
         elsewhere = self._ties.owned_elsewhere
-        counted_gradients = [
-            p.grad
-            for name, p in self._named.items()
-            if p.grad is not None and name not in elsewhere
-        ]
-        own_norm = global_norm(counted_gradients).to(self.context.device)
+        counted = [p for name, p in self._named.items() if name not in elsewhere]
+        own_norm = self.norm_of(counted).to(self.context.device)
         return self.context.all_reduce_sum(own_norm.square(), "pp").sqrt()
 
     def gradients(self) -> dict[str, StateTensor]:
         """See `Runner.gradients`."""
-        return {
-            name: StateTensor.of(parameter.grad)
-            for name, parameter in self._named.items()
-            if parameter.grad is not None
-        }
+        return self.whole_gradients(self._named.items())
 
     def predict(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor] | None:
         """See `Runner.predict`."""
@@ -344,7 +302,7 @@ class PipelineRunner(StepRunner):
                 self._transport,
                 self._stages,
                 self._shapes(placed),
-                lambda stage, wires: stage(*wires, micro_batch=placed),
+                lambda stage, wires: whole_of(stage(*wires, micro_batch=placed)),
             )
         return (output, placed.targets) if self._count - 1 in self._stages else None
 
@@ -359,10 +317,11 @@ class PipelineRunner(StepRunner):
         for key, tensor in self._update.state().items():
             if key.rpartition(".")[0] not in elsewhere:
                 tensors[f"optimizer.{key}"] = tensor
-        return tensors
+        return self.whole_state(tensors)
 
     def load_state(self, saved: Mapping[str, SavedTensor]) -> None:
         """See `Runner.load_state`."""
+        saved = self.own_saved(saved)
         current = {n: t for stage in self._stages.values() for n, t in stage.state_dict().items()}
         load_tensors(current, gather_names(self.context, current), saved, self._update)
         trained = gather_names(self.context, self._named)

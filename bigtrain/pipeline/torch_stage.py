@@ -1,6 +1,7 @@
 """One stage of a pipeline as torch's schedules run it, and what they get wrong put right.
 
-Facts of torch 2.15 (`torch.distributed.pipelining`) that this answers:
+Facts of torch 2.15 (`torch.distributed.pipelining`) that this answers; earlier versions are not
+asked, see `schedule_loop`:
 
 * An error in a stage is wrapped in a long one, and the schedule waits for its open sends before
   it lets it go, while the peer may wait for this rank. `StageFailure` is no Exception: it passes.
@@ -26,8 +27,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
 
 from bigtrain.data.loader import MicroBatch
+from bigtrain.ranks.context import RunContext
+from bigtrain.schedules.orders import TORCH_SCHEDULES
 
 
 class StageModule(Protocol):
@@ -82,6 +86,11 @@ class StageModule(Protocol):
         """See `nn.Module.state_dict`."""
 
 
+StageShapes = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""The wires that come into a stage and go out of it, on the meta device."""
+_CLASSES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", **TORCH_SCHEDULES}
+
+
 class StageFailure(BaseException):
     """An error of a stage on its way through torch's schedule."""
 
@@ -113,6 +122,39 @@ class StageCaller(nn.Module):
 def is_sharded(stage: StageModule) -> bool:
     """Whether `fully_shard` has a hand in the stage: its ranks exchange in each pass."""
     return any(isinstance(module, FSDPModule) for module in stage.modules())
+
+
+class LostGradients:
+    """Gives gradients to the parameters that torch's search from the inputs has not found.
+
+    Args:
+        module: the stage.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._lost: list[nn.Parameter] | None = None
+
+    def add(
+        self,
+        roots: Sequence[GradientEdge],
+        output_gradients: Sequence[Tensor | None],
+        groups: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Add them after the backward pass for the inputs, which has found `groups`."""
+        if self._lost is None:
+            covered = set().union(*(group["params"] for group in groups))
+            reached = _nodes(roots)
+            nodes = {_node(p): p for p in self._module.parameters() if p.requires_grad}
+            self._lost = [p for node, p in nodes.items() if node in reached and node not in covered]
+        if not self._lost:
+            return
+        added = torch.autograd.grad(
+            cast(Any, roots), self._lost, output_gradients, retain_graph=True, allow_unused=True
+        )
+        for parameter, gradient in zip(self._lost, added, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 class FixedShapeStage(PipelineStage):
@@ -150,7 +192,7 @@ class FixedShapeStage(PipelineStage):
         # fully_shard frees and fills parameters around whole backward passes only.
         self._splits = not is_sharded(stage)
         self._done: set[int] = set()
-        self._lost: list[nn.Parameter] | None = None
+        self._lost = LostGradients(call)
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Nothing was inferred: the shapes are given, and the gradients are the step's."""
@@ -163,7 +205,8 @@ class FixedShapeStage(PipelineStage):
         last_backward: bool = False,  # noqa: FBT001, FBT002
     ) -> None:
         """See `_PipelineStageBase.backward_one_chunk`."""
-        state = self._forward_chunk_states[bwd_chunk_id]
+        own: Any = self
+        state = own._forward_chunk_states[bwd_chunk_id]
         for place, releasable in enumerate(state.releasable):
             if releasable:
                 state.live_outputs[place] = None
@@ -200,34 +243,13 @@ class FixedShapeStage(PipelineStage):
                 backward_type, bwd_kwargs, last_backward=last_backward
             )
             if groups is not None:
-                self._add_lost(roots, output_gradients, groups)
+                self._lost.add(roots, output_gradients, groups)
             return tuple(g if g is None else g.contiguous() for g in gradients), groups
         except Exception as error:
             cause = error.__cause__
             raise StageFailure(cause if isinstance(cause, Exception) else error) from error
         finally:
             end_backward()
-
-    def _add_lost(
-        self,
-        roots: list[GradientEdge],
-        output_gradients: list[Tensor | None],
-        groups: list[dict[str, Any]],
-    ) -> None:
-        """Give gradients to the parameters that torch's search from the inputs has not found."""
-        if self._lost is None:
-            covered = set().union(*(group["params"] for group in groups))
-            reached = _nodes(roots)
-            nodes = {_node(p): p for p in self.submod.parameters() if p.requires_grad}
-            self._lost = [p for node, p in nodes.items() if node in reached and node not in covered]
-        if not self._lost:
-            return
-        added = torch.autograd.grad(
-            cast(Any, roots), self._lost, output_gradients, retain_graph=True, allow_unused=True
-        )
-        for parameter, gradient in zip(self._lost, added, strict=True):
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 def _roots(bwd_kwargs: dict[str, Any]) -> tuple[list[GradientEdge], list[Tensor | None]]:
@@ -262,3 +284,65 @@ def _nodes(roots: Sequence[GradientEdge]) -> set[Node]:
 
 def _node(parameter: nn.Parameter) -> Node:
     return get_gradient_edge(parameter).node
+
+
+class TorchSchedule:
+    """A step on torch's own schedule. Its first one is collective.
+
+    Args:
+        schedule: not `naive`.
+        calls: this rank's stages, in order.
+        shapes: of each of them.
+        micro_batches: of a step.
+        context: this rank, and the pp group.
+        backward: see `FixedShapeStage`.
+    """
+
+    def __init__(
+        self,
+        schedule: str,
+        calls: Mapping[int, StageCaller],
+        shapes: Mapping[int, StageShapes],
+        micro_batches: int,
+        context: RunContext,
+        backward: Callable[[], Callable[[], None]],
+    ) -> None:
+        self._micro_batches = micro_batches
+        stages = []
+        for index, call in calls.items():
+            incoming, outgoing = shapes[index]
+            if index == cast(StageModule, call.stage).count - 1:
+                outgoing = (torch.empty((), device="meta"),)  # goes nowhere
+            group = context.pp_group
+            stages.append(
+                FixedShapeStage(call, incoming, outgoing, context.device, group, backward)
+            )
+        make = getattr(torch_schedules, _CLASSES[schedule])
+        self._schedule = make(
+            stages if schedule in TORCH_SCHEDULES else stages[0],
+            micro_batches,
+            loss_fn=lambda output, _target: output,
+            scale_grads=False,
+        )
+
+    def step(self, arguments: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+        """Run a step.
+
+        Args:
+            arguments: of each micro-batch, beside its wires, for all of the stages.
+
+        Returns:
+            What the last stage has given, on its rank.
+        """
+        losses: list[Tensor] = []
+        try:
+            self._schedule.step(
+                arg_mbs=[()] * self._micro_batches,
+                kwarg_mbs=list(arguments),
+                target_mbs=[None] * self._micro_batches,
+                losses=losses,
+                return_outputs=False,
+            )
+        except StageFailure as failure:
+            raise failure.error from None
+        return [loss.detach() for loss in losses]

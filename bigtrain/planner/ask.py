@@ -53,6 +53,7 @@ class Question:
     """Where the mesh, the micro-batch are given and not to be chosen."""
     dp: int | None = None
     rows: int | None = None
+    tp: int | None = None
     at_hand: bool = False
     """Whether the cluster is this machine, so that blocks can be timed on it."""
     margins: Mapping[str, float] = field(kw_only=True)
@@ -157,7 +158,7 @@ def _search(question: Question) -> PlannedAnswer:
     evaluator = PlanEvaluator(
         question.job, anatomy, timer, question.margins, cut=cut, blocks=blocks
     )
-    whole_model = evaluator.whole_model(2)
+    whole_model, techniques = evaluator.whole_model(2), searched_techniques(question.job)
     space = SearchSpace(
         devices=question.devices,
         per_node=question.cluster.node.devices,
@@ -165,10 +166,12 @@ def _search(question: Question) -> PlannedAnswer:
         num_blocks=len(whole_model.sections) - 2,
         pp=question.pp,
         dp=question.dp,
+        tp=question.tp,
+        most_ranks=anatomy.most_ranks(techniques["slice"]) if cut else 1,
         rows=question.rows,
         engines=tuple(question.margins),
         device_type=question.cluster.device.kind,
-        techniques=searched_techniques(question.job),
+        techniques=techniques,
     )
     search = PlanSearch(evaluator, space)
     answer = search.run(question.limit)

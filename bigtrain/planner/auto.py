@@ -59,6 +59,7 @@ def read_job(options: TrainOptions, placement: RankInfo) -> tuple[Job, list[str]
             global_batch_size=samples,
             pp=job.mesh.pp,
             dp=None if job.mesh.dp == -1 else job.mesh.dp,
+            tp=job.mesh.tp,
             rows=job.train.micro_batch_size,
             at_hand=measured,
             margins=shares,
@@ -80,17 +81,15 @@ def _reasons(planned: PlannedAnswer) -> Iterator[str]:
     first, *others = planned.result.best
     candidate = first.candidate
     yield (
-        f"auto: {first.label} (pp {candidate.pp} x dp {candidate.dp}, micro-batch {candidate.rows} "
-        "x "
+        f"auto: {first.label} ({candidate.mesh}, micro-batch {candidate.rows} x "
         f"{candidate.micro_batches}, computed again: {recompute_summary(first)}): predicted peak "
         f"{format_bytes(first.peak.bytes)} of {format_bytes(planned.question.limit)}, "
         f"{first.seconds.total:.3g} s a step"
     )
     for other in [o for o in others if o.candidate.label != candidate.label][:2]:
         yield (
-            f"auto: next {other.label} (pp {other.candidate.pp} x dp "
-            f"{other.candidate.dp}): {format_bytes(other.peak.bytes)}, "
-            f"{other.seconds.total:.3g} s a step"
+            f"auto: next {other.label} ({other.candidate.mesh}): "
+            f"{format_bytes(other.peak.bytes)}, {other.seconds.total:.3g} s a step"
         )
     for line in [*rejection_lines(planned)][:2]:
         yield f"auto: {line}"

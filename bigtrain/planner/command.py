@@ -90,6 +90,7 @@ def make_question(job: Job, cluster: Cluster, options: PlanOptions) -> tuple[Que
         global_batch_size=samples,
         pp=job.mesh.pp,
         dp=None if job.mesh.dp == -1 else job.mesh.dp,
+        tp=job.mesh.tp,
         rows=_given(options.overrides, "train.micro_batch_size"),
         at_hand=options.cluster is None,
         margins=margins_by_engine,

@@ -10,6 +10,7 @@ from typing import Any
 from bigtrain.activations.policy import BlockPolicy
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.core.strategy import CutStrategy, ModelFacts, Plan
+from bigtrain.core.variants import Variant
 from bigtrain.costs.forecast import Profile
 from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
@@ -20,7 +21,7 @@ from bigtrain.planner.fit import StageFitter, with_fewer_micro_batches
 from bigtrain.planner.recompute_levels import RECOMPUTE_LEVELS, RecomputeLevels, SectionRange
 from bigtrain.planner.space import Candidate
 from bigtrain.prediction.compose import count_parameters, section_states
-from bigtrain.prediction.section_library import ModelSections, SectionLibrary
+from bigtrain.prediction.section_library import ModelSections, SectionLibrary, without_slices
 from bigtrain.prediction.sections import PassPair
 from bigtrain.timing.block_seconds import BlockTimer, Slowdowns, slowdowns
 from bigtrain.timing.step_time import (
@@ -109,7 +110,8 @@ class PlanEvaluator:
         self._device_type, self._margins = clock.cluster.device.kind, margins
         self._cut = cut
         self._composed: dict[object, Profile] = {}
-        self._paces: dict[int, PassSeconds] = {}
+        self._paces: dict[object, PassSeconds] = {}
+        self._alike: dict[object, Variant | None] = {}
         self._fits: dict[Candidate, StageFitter] = {}
         self._slowdowns: dict[bool, Slowdowns | None] = {}
         self._timed: dict[int, tuple[ModelSections, ModelSections]] = {}
@@ -136,7 +138,8 @@ class PlanEvaluator:
             low, high = (middle, high) if isinstance(outcome, EvaluatedPlan) else (low, middle)
         if low == 0:
             return None
-        return low, count_parameters(self.shallower(low).whole_model(candidate.rows).sections)
+        whole_model = self.shallower(low).whole_model(candidate.rows)
+        return low, count_parameters(whole_model.sections)
 
     def plan_of(self, candidate: Candidate) -> Plan:
         """The plan of a candidate, as a run of it would make it.
@@ -144,13 +147,20 @@ class PlanEvaluator:
         Raises:
             ConfigError: a technique refuses it.
         """
-        job = candidate.job(self._job)
-        return make_plan(job, candidate.pp * candidate.dp, self._device_type)
+        return make_plan(candidate.job(self._job), candidate.devices, self._device_type)
 
-    def whole_model(self, rows: int) -> ModelSections:
-        """The model's sections in one process, everything kept."""
-        alone = Candidate(1, 1, None, rows, 1)
+    def whole_model(self, rows: int, tp: int = 1, slices: Variant | None = None) -> ModelSections:
+        """The model's sections in one process, or in one of those that slice it, everything kept.
+
+        Raises:
+            ConfigError: it cannot be run, or sliced, so.
+        """
+        alone = Candidate(1, 1, None, rows, 1, tp=tp, slices=slices)
         return self._sections(self.plan_of(alone), rows, "keep", cut=self._cut)
+
+    def _sliced(self, candidate: Candidate) -> ModelSections:
+        """The same as a candidate slices it."""
+        return self.whole_model(candidate.rows, candidate.tp, candidate.slices)
 
     def _sections(self, plan: Plan, rows: int, choice: BlockPolicy, **kind: bool) -> ModelSections:
         """See `SectionLibrary.model_sections`; they take as long as they were seen to."""
@@ -170,9 +180,10 @@ class PlanEvaluator:
         if self._blocks is None:
             return None
         if low not in self._slowdowns:
+            whole = without_slices(plan)
 
             def sections_at(rows: int) -> ModelSections:
-                return self._anatomy.model_sections(plan, rows, "keep")
+                return self._anatomy.model_sections(whole, rows, "keep")
 
             timed = self._blocks.seconds(bf16_parameters=low)
             arguments = (self._blocks.crowd, self._blocks.model, sections_at, self._clock)
@@ -184,10 +195,14 @@ class PlanEvaluator:
 
         The bit is for stages that are not alike, which wait less than equal ones, and for engines
         that convert fewer parameters than the one process that the work is counted in.
+
+        Raises:
+            ConfigError: layers cannot be sliced so.
         """
-        whole_model = self._whole(candidate.rows)
+        whole_model = self._whole(candidate)
         seconds = candidate.micro_batches * whole_model.total / candidate.pp
-        crowded = self._clock.oversubscription * seconds
+        computing = whole_model.computing / whole_model.total
+        crowded = self._clock.oversubscription * seconds * computing
         cut = candidate.cut_traits
         if cut is not None:
             arguments = (cut.schedule, candidate.pp, candidate.micro_batches)
@@ -196,9 +211,8 @@ class PlanEvaluator:
             bubble_fraction = closed_form_bubble(
                 *arguments, candidate.stages_per_rank, splits=splits
             )
-            one_pass = (
-                whole_model.forward + whole_model.backward / 2
-            )  # to the inputs: all stages in a row
+            # To the inputs: all stages in a row.
+            one_pass = whole_model.forward + whole_model.backward / 2
             seconds = (
                 max(seconds, one_pass)
                 if bubble_fraction is None
@@ -213,9 +227,7 @@ class PlanEvaluator:
             ConfigError: the model cannot be run so.
         """
         fit = self._fit(candidate, plan)
-        pace = self._whole(candidate.rows)
-        share = PassSeconds(pace.forward / candidate.stages, pace.backward / candidate.stages)
-        paces = [share] * candidate.stages
+        paces = [self._whole(candidate).scaled(1 / candidate.stages)] * candidate.stages
         base, per_rank = fit.levels["keep"].base, candidate.stages // fit.ranks
         update = self._clock.update_seconds(plan, base, fit.trained // fit.ranks)
         timed = self._timed_parts(plan)
@@ -233,11 +245,17 @@ class PlanEvaluator:
         fit = self._fit(candidate, plan)
         return self._seconds(plan, fit, fit.keeping_all(fit.edges(None))).total
 
-    def _whole(self, rows: int) -> PassSeconds:
-        """A micro-batch through the whole model, everything kept, in one process."""
-        if rows not in self._paces:
-            self._paces[rows] = self._clock.pass_seconds(self.whole_model(rows).sections)
-        return self._paces[rows]
+    def _whole(self, candidate: Candidate) -> PassSeconds:
+        """A micro-batch through the whole model, everything kept, in one process of a tp group."""
+        rows, tp, slices = candidate.rows, candidate.tp, candidate.slices
+        if (rows, tp, slices) not in self._paces:
+            sections = self._sliced(candidate).sections
+            known = (rows, tp, *(section.exchanges for section in sections))
+            other = self._alike.setdefault(known, slices)
+            if other != slices and other is not None:
+                raise ConfigError(f"{candidate.label}: the same as with {other.label}")
+            self._paces[rows, tp, slices] = self._clock.pass_seconds(sections, tp)
+        return self._paces[rows, tp, slices]
 
     def floor_bytes(self, candidate: Candidate, plan: Plan) -> int:
         """No plan of this candidate holds less: its states and what micro-batches keep.
@@ -249,7 +267,7 @@ class PlanEvaluator:
 
     def least_bytes(self, candidate: Candidate, plan: Plan, *, gradients: bool = True) -> int:
         """No plan of this candidate holds less on its fullest rank: its share of the states."""
-        model_states = section_states(self.whole_model(candidate.rows).sections)
+        model_states = section_states(self._sliced(candidate).sections)
         numbers = self._numbers(model_states, plan)
         low = plan.bf16_parameters and plan.master_weights
         # Shards are the fp32 values themselves, gathered in bf16.
@@ -297,11 +315,11 @@ class PlanEvaluator:
         if plan.offload_tiers.optimizer != "cpu":
             return None
         node = self._clock.cluster.node
-        model_states = section_states(self.whole_model(candidate.rows).sections)
+        model_states = section_states(self._sliced(candidate).sections)
         shards = candidate.pp * plan.state_ranks
         # Gradients come to the host beside its fp32 values.
         rank_bytes = (model_states.optimizer + 2 * 4 * self._numbers(model_states, plan)) // shards
-        node_bytes = rank_bytes * min(node.devices, candidate.pp * candidate.dp)
+        node_bytes = rank_bytes * min(node.devices, candidate.devices)
         if node_bytes <= node.host_memory:
             return None
         return (
@@ -375,7 +393,7 @@ class PlanEvaluator:
         return EvaluatedPlan(candidate, plan, job, peaks, seconds, recomputed, cuts)
 
     def _seconds(self, plan: Plan, fit: StageFitter, stages: Sequence[SectionRange]) -> StepSeconds:
-        paces = [self._clock.pass_seconds(fit.sections(stage)) for stage in stages]
+        paces = [self._clock.pass_seconds(fit.sections(stage), plan.tp) for stage in stages]
         base, timed = fit.levels["keep"].base, self._timed_parts(plan)
         return self._clock.plan_seconds(
             plan, paces, lambda stage: fit.profile(stages[stage]), base, timed

@@ -153,7 +153,8 @@ class StageFitter:
     def _pieces(self, kept: Sequence[Section]) -> AtomicUnits:
         """A piece for what is before the blocks, one for each block, the last with what follows."""
         last = len(self._all) - 2
-        paces = [self._clock.pass_seconds([section]).total for section in self._all]
+        tp = self._plan.tp
+        paces = [self._clock.pass_seconds([section], tp).total for section in self._all]
         seconds = [*paces[:last], paces[last] + paces[last + 1]]
         params: dict[str, tuple[int, set[int]]] = {}
         for place, section in enumerate(self._all):

@@ -38,7 +38,7 @@ def front_figure(planned: PlannedAnswer) -> Figure:
     axes.scatter(*_places(others, unit), color=_OTHER, s=22, label="slower, or holds more")
     axes.plot(*_places(answer.front, unit), color=_FRONT, marker="o", label="none beats these")
     for one in answer.front:
-        mesh = f"pp {one.candidate.pp} x dp {one.candidate.dp}"
+        mesh = one.candidate.mesh
         said = f"{one.label}\n{mesh}, again: {recompute_summary(one)}"
         at = (one.peak.bytes / unit, one.seconds.total)
         axes.annotate(said, at, xytext=(6, 6), textcoords="offset points", fontsize=7)

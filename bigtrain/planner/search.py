@@ -101,16 +101,17 @@ class PlanSearch:
         return answer
 
     def _opened(self, *, fallback_tier: bool = False) -> Iterator[_OpenCandidate]:
-        unfit_rows: dict[int, str] = {}
+        unfit: dict[object, str] = {}
         for candidate in self.space.candidates(fallback_tier=fallback_tier):
             opened = _OpenCandidate(candidate, 0.0)
-            if candidate.rows not in unfit_rows:
+            kind = candidate.rows, candidate.tp, candidate.slices
+            if kind not in unfit:
                 try:
                     opened.seconds = self.evaluator.least_seconds(candidate)
                 except ConfigError as error:  # layers may want more than one row to train on
-                    unfit_rows[candidate.rows] = str(error)
-            if candidate.rows in unfit_rows:
-                self._refuse(opened, unfit_rows[candidate.rows])
+                    unfit[kind] = str(error)
+            if kind in unfit:
+                self._refuse(opened, unfit[kind])
             yield opened
 
     def _refuse(self, opened: _OpenCandidate, reason: str) -> None:

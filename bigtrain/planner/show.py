@@ -34,7 +34,7 @@ def plans_table(planned: PlannedAnswer) -> Table:
     )
     table.add_column("")
     table.add_column("plan")
-    for name in ("pp x dp", "micro-batch", "computed again", "peak", "parts", "step"):
+    for name in ("pp x dp x tp", "micro-batch", "computed again", "peak", "parts", "step"):
         table.add_column(name, justify="right" if name != "parts" else "left")
     table.add_column(_unit(planned), justify="right")
     table.add_column("MFU", justify="right")
@@ -46,7 +46,7 @@ def plans_table(planned: PlannedAnswer) -> Table:
         table.add_row(
             str(place),
             evaluated.label,
-            f"{evaluated.candidate.pp} x {evaluated.candidate.dp}",
+            " x ".join(map(str, evaluated.candidate.axes)),
             f"{evaluated.candidate.rows} x {evaluated.candidate.micro_batches}",
             recompute_summary(evaluated),
             format_bytes(evaluated.peak.bytes),
@@ -62,7 +62,7 @@ def plans_table(planned: PlannedAnswer) -> Table:
 def _differences(planned: PlannedAnswer, plans: Sequence[EvaluatedPlan]) -> list[dict[str, Any]]:
     """For each plan what its other columns do not tell it by from another one."""
     shown = [
-        (one.label, one.candidate.pp, one.candidate.dp, one.candidate.rows, recompute_summary(one))
+        (one.label, *one.candidate.axes, one.candidate.rows, recompute_summary(one))
         for one in plans
     ]
     return differences(shown, [plan_values(planned, one)["strategy"] for one in plans])
@@ -158,7 +158,7 @@ def rejection_lines(planned: PlannedAnswer) -> Iterator[str]:
             nearest_miss[label] = rejected
     for label, rejected in sorted(nearest_miss.items(), key=lambda pair: _peak(pair[1])):
         candidate = rejected.candidate
-        mesh = f"pp {candidate.pp} x dp {candidate.dp}, micro-batch {candidate.rows}"
+        mesh = f"{candidate.mesh}, micro-batch {candidate.rows}"
         yield f"does not fit: {label} ({mesh}): {rejected.reason}"
     if answer.below_bound:
         yield (
@@ -218,7 +218,7 @@ def plan_values(planned: PlannedAnswer, evaluated: EvaluatedPlan) -> dict[str, A
     strategy = evaluated.job.strategy.model_dump(mode="json", exclude_defaults=True)
     strategy["name"] = "planned"
     return {
-        "mesh": {"pp": evaluated.candidate.pp, "dp": evaluated.candidate.dp, "tp": 1},
+        "mesh": dict(zip(("pp", "dp", "tp"), evaluated.candidate.axes, strict=True)),
         "strategy": strategy,
         "train": {
             "global_batch_size": evaluated.plan.batch.global_size,
@@ -265,8 +265,8 @@ def no_fit_lines(planned: PlannedAnswer) -> list[str]:
     return [
         f"plan: no plan fits {format_bytes(question.limit)} of tensors on a rank of "
         f"{question.devices} devices.",
-        f"The least is {format_bytes(peak.bytes)}, with {smallest.candidate.label} (pp "
-        f"{smallest.candidate.pp} x dp {smallest.candidate.dp}, micro-batch "
-        f"{smallest.candidate.rows}), of which {kind} are {format_bytes(breakdown[kind])}.",
+        f"The least is {format_bytes(peak.bytes)}, with {smallest.candidate.label} "
+        f"({smallest.candidate.mesh}, micro-batch {smallest.candidate.rows}), of which {kind} are "
+        f"{format_bytes(breakdown[kind])}.",
         f"Use {option} {-(-needed // MIB)}MiB, or more --devices{smaller}.",
     ]

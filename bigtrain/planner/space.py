@@ -1,4 +1,4 @@
-"""What there is to choose from: mesh, replicas, cut, micro-batch, offload.
+"""What there is to choose from: mesh, replicas, cut, slices, micro-batch, offload.
 
 The techniques say what of themselves there is to choose from (`Strategy.variants`). What blocks
 keep is no choice of its own: every candidate is given what costs the least time among what fits
@@ -7,9 +7,11 @@ keep is no choice of its own: every candidate is given what costs the least time
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from itertools import product
 from typing import Any
 
 from bigtrain.core.registry import make_technique, techniques_of
@@ -19,7 +21,7 @@ from bigtrain.core.variants import Shape, Variant
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Job, Role, StrategyConfig
 
-CHOSEN: tuple[Role, ...] = ("replicate", "cut", "offload")
+CHOSEN: tuple[Role, ...] = ("replicate", "cut", "slice", "offload")
 """The roles whose techniques are asked."""
 MAX_ROWS = 64
 """Rows of a micro-batch from which on more do not make a device faster."""
@@ -39,6 +41,24 @@ class Candidate:
     """Of a step, for each replica."""
     cut: Variant | None = None
     offload: Variant | None = None
+    tp: int = 1
+    slices: Variant | None = None
+    """How layers are laid over the tp ranks."""
+
+    @property
+    def axes(self) -> tuple[int, int, int]:
+        """Of the mesh: pp, dp, tp."""
+        return self.pp, self.dp, self.tp
+
+    @property
+    def devices(self) -> int:
+        """Of the mesh."""
+        return math.prod(self.axes)
+
+    @property
+    def mesh(self) -> str:
+        """For a person."""
+        return mesh_words(self.pp, self.dp, self.tp)
 
     @property
     def engine(self) -> str:
@@ -69,7 +89,8 @@ class Candidate:
     @property
     def label(self) -> str:
         """Its name in tables: words that `--strategy` takes; the mesh is not among them."""
-        shown = [self.cut, self.replicate if self.dp > 1 or self.pp == 1 else None, self.offload]
+        shares = self.dp > 1 or self.pp * self.tp == 1
+        shown = [self.cut, self.slices, self.replicate if shares else None, self.offload]
         return "+".join(one.label for one in shown if one is not None)
 
     def strategy(self, **more: Any) -> StrategyConfig:
@@ -80,13 +101,15 @@ class Candidate:
         values |= more
         if self.cut is not None:
             values["cut"] = {**self.cut.options, **more.get("cut", {})}
+        if self.slices is not None:
+            values["slice"] = dict(self.slices.options)
         if self.offload is not None:
             values["offload"] = dict(self.offload.options)
         return StrategyConfig.model_validate(values)
 
     def job(self, job: Job, **more: Any) -> Job:
         """A copy of the job with this candidate's mesh, batch and strategy."""
-        mesh = job.mesh.model_copy(update={"pp": self.pp, "dp": self.dp, "tp": 1})
+        mesh = job.mesh.model_copy(update={"pp": self.pp, "dp": self.dp, "tp": self.tp})
         batch = {
             "global_batch_size": self.rows * self.micro_batches * self.dp,
             "micro_batch_size": self.rows,
@@ -96,6 +119,11 @@ class Candidate:
         return job.model_copy(
             update={"mesh": mesh, "train": train, "strategy": self.strategy(**more)}
         )
+
+
+def mesh_words(pp: int, dp: int, tp: int) -> str:
+    """`pp 2 x dp 4`, and `x tp 2` where layers are sliced."""
+    return f"pp {pp} x dp {dp}" + (f" x tp {tp}" if tp > 1 else "")
 
 
 @cache
@@ -138,6 +166,9 @@ class SearchSpace:
     pp: int | None = None
     """Where it is given."""
     dp: int | None = None
+    tp: int | None = None
+    most_ranks: int = 1
+    """Over how many ranks the model's layers can be sliced."""
     rows: int | None = None
     engines: Sequence[str] | None = None
     """Whose implementations of replicas may be chosen; None for everyone's."""
@@ -145,29 +176,40 @@ class SearchSpace:
     techniques: Mapping[Role, Sequence[Strategy]] = field(default_factory=_ours)
     """Whose variants there are to choose from."""
 
-    def meshes(self) -> list[tuple[int, int]]:
-        """(pp, dp) for all devices.
+    @property
+    def slice_counts(self) -> list[int]:
+        """Sizes of the tp axis: ranks of one node, and as many groups of them as fill it."""
+        if self.tp is not None:
+            return [self.tp] if self.devices % self.tp == 0 else []
+        node = math.gcd(self.per_node, self.devices)
+        return [n for n in range(1, min(node, self.most_ranks) + 1) if node % n == 0]
+
+    def meshes(self) -> list[tuple[int, int, int]]:
+        """(pp, dp, tp) for all devices.
 
         Raises:
             ConfigError: none divides devices and batch as asked for.
         """
         possible = [
-            (pp, self.devices // pp)
-            for pp in range(1, self.devices + 1)
-            if self.devices % pp == 0
+            (pp, groups // pp, tp)
+            for tp in self.slice_counts
+            for groups in [self.devices // tp]
+            for pp in range(1, groups + 1)
+            if groups % pp == 0
             and pp <= self.num_blocks + 1
             and self.pp in (None, pp)
-            and self.dp in (None, -1, self.devices // pp)
+            and self.dp in (None, -1, groups // pp)
         ]
         if not possible:
+            given = f"mesh.pp={self.pp}, mesh.dp={self.dp} and mesh.tp={self.tp}"
             raise ConfigError(
-                f"plan: --devices {self.devices} with mesh.pp={self.pp} and mesh.dp={self.dp}: "
-                f"pp * dp has to be {self.devices}, and the model's {self.num_blocks} blocks make "
-                f"at most {self.num_blocks + 1} stages. Leave mesh.pp or mesh.dp out."
+                f"plan: --devices {self.devices} with {given}: "
+                f"pp * dp * tp has to be {self.devices}, and the model's {self.num_blocks} blocks "
+                f"make at most {self.num_blocks + 1} stages. Leave mesh.pp or mesh.dp out."
             )
-        dividing = [(pp, dp) for pp, dp in possible if self.global_batch_size % dp == 0]
+        dividing = [mesh for mesh in possible if self.global_batch_size % mesh[1] == 0]
         if not dividing:
-            least = min(dp for _, dp in possible)
+            least = min(dp for _, dp, _ in possible)
             raise ConfigError(
                 f"plan: --global-batch-size {self.global_batch_size} cannot be dealt to the "
                 f"replicas of any mesh: {self.devices} devices and at most {self.num_blocks + 1} "
@@ -182,12 +224,14 @@ class SearchSpace:
         Args:
             fallback_tier: with what the offload role's techniques offer, and not without.
         """
-        for pp, dp in self.meshes():
+        for pp, dp, tp in self.meshes():
             for rows in self._rows(self.global_batch_size // dp):
                 steps = self.global_batch_size // dp // rows
-                shape = Shape(pp, dp, self.per_node, self.device_type, self.num_blocks, steps)
+                given = (self.per_node, self.device_type, self.num_blocks, steps)
+                shape = Shape(pp, dp, *given, tp, self.most_ranks)
                 offloads = list(self._variants("offload", shape)) if fallback_tier else [None]
                 cuts = list(self._variants("cut", shape)) if pp > 1 else [None]
+                slices = list(self._variants("slice", shape)) if tp > 1 else [None]
                 for replicate in self._variants("replicate", shape):
                     if dp > 1 and self.engines is not None and replicate.engine not in self.engines:
                         continue
@@ -195,8 +239,9 @@ class SearchSpace:
                     for cut in cuts:
                         if cut is not None and cut.splits and traits.whole_backward:
                             continue
-                        for offload in offloads:
-                            yield Candidate(pp, dp, replicate, rows, steps, cut, offload)
+                        for offload, sliced in product(offloads, slices):
+                            chosen = (cut, offload, tp, sliced)
+                            yield Candidate(pp, dp, replicate, rows, steps, *chosen)
 
     def _variants(self, role: Role, shape: Shape) -> Iterator[Variant]:
         for technique in self.techniques[role]:

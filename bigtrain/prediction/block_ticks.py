@@ -1,17 +1,21 @@
-"""Noting when each block of a model is computed with, forward and backward."""
+"""Noting when each block of a model is computed with, forward and backward, and what it does."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from bigtrain.memory.timeline import BlockTicks
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.models.blocks import independent_blocks
+from bigtrain.prediction.operation_log import Operation, OperationLog
+from bigtrain.tensors.op_cost import REPEAT_COUNT
 
 Moment = Literal[
     "forward begins", "forward ends", "backward begins", "backward ends", "parameter's gradient"
@@ -147,3 +151,82 @@ def _block_ticks(
         forward,
         backward,
     )
+
+
+class SectionHooks:
+    """Notes what every operation does, and what blocks are called with.
+
+    Args:
+        names: of the blocks.
+        as_sent: gradients that come back to a block lie as its output does.
+    """
+
+    def __init__(self, names: Sequence[str], *, as_sent: bool = False) -> None:
+        self.names = tuple(names)
+        self.copies_gradient = False
+        """See `RecordedSections.copies_gradient`."""
+        self._as_sent = as_sent
+        self.work: list[tuple[float, ...]] = []
+        """(clock, flops, flops in bf16, bytes, how often it is done, m, n, k, batch) of each."""
+        self.incoming: list[tuple[int, str, tuple[int, int]]] = []
+        """(clock, block, bytes that it is called with, those that a gradient goes back to)"""
+        self.used: dict[str, set[int]] = {}
+        """When each tensor of the model was used in the first micro-batch of all."""
+        self._owners: dict[int, str] = {}
+        self.clock: Callable[[], int] = lambda: 0
+
+    def install(self, fake: nn.Module, tracker: StorageTracker) -> AbstractContextManager[object]:
+        """Put hooks on the blocks, for good; see `record.InstallHooks`. Earlier notes go."""
+        for notes in (self.work, self.incoming, self.used, self._owners):
+            notes.clear()
+        self.clock = lambda: tracker.clock
+        for name in self.names:
+            block = fake.get_submodule(name)
+            block.register_forward_pre_hook(self._before(name), with_kwargs=True)
+            is_sent = self._as_sent and name != self.names[-1]  # the last one's is not sent
+            block.register_forward_hook(self._after(is_sent=is_sent))
+        for tensors in (fake.named_parameters(), fake.named_buffers()):
+            for name, tensor in tensors:
+                self._owners[tensor.untyped_storage()._cdata] = name
+        return OperationLog(self._operation)
+
+    def _before(self, name: str) -> Any:
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            arguments = [
+                leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+            ]
+            sizes = [leaf.numel() * leaf.element_size() for leaf in arguments]
+            wanted = [s for s, leaf in zip(sizes, arguments, strict=True) if leaf.requires_grad]
+            self.incoming.append((self.clock(), name, (sum(sizes), sum(wanted))))
+
+        return hook
+
+    def _after(self, *, is_sent: bool) -> Any:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._arrived(tensor.stride(), is_sent=is_sent))  # type: ignore[no-untyped-call]
+
+        return hook
+
+    def _arrived(self, strides: tuple[int, ...], *, is_sent: bool) -> Any:
+        def hook(gradient: torch.Tensor) -> torch.Tensor:
+            pairs = zip(gradient.shape, gradient.stride(), strides, strict=True)
+            if any(own != sent for size, own, sent in pairs if size > 1):
+                self.copies_gradient = True
+                if is_sent:
+                    return gradient.new_empty_strided(gradient.shape, strides)
+            return gradient
+
+        return hook
+
+    def _operation(self, operation: Operation) -> None:
+        clock = self.clock()
+        for tensor in operation.given:
+            owner = self._owners.get(tensor.untyped_storage()._cdata)
+            if owner is not None:
+                self.used.setdefault(owner, set()).add(clock)
+        flops = operation.flops
+        low = any(t.dtype in (torch.bfloat16, torch.float16) for t in operation.given)
+        sizes = (0.0 if low else flops, flops if low else 0.0, operation.nbytes)
+        self.work.append((clock, *sizes, REPEAT_COUNT.get(), *operation.product))

@@ -7,7 +7,7 @@ as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from bigtrain.prediction.record import (
     record_steps,
 )
 from bigtrain.schedules.orders import TORCH_SCHEDULES
+from bigtrain.versions.torch_versions import backward_for_inputs, backward_for_weights
 
 _NO_LOSS = torch.zeros(())
 
@@ -224,16 +225,12 @@ class StageLoop(LoopRunner):
             torch.autograd.backward(roots, gradients)
             self._send_back(wires)
             return
-        from torch.distributed.pipelining import _backward
-
-        for_inputs: Callable[..., Any] = _backward.stage_backward_input
-        for_weights: Callable[..., Any] = _backward.stage_backward_weight
-        _, groups = for_inputs(roots, gradients, wires, self._stage.parameters())
+        _, groups = backward_for_inputs(roots, gradients, wires, self._stage.parameters())
         self._send_back(wires)
         held.clear()
         roots.clear()  # as torch: the part for the weights begins at the layers that have some
         self.weights_begin[-1] = self._tracker.mark()
-        for_weights(self._stage.parameters(), groups)
+        backward_for_weights(self._stage.parameters(), groups)
 
     def _send_back(self, wires: list[Tensor]) -> None:
         """Make the gradients of what came in contiguous, as `torch_stage` does to send them."""
@@ -346,13 +343,9 @@ class SplitBackward(WholeModel):
 
     def backward(self, loss: Tensor, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Both parts; what is in no block comes last, and so keeps what it has longest."""
-        from torch.distributed.pipelining import _backward
-
-        for_inputs: Callable[..., Any] = _backward.stage_backward_input
-        for_weights: Callable[..., Any] = _backward.stage_backward_weight
         parameters = [parameter for _, parameter in named]
         wires, self.wires = self.wires, []
-        _, groups = for_inputs([loss], None, wires, iter(parameters))
+        _, groups = backward_for_inputs([loss], None, wires, iter(parameters))
         owners = {get_gradient_edge(p).node: self._block(name) for name, p in named}
         places = {name: place for place, name in enumerate(self._names)}
 
@@ -364,7 +357,7 @@ class SplitBackward(WholeModel):
         self.starts.append(self._tracker.mark())
         for group in sorted(groups, key=place):
             name = place(group)[1]
-            for_weights(iter(parameters), [group])
+            backward_for_weights(iter(parameters), [group])
             self.done.append((self._tracker.mark(), name))
 
     def _block(self, parameter: str) -> str:

@@ -38,7 +38,11 @@ class Prediction:
 
 
 def predict(
-    resolved: ResolvedPlan, workload: Workload, pp_rank: int = 0, dp_rank: int | None = None
+    resolved: ResolvedPlan,
+    workload: Workload,
+    pp_rank: int = 0,
+    dp_rank: int | None = None,
+    tp_rank: int = 0,
 ) -> Prediction:
     """Predict one rank.
 
@@ -47,10 +51,12 @@ def predict(
         workload: with an example.
         pp_rank: which of them.
         dp_rank: which replica; None for the fullest, where they are not alike.
+        tp_rank: whose slices.
 
     Raises:
         ConfigError: a technique cannot work with a model of this size.
     """
+    resolved = replace(resolved, plan=replace(resolved.plan, tp_rank=tp_rank))
     rank, plan = forecast_rank(resolved, workload, pp_rank), resolved.plan
     if rank.forecast is None:
         return Prediction(None, rank.note)

@@ -37,6 +37,8 @@ from bigtrain.optim.update import MakeOptimizer, state_bytes_by_slot
 from bigtrain.prediction.block_ticks import BlockTickRecorder
 from bigtrain.ranks.context import RunContext
 from bigtrain.recorder.ring import FlightRecorder
+from bigtrain.slicing.exchange import ExchangeLog, TensorExchange
+from bigtrain.slicing.install import slice_modules, slice_tensors
 from bigtrain.tensors.cuda_program import cuda_program, stands_for_cuda
 from bigtrain.tensors.fake import NormStatistics, fake_model
 from bigtrain.tensors.memory_format import set_channels_last
@@ -90,6 +92,10 @@ class FakeRun:
     """See `Profile.viewed_births`."""
     module_births: tuple[tuple[int, ...], ...] = ()
     """See `Profile.module_births`."""
+    exchanges: tuple[TensorExchange, ...] = ()
+    """See `Profile.exchanges`."""
+    exchange_log: Sequence[tuple[int, TensorExchange]] = ()
+    """Those of all steps, each with its tick."""
     first_step: FakeRun | None = None
     """The first step, where it was taken with two micro-batches of another size."""
     later: FakeRun | None = None
@@ -194,6 +200,7 @@ def _record(
     ]
     widths = state_bytes_by_slot(workload.make_optimizer)
     tracker = StorageTracker(fake=True)
+    exchanges = ExchangeLog(lambda: tracker.clock)
     of_cuda = stands_for_cuda(plan.device_type, device)
     program = cuda_program() if of_cuda else nullcontext()
     with program, FakeTensorMode(), NormStatistics(of_cuda=of_cuda), tracker:
@@ -203,6 +210,12 @@ def _record(
             parameter.data = parameter.data.to(torch.bfloat16)
         if plan.lays_weights:
             set_channels_last(fake)
+        slices = resolved.slices.on(plan.tp_rank, None) if resolved.slices is not None else None
+        if slices is not None:
+            gloo = plan.device_type == "cpu"
+            slices = replace(slices, group=replace(slices.group, exchanges=exchanges, gloo=gloo))
+            slice_tensors(fake, slices.by_name, slices.group)
+            slice_modules(fake, slices.by_name, slices.group, slices.model.gathered)
         root = unit.root(fake, workload.loss, plan, device)
         mover = plan.make_offloader(device, fake=True)
         apply_policies(root, resolved.policies, mover, compiles=plan.compiles_blocks)
@@ -216,6 +229,7 @@ def _record(
             make_optimizer=fake_safe_optimizer(workload.make_optimizer),
             module=root,
             materialize=lambda _names: None,
+            slices=slices,
         )
         runner = unit.runner(assembly, tracker)
         cut_through = getattr(root, "cut_through", ())
@@ -232,7 +246,7 @@ def _record(
         sizes = [storage_bytes(batch.tensors()) for batch in batches]
     given = (fake, runner, choices, timeline)
     first, *others = (
-        FakeRun(*given, one, ticks, sizes[-1], widths, born.trained, born.viewed, born.by_module)
+        FakeRun(*given, one, ticks, sizes[-1], widths, **vars(born), exchange_log=exchanges.all)
         for one, born in zip(marks, births, strict=True)
     )
     earlier = replace(first, batch_bytes=sizes[0]) if len(batches) > 1 else None
@@ -243,9 +257,10 @@ def _record(
 class _Births:
     """The ticks at which gradients are made; see `Profile`."""
 
-    trained: tuple[int, ...]
-    viewed: tuple[int, ...]
-    by_module: tuple[tuple[int, ...], ...]
+    gradient_births: tuple[int, ...]
+    viewed_births: tuple[int, ...]
+    module_births: tuple[tuple[int, ...], ...]
+    exchanges: tuple[TensorExchange, ...]
 
 
 def _step(
@@ -260,6 +275,7 @@ def _step(
     `births` gets those of the gradients that the first micro-batch makes, where it makes all.
     """
     ticks = [tracker.clock]
+    runner.take_exchanges()
     for batch in batches:
         runner.begin_step()  # where gradients are released there is no second one
         runner.run_micro_batch(batch, 1.0)
@@ -273,6 +289,7 @@ def _step(
                     tuple(known.values()) if is_all else (),
                     tuple(birth for p, birth in known.items() if p in products.viewed),
                     tuple(groups),
+                    runner.take_exchanges(),
                 )
             )
         ticks.append(tracker.clock)
@@ -310,6 +327,7 @@ def profile_from_run(run: FakeRun, plan: Plan) -> Profile:
         gradient_births=run.gradient_births,
         viewed_births=run.viewed_births,
         module_births=run.module_births,
+        exchanges=run.exchanges,
         not_compiled=run.not_compiled,
     )
 

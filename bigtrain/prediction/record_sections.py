@@ -7,17 +7,13 @@ follow one another is a single section.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import Plan
@@ -26,9 +22,8 @@ from bigtrain.costs.forecast import Profile
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.memory.timeline import BlockTicks, Timeline
-from bigtrain.memory.tracker import StorageTracker
+from bigtrain.prediction.block_ticks import SectionHooks
 from bigtrain.prediction.loops import SplitBackward
-from bigtrain.prediction.operation_log import Operation, OperationLog
 from bigtrain.prediction.record import (
     WHOLE_MODEL,
     FakeRun,
@@ -49,7 +44,8 @@ from bigtrain.prediction.sections import (
     mark_gradients,
     section_spans,
 )
-from bigtrain.tensors.op_cost import REPEAT_COUNT
+from bigtrain.slicing.exchange import TensorExchange
+from bigtrain.slicing.state import ModelSlices
 
 
 @dataclass(frozen=True)
@@ -76,91 +72,13 @@ class UntraceableError(Exception):
     """A model that does not run on fake tensors."""
 
 
-class SectionHooks:
-    """Notes what every operation does, and what blocks are called with.
-
-    Args:
-        names: of the blocks.
-        as_sent: gradients that come back to a block lie as its output does.
-    """
-
-    def __init__(self, names: Sequence[str], *, as_sent: bool = False) -> None:
-        self.names = tuple(names)
-        self.copies_gradient = False
-        """See `RecordedSections.copies_gradient`."""
-        self._as_sent = as_sent
-        self.work: list[tuple[float, ...]] = []
-        """(clock, flops, flops in bf16, bytes, how often it is done, m, n, k, batch) of each."""
-        self.incoming: list[tuple[int, str, tuple[int, int]]] = []
-        """(clock, block, bytes that it is called with, those that a gradient goes back to)"""
-        self.used: dict[str, set[int]] = {}
-        """When each tensor of the model was used in the first micro-batch of all."""
-        self._owners: dict[int, str] = {}
-        self.clock: Callable[[], int] = lambda: 0
-
-    def install(self, fake: nn.Module, tracker: StorageTracker) -> AbstractContextManager[object]:
-        """Put hooks on the blocks, for good; see `record.InstallHooks`. Earlier notes go."""
-        for notes in (self.work, self.incoming, self.used, self._owners):
-            notes.clear()
-        self.clock = lambda: tracker.clock
-        for name in self.names:
-            block = fake.get_submodule(name)
-            block.register_forward_pre_hook(self._before(name), with_kwargs=True)
-            is_sent = self._as_sent and name != self.names[-1]  # the last one's is not sent
-            block.register_forward_hook(self._after(is_sent=is_sent))
-        for tensors in (fake.named_parameters(), fake.named_buffers()):
-            for name, tensor in tensors:
-                self._owners[tensor.untyped_storage()._cdata] = name
-        return OperationLog(self._operation)
-
-    def _before(self, name: str) -> Any:
-        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            arguments = [
-                leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
-            ]
-            sizes = [leaf.numel() * leaf.element_size() for leaf in arguments]
-            wanted = [s for s, leaf in zip(sizes, arguments, strict=True) if leaf.requires_grad]
-            self.incoming.append((self.clock(), name, (sum(sizes), sum(wanted))))
-
-        return hook
-
-    def _after(self, *, is_sent: bool) -> Any:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(self._arrived(tensor.stride(), is_sent=is_sent))  # type: ignore[no-untyped-call]
-
-        return hook
-
-    def _arrived(self, strides: tuple[int, ...], *, is_sent: bool) -> Any:
-        def hook(gradient: torch.Tensor) -> torch.Tensor:
-            pairs = zip(gradient.shape, gradient.stride(), strides, strict=True)
-            if any(own != sent for size, own, sent in pairs if size > 1):
-                self.copies_gradient = True
-                if is_sent:
-                    return gradient.new_empty_strided(gradient.shape, strides)
-            return gradient
-
-        return hook
-
-    def _operation(self, operation: Operation) -> None:
-        clock = self.clock()
-        for tensor in operation.given:
-            owner = self._owners.get(tensor.untyped_storage()._cdata)
-            if owner is not None:
-                self.used.setdefault(owner, set()).add(clock)
-        flops = operation.flops
-        low = any(t.dtype in (torch.bfloat16, torch.float16) for t in operation.given)
-        sizes = (0.0 if low else flops, flops if low else 0.0, operation.nbytes)
-        self.work.append((clock, *sizes, REPEAT_COUNT.get(), *operation.product))
-
-
 def record_sections(
     workload: Workload,
     names: Sequence[str],
     micro_batches: Sequence[MicroBatch],
     plan: Plan,
     device: torch.device,
+    slices: ModelSlices | None = None,
     *,
     as_sent: bool = False,
 ) -> tuple[RecordedSections, ...]:
@@ -172,6 +90,7 @@ def record_sections(
         micro_batches: one, or two of different sizes: both are taken in one run.
         plan: as in the run.
         device: whose kernels decide what is saved.
+        slices: of the model, where it is sliced: the first rank's are run.
         as_sent: see `SectionHooks`.
 
     Returns:
@@ -183,7 +102,7 @@ def record_sections(
     """
     notes = SectionHooks(names, as_sent=as_sent)
     try:
-        run = _recorded(workload, micro_batches, plan, device, notes)
+        run = _recorded(workload, micro_batches, plan, device, slices, notes)
     except ConfigError:
         raise
     except Exception as error:  # user code of any kind runs here
@@ -204,11 +123,13 @@ def _recorded(
     micro_batches: Sequence[MicroBatch],
     plan: Plan,
     device: torch.device,
+    slices: ModelSlices | None,
     notes: SectionHooks,
     unit: WholeModel = WHOLE_MODEL,
 ) -> FakeRun:
     *before, last = micro_batches
-    given = (replace(workload, example=last), ResolvedPlan.of(plan, workload.model), device)
+    resolved = ResolvedPlan.of(plan, workload.model, slices=slices)
+    given = (replace(workload, example=last), resolved, device)
     return record_steps(*given, unit, [notes.install], before[0] if before else None)
 
 
@@ -242,7 +163,9 @@ class SectionSplitter:
             incoming = (0, 0)
             if 0 < place < len(names) - 1:
                 incoming = self._incoming(self.order[place - 1])
-            sections.append(Section(name, passes, forward, backward, tensors[place], *incoming))
+            there, back = (self._exchanges(*window) for window in windows[1][place])
+            given = (name, passes, forward, backward, tensors[place], *incoming)
+            sections.append(Section(*given, exchanges=(there, back)))
         begin, stop = run.marks[2], run.marks[3]
         slots = optimizer_state_figures(run.model, run.runner.optimizer, run.widths)["state_slots"]
         return RecordedSections(
@@ -341,6 +264,9 @@ class SectionSplitter:
         flops, low_flops, nbytes, times = rows.T[:4]
         return OpLog(flops, low_flops, nbytes, times, rows[:, 4:])
 
+    def _exchanges(self, after: int, until: int) -> tuple[TensorExchange, ...]:
+        return tuple(one for tick, one in self._run.exchange_log if after < tick <= until)
+
     def _tensors(self, windows: list[Windows]) -> list[tuple[SectionTensor, ...]]:
         """Each section's parameters and buffers; outside of blocks by their first use."""
         blocks = {name: place for place, name in enumerate(self.order, start=1)}
@@ -400,6 +326,7 @@ def record_split_backward(
     micro_batches: Sequence[MicroBatch],
     plan: Plan,
     device: torch.device,
+    slices: ModelSlices | None = None,
     *,
     as_sent: bool = False,
 ) -> tuple[dict[str, PassPair], ...] | None:
@@ -414,7 +341,7 @@ def record_split_backward(
     notes = SectionHooks(names, as_sent=as_sent)
     unit = SplitBackward(notes.names)
     try:
-        run = _recorded(workload, micro_batches, plan, device, notes, unit)
+        run = _recorded(workload, micro_batches, plan, device, slices, notes, unit)
     except Exception:  # noqa: BLE001 - user code of any kind runs here; the whole pass stands in
         return None
     runs = [run] if run.first_step is None else [run.first_step, run]

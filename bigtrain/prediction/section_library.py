@@ -7,10 +7,10 @@ micro-batch is known for all other sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,31 +18,30 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from bigtrain.activations.policy import BlockPolicy
 from bigtrain.core.registry import make_technique
-from bigtrain.core.strategy import Plan
+from bigtrain.core.strategy import Plan, SliceStrategy, Strategy
 from bigtrain.core.workload import Workload
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import RoleConfig, long_form
 from bigtrain.losses.loss import Loss
-from bigtrain.memory.timeline import Span, Timeline
 from bigtrain.models.blocks import independent_blocks
 from bigtrain.optim.update import MakeOptimizer
+from bigtrain.prediction.compose import interpolate_passes, interpolate_sections
 from bigtrain.prediction.record_sections import (
     RecordedSections,
     UntraceableError,
     record_sections,
     record_split_backward,
 )
-from bigtrain.prediction.sections import Anchor, OpLog, PassPair, Section, SectionPass, Storage
+from bigtrain.prediction.sections import PassPair, Section
 from bigtrain.prediction.shorten import shorten_model, untie_parameters
+from bigtrain.slicing.slices import Slices
+from bigtrain.slicing.state import ModelSlices
 
 RECORDED_ROWS = (1, 2)
 """Rows of the two runs that others are read off."""
 BATCH_NORM_ROWS = (2, 4)
 """The same where layers take statistics over a batch: they refuse to train on one row."""
-TICK_TOLERANCE = 64
-"""Ticks by which two runs may let go of the same storage at different times: what goes at one
-moment (autocast's copies of weights) goes in the order of addresses."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,8 @@ class _Kind(NamedTuple):
     """Whether tied parameters are several."""
     as_sent: bool
     """Whether gradients come as other ranks send them; see `RecordedSections.copies_gradient`."""
+    sliced: str = ""
+    """By whom and over how many ranks; empty where layers are whole."""
 
 
 class SectionLibrary:
@@ -79,6 +80,7 @@ class SectionLibrary:
             of each.
         make_optimizer: as in a run.
         device: whose kernels are meant.
+        slices: of the model in a plan that slices it; left out, as the plan's technique lays them.
 
     Raises:
         ConfigError: the model does not run without its numbers.
@@ -91,8 +93,11 @@ class SectionLibrary:
         loss: Callable[[bool, int], Loss],
         make_optimizer: MakeOptimizer,
         device: torch.device,
+        slices: ModelSlices | None = None,
     ) -> None:
         self._model, self._example, self._loss = model, example, loss
+        self._given_slices = slices
+        self._laid: dict[object, ModelSlices | None] = {}
         self._make_optimizer, self._device = make_optimizer, device
         self._runs: dict[object, tuple[RecordedSections, ...]] = {}
         self._bodies: dict[object, ModelSections] = {}
@@ -111,6 +116,14 @@ class SectionLibrary:
     def num_blocks(self) -> int:
         """Of the model."""
         return len(self._named)
+
+    def most_ranks(self, techniques: Iterable[Strategy]) -> int:
+        """Over how many ranks one of these can slice something of the model; 1: over none."""
+        loss = self._loss(False, self._example.rows)
+        given = Workload(self._shortened(cut=False)[0], self._example, loss, self._make_optimizer)
+        return max(
+            (t.most_ranks(given) for t in techniques if isinstance(t, SliceStrategy)), default=1
+        )
 
     def shallower(self, blocks: int) -> SectionLibrary:
         """The same model with its first blocks alone; runs are shared."""
@@ -159,6 +172,7 @@ class SectionLibrary:
             waiting and self._waits(rows),
             cut and self._ties,
             cut and self._relaid,
+            _slicing(plan),
         )
 
     def _waits(self, rows: int) -> bool:
@@ -202,9 +216,10 @@ class SectionLibrary:
         def run(sizes: tuple[int, ...]) -> tuple[dict[str, PassPair], ...] | None:
             if (kind, sizes) not in self._halved:
                 batches = [resize_micro_batch(self._example, size) for size in sizes]
+                slices = self._slices(plan, loss, cut=kind.cut)
                 workload, names = self._workload(loss, cut=kind.cut)
                 given = (workload, names, batches, _with_policy(plan, "keep"), self._device)
-                found = record_split_backward(*given, as_sent=kind.as_sent)
+                found = record_split_backward(*given, slices, as_sent=kind.as_sent)
                 self._halved[kind, sizes] = found
             return self._halved[kind, sizes]
 
@@ -216,7 +231,8 @@ class SectionLibrary:
         else:
             fraction = (rows - self._sizes[0]) / (self._sizes[1] - self._sizes[0])
             joined = {
-                name: _passes(one, recorded[1][name], fraction) for name, one in recorded[0].items()
+                name: interpolate_passes(one, recorded[1][name], fraction)
+                for name, one in recorded[0].items()
             }
             found = {name: passes for name, passes in joined.items() if passes is not None}
             if len(found) < len(joined):
@@ -231,11 +247,12 @@ class SectionLibrary:
         self, plan: Plan, sizes: Sequence[int], kind: _Kind, loss: Loss
     ) -> tuple[RecordedSections, ...]:
         batches = [resize_micro_batch(self._example, rows) for rows in sizes]
+        slices = self._slices(plan, loss, cut=kind.cut)
         workload, names = self._workload(loss, cut=kind.cut)
         is_whole = len(names) == len(self._named)
         given = (workload, names, batches, _with_policy(plan, kind.choice), self._device)
         try:
-            recorded = record_sections(*given, as_sent=kind.as_sent)
+            recorded = record_sections(*given, slices, as_sent=kind.as_sent)
         except UntraceableError as error:
             if is_whole:
                 raise ConfigError(_untraceable(str(error), error.__cause__)) from error
@@ -253,7 +270,7 @@ class SectionLibrary:
         except ConfigError:
             self._short[kind.cut] = shortened_before
             raise
-        for cache in (self._runs, self._bodies, self._halved):  # of the shortened model
+        for cache in (self._runs, self._bodies, self._halved, self._laid):  # of the shortened model
             cache.clear()
         return recorded
 
@@ -263,6 +280,30 @@ class SectionLibrary:
         workload = Workload(model, self._example, loss, self._make_optimizer)
         run = set(stands_for.values())
         return workload, [name for name, _ in independent_blocks(model) if name in run]
+
+    def _slices(self, plan: Plan, loss: Loss, *, cut: bool) -> ModelSlices | None:
+        """How a plan slices the model that is run: as the whole one, tied as that is.
+
+        Raises:
+            ConfigError: nothing can be sliced so.
+        """
+        technique = plan.techniques.get("slice")
+        if not isinstance(technique, SliceStrategy) or plan.tp == 1:
+            return None
+        key = _slicing(plan)
+        if key not in self._laid:
+            model, stands_for = self._shortened(cut=False)
+            if self._given_slices is None:
+                workload = Workload(model, self._example, loss, self._make_optimizer)
+                self._laid[key] = technique.lay_slices(workload, plan)
+            else:
+                self._laid[key] = _of_shortened(self._given_slices, stands_for)
+        laid = self._laid[key]
+        if laid is None:  # blocks that are alike are not sliced alike: it is run whole
+            whole = self._untied(cut=cut)
+            self._short[cut] = whole, {name: name for name in self._named}
+            laid = self._given_slices
+        return laid
 
     def _untied(self, *, cut: bool) -> nn.Module:
         if not cut:
@@ -321,6 +362,49 @@ def _with_policy(plan: Plan, choice: BlockPolicy) -> Plan:
     return replace(plan, techniques=techniques)
 
 
+def _slicing(plan: Plan) -> str:
+    """Tells plans apart that slice layers otherwise."""
+    technique = plan.techniques.get("slice")
+    if technique is None or plan.tp == 1:
+        return ""
+    return f"{plan.tp} {technique.name} {technique.model_dump_json()}"
+
+
+def without_slices(plan: Plan) -> Plan:
+    """The same plan with whole layers, in one process for each group of ranks that slices them."""
+    techniques = dict(plan.techniques)
+    techniques.pop("slice", None)
+    return replace(plan, techniques=techniques, tp=1)
+
+
+def _of_shortened(whole: ModelSlices, stands_for: Mapping[str, str]) -> ModelSlices | None:
+    """The slices of a model by the names of a shortened one.
+
+    Args:
+        whole: by the model's own names.
+        stands_for: for each of the model's blocks the one that is run for it.
+
+    Returns:
+        None where two blocks that one stands for are not sliced alike.
+    """
+    outside: dict[str, tuple[Slices, bool]] = {}
+    inside: dict[str, dict[str, tuple[Slices, bool]]] = {block: {} for block in stands_for}
+    for name, slices in whole.by_name.items():
+        block = next((own for own in stands_for if name.startswith(f"{own}.")), "")
+        own = inside[block] if block else outside
+        own[name.removeprefix(block)] = slices, name in whole.gathered
+    found: dict[str, dict[str, tuple[Slices, bool]]] = {}
+    for block, short in stands_for.items():
+        if found.setdefault(short, inside[block]) != inside[block]:
+            return None
+    named = [(f"{short}{name}", one) for short, own in found.items() for name, one in own.items()]
+    every = {**outside, **dict(named)}
+    gathered = frozenset(name for name, (_, is_gathered) in every.items() if is_gathered)
+    return replace(
+        whole, by_name={n: slices for n, (slices, _) in every.items()}, gathered=gathered
+    )
+
+
 def _untraceable(reason: str, error: BaseException | None) -> str:
     return (
         f"plan: the model does not run on fake tensors, so nothing can be said of it: {reason}"
@@ -336,114 +420,3 @@ def _where(error: BaseException | None) -> str:
     frames = traceback.extract_tb(error.__traceback__ if error else None)
     own = [f for f in frames if "/torch/" not in f.filename and "/bigtrain/" not in f.filename]
     return f" (in {own[-1].name}, {own[-1].filename}:{own[-1].lineno})" if own else ""
-
-
-def interpolate_sections(
-    small: RecordedSections, large: RecordedSections, rows: int
-) -> RecordedSections | None:
-    """A run with other rows, read off two; None where they differ in more than sizes."""
-    fraction = (rows - small.rows) / (large.rows - small.rows)
-    if len(small.sections) != len(large.sections) or small.profile is not None:
-        return None
-    sections: list[Section] = []
-    for small_section, large_section in zip(small.sections, large.sections, strict=True):
-        section = _section(small_section, large_section, fraction)
-        if section is None:
-            return None
-        sections.append(section)
-    spans = _spans(small.step.spans, large.step.spans, fraction)
-    return replace(
-        small,
-        sections=tuple(sections),
-        step=small.step if spans is None else Timeline(spans, small.step.phases),
-        batch_bytes=_line(small.batch_bytes, large.batch_bytes, fraction),
-        rows=rows,
-    )
-
-
-def _section(small: Section, large: Section, fraction: float) -> Section | None:
-    passes = _passes(small.passes, large.passes, fraction)
-    if passes is None:
-        return None
-    return replace(
-        small,
-        passes=passes,
-        forward=_work(small.forward, large.forward, fraction),
-        backward=_work(small.backward, large.backward, fraction),
-        incoming=_line(small.incoming, large.incoming, fraction),
-        incoming_gradients=_line(small.incoming_gradients, large.incoming_gradients, fraction),
-    )
-
-
-def _passes(small: PassPair, large: PassPair, share: float) -> PassPair | None:
-    first, later = (interpolate(a, b, share) for a, b in zip(small, large, strict=True))
-    return None if first is None or later is None else (first, later)
-
-
-def interpolate(small: SectionPass, large: SectionPass, share: float) -> SectionPass | None:
-    """A micro-batch of another size through a section, read off two.
-
-    Args:
-        small: of fewer rows.
-        large: of more.
-        share: of the way from one to the other; more than 1 is beyond.
-
-    Returns:
-        None where the two differ in more than sizes.
-    """
-    if (small.lengths, small.ticks) != (large.lengths, large.ticks):
-        return None
-    if len(small.storages) != len(large.storages):
-        return None
-    found = []
-    for a, b in zip(small.storages, large.storages, strict=True):
-        if (a.kind, a.window, a.birth) != (b.kind, b.window, b.birth):
-            return None
-        later = _later(a, b, small.lengths)
-        if later is None:
-            return None
-        nbytes = a.nbytes if a.nbytes == b.nbytes else _line(a.nbytes, b.nbytes, share)
-        found.append(later._replace(nbytes=nbytes))
-    return replace(small, storages=tuple(found))
-
-
-def _later(a: Storage, b: Storage, lengths: Sequence[int]) -> Storage | None:
-    """The one that dies later of two that die at about the same time; None of others."""
-    if max(a.until, b.until) > Anchor.WEIGHTS:
-        return a if a.until == b.until else None
-    one, other = (sum(lengths[: s.until]) + s.death for s in (a, b))
-    if abs(one - other) > TICK_TOLERANCE:
-        return None
-    return a if one >= other else b
-
-
-def _spans(small: Sequence[Span], large: Sequence[Span], share: float) -> tuple[Span, ...] | None:
-    if len(small) != len(large):
-        return None
-    spans = []
-    for a, b in zip(small, large, strict=True):
-        if (a.kind, a.birth) != (b.kind, b.birth) or abs(a.death - b.death) > TICK_TOLERANCE:
-            return None
-        nbytes = a.nbytes if a.nbytes == b.nbytes else _line(a.nbytes, b.nbytes, share)
-        spans.append(Span(nbytes, a.kind, a.birth, max(a.death, b.death)))
-    return tuple(spans)
-
-
-def _line(small: float, large: float, share: float) -> int:
-    return max(0, round(small + (large - small) * share))
-
-
-def _work(small: OpLog, large: OpLog, share: float) -> OpLog:
-    sizes = ("flops", "low_flops", "nbytes", "times", "products")
-    if len(small.times) != len(large.times):  # those of the larger run, so that sums are right
-        figures = [_share_of(getattr(small, k), getattr(large, k), share) for k in sizes[:3]]
-        return OpLog(figures[0], figures[1], figures[2], large.times, large.products)
-    rows = [(getattr(small, key), getattr(large, key)) for key in sizes]
-    figures = [(a + (b - a) * share).clip(min=0.0) for a, b in rows]
-    return OpLog(*figures)
-
-
-def _share_of(small: Any, large: Any, share: float) -> Any:
-    large_total = float(large.sum())
-    total = max(0.0, float(small.sum()) + (large_total - float(small.sum())) * share)
-    return large * (total / large_total if large_total else 0.0)

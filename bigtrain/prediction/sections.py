@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigtrain.memory.timeline import BlockTicks, MemoryKind, Phase, Span, Timeline
+from bigtrain.slicing.exchange import TensorExchange
 
 DETAILED_ENDS = 2
 """Sections at either end of a row of equal ones that are laid out tick by tick."""
@@ -141,8 +142,8 @@ class SectionPass:
     gradients: tuple[int, ...] = ()
     """Which storages are gradients, those that are added to others, too."""
     wires: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
-    """Which of them are what the section before hands over, and the gradient that the section after
-    hands back: at the ends of a stage they come from other ranks, and stay until the end."""
+    """Which of them the section before hands over, and the gradient that the section after hands
+    back: at the ends of a stage they come from other ranks, and stay until the end."""
 
     @cached_property
     def saved(self) -> int:
@@ -192,6 +193,10 @@ class Section:
     incoming_gradients: int = 0
     """Of those that a gradient goes back to."""
     slowdown: tuple[float, float] = (1.0, 1.0)  # seconds timed for each that rates say, both ways
+    exchanges: tuple[tuple[TensorExchange, ...], tuple[TensorExchange, ...]] = (
+        (),
+        (),
+    )  # tp axis, both ways
 
 
 def mark_gradients(first: SectionPass, later: SectionPass) -> PassPair:
@@ -385,9 +390,8 @@ def concatenate_sections(
 ) -> tuple[Timeline, list[BlockTicks], int]:
     """Sections one after another, there and back.
 
-    In a row of equal sections each has a little more or less waiting beside it than the one before,
-    always the same: the highest moment is in one near the ends. The others are there as those see
-    them, which is much quicker.
+    In a row of equal ones each has a little more or less waiting beside it than the one before,
+    always the same: the highest moment is near the ends. The others are there as those see them.
 
     Args:
         passes: in the order of the forward pass.

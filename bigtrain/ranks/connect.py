@@ -28,7 +28,7 @@ from bigtrain.devices import (
     set_current,
 )
 from bigtrain.errors import ConfigError, LaunchError
-from bigtrain.ranks.context import AXES, RunContext, resolve_mesh, set_timeouts
+from bigtrain.ranks.context import AXES, RunContext, resolve_mesh
 from bigtrain.ranks.cpu_threads import share_cores
 from bigtrain.ranks.exit_status import is_peer_failure
 from bigtrain.ranks.failure_guard import guard_alone, guard_ranks
@@ -37,6 +37,7 @@ from bigtrain.ranks.launcher_env import SINGLE_RANK, RankInfo
 from bigtrain.ranks.rendezvous import Rendezvous, hostname_resolves, open_rendezvous
 from bigtrain.recorder.exchanges import read_exchanges, start_recording, watch_messages
 from bigtrain.recorder.ring import FlightRecorder
+from bigtrain.versions.torch_versions import set_timeouts
 
 # Set where every rank has its own view of the GPUs: it then sees one, and that is number 0.
 _OWN_GPU_VARIABLES = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import reduce
 from typing import Any, Literal, cast
 
 import torch
@@ -16,7 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.ranks.launcher_env import Launcher
+from bigtrain.ranks.restart import note_spare_ranks
+from bigtrain.recorder.losses import Losses
 from bigtrain.recorder.ring import FlightRecorder
+from bigtrain.recorder.star import Star
+from bigtrain.versions.torch_versions import set_timeouts
 
 Axis = Literal["pp", "dp", "tp"]
 # From the slowest to the fastest: the ranks of one pipeline, which talk most, stand side by side.
@@ -95,6 +101,16 @@ class RunContext:
         """Group of the ranks that hold the parts of one model; None without a process group."""
         return self.group("pp")
 
+    @property
+    def tp_rank(self) -> int:
+        """Place of this rank among those that hold slices of the same layers, from 0."""
+        return self._place("tp")
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks that hold slices of the same layers."""
+        return self._size("tp")
+
     def _place(self, axis: Axis) -> int:
         return 0 if self.mesh is None else int(self.mesh.get_local_rank(axis))
 
@@ -117,16 +133,61 @@ class RunContext:
         """
         if self.mesh is None:
             return self
+        own = self.losses.beside or self._patient_group()
+        return replace(self, device=torch.device("cpu"), own_group=own)
+
+    def _patient_group(self) -> dist.ProcessGroup:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_PATIENCE_S))
         own = cast("dist.ProcessGroup", group)  # every rank is in it
         self.recorder.traffic.leave_out(own)
-        return replace(self, device=torch.device("cpu"), own_group=own)
+        return own
 
-    def patiently(self) -> contextlib.AbstractContextManager[None]:
+    @property
+    def losses(self) -> Losses:
+        """Which ranks the run may lose, and which it has lost, as this one has heard."""
+        return self.recorder.losses
+
+    def go_on_without(self, spare: Sequence[int], names: Sequence[str]) -> None:
+        """From now on these ranks may be lost: the others hear of it, and go on. Collective.
+
+        The exchanges below are then of the ranks that are left, on the way that `Star` says; in
+        their results stand None, or zeros, for those that are lost.
+
+        Args:
+            spare: their numbers; not rank 0, which has the hub, the store and the log.
+            names: of all ranks, for messages.
+        """
+        self.losses.group, self.losses.beside = self._patient_group(), self._patient_group()
+        self.barrier()  # nothing is left of what was begun before, and needs every rank
+        self.losses.allow(spare, names, tells=self.is_main)
+        if self.is_main:
+            note_spare_ranks(os.environ, spare)
+
+    def need_all(self) -> None:
+        """Take `go_on_without` back: from now on every rank is needed again. All ranks call it."""
+        self.losses.allow((), self.losses.names, tells=self.is_main)
+
+    def agreed_losses(self) -> tuple[int, ...]:
+        """The ranks that were lost so far, the same on all. Collective where some may be lost."""
+        star = self._star()
+        return () if star is None else tuple(star.broadcast(self.losses.lost))
+
+    def _star(self, axis: Axis | None = None, *, patient: bool = False) -> Star | None:
+        """The way of exchanges that must outlive some ranks; None where all are needed."""
+        group, losses = self.own_group or self.losses.group, self.losses
+        if not losses.spare or axis not in (None, "dp"):
+            return None
+        watched = self.own_group is None and not (patient or losses.patient)
+        return Star(group, self.recorder, self.world_size, watched)
+
+    @contextlib.contextmanager
+    def patiently(self) -> Iterator[None]:
         """Let the exchanges of all ranks wait for hours, for the length of a `with` block."""
         if self.mesh is None or self.own_group is not None:
-            return contextlib.nullcontext()
-        return long_timeout(self.device)
+            yield
+            return
+        with long_timeout(self.device), self.losses.in_patience():
+            yield
 
     def ranks_of(self, axis: Axis) -> list[int]:
         """The ranks with which this one shares the axis, itself included, in order."""
@@ -139,7 +200,10 @@ class RunContext:
         `mesh.timeout` does not count here. A rank that fails or is lost ends the wait all the
         same: it ends all ranks.
         """
-        if self.mesh is not None:
+        star = self._star(patient=True)
+        if star is not None:
+            star.all_gather(None)
+        elif self.mesh is not None:
             devices = [self.device.index] if is_accelerator(self.device) else None
             with long_timeout(self.device):
                 dist.barrier(device_ids=devices)
@@ -152,6 +216,10 @@ class RunContext:
             axis: the mesh axis to sum over; all ranks when left out.
         """
         total = tensor.detach().clone()
+        star = self._star(axis)
+        if star is not None:
+            parts: list[torch.Tensor] = [p for p in star.all_gather(total) if p is not None]
+            return reduce(torch.add, parts)
         if self.mesh is not None:
             with self.recorder.traffic.aside():
                 dist.all_reduce(total, group=self.group(axis))
@@ -161,6 +229,9 @@ class RunContext:
         """Return every rank's object in the order of ranks on rank 0, None elsewhere."""
         if self.mesh is None:
             return [value]
+        star = self._star()
+        if star is not None:
+            return star.gather(value)
         gathered = [None] * self.world_size if self.is_main else None
         with self.recorder.traffic.aside():
             dist.gather_object(value, gathered, group=self.group())
@@ -170,6 +241,9 @@ class RunContext:
         """Return every rank's object in the order of ranks, on every rank."""
         if self.mesh is None:
             return [value]
+        star = self._star()
+        if star is not None:
+            return star.all_gather(value)
         everyone: list[Any] = [None] * self.world_size
         with self.recorder.traffic.aside():
             dist.all_gather_object(everyone, value, group=self.group())
@@ -179,6 +253,9 @@ class RunContext:
         """Return rank 0's object on every rank; what the others give is not looked at."""
         if self.mesh is None:
             return value
+        star = self._star()
+        if star is not None:
+            return star.broadcast(value)
         box = [value if self.is_main else None]
         with self.recorder.traffic.aside():
             dist.broadcast_object_list(box, src=0, device=self.device, group=self.group())
@@ -206,6 +283,10 @@ class RunContext:
         """
         if self.mesh is None:
             return [[float(number) for number in numbers]]
+        star = self._star(axis)
+        if star is not None:
+            own = [float(number) for number in numbers]
+            return [row or [0.0] * len(own) for row in star.all_gather(own)]
         size = self.world_size if axis is None else self._size(axis)
         mine = torch.tensor(numbers, dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(size)]
@@ -268,10 +349,3 @@ def long_timeout(device: torch.device) -> Iterator[None]:
         yield
     finally:
         set_timeouts([world], before.total_seconds())
-
-
-def set_timeouts(groups: list[dist.ProcessGroup | None], timeout: float) -> None:
-    """Set how long a collective may take; the public name came with torch 2.15."""
-    change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    for group in groups:
-        change(timedelta(seconds=timeout), group)

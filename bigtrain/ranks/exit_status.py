@@ -7,13 +7,13 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from bigtrain.errors import BigtrainError
-from bigtrain.ranks.failure_hub import exit_process
 from bigtrain.ranks.launcher_env import in_slurm_step, launch_key, process_start_time
 from bigtrain.ranks.restart import RestartRequest, restart_process
 
@@ -173,3 +173,18 @@ def is_first_to_report(environ: Mapping[str, str]) -> bool:
     except OSError:
         return True
     return True
+
+
+def exit_process(status: int) -> None:
+    """End this process from any thread, with what it has printed, whatever the main thread does."""
+    # The blocked main thread may hold the lock of a stream: flushing gets a second, no more.
+    flush = threading.Thread(target=_flush, daemon=True)
+    flush.start()
+    flush.join(1.0)
+    os._exit(status)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()

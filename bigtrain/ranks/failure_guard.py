@@ -19,6 +19,7 @@ from bigtrain.errors import OutOfMemoryError
 from bigtrain.ranks.exit_status import (
     HELD_OPEN,
     error_summary,
+    exit_process,
     exit_status_of,
     is_clean_exit,
     is_interrupt,
@@ -26,7 +27,7 @@ from bigtrain.ranks.exit_status import (
     mark_reporting_rank,
     write_error_file,
 )
-from bigtrain.ranks.failure_hub import FailureHub, FailureListener, RunEnd, exit_process
+from bigtrain.ranks.failure_hub import FailureHub, FailureListener, RunEnd
 from bigtrain.ranks.hang_watch import watch_for_hangs
 from bigtrain.ranks.launcher_env import RankInfo
 from bigtrain.ranks.preemption import PreemptionNotice
@@ -245,21 +246,25 @@ def _signals(watch: FailureListener | None) -> Iterator[None]:
     writer.setblocking(False)
     previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
+    def forward(number: int) -> None:
+        handler = signal.getsignal(number)
+        if isinstance(handler, PreemptionNotice):
+            if not handler.is_second():
+                return
+        elif handler is None or handler is not replaced.get(number):
+            return
+        if number == signal.SIGUSR2:
+            watch.ask()
+            return
+        status = 128 + (signal.SIGTERM if number == signal.SIGUSR1 else number)
+        watch.report("", status)
+        if not handled.wait(_SIGNAL_PATIENCE_S):
+            exit_process(status)
+
     def forward_signals() -> None:
+        # This thread may outlive the process groups: it keeps no handler, which may have them.
         while number := reader.recv(1):
-            handler = signal.getsignal(number[0])
-            if isinstance(handler, PreemptionNotice):
-                if not handler.is_second():
-                    continue
-            elif handler is None or handler is not replaced.get(number[0]):
-                continue
-            if number[0] == signal.SIGUSR2:
-                watch.ask()
-                continue
-            status = 128 + (signal.SIGTERM if number[0] == signal.SIGUSR1 else number[0])
-            watch.report("", status)
-            if not handled.wait(_SIGNAL_PATIENCE_S):
-                exit_process(status)
+            forward(number[0])
 
     threading.Thread(target=forward_signals, name="bigtrain-signals", daemon=True).start()
     try:

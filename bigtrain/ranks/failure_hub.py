@@ -14,20 +14,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import queue
 import secrets
 import selectors
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from bigtrain.memory.host_memory import host_memory_line
+from bigtrain.ranks.exit_status import exit_process
 from bigtrain.ranks.restart import RESTART_STATUS, restart_process
 from bigtrain.recorder.inquiry import Inquiries, RollCall, read_message, send_message
+from bigtrain.recorder.losses import rank_name
 from bigtrain.recorder.page import Cause, Record, records_by_files, show_page
 from bigtrain.recorder.ring import FlightRecorder
 
@@ -60,10 +61,10 @@ class RunEnd:
     """The rank that prints the line; -1 where the failing rank speaks for itself."""
 
 
-def lost_rank_message(rank: int, lost: int) -> str:
+def lost_rank_message(rank: int, lost: int, names: Sequence[str] = ()) -> str:
     """Return what a survivor says when a rank ended without a word."""
     return (
-        f"bigtrain: rank {rank} lost rank {lost}: it ended without a message "
+        f"bigtrain: rank {rank} lost {rank_name(lost, names)}: it ended without a message "
         "(killed by the system? exit status -9 or 137 means that host memory ran out; "
         f"{host_memory_line()}{_watchdog()})"
     )
@@ -105,6 +106,8 @@ class FailureHub:
         self._ranks: dict[socket.socket, int] = {}
         self._buffers: dict[socket.socket, bytes] = {}
         self._left: set[int] = set()
+        self._spare: set[int] = set()
+        self._names: list[str] = []
         self._inquiries = Inquiries()
         self._roll = RollCall()
         self._selector = selectors.DefaultSelector()
@@ -170,6 +173,8 @@ class FailureHub:
             self._inquiries.answer(connection, self._ranks[connection], message["record"])
         elif kind == "here":
             self._roll.hear(self._ranks[connection])
+        elif kind == "spare":
+            self._spare, self._names = set(message["ranks"]), message["names"]
         elif kind == "roll":
             here = {c: rank for c, rank in self._ranks.items() if rank not in self._left}
             rounds = self._roll.call(here, float(message["period_s"]))
@@ -204,13 +209,20 @@ class FailureHub:
         self._inquiries.give_up(connection)
         if rank is None or rank in self._left or self._ending:
             return
+        if rank in self._spare:
+            self._left.add(rank)
+            self._roll.hear(rank)
+            for other in self._ranks:
+                send_message(other, kind="lost", rank=rank)
+            return
         self._ending = RunEnd(rank, "", _FAILED)
 
         def tell(records: dict[int, Record]) -> None:
             here = [r for r in self._ranks.values() if r not in self._left]
             # Who has answered can speak; who has not may be stopped.
             speaker = min((r for r in here if r in records), default=min(here, default=-1))
-            said = RunEnd(rank, lost_rank_message(speaker, rank), _FAILED, speaker)
+            text = lost_rank_message(speaker, rank, self._names)
+            said = RunEnd(rank, text, _FAILED, speaker)
             self._ending = said
             self._tell(said, None, records)
 
@@ -270,6 +282,7 @@ class FailureListener:
         self.records: dict[int, Record] = {}
         """Where the ranks were that have answered, once the run has ended by this one."""
         self.recorder = recorder or FlightRecorder(rank)
+        self.recorder.losses.tell = self._say
         self._sending = threading.Lock()
         self._ended = threading.Event()
         self._leaving = threading.Event()
@@ -374,30 +387,34 @@ class FailureListener:
                 break
             *lines, buffer = (buffer + data).split(b"\n")
             for line in lines:
-                message = json.loads(line)
-                kind = message.pop("kind")
-                if kind == "unwatched":
-                    self._unwatched = True
-                elif kind == "records?":
-                    self._say(kind="record", record=self.recorder.record())
-                elif kind == "here?":
-                    self._say(kind="here")
-                elif kind == "silence":
-                    self._rounds, self._unheard = _by_rank(message["rounds"]), 0
-                elif kind == "records":
-                    cause = Cause("asked", self.rank)
-                    show_page(self.recorder, _by_rank(message["records"]), cause)
-                elif kind == "end":
-                    records = _by_rank(message.pop("records", {}))
-                    self._end(RunEnd(**message), records)
-                else:
-                    self._replies.put(message)
+                self._hear(json.loads(line))
         self._replies.put({})
         if not (self._unwatched or self._closing.is_set() or self.ending):
-            self._end(RunEnd(0, lost_rank_message(self.rank, 0), _FAILED, self.rank), {})
+            text = lost_rank_message(self.rank, 0, self.recorder.losses.names)
+            self._end(RunEnd(0, text, _FAILED, self.rank), {})
             # Launchers end this process at once, and it is to wait for its page: no daemon, as a
             # thread that a daemon starts is by itself.
             threading.Thread(target=self._show_without_hub, daemon=False).start()
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        kind = message.pop("kind")
+        if kind == "unwatched":
+            self._unwatched = True
+        elif kind == "records?":
+            self._say(kind="record", record=self.recorder.record())
+        elif kind == "here?":
+            self._say(kind="here")
+        elif kind == "lost":
+            self.recorder.lose(message["rank"])
+        elif kind == "silence":
+            self._rounds, self._unheard = _by_rank(message["rounds"]), 0
+        elif kind == "records":
+            show_page(self.recorder, _by_rank(message["records"]), Cause("asked", self.rank))
+        elif kind == "end":
+            records = _by_rank(message.pop("records", {}))
+            self._end(RunEnd(**message), records)
+        else:
+            self._replies.put(message)
 
     def _show_without_hub(self) -> None:
         records = records_by_files(self.recorder, _LOST_S)
@@ -426,21 +443,6 @@ class FailureListener:
             threading.Event().wait(EXIT_GRACE_S)
         if not self._closing.is_set():
             exit_process(ending.status)
-
-
-def exit_process(status: int) -> None:
-    """End this process from any thread, with what it has printed, whatever the main thread does."""
-    # The blocked main thread may hold the lock of a stream: flushing gets a second, no more.
-    flush = threading.Thread(target=_flush, daemon=True)
-    flush.start()
-    flush.join(1.0)
-    os._exit(status)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
 
 
 def _by_rank(values: dict[str, Any]) -> dict[int, Any]:

@@ -15,8 +15,8 @@ import threading
 from collections.abc import Iterator
 
 from bigtrain.errors import LaunchError
-from bigtrain.ranks.exit_status import write_error_file
-from bigtrain.ranks.failure_hub import FailureListener, exit_process
+from bigtrain.ranks.exit_status import exit_process, write_error_file
+from bigtrain.ranks.failure_hub import FailureListener
 from bigtrain.recorder.page import Cause, show_page
 from bigtrain.recorder.ring import FlightRecorder
 from bigtrain.recorder.waiting import Wait, own_wait

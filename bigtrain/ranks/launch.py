@@ -25,7 +25,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.memory.allocator import allocator_environ
 from bigtrain.memory.host_memory import host_memory_line, oom_kill_count
 from bigtrain.ranks.exit_status import REQUEUE_STATUS
-from bigtrain.ranks.launcher_env import LAUNCH_VARIABLE, RankInfo
+from bigtrain.ranks.launcher_env import LAUNCH_VARIABLE
 from bigtrain.ranks.restart import RESTART_VARIABLE, Restart, RunNote
 
 SAVE_S = 600.0
@@ -90,26 +90,6 @@ def start_ranks(
     with tempfile.TemporaryDirectory(prefix="bigtrain-launch-") as folder, _Signals() as signals:
         run = _Lives(command, Path(folder), signals, restarts, min_ranks or num_ranks)
         return run.to_the_end(num_ranks)
-
-
-def launcher_hint(placement: RankInfo, cpu_count: int, *, has_gpu: bool = False) -> str | None:
-    """Return one line on how to start more ranks, where one rank leaves a CPU's cores unused.
-
-    Args:
-        placement: where this process stands.
-        cpu_count: cores this process may use.
-        has_gpu: whether ranks would be counted by GPUs, so that cores do not matter.
-    """
-    if placement.world_size > 1 or cpu_count < 2 or has_gpu:
-        return None
-    if placement.launcher == "deepspeed":
-        return (
-            f"one rank on {cpu_count} cores: deepspeed starts one for each NUMA node of a CPU. "
-            "For two: deepspeed --num_accelerators 2 bigtrain/train.py ..."
-        )
-    if placement.launcher == "python":
-        return f"one rank on {cpu_count} cores. For two: bigtrain train -n 2 ..."
-    return None
 
 
 @dataclass(frozen=True)
@@ -182,7 +162,7 @@ class _Lives:
             failed = ranks.wait(self._signals, lambda: RunNote.find(self._folder))
             self._note = RunNote.find(self._folder) or self._note
             if self._signals.first is not None:
-                return _stopped_status(ranks.exitcodes, self._signals.first)
+                return _stopped_status(ranks.exitcodes_that_count, self._signals.first)
             if failed is None:
                 return REQUEUE_STATUS if REQUEUE_STATUS in ranks.exitcodes else 0
             failure = _Failure(*failed, first_step, self._note.last_step() if self._note else 0)
@@ -255,6 +235,7 @@ class _Ranks:
     def __init__(self, command: list[str], num_ranks: int, environ: Mapping[str, str]) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._still_s = [0.0] * num_ranks
+        self._spare: tuple[int, ...] = ()
         with self._ended_on_error():
             for rank in range(num_ranks):
                 size = str(num_ranks)
@@ -271,6 +252,12 @@ class _Ranks:
         """Of each rank; None while it runs, the negative number of a signal."""
         return [process.poll() for process in self._processes]
 
+    @property
+    def exitcodes_that_count(self) -> list[int | None]:
+        """The same; 0 of a rank that failed and that the others do without."""
+        ended = self.exitcodes
+        return [0 if _failed(c) and n in self._spare else c for n, c in enumerate(ended)]
+
     def wait(
         self, signals: _Signals, find_note: Callable[[], RunNote | None]
     ) -> tuple[int, int] | None:
@@ -286,10 +273,10 @@ class _Ranks:
         failed: tuple[int, int] | None = None
         passed_on, deadline, next_reminder = False, math.inf, math.inf
         with self._ended_on_error():
-            while None in (exitcodes := self.exitcodes):
+            while None in self.exitcodes:
                 now = time.monotonic()
                 if failed is None:
-                    failed, next_reminder = _first_failure(exitcodes), now + _SAY_S
+                    failed, next_reminder = self._first_failure(find_note), now + _SAY_S
                 if failed is not None and now >= next_reminder:
                     deadline = min(deadline, now + _SHUTDOWN_S)
                     self._send(signal.SIGTERM)
@@ -303,7 +290,14 @@ class _Ranks:
                     self._send(signal.SIGKILL)
                 self._end_still_ones(0.0 if failed else None, find_note)
                 time.sleep(_POLL_S)
-        return failed or _first_failure(self.exitcodes)
+        return failed or self._first_failure(find_note)
+
+    def _first_failure(self, find_note: Callable[[], RunNote | None]) -> tuple[int, int] | None:
+        """The rank to blame; None while no other has failed than those that may be lost."""
+        if any(map(_failed, self.exitcodes)):
+            note = find_note()
+            self._spare = note.spare if note else ()
+        return _first_failure(self.exitcodes_that_count)
 
     def _end_still_ones(
         self, patience_s: float | None, find_note: Callable[[], RunNote | None]
@@ -368,8 +362,12 @@ class _Signals:
 
 def _first_failure(exitcodes: Sequence[int | None]) -> tuple[int, int] | None:
     """The rank to blame among those that are seen to have ended; a killed one before others."""
-    failed = [(n, c) for n, c in enumerate(exitcodes) if c not in (None, 0, REQUEUE_STATUS)]
+    failed = [(n, c) for n, c in enumerate(exitcodes) if _failed(c)]
     return min(((n, c) for n, c in failed if c is not None), key=lambda f: f[1] >= 0, default=None)
+
+
+def _failed(exitcode: int | None) -> bool:
+    return exitcode not in (None, 0, REQUEUE_STATUS)
 
 
 def _stopped_status(exitcodes: Sequence[int | None], number: int) -> int:

@@ -249,3 +249,23 @@ def _read_text(path: str) -> str:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def launcher_hint(placement: RankInfo, cpu_count: int, *, has_gpu: bool = False) -> str | None:
+    """Return one line on how to start more ranks, where one rank leaves a CPU's cores unused.
+
+    Args:
+        placement: where this process stands.
+        cpu_count: cores this process may use.
+        has_gpu: whether ranks would be counted by GPUs, so that cores do not matter.
+    """
+    if placement.world_size > 1 or cpu_count < 2 or has_gpu:
+        return None
+    if placement.launcher == "deepspeed":
+        return (
+            f"one rank on {cpu_count} cores: deepspeed starts one for each NUMA node of a CPU. "
+            "For two: deepspeed --num_accelerators 2 bigtrain/train.py ..."
+        )
+    if placement.launcher == "python":
+        return f"one rank on {cpu_count} cores. For two: bigtrain train -n 2 ..."
+    return None

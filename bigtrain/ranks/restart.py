@@ -17,7 +17,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from bigtrain.errors import BigtrainError
@@ -97,6 +97,8 @@ class RunNote:
     """Ranks that hold one model together; 0 where the planner chooses it."""
     timeout: float
     """Seconds that an exchange may take."""
+    spare: tuple[int, ...] = ()
+    """The ranks without which the others go on."""
 
     def leave(self, environ: Mapping[str, str]) -> None:
         """Write it where the one who started the ranks looks; nothing under other launchers."""
@@ -114,7 +116,8 @@ class RunNote:
             values = json.loads((launch / _NOTE).read_text("utf-8"))
         except (OSError, ValueError):
             return None
-        return cls(**{**values, "words": tuple(values["words"])})
+        lists = {key: tuple(values[key]) for key in ("words", "spare")}
+        return cls(**{**values, **lists})
 
     def restart_words(self, given: Sequence[str]) -> list[str]:
         """The words with which the run goes on.
@@ -165,6 +168,14 @@ class RunNote:
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a torn one
                 return int(json.loads(line)["step"])
         return 0
+
+
+def note_spare_ranks(environ: Mapping[str, str], spare: Sequence[int]) -> None:
+    """Tell the one who started the ranks without which of them the others go on."""
+    if LAUNCH_VARIABLE in environ:
+        note = RunNote.find(Path(environ[LAUNCH_VARIABLE]).parent)
+        if note is not None:
+            replace(note, spare=tuple(spare)).leave(environ)
 
 
 class RestartRequest(BigtrainError):

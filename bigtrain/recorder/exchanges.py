@@ -1,9 +1,9 @@
 """The exchanges of this rank: what torch has recorded of them, and the messages of a pipeline.
 
-torch 2.15 records collectives of gloo and NCCL in C++ by itself (its Flight Recorder), those of
-DDP's reducer and of `fully_shard` included. Sends and receives of gloo it leaves out, so a hook on
-the pipeline's group writes them into the ring. Where an older torch has neither, a page shows the
-phases and stacks, and the backend's own timeout ends the run.
+torch records collectives of gloo and NCCL in C++ by itself (its Flight Recorder), those of DDP's
+reducer and of `fully_shard` included. Sends and receives of gloo it leaves out, so a hook on the
+pipeline's group writes them into the ring. Where an older torch has no hooks, the
+stages' messages are noted as they are begun; of others a page shows stacks alone.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from __future__ import annotations
 import pickle
 import time
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from bigtrain.devices import in_use
 from bigtrain.recorder.ring import FlightRecorder
+from bigtrain.versions.torch_versions import COUNTS_EXCHANGES
 
 _RECENT = 40
 _HOOK_ID = 0x62_74  # one of ours on a group; others may have theirs
@@ -50,7 +52,7 @@ def start_recording() -> None:
 
 def watch_messages(group: dist.ProcessGroup | None, recorder: FlightRecorder) -> None:
     """Write the sends and receives of a group into the ring as they begin."""
-    if group is None or not hasattr(group, "register_pre_hook"):
+    if group is None or not COUNTS_EXCHANGES:
         return
     members = dist.get_process_group_ranks(group)
 
@@ -63,6 +65,14 @@ def watch_messages(group: dist.ProcessGroup | None, recorder: FlightRecorder) ->
             recorder.note(f"{way} rank {members[call.root]}, {size} bytes")
 
     group.register_pre_hook(_HOOK_ID, begins)
+
+
+def note_message(
+    recorder: FlightRecorder, way: Literal["send to", "receive from"], rank: int, tensor: Tensor
+) -> None:
+    """Write a message of ours into the ring, where no hook does."""
+    if not COUNTS_EXCHANGES:
+        recorder.note(f"{way} rank {rank}, {tensor.numel() * tensor.element_size()} bytes")
 
 
 def _dumps() -> list[Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from bigtrain.recorder.losses import Losses
 from bigtrain.recorder.traffic_counter import TrafficCounter
 
 EVENTS = 400
@@ -50,6 +51,8 @@ class FlightRecorder:
         """Reads the exchanges that torch has recorded: `read_exchanges`, where there are any."""
         self.traffic = TrafficCounter()
         """Of the steps' exchanges, what is sent."""
+        self.losses = Losses()
+        """Which ranks the run may lose, and which it has lost."""
         self._counts = {"forward": 0, "backward": 0}
         self._events: list[Event | None] = [None] * EVENTS
         self._written = 0
@@ -105,6 +108,10 @@ class FlightRecorder:
         """Say that a step is done."""
         self.phase, self.block, self.micro_batch = "between", "", 0
         self.note()
+
+    def lose(self, rank: int) -> None:
+        """Take note that a spare rank was lost; rank 0 tells the user."""
+        self.losses.take(rank, step=self.step, speaks=self.rank == 0)
 
     def fail(self, error: BaseException) -> None:
         """Keep what ended the main thread's work: from now on its stack is that of the error."""

@@ -1,8 +1,8 @@
 """What this rank exchanges in its steps, counted where torch's process groups begin an exchange.
 
 A hook on each group sees every collective, send and receive, whoever issues it: DDP's reducer and
-`fully_shard` in C++, DeepSpeed, fairscale, a pipeline. It costs microseconds an exchange. torch
-before 2.15 has no such hooks: then nothing is counted.
+`fully_shard` in C++, DeepSpeed, fairscale, a pipeline. It costs microseconds an exchange. Some
+versions of torch have no such hooks (see `torch_versions`): then nothing is counted.
 
 Left out is what a run says to itself: the exchanges of `RunContext` (losses, counts, flags) and
 all-reduces of one number (norms).
@@ -60,7 +60,9 @@ class TrafficCounter:
         """A step begins: count from nothing, on all groups that there are by now."""
         import torch.distributed as dist
 
-        if dist.is_available() and dist.is_initialized():
+        from bigtrain.versions.torch_versions import COUNTS_EXCHANGES
+
+        if COUNTS_EXCHANGES and dist.is_initialized():
             for group, name in list(dist.distributed_c10d._world.pg_names.items()):
                 self._watch(group, name)
         self._bytes.clear()
@@ -86,7 +88,7 @@ class TrafficCounter:
             self._own.aside = outer
 
     def _watch(self, group: Any, name: str) -> None:
-        if name in self._known or not hasattr(group, "register_pre_hook"):
+        if name in self._known:
             return
         self._known.add(name)
         ranks, self.counts = group.size(), True

@@ -86,6 +86,9 @@ def dry_run_lines(job: Job, plan: Plan, parts: RunSetup) -> Iterator[str]:
         yield from layout.lines()
         yield layout.check(workload.model, workload.micro_batch, workload.loss)
     yield from parts.resolved.notes
+    if parts.resolved.slices is not None:
+        lines = dict(parts.resolved.slices.lines)
+        yield yaml.safe_dump({"strategy": {"slice": {"slices": lines}}}, sort_keys=False)
     peaks: list[Peak] = []
     for pp_rank in range(plan.pp):
         prediction = predict(parts.resolved, workload, pp_rank)

@@ -101,7 +101,7 @@ def _volume_notes(report: MemoryReport) -> Iterator[str]:
     if any(r.volume and r.volume.kinds for r in report.ranks):
         yield "sent, received: counted exchanges between ranks, each by its textbook algorithm"
     elif exchanges and all(r.volume is None for r in report.ranks):
-        yield "sent, received: not counted, as this torch has no hooks on process groups"
+        yield "sent, received: not counted, as only torch 2.14 and later has hooks for it"
 
 
 def _step_notes(report: MemoryReport) -> Iterator[str]:

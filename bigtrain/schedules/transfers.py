@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, get_args
+from typing import get_args
 
+from bigtrain.schedules.events import EventRow, schedule_events
 from bigtrain.schedules.orders import (
     MAX_PLACED_ACTIONS,
     TORCH_SCHEDULES,
     Action,
     ActionKind,
-    pipeline_table,
     schedule_orders,
     stage_ranks,
 )
@@ -44,11 +44,8 @@ def transfers(
     if pp * stages_per_rank * micro_batches > MAX_PLACED_ACTIONS:
         ranks = stage_ranks(schedule, pp, stages_per_rank)
         return tuple(tuple(_waited_late(actions, ranks)) for actions in orders)
-    table = pipeline_table(
-        TORCH_SCHEDULES[schedule], pp, stages_per_rank, micro_batches, sending=True
-    )
-    rows = table.pipeline_order_with_comms
-    return tuple(tuple(_in_transit(rows[rank])) for rank in range(pp))
+    rows = schedule_events(schedule, pp, stages_per_rank, micro_batches)
+    return tuple(tuple(_in_transit(row)) for row in rows)
 
 
 def _one_ahead(actions: Sequence[Action]) -> Iterator[InTransit]:
@@ -91,13 +88,12 @@ def _one_behind(actions: Sequence[Action], pp: int) -> Iterator[InTransit]:
             done.add(stage)
 
 
-def _in_transit(row: Sequence[Any]) -> Iterator[InTransit]:
+def _in_transit(row: EventRow) -> Iterator[InTransit]:
     """What is to be sent is there from when it is made: of a pair of actions, beside the second."""
-    parts = [part for action in row for part in action.sub_actions or (action,)]
-    named = [(p.stage_index, p.computation_type.value, p.microbatch_index) for p in parts]
-    sent = {name for name in named if name[1] in ("SEND_F", "SEND_B")}
+    events = [event for group in row for event in group]
+    sent = {event for event in events if event.kind in ("SEND_F", "SEND_B")}
     in_transit: Counter[tuple[int, str]] = Counter()
-    for stage, kind, number in named:
+    for stage, kind, number in events:
         if kind in ("RECV_F", "RECV_B"):
             in_transit[stage, kind] += 1
         elif kind in ("WAIT_SEND_F", "WAIT_SEND_B"):

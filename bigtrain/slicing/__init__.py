@@ -1,4 +1,5 @@
-"""Tensor parallelism: tensors of a layer sliced over the ranks of the tp axis.
+"""Tensors of which each rank of the tp axis holds slices, and which a model's code sees as whole.
 
-Decides: how a tensor lies on the ranks; what is exchanged where slices meet whole tensors.
+How a tensor lies on the ranks; what each function of torch does on slices; what is
+exchanged where slices meet whole tensors; the state and the norm of a sliced model.
 """

@@ -8,8 +8,13 @@ its gradient in the same slices) or *partial* (whole is the sum over the ranks).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,6 +22,43 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bigtrain.slicing.slices import Slices
+from bigtrain.tensors.op_cost import REPEAT_COUNT
+from bigtrain.versions.torch_versions import all_gather_single, reduce_scatter_single
+
+ExchangeKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+
+
+@dataclass(frozen=True)
+class TensorExchange:
+    """One collective among the ranks of the tp axis."""
+
+    kind: ExchangeKind
+    nbytes: int
+    """Of the whole tensor, padding included."""
+
+
+class ExchangeLog(list[TensorExchange]):
+    """Exchanges, as long as nobody clears them, and all there were with their ticks.
+
+    Args:
+        clock: says which tick it is.
+    """
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        super().__init__()
+        self._clock = clock
+        self.all: list[tuple[int, TensorExchange]] = []
+
+    def extend(self, exchanges: Iterable[TensorExchange]) -> None:
+        """Add some that are made now."""
+        for exchange in exchanges:
+            self.append(exchange)
+            self.all.append((self._clock(), exchange))
+
+
+def _unwatched(*exchanged: Tensor) -> AbstractContextManager[None]:
+    del exchanged
+    return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -27,12 +69,99 @@ class SliceGroup:
     size: int
     group: dist.ProcessGroup | None = None
     """None where nothing is sent: tensors are fake, and only shapes and memory matter."""
+    exchanges: list[TensorExchange] | None = field(default=None, compare=False, repr=False)
+    """What was exchanged, in order, where someone wants to know: of a run on fake tensors."""
+    gathers: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
+    """How often a function was given whole tensors for want of a rule, by its name."""
+    sequence_dim: int | None = None
+    """The dim of (batch, sequence, width) along which what is between products is sliced."""
+    gloo: bool = False
+    """Fake tensors stand for a run over gloo, which copies what it reduces and scatters."""
+    inputs: list[Any] = field(default_factory=list, compare=False, repr=False)
+    """The input of the latest products of a sequence, gathered: at most one."""
+
+    exchanging: Callable[..., AbstractContextManager[None]] = field(
+        default=_unwatched, compare=False, repr=False
+    )
+    """Entered around an exchange, told of the tensors that views are given of."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SliceGroup:
+        """The same: copies of a module talk to the same ranks."""
+        del memo
+        return self
+
+    def note(self, kind: ExchangeKind, tensor: Tensor) -> None:
+        """Note an exchange of a whole tensor of so many bytes."""
+        if self.exchanges is not None:
+            nbytes = tensor.numel() * tensor.element_size()
+            # On fake tensors one round of a loop may stand for many.
+            self.exchanges.extend([TensorExchange(kind, nbytes)] * REPEAT_COUNT.get())
+
+    def note_gather(self, name: str) -> None:
+        """Note a function that has no rule."""
+        self.gathers[name] = self.gathers.get(name, 0) + 1
+
+
+_keeps_products: ContextVar[bool] = ContextVar("keeps_products", default=False)
+
+
+@contextmanager
+def products_kept(*, kept: bool = True) -> Iterator[None]:
+    """Inside of a `with` block results of products are somebody's, and not added up in place."""
+    token = _keeps_products.set(kept)
+    try:
+        yield
+    finally:
+        _keeps_products.reset(token)
+
+
+class Uses:
+    """How often a tensor is used by each rank in its own way.
+
+    Args:
+        group: the ranks.
+    """
+
+    def __init__(self, group: SliceGroup) -> None:
+        self.group, self.count = group, 0
 
 
 def to_all(whole: Tensor, group: SliceGroup) -> Tensor:
-    """A whole tensor that each rank uses in its own way: gradients are added up."""
-    result: Tensor = _ToAll.apply(whole, group)
-    return result
+    """A whole tensor that each rank uses in its own way: gradients are added up.
+
+    Once for all uses of one tensor: the gradients of queries, keys and values go together.
+    """
+    return to_all_and_uses(whole, group)[0]
+
+
+def to_all_and_uses(whole: Tensor, group: SliceGroup) -> tuple[Tensor, Uses]:
+    """As `to_all`, and what counts the uses of the tensor, this one among them."""
+    if not (whole.requires_grad and torch.is_grad_enabled()):
+        return whole, Uses(group)
+    version, known, uses = getattr(whole, _KNOWN, (None, None, Uses(group)))
+    if isinstance(known, weakref.ref):
+        known = known()
+    if not (isinstance(known, Tensor) and version == whole._version and _is_of(known, whole)):
+        known, uses = _ToAll.apply(whole, group), Uses(group)
+        # A leaf is held by the graph behind the result: strong references would be a circle.
+        kept = weakref.ref(known) if whole.grad_fn is None else known
+        setattr(whole, _KNOWN, (whole._version, kept, uses))
+    uses.count += 1
+    return known, uses
+
+
+_KNOWN = "_bigtrain_to_all"
+
+
+def _is_of(result: Tensor, whole: Tensor) -> bool:
+    """Whether an earlier result has the memory and the graph that the whole tensor has now."""
+    if result.untyped_storage()._cdata != whole.untyped_storage()._cdata:
+        return False  # its `data` was set, which is no new version
+    node: Any = result.grad_fn
+    before = node.next_functions[0][0]
+    return bool(
+        getattr(before, "variable", None) is whole if whole.is_leaf else before is whole.grad_fn
+    )
 
 
 def summed(partial: Tensor, group: SliceGroup) -> Tensor:
@@ -49,6 +178,8 @@ def gathered(held: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
 
 def part_of(whole: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
     """The slices of a whole tensor: nothing is sent but gradients, which are gathered."""
+    if not (whole.requires_grad and torch.is_grad_enabled()):
+        return slices.local(whole, group.rank, group.size)
     result: Tensor = _PartOf.apply(whole, slices, group)
     return result
 
@@ -68,44 +199,131 @@ def summed_in_parts(partial: Tensor, slices: Slices, group: SliceGroup) -> Tenso
 def all_reduce(tensor: Tensor, group: SliceGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """Reduce a tensor over the ranks; where it may be written in place, its own memory is used."""
     tensor = tensor.contiguous()
+    group.note("all_reduce", tensor)
     if group.group is not None:
-        dist.all_reduce(tensor, op, group=group.group)
+        with group.exchanging(tensor):
+            dist.all_reduce(tensor, op, group=group.group)
     return tensor
 
 
 def all_gather(held: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
     """The whole of a sliced tensor, without autograd."""
-    most = slices.length(0, group.size)
-    sent = _padded(held, slices.dim, most)
-    arrived = sent.new_empty((group.size, *sent.shape))
-    if group.group is not None:
-        dist.all_gather_into_tensor(arrived.view(-1), sent.view(-1), group=group.group)
-    lengths = [slices.length(rank, group.size) for rank in range(group.size)]
-    if slices.dim == 0 and len(slices.sections) == 1 and min(lengths) == most:
-        return arrived.flatten(0, 1)
-    parts = [arrived[rank].narrow(slices.dim, 0, n) for rank, n in enumerate(lengths)]
-    return slices.join(parts)
+    return all_gather_begun(held, slices, group).wait()
 
 
 def reduce_scatter(partial: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
     """The slices of the sum of partial tensors, without autograd."""
-    most = slices.length(0, group.size)
-    sent = torch.stack(
-        [
-            _padded(slices.local(partial, rank, group.size), slices.dim, most)
-            for rank in range(group.size)
-        ]
+    return reduce_scatter_begun(partial, slices, group).wait()
+
+
+class Begun:
+    """An exchange that is under way.
+
+    Args:
+        group: the ranks.
+        begin: begins it, and returns what torch has to wait for; not called where nothing is sent.
+        sent: held until then, as the real thing is, so that memory on fake tensors is the same.
+        arrived: where the result arrives.
+        finish: what makes of that the tensor that is wanted.
+    """
+
+    def __init__(
+        self,
+        group: SliceGroup,
+        begin: Callable[[], Any],
+        sent: Tensor,
+        arrived: Tensor,
+        finish: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._finish, self._sent, self._arrived = finish, [sent], [arrived]
+        self._work: Any = None
+        if group.group is not None:
+            self._watch = group.exchanging(sent, arrived)
+            self._watch.__enter__()
+            self._work = begin()
+        self.is_copied = False
+        """There is a copy of what is sent in the end, as gloo makes one."""
+
+    def wait(self) -> Tensor:
+        """The result, once: nothing of it is held here any longer."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            self._watch.__exit__(None, None, None)
+        if self.is_copied:
+            torch.empty_like(self._sent[0])
+        self._sent.clear()
+        return self._finish(self._arrived.pop())
+
+
+def all_reduce_begun(tensor: Tensor, group: SliceGroup) -> Begun:
+    """Begin to add a tensor up over the ranks, in its own memory where that may be."""
+    tensor = tensor.contiguous()
+    group.note("all_reduce", tensor)
+    return Begun(
+        group,
+        lambda: dist.all_reduce(tensor, group=group.group, async_op=True),
+        tensor,
+        tensor,
+        lambda result: result,
     )
-    own = torch.empty_like(sent[0])
-    if group.group is not None:
-        dist.reduce_scatter_tensor(own.view(-1), sent.view(-1), group=group.group)
-    return own.narrow(slices.dim, 0, slices.length(group.rank, group.size))
+
+
+def all_gather_begun(held: Tensor, slices: Slices, group: SliceGroup) -> Begun:
+    """Begin to gather a sliced tensor."""
+    most = slices.length(0, group.size)
+    sent = _padded(held, slices.dim, most).contiguous()
+    arrived = sent.new_empty((group.size, *sent.shape))
+    group.note("all_gather", arrived)
+
+    def begin() -> Any:
+        return all_gather_single(arrived.view(-1), sent.view(-1), group=group.group, async_op=True)
+
+    return Begun(group, begin, sent, arrived, lambda parts: _joined(parts, slices, group))
+
+
+def _joined(arrived: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
+    """What each rank sent, (ranks, ...), as one tensor."""
+    most, shape = slices.length(0, group.size), list(arrived.shape[1:])
+    lengths = [slices.length(rank, group.size) for rank in range(group.size)]
+    is_in_order = len(slices.sections) == 1 and math.prod(shape[: slices.dim]) == 1
+    if is_in_order and min(lengths) == most:
+        shape[slices.dim] = slices.total
+        return arrived.view(shape)
+    parts = [arrived[rank].narrow(slices.dim, 0, n) for rank, n in enumerate(lengths)]
+    return slices.join(parts)
+
+
+def reduce_scatter_begun(partial: Tensor, slices: Slices, group: SliceGroup) -> Begun:
+    """Begin to add partial tensors up, of which each rank gets its slices."""
+    most = slices.length(0, group.size)
+    shape = [most if dim == slices.dim else n for dim, n in enumerate(partial.shape)]
+    is_in_order = len(slices.sections) == 1 and math.prod(shape[: slices.dim]) == 1
+    if is_in_order and slices.total == most * group.size:
+        sent = partial.contiguous()
+    else:
+        sent = torch.stack(
+            [
+                _padded(slices.local(partial, rank, group.size), slices.dim, most)
+                for rank in range(group.size)
+            ]
+        )
+    own = sent.new_empty(shape)
+    group.note("reduce_scatter", sent)
+
+    def begin() -> Any:
+        return reduce_scatter_single(own.view(-1), sent.view(-1), group=group.group, async_op=True)
+
+    length = slices.length(group.rank, group.size)
+    begun = Begun(group, begin, sent, own, lambda padded: padded.narrow(slices.dim, 0, length))
+    begun.is_copied = group.gloo
+    return begun
 
 
 def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
     """With the last ranks' tensors as long as the first one's, as collectives want them."""
     if tensor.size(dim) == length:
-        return tensor.contiguous()
+        return tensor
     padded = tensor.new_zeros([length if n == dim else s for n, s in enumerate(tensor.shape)])
     padded.narrow(dim, 0, tensor.size(dim)).copy_(tensor)
     return padded
@@ -115,18 +333,24 @@ class _ToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: SliceGroup) -> Tensor:
         ctx.group = group
-        return whole.view_as(whole)
+        ctx.set_materialize_grads(False)
+        return whole.detach()  # no view: a base would hold what holds this
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
+        if gradient is None:  # the one product of it has seen to that
+            return None, None
         return all_reduce(gradient.clone(), ctx.group), None
 
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, group: SliceGroup) -> Tensor:  # noqa: ARG004
-        return all_reduce(partial.clone(), group)
+    def forward(ctx: Any, partial: Tensor, group: SliceGroup) -> Tensor:
+        if partial._is_view() or not partial.is_contiguous() or _keeps_products.get():
+            return all_reduce(partial.clone(), group)
+        ctx.mark_dirty(partial)  # a product's result, which nobody else wants
+        return all_reduce(partial, group)
 
     @staticmethod
     @once_differentiable
@@ -138,7 +362,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, held: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
         ctx.slices, ctx.group = slices, group
-        return all_gather(held, slices, group)
+        return all_gather(held, slices, group).detach()  # no view: it may be changed in place
 
     @staticmethod
     @once_differentiable
@@ -150,7 +374,8 @@ class _PartOf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
         ctx.slices, ctx.group = slices, group
-        return slices.local(whole, group.rank, group.size).clone()
+        part = slices.local(whole, group.rank, group.size)
+        return part.clone() if len(slices.sections) == 1 else part
 
     @staticmethod
     @once_differentiable
@@ -162,11 +387,14 @@ class _GatheredForParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, held: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
         ctx.slices, ctx.group = slices, group
+        ctx.set_materialize_grads(False)
         return all_gather(held, slices, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if gradient is None:  # as in _ToAll
+            return None, None, None
         return reduce_scatter(gradient, ctx.slices, ctx.group), None, None
 
 

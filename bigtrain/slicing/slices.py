@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import Tensor
 from bigtrain.tensors.shards import Extent, box_extents
 
 
-class Section(NamedTuple):
+class SliceSection(NamedTuple):
     """A stretch of a dim that is dealt out by itself."""
 
     length: int
@@ -39,13 +40,13 @@ class Slices:
 
     dim: int
     """Of the whole tensor; 0 or more."""
-    sections: tuple[Section, ...]
+    sections: tuple[SliceSection, ...]
     """In order: together the whole of the dim."""
 
     @classmethod
     def even(cls, dim: int, length: int, unit: int = 1) -> Slices:
         """One section."""
-        return cls(dim, (Section(length, unit),))
+        return cls(dim, (SliceSection(length, unit),))
 
     @property
     def total(self) -> int:
@@ -72,9 +73,7 @@ class Slices:
 
     def same(self, other: Slices, size: int) -> bool:
         """Whether each rank holds the same elements of both, in the same order; dims aside."""
-        if self.sections == other.sections:
-            return True
-        return all(_joined(self, rank, size) == _joined(other, rank, size) for rank in range(size))
+        return self.sections == other.sections or _same(self, other, size)
 
     def length(self, rank: int, size: int) -> int:
         """What a rank holds along the dim."""
@@ -124,6 +123,11 @@ class Slices:
         )
 
 
+@functools.lru_cache(maxsize=4096)
+def _same(one: Slices, other: Slices, size: int) -> bool:
+    return all(_joined(one, rank, size) == _joined(other, rank, size) for rank in range(size))
+
+
 def _joined(slices: Slices, rank: int, size: int) -> list[tuple[int, int]]:
     """A rank's parts, those that touch as one."""
     found: list[tuple[int, int]] = []
@@ -150,7 +154,7 @@ def reshaped(
         None where what a rank holds is no part of one dim of the new shape.
     """
     inner = math.prod(shape[slices.dim + 1 :])
-    flat = [Section(length * inner, unit * inner) for length, unit in slices.sections]
+    flat = [SliceSection(length * inner, unit * inner) for length, unit in slices.sections]
     period = slices.total * inner
     for dim, length in enumerate(target):
         inner = math.prod(target[dim + 1 :])
@@ -166,7 +170,7 @@ def reshaped(
 _MOST_SECTIONS = 4096
 
 
-def _with_period(flat: list[Section], period: int, wanted: int) -> list[Section] | None:
+def _with_period(flat: list[SliceSection], period: int, wanted: int) -> list[SliceSection] | None:
     """The sections of a pattern that repeats, taken to repeat after so many elements."""
     if wanted % period == 0:
         times = wanted // period
@@ -179,13 +183,15 @@ def _with_period(flat: list[Section], period: int, wanted: int) -> list[Section]
     return first if repeats and sum(section.length for section in first) == wanted else None
 
 
-def _divided(sections: Sequence[Section], inner: int, size: int) -> tuple[Section, ...] | None:
+def _divided(
+    sections: Sequence[SliceSection], inner: int, size: int
+) -> tuple[SliceSection, ...] | None:
     """The same dealing in elements that are `inner` times as large; None where it cuts through."""
     found = []
     for section in sections:
         if section.length % inner:
             return None
-        larger = Section(section.length // inner, max(1, section.unit // inner))
+        larger = SliceSection(section.length // inner, max(1, section.unit // inner))
         for rank in range(size):
             begin, length = section.part(rank, size)
             if larger.part(rank, size) != (begin / inner, length / inner):

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+
+from bigtrain.versions.torch_versions import flop_formula
 
 REPEAT_COUNT: ContextVar[int] = ContextVar("STANDS_FOR", default=1)
 """How often what is done now is done in a run: on fake tensors a loop's equal rounds go once."""
@@ -52,7 +53,7 @@ def mutated_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Arithmetic operations of matrix products, convolutions and attention; 0 of all else."""
-    formula = flop_registry.get(func._overloadpacket)
+    formula = flop_formula(func._overloadpacket)
     return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
 
 

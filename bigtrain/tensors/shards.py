@@ -192,7 +192,7 @@ def slice_extents(held: Tensor, start: int, stop: int) -> tuple[Extent, ...]:
         outer
         for extent in inside
         for run in range(extent.count)
-        for outer in _nested(
+        for outer in nested_extents(
             extents_of(held),
             extent.start + run * extent.pitch,
             extent.start + run * extent.pitch + extent.length,
@@ -200,7 +200,7 @@ def slice_extents(held: Tensor, start: int, stop: int) -> tuple[Extent, ...]:
     )
 
 
-def _nested(outer: Iterable[Extent], begin: int, end: int) -> Iterator[Extent]:
+def nested_extents(outer: Iterable[Extent], begin: int, end: int) -> Iterator[Extent]:
     """Where elements [begin, end) of the values of these extents lie in the whole."""
     for extent in outer:
         yield from extent.at(max(0, begin), max(0, end))

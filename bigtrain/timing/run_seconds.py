@@ -28,7 +28,7 @@ from bigtrain.machine.local_cluster import cached_local_cluster
 from bigtrain.prediction.compose import compose_profile
 from bigtrain.prediction.memory_report import StepForecast, StepMeasurement
 from bigtrain.prediction.record_sections import RecordedSections
-from bigtrain.prediction.section_library import ModelSections, SectionLibrary
+from bigtrain.prediction.section_library import ModelSections, SectionLibrary, without_slices
 from bigtrain.prediction.sections import Section
 from bigtrain.ranks.context import RunContext
 from bigtrain.timing.block_seconds import BlockTimer, Slowdowns, slowdowns
@@ -150,7 +150,8 @@ class RunClock:
         self._plan, self._resolved, self._timer = resolved.plan, resolved, timer
         self._workload, self._rows = workload, workload.micro_batch.rows
         given = (lambda *_: workload.loss, workload.make_optimizer, torch.device("cpu"))
-        self._library = SectionLibrary(workload.model, workload.micro_batch, *given)
+        example, slices = workload.micro_batch, resolved.slices
+        self._library = SectionLibrary(workload.model, example, *given, slices)
         self._at_hand = at_once != 0
         ranks, rows = at_once or self._plan.world_size, [self._rows]
         given_blocks = (job, workload.model, workload.micro_batch, ranks, rows, script)
@@ -192,7 +193,7 @@ class RunClock:
         timed = self._slowdowns() if self._at_hand else None
         kept = self._sections("keep", timed)
         chosen, names = self._chosen(kept, timed)
-        edges = self._edges(kept.sections)
+        edges = self._edges()
         paces = [self._pace(chosen, *edge) for edge in pairwise(edges)]
         whole = [*accumulate(map(round, edges), lambda before, edge: max(before + 1, edge))]
 
@@ -215,8 +216,10 @@ class RunClock:
         if not found:
             return None
 
+        whole = without_slices(self._plan)
+
         def sections_at(rows: int) -> ModelSections:
-            return self._library.model_sections(self._plan, rows, "keep")
+            return self._library.model_sections(whole, rows, "keep")
 
         given = (self._blocks.crowd, self._workload.model, sections_at, self._timer)
         return slowdowns(found, *given)
@@ -251,11 +254,13 @@ class RunClock:
         ]
         return chosen, recomputed_names(policies)
 
-    def _edges(self, sections: Sequence[Section]) -> list[float]:
+    def _edges(self) -> list[float]:
         """Where each stage begins, in sections, and the end: a cut may go through a block.
 
-        Then the block's seconds are dealt out as its arithmetic is.
+        Then the block's seconds are dealt out as its arithmetic is. Layers are whole here.
         """
+        whole, is_cut = without_slices(self._plan), self._plan.pp > 1
+        sections = self._library.model_sections(whole, self._rows, "keep", cut=is_cut).sections
         layout, count = self._resolved.layout, len(sections)
         if layout is None or self._plan.pp == 1:
             return [0, count]
@@ -273,14 +278,12 @@ class RunClock:
 
     def _pace(self, sections: Sequence[Section], start: float, stop: float) -> PassSeconds:
         """A micro-batch through some sections and back, of the first and the last a part."""
-        forward = backward = 0.0
+        paces = [PassSeconds(0.0, 0.0)]
         for place, section in enumerate(sections):
             share = min(stop, place + 1.0) - max(start, float(place))
             if share > 0:
-                pace = self._timer.pass_seconds([section])
-                forward += share * pace.forward
-                backward += share * pace.backward
-        return PassSeconds(forward, backward)
+                paces.append(self._timer.pass_seconds([section], self._plan.tp).scaled(share))
+        return PassSeconds.sum(paces)
 
 
 def _told(seconds: StepSeconds, by_blocks: bool, source: str) -> StepForecast:  # noqa: FBT001

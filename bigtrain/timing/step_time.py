@@ -6,7 +6,7 @@ least what it costs to issue it (Williams et al. 2009, Roofline); rates are thos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 
@@ -23,6 +23,7 @@ from bigtrain.prediction.record_sections import RecordedSections
 from bigtrain.prediction.sections import OpLog, Section
 from bigtrain.schedules.bubble import StageSeconds, bubble_share, simulate_step
 from bigtrain.schedules.orders import schedule_orders, stage_ranks
+from bigtrain.slicing.exchange import TensorExchange
 
 MAX_SIMULATED_ACTIONS = 4096
 """Actions of a step up to which its schedule is played through; above, a step is as long as the
@@ -44,7 +45,8 @@ class StepSeconds:
     bubble: float = 0.0
     """Of the same rank, idle: waiting for the stages before and behind, and for what they send."""
     exchange: float = 0.0
-    """Talking to replicas, as far as it does not hide behind computing."""
+    """Talking to replicas, as far as it does not hide behind computing, and to ranks that have
+    other slices of the same layers."""
     moving: float = 0.0
     """To and from the host or the disk, as far as it does not hide."""
     update: float = 0.0
@@ -62,11 +64,37 @@ class PassSeconds:
 
     forward: float
     backward: float
+    """Of computing, as `forward`."""
+    exchange: tuple[float, float] = (0.0, 0.0)
+    """Of what the ranks of the tp axis exchange meanwhile, forward and backward, behind nothing."""
+
+    @property
+    def computing(self) -> float:
+        """There and back."""
+        return self.forward + self.backward
+
+    @property
+    def exchanging(self) -> float:
+        """There and back."""
+        return sum(self.exchange)
 
     @property
     def total(self) -> float:
-        """There and back."""
-        return self.forward + self.backward
+        """There and back, with what is exchanged."""
+        return self.computing + self.exchanging
+
+    @classmethod
+    def sum(cls, paces: Iterable[PassSeconds]) -> PassSeconds:
+        """One after the other."""
+        found = [(pace.forward, pace.backward, *pace.exchange) for pace in paces]
+        forward, backward, there, back = map(sum, zip(*found, strict=True))
+        return cls(forward, backward, (there, back))
+
+    def scaled(self, share: float) -> PassSeconds:
+        """Of a part."""
+        there, back = self.exchange
+        parts = (share * self.forward, share * self.backward, (share * there, share * back))
+        return PassSeconds(*parts)
 
 
 @dataclass(frozen=True)
@@ -102,6 +130,7 @@ class StepTimer:
         # On a CPU what was measured of exchanges has it.
         self._issue = 0.0 if node.shared else EXCHANGE_OPERATIONS * device.launch
         self._known: dict[tuple[int, bool], tuple[Section, float]] = {}
+        self._exchanged: dict[tuple[int, int], tuple[tuple[TensorExchange, ...], float]] = {}
 
     def op_seconds(self, work: OpLog) -> float:
         """Seconds of the operations of a pass, one after the other."""
@@ -118,12 +147,31 @@ class StepTimer:
         node = self.cluster.node
         return float((work.nbytes * work.times).sum()) * node.devices / node.host_bandwidth
 
-    def pass_seconds(self, sections: Sequence[Section]) -> PassSeconds:
-        """One micro-batch through some sections and back."""
+    def pass_seconds(self, sections: Sequence[Section], tp: int = 1) -> PassSeconds:
+        """One micro-batch through some sections and back, on one of the ranks that slice them."""
         return PassSeconds(
             sum(self._pass(s, back=False) for s in sections),
             sum(self._pass(s, back=True) for s in sections),
+            (
+                sum(self._exchanges(s, tp, back=False) for s in sections),
+                sum(self._exchanges(s, tp, back=True) for s in sections),
+            ),
         )
+
+    def _exchanges(self, section: Section, tp: int, *, back: bool) -> float:
+        """Seconds of what the tp axis exchanges in a pass: each stands between two operations."""
+        exchanges = section.exchanges[back]
+        if tp == 1 or not exchanges:
+            return 0.0
+        key = (id(exchanges), tp)
+        if key not in self._exchanged:  # they are kept, so that their id stays their own
+            seconds = 0.0
+            for one in exchanges:
+                given = (one.kind, one.nbytes, tp, 1, self.cluster)
+                alone = exchange_seconds(*given, after_work=True)
+                seconds += max(self._issue, alone + self._beside(one.kind))
+            self._exchanged[key] = exchanges, seconds
+        return self._exchanged[key][1]
 
     def _pass(self, section: Section, *, back: bool) -> float:
         work = section.backward if back else section.forward
@@ -202,14 +250,15 @@ class StepTimer:
         profiles = [profile for own in rank_profiles for profile in own]
         if plan.pp > 1 and plan.splits_backward:
             paces = [replace(pace, backward=sum(split) * pace.backward) for pace in paces]
-        compute, idle = self._computing(plan, paces, profiles, split, played=played)
+        compute, idle, within = self._computing(plan, paces, profiles, split, played=played)
         slowest = max(paces, key=lambda pace: pace.total)
         exchange = moving = 0.0
         for own in rank_profiles:
             parts = [self._traffic(plan, profile, slowest, micro_batches) for profile in own]
             comm_seconds, transfer_seconds = (sum(each) for each in zip(*parts, strict=True))
             exchange, moving = max(exchange, comm_seconds), max(moving, transfer_seconds)
-        return StepSeconds(compute, idle, exchange, moving, self.oversubscription * update)
+        update *= self.oversubscription
+        return StepSeconds(compute, idle, within + exchange, moving, update)
 
     def unhidden_seconds(self, plan: Plan, profile: Profile, *, empty: bool = False) -> float:
         """Seconds of all that goes between ranks in a step, one after the other, nothing hidden.
@@ -236,21 +285,25 @@ class StepTimer:
         split: tuple[float, float],
         *,
         played: bool,
-    ) -> tuple[float, float]:
-        """Seconds of the busiest rank, and those in which it waits."""
+    ) -> tuple[float, float, float]:
+        """Seconds of the busiest rank: computing, waiting, talking to those with its slices."""
         micro_batches = plan.batch.accumulation_steps
         cut = plan.cut
         if plan.pp == 1 or cut is None:
-            return self.oversubscription * micro_batches * sum(pace.total for pace in paces), 0.0
+            computing = sum(pace.computing for pace in paces)
+            exchanging = micro_batches * sum(pace.exchanging for pace in paces)
+            return self.oversubscription * micro_batches * computing, 0.0, exchanging
         schedule = cut.schedule
         sending = self._sending(plan, profiles)
         splits = plan.splits_backward
         weights = split[1] / sum(split) if splits else 0.0
         stages = [_seconds(pace, sending, weights) for pace in paces]
         ranks = stage_ranks(schedule, plan.pp, len(paces) // plan.pp)
-        busy_seconds, rank_seconds = [0.0] * plan.pp, [0.0] * plan.pp
+        busy_seconds, rank_seconds = [(0.0, 0.0)] * plan.pp, [0.0] * plan.pp
         for rank, pace, with_sending in zip(ranks, paces, stages, strict=True):
-            busy_seconds[rank] += micro_batches * pace.total
+            computing, exchanging = busy_seconds[rank]
+            computing += micro_batches * pace.computing
+            busy_seconds[rank] = computing, exchanging + micro_batches * pace.exchanging
             rank_seconds[rank] += micro_batches * sum(with_sending)
         per_rank = len(paces) // plan.pp
         is_short = 2 * len(paces) * micro_batches <= MAX_SIMULATED_ACTIONS
@@ -269,7 +322,8 @@ class StepTimer:
             total = sum(stage_seconds.forward + stage_seconds.inputs for stage_seconds in stages)
         # Where ranks take turns on the cores, those that wait leave them to the others.
         total = max(total, self.oversubscription * sum(rank_seconds) / len(rank_seconds))
-        return max(busy_seconds), max(0.0, total - max(busy_seconds))
+        computing, exchanging = max(busy_seconds, key=sum)
+        return computing, max(0.0, total - computing - exchanging), exchanging
 
     def _sending(self, plan: Plan, profiles: Sequence[Profile]) -> float:
         """Seconds for what crosses a cut; on a GPU it hides but for where a rank waits for it."""
@@ -284,7 +338,7 @@ class StepTimer:
         by_overlap: dict[str, list[tuple[Traffic, float]]] = {}
         for technique in plan.techniques.values():
             for traffic in technique.traffic(profile, plan):
-                if traffic.overlaps == "schedule":  # see `_sending`
+                if traffic.overlaps in ("schedule", "passes"):  # see `_sending`, `_exchanges`
                     continue
                 by_overlap.setdefault(f"{traffic.every} {traffic.overlaps}", []).append(
                     (traffic, self._one(traffic))
@@ -389,4 +443,5 @@ def closed_form_bubble(
 def _seconds(pace: PassSeconds, sending: float, weights_share: float) -> StageSeconds:
     """With sending, and the share of the backward pass that is done later, for the weights."""
     weights = pace.backward * weights_share
-    return StageSeconds(pace.forward + sending, pace.backward - weights + sending, weights)
+    there, back = (sending + exchange for exchange in pace.exchange)
+    return StageSeconds(pace.forward + there, pace.backward - weights + back, weights)

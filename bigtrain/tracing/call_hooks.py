@@ -83,4 +83,6 @@ def returned_tensors(result: Any) -> list[Tensor]:
     """The tensors that a function of torch returns; none within a transform as vmap is."""
     if torch._C._are_functorch_transforms_active():
         return []
-    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    # A sliced tensor is taken as it is: its shape is that of the whole.
+    leaves = tree_leaves(result, is_leaf=lambda value: isinstance(value, Tensor))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -376,9 +376,9 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        self._recorder.operation(func, args, kwargs, result)
+        result = func(*args, **(kwargs or {}))
+        if func is not torch.ops.prim.device.default:  # no work; asked in some versions more often
+            self._recorder.operation(func, args, kwargs or {}, result)
         return result
 
 

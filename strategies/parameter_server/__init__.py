@@ -1,8 +1,8 @@
 """Servers hold the parameters and the optimizer's state; workers compute, push and pull.
 
-The last `servers` ranks of the job serve, the others work. Workers push gradients, each server sums
-those of its share in the order of the workers, clips by the norm of all, updates, and the workers
-pull: the numbers are those of one process.
+The first `servers` ranks of the job serve, the others work. Workers push gradients, each server
+sums those of its share in the order of the workers, clips by the norm of all, updates, and the
+workers pull: the numbers are those of one process.
 
 Memory: a worker has parameters, gradients and activations, and no optimizer state; a server its
 share of the parameters, of the gradients and of the optimizer's state, and 4 MiB of every worker
@@ -47,7 +47,7 @@ from bigtrain.strategies.parameter_server.asynchronous import (
     read_pushes,
 )
 from bigtrain.strategies.parameter_server.server import Server, ServerUpdate
-from bigtrain.strategies.parameter_server.shards import HEAD_BYTES, MESSAGE_ELEMENTS
+from bigtrain.strategies.parameter_server.shards import MESSAGE_ELEMENTS
 from bigtrain.strategies.parameter_server.worker import PulledUpdate, Worker
 from bigtrain.units import format_bytes
 
@@ -66,7 +66,7 @@ class ParameterServer(Strategy):
     summary: ClassVar[str] = "servers hold parameters and optimizer state, workers push and pull"
 
     servers: int = Field(1, ge=1)
-    """How many of the ranks, the last ones, hold shards of the parameters and the state."""
+    """How many of the ranks, the first ones, hold shards of the parameters and the state."""
     mode: Literal["synchronous", "asynchronous"] = "synchronous"
     """Whether a push waits for those of the other workers, or is applied as it comes."""
     staleness: int = Field(2, ge=0)
@@ -176,7 +176,7 @@ class ParameterServer(Strategy):
     def advise(self, forecast: Forecast, profile: Profile, plan: Plan) -> str | None:
         """What each role is predicted to need: the peak of a plan is that of the fuller one."""
         roles = []
-        for dp_rank in (0, plan.dp - 1):
+        for dp_rank in (plan.dp - 1, 0):
             own_plan = replace(plan, dp_rank=dp_rank)
             predicted = self.estimate(forecast, profile, own_plan)
             for technique in plan.in_order[plan.in_order.index(self) + 1 :]:
@@ -193,31 +193,30 @@ class ParameterServer(Strategy):
         """
         workers, place = plan.batch.dp_size, plan.dp_rank
         if place is None:
-            place = plan.dp - 1 if workers > self.servers else 0
+            place = 0 if workers > self.servers else plan.dp - 1
         serves = plan.data_rank(place) is None
-        partners, tensors = self.servers, len(parameter_shapes(profile))
+        tensors = len(parameter_shapes(profile))
         nbytes, calls = profile.gradient_bytes, max(self.servers, tensors)
         if serves:
             bounds = even_bounds(profile.trained_elements, self.servers)
-            own = bounds[place - workers + 1] - bounds[place - workers]
+            own = bounds[place + 1] - bounds[place]
             size = profile.gradient_bytes / max(1, profile.trained_elements)
-            partners, nbytes = workers, workers * round(own * size)
+            nbytes = workers * round(own * size)
             calls = workers * -(-tensors // self.servers)
-        nbytes += partners * HEAD_BYTES if self._asynchronous else 0
         group = (2, plan.pp * plan.tp)
         way = Traffic("send", nbytes, calls, "step", "nothing", *group)
         back = replace(way, kind="receive", nothing_sent=True)
-        return (way, back, *self._statistics(profile, workers, place, group))
+        return (way, back, *self._statistics(profile, workers, plan.data_rank(place), group))
 
     def _statistics(
-        self, profile: Profile, workers: int, place: int, group: tuple[int, int]
+        self, profile: Profile, workers: int, worker: int | None, group: tuple[int, int]
     ) -> tuple[Traffic, ...]:
         """The first worker's buffers, to each of the others."""
-        if self._asynchronous or not profile.buffer_bytes or place >= workers or workers == 1:
+        if self._asynchronous or not profile.buffer_bytes or worker is None or workers == 1:
             return ()
-        nbytes = profile.buffer_bytes * (workers - 1 if place == 0 else 1)
-        kind: TrafficKind = "receive" if place else "send"
-        return (Traffic(kind, nbytes, 1, "step", "nothing", *group, nothing_sent=place > 0),)
+        nbytes = profile.buffer_bytes * (workers - 1 if worker == 0 else 1)
+        kind: TrafficKind = "receive" if worker else "send"
+        return (Traffic(kind, nbytes, 1, "step", "nothing", *group, nothing_sent=worker > 0),)
 
     def apply(self, assembly: Assembly) -> None:
         """Make this rank a worker, with the whole model, or a server, with its share."""
@@ -234,12 +233,21 @@ class ParameterServer(Strategy):
     def _make_worker(self, assembly: Assembly) -> Runner:
         if self._asynchronous:
             pulled = AsyncPulledUpdate(assembly.trained(), assembly, self.servers)
+            self._spare_workers(assembly)
             return AsyncWorker(assembly, pulled)
         return Worker(assembly, PulledUpdate(assembly.trained(), assembly, self.servers))
 
     def _make_server(self, assembly: Assembly) -> Runner:
         update = ServerUpdate(assembly, self.servers)
         if self._asynchronous:
+            self._spare_workers(assembly)
             settings = AsyncSettings(self.servers, self.staleness, self.divide_rate, self.replay)
             return AsyncServer(assembly, update, settings)
         return Server(assembly, update)
+
+    def _spare_workers(self, assembly: Assembly) -> None:
+        """Go on where a worker dies: each pushes and pulls by itself. Collective."""
+        servers, size = self.servers, assembly.context.world_size
+        names = [f"server {n}" for n in range(servers)]
+        names += [f"worker {n}" for n in range(size - servers)]
+        assembly.context.go_on_without(range(servers, size), names)

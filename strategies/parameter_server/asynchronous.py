@@ -6,6 +6,9 @@ worker that is more than `staleness` steps ahead of the slowest one gets its ans
 come nearer (Stale Synchronous Parallel, Ho et al. 2013, section 3). Of n workers no push is then
 more than (n - 1)(2 staleness + 1) versions old.
 
+A worker that dies is missed, and not waited for: what it had pushed is applied, its bound is gone,
+and its share of each batch is not seen any more.
+
 A server writes down in which order it took pushes and gave answers. By that log the same run can be
 done again, bit for bit.
 """
@@ -13,7 +16,9 @@ done again, bit for bit.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,7 +30,14 @@ from bigtrain.core.loop import check_finite
 from bigtrain.core.runner import StepLoss
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
-from bigtrain.errors import ConfigError
+from bigtrain.errors import ConfigError, LaunchError
+from bigtrain.recorder.star import going_on_without
+from bigtrain.strategies.parameter_server.inbox import (
+    ANSWER_NUMBERS,
+    PUSH_NUMBERS,
+    Heads,
+    Inbox,
+)
 from bigtrain.strategies.parameter_server.server import Server, ServerUpdate
 from bigtrain.strategies.parameter_server.worker import PulledUpdate, Worker
 
@@ -91,6 +103,11 @@ def read_pushes(place: str, workers: int, servers: int) -> list[Push]:
             f"and {servers}. Start {sum(known)} ranks with "
             f"strategy.replicate.servers={known[1]}."
         )
+    if any("lost" in line for line in lines):
+        raise ConfigError(
+            f"{key} is of a run that lost a worker, which cannot be done again by its log. Give "
+            "the log of a run that lost none, or leave it out."
+        )
     if len(heads) > servers:  # each server wrote one where it began, and its versions began anew
         raise ConfigError(
             f"{key} is of a run that was resumed, which cannot be done again by its log. Give the "
@@ -106,32 +123,44 @@ class AsyncPulledUpdate(PulledUpdate):
         self, parameters: Mapping[str, nn.Parameter], assembly: Assembly, servers: int
     ) -> None:
         super().__init__(parameters, assembly, servers)
+        self._context = assembly.context
         self._versions = [0.0] * servers
         self.own_loss = 0.0, 0.0
         """Of the step: this worker's sum, and over how many targets."""
+        self.own_norm = 0.0
         self.mean_loss = 0.0
         """Over the last pushes, as many as there are workers."""
         self.staleness = 0.0
         """Of this worker's last push, where it was most stale."""
 
     def step(self) -> None:
-        """See `Update.step`."""
-        first, messages = self.messages.num_workers, self.messages
+        """See `Update.step`.
+
+        All is begun before anything is waited for: a server that answers waits for no other one.
+        """
+        heads = Heads(self._context)
         for server, version in enumerate(self._versions):
-            head = torch.tensor([version, *self.own_loss], dtype=torch.float64)
-            messages.send(head, first + server, head=True)
+            heads.send([version, *self.own_loss, self.own_norm], server)
+        answers = [heads.receive(ANSWER_NUMBERS, server) for server in range(len(self._versions))]
         whole = {
             name: torch.zeros_like(p) if p.grad is None else p.grad
             for name, p in self.parameters.items()
         }
-        self.push(whole)
-        answers = [torch.empty(3, dtype=torch.float64) for _ in self._versions]
-        for server, answer in enumerate(answers):
-            messages.receive_later(answer, first + server, head=True)
-        super().step()
+        self.begin_push(whole)
+        self.begin_pull()
+        heads.finish()
+        self.messages.finish()
         self._versions = [float(answer[0]) for answer in answers]
         self.staleness = max(float(answer[1]) for answer in answers)
         self.mean_loss = float(answers[0][2])
+
+    def leave(self) -> None:
+        """Tell the servers that no push will come any more."""
+        heads = Heads(self._context)
+        with suppress(RuntimeError):  # one that is gone
+            for server in range(len(self._versions)):
+                heads.send([math.nan] * PUSH_NUMBERS, server)
+            heads.finish()
 
 
 class AsyncWorker(Worker):
@@ -160,11 +189,19 @@ class AsyncWorker(Worker):
 
     def norm(self) -> Tensor:
         """The norm of this worker's own gradient."""
-        return self.own_norm()
+        norm = self.own_norm()
+        self._exchange.own_norm = float(norm)
+        return norm
+
+    def close(self) -> None:
+        """See `Runner.close`."""
+        self._exchange.leave()
+        self.context.need_all()
+        super().close()
 
 
 class AsyncServer(Server):
-    """Applies pushes one by one; a step of it are as many as there are workers.
+    """Applies pushes one by one; in a step of it each worker has made one on average.
 
     Args:
         assembly: see `Server`.
@@ -176,46 +213,68 @@ class AsyncServer(Server):
         super().__init__(assembly, update)
         self._settings = settings
         workers = update.messages.num_workers
-        self._own = self.context.dp_rank - workers
-        self._clocks = [0] * workers
+        self._own = self.context.dp_rank
+        self._clocks = dict.fromkeys(range(workers), 0)
+        """The pushes of each worker that is there."""
+        self._steps = 0
         self._waiting: list[int] = []
-        self._staleness = [0] * workers
         self._version = 0
-        self._losses: list[tuple[float, float]] = []
+        self._heads: list[tuple[float, ...]] = []
+        """Of the last pushes: summed loss, targets, norm, staleness."""
+        self._staleness = [0] * workers
         recorded: Iterator[Push] = iter(())
         if settings.replay is not None:
             pushes = read_pushes(settings.replay, workers, settings.servers)
             recorded = iter([push for push in pushes if push.server == self._own])
         self._recorded = recorded
         self._log: TextIO | None = None
+        self._inbox = Inbox(self.context, settings.servers)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """What stands beside the others in the metrics of a step: the mean of the last pushes."""
+        return {"staleness": self._last(3) / max(1, len(self._heads))}
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepLoss:
-        """Serve as many pushes as there are workers, whoever they are of."""
+        """Serve until the workers that are there have made as many pushes as steps, on average.
+
+        So where all of them wait for this server, after so many steps, none of theirs is left.
+        """
         del micro_batches  # padding
-        for _ in self._clocks:
+        self._steps += 1
+        while sum(self._clocks.values()) < self._steps * len(self._clocks):
             self._serve()
+        if not self._clocks:
+            raise LaunchError(
+                "every worker was lost, and servers compute nothing. Start again with --resume auto"
+            )
         self.meter.phase("step")
         return StepLoss(None, lambda _own: self._mean())
 
     def update(self, loss: StepLoss | None = None) -> float:
-        """See `Runner.update`: all of it was done, push by push."""
+        """See `Runner.update`: all of it was done, push by push; the mean norm of the last ones."""
         del loss
-        return 0.0
+        return self._last(2) / max(1, len(self._heads))
 
     def _serve(self) -> None:
         """Take the next push, apply it, and answer who may go on."""
         recorded = next(self._recorded, None)
         self.meter.phase("backward")
-        messages = self._server.messages
-        head = torch.empty(3, dtype=torch.float64)
-        worker = messages.receive_head(head, None if recorded is None else recorded.worker)
-        pulled, loss_sum, count = head.tolist()
-        self._server.receive_push(worker)
+        slowest = min(self._clocks, key=self._clocks.__getitem__)
+        worker, head = self._inbox.next(None if recorded is None else recorded.worker, slowest)
+        if head is None and not self.context.losses.confirm(self._rank(worker)):
+            raise LaunchError(
+                f"the connection to worker {worker} (rank {self._rank(worker)}) broke"
+            )
+        if head is None or not self._exchanged(worker, self._server.receive_push):
+            self._lose(worker)
+            return
+        pulled, *figures = head
         self.label_gradients()
         self.meter.phase("step")
         staleness = self._version - int(pulled)
         self._apply(staleness)
-        self._losses = [*self._losses, (loss_sum, count)][-len(self._clocks) :]
+        self._heads = [*self._heads, (*figures, float(staleness))][-len(self._clocks) :]
         self._clocks[worker] += 1
         self._staleness[worker] = staleness
         self._waiting.append(worker)
@@ -223,12 +282,50 @@ class AsyncServer(Server):
         mine = Push(self._own, self._version, worker, int(pulled), staleness, tuple(answers))
         self._version += 1
         self._write(asdict(mine))
-        for answered in answers:
-            self._waiting.remove(answered)
-            number = [self._version, self._staleness[answered], self._mean()]
-            messages.send(torch.tensor(number, dtype=torch.float64), answered, head=True)
-            self._server.send_to(answered)
-        messages.finish()
+        self._answer(answers)
+
+    def _answer(self, workers: Sequence[int]) -> None:
+        """Send the parameters to workers that wait for them."""
+        for worker in workers:
+            if worker in self._waiting:
+                self._waiting.remove(worker)
+                if not self._exchanged(worker, self._give):
+                    self._lose(worker)
+
+    def _give(self, worker: int) -> None:
+        numbers = [self._version, self._staleness[worker], self._mean()]
+        heads = Heads(self.context)
+        heads.send(numbers, self._rank(worker))
+        self._server.send_to(worker)
+        heads.finish()
+
+    def _exchanged(self, worker: int, exchange: Callable[[int], None]) -> bool:
+        """Exchange something with a worker; False where it was lost meanwhile."""
+        messages, done = self._server.messages, False
+        with going_on_without(self._rank(worker), self.context.recorder):
+            exchange(worker)
+            messages.finish()
+            done = True
+        messages.forget()
+        return done
+
+    def _lose(self, worker: int) -> None:
+        """Go on without a worker: nobody waits for it any more, and half of a push counts nothing.
+
+        A log that was followed has another order from here on.
+        """
+        for shard in self._trained:
+            shard.grad = None
+        if self._clocks.pop(worker, None) is None:
+            return
+        if worker in self._waiting:
+            self._waiting.remove(worker)
+        self._recorded = iter(())
+        self._write({"server": self._own, "version": self._version, "lost": worker})
+        self._answer(self._ready())
+
+    def _rank(self, worker: int) -> int:
+        return self._settings.servers + worker
 
     def _apply(self, staleness: int) -> None:
         """Step the optimizer, at a lower rate for an old gradient where that is asked for."""
@@ -247,12 +344,15 @@ class AsyncServer(Server):
 
     def _ready(self) -> tuple[int, ...]:
         """The waiting workers that are near enough to the slowest."""
-        last = min(self._clocks) + self._settings.staleness
+        last = min(self._clocks.values(), default=0) + self._settings.staleness
         return tuple(worker for worker in self._waiting if self._clocks[worker] <= last)
 
     def _mean(self) -> float:
         """The mean loss of the last pushes."""
-        return sum(s for s, _ in self._losses) / max(1.0, sum(n for _, n in self._losses))
+        return self._last(0) / max(1.0, self._last(1))
+
+    def _last(self, figure: int) -> float:
+        return sum(head[figure] for head in self._heads)
 
     def _write(self, line: Mapping[str, Any]) -> None:
         folder = self.context.recorder.folder
@@ -260,12 +360,14 @@ class AsyncServer(Server):
             return
         if self._log is None:
             self._log = (folder / LOG).open("a", encoding="utf-8", buffering=1)
-            head = {"server": self._own, "workers": len(self._clocks)}
+            head = {"server": self._own, "workers": len(self._staleness)}
             self._log.write(json.dumps({**head, "servers": self._settings.servers}) + "\n")
         self._log.write(json.dumps(line) + "\n")
 
     def close(self) -> None:
         """See `Runner.close`."""
+        self._inbox.close()
+        self.context.need_all()
         if self._log is not None:
             self._log.close()
         super().close()

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from bigtrain.core.loop import StepRunner, check_shapes, load_optimizer
+from bigtrain.core.loop import StepRunner
 from bigtrain.core.runner import StepLoss
+from bigtrain.core.state import check_shapes, load_optimizer
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
 from bigtrain.optim.partition import Slice
@@ -39,11 +40,10 @@ class ServerUpdate:
         self.names = list(parameters)
         self.shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         self.messages = Messages(context, servers)
-        own_place = context.dp_rank - self.messages.num_workers
         self._whole = not takes_pieces(assembly.make_optimizer)
         self.pieces: dict[Slice, nn.Parameter] = {}
         for piece in pieces_of(parameters, servers, may_split=not self._whole):
-            if piece.owner == own_place:
+            if piece.owner == context.dp_rank:
                 assembly.materialize([piece.name])
                 whole = parameters[piece.name].detach()
                 values = piece_view(whole, piece).clone()
@@ -74,32 +74,33 @@ class ServerUpdate:
         ]
         for total in messages:
             arriving = [tensor[: total.numel()] for tensor in room]
-            works = [self.messages.receive(t, n) for n, t in enumerate((total, *arriving))]
+            place = self.messages.worker_place
+            works = [self.messages.receive(t, place(n)) for n, t in enumerate((total, *arriving))]
             for work in works:
                 if work is not None:
                     work.wait()
             for tensor in arriving:
                 total += tensor
 
-    def receive_push(self, place: int) -> None:
+    def receive_push(self, worker: int) -> None:
         """Receive one worker's gradients of all pieces."""
         for shard in self.pieces.values():
             shard.grad = torch.empty_like(shard)
             for part in messages_of(shard.grad.view(-1)):
-                self.messages.receive_later(part, place)
+                self.messages.receive_later(part, self.messages.worker_place(worker))
         self.messages.finish()
 
-    def send_to(self, place: int) -> None:
+    def send_to(self, worker: int) -> None:
         """Begin to send one worker all pieces."""
         for shard in self.pieces.values():
             for part in messages_of(shard.detach().view(-1)):
-                self.messages.send(part, place)
+                self.messages.send(part, self.messages.worker_place(worker))
 
     def step(self) -> None:
         """See `Update.step`: update, and let every worker have it."""
         self.optimizer.step()
-        for place in range(self.messages.num_workers):
-            self.send_to(place)
+        for worker in range(self.messages.num_workers):
+            self.send_to(worker)
         self.messages.finish()
 
     def resident_tensors(self) -> Iterable[Tensor]:

@@ -23,12 +23,6 @@ MESSAGE_ELEMENTS = 1 << 20
 """Numbers in a message at most: a server holds one such message of every worker but the first."""
 
 
-HEAD_BYTES = 3 * 8
-"""Of what goes before an asynchronous push, and before its answer."""
-_HEAD = 1
-"""The tag of messages that tell of others."""
-
-
 def takes_pieces(make_optimizer: MakeOptimizer) -> bool:
     """Whether an optimizer treats each element by itself, so that a parameter may be cut."""
     optimizer = make_optimizer([nn.Parameter(torch.zeros(1))])
@@ -66,45 +60,42 @@ class Messages:
     """Tensors from one rank to another along the dp axis, in the order in which they are sent.
 
     Args:
-        context: the dp group; the last of its ranks are the servers.
+        context: the dp group; the first of its ranks are the servers.
         servers: how many.
     """
 
     def __init__(self, context: RunContext, servers: int) -> None:
         self._ranks, self._group = context.ranks_of("dp"), context.dp_group
-        self.num_workers = context.dp_size - servers
+        self.num_servers, self.num_workers = servers, context.dp_size - servers
         self._waiting: list[dist.Work | None] = []
-        self._sent: list[Tensor] = []  # a small one that nobody else holds has to stay till then
+        self._sent: list[Tensor] = []  # one that nobody else holds has to stay till then
 
-    def send(self, tensor: Tensor, place: int, *, head: bool = False) -> None:
-        """Begin to send to a place of the dp axis; the tensor stays as it is until `finish`.
+    def worker_place(self, worker: int) -> int:
+        """The place of a worker on the dp axis, where servers come first."""
+        return self.num_servers + worker
 
-        Args:
-            tensor: what goes.
-            place: of the receiver on the dp axis.
-            head: it tells of what comes after it, and goes beside those messages.
-        """
-        work = dist.isend(tensor, self._ranks[place], self._group, tag=_HEAD if head else 0)
-        self._waiting.append(work)
+    def send(self, tensor: Tensor, place: int) -> None:
+        """Begin to send to a place of the dp axis; the tensor stays as it is until `finish`."""
+        self._waiting.append(dist.isend(tensor, self._ranks[place], self._group))
         self._sent.append(tensor)
 
-    def receive(self, tensor: Tensor, place: int, *, head: bool = False) -> dist.Work | None:
+    def receive(self, tensor: Tensor, place: int) -> dist.Work | None:
         """Begin to receive."""
-        return dist.irecv(tensor, self._ranks[place], self._group, tag=_HEAD if head else 0)
+        return dist.irecv(tensor, self._ranks[place], self._group)
 
-    def receive_later(self, tensor: Tensor, place: int, *, head: bool = False) -> None:
+    def receive_later(self, tensor: Tensor, place: int) -> None:
         """Begin to receive what is there after `finish`."""
-        self._waiting.append(self.receive(tensor, place, head=head))
-
-    def receive_head(self, tensor: Tensor, place: int | None) -> int:
-        """Wait for a head from this place, or where it is None from any; return from which."""
-        source = None if place is None else self._ranks[place]
-        return self._ranks.index(dist.recv(tensor, source, self._group, tag=_HEAD))
+        self._waiting.append(self.receive(tensor, place))
 
     def finish(self) -> None:
         """Wait until all that was begun is over."""
-        for work in self._waiting:
+        waiting, self._waiting = self._waiting, []
+        for work in waiting:
             if work is not None:
                 work.wait()
+        self._sent.clear()
+
+    def forget(self) -> None:
+        """Wait for nothing any more: the other rank may be lost."""
         self._waiting.clear()
         self._sent.clear()

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from bigtrain.core.loop import LoopRunner
 from bigtrain.core.strategy import Assembly
-from bigtrain.optim.partition import Slice
 from bigtrain.strategies.parameter_server.shards import (
     Messages,
     messages_of,
@@ -34,27 +33,31 @@ class PulledUpdate:
         # Without anything to update; its rate is set as that of any other.
         self.optimizer = assembly.make_optimizer([nn.Parameter(torch.zeros(0))])
 
-    def place(self, piece: Slice) -> int:
-        """The place of a piece's server on the dp axis."""
-        return self.messages.num_workers + piece.owner
-
     def push(self, gradients: Mapping[str, Tensor]) -> None:
         """Send gradients to the servers, and wait until they are there."""
+        self.begin_push(gradients)
+        self.messages.finish()
+
+    def begin_push(self, gradients: Mapping[str, Tensor]) -> None:
+        """Begin to send gradients."""
         for piece in self.pieces:
             if piece.name in gradients:
                 gradient = gradients[piece.name]
                 gradient = (gradient.to_dense() if gradient.is_sparse else gradient).contiguous()
                 for part in messages_of(piece_view(gradient, piece)):
-                    self.messages.send(part, self.place(piece))
-        self.messages.finish()
+                    self.messages.send(part, piece.owner)
 
     def step(self) -> None:
         """See `Update.step`: receive every parameter in its place."""
+        self.begin_pull()
+        self.messages.finish()
+
+    def begin_pull(self) -> None:
+        """Begin to receive."""
         for piece in self.pieces:
             whole = self.parameters[piece.name].detach()
             for part in messages_of(piece_view(whole, piece)):
-                self.messages.receive_later(part, self.place(piece))
-        self.messages.finish()
+                self.messages.receive_later(part, piece.owner)
 
     def resident_tensors(self) -> Iterable[Tensor]:
         """See `Update.resident_tensors`."""
@@ -106,13 +109,13 @@ class Worker(LoopRunner):
 
     def _follow_first(self) -> None:
         """Let buffers (BatchNorm statistics) be the first worker's, as under `ddp`."""
-        messages, first = self._pulled.messages, self.context.dp_rank == 0
+        messages, first = self._pulled.messages, self._pulled.messages.worker_place(0)
         for buffer in self._buffers:
-            if first:
-                for place in range(1, messages.num_workers):
-                    messages.send(buffer, place)
+            if self.context.dp_rank == first:
+                for worker in range(1, messages.num_workers):
+                    messages.send(buffer, messages.worker_place(worker))
             else:
-                messages.receive_later(buffer, 0)
+                messages.receive_later(buffer, first)
         messages.finish()
 
     def own_norm(self) -> Tensor:

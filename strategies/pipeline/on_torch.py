@@ -12,6 +12,7 @@ from bigtrain.core.runner import Runner
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.traits import CutTraits
 from bigtrain.costs.rank_replay import RankActions
+from bigtrain.errors import ConfigError
 from bigtrain.schedules.in_flight import in_flight_by_stage
 from bigtrain.schedules.orders import (
     SPLIT_BACKWARD_SCHEDULES,
@@ -21,6 +22,7 @@ from bigtrain.schedules.orders import (
 )
 from bigtrain.schedules.transfers import transfers
 from bigtrain.strategies.pipeline import Pipeline, refuse_no_ranks, refuse_wrong_places
+from bigtrain.versions.torch_versions import SPLITS_BACKWARD, TORCH
 
 
 class TorchPipeline(Pipeline):
@@ -32,9 +34,15 @@ class TorchPipeline(Pipeline):
         return replace(super().traits, splits_backward=self.schedule in SPLIT_BACKWARD_SCHEDULES)
 
     def check(self, plan: Plan) -> None:
-        """Refuse a mesh without a pp axis, and micro-batches that the schedule cannot use."""
+        """Refuse no pp axis, micro-batches that do not suit, a torch that gets gradients wrong."""
         refuse_no_ranks(self, plan)
         per_rank = self.per_rank()
+        if self.traits.splits_backward and not SPLITS_BACKWARD:
+            raise ConfigError(
+                f"strategy.cut: schedule={self.schedule} computes the gradients of weights by "
+                f"themselves, and torch {TORCH[0]}.{TORCH[1]} counts some of them twice. Run: pip "
+                "install 'torch>=2.13', or set strategy.cut.schedule=interleaved_1f1b."
+            )
         check_schedule(self.schedule, plan.pp, per_rank, plan.batch.accumulation_steps)
         where = f"mesh.pp={plan.pp} with {per_rank} stages a rank"
         refuse_wrong_places(self, plan.pp * per_rank, where)

@@ -24,6 +24,7 @@ from bigtrain.engine.engine import Engine
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.prediction.predict import forecast_rank
+from bigtrain.versions.torch_versions import COUNTS_EXCHANGES
 
 OPERATIONS = {
     "allreduce_": "all_reduce",
@@ -161,8 +162,8 @@ def test_real_ranks_exchange_what_is_stated(case):
         exchanged, world_size, make, data(), strategy, keys, force_group=True, timeout_s=120, **mesh
     )
     for rank in found[0][-1].ranks:
-        assert rank.volume is not None
-        assert rank.volume == rank.predicted_volume, rank.rank
+        assert (rank.volume is not None) is COUNTS_EXCHANGES
+        assert rank.volume in (None, rank.predicted_volume), rank.rank
     for seen, said, micro_batches, _ in found:
         sent, calls, expected, messages = totals(seen, said, micro_batches)
         assert sent.keys() == expected.keys()

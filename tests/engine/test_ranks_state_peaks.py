@@ -92,10 +92,16 @@ CASES: dict[str, tuple[Any, ...]] = {
     "zero3": (2, 1, "zero3", {}),
     "1f1b": (2, 2, "1f1b", SMALL),
     "offload_disk": (1, 1, "offload_disk", {}),
+    "tensor": (3, 1, "tensor", {"mesh.tp": 3}),
+    "fsdp+tensor": (4, 1, "fsdp+tensor", {"mesh.tp": 2}),
+    "1f1b+tensor": (4, 2, "1f1b+tensor", {**SMALL, "mesh.tp": 2}),
 }
 MORE: dict[str, tuple[Any, ...]] = {
     "zero2": (2, 1, "zero2", {}),
     "1f1b_fsdp": (4, 2, "1f1b_fsdp", SMALL),
+    "ddp+tensor": (4, 1, "ddp+tensor", {"mesh.tp": 2}),
+    "zero1_torch+tensor": (4, 1, "zero1_torch+tensor", {"mesh.tp": 2, "train.precision": "bf16"}),
+    "tensor on disk": (2, 1, "tensor+offload_optimizer_disk", {"mesh.tp": 2}),
 }
 
 
@@ -104,9 +110,10 @@ MORE: dict[str, tuple[Any, ...]] = {
 )
 def test_a_save_and_a_resume_hold_what_was_forecast(tmp_path: Path, case: str) -> None:
     ranks, pp, strategy, keys = {**CASES, **MORE}[case]
-    if strategy == "offload_disk":
-        keys = {"strategy.offload.path": str(tmp_path)}
-    for rows in run_ranks(save_and_resume, ranks, tmp_path, strategy, keys, pp=pp):
+    if strategy.endswith("_disk"):
+        keys = {**keys, "strategy.offload.path": str(tmp_path)}
+    tp = keys.get("mesh.tp", 1)
+    for rows in run_ranks(save_and_resume, ranks, tmp_path, strategy, keys, pp=pp, tp=tp):
         for name, (predicted, measured) in rows.items():
             # A thread of gloo lets go of what it has sent a moment later: a part of a piece.
             assert predicted.bytes == pytest.approx(measured.bytes, rel=0.005), (name, rows)

@@ -29,7 +29,13 @@ TORCH_1F1B = {"name": "pipeline", "schedule": "1f1b"}
 FULL = {"name": "checkpointing", "mode": "full"}
 STAGE_2, STAGE_3 = ({"name": "zero", "stage": stage} for stage in (2, 3))
 STATE_ON_DISK = {"name": "offload", "optimizer": "disk"}
+TENSOR = {"name": "tensor"}
 ALIASES = {
+    "3d": {
+        "cut": TORCH_1F1B,
+        "slice": TENSOR,
+        "replicate": {"name": "zero", "stage": 1, "engine": "torch"},
+    },
     "1f1b_checkpointing": {"cut": TORCH_1F1B, "recompute": FULL},
     "1f1b_ddp": {"cut": TORCH_1F1B, "replicate": {"name": "ddp"}},
     "1f1b_fsdp": {"cut": TORCH_1F1B, "replicate": {**STAGE_3, "engine": "torch"}},
@@ -91,8 +97,9 @@ def test_an_alias_is_what_it_was(name: str) -> None:
     job = load_job(None, name)
     assert roles(job) == ALIASES[name]
     assert job.strategy.name == name
-    pp = 2 if name.startswith("1f1b_") and "replicate" in ALIASES[name] else None
-    assert job.mesh.pp == pp
+    spread = "cut" in ALIASES[name] and "replicate" in ALIASES[name]
+    assert job.mesh.pp == (2 if spread else None)
+    assert job.mesh.tp == (2 if name == "3d" else None)
     plain = {"strategy", "mesh"}
     assert job.model_dump(exclude=plain) == load_job(None, "single").model_dump(exclude=plain)
 

@@ -7,16 +7,13 @@ are its formulas on its models, and are kept here so that a change of a formula 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.parity import sgd
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.core.resolved import ResolvedPlan
@@ -30,6 +27,7 @@ from bigtrain.prediction.record import make_profile
 from bigtrain.tensors.fake import fake_model
 from bigtrain.units import GIB
 from published.formulas import Transformer
+from published.layers import Layer, Layers, saved_bytes
 
 A100 = 312e12
 
@@ -190,70 +188,6 @@ def test_zero_counts_fewer_of_these_activations():
 
 
 # What torch keeps of such a layer, against sbh(34 + 5as/h).
-
-
-class Core(nn.Module):
-    """The core of attention: (seq, batch, 3 width) to (seq, batch, width), nothing fused."""
-
-    def __init__(self, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, qkv: Tensor) -> Tensor:
-        s, b, _ = qkv.shape
-        # A head's query, key and value lie side by side, so that all are views of one tensor.
-        heads = qkv.view(s, b * self.num_heads, -1).transpose(0, 1)
-        query, key, value = heads.chunk(3, dim=-1)
-        scores = torch.bmm(query, key.transpose(1, 2)) / math.sqrt(query.shape[-1])
-        weights = self.dropout(torch.softmax(scores, dim=-1))
-        return torch.bmm(weights, value).transpose(0, 1).reshape(s, b, -1)
-
-
-class Layer(nn.Module):
-    """The layer of the paper's Figures 2 and 3, on one device."""
-
-    def __init__(self, width: int, num_heads: int) -> None:
-        super().__init__()
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.core = Core(num_heads)
-        self.projection = nn.Linear(width, width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-        self.attention_dropout, self.mlp_dropout = nn.Dropout(0.1), nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mixed = self.projection(self.core(self.qkv(self.attention_norm(x))))
-        x = x + self.attention_dropout(mixed)
-        return x + self.mlp_dropout(self.down(F.gelu(self.up(self.mlp_norm(x)))))
-
-
-class Layers(nn.Module):
-    def __init__(self, count: int, width: int, num_heads: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(width, num_heads) for _ in range(count))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def saved_bytes(layer: nn.Module, x: Tensor) -> int:
-    """Bytes of the distinct storages that autograd saves of a forward pass, parameters left out."""
-    own = {p.untyped_storage()._cdata for p in layer.parameters()}
-    kept: dict[int, Any] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            kept[storage._cdata] = storage  # alive, so that no other gets its number
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(x)
-    return sum(storage.nbytes() for storage in kept.values())
 
 
 def fake_saved_bytes(device: str, b: int, s: int, h: int, a: int) -> int:

@@ -194,6 +194,33 @@ def test_a_lost_rank_is_named_once(
     ranks.close()
 
 
+def test_a_spare_rank_is_missed_and_ends_nobody(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = Ranks(monkeypatch, 4)
+    names = ["server 0", "server 1", "worker 0", "worker 1"]
+    for watch in ranks.watches:
+        watch.recorder.losses.allow([2, 3], names, tells=watch.rank == 0)
+    ranks.watches[0].recorder.step = 7
+    assert not ranks.watches[0].recorder.losses.confirm(1)
+    ranks.watches[3]._closing.set()
+    ranks.watches[3]._socket.shutdown(2)
+    assert all(watch.recorder.losses.confirm(3) for watch in ranks.watches[:3])
+    assert [watch.recorder.losses.lost for watch in ranks.watches[:3]] == [(3,)] * 3
+    said = capsys.readouterr().err
+    assert said.startswith("bigtrain: worker 1 (rank 3) was lost in step 7: it ended without a ")
+    assert said.endswith("1 of 2 workers go on; its share of each batch is not seen any more\n")
+    silent = ranks.watches[0].silent_rank(0.02)
+    assert silent is None or silent[0] != 3
+    assert ranks.ended == []
+    # Any other rank is needed.
+    ranks.watches[1]._closing.set()
+    ranks.watches[1]._socket.shutdown(2)
+    assert ranks.wait_for_ends(2) == [1, 1]
+    assert "bigtrain: rank 0 lost server 1 (rank 1): it ended" in capsys.readouterr().err
+    ranks.close()
+
+
 def test_who_leaves_in_good_order_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(monkeypatch, 3)
     ranks.watches[1].close()

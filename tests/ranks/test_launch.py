@@ -10,8 +10,8 @@ import pytest
 from bigtrain.cli import main
 from bigtrain.errors import ConfigError
 from bigtrain.memory.host_memory import oom_kill_count
-from bigtrain.ranks.launch import _status, launcher_hint, start_ranks
-from bigtrain.ranks.launcher_env import SINGLE_RANK, Launcher, RankInfo
+from bigtrain.ranks.launch import _status, start_ranks
+from bigtrain.ranks.launcher_env import SINGLE_RANK, Launcher, RankInfo, launcher_hint
 
 
 def alone(launcher: Launcher) -> RankInfo:

@@ -11,9 +11,10 @@ from support.ranks import RankFailure, run_ranks
 
 from bigtrain.errors import ConfigError, LaunchError
 from bigtrain.ranks.connect import connect
-from bigtrain.ranks.context import RunContext, set_timeouts
+from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.hang_watch import BACKEND_GRACE_S
 from bigtrain.ranks.launcher_env import SINGLE_RANK
+from bigtrain.versions.torch_versions import set_timeouts
 
 
 def exchange(context: RunContext) -> dict[str, object]:
@@ -61,6 +62,35 @@ def test_every_exchange_in_one_process(force_group: bool) -> None:
     assert result["word"] == "from 0"
     assert result["numbers"] == [0.0]
     assert result["dp"] == (0, 1)
+
+
+def exchange_without(context: RunContext) -> list[dict[str, object]]:
+    context.go_on_without([1, 2], ["first", "second", "third", "fourth"])
+    beside, found = context.beside(), [exchange(context)]
+    if context.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    found += [exchange(context), exchange(beside)]
+    with context.patiently():
+        found.append(exchange(context))
+    found[-1]["lost"] = context.agreed_losses()
+    return found
+
+
+def test_every_exchange_goes_on_without_a_rank_that_is_lost() -> None:
+    results = run_ranks(exchange_without, 4, killed=[2])
+    assert results[2] is None
+    for rank in (0, 1, 3):
+        before, *after = results[rank]
+        assert before["sum"] == 10
+        assert before["numbers"] == [n / 3 for n in range(4)]
+        for result in after:
+            assert result["sum"] == 1 + 2 + 4
+            assert result["word"] == "from 0"
+            assert result["numbers"] == [0.0, 1 / 3, 0.0, 1.0]
+            assert result["of replicas"] == [0.0, 1 / 3, 0.0, 1.0]
+            everyone = [{"rank": 0}, {"rank": 1}, None, {"rank": 3}]
+            assert result["objects"] == (None if rank else everyone)
+        assert after[-1]["lost"] == (2,)
 
 
 def axes(context: RunContext) -> dict[str, object]:

@@ -39,7 +39,7 @@ def loader(rank, size, batch=8):
 def trained(context, folder, keys, late=None, optimizer=sgd):
     """The weights before, the losses and staleness of this rank, and the weights after.
 
-    The rank `late[0]` begins its first step when so many pushes as `late[1]` are written down.
+    The worker `late[0]` begins its first step when so many pushes as `late[1]` are written down.
     """
     Path(folder).mkdir(exist_ok=True)
     context.recorder.folder = Path(folder)
@@ -50,7 +50,7 @@ def trained(context, folder, keys, late=None, optimizer=sgd):
         place, size = engine.plan.data_rank(context.dp_rank), engine.plan.batch.dp_size
         batches, found = loader(place, size, engine.plan.batch.global_size), []
         for _, batch in zip(range(STEPS), batches, strict=False):
-            if late is not None and context.rank == late[0] and not found:
+            if late is not None and place == late[0] and not found:
                 while len(log_of(folder)) < late[1]:
                     time.sleep(0.01)
                 time.sleep(0.1)  # for more, were the others let
@@ -113,7 +113,9 @@ def test_the_fastest_worker_waits(tmp_path, bound):
     assert log[len(lead)]["worker"] == 0
     assert 0 not in lead  # the late one: the others went ahead as far as they may
     for worker in range(3):
-        assert [figures["staleness"] for _, figures in found[worker][1]] == stale[worker]
+        assert [figures["staleness"] for _, figures in found[1 + worker][1]] == stale[worker]
+    means = [sum(line["staleness"] for line in log[n : n + 3]) / 3 for n in range(0, len(log), 3)]
+    assert [figures["staleness"] for _, figures in found[0][1]] == pytest.approx(means)
 
 
 def test_a_run_is_done_again_from_its_log_bit_for_bit(tmp_path):

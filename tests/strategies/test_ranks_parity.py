@@ -30,6 +30,7 @@ ON_FOUR = (
     "1f1b_zero1",
     "1f1b_zero2",
     "1f1b_fsdp",
+    "3d",
     "pipeline_deepspeed_zero1",
 )
 FP64 = {"train.precision": "fp64", "optim.clip_norm": 0.5}
@@ -163,8 +164,8 @@ def test_every_listed_strategy_equals_one_process(expected_with_unreached, strat
     if plan.replicate.own_numbers is not None:  # and says so before the ranks connect
         assert any(plan.replicate.own_numbers in line for line in plan.warnings)
         return
-    pp = plan.pp
-    for record in run_ranks(train, world_size, Unreached, tokens(22), strategy, keys, pp=pp):
+    mesh = {"pp": plan.pp, "tp": plan.tp}
+    for record in run_ranks(train, world_size, Unreached, tokens(22), strategy, keys, **mesh):
         assert largest_difference(one, record) < tolerance
 
 

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ def run_ranks(
     seed: int = 0,
     force_group: bool = False,
     flavour: Flavour | None = None,
+    killed: Collection[int] = (),
 ) -> list[Any]:
     """Call `fn(context, *args)` on every rank and return the results in the order of ranks.
 
@@ -70,6 +71,7 @@ def run_ranks(
         force_group: one rank has a process group, too.
         flavour: what the ranks have imported when they begin; where left out, DeepSpeed where an
             argument names a strategy that runs on it.
+        killed: ranks that are killed: their results are None.
 
     Raises:
         RankFailure: a rank raised or was killed; the first one counts.
@@ -90,7 +92,8 @@ def run_ranks(
                 with theirs:
                     process = zygote(flavour).call(_rank_main, arguments, [theirs.fileno()])
                 processes.append(process)
-            return _collect(processes, pipes, folder, time.monotonic() + timeout_s, timeout_s)
+            until = time.monotonic() + timeout_s
+            return _collect(processes, pipes, folder, until, timeout_s, killed)
         finally:
             _end(processes, pipes)
 
@@ -123,6 +126,7 @@ def _collect(
     folder: Path,
     deadline: float,
     timeout_s: float,
+    killed: Collection[int],
 ) -> list[Any]:
     results: dict[int, Any] = {}
     silent: dict[int, int] = {}
@@ -141,7 +145,11 @@ def _collect(
             try:
                 kind, value, cause = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                silent[rank] = processes[rank].wait(_END_S)
+                status = processes[rank].wait(_END_S)
+                if rank in killed and status == -signal.SIGKILL:
+                    results[rank] = None
+                else:
+                    silent[rank] = status
                 continue
             if kind == "error":
                 raise RankFailure(rank, value, cause)

@@ -19,9 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
 # From the ground up. A module imports from its own room or from one that stands before it here.
 ORDER = (
     *("errors", "units", "devices"),
-    *("job", "recorder", "memory", "ranks", "machine", "tensors", "checkpoint"),
+    *("versions", "job", "recorder", "memory", "ranks", "machine", "tensors", "checkpoint"),
+    "slicing",
     *("losses", "data", "models", "activations", "optim"),
-    *("schedules", "tracing", "cutting", "slicing"),
+    *("schedules", "tracing", "cutting", "slice_planning"),
     *("costs", "core", "strategy", "pipeline", "prediction", "strategies"),
     *("assembly", "timing", "engine", "report"),
     *("planner", "compare", "speedup", "verify"),

@@ -75,7 +75,7 @@ class Place:
         (folder / "net.py").write_text(NET)
         (folder / "corpus.txt").write_text("pack my box with five dozen liquor jugs. " * 200)
 
-    def words(self, **keys: Any) -> list[str]:
+    def words(self, strategy: str = "ddp", **keys: Any) -> list[str]:
         values = {
             "data.path": self.folder / "corpus.txt",
             "data.args.validation_samples": 8,
@@ -91,7 +91,7 @@ class Place:
             "log.name": "r",
             **{key.replace("__", "."): value for key, value in keys.items()},
         }
-        fixed = ["--strategy", "ddp", "device=cpu", "model.name=net:Net", "data.name=text"]
+        fixed = ["--strategy", strategy, "device=cpu", "model.name=net:Net", "data.name=text"]
         return [*fixed, *(f"{key}={value}" for key, value in values.items())]
 
     def start(

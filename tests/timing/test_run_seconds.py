@@ -12,9 +12,11 @@ from bigtrain.engine.setup import RunSetup, open_setup
 from bigtrain.job.load import load_job
 from bigtrain.job.schema import Job
 from bigtrain.machine.cluster import Cluster, load_cluster
+from bigtrain.machine.collective_cost import collective_seconds
 from bigtrain.planner.evaluate import EvaluatedPlan, PlanEvaluator
 from bigtrain.planner.space import SearchSpace
 from bigtrain.prediction.memory_report import StepForecast
+from bigtrain.prediction.predict import forecast_rank
 from bigtrain.prediction.section_library import SectionLibrary
 from bigtrain.ranks.context import RunContext
 from bigtrain.timing import run_seconds
@@ -57,19 +59,25 @@ def forecast(job: Job, setup: RunSetup, nodes: int = 1) -> StepForecast:
     return forecast_step_seconds(job, setup.resolved, setup.workload, context)
 
 
-@pytest.mark.parametrize(("pp", "schedule"), [(1, None), (2, "interleaved_1f1b")])
-def test_a_run_of_a_plan_is_said_to_take_what_the_planner_says(pp, schedule):
+@pytest.mark.parametrize(
+    ("pp", "tp", "schedule"),
+    [(1, 1, None), (2, 1, "interleaved_1f1b"), (1, 2, None), (2, 2, "1f1b")],
+)
+def test_a_run_of_a_plan_is_said_to_take_what_the_planner_says(pp, tp, schedule):
+    ranks = max(2, pp * tp)
     job, setup = setup_of("single", 1)
     work, engines = setup.workload, ("torch",)
     library = SectionLibrary(
         work.model, work.micro_batch, lambda *_: work.loss, work.make_optimizer, CPU
     )
-    evaluator = PlanEvaluator(job, library, StepTimer(cluster(2)), {"torch": 0.0}, cut=pp > 1)
-    space = SearchSpace(2, 2, 8, 4, pp=pp, rows=2, engines=engines)
+    evaluator = PlanEvaluator(job, library, StepTimer(cluster(ranks)), {"torch": 0.0}, cut=pp > 1)
+    given = {"pp": pp, "tp": tp, "most_ranks": tp, "rows": 2, "engines": engines}
+    space = SearchSpace(ranks, ranks, 8, 4, **given)
     candidate = next(c for c in space.candidates() if c.schedule == schedule)
     judged = evaluator.evaluate(candidate, evaluator.plan_of(candidate), GIB)
     assert isinstance(judged, EvaluatedPlan)
-    run = open_setup(judged.job, make_plan(judged.job, 2, "cpu"))
+    run = open_setup(judged.job, make_plan(judged.job, ranks, "cpu"))
+    assert run.plan.tp == tp
     found = forecast(judged.job, run)
     assert found.seconds == pytest.approx(judged.seconds.total, rel=1e-6)
     assert sum(found.parts.values()) == pytest.approx(found.seconds)
@@ -87,7 +95,7 @@ def test_a_cut_through_a_block_deals_out_its_seconds_as_its_arithmetic_is():
     job, setup = setup_of("1f1b", 2, "strategy.cut.at=[blocks.2.mlp]")
     clock = RunClock(job, setup.resolved, setup.workload, StepTimer(cluster(2)))
     sections = clock._sections("keep", None).sections
-    begin, edge, end = clock._edges(sections)
+    begin, edge, end = clock._edges()
     width, length = 64, 32
     attention, mlp = 8 * width**2 + 4 * length * width, 16 * width**2
     assert (begin, end) == (0, 2 + 4)
@@ -98,6 +106,29 @@ def test_a_cut_through_a_block_deals_out_its_seconds_as_its_arithmetic_is():
     assert forecast(job, setup).parts["compute"] == pytest.approx(
         setup.plan.batch.accumulation_steps * max(pace.total for pace in paces)
     )
+
+
+def test_ranks_with_slices_compute_less_and_talk_in_every_pass():
+    """A slice has half of the products; what stands between two of them hides behind nothing."""
+    words = ("train.micro_batch_size=2", "model.chunked_loss=false", "model.args.width=512")
+    here = cluster(2)
+    seconds = {}
+    for name, more in (("plain", ()), ("again", ("strategy.recompute=full",))):
+        job, setup = setup_of("tensor", 2, *words, *more)
+        (profile,) = forecast_rank(setup.resolved, setup.workload).profiles
+        sent = [
+            collective_seconds(one.kind, one.nbytes, 2, 1, here, after_work=True)
+            for one in profile.exchanges
+        ]
+        seconds[name] = forecast(job, setup).parts
+        # Two there and two back in each of four blocks; of them again the first, as far as is needed.
+        assert len(sent) == 4 * (4 if name == "plain" else 5)
+        assert seconds[name]["exchange"] == pytest.approx(4 * sum(sent))
+        whole_job, whole = setup_of("single", 1, *words, *more)
+        clock = RunClock(whole_job, whole.resolved, whole.workload, StepTimer(here), at_once=0)
+        alone = clock.forecast().parts["compute"]
+        assert 0.5 * alone < seconds[name]["compute"] < 0.6 * alone
+    assert seconds["again"]["exchange"] > seconds["plain"]["exchange"]
 
 
 def test_who_cannot_be_timed_is_told_why(monkeypatch):

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bigtrain.core.loop import LoopRunner, check_shapes
+from bigtrain.core.loop import LoopRunner
 from bigtrain.core.replicas import broadcast_buffers
+from bigtrain.core.state import check_shapes
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
 from bigtrain.strategies.deepspeed_adapter import after_gathering

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bigtrain.core.loop import check_shapes, load_optimizer
+from bigtrain.core.state import check_shapes, load_optimizer
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.traits import Traits
 from bigtrain.costs.forecast import Forecast, Profile

@@ -41,6 +41,8 @@ from bigtrain.ranks.context import RunContext
 from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.advice import advise
 from bigtrain.strategies.zero.on_torch.fully_shard_memory import forecast_fully_shard
+from bigtrain.strategies.zero.on_torch.slice_borders import take_apart_at_borders
+from bigtrain.versions.torch_versions import reduce_scatter_single
 
 
 class FullySharded(Zero):
@@ -134,11 +136,11 @@ class FullySharded(Zero):
                 shard_norms(unit)
                 policy = whole if isinstance(unit, _NormBase) else low
                 fully_shard(unit, mp_policy=policy, **settings)
-                _tell_owner(unit, assembly)
+                _finish(unit, assembly)
             assembly.materialize(names_of(root))
             shard_norms(root)
             fully_shard(root, mp_policy=low, **{**settings, "reshard_after_forward": False})
-            _tell_owner(root, assembly)
+            _finish(root, assembly)
 
 
 class _UnitTraffic:
@@ -262,7 +264,14 @@ class _ReduceScatter:
     ) -> dist.Work | None:
         """Reduce, then scatter."""
         with self._meter.exchange():
-            return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+            return reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
+
+
+def _finish(unit: nn.Module, assembly: Assembly) -> None:
+    """What a unit needs once it is sharded."""
+    if assembly.slices is not None:
+        take_apart_at_borders(unit)
+    _tell_owner(unit, assembly)
 
 
 def _tell_owner(unit: nn.Module, assembly: Assembly) -> None:

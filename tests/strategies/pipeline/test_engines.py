@@ -56,6 +56,17 @@ def test_what_an_engine_cannot_do_is_refused(message: str) -> None:
         make_plan(job_from_keys(strategy, {"train.global_batch_size": 32, **named}), ranks, "cpu")
 
 
+@pytest.mark.parametrize("strategy", ["zero_bubble", "zbv", "dualpipev"])
+def test_a_torch_that_splits_backward_passes_wrongly_is_refused(strategy, monkeypatch) -> None:
+    monkeypatch.setattr("bigtrain.strategies.pipeline.on_torch.SPLITS_BACKWARD", False)
+    monkeypatch.setattr("bigtrain.strategies.pipeline.on_torch.TORCH", (2, 12))
+    message = r"torch 2\.12 counts some of them twice\. Run: pip install 'torch>=2\.13', or set str"
+    keys = {"train.global_batch_size": 32, "train.micro_batch_size": 4}
+    with pytest.raises(ConfigError, match=message):
+        make_plan(job_from_keys(strategy, keys), 2, "cpu")
+    make_plan(job_from_keys("interleaved_1f1b", keys), 2, "cpu")
+
+
 def test_replicas_of_stages_on_several_gpus_are_refused(monkeypatch) -> None:
     monkeypatch.setattr("bigtrain.strategies.pipeline.device_count", lambda: 4)
     keys = {"strategy.cut.devices": 2, "strategy.replicate": "ddp"}

@@ -1,0 +1,212 @@
+"""Random slices of models that nobody picked, on real ranks beside one process, in float64.
+
+Models are drawn by a seed from what torchvision, timm and transformers list (`foreign_models.py`);
+of each, parameters and buffers drawn by a seed are sliced on random dims, with random sections and
+units. Outputs, loss, gradients and buffers are compared with those of the whole model. Where they
+differ, the tensors are named whose slices alone make them differ. Dropout is off: what is sliced
+draws other numbers.
+
+    OMP_NUM_THREADS=1 PYTHONPATH=. /tmp/zoo/bin/python benchmarks/slicing_fuzz.py --models 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
+FILE = HERE / "results" / "slicing_fuzz.json"
+TOLERANCE = 1e-9
+"""Of a difference beside the largest number of its tensor: deep norms make rounding larger."""
+SHARES = (0.1, 0.4, 0.9)
+"""Of the tensors that could be sliced."""
+
+
+def drop_nothing(model: nn.Module) -> None:
+    """Set every rate of dropout to nought."""
+    for module in model.modules():
+        for owner in (module, getattr(module, "config", None)):
+            for name, value in list(vars(owner).items()) if owner is not None else ():
+                if isinstance(value, float) and ("drop" in name or name == "p"):
+                    setattr(owner, name, 0.0)
+
+
+def in_double() -> None:
+    """Where a model's code asks for float32, it gets float64: rounding would hide differences."""
+    torch.float32 = torch.float = torch.float64  # type: ignore[misc]
+    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
+
+
+def made(library: str, name: str, side: int | None) -> tuple[nn.Module, Any]:
+    """A model in float64 with no weight at nought, and a forward pass of it with a loss."""
+    import foreign_models as zoo
+
+    torch.manual_seed(0)
+    model = zoo.MAKERS[library](name).double().train()
+    drop_nothing(model)
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "eager"  # the fused one knows no float64
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    if side is None:
+        inputs = torch.randint(zoo.WORDS, (zoo.ROWS, zoo.LENGTH // 4))
+    else:
+        inputs = torch.randn(zoo.ROWS, 3, side, side, dtype=torch.float64)
+
+    def run(model: nn.Module) -> tuple[Any, Tensor]:
+        output = model(inputs)
+        logits = output if isinstance(output, Tensor) else output[0]
+        return output, logits.square().mean() + logits.sum() / 1000
+
+    return model, run
+
+
+def of_rank(context: Any, row: dict[str, Any], seeds: list[int]) -> list[dict[str, Any]]:
+    """What one rank finds of one model."""
+    import copy
+
+    from support.sliced import compared, random_slices, slice_group
+
+    warnings.simplefilter("ignore")
+    model, run = made(row["library"], row["name"], row.get("side"))
+    in_double()
+    try:
+        run(copy.deepcopy(model))[1].backward()
+    except Exception as error:  # noqa: BLE001 - the table says what it was
+        return [{"left_out": f"whole, in float64: {error}"[:300], "difference": 0.0}]
+    found = []
+    for seed in seeds:
+        group = slice_group(context)
+        slices = random_slices(model, group.size, seed, SHARES[seed % len(SHARES)])
+        begin = time.perf_counter()
+        result = compared(copy.deepcopy(model), run, slices, group)
+        if "bigtrain.errors.ConfigError: strategy.slice" in result.error:
+            said = result.error.strip().splitlines()[-1]
+            found.append({"seed": seed, "refused": said, "difference": 0.0})
+            continue
+        found.append(
+            {
+                **{"seed": seed, "sliced": len(slices), "difference": result.worst},
+                **{"where": result.where, "gathers": result.gathers, "error": result.error},
+                "seconds": round(time.perf_counter() - begin, 1),
+            }
+        )
+        if _any(result.worst > TOLERANCE, group):
+            found[-1]["alone"] = _alone(model, run, slices, context)
+    return found
+
+
+def _any(is_wrong: bool, group: Any) -> bool:
+    import torch.distributed as dist
+
+    flag = torch.tensor([float(is_wrong)])
+    dist.all_reduce(flag, group=group.group)
+    return bool(flag.item())
+
+
+def _alone(model: nn.Module, run: Any, slices: dict[str, Any], context: Any) -> list[str]:
+    """Tensors whose slices alone make a difference: at most three."""
+    import copy
+
+    from support.sliced import compared, slice_group
+
+    names = []
+    for name, own in slices.items():
+        group = slice_group(context)
+        result = compared(copy.deepcopy(model), run, {name: own}, group)
+        if _any(result.worst > TOLERANCE, group):
+            names.append(f"{name} {own}: {result.where} {result.error[-600:]}")
+            if len(names) == 3:
+                break
+    return names
+
+
+def drawn(seed: int, count: int, libraries: list[str]) -> list[dict[str, Any]]:
+    """Models that run, so many of each library."""
+    import foreign_models as zoo
+
+    found = []
+    for library in libraries:
+        names = zoo.names_of(library)
+        random.Random(f"{seed}:{library}").shuffle(names)
+        left = count
+        for name in names:
+            row = zoo.tried(library, name)
+            if "left_out" in row:
+                continue
+            found.append(row)
+            left -= 1
+            if not left:
+                break
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", type=int, default=0, help="of each library; else those known")
+    parser.add_argument("--draw", type=int, default=1, help="seed of the models")
+    parser.add_argument("--seeds", type=int, default=3, help="assignments of each model")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--only", default="", help="models whose name has this")
+    parser.add_argument("--libraries", default="torchvision,timm,transformers")
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    import foreign_models as zoo
+    import slicing_fuzz  # by its own name, so that other processes find what is pickled
+    from support.ranks import run_ranks
+
+    libraries = options.libraries.split(",")
+    if options.models:
+        rows = drawn(options.draw, options.models, libraries)
+    else:
+        rows = [row for row in zoo.chosen().values() if row["library"] in libraries]
+    seeds = list(range(options.seeds))
+    results, failed = [], 0
+    for row in rows:
+        if options.only not in row["name"]:
+            continue
+        whole = {key: row.get(key) for key in ("library", "name", "side")}
+        try:
+            ranks = run_ranks(
+                slicing_fuzz.of_rank, options.ranks, row, seeds, tp=options.ranks, timeout_s=300
+            )
+        except Exception as error:  # noqa: BLE001 - the table says what it was
+            results.append({**whole, "raised": str(error)[-1500:]})
+            failed += 1
+            print("RAISED", row["name"], results[-1]["raised"], flush=True)
+            continue
+        for of_ranks in zip(*ranks, strict=True):
+            worst = max(of_ranks, key=lambda one: one["difference"])
+            results.append({**whole, **worst})
+            is_wrong = not worst["difference"] < TOLERANCE
+            failed += is_wrong
+            if "left_out" in worst or "refused" in worst:
+                print(row["name"], worst.get("left_out", worst.get("refused")), flush=True)
+                continue
+            total = sum(worst["gathers"].values())
+            said = (worst["seed"], worst["difference"], worst["where"], total)
+            print(row["name"], *said, flush=True)
+            if is_wrong:
+                print("WRONG", worst["error"][-900:], *worst.get("alone", []), sep="\n", flush=True)
+    print(f"{len(results)} runs, {failed} wrong")
+    if options.save:
+        about = {"draw": options.draw, "ranks": options.ranks, "tolerance": TOLERANCE}
+        FILE.write_text(json.dumps({**about, "runs": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""A module's state and its optimizer's, to a checkpoint's names and back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from bigtrain.errors import CheckpointError
+from bigtrain.optim.update import Update
+from bigtrain.tensors.dtensors import local_tensor
+from bigtrain.tensors.shards import SavedTensor, StateTensor, read_like
+
+
+def load_tensors(
+    current: Mapping[str, Tensor],
+    expected: set[str],
+    saved: Mapping[str, SavedTensor],
+    update: Update,
+) -> None:
+    """Take a checkpoint's values over into these tensors, and into the fp32 copies of an update.
+
+    Args:
+        current: this rank's tensors by the model's plain names.
+        expected: the names of the whole model.
+        saved: has `model.NAME`.
+        update: may keep fp32 values of its own.
+
+    Raises:
+        CheckpointError: names or shapes are not those of the model.
+    """
+    check_shapes({name: tensor.shape for name, tensor in current.items()}, expected, saved)
+    with torch.no_grad():
+        for name, tensor in current.items():
+            value = saved[f"model.{name}"]
+            local_tensor(tensor).copy_(read_like(value, tensor))
+            update.load_master(name, value)
+
+
+def check_shapes(
+    shapes: Mapping[str, Sequence[int]], expected: set[str], saved: Mapping[str, SavedTensor]
+) -> None:
+    """Refuse a checkpoint of another model, before anything of it is taken over.
+
+    Args:
+        shapes: of the tensors that this rank holds a part of, each whole, by plain names.
+        expected: the names of the whole model.
+        saved: has `model.NAME`.
+
+    Raises:
+        CheckpointError: names or shapes are not those of the model.
+    """
+    saved_names = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
+    missing, extra = sorted(expected - saved_names), sorted(saved_names - expected)
+    if missing or extra:
+        tie = ""
+        if not extra:  # as files of the Hub are
+            tie = (
+                " Where that is tied to another tensor, convert with: bigtrain checkpoint convert "
+                f"SOURCE TARGET --tie {missing[0]}=OTHER"
+            )
+        raise CheckpointError(
+            f"the checkpoint does not fit this model: it lacks {first_names(missing)} and has "
+            f"{first_names(extra)} too many. Use the model.name and model.args it was saved with."
+            f"{tie}"
+        )
+    for name, shape in shapes.items():
+        found = saved[f"model.{name}"].shape
+        if tuple(found) != tuple(shape):
+            raise CheckpointError(
+                f"{name} has shape {tuple(found)} in the checkpoint and "
+                f"{tuple(shape)} in the model. Use the model.args it was saved with."
+            )
+
+
+def model_state(
+    state: Mapping[str, Tensor],
+    named: Iterable[tuple[str, nn.Parameter]],
+    masters: Mapping[str, StateTensor],
+) -> dict[str, StateTensor]:
+    """What this rank holds of a module, with the fp32 values of those parameters that have some.
+
+    Args:
+        state: of `state_dict`, which puts gathered parameters back into shards, other objects:
+            it is asked for before `named`.
+        named: the parameters by all their names.
+        masters: see `Update.masters`.
+    """
+    # What is no parameter follows the batches that its rank has seen.
+    values = {n: replace(StateTensor.of(t), replicas_differ=True) for n, t in state.items()}
+    first: dict[int, str] = {}
+    for name, parameter in named:
+        # Tied parameters are saved under each of their names, as in the module's own state.
+        trained = first.setdefault(id(parameter), name)
+        if name in values:
+            values[name] = masters.get(trained) or replace(values[name], replicas_differ=False)
+    return values
+
+
+def load_optimizer(
+    update: Update,
+    trained: Collection[str],
+    held: Collection[str],
+    saved: Mapping[str, SavedTensor],
+) -> None:
+    """Take a checkpoint's optimizer state over.
+
+    Args:
+        update: has the optimizer.
+        trained: the trained parameters of the whole model.
+        held: those of them on this rank.
+        saved: has `optimizer.NAME.KEY`.
+
+    Raises:
+        CheckpointError: it has a state of a parameter that the model has not.
+    """
+    for full in sorted(saved):
+        if not full.startswith("optimizer."):
+            continue
+        name, _, key = full.removeprefix("optimizer.").rpartition(".")
+        if name not in trained:
+            raise CheckpointError(f"the checkpoint has a state for {name!r}, the model has not")
+        if name in held:
+            update.load_state(name, key, saved[full])
+
+
+def first_names(names: Sequence[str]) -> str:
+    """The first few of these names."""
+    if not names:
+        return "nothing"
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,143 @@
+"""The loss in chunks where the head or its input is in slices on the ranks of the tp axis.
+
+Each rank goes through all chunks with its own part of the vocabulary. Of each target three numbers
+are exchanged, with label smoothing four; the gradient of the head's input, of which each rank has a
+part of the sum, is added up once, at the end.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bigtrain.losses.linear_cross_entropy import (
+    DEFAULT_CHUNK_BYTES,
+    ChunkedPass,
+    chunked_cross_entropy,
+    loss_of_chunks,
+)
+from bigtrain.slicing.exchange import (
+    SliceGroup,
+    all_gather,
+    all_reduce,
+    part_of,
+    reduce_scatter,
+    summed,
+    to_all,
+)
+from bigtrain.slicing.sliced_tensor import SlicedTensor, held, is_sliced, rule
+from bigtrain.slicing.slices import Slices
+
+
+@rule(chunked_cross_entropy)
+def _chunked_cross_entropy(
+    hidden: Any,
+    weight: Any,
+    bias: Any,
+    target: Any,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    chunk_size: int = DEFAULT_CHUNK_BYTES,
+) -> Any:
+    options = (ignore_index, label_smoothing, chunk_size)
+    if is_sliced(target):
+        return NotImplemented
+    if is_sliced(hidden) and hidden.slices.dim == hidden.dim() - 1:
+        hidden = hidden.whole()
+    if not is_sliced(weight):
+        if not is_sliced(hidden) or is_sliced(bias):
+            return NotImplemented
+        return _by_targets(hidden, weight, bias, target, options)
+    slices, group = weight.slices, weight.group
+    if slices.dim or len(slices.sections) > 1:
+        return NotImplemented
+    if is_sliced(bias):
+        if not bias.slices.same(slices, group.size):
+            return NotImplemented
+        bias = held(bias)
+    elif bias is not None:
+        bias = part_of(bias, slices, group)
+    dealt = hidden.slices if is_sliced(hidden) else None
+    make = partial(_VocabularyPass, slices=slices, group=group, dealt=dealt)
+    own = held(hidden) if is_sliced(hidden) else hidden
+    return loss_of_chunks(make, (own, held(weight), bias), target, *options)
+
+
+def _by_targets(
+    hidden: SlicedTensor, weight: Tensor, bias: Tensor | None, target: Tensor, options: Any
+) -> Tensor:
+    """A whole head: each rank has the losses of the targets of its part of the input."""
+    group = hidden.group
+    own = hidden.slices.local(target, group.rank, group.size)
+    head = (to_all(weight, group), None if bias is None else to_all(bias, group))
+    return summed(loss_of_chunks(ChunkedPass, (held(hidden), *head), own, *options), group)
+
+
+class _VocabularyPass(ChunkedPass):
+    """A pass with one rank's part of the vocabulary.
+
+    Args:
+        hidden: this rank's part of it, where it is dealt out.
+        weight: (own words, width).
+        args: as for any pass.
+        slices: of the words.
+        group: the ranks.
+        dealt: how `hidden` is dealt out; None where it is whole.
+        options: as for any pass.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        *args: Any,
+        slices: Slices,
+        group: SliceGroup,
+        dealt: Slices | None,
+        **options: Any,
+    ) -> None:
+        self._group, self._dealt, self._total = group, dealt, slices.total
+        ((self._begin, self._length),) = slices.parts(group.rank, group.size)
+        whole = hidden if dealt is None else all_gather(hidden, dealt, group)
+        super().__init__(whole, weight, *args, **options)
+        self.widest = slices.length(0, group.size)
+
+    def soften(self, logits: Tensor, target: Tensor, valid: Tensor, smoothing: float) -> Tensor:
+        """As for a whole vocabulary; what is said of a row is exchanged."""
+        places = target - self._begin
+        here = valid & (places >= 0) & (places < self._length)
+        places, here = torch.where(here, places, 0)[:, None], here[:, None]
+        logits.sub_(all_reduce(logits.amax(1, keepdim=True), self._group, dist.ReduceOp.MAX))
+        said = [torch.where(here, logits.gather(1, places), 0.0)]
+        if smoothing:
+            said.append(logits.sum(1, keepdim=True))
+        said.append(logits.exp_().sum(1, keepdim=True))
+        of_target, *of_all, sums = all_reduce(torch.cat(said, 1), self._group).tensor_split(
+            len(said), 1
+        )
+        loss = of_target * (smoothing - 1.0)
+        if smoothing:
+            loss.sub_(of_all[0], alpha=smoothing / self._total)
+        loss.add_(sums.log())
+        if self.makes_gradients:
+            logits.mul_(valid[:, None] / sums)
+            if smoothing:
+                logits.sub_(valid[:, None].to(logits.dtype), alpha=smoothing / self._total)
+            logits.scatter_add_(1, places, here.to(logits.dtype).mul_(smoothing - 1.0))
+        return torch.where(valid, loss[:, 0], 0.0)
+
+    def finish(self) -> None:
+        """Add up what each rank has of the gradient of the input; the others are its own."""
+        super().finish()
+        (partial_sum,) = self.of_hidden
+        if partial_sum is None:
+            return
+        if self._dealt is None:
+            self.of_hidden = (all_reduce(partial_sum, self._group),)
+        else:
+            self.of_hidden = (reduce_scatter(partial_sum, self._dealt, self._group),)

@@ -1,0 +1,180 @@
+"""What a rank computes, sends, receives and waits for in a step, in order, as torch 2.15 has it.
+
+Earlier torch places a few receives otherwise, and waits for what it has sent when the step is over:
+here messages and waits are placed by torch 2.15's rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, get_args
+
+from bigtrain.schedules.orders import (
+    TORCH_SCHEDULES,
+    Action,
+    pipeline_table,
+    schedule_orders,
+    stage_ranks,
+)
+from bigtrain.versions.torch_versions import SCHEDULES_LET_GO
+
+EventKind = Literal[
+    "F", "B", "I", "W", "RECV_F", "SEND_F", "RECV_B", "SEND_B", "WAIT_SEND_F", "WAIT_SEND_B"
+]
+"""An action; a message, of an output or of a gradient, which only begins; the end of one sent."""
+
+
+class StepEvent(NamedTuple):
+    """What a rank does next."""
+
+    stage: int
+    kind: EventKind
+    micro_batch: int
+
+
+EventRow = tuple[tuple[StepEvent, ...], ...]
+"""A rank's step: messages in one group begin together, all else is alone in its group."""
+_SENDS: dict[str, EventKind] = {"F": "SEND_F", "B": "SEND_B"}
+_RECEIVES: dict[str, EventKind] = {"F": "RECV_F", "B": "RECV_B"}
+_WAITS: dict[str, EventKind] = {"SEND_F": "WAIT_SEND_F", "SEND_B": "WAIT_SEND_B"}
+_WITH_NEXT = ("SEND_F", "WAIT_SEND_F", "RECV_B")
+_WITH_PREVIOUS = ("RECV_F", "SEND_B", "WAIT_SEND_B")
+
+
+@lru_cache(maxsize=64)
+def schedule_events(
+    schedule: str, pp: int, stages_per_rank: int, micro_batches: int
+) -> tuple[EventRow, ...]:
+    """For each rank what happens in a step; an action waits by itself for what it receives.
+
+    Args:
+        schedule: any but `naive`, which has no messages that go beside actions.
+        pp: number of ranks.
+        stages_per_rank: see `orders.schedule_orders`.
+        micro_batches: of one step.
+
+    Raises:
+        ConfigError: see `orders.check_schedule`.
+    """
+    if schedule in TORCH_SCHEDULES:
+        placed = _torch_rows if SCHEDULES_LET_GO else _placed_as_torch_2_15
+        rows = placed(schedule, pp, stages_per_rank, micro_batches)
+        return tuple(_torch_row(rows[rank]) for rank in range(pp))
+    row = {"gpipe": _gpipe_row, "1f1b": _1f1b_row}[schedule]
+    orders = schedule_orders(schedule, pp, stages_per_rank, micro_batches)
+    return tuple(_at_place(row(actions), rank, pp) for rank, actions in enumerate(orders))
+
+
+def _torch_rows(schedule: str, pp: int, stages_per_rank: int, micro_batches: int) -> Any:
+    name = TORCH_SCHEDULES[schedule]
+    table = pipeline_table(name, pp, stages_per_rank, micro_batches, sending=True)
+    return table.pipeline_order_with_comms
+
+
+def _placed_as_torch_2_15(schedule: str, pp: int, stages_per_rank: int, micro_batches: int) -> Any:
+    """Earlier torch's table with the messages where torch 2.15 has them.
+
+    Ranks take turns in placing what they do. From 2.15 on they take one more where gradients are
+    reduced, to wait for it, and so a receive may come to stand before an action or behind it.
+    """
+    from torch.distributed.pipelining import schedules
+
+    torch: Any = schedules
+    name = TORCH_SCHEDULES[schedule]
+    table = pipeline_table(name, pp, stages_per_rank, micro_batches, sending=False)
+    rows = {}
+    for rank, row in table.pipeline_order.items():
+        reduced = torch._add_reduce_grad(torch._add_unshard_reshard(row), micro_batches)
+        rows[rank] = [
+            turn
+            for action in reduced
+            for turn in [action] * (1 + (action.computation_type == torch.REDUCE_GRAD))
+        ]
+    ranks = stage_ranks(schedule, pp, stages_per_rank)
+    return torch._add_send_recv(rows, stage_to_rank=ranks.__getitem__, num_stages=len(ranks))
+
+
+def _torch_row(row: Sequence[Any]) -> EventRow:
+    """A row of torch's table; pairs of actions that may overlap come one after the other."""
+    groups = [
+        [
+            StepEvent(part.stage_index, part.computation_type.value, part.microbatch_index)
+            for part in action.sub_actions or (action,)
+            if part.computation_type.value in get_args(EventKind)
+        ]
+        for action in row
+    ]
+    if not any(event.kind in _WAITS.values() for group in groups for event in group):
+        groups = list(_with_waits(groups))
+    return tuple((event,) for group in groups for event in group)
+
+
+def _with_waits(groups: Sequence[Sequence[StepEvent]]) -> Iterator[list[StepEvent]]:
+    """Outputs are waited for when their micro-batch has come back, all else at the end."""
+    is_open: dict[StepEvent, None] = {}
+    for group in groups:
+        waits = []
+        for event in group:
+            output = event._replace(kind="SEND_F")
+            if event.kind in _WAITS:
+                is_open[event] = None
+            elif event.kind in ("B", "I") and output in is_open:
+                del is_open[output]
+                waits.append(_wait(output))
+        yield [*group, *waits]
+    yield [_wait(event) for event in is_open]
+
+
+def _wait(sent: StepEvent) -> StepEvent:
+    return sent._replace(kind=_WAITS[sent.kind])
+
+
+def _gpipe_row(actions: Sequence[Action]) -> Iterator[list[StepEvent]]:
+    """What a half of the step sends is waited for at the end of that half."""
+    for kind in ("F", "B"):
+        sent = []
+        for action in actions:
+            if action.kind == kind:
+                yield [_event(action, _RECEIVES)]
+                yield [_event(action)]
+                yield [_event(action, _SENDS)]
+                sent.append(_event(action, _SENDS))
+        yield from ([_wait(event)] for event in sent)
+
+
+def _1f1b_row(actions: Sequence[Action]) -> Iterator[list[StepEvent]]:
+    """What a rank sends one way begins together with what comes the other way.
+
+    An output is let go when the next one is there, as long as nothing comes back, then at once; a
+    gradient when the next one is there.
+    """
+    for number, action in enumerate(actions):
+        previous = actions[number - 1] if number else None
+        messages = [_event(action, _RECEIVES)]
+        if previous is not None:
+            messages.insert(0, _event(previous, _SENDS))
+        turns = previous is not None and previous.kind != action.kind
+        yield from [messages] if turns else ([event] for event in messages)
+        output = messages[:-1] if previous is not None and previous.kind == "F" else []
+        gradient = [a for a in actions[:number] if a.kind == action.kind == "B"][-1:]
+        if turns:
+            yield from ([_wait(event)] for event in output)
+        yield [_event(action)]
+        if not turns:
+            yield from ([_wait(event)] for event in output)
+        yield from ([_wait(_event(sent, _SENDS))] for sent in gradient)
+    last = _event(actions[-1], _SENDS)
+    yield [last]
+    yield [_wait(last)]
+
+
+def _event(action: Action, kinds: dict[str, EventKind] | None = None) -> StepEvent:
+    return StepEvent(action.stage, kinds[action.kind] if kinds else action.kind, action.micro_batch)
+
+
+def _at_place(groups: Iterable[Sequence[StepEvent]], rank: int, pp: int) -> EventRow:
+    """Without messages of the first rank with one before it, and of the last with one behind."""
+    left_out = (*_WITH_PREVIOUS * (rank == 0), *_WITH_NEXT * (rank == pp - 1))
+    kept = (tuple(event for event in group if event.kind not in left_out) for group in groups)
+    return tuple(group for group in kept if group)

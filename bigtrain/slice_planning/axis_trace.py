@@ -1,0 +1,339 @@
+"""A model run once on fake tensors, with the axes of all that depends on its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bigtrain.errors import ConfigError
+from bigtrain.slice_planning import product_rules, view_rules
+from bigtrain.slice_planning.axes import MISFIT, Dims, block, new_dim
+from bigtrain.slice_planning.operations import (
+    HeldTensor,
+    OpCall,
+    OpRecord,
+    opaque,
+    rule_of,
+)
+from bigtrain.tensors.fake import fake_model, fake_tensor
+from bigtrain.tensors.op_cost import flops_of, mutated_tensors
+from bigtrain.tensors.tree import map_tensors, tree_tensors
+from bigtrain.tracing.call_hooks import (
+    handling_calls,
+    intercept_calls,
+    pretend_compiling,
+    release_calls,
+)
+from bigtrain.tracing.module_state import constant_tensors
+
+RULE_MODULES = (product_rules, view_rules)
+"""Imported for the rules that they put into the table."""
+
+
+@dataclass
+class AxisTrace:
+    """What was seen."""
+
+    state: dict[str, HeldTensor]
+    """Parameters and buffers, by their plain names; tied ones are the same object."""
+    trained: frozenset[str]
+    """Names of parameters."""
+    records: list[OpRecord]
+    saved: list[tuple[HeldTensor, int]]
+    """What autograd keeps for the backward pass, and its bytes."""
+    failed: str = ""
+    """Why the run ended before its end; '' where it did not."""
+    tensors: list[HeldTensor] = field(default_factory=list)
+    guessed: str = ""
+    """Where values decide what the model does, and others were made up for them."""
+
+
+def trace_axes(model: nn.Module, inputs: Any, class_dim: int | None) -> AxisTrace:
+    """Run a fake twin of a model forward.
+
+    Where the values of tensors decide what it does it is run once more, with values that are made
+    up: what is sliced then goes by one way through its code of several; numbers do not.
+
+    Args:
+        model: on any device; it is left as it is.
+        inputs: of one micro-batch; only shapes matter.
+        class_dim: of the output, which goes into a cross entropy along it: that may be sliced;
+            None where any dim of the output is needed whole.
+    """
+    found, by_values = _run(model, inputs, class_dim, guess=False)
+    if not by_values:
+        return found
+    guessed, _ = _run(model, inputs, class_dim, guess=True)
+    return found if guessed.failed else replace(guessed, guessed=found.failed)
+
+
+def _run(
+    model: nn.Module, inputs: Any, class_dim: int | None, *, guess: bool
+) -> tuple[AxisTrace, bool]:
+    """A trace, and whether it ended because of values."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    cpu = torch.device("cpu")
+    with mode:
+        constants = constant_tensors(model)
+        twin = fake_model(model, cpu, double=False, constants=constants).train(model.training)
+        given = map_tensors(inputs, lambda tensor: fake_tensor(tensor, cpu))
+    recorder = _Recorder(twin, given, guess=guess)
+    modules = list(twin.named_modules())
+    intercept_calls(modules)
+    failed, output, by_values = "", None, False
+    try:
+        with (
+            mode,
+            recorder.operations,
+            torch.autograd.graph.saved_tensors_hooks(recorder.keep, lambda tensor: tensor),
+            handling_calls(recorder),
+            pretend_compiling(),
+            torch.enable_grad(),
+        ):
+            output = twin(given)
+    except Exception as error:  # noqa: BLE001 - the user's code, on tensors without values
+        failed = str(error) if isinstance(error, ConfigError) else _complaint(error, recorder)
+        by_values = isinstance(error, _BY_VALUES)
+    finally:
+        release_calls(module for _, module in modules)
+    if failed:
+        recorder.leave_open()
+    recorder.close(output, class_dim)
+    trace = AxisTrace(
+        recorder.state,
+        frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)),
+        recorder.records,
+        list(recorder.saved.values()),
+        failed,
+        recorder.tensors,
+    )
+    return trace, by_values
+
+
+_BY_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+def _complaint(error: Exception, recorder: _Recorder) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    why = f"{type(error).__name__}: {lines[0]}"
+    if isinstance(error, _BY_VALUES):
+        why = f"the value of a tensor decides what it does ({lines[0]})"
+    where = recorder.failed or "its forward"
+    return f"the model does not run on tensors without values; {where!r}: {why}"
+
+
+def _made_up(name: str, args: Any, error: Exception) -> Any:
+    """What an operation could have returned whose result depends on values."""
+    given = args[0]
+    if name in ("_local_scalar_dense", "equal"):
+        if name == "equal" or given.dtype == torch.bool:
+            return True
+        return 1.0 if given.is_floating_point() else 1
+    count = max(1, given.numel() // 2)
+    if name == "nonzero":
+        return given.new_empty((count, given.dim()), dtype=torch.int64)
+    if name == "masked_select":
+        return given.new_empty(max(1, args[1].numel() // 2))
+    if name == "index" and len(args[1]) == 1:
+        mask = args[1][0]
+        return given.new_empty((max(1, mask.numel() // 2), *given.shape[mask.dim() :]))
+    raise error
+
+
+class _Recorder:
+    """Watches calls of modules, and operations."""
+
+    def __init__(self, model: nn.Module, inputs: Any, *, guess: bool) -> None:
+        self.guess = guess
+        self.state: dict[str, HeldTensor] = {}
+        self.records: list[OpRecord] = []
+        self.saved: dict[int, tuple[HeldTensor, int]] = {}
+        self.tensors: list[HeldTensor] = []
+        self.operations = _Operations(self)
+        self.failed = ""
+        self._held: dict[int, HeldTensor] = {}
+        self._whole: dict[int, HeldTensor] = {}
+        """By storage: the tensor that it was made for."""
+        self._unclear: set[int] = set()
+        """Storages written to piece by piece."""
+        self._of_inputs = {id(tensor) for tensor in tree_tensors(inputs)}
+        self._alive: list[Any] = [inputs]
+        self._stack: list[str] = []
+        named = (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+        for name, tensor in named:
+            trained = isinstance(tensor, nn.Parameter)
+            if id(tensor) not in self._held and (trained or tensor.is_floating_point()):
+                self._add(tensor, tuple(map(new_dim, tensor.shape)), name=name, trained=trained)
+            if id(tensor) in self._held:
+                self.state[name] = self._held[id(tensor)]
+
+    def call(
+        self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """See `CallHandler.call`."""
+        self._stack.append(name)
+        try:
+            return run(*args, **kwargs)
+        except Exception:
+            self.failed = self.failed or name
+            raise
+        finally:
+            self._stack.pop()
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Autograd keeps a tensor."""
+        storage = tensor.untyped_storage()
+        held = self._whole.get(storage._cdata)
+        if held is not None and not held.name:
+            self.saved[storage._cdata] = (held, storage.nbytes())
+        return tensor
+
+    def lookup(self, tensor: Tensor) -> HeldTensor | None:
+        """What is known of a tensor; None of one that is whole anyway."""
+        held = self._held.get(id(tensor))
+        if held is None and tensor.untyped_storage()._cdata in self._unclear:
+            why = "it is written piece by piece into a tensor"
+            dims = tuple(new_dim(length, why) for length in tensor.shape)
+            held = self._add(tensor, dims)
+        return held
+
+    def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """One operation has been done."""
+        op = OpCall(
+            func, (args, kwargs), result, self.lookup, self._stack[-1] if self._stack else ""
+        )
+        self._alive.append((args, kwargs, result))
+        held = [known for tensor in op.tensors if (known := self.lookup(tensor)) is not None]
+        if not held:
+            random = torch.Tag.nondeterministic_seeded in func.tags
+            if random or any(id(tensor) in self._of_inputs for tensor in op.tensors):
+                self._of_inputs.update(map(id, op.results))
+            return
+        if op.name in _MAKES_ANEW or not any(tensor.numel() for tensor in op.results):
+            return
+        record = OpRecord(op.name, op.where, flops_of(func, args, kwargs, result), held)
+        for tensor in mutated_tensors(func, args, kwargs):
+            if self.lookup(tensor) is None and not self._is_whole(tensor):
+                self._unclear.add(tensor.untyped_storage()._cdata)
+                self.lookup(tensor)
+        found = list(self._dims(op))
+        of_weights = all(known.of_weights for known in held) and not any(
+            id(tensor) in self._of_inputs for tensor in op.tensors
+        )
+        trained = any(known.trained for known in held) and op.name != "detach"
+        for tensor, dims in zip(op.results, found, strict=True):
+            same = self._held.get(id(tensor))
+            if same is None:
+                same = self._add(tensor, dims, of_weights=of_weights, trained=trained)
+                same.view_of = self._viewed(tensor, op)
+            same.trained = same.trained or trained
+            same.of_weights = same.of_weights and of_weights
+            record.outputs.append(same)
+        record.summed, record.weight = op.summed, op.weight
+        self.records.append(record)
+
+    def leave_open(self) -> None:
+        """What was not used any more is used in ways that were not seen."""
+        used = {tensor for record in self.records for tensor in record.inputs}
+        for record in self.records:
+            for tensor in record.outputs:
+                for dim in tensor.dims if tensor not in used else ():
+                    block(dim, "the model could not be followed further")
+
+    def close(self, output: Any, class_dim: int | None) -> None:
+        """What is returned is needed whole, but for the dim of the classes."""
+        for tensor in _heads(output):
+            known = self.lookup(tensor)
+            for n, dim in enumerate(known.dims if known is not None else ()):
+                if class_dim is None or n != class_dim % tensor.dim():
+                    block(dim, "it is returned by the model")
+
+    def _dims(self, op: OpCall) -> list[Dims]:
+        try:
+            found = list(rule_of(op)(op))
+        except (TypeError, IndexError, ValueError):  # an overload that its rule does not know
+            found = opaque(op)
+        fits = len(found) == len(op.results) and all(
+            len(dims) == tensor.dim() for dims, tensor in zip(found, op.results, strict=True)
+        )
+        return found if fits else opaque(op, MISFIT)
+
+    def _add(
+        self,
+        tensor: Tensor,
+        dims: Dims,
+        *,
+        name: str = "",
+        of_weights: bool = True,
+        trained: bool = True,
+    ) -> HeldTensor:
+        nbytes = tensor.numel() * tensor.element_size()
+        held = HeldTensor(dims, nbytes, of_weights, trained, name)
+        self._held[id(tensor)] = held
+        self.tensors.append(held)
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == nbytes:
+            self._whole.setdefault(storage._cdata, held)
+        self._alive.append(tensor)
+        return held
+
+    def _viewed(self, tensor: Tensor, op: OpCall) -> HeldTensor | None:
+        storage = tensor.untyped_storage()._cdata
+        for operand in op.tensors:
+            if operand is not tensor and operand.untyped_storage()._cdata == storage:
+                return self.lookup(operand)
+        return None
+
+    def _is_whole(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+_MAKES_ANEW = {
+    *("zeros_like", "empty_like", "ones_like", "full_like", "rand_like", "randn_like"),
+    *("new_zeros", "new_empty", "new_ones", "new_full", "new_empty_strided", "bernoulli_"),
+}
+"""Operations that take a shape and no values."""
+
+
+def _heads(output: Any) -> list[Tensor]:
+    """The tensors that a loss looks at: logits where something is called so, else all."""
+    if isinstance(output, Tensor):
+        return [output]
+    names = ("out", "aux", "logits", "aux_logits", "aux_logits1", "aux_logits2")
+    found = [
+        output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+        for name in names
+    ]
+    heads = [tensor for tensor in found if isinstance(tensor, Tensor)]
+    return heads or [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            result = func(*args, **kwargs)
+        except _BY_VALUES as error:
+            if not self._recorder.guess:
+                raise
+            result = _made_up(func._overloadpacket.__name__, args, error)
+        self._recorder.operation(func, args, kwargs, result)
+        return result

@@ -1,0 +1,351 @@
+"""Classes of axes: what is sliced together if anything of it is, and what that costs and saves."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from bigtrain.machine.cluster import CommOp
+from bigtrain.slice_planning.axes import Dim, DimAxis, dim_length, expanded, leaves
+from bigtrain.slice_planning.axis_trace import AxisTrace
+from bigtrain.slice_planning.operations import HeldTensor, OpRecord
+from bigtrain.slicing.slices import Slices, SliceSection
+
+
+@dataclass(frozen=True)
+class SliceExchange:
+    """One exchange of a micro-batch, because of slices."""
+
+    kind: CommOp
+    nbytes: int
+    """Of the whole tensor."""
+    where: str
+    backward: bool = False
+
+
+@dataclass
+class SliceClass:
+    """Axes that are sliced together, by what they are unified or joined with."""
+
+    slices: dict[str, Slices] = field(default_factory=dict)
+    """By the plain name of each parameter and buffer; of tied ones by one."""
+    exchanged: list[SliceExchange] = field(default_factory=list)
+    flops: int = 0
+    """Of a forward pass: divided by the ranks."""
+    parameter_bytes: int = 0
+    activation_bytes: int = 0
+    """Of what autograd keeps for the backward pass."""
+    looked_up: bool = False
+    """It is summed over by a look-up in a table."""
+    carried: bool = False
+    """Activations have it, and not parameters alone."""
+
+    @property
+    def units(self) -> int:
+        """How many ranks can have a part of each tensor."""
+        return min(slices.most_ranks for slices in self.slices.values())
+
+    @property
+    def name(self) -> str:
+        """The largest tensor of it, and its dim."""
+        name = max(self.slices, key=lambda n: (self.slices[n].total, -len(n)))
+        return f"{name} dim {self.slices[name].dim}"
+
+
+Ids = set[int]
+
+
+def sections_of(
+    dim: Dim, wanted: Ids, before: Ids | None = None
+) -> tuple[SliceSection, ...] | None:
+    """How a dim lies in slices, where these axes are sliced.
+
+    Args:
+        dim: of a tensor.
+        wanted: ids of axes; one factor of each product has some.
+        before: ids of axes of which one stands before each of them, and is sliced with it as one.
+
+    Returns:
+        None where a part of it has none of the axes, or a product more than one.
+    """
+    axes = expanded(dim)
+    inner = dim_length(axes)
+    found: tuple[SliceSection, ...] | None = None
+    outer = 1
+    for n, axis in enumerate(axes):
+        inner //= axis.length
+        own = _sections_of_axis(axis, wanted, before)
+        if own is not None:
+            if found is not None:
+                return None
+            if before is not None and not axis.parts:
+                if n == 0 or id(axes[n - 1]) not in before:
+                    return None
+                outer //= axes[n - 1].length
+                own = (SliceSection(axes[n - 1].length * axis.length),)
+            scaled = tuple(SliceSection(n * inner, unit * inner) for n, unit in own)
+            found = scaled * outer
+        outer *= axis.length
+    return found
+
+
+def _sections_of_axis(
+    axis: DimAxis, wanted: Ids, before: Ids | None
+) -> tuple[SliceSection, ...] | None:
+    if not axis.parts:
+        return (SliceSection(axis.length),) if id(axis) in wanted else None
+    parts = [sections_of(part, wanted, before) for part in axis.parts]
+    if any(part is None for part in parts):
+        return None
+    return tuple(section for part in parts if part is not None for section in part)
+
+
+class AxisClasses:
+    """The classes of a trace.
+
+    Args:
+        trace: of a model.
+    """
+
+    def __init__(self, trace: AxisTrace) -> None:
+        self._trace = trace
+        self._group: dict[int, int] = {}
+        self._blocked: dict[int, str] = {}
+        self._axes: dict[int, DimAxis] = {}
+        for tensor in trace.tensors:
+            for dim in tensor.dims:
+                for axis in leaves(dim):
+                    self._axes[id(axis)] = axis
+        for key, axis in self._axes.items():
+            self._group[key] = key
+            if axis.blocked:
+                self._blocked[key] = axis.blocked
+        self._in_dims: dict[int, tuple[frozenset[int], ...]] = {}
+        while self._settle_sums():
+            pass
+        self._block_repeated()
+        while self._settle_sums():
+            pass
+
+    @cached_property
+    def classes(self) -> dict[int, SliceClass]:
+        """All of them, by their number."""
+        members = self._members
+        found: dict[int, SliceClass] = {root: SliceClass() for root in members}
+        seen: set[int] = set()
+        for held in self._trace.state.values():
+            if id(held) in seen:
+                continue
+            seen.add(id(held))
+            for n, dim in enumerate(held.dims):
+                for root in self._in_dim(dim):
+                    sections = sections_of(dim, members[root])
+                    if sections is not None and held.name not in found[root].slices:
+                        found[root].slices[held.name] = Slices(n, sections)
+                        if held.name in self._trace.trained:
+                            found[root].parameter_bytes += held.nbytes
+        found = {root: own for root, own in found.items() if own.parameter_bytes}
+        used = _add_costs(self, self._trace, found)
+        return {root: own for root, own in found.items() if root in used}
+
+    @cached_property
+    def _members(self) -> dict[int, set[int]]:
+        """The axes of each class that is not blocked."""
+        members = defaultdict(set)
+        for key in self._axes:
+            root = self._root(key)
+            if root not in self._blocked:
+                members[root].add(key)
+        return members
+
+    def widened(self) -> list[SliceClass]:
+        """Classes together with the one that stands before them wherever they are.
+
+        Queries that share keys in groups have (keys' heads x heads of a group) as their heads:
+        where neither is enough for all ranks, both as one are, and keys and values stay whole.
+        """
+        before: dict[int, set[int]] = defaultdict(set)
+        repeated = self._repeated()
+        for tensor in self._trace.tensors:
+            for dim in tensor.dims:
+                for first, second in _neighbours(dim):
+                    root = self._root(id(second))
+                    if (root, tensor) not in repeated:
+                        before[root].add(self._root(id(first)) if first is not None else -1)
+        found = []
+        for root, own in self.classes.items():
+            outer = next(iter(before[root])) if len(before[root]) == 1 else -1
+            if outer not in self._members:
+                continue
+            slices = {
+                held.name: Slices(own.slices[held.name].dim, sections)
+                for held in self._trace.state.values()
+                if held.name in own.slices
+                for dim in (held.dims[own.slices[held.name].dim],)
+                if (sections := sections_of(dim, self._members[root], self._members[outer]))
+            }
+            if slices.keys() == own.slices.keys():
+                found.append(replace(own, slices=slices))
+        return found
+
+    def _repeated(self) -> set[tuple[int, HeldTensor]]:
+        """Classes in tensors that have them by repeating what has not: whole ones may do so."""
+        found: set[tuple[int, HeldTensor]] = set()
+        for record in self._trace.records:
+            for tensor in record.outputs:
+                for root in self.of(tensor):
+                    having = [held for held in record.inputs if root in self.of(held)]
+                    if tensor not in having and all((root, held) in found for held in having):
+                        found.add((root, tensor))
+        return found
+
+    def of(self, held: HeldTensor) -> frozenset[int]:
+        """The classes that a tensor has in any of its dims."""
+        return frozenset[int]().union(*map(self._in_dim, held.dims))
+
+    def of_dim(self, dim: Dim) -> frozenset[int]:
+        """The classes that a dim has."""
+        return self._in_dim(dim)
+
+    def why_not(self, dim: Dim) -> str:
+        """Why a dim cannot be sliced in a class; '' where it can."""
+        reasons = [self._blocked.get(self._root(id(axis)), "") for axis in leaves(dim)]
+        if not reasons:
+            return "it has length 1"
+        return "" if "" in reasons else reasons[0]
+
+    def _root(self, key: int) -> int:
+        while self._group[key] != key:
+            self._group[key] = self._group[self._group[key]]
+            key = self._group[key]
+        return key
+
+    def _in_dim(self, dim: Dim) -> frozenset[int]:
+        """Classes that slice all parts of a dim."""
+        found: set[int] = set()
+        for axis in expanded(dim):
+            found |= self._in_axis(axis)
+        return frozenset(found)
+
+    def _in_axis(self, axis: DimAxis) -> frozenset[int]:
+        if not axis.parts:
+            root = self._root(id(axis))
+            return frozenset() if root in self._blocked else frozenset((root,))
+        first, *others = map(self._in_dim, axis.parts)
+        return first.intersection(*others)
+
+    def _settle_sums(self) -> bool:
+        """Parts of a sum are sliced all or none; whether anything was changed."""
+        changed = False
+        seen: set[int] = set()
+        for tensor in self._trace.tensors:
+            for dim in tensor.dims:
+                for axis in _sums(dim):
+                    if id(axis) not in seen:
+                        seen.add(id(axis))
+                        changed |= self._settle(axis)
+        return changed
+
+    def _settle(self, axis: DimAxis) -> bool:
+        parts = [self._in_dim(part) for part in axis.parts]
+        shared = parts[0].intersection(*parts[1:])
+        every = parts[0].union(*parts[1:])
+        if shared == every:
+            return False
+        if not shared and all(parts):
+            # Independent parts, as the features that are joined in a DenseNet: sliced together.
+            first, *others = (self._outermost(part) for part in axis.parts)
+            for other in others:
+                self._group[self._root(other)] = self._root(first)
+            return True
+        for root in every - shared:
+            self._blocked[root] = "it lies beside others in one dim that cannot be sliced like it"
+        return True
+
+    def _outermost(self, dim: Dim) -> int:
+        for axis in expanded(dim):
+            for root in self._in_axis(axis):
+                return root
+        raise ValueError("a dim without a class")
+
+    def _block_repeated(self) -> None:
+        """A class that is in two dims of one activation cannot be sliced."""
+        for tensor in self._trace.tensors:
+            counts: dict[int, int] = defaultdict(int)
+            for dim in tensor.dims:
+                own: dict[int, int] = defaultdict(int)
+                for axis in expanded(dim):
+                    for root in self._in_axis(axis):
+                        own[root] += 1
+                for root, count in own.items():
+                    counts[root] += 1 if tensor.of_weights else count
+                    if count > 1:
+                        self._blocked[root] = "it is twice in one dim"
+            for root, count in counts.items():
+                if count > 1 and not tensor.of_weights:
+                    self._blocked[root] = "it is in two dims of one tensor"
+
+
+def _neighbours(dim: Dim) -> Iterable[tuple[DimAxis | None, DimAxis]]:
+    """Each axis at the bottom of a dim with the one before it in its product."""
+    last: DimAxis | None = None
+    for axis in expanded(dim):
+        for part in axis.parts:
+            yield from _neighbours(part)
+        if not axis.parts:
+            yield last, axis
+        last = None if axis.parts else axis
+
+
+def _sums(dim: Dim) -> Iterable[DimAxis]:
+    for axis in expanded(dim):
+        if axis.parts:
+            for part in axis.parts:
+                yield from _sums(part)
+            yield axis
+
+
+def _add_costs(
+    groups: AxisClasses, trace: AxisTrace, classes: Mapping[int, SliceClass]
+) -> set[int]:
+    """Add what classes cost and save; those that the forward pass has to do with."""
+    used: set[int] = set()
+    entered: set[tuple[int, int]] = set()
+    for record in trace.records:
+        given_out = frozenset[int]().union(*map(groups.of, record.outputs))
+        summed = frozenset[int]().union(*map(groups.of_dim, record.summed))
+        for root in (given_out | summed) & classes.keys():
+            own = classes[root]
+            used.add(root)
+            own.flops += record.flops
+            own.looked_up |= record.name == "embedding"
+            own.carried |= any(
+                root in groups.of(made) for made in record.outputs if not made.of_weights
+            )
+            if root not in given_out:
+                own.exchanged.append(_whole_sum(record))
+                continue
+            for tensor in record.inputs:
+                inside = root in groups.of(tensor)
+                if root in summed and inside and not tensor.of_weights:
+                    own.exchanged += _gathered(tensor, record)
+                elif tensor.trained and not inside and (root, id(tensor.base)) not in entered:
+                    entered.add((root, id(tensor.base)))
+                    sent = SliceExchange("all_reduce", tensor.nbytes, record.where, backward=True)
+                    own.exchanged.append(sent)
+    for held, nbytes in trace.saved:
+        for root in groups.of(held) & classes.keys():
+            classes[root].activation_bytes += nbytes
+    return used
+
+
+def _whole_sum(record: OpRecord) -> SliceExchange:
+    return SliceExchange("all_reduce", record.outputs[0].nbytes, record.where)
+
+
+def _gathered(tensor: HeldTensor, record: OpRecord) -> list[SliceExchange]:
+    """A product whose weight has the class in both dims: its input is gathered."""
+    back = SliceExchange("reduce_scatter", tensor.nbytes, record.where, backward=True)
+    return [SliceExchange("all_gather", tensor.nbytes, record.where), back]

@@ -1,0 +1,206 @@
+"""One operation as the analysis sees it, and the table of rules that say what it does to axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from bigtrain.slice_planning.axes import Dim, Dims, block, new_dim, unify
+
+Lookup = Callable[[Tensor], "HeldTensor | None"]
+
+
+@dataclass(eq=False)
+class HeldTensor:
+    """A tensor that depends on parameters.
+
+    All others are whole on every rank at no cost: their axes are nobody's concern.
+    """
+
+    dims: Dims
+    nbytes: int
+    of_weights: bool
+    """Made of parameters and constants alone, not of the model's inputs."""
+    trained: bool
+    """A gradient may come back to it."""
+    name: str = ""
+    """Of a parameter or buffer."""
+    view_of: HeldTensor | None = None
+
+    @property
+    def base(self) -> HeldTensor:
+        """What it is a view of in the end."""
+        found = self
+        while found.view_of is not None:
+            found = found.view_of
+        return found
+
+
+@dataclass(eq=False)
+class OpRecord:
+    """What is written down of an operation that has to do with parameters."""
+
+    name: str
+    where: str
+    """The module in whose code it is."""
+    flops: int
+    inputs: list[HeldTensor]
+    outputs: list[HeldTensor] = field(default_factory=list)
+    summed: list[Dim] = field(default_factory=list)
+    """Dims that are summed over, so that a slice of one gives a part of the sum."""
+    weight: WeightUse | None = None
+    """Of a plain product of something with a weight."""
+
+
+class WeightUse(NamedTuple):
+    """A weight in a product."""
+
+    weight: HeldTensor
+    given: HeldTensor | None
+    """The other factor, where it depends on parameters."""
+    out: Dim
+    """Of the weight: what comes out."""
+    summed: Dim | None
+    """Of the weight: what is summed over; None where there are groups."""
+
+
+class OpCall:
+    """One operation while it is looked at by a rule.
+
+    Args:
+        func: an operation of aten, or of another library.
+        given: its arguments, by position and by name.
+        result: what it returned.
+        lookup: what is known of a tensor.
+        where: the module in whose code it is.
+    """
+
+    def __init__(
+        self,
+        func: Any,
+        given: tuple[Sequence[Any], dict[str, Any]],
+        result: Any,
+        lookup: Lookup,
+        where: str,
+    ) -> None:
+        args, kwargs = given
+        self.func = func
+        self.name: str = func._overloadpacket.__name__
+        self.lookup, self.where = lookup, where
+        self.result = result
+        self.results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.summed: list[Dim] = []
+        self.weight: WeightUse | None = None
+        self._bound = {
+            argument.name: args[n]
+            if n < len(args)
+            else kwargs.get(argument.name, _default(argument))
+            for n, argument in enumerate(func._schema.arguments)
+        }
+
+    def arg(self, name: str, otherwise: Any = None) -> Any:
+        """An argument by its name in the schema."""
+        return self._bound.get(name, otherwise)
+
+    def tensor(self, name: str) -> Tensor:
+        """An argument that is a tensor."""
+        found = self._bound.get(name)
+        if not isinstance(found, Tensor):
+            raise TypeError(f"{self.name}: {name} is no tensor")
+        return found
+
+    def dims(self, tensor: Tensor | None) -> Dims | None:
+        """The dims of a tensor, where it depends on parameters."""
+        held = self.lookup(tensor) if tensor is not None else None
+        return held.dims if held is not None else None
+
+    def dims_or_new(self, tensor: Tensor) -> Dims:
+        """The dims of a tensor: of one that is whole anyway, new ones that may be anything."""
+        held = self.dims(tensor)
+        return held if held is not None else tuple(new_dim(length) for length in tensor.shape)
+
+    def block(self, dim: Dim, why: str) -> None:
+        """Nothing in this dim can be sliced, as this operation does something with it."""
+        block(dim, f"{why} in {self.where or 'the model'!r}")
+
+    def blocked_dim(self, length: int, why: str) -> Dim:
+        """A new dim that cannot be sliced."""
+        return new_dim(length, f"{why} in {self.where or 'the model'!r}")
+
+    def use_weight(self, factors: tuple[Tensor, Tensor], out: Dim, summed: Dim | None) -> None:
+        """Note a product of something with what may be a weight, and the weight's dims."""
+        given, weight = map(self.lookup, factors)
+        if weight is not None:
+            self.weight = WeightUse(weight, given, out, summed)
+
+    def of_weights(self, tensor: Tensor) -> bool:
+        """Whether a tensor is whole anyway, or made of weights alone."""
+        held = self.lookup(tensor)
+        return held is None or held.of_weights
+
+
+AxisRule = Callable[[OpCall], Iterable[Dims]]
+"""Takes an operation's axes apart, unifies and blocks them; gives the dims of its results."""
+AXIS_RULES: dict[str, AxisRule] = {}
+
+
+def axis_rule(*names: str) -> Callable[[AxisRule], AxisRule]:
+    """The rule of operations of these names."""
+
+    def put(function: AxisRule) -> AxisRule:
+        AXIS_RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return put
+
+
+def _default(argument: Any) -> Any:
+    return argument.default_value if argument.has_default_value() else None
+
+
+def same_dims(shape: Sequence[int], operands: Iterable[Dims]) -> Dims:
+    """The dims of a result of elementwise operation: operands that are not broadcast are alike."""
+    found: list[Dim] = []
+    given = [dims for dims in operands if len(dims) <= len(shape)]
+    for n, length in enumerate(shape):
+        own = [dims[n - len(shape)] for dims in given if len(shape) - n <= len(dims)]
+        # A dim without axes has length 1: it is broadcast.
+        alike = [dim for dim in own if dim]
+        for other in alike[1:]:
+            unify(alike[0], other)
+        found.append(alike[0] if alike else new_dim(length))
+    return tuple(found)
+
+
+@axis_rule("native_dropout", "masked_fill", "masked_fill_", "fill_", "_to_copy", "copy_", "detach",
+      "alias", "lift_fresh", "_prelu_kernel", "prelu", "_conj", "_fused_dropout", "contiguous",
+      "rrelu_with_noise", "heaviside", "nan_to_num", "as_strided_")  # fmt: skip
+def elementwise(op: OpCall) -> list[Dims]:
+    """Each element of the result is made of the operands' elements at its place."""
+    held = [dims for dims in map(op.dims, op.tensors) if dims is not None]
+    return [same_dims(result.shape, held) for result in op.results]
+
+
+def opaque(op: OpCall, why: str = "") -> list[Dims]:
+    """An operation of which nothing is known: its operands are needed whole."""
+    why = why or f"{op.name!r} needs it whole"
+    for tensor in op.tensors:
+        for dim in op.dims(tensor) or ():
+            op.block(dim, why)
+    return [tuple(op.blocked_dim(length, why) for length in t.shape) for t in op.results]
+
+
+def rule_of(op: OpCall) -> AxisRule:
+    """The rule of an operation: by its name, else whether it is elementwise."""
+    if op.func.namespace not in ("aten", "prims"):
+        return AXIS_RULES.get(f"{op.func.namespace}::{op.name}", opaque)
+    found = AXIS_RULES.get(op.name) or AXIS_RULES.get(op.name.removesuffix("_"))
+    if found is not None:
+        return found
+    return elementwise if torch.Tag.pointwise in op.func.tags else opaque

@@ -1,0 +1,243 @@
+"""Slices as text by name patterns: `blocks.*.attention.qkv.weight: 0/3x256:64`, and read again.
+
+A line is `PATTERN: DIM/SECTIONS`. In a pattern `*` stands for any letters and digits of one word,
+words being what dots separate. Sections are `TIMESxLENGTH:UNIT`, with commas between those that
+differ; `TIMESx` and `:UNIT` are left out where they are 1. Without lengths (`0/3x:64`, `1`) the
+whole dim is divided evenly. ` gather` behind it says that what comes out of the weight's product is
+gathered at once; `whole` in place of it all keeps what a more general pattern would slice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
+
+from torch import Tensor, nn
+
+from bigtrain.errors import ConfigError, did_you_mean
+from bigtrain.slicing.slices import Slices, SliceSection
+
+_KEY = "strategy.slice.slices"
+GATHER, WHOLE = "gather", "whole"
+_NUMBER = re.compile(r"\d+")
+_SPEC = re.compile(r"(\d+)(?:/([\dx:,]*))?(?:\s+(gather))?")
+_SECTION = re.compile(r"(?:(\d+)x)?(\d*)(?::(\d+))?")
+
+
+def spec_text(slices: Slices, *, gathered: bool = False) -> str:
+    """`0/3x256:64`: dim 0, three sections of 256 in units of 64."""
+    parts: list[str] = []
+    sections = list(slices.sections)
+    while sections:
+        first = sections[0]
+        times = next((n for n, s in enumerate(sections) if s != first), len(sections))
+        del sections[:times]
+        unit = f":{first.unit}" if first.unit > 1 else ""
+        parts.append(f"{f'{times}x' if times > 1 else ''}{first.length}{unit}")
+    return f"{slices.dim}/{','.join(parts)}{f' {GATHER}' if gathered else ''}"
+
+
+def merged_lines(texts: Mapping[str, str], others: Iterable[str]) -> dict[str, str]:
+    """One line for names that differ in numbers alone, where all that it matches have one text.
+
+    Args:
+        texts: by name.
+        others: names that have none, and that no line may match.
+    """
+    everything = [*texts, *(name for name in others if name not in texts)]
+    kinds: dict[str, list[str]] = {}
+    for name in everything:
+        kinds.setdefault(_NUMBER.sub("*", name), []).append(name)
+    found: dict[str, str] = {}
+    covered: set[str] = set()
+    for name, text in texts.items():
+        if name in covered:
+            continue
+        kind = kinds[_NUMBER.sub("*", name)]
+        pattern, matched = _widest(name, text, texts, kind)
+        covered |= matched
+        found[pattern] = text
+    return found
+
+
+def _widest(
+    name: str, text: str, texts: Mapping[str, str], kind: Sequence[str]
+) -> tuple[str, set[str]]:
+    """The pattern of most names of a kind that all have this text, with the fewest stars."""
+    places = [match.span() for match in _NUMBER.finditer(name)]
+    best, most = name, {name}
+    for count in range(1, min(len(places), 4) + 1):
+        for stars in combinations(places, count):
+            pattern = name
+            for begin, end in reversed(stars):
+                pattern = f"{pattern[:begin]}*{pattern[end:]}"
+            expression = pattern_expression(pattern)
+            matched = {other for other in kind if expression.fullmatch(other)}
+            if len(matched) > len(most) and all(texts.get(other) == text for other in matched):
+                best, most = pattern, matched
+    return best, most
+
+
+def pattern_expression(pattern: str) -> re.Pattern[str]:
+    """A name pattern as a regular expression."""
+    return re.compile(r"[^.]+".join(map(re.escape, pattern.split("*"))))
+
+
+def read_lines(
+    lines: Mapping[str, str], model: nn.Module, ranks: int
+) -> tuple[dict[str, Slices], frozenset[str]]:
+    """The slices of a model's parameters and buffers, as lines say.
+
+    Of several patterns that match a name, the one with the fewest stars counts. Tied names need one
+    line.
+
+    Args:
+        lines: specifications by pattern.
+        model: on any device.
+        ranks: of the tp axis.
+
+    Returns:
+        Slices by name, and the weights whose product is gathered at once.
+
+    Raises:
+        ConfigError: a pattern matches nothing, two of them say different things, or what they say
+            does not fit a tensor or the number of ranks.
+    """
+    state = _state(model)
+    said: dict[str, tuple[int, str, str]] = {}
+    for pattern, spec in lines.items():
+        expression, stars = pattern_expression(pattern), pattern.count("*")
+        names = [name for name in state if expression.fullmatch(name)]
+        if not names:
+            raise ConfigError(
+                f"{_KEY}: {pattern!r} is the name of no parameter or buffer"
+                f"{did_you_mean(pattern, list(state)) or '.'} The model has "
+                f"{', '.join(map(repr, list(state)[:3]))} and {max(0, len(state) - 3)} more."
+            )
+        for name in names:
+            before = said.get(name)
+            if before is not None and before[0] == stars and before[2] != spec:
+                raise ConfigError(
+                    f"{_KEY}: {before[1]!r} and {pattern!r} both match {name!r}, and say "
+                    f"{before[2]!r} and {spec!r}. Write a line for {name!r} itself."
+                )
+            if before is None or stars < before[0]:
+                said[name] = (stars, pattern, spec)
+    found: dict[str, Slices] = {}
+    gathered: set[str] = set()
+    for name, (_, pattern, spec) in said.items():
+        if spec.strip() == WHOLE:
+            continue
+        where = name if pattern == name else f"{name} ({pattern})"
+        found[name], gathers = read_spec(spec, tuple(state[name].shape), where)
+        check_ranks(found[name], ranks, where)
+        if gathers:
+            gathered.add(name)
+    return _with_tied(found, state), frozenset(gathered)
+
+
+def kept_names(keep: Sequence[str], model: nn.Module) -> frozenset[str]:
+    """The parameters and buffers of these modules, or of these names, under all their names.
+
+    Raises:
+        ConfigError: a pattern is the name of no module and no parameter.
+    """
+    state = _state(model)
+    found: set[str] = set()
+    for pattern in keep:
+        expression = re.compile(rf"{pattern_expression(pattern).pattern}(\..+)?")
+        matched = {name for name in state if expression.fullmatch(name)}
+        if not matched:
+            modules = [name for name, _ in model.named_modules() if name]
+            raise ConfigError(
+                f"strategy.slice.keep={pattern} is the name of no module with parameters"
+                f"{did_you_mean(pattern, modules) or '.'} The model has "
+                f"{', '.join(modules[:3])} and {max(0, len(modules) - 3)} more."
+            )
+        found |= matched
+    held = {id(state[name]) for name in found}
+    return frozenset(name for name, tensor in state.items() if id(tensor) in held)
+
+
+def read_spec(spec: str, shape: Sequence[int], where: str) -> tuple[Slices, bool]:
+    """The slices that a specification means for a tensor, and whether its product is gathered.
+
+    Raises:
+        ConfigError: it is none, or does not fit the shape.
+    """
+    match = _SPEC.fullmatch(spec.strip())
+    if match is None:
+        raise ConfigError(
+            f"{_KEY}: {where}: {spec!r} is not DIM/SECTIONS. Write it like 0/3x256:64 (dim 0, "
+            "three sections of 256 in units of 64), 1 (the whole of dim 1) or whole."
+        )
+    dim = int(match[1])
+    if dim >= len(shape):
+        raise ConfigError(
+            f"{_KEY}: {where}: {spec!r} slices dim {dim}, and the tensor {tuple(shape)} has "
+            f"{len(shape)} dims, the first of which is 0. Use a dim up to {len(shape) - 1}."
+        )
+    sections: list[SliceSection] = []
+    for part in (match[2] or "").split(","):
+        section = _SECTION.fullmatch(part)
+        times, length, unit = section.groups() if section is not None else ("0", "", "")
+        count = int(times or 1)
+        own = int(length) if length else shape[dim] // max(1, count)
+        if not count or not own or own % int(unit or 1):
+            raise ConfigError(
+                f"{_KEY}: {where}: in {spec!r} a section of {own} is no multiple of its unit "
+                f"{unit or 1}. Use a unit that divides it."
+            )
+        sections += [SliceSection(own, int(unit or 1))] * count
+    slices = Slices(dim, tuple(sections))
+    if slices.total != shape[dim]:
+        raise ConfigError(
+            f"{_KEY}: {where}: the sections of {spec!r} are {slices.total} long together, and dim "
+            f"{dim} of {tuple(shape)} is {shape[dim]}. Use sections that add up to it."
+        )
+    return slices, match[3] is not None
+
+
+def check_ranks(slices: Slices, ranks: int, where: str) -> None:
+    """Refuse slices of which not every rank would have a part.
+
+    Raises:
+        ConfigError: with the most ranks that would do.
+    """
+    if slices.most_ranks >= ranks:
+        return
+    fewest = min(slices.sections, key=lambda s: s.length // s.unit)
+    kind = f"units of {fewest.unit}" if fewest.unit > 1 else "places"
+    raise ConfigError(
+        f"mesh.tp={ranks}: {where} has {slices.most_ranks} {kind} along dim {slices.dim} "
+        f"({spec_text(slices)}), and each rank needs one. Use mesh.tp={slices.most_ranks} or less, "
+        "or keep it whole."
+    )
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    named = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    return dict(named)
+
+
+def _with_tied(found: Mapping[str, Slices], state: Mapping[str, Tensor]) -> dict[str, Slices]:
+    """The same for all names of a tensor.
+
+    Raises:
+        ConfigError: two names of one tensor have different slices.
+    """
+    by_tensor: dict[int, tuple[str, Slices]] = {}
+    for name, slices in found.items():
+        other, before = by_tensor.setdefault(id(state[name]), (name, slices))
+        if before != slices:
+            raise ConfigError(
+                f"{_KEY}: {other!r} and {name!r} are one tensor, and are sliced as "
+                f"{spec_text(before)} and {spec_text(slices)}. Write a line for one of them."
+            )
+    return {
+        name: by_tensor[id(tensor)][1] for name, tensor in state.items() if id(tensor) in by_tensor
+    }

@@ -1,0 +1,113 @@
+"""Weights that are sliced by themselves: what goes into their product and comes out is whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from bigtrain.machine.cluster import CommOp
+from bigtrain.slice_planning.axes import Dim, dim_length
+from bigtrain.slice_planning.axis_trace import AxisTrace
+from bigtrain.slice_planning.classes import SliceExchange
+from bigtrain.slice_planning.operations import HeldTensor, OpRecord
+from bigtrain.slicing.slices import Slices
+
+_TURNED = ("t", "transpose", "permute", "numpy_T", "detach")
+"""Views that only change the order of dims."""
+
+
+@dataclass
+class SingleForm:
+    """One weight, and its bias, sliced along one dim."""
+
+    slices: dict[str, Slices]
+    gathered: bool
+    """Along what comes out, which is gathered; else along what is summed over."""
+    parameter_bytes: int
+    exchanged: list[SliceExchange] = field(default_factory=list)
+    flops: int = 0
+
+    @property
+    def units(self) -> int:
+        """How many ranks can have a part."""
+        return min(slices.most_ranks for slices in self.slices.values())
+
+
+def single_forms(trace: AxisTrace) -> dict[str, list[SingleForm]]:
+    """For each weight that is only ever a factor of plain products how it can be sliced alone."""
+    products: dict[str, list[OpRecord]] = {}
+    others: set[str] = set()
+    for record in trace.records:
+        used = record.weight.weight if record.weight is not None else None
+        for tensor in record.inputs:
+            if tensor is used and tensor.base.name in trace.trained:
+                products.setdefault(tensor.base.name, []).append(record)
+            elif tensor.base.name and record.name not in _TURNED:
+                others.add(tensor.base.name)
+    biases = {bias.name for found in products.values() if (bias := _bias(found[0])) is not None}
+    forms = {}
+    for name, found in products.items():
+        if name in others:
+            continue
+        made = [form for out in (True, False) if (form := _form(found, gathered=out))]
+        if made:
+            forms[name] = made
+    own = {name: made for name, made in forms.items() if name not in biases}
+    return own if trace.failed else {**own, **_unused(trace)}
+
+
+def _unused(trace: AxisTrace) -> dict[str, list[SingleForm]]:
+    """Weights that the forward pass leaves alone cost nothing in slices."""
+    used = {tensor.base for record in trace.records for tensor in record.inputs}
+    found = {}
+    for held in trace.state.values():
+        if held not in used and held.name in trace.trained and len(held.dims) > 1:
+            n = max(range(len(held.dims)), key=lambda at: dim_length(held.dims[at]))
+            slices = {held.name: Slices.even(n, dim_length(held.dims[n]))}
+            found[held.name] = [SingleForm(slices, gathered=False, parameter_bytes=held.nbytes)]
+    return found
+
+
+def _form(records: list[OpRecord], *, gathered: bool) -> SingleForm | None:
+    """Along what comes out, or what is summed over, in all products of a weight."""
+    whole: SingleForm | None = None
+    for record in records:
+        use = record.weight
+        if use is None:
+            return None
+        weight, given = use.weight.base, use.given
+        n = _place(weight, use.out if gathered else use.summed)
+        if n is None:
+            return None
+        slices = {weight.name: Slices.even(n, dim_length(weight.dims[n]))}
+        size = weight.nbytes
+        bias = _bias(record)
+        if bias is not None and gathered:
+            slices[bias.name] = Slices.even(0, dim_length(bias.dims[0]))
+            size += bias.nbytes
+        kinds: tuple[CommOp, CommOp]
+        kinds = ("all_gather", "all_reduce") if gathered else ("all_reduce", "all_gather")
+        sent = [SliceExchange(kinds[0], record.outputs[0].nbytes, record.where)]
+        if given is not None and given.trained:
+            sent.append(SliceExchange(kinds[1], given.nbytes, record.where, backward=True))
+        if whole is None:
+            whole = SingleForm(slices, gathered, size, sent, record.flops)
+        elif whole.slices != slices:
+            return None
+        else:
+            whole.exchanged += sent
+            whole.flops += record.flops
+    return whole
+
+
+def _place(weight: HeldTensor, wanted: Dim | None) -> int | None:
+    """Which dim of a weight a product has; None where a view lies between."""
+    places = [n for n, dim in enumerate(weight.dims) if dim is wanted and dim]
+    return places[0] if len(places) == 1 else None
+
+
+def _bias(record: OpRecord) -> HeldTensor | None:
+    """What is added to a product, where it is a parameter of one dim."""
+    for tensor in record.inputs:
+        if tensor.name and len(tensor.dims) == 1:
+            return tensor
+    return None

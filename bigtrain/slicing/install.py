@@ -1,0 +1,202 @@
+"""A model made to hold slices: parameters of this rank's shape, which its code sees as whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from bigtrain.errors import ConfigError
+from bigtrain.slicing.exchange import SliceGroup
+from bigtrain.slicing.rules import (
+    attention,
+    indexing,
+    loss,
+    norms,
+    products,
+    shapes,
+)
+from bigtrain.slicing.sliced_tensor import SlicedTensor, as_operand
+from bigtrain.slicing.slices import Slices
+
+RULES = (
+    attention,
+    indexing,
+    loss,
+    norms,
+    products,
+    shapes,
+)
+"""The modules whose import fills the table of rules."""
+_LAYOUTS, _GROUP = "_bigtrain_slices", "_bigtrain_slice_group"
+
+
+class _Table(dict[str, Any]):
+    """A module's parameters or buffers by name: asked for one by one, sliced ones come as whole.
+
+    All of them at once, as for an optimizer or a checkpoint, are what this rank holds.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Any],
+        slices: Mapping[str, Slices],
+        group: SliceGroup,
+        gathered: Collection[str],
+    ) -> None:
+        super().__init__(tensors)
+        self._slices, self._group, self._gathered = slices, group, gathered
+
+    def __getitem__(self, name: str) -> Any:
+        value, slices = super().__getitem__(name), self._slices.get(name)
+        # Those of fully_shard are in its own hands between the passes.
+        if slices is None or not isinstance(value, Tensor) or isinstance(value, DTensor):
+            return value
+        sliced = SlicedTensor.of(value, slices, self._group)
+        sliced.gathers = name in self._gathered
+        return sliced
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As `__getitem__`."""
+        return self[name] if name in self else default  # noqa: SIM401 - that would be itself
+
+
+class SlicedModule(nn.Module):
+    """What is put before the class of a module with sliced tensors."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A buffer is given a new value, whole or sliced: this rank's slices are kept of it."""
+        slices = self.__dict__.get(_LAYOUTS, {}).get(name)
+        is_plain = slices is None or not isinstance(value, Tensor)
+        if not is_plain and not isinstance(value, (nn.Parameter, DTensor)):
+            if value.dim() <= slices.dim or value.shape[slices.dim] != slices.total:
+                raise ConfigError(
+                    f"strategy.slice: {type(self).__name__}.{name} is sliced, {slices.total} long "
+                    f"in dim {slices.dim}, and is set to a tensor of {list(value.shape)}. Keep the "
+                    "module whole: strategy.slice.keep=[NAME]."
+                )
+            value = as_operand(value, slices, self.__dict__[_GROUP])
+        super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A module with tensors of its own, among the same ranks."""
+        group = self.__dict__[_GROUP]
+        memo[id(group)] = group
+        own = getattr(super(), "__deepcopy__", None)
+        if own is not None:
+            return own(memo)
+        copied: Any = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        state = copy.deepcopy(super().__reduce_ex__(4)[2], memo)
+        copied.__setstate__(state)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled.
+
+        Raises:
+            ConfigError: always.
+        """
+        del protocol
+        raise ConfigError(
+            f"strategy.slice: {type(self).__name__} holds this rank's slices and is not pickled. "
+            "Save the checkpoint of the run, or the module's state_dict()."
+        )
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _sliced_class(own: type[nn.Module]) -> type[nn.Module]:
+    if own not in _CLASSES:
+        names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+        _CLASSES[own] = type(own.__name__, (SlicedModule, own), names)
+    return _CLASSES[own]
+
+
+def slice_modules(
+    model: nn.Module,
+    slices: Mapping[str, Slices],
+    group: SliceGroup,
+    gathered: Collection[str] = (),
+) -> None:
+    """Let the modules of a model see their parameters as whole, whatever a rank holds of them.
+
+    The parameters themselves are left as they are: see `slice_tensors`.
+
+    Args:
+        model: parameters have plain names; stages of a model have some of them.
+        slices: by plain name, of parameters and buffers; those that are not here are passed over.
+            Of a tied tensor one of its names is enough.
+        group: the ranks.
+        gathered: weights whose product is gathered at once, so that what follows has it whole.
+
+    Raises:
+        ConfigError: there are more ranks than parts of one, or its names are sliced in two ways.
+    """
+    by_tensor = _by_tensor(model, slices, group.size)
+    once = {id(tensor) for name, tensor in _named_tensors(model) if name in gathered}
+    for module in model.modules():
+        held = (*module._parameters.items(), *module._buffers.items())
+        own = {name: by_tensor[id(t)] for name, t in held if t is not None and id(t) in by_tensor}
+        if not own:
+            continue
+        if not isinstance(module, SlicedModule):
+            module.__class__ = _sliced_class(type(module))
+        alone = {name for name, t in held if id(t) in once}
+        for table in ("_parameters", "_buffers"):
+            module.__dict__[table] = _Table(module.__dict__[table], own, group, alone)
+        module.__dict__[_LAYOUTS], module.__dict__[_GROUP] = own, group
+
+
+def _by_tensor(model: nn.Module, slices: Mapping[str, Slices], size: int) -> dict[int, Slices]:
+    """The slices of each tensor, by its id."""
+    found: dict[int, tuple[str, Slices]] = {}
+    for name, tensor in _named_tensors(model):
+        if name not in slices:
+            continue
+        own = slices[name]
+        if own.most_ranks < size:
+            raise ConfigError(
+                f"strategy.slice: {name} can be dealt out to {own.most_ranks} ranks, and mesh.tp="
+                f"{size}. Keep it whole: strategy.slice.keep=[{name.rpartition('.')[0] or name}]."
+            )
+        other, before = found.setdefault(id(tensor), (name, own))
+        if before != own:
+            raise ConfigError(
+                f"strategy.slice: {other} and {name} are one tensor, and are sliced in two ways: "
+                f"{before} and {own}. Slice them alike."
+            )
+    return {key: own for key, (_, own) in found.items()}
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers under all of their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def sliced_tensors(model: nn.Module, slices: Mapping[str, Slices]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of a model that are sliced, by name, tied ones once."""
+    seen = set()
+    for name, tensor in _named_tensors(model):
+        if name in slices and id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+@torch.no_grad()
+def slice_tensors(model: nn.Module, slices: Mapping[str, Slices], group: SliceGroup) -> None:
+    """Let whole parameters and buffers of a model be what this rank holds of them."""
+    for name, tensor in sliced_tensors(model, slices):
+        tensor.data = own_slices(tensor, slices[name], group)
+
+
+def own_slices(whole: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
+    """What a rank holds of a whole tensor, in memory of its own."""
+    part = slices.local(whole.detach(), group.rank, group.size)
+    return part.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,218 @@
+"""What functions that pick elements by numbers or masks do with slices, along the other dims."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bigtrain.slicing.rules.shapes import pieces
+from bigtrain.slicing.sliced_tensor import (
+    SlicedTensor,
+    as_operand,
+    held,
+    is_sliced,
+    own_part,
+    rule,
+    rule_with_function,
+)
+
+_T: Any = torch.Tensor
+
+
+def _entries(tensor: Tensor, index: Any) -> list[Any] | None:
+    """An index as one entry for each dim, and for each dim that is added; None where it is odd."""
+    entries = list(index) if isinstance(index, tuple) else [index]
+    named = 0
+    for place, entry in enumerate(entries):
+        if isinstance(entry, bool) or is_sliced(entry):
+            return None
+        if isinstance(entry, list) and entry and all(type(n) is int for n in entry):
+            entries[place] = entry = torch.tensor(entry, device=tensor.device)
+        if isinstance(entry, Tensor):
+            is_mask = entry.dtype in (torch.bool, torch.uint8)
+            named += entry.dim() if is_mask else 1
+            if is_mask and not entry.dim():
+                return None
+        elif entry is None or entry is Ellipsis:
+            continue
+        elif isinstance(entry, (int, slice)):
+            named += 1
+        else:
+            return None
+    rest = [slice(None)] * (tensor.dim() - named)
+    at = next((n for n, entry in enumerate(entries) if entry is Ellipsis), len(entries))
+    return [*entries[:at], *rest, *entries[at + 1 :]]
+
+
+def _stretch(tensor: SlicedTensor, index: slice) -> SlicedTensor | None:
+    """A stretch of the sliced dim that is made of whole sections."""
+    total = tensor.shape[tensor.slices.dim]
+    start, stop, step = index.indices(total)
+    if step != 1 or stop <= start:
+        return None
+    if (start, stop) == (0, total):
+        return tensor
+    found = pieces(tensor, [n for n in (start, stop - start, total - stop) if n])
+    return None if found is None else found[1 if start else 0]
+
+
+def _placed(tensor: SlicedTensor, entries: list[Any]) -> tuple[SlicedTensor, int, int] | None:
+    """What is indexed on each rank; where its sliced dim lies in the result, of how many dims.
+
+    As torch does: first numbers, stretches and added dims; then tensors, whose dims come where the
+    first of them is, or in front where there is something between them.
+    """
+    source, place, wide, found = 0, 0, 0, None
+    chosen: list[int] = []
+    for number, entry in enumerate(entries):
+        if entry is None:
+            place += 1
+            continue
+        is_tensor = isinstance(entry, Tensor) and entry.dim() > 0
+        is_mask = is_tensor and entry.dtype in (torch.bool, torch.uint8)
+        width = entry.dim() if is_mask else 1
+        if source <= tensor.slices.dim < source + width:
+            part = _stretch(tensor, entry) if isinstance(entry, slice) else None
+            if part is None:
+                return None
+            tensor, found = part, place
+            entries[number] = slice(None)
+        if is_tensor:
+            chosen += range(place, place + width)
+            wide = max(wide, 1 if is_mask else entry.dim())
+        place += width if is_tensor or isinstance(entry, slice) else 0
+        source += width
+    if found is None:
+        return None
+    if chosen:
+        in_a_row = chosen == list(range(chosen[0], chosen[0] + len(chosen)))
+        before = sum(dim < found for dim in chosen)
+        found += (wide if not in_a_row or chosen[0] < found else 0) - before
+    return tensor, found, place - len(chosen) + wide
+
+
+@rule(_T.__getitem__)
+def _get(tensor: Any, index: Any) -> Any:
+    entries = _entries(tensor, index) if is_sliced(tensor) else None
+    placed = None if entries is None else _placed(tensor, entries)
+    if entries is None or placed is None:
+        return NotImplemented
+    part, dim, _ = placed
+    return part.like(held(part)[tuple(entries)], dim)
+
+
+@rule(_T.__setitem__)
+def _set(tensor: Any, index: Any, value: Any) -> Any:
+    entries = _entries(tensor, index) if is_sliced(tensor) else None
+    placed = None if entries is None else _placed(tensor, entries)
+    if entries is None or placed is None:
+        return NotImplemented
+    part, dim, count = placed
+    value = own_part(value, part.slices, dim - count, tensor.group)
+    held(part)[tuple(entries)] = value
+    tensor.change(held(tensor))
+    return None
+
+
+@rule(_T.select, torch.select)
+def _select(tensor: SlicedTensor, dim: int, index: Any) -> Any:
+    dim %= tensor.dim()
+    if dim == tensor.slices.dim or is_sliced(index):
+        return NotImplemented
+    place = tensor.slices.dim - (dim < tensor.slices.dim)
+    return tensor.like(held(tensor).select(dim, int(index)), place)
+
+
+@rule(_T.narrow, torch.narrow)
+def _narrow(tensor: SlicedTensor, dim: int, start: Any, length: int) -> Any:
+    begin = int(start) % max(1, tensor.shape[dim])
+    if dim % tensor.dim() != tensor.slices.dim:
+        return tensor.like(held(tensor).narrow(dim, begin, length))
+    found = _stretch(tensor, slice(begin, begin + length))
+    return NotImplemented if found is None else found
+
+
+@rule_with_function(_T.index_select, torch.index_select)
+def _index_select(func: Any, tensor: Any, dim: int, index: Any) -> Any:
+    if not is_sliced(tensor) or is_sliced(index) or dim % tensor.dim() == tensor.slices.dim:
+        return NotImplemented
+    return tensor.like(func(held(tensor), dim, index))
+
+
+def _main(dim: int, tensors: list[Any], changed: Any = None) -> SlicedTensor | None:
+    """The one by which tensors of as many dims are taken, where none is dealt out along the dim."""
+    main: Any = changed
+    if main is None:
+        main = max((tensor for tensor in tensors if is_sliced(tensor)), key=Tensor.numel)
+    if not is_sliced(main) or any(tensor.dim() != main.dim() for tensor in tensors):
+        return None
+    place = main.slices.dim
+    same = all(tensor.shape[place] == main.shape[place] for tensor in tensors)
+    return main if same and dim % main.dim() != place else None
+
+
+@rule_with_function(_T.gather, torch.gather, _T.take_along_dim, torch.take_along_dim)
+def _gather(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    names = ("indices", "dim") if "along" in func.__name__ else ("dim", "index")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    index, dim = given.pop("indices", given.pop("index", None)), given.pop("dim", None)
+    if given.pop("sparse_grad", False) or given or dim is None:
+        return NotImplemented
+    main = _main(dim, [tensor, index])
+    if main is None:
+        return NotImplemented
+    values, places = (as_operand(t, main.slices, main.group) for t in (tensor, index))
+    if names[0] == "indices":
+        return main.like(torch.take_along_dim(values, places, dim))
+    return main.like(values.gather(dim, places))
+
+
+@rule_with_function(
+    *(getattr(home, name) for home in (_T, torch) for name in ("scatter", "scatter_add")),
+    *(_T.scatter_, _T.scatter_add_),
+)
+def _scatter(func: Any, tensor: Any, dim: int, index: Any, src: Any = None, **kwargs: Any) -> Any:
+    changes = func.__name__.endswith("_")
+    tensors = [t for t in (tensor, index, src) if isinstance(t, Tensor) and t.dim()]
+    main = _main(dim, tensors, tensor if changes else None)
+    if main is None or kwargs.get("out") is not None:
+        return NotImplemented
+    own = [as_operand(t, main.slices, main.group) for t in (tensor, index)]
+    if isinstance(src, Tensor):
+        kwargs["src"] = as_operand(src, main.slices if src.dim() else None, main.group)
+    elif src is not None:
+        kwargs["value"] = src
+    local = func(own[0], dim, own[1], **kwargs)
+    return main.change(local) if changes else main.like(local)
+
+
+@rule_with_function(
+    *(getattr(home, f"index_{name}") for home in (_T, torch) for name in ("add", "copy")),
+    *(_T.index_add_, _T.index_copy_),
+)
+def _index_write(func: Any, tensor: Any, dim: int, index: Any, source: Any, **kwargs: Any) -> Any:
+    if is_sliced(index) or not is_sliced(tensor) or dim % tensor.dim() == tensor.slices.dim:
+        return NotImplemented
+    if source.dim() != tensor.dim():
+        return NotImplemented
+    own = as_operand(source, tensor.slices, tensor.group)
+    local = func(held(tensor), dim, index, own, **kwargs)
+    return tensor.change(local) if func.__name__.endswith("_") else tensor.like(local)
+
+
+@rule(F.one_hot)
+def _one_hot(tensor: SlicedTensor, num_classes: int = -1) -> Any:
+    if num_classes < 0:
+        return NotImplemented
+    return tensor.like(F.one_hot(held(tensor), num_classes))
+
+
+@rule(F.grid_sample)
+def _grid_sample(x: Any, grid: Any, *args: Any, **kwargs: Any) -> Any:
+    if not is_sliced(x) or x.slices.dim > 1:
+        return NotImplemented
+    slices = x.slices if x.slices.dim == 0 else None
+    return x.like(F.grid_sample(held(x), as_operand(grid, slices, x.group), *args, **kwargs))

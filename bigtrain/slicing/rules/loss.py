@@ -1,0 +1,177 @@
+"""Cross entropy of logits whose classes are dealt out to the ranks: no rank has them all.
+
+Of each target three numbers are exchanged: the largest logit, the sum of exponentials, and what
+belongs to the target. With label smoothing a fourth, the sum of all logits: a rank's own mean would
+be another number. Where the targets are dealt out, each rank has the losses of its own.
+
+Source: Shoeybi et al. 2019 (arXiv 1909.08053), section 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from bigtrain.slicing.exchange import SliceGroup, all_reduce
+from bigtrain.slicing.sliced_tensor import SlicedTensor, held, is_sliced, rule, whole_of
+from bigtrain.slicing.slices import Slices
+
+
+@rule(F.cross_entropy)
+def _cross_entropy(
+    logits: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    old = size_average is not None or reduce is not None
+    if not is_sliced(logits) or is_sliced(target) or old or logits.dim() < 2:
+        return NotImplemented
+    by_classes = logits.slices.dim == 1
+    if target.dtype.is_floating_point or (by_classes and len(logits.slices.sections) > 1):
+        return NotImplemented
+    weight = whole_of(weight)
+    if by_classes:
+        losses: Any = _by_classes(logits, target, weight, ignore_index, label_smoothing)
+    else:
+        losses = _by_targets(logits, target, weight, ignore_index, label_smoothing)
+    if reduction == "none":
+        return losses
+    total = losses.sum()  # of losses in slices it is made whole here
+    return total / _count(target, weight, ignore_index) if reduction == "mean" else total
+
+
+def _count(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """What a mean divides by: the valid targets, or their classes' weights."""
+    valid = target != ignore_index
+    if weight is None:
+        return valid.sum()
+    return weight[target.masked_fill(~valid, 0)].masked_fill(~valid, 0.0).sum()
+
+
+def _by_targets(
+    logits: SlicedTensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float
+) -> SlicedTensor:
+    """Losses of this rank's targets, which has all classes of them."""
+    group, dim = logits.group, logits.slices.dim
+    place = dim - 1 if dim else 0
+    own = logits.slices.at(place).local(target, group.rank, group.size)
+    losses = F.cross_entropy(
+        held(logits),
+        own,
+        weight,
+        ignore_index=ignore_index,
+        reduction="none",
+        label_smoothing=smoothing,
+    )
+    return logits.like(losses, place)
+
+
+def _by_classes(
+    logits: SlicedTensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float
+) -> Tensor:
+    """Losses of all targets, whose classes are dealt out."""
+    local, group = held(logits), logits.group
+    if local.dim() > 2:  # (batch, classes, ...) to (targets, classes)
+        local = local.movedim(1, -1).reshape(-1, local.shape[1])
+    if torch.is_autocast_enabled(local.device.type) and local.dtype != torch.float64:
+        local = local.float()
+    of = _Targets(logits.slices, group, ignore_index, smoothing, weight)
+    losses: Tensor = _Losses.apply(local, target.reshape(-1), of)
+    return losses.view(target.shape)
+
+
+@dataclass(frozen=True)
+class _Targets:
+    """What is known beside logits and targets."""
+
+    slices: Slices
+    """Of the classes."""
+    group: SliceGroup
+    ignore_index: int
+    smoothing: float
+    weight: Tensor | None
+    """Of all classes."""
+
+    @property
+    def begin(self) -> int:
+        return self.slices.parts(self.group.rank, self.group.size)[0][0]
+
+    @property
+    def length(self) -> int:
+        return self.slices.length(self.group.rank, self.group.size)
+
+    def own_weights(self) -> Tensor | None:
+        return None if self.weight is None else self.weight.narrow(0, self.begin, self.length)
+
+    @property
+    def all_weights(self) -> Any:
+        """The sum over the classes."""
+        return self.slices.total if self.weight is None else self.weight.sum()
+
+
+class _Losses(torch.autograd.Function):
+    """(targets, own classes) to the loss of each target, equal on all ranks.
+
+    With classes' weights w, of C classes, target t, smoothing e and logits z it is
+    (1 - e) w_t (log Z - z_t) + e / C sum_c w_c (log Z - z_c), as torch has it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, of: _Targets) -> Tensor:
+        full = torch.promote_types(logits.dtype, torch.float32)
+        highest = all_reduce(logits.amax(1).to(full), of.group, dist.ReduceOp.MAX)
+        shifted = logits.to(full) - highest.unsqueeze(1)
+        ignored = target == of.ignore_index
+        place = target - of.begin
+        elsewhere = (place < 0) | (place >= of.length) | ignored
+        place = place.masked_fill(elsewhere, 0)
+        rows = [shifted.gather(1, place.unsqueeze(1)).squeeze(1).masked_fill(elsewhere, 0.0)]
+        if of.smoothing:
+            own = of.own_weights()
+            rows.append(shifted.sum(1) if own is None else shifted @ own.to(full))
+        probabilities = shifted.exp_()
+        sums = all_reduce(torch.stack([probabilities.sum(1), *rows]), of.group)
+        log_total = sums[0].log()
+        losses = log_total - sums[1]
+        weights = None
+        if of.weight is not None:
+            weights = of.weight.to(full)[target.masked_fill(ignored, 0)]
+            losses = losses * weights
+        if of.smoothing:
+            even = (log_total * of.all_weights - sums[2]) / of.slices.total
+            losses = (1 - of.smoothing) * losses + of.smoothing * even
+        probabilities.div_(sums[0].unsqueeze(1))
+        ctx.save_for_backward(probabilities, place, elsewhere, ignored, weights)
+        ctx.of, ctx.dtype = of, logits.dtype
+        return losses.masked_fill(ignored, 0.0).to(logits.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        probabilities, place, elsewhere, ignored, weights = ctx.saved_tensors
+        of: _Targets = ctx.of
+        rows = gradient.to(probabilities.dtype).masked_fill(ignored, 0.0).unsqueeze(1)
+        share = of.smoothing / of.slices.total
+        own = of.own_weights()
+        hit = (~elsewhere).to(probabilities.dtype).mul_(of.smoothing - 1.0)
+        if own is None:
+            result = probabilities.clone()  # what belongs to the target and to all classes is 1
+        else:
+            hit.mul_(weights)
+            of_all = (1.0 - of.smoothing) * weights + share * of.all_weights
+            result = probabilities * of_all.unsqueeze(1)
+        if of.smoothing:
+            result.sub_(share if own is None else share * own.to(result.dtype))
+        result.scatter_add_(1, place.unsqueeze(1), hit.unsqueeze(1))
+        return result.mul_(rows).to(ctx.dtype), None, None

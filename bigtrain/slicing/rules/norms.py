@@ -1,0 +1,299 @@
+"""What norms, reductions, pooling and dropout do with slices: they act along other dims."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bigtrain.slicing.exchange import SliceGroup, all_gather, part_of, summed
+from bigtrain.slicing.rules.pointwise import words
+from bigtrain.slicing.sliced_tensor import (
+    SlicedTensor,
+    as_operand,
+    held,
+    is_sliced,
+    rule,
+    rule_with_function,
+)
+from bigtrain.slicing.slices import Slices
+
+_T: Any = torch.Tensor
+
+
+@contextmanager
+def own_random(group: SliceGroup, *, draws: bool = True) -> Iterator[None]:
+    """Random numbers of this rank's own, for what is sliced, inside of a `with` block.
+
+    They begin with one number of the common stream and the rank's place, so that the ranks stay in
+    step outside, and a block that is computed again draws the same.
+    """
+    if not draws:
+        yield
+        return
+    seed = int(torch.randint(1 << 62, ()).item()) if group.group is not None else 0
+    if group.group is None:  # fakes draw nothing
+        yield
+        return
+    with torch.random.fork_rng(devices=_devices()):
+        torch.manual_seed(seed + group.rank)
+        yield
+
+
+def _devices() -> list[int]:
+    return [torch.cuda.current_device()] if torch.cuda.is_available() else []
+
+
+@rule_with_function(
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout
+)
+def _dropout(
+    func: Any,
+    tensor: SlicedTensor,
+    p: float = 0.5,
+    training: bool = True,  # noqa: FBT001, FBT002 - torch's own
+    inplace: bool = False,  # noqa: FBT001, FBT002
+) -> Any:
+    # Whole channels are dropped: where these are not dealt out, all ranks drop the same ones.
+    channel = min(1, tensor.dim() - 2)
+    by_channel = func not in (F.dropout, F.alpha_dropout) and tensor.slices.dim > channel
+    with own_random(tensor.group, draws=training and p > 0 and not by_channel):
+        local = func(held(tensor), p, training, inplace)
+    return tensor.like(local)
+
+
+@rule(F.rrelu)
+def _rrelu(x: SlicedTensor, *args: Any, **kwargs: Any) -> Any:
+    with own_random(x.group):
+        return x.like(F.rrelu(held(x), *args, **kwargs))
+
+
+_ALONG = words("softmax log_softmax cumsum cumprod cummax cummin logcumsumexp sort argsort")
+_TRANSFORMS = words("fft ifft rfft irfft fft2 ifft2 rfft2 irfft2")
+
+
+@rule_with_function(
+    *(getattr(home, name) for home in (torch, _T) for name in _ALONG),
+    *(F.softmax, F.log_softmax, F.softmin, F.normalize, F.glu),
+    *(getattr(torch.fft, name) for name in _TRANSFORMS),
+)
+def _along_dim(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    name = func.__name__
+    is_transform = name in _TRANSFORMS
+    place = 1 if func is F.normalize or is_transform else 0
+    usual = 1 if func is F.normalize else (-2, -1) if name.endswith("fft2") else -1
+    dim = kwargs.get("dim", args[place] if len(args) > place else usual)
+    dims = [dim] if isinstance(dim, int) else dim
+    if not is_sliced(x) or isinstance(dim, bool) or not isinstance(dims, (tuple, list)):
+        return NotImplemented
+    if kwargs.get("out") is not None:
+        return NotImplemented
+    if x.slices.dim in [d % x.dim() for d in dims]:
+        return _gated(x) if func is F.glu else NotImplemented
+    found = func(held(x), *args, **kwargs)
+    if isinstance(found, Tensor):
+        return x.like(found)
+    return type(found)([x.like(part) for part in found])
+
+
+def _gated(tensor: SlicedTensor) -> Any:
+    first, gate = tensor.chunk(2, tensor.slices.dim)
+    return first * torch.sigmoid(gate)
+
+
+@rule_with_function(F.layer_norm, F.rms_norm, torch.rms_norm)
+def _layer_norm(
+    func: Any, x: Any, shape: Sequence[int], weight: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    if not is_sliced(x) or x.negative_dim >= -len(shape):
+        return NotImplemented
+
+    def own(value: Any) -> Any:
+        return as_operand(value, None, x.group) if isinstance(value, Tensor) else value
+
+    named = {name: own(value) for name, value in kwargs.items()}
+    return x.like(func(held(x), shape, own(weight), *map(own, args), **named))
+
+
+class _Statistics:
+    """Running statistics of a norm, and the part of them that goes with a rank's channels."""
+
+    def __init__(self, whole: Any, slices: Slices, group: SliceGroup) -> None:
+        self._whole, self._slices, self._group = whole, slices, group
+        self.own = None if whole is None else as_operand(whole, slices, group)
+        if self.own is not None and not self._is_held():
+            self.own = self.own.clone()
+
+    def _is_held(self) -> bool:
+        return is_sliced(self._whole) and self.own is held(self._whole)
+
+    def put_back(self) -> None:
+        """Let the buffer have what has become of a part of it that was taken out."""
+        if self.own is None or self._is_held():
+            return
+        now = all_gather(self.own, self._slices, self._group)
+        if is_sliced(self._whole):
+            now = part_of(now, self._whole.slices, self._group)
+        (held(self._whole) if is_sliced(self._whole) else self._whole).copy_(now)
+
+
+def _by_channel(
+    func: Any, x: Any, statistics: Sequence[Any], affine: Sequence[Any], options: Any, changes: Any
+) -> Any:
+    """A norm that treats each channel, dim 1, by itself."""
+    sliced = [t for t in (*statistics, *affine) if is_sliced(t)]
+    if is_sliced(x) and x.slices.dim == 1:
+        sliced = [x]
+    if not sliced or x.dim() < 2:
+        return NotImplemented
+    slices, group = sliced[0].slices.at(0), sliced[0].group
+    running = [_Statistics(t, slices, group) for t in statistics]
+    parts = [None if t is None else as_operand(t, slices, group) for t in affine]
+    own = as_operand(x, slices.at(1), group)
+    local = func(own, *(one.own for one in running), *parts, *options)
+    if changes:
+        for one in running:
+            one.put_back()
+    return SlicedTensor.of(local, slices.at(1), group)
+
+
+@rule(F.batch_norm)
+def _batch_norm(
+    x: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,  # noqa: FBT001, FBT002 - torch's own
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    options = (training, momentum, eps)
+    statistics, affine = (running_mean, running_var), (weight, bias)
+    return _by_channel(F.batch_norm, x, statistics, affine, options, training)
+
+
+@rule(F.instance_norm)
+def _instance_norm(
+    x: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,  # noqa: FBT001, FBT002 - torch's own
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    options = (use_input_stats, momentum, eps)
+    statistics, affine = (running_mean, running_var), (weight, bias)
+    return _by_channel(F.instance_norm, x, statistics, affine, options, use_input_stats)
+
+
+@rule(torch._weight_norm)
+def _weight_norm(direction: Any, length: Any, dim: int = 0) -> Any:
+    others = [d for d in range(direction.dim()) if d != dim]
+    squares = (direction * direction).sum(others, keepdim=True)
+    return direction * (length / squares.sqrt())
+
+
+@rule(F.group_norm)
+def _group_norm(
+    x: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Any:
+    if not is_sliced(x) or x.slices.dim > 1:
+        return NotImplemented
+    group, slices = x.group, x.slices
+    if slices.dim == 0:
+        own, own_bias = (None if t is None else as_operand(t, None, group) for t in (weight, bias))
+        return x.like(F.group_norm(held(x), num_groups, own, own_bias, eps))
+    each = x.shape[1] // num_groups
+    if any(
+        n % each
+        for rank in range(group.size)
+        for part in slices.parts(rank, group.size)
+        for n in part
+    ):
+        return NotImplemented
+    own_groups = slices.length(group.rank, group.size) // each
+    at = slices.at(0)
+    own, own_bias = (None if t is None else as_operand(t, at, group) for t in (weight, bias))
+    return x.like(F.group_norm(held(x), own_groups, own, own_bias, eps))
+
+
+_POOLS = words(
+    """
+avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d adaptive_avg_pool1d
+adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d lp_pool1d lp_pool2d
+interpolate upsample
+"""
+)
+_INDEXED = [f"{kind}max_pool{n}d" for kind in ("", "adaptive_") for n in (1, 2, 3)]
+_DIMS = {"1d": 1, "2d": 2, "3d": 3}
+
+
+@rule_with_function(
+    *(getattr(F, name) for name in _POOLS),
+    torch.max_pool1d,
+    torch.max_pool2d,
+    torch.max_pool3d,
+    torch.avg_pool1d,
+    torch.adaptive_avg_pool1d,
+    torch.adaptive_max_pool1d,
+    *(getattr(F, f"{name}_with_indices") for name in _INDEXED),
+)
+def _pool(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    name = func.__name__.removesuffix("_with_indices")
+    spatial = _DIMS.get(name[-2:], x.dim() - 2)
+    if not is_sliced(x) or x.negative_dim >= -spatial:
+        return NotImplemented
+    found = func(held(x), *args, **kwargs)
+    return x.like(found) if isinstance(found, Tensor) else tuple(x.like(part) for part in found)
+
+
+_REDUCTIONS = words(
+    """
+sum mean amax amin prod std var logsumexp all any norm max min argmax argmin topk nansum nanmean
+median std_mean var_mean aminmax count_nonzero
+"""
+)
+
+
+@rule_with_function(
+    *(getattr(home, name) for home in (torch, _T) for name in _REDUCTIONS if hasattr(home, name)),
+    torch.linalg.vector_norm,
+)
+def _reduce(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    given = (*args, *kwargs.values())
+    if not is_sliced(x) or any(isinstance(value, Tensor) for value in given):
+        return NotImplemented
+    name = func.__name__
+    place = 1 if name in ("norm", "vector_norm", "linalg_vector_norm", "topk") else 0
+    dim = kwargs.get("dim", args[place] if len(args) > place else -1 if name == "topk" else None)
+    if isinstance(dim, bool) or dim is None or dim in ((), []):
+        dims = list(range(x.dim()))
+    else:
+        dims = [d % x.dim() for d in ([dim] if isinstance(dim, int) else dim)]
+    if x.slices.dim in dims:
+        return _sum(x, name, args, kwargs) if name in ("sum", "mean") else NotImplemented
+    found = func(held(x), *args, **kwargs)
+    tensors = [found] if isinstance(found, Tensor) else list(found)
+    kept = tensors[0].dim() == x.dim()
+    at = x.slices.dim - (0 if kept else sum(d < x.slices.dim for d in dims))
+    own = [x.like(t, at) for t in tensors]
+    if isinstance(found, Tensor):
+        return own[0]
+    return tuple(own) if type(found) is tuple else type(found)(own)
+
+
+def _sum(x: SlicedTensor, name: str, args: Any, kwargs: Any) -> Any:
+    """A sum or a mean over the sliced dim: each rank's, added up."""
+    local = held(x)
+    if name == "sum":
+        return summed(torch.sum(local, *args, **kwargs), x.group)
+    # A mean by its share: the sum may be more than its type can hold.
+    share = local.shape[x.slices.dim] / x.slices.total
+    return summed(torch.mean(local, *args, **kwargs) * share, x.group)

@@ -1,0 +1,422 @@
+"""What products do with slices: columns, rows, heads, channels and the vocabulary.
+
+By the letters of a product (as einsum has them): where the sliced letter stays in the result, the
+result is sliced; where it is summed over, each rank has a part of the sum, and all add theirs up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bigtrain.slicing.columns import column_linear, forget_input
+from bigtrain.slicing.exchange import (
+    SliceGroup,
+    summed,
+)
+from bigtrain.slicing.sequence import total
+from bigtrain.slicing.sliced_tensor import (
+    SlicedTensor,
+    as_operand,
+    held,
+    is_sliced,
+    rule,
+    rule_with_function,
+    shares_memory,
+)
+from bigtrain.slicing.slices import Slices, SliceSection
+
+_T = torch.Tensor
+
+
+def product(
+    letters: Sequence[str],
+    result: str,
+    operands: Sequence[Any],
+    compute: Callable[..., Tensor],
+    main: int | None = None,
+    add_up: Callable[[Tensor, SliceGroup], Any] = summed,
+) -> Any:
+    """A product by its letters, on slices.
+
+    Args:
+        letters: for each operand one of each dim.
+        result: those of the result; others are summed over.
+        operands: at least one of them sliced.
+        compute: the product of plain tensors.
+        main: the operand by whose slices it is computed; left out, the first that is sliced.
+        add_up: what makes the whole of parts of a sum.
+    """
+    sliced = [n for n, operand in enumerate(operands) if is_sliced(operand)]
+    if not sliced:
+        return compute(*operands)
+    chosen = operands[sliced[0] if main is None else main]
+    letter = letters[sliced[0] if main is None else main][chosen.slices.dim]
+    group = chosen.group
+    forget_input(group)
+    own = [
+        as_operand(
+            operand,
+            chosen.slices.at(names.index(letter))
+            if letter in names and operand.shape[names.index(letter)] > 1
+            else None,
+            group,
+        )
+        for names, operand in zip(letters, operands, strict=True)
+    ]
+    local = compute(*own)
+    if letter not in result:
+        # It is added up in place, and in inference mode a view does not say that it is one.
+        is_own = not any(shares_memory(local, operand) for operand in own)
+        return add_up(local if is_own else local.clone(), group)
+    return SlicedTensor.of(local, chosen.slices.at(result.index(letter)), group)
+
+
+def _names(count: int) -> str:
+    return "abcdefgh"[:count]
+
+
+@rule(F.linear)
+def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    return _gathered_once(linear(x, weight, bias), weight)
+
+
+def _gathered_once(result: Any, weight: Any) -> Any:
+    """The result of a product, whole where that is wanted of its weight."""
+    wanted = is_sliced(weight) and weight.gathers and is_sliced(result)
+    return result.whole() if wanted else result
+
+
+def linear(x: Any, weight: Any, bias: Any, sequence_dim: int | None = None) -> Any:
+    """A linear layer, where its input or its weight is sliced.
+
+    Args:
+        x: (..., width).
+        weight: (columns, width).
+        bias: (columns,), or None.
+        sequence_dim: of `x`; None leaves that to the group.
+    """
+    if is_sliced(weight) and weight.slices.dim == 0:
+        fused = _is_like(bias, weight)
+        local = _columns(x, weight, held(bias) if fused and bias is not None else None)
+        result = SlicedTensor.of(local, weight.slices.at(local.dim() - 1), weight.group)
+        return result if fused else _with_bias(result, bias)
+    names = _names(x.dim() - 1)
+    result = product(
+        (f"{names}x", "yx"),
+        f"{names}y",
+        (x, weight),
+        F.linear,
+        1 if is_sliced(weight) else None,
+        _adds_up(x, sequence_dim),
+    )
+    return _with_bias(result, bias)
+
+
+def _adds_up(x: Any, sequence_dim: int | None = None) -> Callable[[Tensor, SliceGroup], Any]:
+    """What makes the whole of the parts that a linear layer of this input gives."""
+    rows = x.rows if is_sliced(x) else ()
+    return lambda partial, group: total(partial, group, sequence_dim, rows)
+
+
+def _is_like(bias: Any, weight: SlicedTensor) -> bool:
+    """Whether a bias is dealt out as the columns are, or there is none."""
+    if not is_sliced(bias):
+        return bias is None
+    return bool(bias.slices.same(weight.slices, weight.group.size))
+
+
+def _columns(x: Any, weight: SlicedTensor, bias: Tensor | None) -> Tensor:
+    """What a linear layer gives in the columns of this rank."""
+    group = weight.group
+    if is_sliced(x) and x.slices.dim == x.dim() - 1:  # gathered, with a gradient that is partial
+        return F.linear(as_operand(x, None, group), held(weight), bias)
+    return column_linear(x, held(weight), bias, group)
+
+
+def _with_bias(result: Any, bias: Any, dim: int = -1) -> Any:
+    """Add a bias along a dim: once, after what is partial was added up."""
+    if bias is None:
+        return result
+    bias = bias.to(result.dtype)  # as an autocast has chosen it
+    shape = [1] * result.dim()
+    shape[dim] = -1
+    return result + (bias if dim == -1 else bias.reshape(shape))
+
+
+@rule_with_function(torch.matmul, _T.matmul, _T.__matmul__, _T.__rmatmul__)
+def _matmul(func: Any, a: Any, b: Any) -> Any:
+    if func is _T.__rmatmul__:
+        a, b = b, a
+    if a.dim() < 2 and b.dim() < 2:
+        return product("xx", "", (a, b), torch.dot)
+    if a.dim() < 2:
+        return torch.matmul(a.unsqueeze(0), b).squeeze(-2)
+    if b.dim() < 2:
+        return torch.matmul(a, b.unsqueeze(1)).squeeze(-1)
+    if b.dim() == 2:
+        return _times(a, b)
+    batch = max(a.dim(), b.dim()) - 2
+    names = _names(batch)
+    # A batch dim of one element is broadcast: it has no letter of the other's.
+    first = _batch_names(a, names) + "xy"
+    second = _batch_names(b, names) + "yz"
+    return product((first, second), f"{names}xz", (a, b), torch.matmul)
+
+
+def _times(x: Any, matrix: Any) -> Any:
+    """A product with a matrix (width, columns), as a linear layer is."""
+    if is_sliced(matrix) and matrix.slices.dim == 1:
+        columns = SlicedTensor.of(held(matrix).t(), matrix.slices.at(0), matrix.group)
+        return matrix.like(_columns(x, columns, None), x.dim() - 1)
+    names = _names(x.dim() - 1)
+    main = 1 if is_sliced(matrix) else None
+    return product((f"{names}x", "xy"), f"{names}y", (x, matrix), torch.matmul, main, _adds_up(x))
+
+
+def _batch_names(tensor: Tensor, names: str) -> str:
+    count = tensor.dim() - 2
+    own = names[len(names) - count :] if count else ""
+    sizes = tensor.shape[:count]
+    return "".join(n.upper() if size == 1 else n for n, size in zip(own, sizes, strict=True))
+
+
+_VECTORS = {
+    "dot": ("x", "x", ""),
+    "vdot": ("x", "x", ""),
+    "mv": ("xy", "y", "x"),
+    "outer": ("x", "y", "xy"),
+}
+
+
+@rule_with_function(*(getattr(home, name) for home in (torch, _T) for name in _VECTORS))
+def _vectors(func: Any, a: Any, b: Any) -> Any:
+    first, second, result = _VECTORS[func.__name__]
+    return product((first, second), result, (a, b), func)
+
+
+@rule(F.bilinear)
+def _bilinear(a: Any, b: Any, weight: Any, bias: Any = None) -> Any:
+    names = _names(a.dim() - 1)
+    letters = (f"{names}x", f"{names}y", "zxy")
+    main = 2 if is_sliced(weight) else None
+    return _with_bias(product(letters, f"{names}z", (a, b, weight), F.bilinear, main), bias)
+
+
+@rule(torch.bmm, _T.bmm)
+def _bmm(a: Any, b: Any) -> Any:
+    return product(("axy", "ayz"), "axz", (a, b), torch.bmm)
+
+
+@rule(torch.mm, _T.mm)
+def _mm(a: Any, b: Any) -> Any:
+    return _times(a, b)
+
+
+@rule(torch.addmm, _T.addmm)
+def _addmm(added: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    return _gathered_once(_with_added(torch.mm(a, b), added, beta, alpha), b)
+
+
+def _with_added(result: Any, added: Any, beta: float, alpha: float) -> Any:
+    result = result if alpha == 1 else result * alpha
+    if beta == 0:
+        return result
+    added = added.to(result.dtype)  # as an autocast has chosen it
+    return result + (added if beta == 1 else added * beta)
+
+
+@rule(torch.baddbmm, _T.baddbmm)
+def _baddbmm(added: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    return _with_added(torch.bmm(a, b), added, beta, alpha)
+
+
+@rule(torch.einsum)
+def _einsum(equation: Any, *operands: Any) -> Any:
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str):
+        return NotImplemented
+    letters, result = _spelled(equation.replace(" ", ""), operands)
+    dealt = [n[t.slices.dim] for n, t in zip(letters, operands, strict=True) if is_sliced(t)]
+    if any(names.count(letter) > 1 for names in letters for letter in dealt):
+        return NotImplemented  # a diagonal
+    return product(letters, result, operands, lambda *own: torch.einsum(equation, *own))
+
+
+def _spelled(equation: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
+    """The letters of each operand and of the result, with those that dots stand for."""
+    inputs, arrow, result = equation.partition("->")
+    letters = inputs.split(",")
+    if not arrow:
+        once = sorted(n for n in set(inputs) if n.isalpha() and inputs.count(n) == 1)
+        result = ("..." if "..." in inputs else "") + "".join(once)
+    spare = [chr(n) for n in (*range(65, 91), *range(97, 123)) if chr(n) not in equation]
+    found = []
+    widest = ""
+    for names, operand in zip(letters, operands, strict=True):
+        count = operand.dim() - len(names) + 3 if "..." in names else 0
+        own = "".join(reversed(spare[:count]))
+        widest = max(widest, own, key=len)
+        found.append(names.replace("...", own))
+    return found, result.replace("...", widest)
+
+
+@rule_with_function(F.conv1d, F.conv2d, F.conv3d)
+def _conv(
+    func: Any,
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
+    if x.dim() < weight.dim():
+        return func(x.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
+
+    def compute(own: Tensor, kernels: Tensor, own_groups: int = groups) -> Any:
+        return func(own, kernels, None, stride, padding, dilation, own_groups)
+
+    if any(is_sliced(t) and t.slices.dim > 1 for t in (x, weight)):
+        return NotImplemented
+    if groups > 1:
+        result = _grouped(compute, x, weight, groups, weight.shape[0] // groups)
+    else:
+        spatial = "hwd"[: weight.dim() - 2]
+        letters = (f"bx{spatial}", f"yx{spatial.upper()}")
+        main = 1 if is_sliced(weight) else None
+        result = product(letters, f"by{spatial}", (x, weight), compute, main)
+    if result is NotImplemented:
+        return result
+    return _gathered_once(_with_bias(result, bias, 1), weight)
+
+
+def _grouped(
+    compute: Callable[..., Any],
+    x: Any,
+    weight: Any,
+    groups: int,
+    outer: int,
+    *,
+    turned: bool = False,
+) -> Any:
+    """A convolution by groups of channels: those of a rank go together.
+
+    Args:
+        compute: of plain tensors and a number of groups.
+        x: (batch, channels, ...).
+        weight: its first dim goes through the groups.
+        groups: more than one.
+        outer: channels of the result for each of them.
+        turned: it is a transposed convolution: the second dim of its weight is that of its result.
+    """
+    if not is_sliced(x) and not is_sliced(weight):
+        return compute(x, weight, groups)
+    group = (weight if is_sliced(weight) else x).group
+    if is_sliced(x) and x.slices.dim == 0:
+        return x.like(compute(held(x), as_operand(weight, None, group), groups))
+    if is_sliced(weight) and weight.slices.dim == 1:  # the same part of each group
+        each = Slices(1, weight.slices.sections * groups)
+        if turned:
+            local = compute(as_operand(x, None, group), held(weight), groups)
+            return SlicedTensor.of(local, each, group)
+        return summed(compute(as_operand(x, each, group), held(weight), groups), group)
+    if is_sliced(weight) and weight.slices.sections == weight.slices.sections[:1] * groups:
+        if turned:  # the same part of each group, here too
+            part = as_operand(x, weight.slices.at(1), group)
+            return summed(compute(part, held(weight), groups), group)
+        local = compute(as_operand(x, None, group), held(weight), groups)
+        return SlicedTensor.of(local, weight.slices.at(1), group)
+    main, dim = (weight, 0) if is_sliced(weight) else (x, 1)
+    inner, rows = x.shape[1] // groups, weight.shape[0] // groups
+    by_group = scaled(main.slices, main.shape[dim] // groups, 1)
+    if by_group is None or not by_group.length(group.size - 1, group.size):
+        return NotImplemented
+    inputs, kernels, outputs = (scaled(by_group, 1, n) for n in (inner, rows, outer))
+    if inputs is None or kernels is None or outputs is None:
+        return NotImplemented
+    own = as_operand(x, inputs.at(1), group), as_operand(weight, kernels.at(0), group)
+    local = compute(*own, by_group.length(group.rank, group.size))
+    return SlicedTensor.of(local, outputs.at(1), group)
+
+
+def scaled(slices: Slices, divide: int, times: int) -> Slices | None:
+    """The same dealing of elements that are so many times as large or small."""
+    sections = []
+    for length, unit in slices.sections:
+        if length % divide or (unit % divide and length // unit % divide):
+            return None
+        larger = max(1, unit // divide) if unit % divide == 0 else 1
+        sections.append(SliceSection(length // divide * times, larger * times))
+    return Slices(slices.dim, tuple(sections))
+
+
+@rule_with_function(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+def _conv_transpose(
+    func: Any,
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Any:
+    if x.dim() < weight.dim():
+        options = (stride, padding, output_padding, groups, dilation)
+        return func(x.unsqueeze(0), weight, bias, *options).squeeze(0)
+
+    def compute(own: Tensor, kernels: Tensor, own_groups: int = groups) -> Any:
+        return func(own, kernels, None, stride, padding, output_padding, own_groups, dilation)
+
+    if any(is_sliced(t) and t.slices.dim > 1 for t in (x, weight)):
+        return NotImplemented
+    if groups > 1:
+        result = _grouped(compute, x, weight, groups, weight.shape[1], turned=True)
+    else:
+        spatial = "hwd"[: weight.dim() - 2]
+        letters = (f"bx{spatial}", f"xy{spatial.upper()}")
+        main = 1 if is_sliced(weight) else None
+        result = product(letters, f"by{spatial}", (x, weight), compute, main)
+    if result is NotImplemented:
+        return result
+    return _gathered_once(_with_bias(result, bias, 1), weight)
+
+
+@rule(F.embedding)
+def _embedding(
+    indices: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,  # noqa: FBT001, FBT002 - torch's own
+    sparse: bool = False,  # noqa: FBT001, FBT002
+) -> Any:
+    del norm_type
+    if not is_sliced(weight) or is_sliced(indices) or max_norm or scale_grad_by_freq or sparse:
+        return NotImplemented
+    group, slices = weight.group, weight.slices
+    if slices.dim == 1:
+        local = F.embedding(indices, held(weight), padding_idx)
+        result = SlicedTensor.of(local, slices.at(local.dim() - 1), group)
+        return _gathered_once(result, weight)
+    place = torch.zeros_like(indices)
+    elsewhere = torch.ones_like(indices, dtype=torch.bool)
+    before, own_padding = 0, None
+    for begin, length in slices.parts(group.rank, group.size):
+        within = (indices >= begin) & (indices < begin + length)
+        place = torch.where(within, indices - begin + before, place)
+        elsewhere &= ~within
+        if padding_idx is not None and 0 <= padding_idx % slices.total - begin < length:
+            own_padding = padding_idx % slices.total - begin + before
+        before += length
+    rows = F.embedding(place, held(weight), own_padding)
+    return total(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), group)

@@ -1,0 +1,184 @@
+"""Which tensors of a model lie in slices, and what that means for its state and its norms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bigtrain.errors import CheckpointError
+from bigtrain.slicing.exchange import SliceGroup
+from bigtrain.slicing.slices import Slices
+from bigtrain.tensors.shards import Extent, SavedTensor, StateTensor, nested_extents
+
+
+@dataclass(frozen=True)
+class ModelSlices:
+    """How a model is sliced: the same on all ranks, before there are any."""
+
+    by_name: Mapping[str, Slices] = field(default_factory=dict)
+    """Of parameters and buffers, tied ones under each of their names."""
+    gathered: frozenset[str] = frozenset()
+    """Sliced weights whose product is gathered at once, so that what follows has it whole."""
+    size: int = 1
+    """Ranks of the tp axis."""
+    sequence_dim: int | None = None
+    """The dim of activations (batch, seq, width) that is split between sliced layers, or None."""
+    lines: Mapping[str, str] = field(default_factory=dict)
+    """As a user would write them: what is sliced, by patterns of names."""
+    kept: Mapping[str, str] = field(default_factory=dict)
+    """Parameters that stay whole, and why."""
+
+    def summary(self, model: nn.Module) -> str:
+        """One line on how much of a model is sliced, and what stays whole."""
+        sizes = {name: p.numel() for name, p in model.named_parameters()}
+        whole = {name: n for name, n in sizes.items() if name not in self.by_name}
+        share = 1 - sum(whole.values()) / max(1, sum(sizes.values()))
+        largest = sorted(whole, key=lambda name: -whole[name])
+        text = f"in slices over {self.size} ranks: {share:.1%} of the parameters"
+        if not largest:
+            return text
+        names = ", ".join(
+            f"{name} ({self.kept[name]})" if self.kept.get(name) else name for name in largest[:2]
+        )
+        more = f" and {len(largest) - 2} smaller" if len(largest) > 2 else ""
+        return f"{text}; whole: {names}{more}"
+
+    def on(
+        self, rank: int, group: torch.distributed.ProcessGroup | None, **options: Any
+    ) -> SlicedState:
+        """As one rank sees it; without a group nothing is sent.
+
+        Args:
+            rank: place on the tp axis.
+            group: its ranks.
+            options: of `SliceGroup`.
+        """
+        options["sequence_dim"] = self.sequence_dim
+        return SlicedState(self, SliceGroup(rank, self.size, group, **options))
+
+
+@dataclass(frozen=True)
+class SlicedState:
+    """A model's slices on one rank."""
+
+    model: ModelSlices
+    group: SliceGroup
+
+    @property
+    def by_name(self) -> Mapping[str, Slices]:
+        """See `ModelSlices`."""
+        return self.model.by_name
+
+    def whole(self, state: Mapping[str, StateTensor]) -> dict[str, StateTensor]:
+        """What this rank holds of whole tensors, from what it holds of its own.
+
+        Args:
+            state: `model.NAME` and `optimizer.NAME.KEY`.
+        """
+        shapes = {name: tensor.shape for name, tensor in state.items()}
+        found = dict(state)
+        for name, tensor in state.items():
+            slices = self.slices_of(name, shapes)
+            if slices is not None:
+                shape, extents = self.placed(slices, tensor.shape, tensor.extents)
+                found[name] = replace(tensor, shape=shape, extents=extents)
+        return found
+
+    def slices_of(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> Slices | None:
+        """How a tensor of the state lies; None of one that is the same on all ranks.
+
+        Args:
+            name: `model.NAME` or `optimizer.NAME.KEY`.
+            shapes: of all tensors of the state, each as this rank has it or each as it is saved.
+        """
+        part, _, plain = name.partition(".")
+        if part == "optimizer":
+            plain = plain.rpartition(".")[0]
+        slices = self.by_name.get(plain)
+        if slices is None or len(shapes[name]) <= slices.dim:
+            return None
+        # What has another shape than its parameter is a step count.
+        return slices if shapes.get(f"model.{plain}", shapes[name]) == shapes[name] else None
+
+    def placed(
+        self, slices: Slices, shape: Sequence[int], extents: Iterable[Extent]
+    ) -> tuple[tuple[int, ...], tuple[Extent, ...]]:
+        """Where elements of this rank's part lie in the whole: the whole's shape, and they there.
+
+        Args:
+            slices: of the whole.
+            shape: of the part.
+            extents: in the part.
+        """
+        whole = tuple(slices.total if dim == slices.dim else n for dim, n in enumerate(shape))
+        return whole, tuple(self._in_whole(slices, whole, extents))
+
+    def _in_whole(
+        self, slices: Slices, shape: Sequence[int], own: Iterable[Extent]
+    ) -> Iterator[Extent]:
+        outer = slices.extents(shape, self.group.rank, self.group.size)
+        for extent in own:
+            for run in range(extent.count):
+                begin = extent.start + run * extent.pitch
+                yield from nested_extents(outer, begin, begin + extent.length)
+
+    def own(self, saved: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
+        """Saved whole tensors as this rank's own parts of them.
+
+        Raises:
+            CheckpointError: one is longer or shorter than what is sliced here.
+        """
+        shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+        found = dict(saved)
+        for name, tensor in saved.items():
+            slices = self.slices_of(name, shapes)
+            if slices is None:
+                continue
+            if tensor.shape[slices.dim] != slices.total:
+                raise CheckpointError(
+                    f"{name} has shape {shapes[name]} in the checkpoint, and its dim {slices.dim} "
+                    f"is {slices.total} long in the model. Use the model.args it was saved with."
+                )
+            found[name] = _OwnPart(tensor, slices, self)
+        return found
+
+    def norm(self, sliced: Tensor, whole: Tensor) -> Tensor:
+        """The norm of all gradients: those in slices over the ranks, whole ones once. Collective.
+
+        Args:
+            sliced: 0-dim, of what this rank has of sliced ones.
+            whole: 0-dim, of the others.
+        """
+        square = sliced.double().square()
+        if self.group.group is not None:
+            square = square.to(sliced.device)
+            torch.distributed.all_reduce(square, group=self.group.group)
+        return (square + whole.to(square).square()).sqrt()
+
+
+@dataclass(frozen=True)
+class _OwnPart:
+    """A saved tensor of which this rank wants its slices: see `SavedTensor`."""
+
+    saved: SavedTensor
+    slices: Slices
+    state: SlicedState
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As it was saved."""
+        return self.saved.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what this rank holds."""
+        group = self.state.group
+        return self.slices.local_shape(self.saved.shape, group.rank, group.size)
+
+    def read(self, extents: Sequence[Extent]) -> Tensor:
+        """The elements of these extents of this rank's part."""
+        return self.saved.read(self.state.placed(self.slices, self.shape, extents)[1])

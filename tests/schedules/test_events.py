@@ -1,0 +1,142 @@
+"""What a rank sends and receives beside its actions, and when it lets go of it."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+
+import pytest
+
+from bigtrain.schedules.events import StepEvent, schedule_events
+from bigtrain.schedules.orders import (
+    SCHEDULES,
+    SINGLE_STAGE_SCHEDULES,
+    schedule_orders,
+    stage_ranks,
+)
+from bigtrain.schedules.transfers import _in_transit, transfers
+
+WITH_EVENTS = [schedule for schedule in SCHEDULES if schedule != "naive"]
+PEERS = {"SEND_F": ("RECV_F", 1), "SEND_B": ("RECV_B", -1)}
+
+
+def per_rank(schedule):
+    return 1 if schedule in SINGLE_STAGE_SCHEDULES else 2
+
+
+def words(row):
+    return " ".join(
+        "+".join(f"{event.stage}{event.kind}{event.micro_batch}" for event in group)
+        for group in row
+    )
+
+
+def test_a_rank_in_the_middle_of_one_forward_one_backward():
+    """As the loop of torch's class: messages that meet begin together."""
+    rows = schedule_events("1f1b", 3, 1, 4)
+    assert words(rows[1]) == (
+        "1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1WAIT_SEND_F0 "
+        "1SEND_F1+1RECV_B0 1WAIT_SEND_F1 1B0 1SEND_B0+1RECV_F2 1F2 "
+        "1SEND_F2+1RECV_B1 1WAIT_SEND_F2 1B1 1WAIT_SEND_B0 1SEND_B1+1RECV_F3 1F3 "
+        "1SEND_F3+1RECV_B2 1WAIT_SEND_F3 1B2 1WAIT_SEND_B1 "
+        "1SEND_B2 1RECV_B3 1B3 1WAIT_SEND_B2 1SEND_B3 1WAIT_SEND_B3"
+    )
+    assert words(rows[0][:6]) == "0F0 0SEND_F0 0F1 0WAIT_SEND_F0 0SEND_F1 0F2"
+    assert words(rows[2][:5]) == "2RECV_F0 2F0 2B0 2SEND_B0+2RECV_F1 2F1"
+    assert words(schedule_events("gpipe", 2, 1, 2)[1]) == (
+        "1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1 1SEND_B1 1WAIT_SEND_B0 1WAIT_SEND_B1"
+    )
+
+
+def test_messages_stand_where_torch_2_15_has_them():
+    """Earlier versions ask for the last gradient after the action before it."""
+    row = words(schedule_events("zbv_zero_bubble", 3, 2, 8)[0])
+    assert row.startswith(
+        "0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2 0F3 0SEND_F3 5RECV_F0 0F4 0SEND_F4 5F0 5RECV_F1 "
+        "5I0 5SEND_B0 5W0 5F1 5RECV_F2 5I1 5SEND_B1 5W1 5F2 5I2 5SEND_B2 0RECV_B0 5W2 0F5 0SEND_F5 "
+        "5RECV_F3 0I0 0WAIT_SEND_F0 0W0 "
+    )
+    waits = " ".join(f"5WAIT_SEND_B{number}" for number in range(8))
+    assert row.endswith(
+        "0RECV_B6 0RECV_B7 0I5 0WAIT_SEND_F5 0W5 0I6 0WAIT_SEND_F6 0W6 0I7 0WAIT_SEND_F7 0W7 "
+        + waits
+    )
+
+
+@pytest.mark.parametrize("schedule", WITH_EVENTS)
+@pytest.mark.parametrize(("pp", "micro_batches"), [(1, 2), (2, 4), (3, 12), (4, 8)])
+def test_every_message_is_received_and_let_go_and_no_rank_waits_for_ever(
+    schedule, pp, micro_batches
+):
+    """Ranks that go on as far as they can, with messages between two of them in order."""
+    arguments = (schedule, pp, per_rank(schedule), micro_batches)
+    rows, ranks = schedule_events(*arguments), stage_ranks(*arguments[:3])
+    orders = schedule_orders(*arguments)
+    underway, asked = defaultdict(deque), defaultdict(deque)
+    places, done, arrived = [0] * pp, [[] for _ in rows], set()
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(rows):
+            while places[rank] < len(row):
+                if not all(may_begin(event, ranks, arrived) for event in row[places[rank]]):
+                    break
+                for event in row[places[rank]]:
+                    done[rank].append(event)
+                    pass_on(event, ranks, underway, asked, arrived)
+                places[rank] += 1
+                moved = True
+    assert places == [len(row) for row in rows]
+    for rank, events in enumerate(done):
+        assert [e for e in events if len(e.kind) == 1] == list(orders[rank])
+        counts = Counter(events)
+        assert set(counts.values()) == {1}
+        sent = {e for e in events if e.kind in PEERS}
+        assert {
+            e._replace(kind=e.kind.removeprefix("WAIT_")) for e in events if "WAIT" in e.kind
+        } == sent
+    assert not any(underway.values())
+    assert not any(asked.values())
+
+
+def may_begin(event, ranks, arrived):
+    """An action has what it computes from, and a wait ends when the other side has it."""
+    stage, kind, number = event
+    if kind == "F" and stage and ranks[stage - 1] != ranks[stage]:
+        return StepEvent(stage, "RECV_F", number) in arrived
+    if kind in ("B", "I") and stage + 1 < len(ranks) and ranks[stage + 1] != ranks[stage]:
+        return StepEvent(stage, "RECV_B", number) in arrived
+    if kind.startswith("WAIT"):
+        receive, step = PEERS[kind.removeprefix("WAIT_")]
+        return StepEvent(stage + step, receive, number) in arrived
+    return True
+
+
+def pass_on(event, ranks, underway, asked, arrived):
+    """Messages between two ranks are taken in the order in which they are sent."""
+    stage, kind, number = event
+    if kind in PEERS:
+        receive, step = PEERS[kind]
+        way = ranks[stage], ranks[stage + step]
+        underway[way].append(StepEvent(stage + step, receive, number))
+    elif kind.startswith("RECV"):
+        way = ranks[stage + (-1 if kind == "RECV_F" else 1)], ranks[stage]
+        asked[way].append(event)
+    else:
+        return
+    while underway[way] and asked[way]:
+        sent, wanted = underway[way].popleft(), asked[way].popleft()
+        assert sent == wanted
+        arrived.add(sent)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("pp", "micro_batches"), [(2, 4), (4, 8), (3, 12)])
+def test_what_is_said_to_be_under_way_is_what_the_events_are(schedule, pp, micro_batches):
+    foretold = transfers(schedule, pp, 1, micro_batches)
+    for rank, row in enumerate(schedule_events(schedule, pp, 1, micro_batches)):
+        ends = [way for way, at in (("SEND_B", 0), ("SEND_F", pp - 1)) if rank == at]
+        said = [
+            {way: n for way, n in there.items() if n and way[1] not in ends}
+            for there in foretold[rank]
+        ]
+        assert said == list(_in_transit(row))

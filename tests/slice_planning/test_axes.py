@@ -1,0 +1,136 @@
+"""Dims taken apart: views, sums, and what is the same as what."""
+
+from __future__ import annotations
+
+import pytest
+
+from bigtrain.slice_planning.axes import (
+    MISFIT,
+    block,
+    cut,
+    dim_length,
+    expanded,
+    joined,
+    leaves,
+    new_dim,
+    taken,
+    unify,
+    viewed,
+)
+
+
+def lengths(dim):
+    return [axis.length for axis in expanded(dim)]
+
+
+def reasons(dim):
+    return [axis.blocked for axis in leaves(dim)]
+
+
+def test_a_dim_of_length_one_has_no_axes():
+    assert new_dim(1) == []
+    assert lengths(new_dim(6)) == [6]
+
+
+def test_a_view_takes_an_axis_apart_and_puts_it_together():
+    width = new_dim(12)
+    (rows, heads, inner) = viewed((new_dim(5), width), (5, 3, 4))
+    assert (lengths(rows), lengths(heads), lengths(inner)) == ([5], [3], [4])
+    assert lengths(width) == [3, 4], "the dim itself knows what it is made of"
+    (flat,) = viewed((rows, heads, inner), (60,))
+    assert lengths(flat) == [5, 3, 4]
+
+
+def test_views_that_do_not_fit_block_what_lies_between():
+    first, second, last = new_dim(6), new_dim(4), new_dim(5)
+    (one, other, kept) = viewed((first, second, last), (8, 3, 5))
+    assert reasons(first) == reasons(second) == [MISFIT]
+    assert reasons(one) == reasons(other) == [MISFIT]
+    assert expanded(kept) == expanded(last)
+    assert reasons(last) == [""]
+
+
+def test_unified_dims_are_taken_apart_alike():
+    one, other = new_dim(24), new_dim(24)
+    unify(one, other)
+    taken(one, 4)
+    assert lengths(other) == [4, 6]
+    assert expanded(one) == expanded(other)
+
+
+def test_products_of_other_factors_are_refined_to_those_that_both_have():
+    one, other = new_dim(24), new_dim(24)
+    taken(one, 2)  # 2 x 12
+    taken(other, 8)  # 8 x 3
+    unify(one, other)
+    assert lengths(one) == lengths(other) == [2, 4, 3]
+
+
+def test_products_that_have_no_common_factors_are_blocked():
+    one, other = new_dim(6), new_dim(6)
+    taken(one, 2)
+    taken(other, 3)
+    unify(one, other)
+    assert set(reasons(one)) == {MISFIT}
+
+
+def test_what_is_blocked_stays_so_when_it_is_taken_apart_or_unified():
+    one, other = new_dim(12), new_dim(12)
+    block(one, "why")
+    unify(other, one)
+    taken(other, 3)
+    assert reasons(other) == ["why", "why"]
+
+
+def test_a_sum_has_parts_of_which_each_is_taken_apart_by_itself():
+    whole = new_dim(20)
+    queries, keys = cut(whole, [16, 4])
+    heads, _ = taken(queries, 4)
+    assert lengths(queries) == [4, 4]
+    assert lengths(keys) == [4]
+    assert len(list(leaves(whole))) == 3
+    assert heads[0] in list(leaves(whole))
+
+
+def test_a_sum_of_products_cuts_the_outermost_axis():
+    flat = viewed((new_dim(6), new_dim(4)), (24,))[0]
+    first, second = cut(flat, [8, 16])
+    assert (lengths(first), lengths(second)) == ([2, 4], [4, 4])
+    assert expanded(first)[1] == expanded(second)[1], "the inner axis is that of both"
+
+
+def test_a_cut_through_the_inner_axis_blocks_what_it_cuts_through():
+    flat = viewed((new_dim(6), new_dim(4)), (24,))[0]
+    assert cut(flat, [6, 18]) is None
+    assert all(reason for reason in reasons(flat))
+
+
+def test_a_sum_is_viewed_as_a_product_where_its_parts_are():
+    whole = joined([new_dim(8), new_dim(12)])
+    (outer, inner) = viewed((whole,), (5, 4))
+    assert (lengths(outer), lengths(inner)) == ([5], [4])
+    assert [dim_length(part) for part in expanded(outer)[0].parts] == [2, 3]
+
+
+def test_three_equal_parts_are_a_product_of_three():
+    whole, fused = new_dim(12), new_dim(12)
+    one, two, three = cut(whole, [4, 4, 4])
+    unify(whole, viewed((fused,), (3, 4))[1] and fused)
+    assert expanded(one) == expanded(two) == expanded(three)
+    assert dim_length(one) == 4
+
+
+def test_sums_cut_in_other_places_are_cut_in_all_of_them():
+    one, other = new_dim(10), new_dim(10)
+    cut(one, [4, 6])
+    cut(other, [7, 3])
+    unify(one, other)
+    assert [dim_length(part) for part in expanded(one)[0].parts] == [4, 3, 3]
+    assert expanded(one) == expanded(other)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (24,), (4, 2, 3), (2, 2, 6), (2, 12)])
+def test_a_view_and_back_is_the_same_dim(shape):
+    dims = (new_dim(4), new_dim(6))
+    back = viewed(viewed(dims, shape), (4, 6))
+    assert [expanded(dim) for dim in back] == [expanded(dim) for dim in dims]

@@ -1,0 +1,115 @@
+"""What products of columns keep, and when they exchange: on fake tensors, of one of two ranks."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bigtrain.memory.tracker import StorageTracker
+from bigtrain.slicing.exchange import SliceGroup
+from bigtrain.slicing.install import RULES
+from bigtrain.slicing.sliced_tensor import SlicedTensor, held
+from bigtrain.slicing.slices import Slices
+
+BATCH, LENGTH, WIDTH, COLUMNS = 2, 8, 6, 10
+
+
+class Order(TorchDispatchMode):
+    """Products in the order in which they are made, each with the exchanges before it."""
+
+    def __init__(self, exchanges):
+        super().__init__()
+        self.exchanges, self.seen = exchanges, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._overloadpacket.__name__ in ("mm", "addmm"):
+            self.seen.append([e.kind for e in self.exchanges])
+        return func(*args, **(kwargs or {}))
+
+
+def given(group, sequence, count, dtype=torch.float32):
+    assert RULES
+    whole = torch.empty(BATCH, LENGTH, WIDTH, dtype=dtype)
+    dealt, columns = Slices.even(1, LENGTH), Slices.even(0, COLUMNS)
+    own = dealt.local(whole, group.rank, group.size) if sequence else whole
+    x = own.clone().requires_grad_() * 1.0
+    weights = [
+        torch.empty(COLUMNS // 2, WIDTH, dtype=torch.float32, requires_grad=True)
+        for _ in range(count)
+    ]
+    sliced = [SlicedTensor.of(w, columns, group) for w in weights]
+    return SlicedTensor.of(x, dealt, group) if sequence else x, sliced
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_one_product_adds_up_while_its_weight_has_its_gradient(sequence):
+    exchanges = []
+    group = SliceGroup(0, 2, exchanges=exchanges, sequence_dim=1 if sequence else None)
+    with FakeTensorMode():
+        x, (weight,) = given(group, sequence, 1)
+        made = held(F.linear(x, weight)).sum()
+        del exchanges[:]
+        with Order(exchanges) as order:
+            made.backward()
+    if sequence:  # the gather is under way while the input's gradient is made
+        assert order.seen == [["all_gather"], ["all_gather", "reduce_scatter"]]
+    else:
+        assert order.seen == [[], ["all_reduce"]]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_gradients_of_three_products_are_added_up_together(sequence):
+    exchanges = []
+    group = SliceGroup(0, 2, exchanges=exchanges, sequence_dim=1 if sequence else None)
+    with FakeTensorMode():
+        x, weights = given(group, sequence, 3)
+        made = sum(held(F.linear(x, weight)).sum() for weight in weights)
+        assert len(exchanges) == (1 if sequence else 0)
+        made.backward()
+    kinds = [e.kind for e in exchanges]
+    assert kinds == (["all_gather", "all_gather", "reduce_scatter"] if sequence else ["all_reduce"])
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_an_autocast_exchanges_what_it_computes_with(sequence):
+    """Inputs in float32 are cast once for all products, before they are sent."""
+    exchanges = []
+    group = SliceGroup(0, 2, exchanges=exchanges, sequence_dim=1 if sequence else None)
+    nbytes = BATCH * LENGTH * WIDTH * 2
+    with FakeTensorMode(), StorageTracker(fake=True) as tracker:
+        x, weights = given(group, sequence, 3)
+        before = tracker.live_bytes
+        with torch.autocast("cpu", torch.bfloat16):
+            results = [held(F.linear(x, weight)) for weight in weights]
+        assert all(result.dtype == torch.bfloat16 for result in results)
+        group.inputs.clear()
+        made = sum(result.numel() * 2 for result in results)
+        cast = sum(held(weight).numel() * 2 for weight in weights)
+        assert tracker.live_bytes - before == made + cast + nbytes // (2 if sequence else 1)
+        sum(result.float().sum() for result in results).backward()
+    assert {e.nbytes for e in exchanges} == {nbytes}
+
+
+def test_an_input_in_stretches_is_kept_in_stretches():
+    group = SliceGroup(0, 2, sequence_dim=1)
+    own = BATCH * LENGTH // 2 * WIDTH * 4
+    with FakeTensorMode(), StorageTracker(fake=True) as tracker:
+        x, weights = given(group, True, 2)
+        before = tracker.live_bytes
+        results = [held(F.linear(x, weight)) for weight in weights]
+        made = sum(result.numel() * 4 for result in results)
+        assert tracker.live_bytes - before == made + 2 * own  # gathered, for a third product
+        del x
+        assert tracker.live_bytes - before == made
+
+
+def test_what_is_gathered_is_let_go_when_another_product_begins():
+    group = SliceGroup(0, 2, sequence_dim=1)
+    with FakeTensorMode():
+        x, (weight,) = given(group, True, 1)
+        hidden = F.linear(x, weight)
+        assert len(group.inputs) == 1
+        down = torch.empty(WIDTH, COLUMNS // 2)
+        F.linear(hidden, SlicedTensor.of(down, Slices.even(1, COLUMNS), group))
+        assert not group.inputs

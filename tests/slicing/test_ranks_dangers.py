@@ -1,0 +1,343 @@
+"""What models do besides calling functions: it is right on slices, or refused by name."""
+
+import copy
+import gc
+import io
+import pickle
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.ranks import run_ranks
+from support.sliced import compared, in_slices, slice_group
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from bigtrain.errors import ConfigError
+from bigtrain.slicing.exchange import to_all
+from bigtrain.slicing.sliced_tensor import SlicedTensor, is_sliced
+from bigtrain.slicing.slices import Slices, SliceSection
+
+WIDTH, INNER = 6, 10
+COLUMNS, ROWS = Slices.even(0, INNER), Slices.even(1, INNER)
+SLICES = {"up.weight": COLUMNS, "up.bias": COLUMNS, "down.weight": ROWS}
+
+
+class Layers(nn.Module):
+    """Two layers, of which the first is sliced by columns and the second by rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class Changed(Layers):
+    """Inputs that all ranks use are changed in place between their uses."""
+
+    def forward(self, x):
+        x = x * 1
+        y = self.down(F.gelu(self.up(x)))
+        x = x.detach().requires_grad_() * 1
+        with torch.no_grad():
+            x.add_(1.0)
+        y = y + super().forward(x)
+        x.data = x.data * 2
+        y = y + super().forward(x)
+        x = y * 1
+        x.mul_(0.5)
+        return super().forward(x) + super().forward(x)
+
+
+class Recomputed(Layers):
+    def __init__(self, of_sliced):
+        super().__init__()
+        self.of_sliced = of_sliced
+
+    def forward(self, x):
+        if self.of_sliced:
+            return self.down(checkpoint(lambda h: F.gelu(h) * 2, self.up(x), use_reentrant=False))
+        x = x * 1
+        x = x + checkpoint(super().forward, x, use_reentrant=False)
+        return x + checkpoint(super().forward, x.clone(), use_reentrant=True)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.cell = kind(WIDTH, INNER, num_layers=2, batch_first=True)
+
+    def forward(self, x):
+        return self.cell(x)[0]
+
+
+class Normed(nn.Module):
+    """Weights that are made of others."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = parametrizations.weight_norm(nn.Linear(WIDTH, INNER))
+        self.down = parametrizations.spectral_norm(nn.Linear(INNER, WIDTH))
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Direct(Layers):
+    """It takes its parameters and buffers as few do."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(INNER))
+        self.scales = nn.ParameterList([nn.Parameter(torch.randn(INNER)) for _ in range(2)])
+        self.shifts = nn.ParameterDict({"a": nn.Parameter(torch.randn(INNER))})
+
+    def forward(self, x):
+        up = self.up._parameters.get("weight")
+        hidden = F.linear(x, up, self.up._parameters["bias"])
+        self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean((0, 1))
+        self.mean.mul_(1.5)
+        for scale in self.scales:
+            hidden = hidden * scale
+        hidden = hidden + self.shifts["a"] - self.mean
+        return self.down(hidden) + up.pow(2).mean() * next(self.down.parameters()).new_ones(())
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, INNER, bias=False)
+        self.second = nn.Linear(WIDTH, INNER, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return F.linear(self.first(x), self.first.weight.t()) + self.second(x) @ self.second.weight
+
+
+@dataclass
+class Answer:
+    hidden: torch.Tensor
+    rest: dict
+
+
+class Hooked(Layers):
+    """Hooks see whole shapes; what they give back is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.up.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+        self.up.register_forward_hook(lambda own, _, out: out * own.weight.shape[0])
+
+    def forward(self, x):
+        hidden = self.up(x)
+        hidden.register_hook(lambda gradient: gradient * 3)
+        answer = Answer(hidden, {"twice": hidden * 2})
+        return self.down(answer.hidden + answer.rest["twice"])
+
+
+def run(model):
+    x = torch.linspace(-1, 1, 4 * 3 * WIDTH, dtype=torch.float64).view(4, 3, WIDTH)
+    out = model(x.requires_grad_())
+    return out, out.pow(2).sum()
+
+
+def in_double(make, *args):
+    torch.manual_seed(0)
+    return make(*args).double()
+
+
+def all_slices(model, ranks):
+    """Every tensor that can be is sliced on its first dim."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {
+        name: Slices.even(0, tensor.shape[0])
+        for name, tensor in named
+        if tensor.dim() and tensor.shape[0] >= ranks
+    }
+
+
+def right_ones(context):
+    group = slice_group(context)
+    found = {}
+
+    def note(name, model, slices, steps=1):
+        found[name] = compared(model, run, slices, group, steps)
+
+    note("changed", in_double(Changed), SLICES)
+    note("recomputed", in_double(Recomputed, False), SLICES)
+    note("recomputed, sliced", in_double(Recomputed, True), SLICES)
+    for kind in (nn.LSTM, nn.GRU, nn.RNN):
+        model = in_double(Recurrent, kind)
+        note(kind.__name__, model, all_slices(model, group.size))
+    model = in_double(Normed)
+    note("normed", model, all_slices(model, group.size), steps=2)
+    inner = ("mean", "scales.0", "scales.1", "shifts.a")
+    note("direct", in_double(Direct), {**SLICES, **dict.fromkeys(inner, COLUMNS)}, steps=2)
+    note("tied", in_double(Tied), {"second.weight": COLUMNS})
+    note("hooked", in_double(Hooked), SLICES)
+    return found
+
+
+def test_what_models_do_is_right_on_slices():
+    for found in run_ranks(right_ones, 2, tp=2):
+        for name, result in found.items():
+            assert not result.error, f"{name}: {result.error}"
+            assert result.worst < 1e-12, (name, result)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.expand(4, 3, INNER)
+
+
+def refusals(context):
+    group, said = slice_group(context), {}
+    model = in_slices(in_double(Layers), SLICES, group)
+    x = torch.ones(4, 3, WIDTH, dtype=torch.float64)
+    hidden = model.up(x)
+
+    def note(name, call):
+        try:
+            call()
+        except ConfigError as error:
+            said[name] = str(error)
+
+    note("its result", lambda: Double.apply(hidden) + 1)
+    note("its gradient", lambda: Total.apply(hidden).backward())
+    recomputed = checkpoint(F.gelu, hidden, use_reentrant=True)
+    note("reentrant", lambda: model.down(recomputed))
+    note("dispatch", lambda: _dispatched(hidden))
+    note("pickle", lambda: pickle.dumps(model))
+    note("save", lambda: torch.save(model.up, io.BytesIO()))
+    note("shape", lambda: (hidden * 1).unsqueeze_(0))
+    note("data", lambda: setattr(hidden, "data", hidden * 2))
+    note("buffer", lambda: setattr(model.up, "weight", torch.zeros(3, 3)))
+    two = {"first.weight": COLUMNS, "second.weight": Slices.even(1, WIDTH)}
+    note("two ways", lambda: in_slices(in_double(Tied), two, group))
+    few = {"up.weight": Slices(0, (SliceSection(INNER, INNER),))}
+    note("few", lambda: in_slices(in_double(Layers), few, group))
+    return said
+
+
+def _dispatched(hidden):
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.add(hidden, 1)
+
+
+REFUSED = {
+    "its result": "DoubleBackward, a torch.autograd.Function of the model's own",
+    "its gradient": "a torch.autograd.Function of the model's own was given a sliced tensor",
+    "reentrant": "CheckpointFunctionBackward, .*Recompute with use_reentrant=False",
+    "dispatch": "aten.add.Tensor is called on a sliced tensor where no rule can see it",
+    "pickle": "Linear holds this rank's slices and is not pickled",
+    "save": "Linear holds this rank's slices and is not pickled",
+    "shape": "unsqueeze_ changes the shape or the type",
+    "data": "`data` or `grad` of a sliced tensor is set",
+    "buffer": r"Linear.weight is sliced, 10 long in dim 0, and is set to a tensor of \[3, 3\]",
+    "two ways": "first.weight and second.weight are one tensor, and are sliced in two ways",
+    "few": r"up.weight can be dealt out to 1 ranks, and mesh.tp=2.*keep=\[up\]",
+}
+
+
+def test_what_cannot_be_right_is_refused_by_name():
+    for said in run_ranks(refusals, 2, tp=2):
+        assert said.keys() == REFUSED.keys()
+        for name, words in REFUSED.items():
+            with pytest.raises(ConfigError, match=words):
+                raise ConfigError(said[name])
+
+
+def other_ones(context):
+    group, found = slice_group(context), {}
+    whole = in_double(Layers)
+    model = in_slices(whole, SLICES, group)
+    x = torch.linspace(-1, 1, 12 * WIDTH, dtype=torch.float64).view(4, 3, WIDTH)
+
+    def difference(one, other):
+        return (one - other).abs().max().item()
+
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.up.weight.mul_(2)
+    wanted = whole(x)
+    found["deepcopy is apart"] = difference(model(x), wanted)
+    copied.load_state_dict(model.state_dict())
+    found["deepcopy"] = difference(copied(x), wanted)
+    found["same group"] = float(copied.up._bigtrain_slice_group is not group)
+    with torch.no_grad():
+        found["no_grad"] = difference(model(x), wanted)
+    with torch.inference_mode():
+        found["inference"] = difference(model(x), wanted)
+        changed = model.up(x)
+        changed.diagonal(0, 1, 2).zero_()
+        plain = whole.up(x)
+        plain.diagonal(0, 1, 2).zero_()
+        found["inference, in place"] = difference(changed.whole(), plain)
+        found["inference, einsum"] = difference(
+            torch.einsum("ab,b->a", model.up.weight, x[0, 0]).whole(), whole.up.weight @ x[0, 0]
+        )
+    found["sliced still"] = float(not is_sliced(model.up(x)))
+    hidden = copy.deepcopy(model.up(x).detach())
+    found["deepcopy of a tensor"] = difference(hidden.whole(), whole.up(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        one, other = whole.float()(x.float()), model.float()(x.float())
+    found["autocast"] = difference(one, other) / one.abs().max().item() / 40
+    found["autocast, type"] = float(one.dtype is not other.dtype)
+    return found
+
+
+def test_modes_and_copies():
+    for found in run_ranks(other_ones, 2, tp=2):
+        assert {name: value for name, value in found.items() if not value < 1e-3} == {}
+
+
+def alive_tensors(context):
+    """Tensors that live after so many steps, and what `to_all` remembers of one."""
+    group = slice_group(context)
+    model = in_slices(in_double(Direct), {**SLICES, "mean": COLUMNS}, group)
+    counts = []
+    gc.collect()
+    gc.disable()
+    try:
+        for step in range(20):
+            _, loss = run(model)
+            loss.backward()
+            model.zero_grad()
+            del loss, _
+            if step > 3:
+                counts.append(sum(isinstance(o, torch.Tensor) for o in gc.get_objects()))
+    finally:
+        gc.enable()
+    whole = torch.ones(3, requires_grad=True)
+    twice = to_all(whole, group) is to_all(whole, group)
+    kept = to_all(whole, group)
+    whole.data = torch.zeros(3)
+    other = to_all(whole, group)
+    return counts, twice, bool((other == kept).any()), isinstance(kept, SlicedTensor)
+
+
+def test_nothing_is_left_after_a_step_and_nothing_stale_is_used():
+    for counts, twice, is_stale, _ in run_ranks(alive_tensors, 2, tp=2):
+        # The backend's thread may hold what was sent last; nothing grows.
+        assert min(counts[-8:]) <= min(counts[:8]), counts
+        assert not is_stale
+        assert twice

@@ -1,0 +1,222 @@
+"""Sequence parallelism on real ranks: the numbers of one process, and the paper's exchanges."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.ranks import run_ranks
+from support.sliced_models import (
+    WIDTH,
+    built,
+    differences,
+    encoder_case,
+    fingerprints,
+    gpt_case,
+    passed,
+    slice_group,
+    vit_case,
+)
+
+from bigtrain.slicing.sliced_tensor import SlicedTensor, held
+from bigtrain.slicing.slices import Slices
+
+CASES = {
+    "gpt": lambda: gpt_case(tied=False),
+    "tied": lambda: gpt_case(tied=True, length=7),
+    "short": lambda: gpt_case(tied=False, length=2),
+    "vit": vit_case,
+    "encoder": lambda: encoder_case(batch_first=True),
+    "sequence first": lambda: encoder_case(batch_first=False, norm_first=True),
+}
+
+
+def of_cases(context, names, modes):
+    found = {}
+    for name in names:
+        for mode in modes:
+            for sequence_dim in (0 if name == "sequence first" else 1, None):
+                group = slice_group(context, sequence_dim=sequence_dim)
+                case = CASES[name]()
+                key = (name, mode, sequence_dim)
+                prints = fingerprints(case, group, mode)
+                found[key] = differences(case, group, mode), prints, dict(group.gathers)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_stretches_of_the_sequence_have_the_gradients_of_one_process(ranks):
+    found = run_ranks(of_cases, ranks, [*CASES], ["", "full", "selective"], tp=ranks)
+    for key, (_, wanted, _) in found[0].items():
+        for rank in range(ranks):
+            distance, prints, gathers = found[rank][key]
+            assert max(distance.values()) < 1e-12, (key, rank, distance)
+            assert prints == wanted, (key, rank)
+            assert set(gathers) <= ({"__getitem__"} if key[0] == "vit" else set()), (key, gathers)
+
+
+def counted(context, sequence_dim, layers, mode):
+    """Exchanges of the size of (batch, seq, width), forward and in the backward pass."""
+    exchanges = []
+    group = slice_group(context, sequence_dim=sequence_dim, exchanges=exchanges)
+    case = gpt_case(tied=False, layers=layers)
+    model = built(case, group, mode)
+    torch.manual_seed(1)
+    loss = case.loss(model)
+    forward = len(exchanges)
+    loss.backward()
+    size = 3 * 8 * WIDTH * 8
+    kinds = [[e.kind for e in part if e.nbytes == size] for part in _halves(exchanges, forward)]
+    small = [e.nbytes for e in exchanges[forward:] if e.nbytes != size]
+    return *map(Counter, kinds), small
+
+
+def _halves(exchanges, at):
+    return exchanges[:at], exchanges[at:]
+
+
+def of_a_layer(context, sequence_dim, mode):
+    """What a layer more exchanges; and the small ones of the backward pass."""
+    one, two = (counted(context, sequence_dim, layers, mode) for layers in (1, 2))
+    return dict(two[0] - one[0]), dict(two[1] - one[1]), len(two[2]) - len(one[2])
+
+
+def of_layers(context):
+    return {
+        (dim, mode): of_a_layer(context, dim, mode) for dim in (None, 1) for mode in ("", "full")
+    }
+
+
+def test_a_layer_exchanges_what_the_papers_say():
+    """Figures 4 and 5 of Korthikanti et al. 2022; backward the inputs of products once more."""
+    (found, other) = run_ranks(of_layers, 2, tp=2)
+    assert found == other
+    assert found[None, ""] == ({"all_reduce": 2}, {"all_reduce": 2}, 0)
+    forward = {"all_gather": 2, "reduce_scatter": 2}
+    # Small: weight and bias of two norms, two biases of rows.
+    assert found[1, ""] == (forward, {"all_gather": 4, "reduce_scatter": 2}, 6)
+    # Computed again: all but the last sum, which no product's gradient wants.
+    assert found[None, "full"] == ({"all_reduce": 2}, {"all_reduce": 3}, 0)
+    assert found[1, "full"] == (forward, {"all_gather": 6, "reduce_scatter": 3}, 6)
+
+
+def separate(context):
+    """Three linear layers of one input: gathered once, in each direction."""
+    torch.manual_seed(0)
+    exchanges = []
+    group = slice_group(context, sequence_dim=1, exchanges=exchanges)
+    whole = torch.randn(2, 5, 6, dtype=torch.float64)
+    weights = [torch.randn(4, 6, dtype=torch.float64) for _ in range(3)]
+    dealt, columns = Slices.even(1, 5), Slices.even(0, 4)
+    held = dealt.local(whole, group.rank, group.size).clone().requires_grad_()
+    own = [columns.local(w, group.rank, group.size).clone().requires_grad_() for w in weights]
+    x = SlicedTensor.of(held, dealt, group)
+    made = [F.linear(x, SlicedTensor.of(w, columns, group)) for w in own]
+    assert len(group.inputs) == 1
+    del x
+    assert not group.inputs
+    kept = sum(result.square().sum() for result in made)
+    forward = [e.kind for e in exchanges]
+    kept.backward()
+    wanted = whole.requires_grad_()
+    plain = [w.requires_grad_() for w in weights]
+    sum(F.linear(wanted, w).square().sum() for w in plain).backward()
+    assert torch.allclose(dealt.local(wanted.grad, group.rank, group.size), held.grad, atol=1e-12)
+    for w, found in zip(plain, own, strict=True):
+        mine = columns.local(w.grad, group.rank, group.size)
+        assert torch.allclose(mine, found.grad, atol=1e-12)
+    return forward, Counter(e.kind for e in exchanges[len(forward) :])
+
+
+def test_linear_layers_of_one_input_gather_it_together():
+    for forward, backward in run_ranks(separate, 2, tp=2):
+        assert forward == ["all_gather", *["all_reduce"] * 3]  # and three sums over columns
+        assert backward == {"all_gather": 1, "reduce_scatter": 1}
+
+
+def masks(context):
+    """What dropout leaves of ones: of a sequence in slices, and of a whole tensor."""
+    group = slice_group(context, sequence_dim=1)
+    torch.manual_seed(3)
+    dealt = Slices.even(1, 64)
+    ones = dealt.local(torch.ones(2, 64, 8), group.rank, group.size)
+    first, second = (held(F.dropout(SlicedTensor.of(ones, dealt, group))) for _ in range(2))
+    return first.tolist(), second.tolist(), F.dropout(torch.ones(2, 64, 8)).tolist()
+
+
+def test_each_stretch_has_masks_of_its_own_and_whole_tensors_have_the_same():
+    (a, again, whole), (b, _, other) = run_ranks(masks, 2, tp=2)
+    assert whole == other
+    assert a != b
+    assert a != again
+    assert 0.3 < torch.tensor([a, b]).eq(0).double().mean() < 0.7
+
+
+def with_dropout(context, build, sequence_dim):
+    """Gradients of a model with dropout, kept and computed again."""
+    case = CASES_WITH_DROPOUT[build]()
+    found = []
+    for mode in ("", "full", "selective"):
+        group = slice_group(context, sequence_dim=sequence_dim)
+        model = built(case, group, mode)
+        loss = passed(model, case)
+        found.append([loss.item(), *(p.grad.tolist() for p in model.parameters())])
+    whole = {n: p.grad.tolist() for n, p in model.named_parameters() if n not in case.slices}
+    return found, loss.item(), whole
+
+
+CASES_WITH_DROPOUT = {
+    "gpt": lambda: gpt_case(tied=False, dropout=0.2),
+    "encoder": lambda: encoder_case(batch_first=True, dropout=0.2),
+}
+
+
+@pytest.mark.parametrize("build", CASES_WITH_DROPOUT)
+def test_dropout_draws_the_same_when_computed_again(build):
+    for sequence_dim in (1, None):
+        results = run_ranks(with_dropout, 2, build, sequence_dim, tp=2)
+        for found, _, _ in results:
+            assert found[0] == found[1]
+            assert found[0] == found[2]
+        assert results[0][1:] == results[1][1:]
+
+
+def split_backward(context, sequence_dim, count):
+    """Gradients of the input first, and of the weights later, as pipelines have them."""
+    torch.manual_seed(0)
+    exchanges = []
+    group = slice_group(context, sequence_dim=sequence_dim, exchanges=exchanges)
+    columns, dealt = Slices.even(0, 4), Slices.even(1, 5)
+    whole = torch.randn(2, 5, 6, dtype=torch.float64)
+    weights = [torch.randn(4, 6, dtype=torch.float64) for _ in range(count)]
+    own = [columns.local(w, group.rank, group.size).clone().requires_grad_() for w in weights]
+    leaf = whole if sequence_dim is None else dealt.local(whole, group.rank, group.size)
+    leaf = leaf.clone().requires_grad_()
+    x = leaf * 1.0
+    given = x if sequence_dim is None else SlicedTensor.of(x, dealt, group)
+    made = sum(held(F.linear(given, SlicedTensor.of(w, columns, group))).sum() for w in own)
+    del exchanges[:]
+    (to_leaf,) = torch.autograd.grad(made, [leaf], retain_graph=True)
+    first = Counter(e.kind for e in exchanges)
+    del exchanges[:]
+    to_weights = torch.autograd.grad(made, own)
+    second = Counter(e.kind for e in exchanges)
+    wanted = sum(w.sum(0) for w in weights).expand_as(whole)
+    wanted = wanted if sequence_dim is None else dealt.local(wanted, group.rank, group.size)
+    assert torch.allclose(to_leaf, wanted, atol=1e-12)
+    for found in to_weights:
+        assert torch.allclose(found, whole.sum((0, 1)).expand_as(found), atol=1e-12)
+    return first, second
+
+
+def split_backwards(context):
+    return {
+        (dim, count): split_backward(context, dim, count) for dim in (None, 1) for count in (1, 2)
+    }
+
+
+def test_a_backward_pass_in_two_parts_exchanges_each_thing_once():
+    for found in run_ranks(split_backwards, 2, tp=2):
+        for (dim, _), (first, second) in found.items():
+            assert first == {"all_reduce" if dim is None else "reduce_scatter": 1}
+            assert second == ({} if dim is None else {"all_gather": 1})

@@ -1,0 +1,213 @@
+"""A model in slices on real ranks beside the whole model: what differs, and where."""
+
+from __future__ import annotations
+
+import copy
+import random
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from bigtrain.ranks.context import RunContext
+from bigtrain.slicing.exchange import SliceGroup
+from bigtrain.slicing.install import slice_modules, slice_tensors
+from bigtrain.slicing.sliced_tensor import is_sliced, leaves_of, whole_of
+from bigtrain.slicing.slices import Slices, SliceSection
+
+Run = Callable[[nn.Module], tuple[Any, Tensor]]
+"""One forward pass: what the model gives, and a loss."""
+
+
+@dataclass
+class Compared:
+    """What a rank found."""
+
+    worst: float = 0.0
+    """The largest difference, as a share of the largest number beside it."""
+    where: str = ""
+    """The tensor that has it."""
+    gathers: dict[str, int] = field(default_factory=dict)
+    error: str = ""
+    """A traceback, where the sliced model raised."""
+
+
+def slice_group(context: RunContext) -> SliceGroup:
+    """This rank on the tp axis."""
+    return SliceGroup(context.tp_rank, context.tp_size, context.group("tp"))
+
+
+def in_slices(whole: nn.Module, slices: Mapping[str, Slices], group: SliceGroup) -> nn.Module:
+    """A copy of a model that holds this rank's slices."""
+    model = copy.deepcopy(whole)
+    slice_tensors(model, slices, group)
+    slice_modules(model, slices, group)
+    return model
+
+
+def compared(
+    whole: nn.Module, run: Run, slices: Mapping[str, Slices], group: SliceGroup, steps: int = 1
+) -> Compared:
+    """Run a model whole and in slices: outputs, losses, gradients, and buffers afterwards.
+
+    Args:
+        whole: in float64; it is run, too.
+        run: draws random numbers of the common stream alone.
+        slices: by name.
+        group: the ranks.
+        steps: how often both run, gradients being added up.
+    """
+    model, slices = in_slices(whole, slices, group), _under_all_names(whole, slices)
+    found = Compared()
+    try:
+        for _ in range(steps):
+            torch.manual_seed(1)
+            output, loss = run(model)
+            with torch.no_grad():
+                output = [
+                    leaf.detach() for leaf in leaves_of(whole_of(output)) if torch.is_tensor(leaf)
+                ]
+            loss = loss.whole() if is_sliced(loss) else loss
+            loss.backward()
+    except Exception:  # noqa: BLE001 - a report of what failed is wanted
+        found.error = traceback.format_exc()
+        found.worst, found.where = float("inf"), "error"
+        return found
+    found.gathers = dict(group.gathers)
+    for _ in range(steps):
+        torch.manual_seed(1)
+        wanted, wanted_loss = run(whole)
+        wanted_loss.backward()
+    pairs = {"loss": (wanted_loss, loss)}
+    leaves = [leaf for leaf in tree_leaves(wanted) if torch.is_tensor(leaf)]
+    pairs |= {f"output {n}": pair for n, pair in enumerate(zip(leaves, output, strict=True))}
+    own = dict(model.named_buffers())
+    for name, buffer in whole.named_buffers():
+        pairs[f"buffer {name}"] = (_own(name, buffer, slices, group), own[name])
+    for name, (one, other) in pairs.items():
+        _note(found, name, one, other, 0.0)
+    _gradients(whole, model, slices, group, found)
+    return found
+
+
+def _under_all_names(model: nn.Module, slices: Mapping[str, Slices]) -> dict[str, Slices]:
+    """The slices of tied tensors under each of their names."""
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    by_tensor = {id(tensor): slices[name] for name, tensor in named if name in slices}
+    return {name: by_tensor[id(tensor)] for name, tensor in named if id(tensor) in by_tensor}
+
+
+def _gradients(
+    whole: nn.Module,
+    model: nn.Module,
+    slices: Mapping[str, Slices],
+    group: SliceGroup,
+    found: Compared,
+) -> None:
+    parameters = dict(model.named_parameters())
+    largest = max(
+        (p.grad.abs().max().item() for p in whole.parameters() if p.grad is not None), default=0.0
+    )
+    for name, parameter in whole.named_parameters():
+        wanted, own = parameter.grad, parameters[name].grad
+        if wanted is None or own is None:
+            if wanted is not None or own is not None:
+                found.worst, found.where = float("inf"), f"only one has a gradient: {name}"
+            continue
+        _note(found, f"grad {name}", _own(name, wanted, slices, group), own, 1e-4 * largest)
+        if name not in slices and not _same_on_all(own, group):
+            found.worst, found.where = float("inf"), f"not the same bits on all ranks: {name}"
+
+
+def _own(name: str, tensor: Tensor, slices: Mapping[str, Slices], group: SliceGroup) -> Tensor:
+    if name not in slices:
+        return tensor
+    return slices[name].local(tensor, group.rank, group.size)
+
+
+def _note(found: Compared, name: str, wanted: Tensor, own: Tensor, at_least: float) -> None:
+    if wanted.shape != own.shape or wanted.dtype != own.dtype:
+        found.worst = float("inf")
+        found.where = f"{name}: {wanted.dtype}{list(wanted.shape)} {own.dtype}{list(own.shape)}"
+        return
+    if not wanted.numel():
+        return
+    one, other = wanted.detach(), own.detach()
+    finite = torch.isfinite(one) if one.is_floating_point() else torch.ones_like(one, dtype=bool)
+    if not torch.equal(one[~finite].nan_to_num(7.0), other[~finite].nan_to_num(7.0)):
+        found.worst, found.where = float("inf"), f"{name}: infinities"
+        return
+    one, other = (t.where(finite, torch.zeros_like(t)) for t in (one, other))
+    one, other = (t if t.is_complex() else t.double() for t in (one, other))
+    scale = max(one.abs().max().item(), at_least, 1e-30)
+    difference = (one - other).abs().max().item() / scale
+    if not difference <= found.worst:
+        found.worst, found.where = (
+            (difference, name) if difference == difference else (float("inf"), name)
+        )
+
+
+def _same_on_all(tensor: Tensor, group: SliceGroup) -> bool:
+    """Whether all ranks have the same bits."""
+    bits = tensor.detach().contiguous().view(torch.uint8)
+    every = [torch.empty_like(bits) for _ in range(group.size)]
+    dist.all_gather(every, bits, group=group.group)
+    return all(torch.equal(bits, other) for other in every)
+
+
+def random_slices(model: nn.Module, size: int, seed: int, share: float = 0.5) -> dict[str, Slices]:
+    """An assignment drawn by a seed: any dim, sections and units of parameters and buffers.
+
+    Tied tensors are sliced alike, under each of their names.
+    """
+    draw = random.Random(seed)
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    chosen: dict[int, Slices | None] = {}
+    found = {}
+    for name, tensor in named:
+        if id(tensor) not in chosen:
+            dims = [dim for dim, length in enumerate(tensor.shape) if length >= size]
+            takes = bool(dims) and draw.random() < share
+            chosen[id(tensor)] = (
+                drawn_slices(draw, dim := draw.choice(dims), tensor.shape[dim], size)
+                if takes
+                else None
+            )
+        slices = chosen[id(tensor)]
+        if slices is not None:
+            found[name] = slices
+    return found
+
+
+def drawn_slices(
+    draw: random.Random,
+    dim: int,
+    length: int,
+    size: int,
+    units: Sequence[int] = (1, 2, 3, 4, 8, 16),
+) -> Slices:
+    """Sections and units of a dim so that each rank has a part of each section."""
+    unit = draw.choice([n for n in units if length % n == 0 and length // n >= size])
+    count = length // unit
+    sections = draw.choice([n for n in (1, 1, 1, 2, 3) if count >= n * size])
+    lengths = [size] * sections
+    left = count - sum(lengths)
+    if draw.random() < 0.5:  # all that is over goes to one, or is spread
+        lengths[draw.randrange(sections)] += left
+    else:
+        for at in range(sections):
+            more = left // (sections - at)
+            lengths[at] += more
+            left -= more
+    return Slices(dim, tuple(SliceSection(n * unit, unit) for n in lengths))
