@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -170,6 +172,7 @@ class _Recorder:
         self._of_inputs = {id(tensor) for tensor in tree_tensors(inputs)}
         self._alive: list[Any] = [inputs]
         self._stack: list[str] = []
+        self._functions = _own_functions()
         named = (
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
@@ -263,6 +266,9 @@ class _Recorder:
                     block(dim, "it is returned by the model")
 
     def _dims(self, op: OpCall) -> list[Dims]:
+        own = self._own_function()
+        if own:
+            return opaque(op, f"it is given to {own}, an autograd function of the model's own,")
         try:
             found = list(rule_of(op)(op))
         except (TypeError, IndexError, ValueError):  # an overload that its rule does not know
@@ -271,6 +277,18 @@ class _Recorder:
             len(dims) == tensor.dim() for dims, tensor in zip(found, op.results, strict=True)
         )
         return found if fits else opaque(op, MISFIT)
+
+    def _own_function(self) -> str:
+        """In which autograd function of the model's own this is; '' where in none.
+
+        Slices would come to it without their gradients, so that it is given whole tensors.
+        """
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not _Recorder.call.__code__:
+            if frame.f_code in self._functions:
+                return self._functions[frame.f_code]
+            frame = frame.f_back
+        return ""
 
     def _add(
         self,
@@ -300,6 +318,19 @@ class _Recorder:
 
     def _is_whole(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def _own_functions() -> dict[CodeType, str]:
+    """The code of the autograd functions that are not torch's, and their names."""
+    found: dict[CodeType, str] = {}
+    pending = [torch.autograd.Function]
+    while pending:
+        own = pending.pop()
+        pending += own.__subclasses__()
+        code = getattr(own.__dict__.get("forward"), "__func__", None)
+        if isinstance(code, FunctionType) and not own.__module__.startswith("torch."):
+            found[code.__code__] = own.__name__
+    return found
 
 
 _MAKES_ANEW = {

@@ -23,6 +23,8 @@ class SliceExchange:
     """Of the whole tensor."""
     where: str
     backward: bool = False
+    of: int = field(default=0, repr=False, compare=False)
+    """Which whole tensor's gradient is added up, which is done once for all who use it; else 0."""
 
 
 @dataclass
@@ -167,7 +169,7 @@ class AxisClasses:
         where neither is enough for all ranks, both as one are, and keys and values stay whole.
         """
         before: dict[int, set[int]] = defaultdict(set)
-        repeated = self._repeated()
+        repeated = self.repeated
         for tensor in self._trace.tensors:
             for dim in tensor.dims:
                 for first, second in _neighbours(dim):
@@ -190,7 +192,8 @@ class AxisClasses:
                 found.append(replace(own, slices=slices))
         return found
 
-    def _repeated(self) -> set[tuple[int, HeldTensor]]:
+    @cached_property
+    def repeated(self) -> set[tuple[int, HeldTensor]]:
         """Classes in tensors that have them by repeating what has not: whole ones may do so."""
         found: set[tuple[int, HeldTensor]] = set()
         for record in self._trace.records:
@@ -313,12 +316,15 @@ def _add_costs(
     """Add what classes cost and save; those that the forward pass has to do with."""
     used: set[int] = set()
     entered: set[tuple[int, int]] = set()
+    whole = groups.repeated
     for record in trace.records:
         given_out = frozenset[int]().union(*map(groups.of, record.outputs))
         summed = frozenset[int]().union(*map(groups.of_dim, record.summed))
         for root in (given_out | summed) & classes.keys():
             own = classes[root]
             used.add(root)
+            if not any(root in groups.of(t) and (root, t) not in whole for t in record.inputs):
+                continue  # what has it by repeating is whole, until it meets slices
             own.flops += record.flops
             own.looked_up |= record.name == "embedding"
             own.carried |= any(
@@ -329,16 +335,25 @@ def _add_costs(
                 continue
             for tensor in record.inputs:
                 inside = root in groups.of(tensor)
-                if root in summed and inside and not tensor.of_weights:
+                if (root, tensor) in whole and tensor.trained:
+                    own.exchanged.append(
+                        SliceExchange("all_gather", tensor.nbytes, record.where, backward=True)
+                    )
+                elif root in summed and inside and not tensor.of_weights:
                     own.exchanged += _gathered(tensor, record)
-                elif tensor.trained and not inside and (root, id(tensor.base)) not in entered:
-                    entered.add((root, id(tensor.base)))
-                    sent = SliceExchange("all_reduce", tensor.nbytes, record.where, backward=True)
-                    own.exchanged.append(sent)
+                elif tensor.trained and not inside and (root, id(tensor.root)) not in entered:
+                    entered.add((root, id(tensor.root)))
+                    own.exchanged.append(entry(tensor, record))
     for held, nbytes in trace.saved:
         for root in groups.of(held) & classes.keys():
             classes[root].activation_bytes += nbytes
     return used
+
+
+def entry(tensor: HeldTensor, record: OpRecord) -> SliceExchange:
+    """A whole tensor that each rank uses in its own way: gradients are added up."""
+    number = id(tensor.root)
+    return SliceExchange("all_reduce", tensor.nbytes, record.where, backward=True, of=number)
 
 
 def _whole_sum(record: OpRecord) -> SliceExchange:

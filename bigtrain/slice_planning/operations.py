@@ -33,6 +33,14 @@ class HeldTensor:
     view_of: HeldTensor | None = None
 
     @property
+    def root(self) -> HeldTensor:
+        """What it is a view of, of all of it."""
+        found = self
+        while found.view_of is not None and found.view_of.nbytes == self.nbytes:
+            found = found.view_of
+        return found
+
+    @property
     def base(self) -> HeldTensor:
         """What it is a view of in the end."""
         found = self
@@ -180,7 +188,9 @@ def same_dims(shape: Sequence[int], operands: Iterable[Dims]) -> Dims:
 
 @axis_rule("native_dropout", "masked_fill", "masked_fill_", "fill_", "_to_copy", "copy_", "detach",
       "alias", "lift_fresh", "_prelu_kernel", "prelu", "_conj", "_fused_dropout", "contiguous",
-      "rrelu_with_noise", "heaviside", "nan_to_num", "as_strided_")  # fmt: skip
+      "rrelu_with_noise", "heaviside", "nan_to_num", "as_strided_", "hardswish",
+           "log_sigmoid_forward", "floor_divide", "polar", "complex", "real", "imag",
+           "fake_quantize_per_tensor_affine")  # fmt: skip
 def elementwise(op: OpCall) -> list[Dims]:
     """Each element of the result is made of the operands' elements at its place."""
     held = [dims for dims in map(op.dims, op.tensors) if dims is not None]

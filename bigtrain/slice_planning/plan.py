@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from bigtrain.slice_planning.classes import SliceClass
+from bigtrain.slice_planning.classes import SliceClass, SliceExchange
 from bigtrain.slice_planning.patterns import merged_lines, spec_text
 from bigtrain.slice_planning.singles import SingleForm
 from bigtrain.slicing.slices import Slices
@@ -34,6 +34,21 @@ class SlicingPlan:
     """Why the model could not be looked at to its end; '' where it could."""
     guessed: str = ""
     """Where values decide what the model does, and one way of several was looked at."""
+
+    def exchanges(self) -> list[SliceExchange]:
+        """What a micro-batch exchanges but for the loss, of a plan that was chosen.
+
+        A gradient that classes would add up each for itself is added up once.
+        """
+        every = [sent for own in self.classes for sent in own.exchanged]
+        every += [sent for form in self.singles for sent in form.exchanged]
+        found: list[SliceExchange] = []
+        added: set[int] = set()
+        for sent in every:
+            if not sent.of or sent.of not in added:
+                found.append(sent)
+                added.add(sent.of)
+        return found
 
     def lines(self) -> dict[str, str]:
         """Specifications by name patterns, one for all blocks that are alike."""

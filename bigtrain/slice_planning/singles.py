@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from bigtrain.machine.cluster import CommOp
 from bigtrain.slice_planning.axes import Dim, dim_length
 from bigtrain.slice_planning.axis_trace import AxisTrace
-from bigtrain.slice_planning.classes import SliceExchange
+from bigtrain.slice_planning.classes import SliceExchange, entry
 from bigtrain.slice_planning.operations import HeldTensor, OpRecord
 from bigtrain.slicing.slices import Slices
 
@@ -84,11 +84,13 @@ def _form(records: list[OpRecord], *, gathered: bool) -> SingleForm | None:
         if bias is not None and gathered:
             slices[bias.name] = Slices.even(0, dim_length(bias.dims[0]))
             size += bias.nbytes
-        kinds: tuple[CommOp, CommOp]
-        kinds = ("all_gather", "all_reduce") if gathered else ("all_reduce", "all_gather")
-        sent = [SliceExchange(kinds[0], record.outputs[0].nbytes, record.where)]
+        kind: CommOp = "all_gather" if gathered else "all_reduce"
+        sent = [SliceExchange(kind, record.outputs[0].nbytes, record.where)]
         if given is not None and given.trained:
-            sent.append(SliceExchange(kinds[1], given.nbytes, record.where, backward=True))
+            # What is summed over in groups is dealt out with what comes out of them.
+            parts = not gathered or use.summed is None
+            back = SliceExchange("all_gather", given.nbytes, record.where, backward=True)
+            sent.append(back if parts else entry(given, record))
         if whole is None:
             whole = SingleForm(slices, gathered, size, sent, record.flops)
         elif whole.slices != slices:

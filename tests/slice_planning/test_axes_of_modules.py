@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from support.sliced_nets import Block, GatedMLP, Heads, work_on
 from torch import nn
 
@@ -285,6 +286,37 @@ def test_of_classes_that_share_a_weight_those_with_most_bytes_are_sliced():
         "2.bias": "0/64",
         "4.weight": "1/64",
     }
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class Doubles(nn.Module):
+    def forward(self, x):
+        return Doubled.apply(x)
+
+
+def test_what_an_autograd_function_of_the_users_own_is_given_is_whole():
+    layers = nn.Sequential(nn.Linear(8, 32), Doubles(), nn.Linear(32, 8))
+    plan = plan_slices(work_on(Block(8, layers), 2, 3, 8), 2)
+    assert not plan.classes
+    assert plan.gathered == {"layer.0.weight"}
+    why = "it is given to Doubled, an autograd function of the model's own, in 'layer.1'"
+    assert why in plan.kept.get("layer.2.weight", why)
+    checkpointed = nn.Sequential(nn.Linear(8, 32), Recomputed(), nn.Linear(32, 8))
+    assert plan_slices(work_on(Block(8, checkpointed), 2, 3, 8), 2).classes
+
+
+class Recomputed(nn.Module):
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(torch.relu, x, use_reentrant=False)
 
 
 class ByValues(nn.Module):
