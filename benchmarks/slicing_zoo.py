@@ -74,7 +74,11 @@ def shares(plan: SlicingPlan, model: nn.Module) -> dict[str, Any]:
     own = {id(p): name for name, p in model.named_parameters()}
     sliced = {name for name in plan.slices if name in own.values()}
     holders = [m for m in model.modules() if any(id(p) in own for p in m.parameters(recurse=False))]
-    inside = [m for m in holders if any(own[id(p)] in sliced for p in m.parameters(recurse=False))]
+    inside = [
+        module
+        for module in holders
+        if any(own[id(p)] in sliced for p in module.parameters(recurse=False))
+    ]
     total = sum(p.numel() for p in model.parameters())
     kept = {
         name: round(p.numel() / total, 4)

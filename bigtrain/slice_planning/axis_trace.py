@@ -218,12 +218,12 @@ class _Recorder:
         )
         self._alive.append((args, kwargs, result))
         held = [known for tensor in op.tensors if (known := self.lookup(tensor)) is not None]
-        if not held or any(not tensor.numel() for tensor in op.tensors):
+        if not held:
             random = torch.Tag.nondeterministic_seeded in func.tags
             if random or any(id(tensor) in self._of_inputs for tensor in op.tensors):
                 self._of_inputs.update(map(id, op.results))
             return
-        if op.name in _MAKES_ANEW or not op.results:
+        if op.name in _MAKES_ANEW or not any(tensor.numel() for tensor in op.results):
             return
         record = OpRecord(op.name, op.where, flops_of(func, args, kwargs, result), held)
         for tensor in mutated_tensors(func, args, kwargs):

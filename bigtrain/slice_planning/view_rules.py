@@ -118,7 +118,7 @@ def concatenated(op: OpCall) -> list[Dims]:
     """One after the other along a dim."""
     result = op.results[0]
     dim = op.arg("dim", 0) % result.dim()
-    given = [t for t in op.arg("tensors") if t.dim() == result.dim()]
+    given = [t for t in op.arg("tensors") if t.dim() == result.dim() and t.shape[dim]]
     held = [op.dims_or_new(tensor) for tensor in given]
     others = [(*dims[:dim], [], *dims[dim + 1 :]) for dims in held]
     shape = [1 if n == dim else length for n, length in enumerate(result.shape)]

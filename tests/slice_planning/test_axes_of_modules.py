@@ -170,6 +170,23 @@ def test_logits_that_go_into_no_cross_entropy_are_needed_whole():
     assert "head.weight" in plan.gathered or "head.weight" not in plan.slices
 
 
+class Cached(Heads):
+    """Keys and values are put behind those that were kept before: none, at first."""
+
+    def _parts(self, x):
+        q, k, v = super()._parts(x)
+        kept = [torch.empty(len(x), self.heads, 0, self.width) for _ in range(2)]
+        return q, torch.cat([kept[0], k], 2), torch.cat([kept[1], v], 2)
+
+
+def test_what_is_put_behind_nothing_stays_what_it_is():
+    found = whole_classes(Block(32, Cached("separate", 32, 4)), 2, 5, 32)
+    names = ("q.weight", "k.weight", "v.weight")
+    assert {name: found[name] for name in names} == dict.fromkeys(names, "0/32:8")
+    plan = plan_slices(work_on(Block(32, Cached("separate", 32, 4)), 2, 5, 32), 2)
+    assert len(plan.classes) == 1, "queries, keys and values go together"
+
+
 class Residual(nn.Module):
     """Convolutions and a skip, as in ResNet."""
 

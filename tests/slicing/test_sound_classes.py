@@ -1,0 +1,78 @@
+"""What goes together in slices can be shuffled together: on the numbers of whole models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.shuffled_units import difference, randomize
+from support.sliced_nets import Block, GatedMLP, Heads
+from torch import nn
+from torchvision import models
+
+from bigtrain.models.gpt import GPT, GPTConfig
+from bigtrain.slicing.analysis.axis_trace import trace_axes
+from bigtrain.slicing.analysis.classes import AxisClasses
+from bigtrain.slicing.slices import Section, Slices
+
+MOST = 8
+"""Classes of a model that are tried: each takes a forward pass."""
+
+
+def classes_of(model, inputs):
+    found = AxisClasses(trace_axes(model, inputs, -1)).classes.values()
+    own = [
+        one
+        for one in found
+        if one.units > 1
+        and one.carried
+        and not one.looked_up
+        and all(sent.kind != "all_gather" for sent in one.exchanged)
+    ]
+    return [own[n * len(own) // MOST] for n in range(MOST)] if len(own) > MOST else own
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["resnet18", "densenet121", "mobilenet_v3_small", "shufflenet_v2_x0_5", "googlenet", "swin_t"],
+)
+def test_classes_of_torchvision(name):
+    torch.manual_seed(0)
+    options = {"init_weights": False, "aux_logits": False} if name == "googlenet" else {}
+    model = models.get_model(name, weights=None, num_classes=10, **options).train()
+    found = classes_of(model, torch.zeros(1, 3, 64, 64))
+    assert len(found) == MOST
+    randomize(model)
+    model.double().eval()
+    images = torch.randn(1, 3, 64, 64, dtype=torch.float64)
+    for own in found:
+        assert difference(model, lambda: model(images), own.slices) < 1e-9, own.name
+
+
+@pytest.mark.parametrize("layout", ["chunk", "3HD", "H3D", "H3D chunk", "split", "groups"])
+def test_classes_of_attention(layout):
+    torch.manual_seed(0)
+    shared = 2 if layout in ("split", "groups") else 0
+    attention = Block(32, Heads(layout, 32, 4, shared))
+    model = nn.Sequential(attention, Block(32, GatedMLP(32, 24, fused=True)), nn.Linear(32, 7))
+    found = classes_of(model, torch.zeros(2, 5, 32))
+    # Heads, hidden places, and the 7 places of the output.
+    assert len(found) == 3
+    model.double()
+    x = torch.randn(2, 5, 32, dtype=torch.float64)
+    for own in found:
+        assert difference(model, lambda: model(x), own.slices) < 1e-12, own.name
+
+
+def test_what_does_not_go_together_is_seen():
+    model = GPT(GPTConfig(num_layers=1, width=32, num_heads=4, tie_embeddings=False)).double()
+    tokens = torch.randint(0, 256, (2, 16))
+    heads = {
+        "blocks.0.attention.qkv.weight": Slices(0, (Section(32, 8),) * 3),
+        "blocks.0.attention.qkv.bias": Slices(0, (Section(32, 8),) * 3),
+        "blocks.0.attention.output.weight": Slices.even(1, 32, 8),
+    }
+    assert difference(model, lambda: model(tokens), heads) < 1e-12
+    torn = {**heads, "blocks.0.attention.output.weight": Slices.even(1, 32, 4)}
+    assert difference(model, lambda: model(tokens), torn) > 1e-6
+    del heads["blocks.0.attention.output.weight"]
+    assert difference(model, lambda: model(tokens), heads) > 1e-6
