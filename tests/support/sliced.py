@@ -123,7 +123,7 @@ def _gradients(
                 found.worst, found.where = float("inf"), f"only one has a gradient: {name}"
             continue
         _note(found, f"grad {name}", _own(name, wanted, slices, group), own, 1e-4 * largest)
-        if name not in slices and not _same_on_all(own, group):
+        if name not in slices and not same_on_all(own, group):
             found.worst, found.where = float("inf"), f"not the same bits on all ranks: {name}"
 
 
@@ -155,7 +155,7 @@ def _note(found: Compared, name: str, wanted: Tensor, own: Tensor, at_least: flo
         )
 
 
-def _same_on_all(tensor: Tensor, group: SliceGroup) -> bool:
+def same_on_all(tensor: Tensor, group: SliceGroup) -> bool:
     """Whether all ranks have the same bits."""
     bits = tensor.detach().contiguous().view(torch.uint8)
     every = [torch.empty_like(bits) for _ in range(group.size)]
