@@ -10,9 +10,9 @@ from torch import nn
 from torchvision import models
 
 from bigtrain.models.gpt import GPT, GPTConfig
-from bigtrain.slicing.analysis.axis_trace import trace_axes
-from bigtrain.slicing.analysis.classes import AxisClasses
-from bigtrain.slicing.slices import Section, Slices
+from bigtrain.slice_planning.axis_trace import trace_axes
+from bigtrain.slice_planning.classes import AxisClasses
+from bigtrain.slicing.slices import Slices, SliceSection
 
 MOST = 8
 """Classes of a model that are tried: each takes a forward pass."""
@@ -67,8 +67,8 @@ def test_what_does_not_go_together_is_seen():
     model = GPT(GPTConfig(num_layers=1, width=32, num_heads=4, tie_embeddings=False)).double()
     tokens = torch.randint(0, 256, (2, 16))
     heads = {
-        "blocks.0.attention.qkv.weight": Slices(0, (Section(32, 8),) * 3),
-        "blocks.0.attention.qkv.bias": Slices(0, (Section(32, 8),) * 3),
+        "blocks.0.attention.qkv.weight": Slices(0, (SliceSection(32, 8),) * 3),
+        "blocks.0.attention.qkv.bias": Slices(0, (SliceSection(32, 8),) * 3),
         "blocks.0.attention.output.weight": Slices.even(1, 32, 8),
     }
     assert difference(model, lambda: model(tokens), heads) < 1e-12
