@@ -26,7 +26,7 @@ ENOUGH = 0.9
 """Share of the parameters that is to be sliced where nothing else is asked for."""
 SMALL = 0.01
 """Share of the parameters below which a table stays whole, where enough is sliced without it."""
-NEARLY = 0.98
+NEARLY_MOST = 0.98
 """Share of the most bytes that classes can slice with which the one that sends least is content."""
 Sliced = SliceClass | SingleForm
 
@@ -231,7 +231,7 @@ class _Choice:
             instead = sum(_sent(self._best_single(name)) for name in names)
             options.append(self._option(own, _sent(own) - instead, 1.0, 0.0))
         points = frontier(options)
-        enough = NEARLY * min(point.nbytes for point in points)
+        enough = NEARLY_MOST * min(point.nbytes for point in points)
         return list(next(point for point in points if point.nbytes <= enough).taken)
 
     def _cheapest(self, prices: Prices, limit: float | None) -> list[Sliced]:
