@@ -7,6 +7,9 @@ differ, the tensors are named whose slices alone make them differ. Dropout is of
 draws other numbers.
 
     OMP_NUM_THREADS=1 PYTHONPATH=. /tmp/zoo/bin/python benchmarks/slicing_fuzz.py --models 20
+
+With `--planned` the slices are those that bigtrain chooses: the proof that a sliced model computes
+what one process does.
 """
 
 from __future__ import annotations
@@ -23,11 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bigtrain.errors import ConfigError
+from bigtrain.slice_planning.choose import plan_slices
+
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 FILE = HERE / "results" / "slicing_fuzz.json"
 TOLERANCE = 1e-9
 """Of a difference beside the largest number of its tensor: deep norms make rounding larger."""
+PLANNED = -1
+"""In place of the seed of an assignment."""
 SHARES = (0.1, 0.4, 0.9)
 """Of the tensors that could be sliced."""
 
@@ -90,9 +98,17 @@ def of_rank(context: Any, row: dict[str, Any], seeds: list[int]) -> list[dict[st
     found = []
     for seed in seeds:
         group = slice_group(context)
-        slices = random_slices(model, group.size, seed, SHARES[seed % len(SHARES)])
         begin = time.perf_counter()
-        result = compared(copy.deepcopy(model), run, slices, group)
+        if seed == PLANNED:
+            try:
+                slices, gathered = planned(row, group.size)
+            except ConfigError as error:
+                found.append({"seed": seed, "refused": str(error), "difference": 0.0})
+                continue
+        else:
+            slices = random_slices(model, group.size, seed, SHARES[seed % len(SHARES)])
+            gathered = frozenset()
+        result = compared(copy.deepcopy(model), run, slices, group, gathered=gathered)
         if "bigtrain.errors.ConfigError: strategy.slice" in result.error:
             said = result.error.strip().splitlines()[-1]
             found.append({"seed": seed, "refused": said, "difference": 0.0})
@@ -107,6 +123,18 @@ def of_rank(context: Any, row: dict[str, Any], seeds: list[int]) -> list[dict[st
         if _any(result.worst > TOLERANCE, group):
             found[-1]["alone"] = _alone(model, run, slices, context)
     return found
+
+
+def planned(row: dict[str, Any], ranks: int) -> tuple[dict[str, Any], frozenset[str]]:
+    """The slices that are chosen for a model, and the weights whose product is gathered at once."""
+    from types import SimpleNamespace
+
+    import slicing_zoo as zoo
+
+    model, inputs = zoo.drawn(row)
+    batch = SimpleNamespace(inputs=inputs)
+    plan = plan_slices(SimpleNamespace(model=model, micro_batch=batch, loss=None), ranks)
+    return dict(plan.slices), plan.gathered
 
 
 def _any(is_wrong: bool, group: Any) -> bool:
@@ -162,6 +190,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", default="", help="models whose name has this")
     parser.add_argument("--libraries", default="torchvision,timm,transformers")
+    parser.add_argument("--planned", action="store_true", help="slices as bigtrain chooses them")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -174,7 +203,7 @@ def main() -> None:
         rows = drawn(options.draw, options.models, libraries)
     else:
         rows = [row for row in zoo.chosen().values() if row["library"] in libraries]
-    seeds = list(range(options.seeds))
+    seeds = [PLANNED] if options.planned else list(range(options.seeds))
     results, failed = [], 0
     for row in rows:
         if options.only not in row["name"]:
@@ -205,7 +234,8 @@ def main() -> None:
     print(f"{len(results)} runs, {failed} wrong")
     if options.save:
         about = {"draw": options.draw, "ranks": options.ranks, "tolerance": TOLERANCE}
-        FILE.write_text(json.dumps({**about, "runs": results}, indent=1) + "\n")
+        name = f"slicing_planned_{options.ranks}.json" if options.planned else FILE.name
+        FILE.with_name(name).write_text(json.dumps({**about, "runs": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
