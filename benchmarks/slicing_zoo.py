@@ -5,7 +5,7 @@
 
 Models are those that `foreign_models.py` drew by its seed ("drawn"), and those that `cut_zoo.py`
 lists ("listed"). Nothing runs on ranks: it is what the choice says of one process's model. That
-what goes together is sound is tried on numbers, in float64, on a dozen classes of a model: the
+what goes together is sound is tried on numbers, in float64, on up to a dozen classes of a model: the
 units of all tensors of a class are shuffled alike, and the output must stay as it was. A look-up's
 rows cannot be shuffled so, nor can a class whose input is gathered on its way. Of ALiBi's heads the
 order matters, as each has its own slope in a constant, of which a rank has its own part.
@@ -47,8 +47,9 @@ from support.shuffled_units import difference, randomize  # noqa: E402
 RESULTS = Path(__file__).parent / "results" / "slicing_zoo.json"
 DEGREES = (2, 4)
 BAR = 0.9
-MOST_SHUFFLED = 12
-"""Classes of a model that are shuffled: each takes a forward pass."""
+MOST_SHUFFLED, LARGE, OF_LARGE = 12, 12_000_000, 4
+"""Classes of a model that are shuffled, each of which takes a forward pass; from how many
+parameters on it is fewer, and how many."""
 LIKE_ALIBI = {"mpt", "bloom", "CAUSAL_LM:mpt"}
 
 
@@ -109,8 +110,9 @@ def sound(model: nn.Module, inputs: Any) -> dict[str, Any]:
         and all(sent.kind != "all_gather" for sent in own.exchanged)
     ]
     count = len(classes)
-    if count > MOST_SHUFFLED:
-        classes = [classes[n * count // MOST_SHUFFLED] for n in range(MOST_SHUFFLED)]
+    most = OF_LARGE if sum(p.numel() for p in model.parameters()) > LARGE else MOST_SHUFFLED
+    if count > most:
+        classes = [classes[n * count // most] for n in range(most)]
     randomize(model)
     model.eval()
 

@@ -232,7 +232,13 @@ class _Choice:
             options.append(self._option(own, _sent(own) - instead, 1.0, 0.0))
         points = frontier(options)
         enough = NEARLY_MOST * min(point.nbytes for point in points)
-        return list(next(point for point in points if point.nbytes <= enough).taken)
+        chosen = list(next(point for point in points if point.nbytes <= enough).taken)
+        taken = {name for own in chosen for name in own.slices}
+        for own in sorted(self._classes, key=self._sliced_bytes, reverse=True):
+            if taken.isdisjoint(own.slices):  # left to send less, and excluded by nothing
+                chosen.append(own)
+                taken |= own.slices.keys()
+        return chosen
 
     def _cheapest(self, prices: Prices, limit: float | None) -> list[Sliced]:
         """The least time of what fits."""

@@ -121,6 +121,14 @@ def test_residual_blocks_send_no_more_than_two_exchanges_each():
     assert sent_bytes(plan) <= blocks + head
 
 
+def test_blocks_that_are_alike_are_sliced_alike():
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=500, num_layers=40, width=32, num_heads=4))
+    found = plan_slices(work_on(model, 2, 8, tokens=500), 2).lines()
+    assert "blocks.*.attention.qkv.weight" in found
+    assert not any(name.startswith("blocks.0") for name in found)
+
+
 def test_few_parameters_that_cost_traffic_stay_whole():
     config = GPTConfig(vocab_size=9001, num_layers=2, width=128, sequence_length=32)
     plan = plan_slices(work_on(GPT(config), 2, 32, tokens=9001), 2)
