@@ -75,7 +75,6 @@ WHOLE = {
     "ALONG norms": "0.2",
     "ALONG topk": "0.2",
     "ALONG truths": "0.0 0.1 0.2",
-    "ALONG cross entropy": "0.0 0.2",
     "IMAGES max": "0.2 0.3",
     "IMAGES average": "0.2 0.3",
     "IMAGES global": "0.2 0.3",
