@@ -107,7 +107,6 @@ WHOLE = {
     "MORE PRODUCTS attention masked": "0.2 0.3 1.2 1.3 2.2 3.1 3.2",
     "MORE PRODUCTS attention shared": "0.2 0.3 1.2 1.3 2.2",
     "MORE PRODUCTS attention of one": "0.2 0.3 1.2 1.3 2.2",
-    "MORE PRODUCTS cross entropy": "0.0",
     "MORE CONVOLUTIONS plain": "0.2 0.3 1.2 1.3",
     "MORE CONVOLUTIONS one dim": "0.2 1.2",
     "MORE CONVOLUTIONS unbatched": "0.1 0.2 1.2 1.3",
