@@ -82,7 +82,9 @@ def made(library: str, name: str, side: int | None) -> tuple[nn.Module, Any]:
     return model, run
 
 
-def of_rank(context: Any, row: dict[str, Any], seeds: list[int]) -> list[dict[str, Any]]:
+def of_rank(
+    context: Any, row: dict[str, Any], seeds: list[int], sequence_dim: int | None
+) -> list[dict[str, Any]]:
     """What one rank finds of one model."""
     import copy
 
@@ -97,7 +99,7 @@ def of_rank(context: Any, row: dict[str, Any], seeds: list[int]) -> list[dict[st
         return [{"left_out": f"whole, in float64: {error}"[:300], "difference": 0.0}]
     found = []
     for seed in seeds:
-        group = slice_group(context)
+        group = slice_group(context, sequence_dim)
         begin = time.perf_counter()
         if seed == PLANNED:
             try:
@@ -121,7 +123,7 @@ def of_rank(context: Any, row: dict[str, Any], seeds: list[int]) -> list[dict[st
             }
         )
         if _any(result.worst > TOLERANCE, group):
-            found[-1]["alone"] = _alone(model, run, slices, context)
+            found[-1]["alone"] = _alone(model, run, slices, context, sequence_dim)
     return found
 
 
@@ -145,7 +147,9 @@ def _any(is_wrong: bool, group: Any) -> bool:
     return bool(flag.item())
 
 
-def _alone(model: nn.Module, run: Any, slices: dict[str, Any], context: Any) -> list[str]:
+def _alone(
+    model: nn.Module, run: Any, slices: dict[str, Any], context: Any, sequence_dim: int | None
+) -> list[str]:
     """Tensors whose slices alone make a difference: at most three."""
     import copy
 
@@ -153,7 +157,7 @@ def _alone(model: nn.Module, run: Any, slices: dict[str, Any], context: Any) -> 
 
     names = []
     for name, own in slices.items():
-        group = slice_group(context)
+        group = slice_group(context, sequence_dim)
         result = compared(copy.deepcopy(model), run, {name: own}, group)
         if _any(result.worst > TOLERANCE, group):
             names.append(f"{name} {own}: {result.where} {result.error[-600:]}")
@@ -188,6 +192,7 @@ def main() -> None:
     parser.add_argument("--draw", type=int, default=1, help="seed of the models")
     parser.add_argument("--seeds", type=int, default=3, help="assignments of each model")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--sequence", type=int, help="dim along which sums are sliced")
     parser.add_argument("--only", default="", help="models whose name has this")
     parser.add_argument("--libraries", default="torchvision,timm,transformers")
     parser.add_argument("--planned", action="store_true", help="slices as bigtrain chooses them")
@@ -211,7 +216,9 @@ def main() -> None:
         whole = {key: row.get(key) for key in ("library", "name", "side")}
         try:
             ranks = run_ranks(
-                slicing_fuzz.of_rank, options.ranks, row, seeds, tp=options.ranks, timeout_s=300
+                *(slicing_fuzz.of_rank, options.ranks, row, seeds, options.sequence),
+                tp=options.ranks,
+                timeout_s=300,
             )
         except Exception as error:  # noqa: BLE001 - the table says what it was
             results.append({**whole, "raised": str(error)[-1500:]})

@@ -331,7 +331,7 @@ def reduce_scatter_begun(partial: Tensor, slices: Slices, group: SliceGroup) -> 
                 _padded(slices.local(partial, rank, group.size), slices.dim, most)
                 for rank in range(group.size)
             ]
-        )
+        ).contiguous()  # those that lie in another order are stacked in it
     own = sent.new_empty(shape)
     group.note("reduce_scatter", sent)
 

@@ -37,9 +37,10 @@ class Compared:
     """A traceback, where the sliced model raised."""
 
 
-def slice_group(context: RunContext) -> SliceGroup:
+def slice_group(context: RunContext, sequence_dim: int | None = None) -> SliceGroup:
     """This rank on the tp axis."""
-    return SliceGroup(context.tp_rank, context.tp_size, context.group("tp"))
+    own = context.group("tp")
+    return SliceGroup(context.tp_rank, context.tp_size, own, sequence_dim=sequence_dim)
 
 
 def in_slices(
