@@ -202,7 +202,7 @@ def all_reduce(tensor: Tensor, group: SliceGroup, op: Any = dist.ReduceOp.SUM) -
     group.note("all_reduce", tensor)
     if group.group is not None:
         with group.exchanging(tensor):
-            dist.all_reduce(tensor, op, group=group.group)
+            dist.all_reduce(tensor.view(-1), op, group=group.group)
     return tensor
 
 
@@ -262,7 +262,7 @@ def all_reduce_begun(tensor: Tensor, group: SliceGroup) -> Begun:
     group.note("all_reduce", tensor)
     return Begun(
         group,
-        lambda: dist.all_reduce(tensor, group=group.group, async_op=True),
+        lambda: dist.all_reduce(tensor.view(-1), group=group.group, async_op=True),
         tensor,
         tensor,
         lambda result: result,
