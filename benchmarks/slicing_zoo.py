@@ -5,8 +5,8 @@
 
 Models are those that `foreign_models.py` drew by its seed ("drawn"), and those that `cut_zoo.py`
 lists ("listed"). Nothing runs on ranks: it is what the choice says of one process's model. That
-what goes together is sound is tried on numbers, in float64, on up to a dozen classes of a model: the
-units of all tensors of a class are shuffled alike, and the output must stay as it was. A look-up's
+what goes together is sound is tried on numbers, in float64, on up to a dozen classes of a model:
+the units of all tensors of a class are shuffled alike, and the output must stay as it was. A look-up's
 rows cannot be shuffled so, nor can a class whose input is gathered on its way. Of ALiBi's heads the
 order matters, as each has its own slope in a constant, of which a rank has its own part.
 

@@ -1,4 +1,4 @@
-"""The classic systems with input that cannot be: one line with the fix, status 2, no rank connected."""
+"""What the classic systems cannot do is refused in a line, with the fix, before ranks connect."""
 
 from __future__ import annotations
 
