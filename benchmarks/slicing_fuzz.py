@@ -51,7 +51,7 @@ def drop_nothing(model: nn.Module) -> None:
 
 def in_double() -> None:
     """Where a model's code asks for float32, it gets float64: rounding would hide differences."""
-    torch.float32 = torch.float = torch.float64  # type: ignore[misc]
+    torch.float32 = torch.float = torch.float64
     torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
 
 
@@ -68,7 +68,7 @@ def made(library: str, name: str, side: int | None) -> tuple[nn.Module, Any]:
             config._experts_implementation = "eager"  # the fused one knows no float64
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.02 * torch.randn_like(parameter)
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
     if side is None:
         inputs = torch.randint(zoo.WORDS, (zoo.ROWS, zoo.LENGTH // 4))
     else:

@@ -6,9 +6,9 @@
 Models are those that `foreign_models.py` drew by its seed ("drawn"), and those that `cut_zoo.py`
 lists ("listed"). Nothing runs on ranks: it is what the choice says of one process's model. That
 what goes together is sound is tried on numbers, in float64, on up to a dozen classes of a model:
-the units of all tensors of a class are shuffled alike, and the output must stay as it was. A look-up's
-rows cannot be shuffled so, nor can a class whose input is gathered on its way. Of ALiBi's heads the
-order matters, as each has its own slope in a constant, of which a rank has its own part.
+the units of all tensors of a class are shuffled alike, and the output must stay as it was. A
+look-up's rows cannot be shuffled so, nor can a class whose input is gathered on its way. Of ALiBi's
+heads the order matters, as each has its own slope in a constant, of which a rank has its own part.
 
 Words on the command line choose models by a part of their name. The table goes to the screen, its
 rows to benchmarks/results/slicing_zoo.json. The bar: of nine in ten of the drawn models nine tenths
@@ -86,7 +86,7 @@ def shares(plan: SlicingPlan, model: nn.Module) -> dict[str, Any]:
         for name, p in model.named_parameters()
         if name not in sliced
     }
-    parts = (*plan.classes, *plan.singles)
+    parts: list[Any] = [*plan.classes, *plan.singles]
     largest = sorted(kept, key=lambda name: -kept[name])[:3]
     return {
         "parameters": round(plan.sliced_share(model), 4),
