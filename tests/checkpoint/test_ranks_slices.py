@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from support.nets import BlockConv
 from support.ranks import run_ranks
 from torch import Tensor, nn
 
+from bigtrain.assembly.make_plan import make_plan
 from bigtrain.checkpoint.read import Checkpoint
 from bigtrain.checkpoint.state_differences import compare_states
 from bigtrain.data import MicroBatch
 from bigtrain.engine.engine import Engine
+from bigtrain.errors import CheckpointError, ConfigError, UnequalRanksError
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.models.gpt import GPT, GPTConfig
@@ -26,9 +29,9 @@ WORDS, ROWS, MICRO = 29, 8, 2
 Mesh = dict[str, int]
 
 
-def gpt(heads: int = 3) -> nn.Module:
+def gpt(words: int = WORDS) -> nn.Module:
     """Queries, keys and values in one weight; heads and words that two ranks have unequally."""
-    sizes = {"num_layers": 2, "width": 24, "num_heads": heads, "vocab_size": WORDS}
+    sizes = {"num_layers": 2, "width": 24, "num_heads": 3, "vocab_size": words}
     return GPT(GPTConfig(**sizes, sequence_length=6, tie_embeddings=True))
 
 
@@ -197,3 +200,149 @@ def test_of_replicas_the_first_ones_statistics_count_in_slices_too(tmp_path: Pat
     plain = begun(OTHERS["fsdp"], tmp_path / "plain")
     sliced = begun(CASES["fsdp+tensor"], tmp_path / "sliced")
     assert_same(sliced["conv"][0][0], plain["conv"][0][0], buffers=True)
+
+
+OPTIONS: dict[str, tuple[str, dict[str, Any], float]] = {
+    "sgd": ("tensor", {"optim.name": "sgd", "train.precision": "fp64"}, 1e-11),
+    "bf16 moments": ("tensor", {"optim.state": "bf16", "optim.stochastic_rounding": False}, 1e-5),
+    "by chance": ("tensor_sequence", {"optim.state": "bf16"}, 1e-2),
+    "bf16": ("tensor_sequence", {"train.precision": "bf16"}, 1e-2),
+    "bf16 weights": ("tensor", {"train.precision": "bf16", "optim.master_weights": False}, 1e-2),
+    "on the host": ("tensor+offload_optimizer_cpu", {"train.precision": "fp64"}, 1e-11),
+    "on a disk": ("tensor+offload_optimizer_disk", {"train.precision": "fp64"}, 1e-11),
+    "beside": ("tensor", {"train.precision": "fp64", "checkpoint.asynchronous": True}, 1e-11),
+}
+
+
+def keys_of(option: str, folder: Path) -> tuple[str, dict[str, Any], float]:
+    strategy, keys, tolerance = OPTIONS[option]
+    disk = {"strategy.offload.path": str(folder)} if strategy.endswith("disk") else {}
+    return strategy, {**BASE, **keys, **disk}, tolerance
+
+
+def options(context: RunContext, folder: Path, chosen: list[str]) -> dict[str, Any]:
+    """Of each of them: the losses after a save, and after it was opened again."""
+    found = {}
+    for option in chosen:
+        strategy, keys, _ = keys_of(option, folder)
+        path, losses = run(context, strategy, keys, folder / option)
+        _, again = run(context, strategy, keys, folder / f"{option}, again", path)
+        found[option] = losses, again
+    return found
+
+
+def options_in_one_process(
+    context: RunContext, folder: Path, chosen: list[str]
+) -> dict[str, list[float]]:
+    found = {}
+    for option in chosen:
+        strategy, keys, _ = keys_of(option, folder)
+        single = strategy.replace("tensor_sequence", "single").replace("tensor", "single")
+        found[option] = run(context, single, keys, folder / "one", folder / option / "step-2")[1]
+    return found
+
+
+@pytest.mark.parametrize(
+    "part", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)]
+)
+def test_what_optimizers_keep_in_slices_is_saved_and_opened(tmp_path: Path, part: int) -> None:
+    chosen = [*OPTIONS][part::3]
+    ranks = run_ranks(options, 2, tmp_path, chosen, tp=2, timeout_s=120)
+    (one,) = run_ranks(options_in_one_process, 1, tmp_path, chosen, timeout_s=120)
+    for found in ranks:
+        for option, (losses, again) in found.items():
+            assert again == losses, option  # bit for bit
+            assert one[option] == pytest.approx(losses, rel=OPTIONS[option][2]), option
+
+
+@pytest.mark.parametrize("name", ["adafactor", "adamw_8bit", "adamw_4bit"])
+def test_state_of_whole_parameters_is_refused_with_slices(name: str) -> None:
+    job = job_from_keys("tensor", {**BASE, "optim.name": name, "mesh.tp": 2})
+    with pytest.raises(ConfigError, match=rf"optim.name={name} .*mesh.tp=2.*optim.state=bf16"):
+        make_plan(job, 2, "cpu")
+
+
+def drifting(context: RunContext, folder: Path, name: str, place: int) -> str:
+    """A save of a state in which one rank has another number; what is said."""
+    job = job_from_keys("ddp+tensor", {**FP64, "mesh.tp": 2})
+    inputs, targets = batch_of(gpt, 0)
+    example = MicroBatch(inputs[:MICRO], targets[:MICRO], targets[:MICRO].numel(), MICRO)
+    with Engine(
+        gpt, CrossEntropy(), partial(torch.optim.AdamW, lr=0.1), job, context, example=example
+    ) as engine:
+        own = slice(4 * context.dp_rank, 4 * context.dp_rank + 4)
+        engine.step((inputs[own], targets[own]))
+        path = engine.save(folder)
+        assert path.is_dir()
+        if context.rank == place:
+            with torch.no_grad():
+                parameter = engine.runner.module.get_parameter("blocks.1.mlp_norm.weight")
+                state = engine.runner.optimizer.state[parameter]
+                tensor = {"parameter": parameter, **state}.get(name)
+                if tensor is None:
+                    torch.rand(1)
+                else:
+                    tensor[3] = torch.nextafter(tensor[3], tensor[3] + 1)
+        engine.steps_done += 1
+        with pytest.raises(UnequalRanksError) as caught:
+            engine.save(folder)
+        assert [one.name for one in folder.iterdir() if "step" in one.name] == ["step-1"]
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "said"),
+    [
+        ("parameter", 3, "model.blocks.1.mlp_norm.weight is not the same on rank 3 as on rank 2"),
+        (
+            "exp_avg_sq",
+            1,
+            "optimizer.blocks.1.mlp_norm.weight.exp_avg_sq is not the same on rank 1",
+        ),
+        ("", 0, "the stream of random numbers is not the same on rank 1 as on rank 0"),
+    ],
+)
+def test_whole_tensors_that_differ_are_named_before_anything_is_written(
+    tmp_path: Path, name: str, place: int, said: str
+) -> None:
+    for message in run_ranks(drifting, 4, tmp_path, name, place, tp=2):
+        assert message.startswith(f"step 2: {said}")
+        assert "train.deterministic=true" in message
+        assert "no checkpoint was written" in message
+
+
+def of_another_size(context: RunContext, folder: Path, load: Path) -> str:
+    try:
+        run(context, "tensor", FP64, folder, load, partial(gpt, words=WORDS + 4))
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_checkpoint_of_another_model_is_refused_also_where_it_is_sliced(
+    tmp_path: Path, whole: tuple[Path, Any]
+) -> None:
+    path = whole[1]["gpt"][0][0]
+    for message in run_ranks(of_another_size, 2, tmp_path, path, tp=2):
+        assert "model.embedding.token.weight has shape (29, 24) in the checkpoint" in message
+        assert "its dim 0 is 33 long in the model" in message
+
+
+def streams(context: RunContext, folder: Path, load: Path | None) -> tuple[float, str]:
+    """What a rank draws after a save or a resume."""
+    keys = {**FP64, "mesh.tp": context.tp_size}
+    strategy = "ddp" if context.tp_size == 1 else "ddp+tensor"
+    path, _ = run(context, strategy, keys, folder, load, steps=1)
+    return float(torch.rand(())), str(path)
+
+
+def test_ranks_of_one_tp_group_draw_alike_also_after_a_run_of_another_mesh(tmp_path: Path) -> None:
+    alike = run_ranks(streams, 4, tmp_path / "slices", None, tp=2)
+    as_before = run_ranks(streams, 4, tmp_path / "again", Path(alike[0][1]), tp=2)
+    apart = run_ranks(streams, 4, tmp_path / "whole", Path(alike[0][1]))
+    together = run_ranks(streams, 4, tmp_path / "back", Path(apart[0][1]), tp=2)
+    for found in (alike, as_before, together):
+        drawn = [number for number, _ in found]
+        assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
+    assert [number for number, _ in alike] == [number for number, _ in as_before]
+    assert len({number for number, _ in apart}) == 4
