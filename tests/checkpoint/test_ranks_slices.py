@@ -206,12 +206,13 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], float]] = {
     "sgd": ("tensor", {"optim.name": "sgd", "train.precision": "fp64"}, 1e-11),
     "bf16 moments": ("tensor", {"optim.state": "bf16", "optim.stochastic_rounding": False}, 1e-5),
     "by chance": ("tensor_sequence", {"optim.state": "bf16"}, 1e-2),
+    "on a disk": ("tensor+offload_optimizer_disk", {"train.precision": "fp64"}, 1e-11),
+    "on the host": ("tensor+offload_optimizer_cpu", {"train.precision": "fp64"}, 1e-11),
     "bf16": ("tensor_sequence", {"train.precision": "bf16"}, 1e-2),
     "bf16 weights": ("tensor", {"train.precision": "bf16", "optim.master_weights": False}, 1e-2),
-    "on the host": ("tensor+offload_optimizer_cpu", {"train.precision": "fp64"}, 1e-11),
-    "on a disk": ("tensor+offload_optimizer_disk", {"train.precision": "fp64"}, 1e-11),
     "beside": ("tensor", {"train.precision": "fp64", "checkpoint.asynchronous": True}, 1e-11),
 }
+"""What is more of a job, and how far one process may be from it: each third is one test."""
 
 
 def keys_of(option: str, folder: Path) -> tuple[str, dict[str, Any], float]:
