@@ -80,6 +80,8 @@ def forecast_state_peaks(
     made = known.made(dp_rank, pp_rank)
     how = {"asynchronous": config.asynchronous, "most_bytes": config.snapshot_bytes}
     added = forecast_save(files, rank, made, **how)  # type: ignore[arg-type]
+    looked_at = known.compared(made)
+    added = replace(added, waiting=max(added.waiting, looked_at), made=max(added.made, looked_at))
     kept = states.total - states.activations
     resume = kept + known.read_beside(dp_rank, pp_rank)
     if is_accelerator(plan.device_type):
@@ -193,6 +195,17 @@ class _State:
             if on_disk or several:
                 made[name] = Making(size, size if on_disk and several else 0)
         return made
+
+    def compared(self, made: Mapping[str, Making]) -> int:
+        """Bytes of the largest tensor that is made to be compared among the ranks of a tp group."""
+        if self._slices is None:
+            return 0
+        whole = (
+            one
+            for name, one in made.items()
+            if self._slices.by_name.get(_parameter_of(name)) is None
+        )
+        return max((one.kept + one.passing for one in whole), default=0)
 
     def read_beside(self, dp_rank: int, pp_rank: int) -> int:
         """What the highest moment of a resume is above the state of a run, without a batch.
@@ -317,6 +330,12 @@ class _State:
                 owned = self._stretches[pp_rank * self._plan.state_ranks + rank]
                 owned[name] = (bounds[0], bounds[1])  # type: ignore[index]
         return self._stretches[key]
+
+
+def _parameter_of(name: str) -> str:
+    """The plain name in `model.NAME` or `optimizer.NAME.KEY`."""
+    part, _, plain = name.partition(".")
+    return plain if part == "model" else plain.rpartition(".")[0]
 
 
 def _of_whole(held: Mapping[str, Held], slices: SlicedState) -> dict[str, Held]:

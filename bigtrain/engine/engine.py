@@ -25,6 +25,7 @@ from bigtrain.assembly.host_room import ensure_host_room
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.assembly.resolve import check_known, resolve_plan
 from bigtrain.assembly.state_peaks import forecast_state_peaks
+from bigtrain.checkpoint.equal_ranks import check_equal_ranks
 from bigtrain.checkpoint.saver import Saver
 from bigtrain.checkpoint.together import (
     check_optimizer_state,
@@ -289,15 +290,18 @@ class Engine:
         Raises:
             CheckpointError: it could not be written (a full disk, a folder that is gone); the same
                 on all ranks. What was there before stays, and the run can go on.
+            UnequalRanksError: ranks of the tp axis do not hold the same whole tensors.
         """
         self.saver.reserve(folder)
         with self._explaining("while a checkpoint was written"), self.meter.saving() as added:
+            state = self.runner.state()
+            check_equal_ranks(state, self.context, self.steps_done)
             meta = {"samples_seen": self.samples_seen, "validation": best}
             meta["job"] = self.job.model_dump(mode="json")
             return self.saver.save(
                 folder,
                 self.steps_done,
-                self.runner.state(),
+                state,
                 {**meta, **random_streams(self.context)},
                 config_texts(self.runner.module),
                 best=best is not None,
