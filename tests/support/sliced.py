@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,16 +43,26 @@ def slice_group(context: RunContext, sequence_dim: int | None = None) -> SliceGr
     return SliceGroup(context.tp_rank, context.tp_size, own, sequence_dim=sequence_dim)
 
 
-def in_slices(whole: nn.Module, slices: Mapping[str, Slices], group: SliceGroup) -> nn.Module:
+def in_slices(
+    whole: nn.Module,
+    slices: Mapping[str, Slices],
+    group: SliceGroup,
+    gathered: Collection[str] = (),
+) -> nn.Module:
     """A copy of a model that holds this rank's slices."""
     model = copy.deepcopy(whole)
     slice_tensors(model, slices, group)
-    slice_modules(model, slices, group)
+    slice_modules(model, slices, group, gathered)
     return model
 
 
 def compared(
-    whole: nn.Module, run: Run, slices: Mapping[str, Slices], group: SliceGroup, steps: int = 1
+    whole: nn.Module,
+    run: Run,
+    slices: Mapping[str, Slices],
+    group: SliceGroup,
+    steps: int = 1,
+    gathered: Collection[str] = (),
 ) -> Compared:
     """Run a model whole and in slices: outputs, losses, gradients, and buffers afterwards.
 
@@ -62,8 +72,9 @@ def compared(
         slices: by name.
         group: the ranks.
         steps: how often both run, gradients being added up.
+        gathered: weights whose product is gathered at once.
     """
-    model, slices = in_slices(whole, slices, group), _under_all_names(whole, slices)
+    model, slices = in_slices(whole, slices, group, gathered), _under_all_names(whole, slices)
     found = Compared()
     try:
         for _ in range(steps):
