@@ -12,21 +12,22 @@ NEAR = 1e-11
 """Norms of few numbers make rounding larger: a wrong number differs by far more."""
 
 
-def fuzzed(context, names, seeds):
+def fuzzed(context, names, seeds, sequence_dim):
     warnings.simplefilter("ignore")
     found = []
     for name in names:
         whole, run = {**NETS, **LARGE}[name]()
         for seed in seeds:
-            group = slice_group(context)
+            group = slice_group(context, sequence_dim)
             slices = random_slices(whole, group.size, seed, (0.15, 0.5, 0.9)[seed % 3])
-            result = compared(copy.deepcopy(whole), run, slices, group)
+            gathered = set(list(slices)[:: seed + 1])
+            result = compared(copy.deepcopy(whole), run, slices, group, gathered=gathered)
             found.append((name, seed, result))
     return found
 
 
-def assert_right(names, seeds, ranks):
-    runs = run_ranks(fuzzed, ranks, names, seeds, tp=ranks, timeout_s=400)
+def assert_right(names, seeds, ranks, sequence_dim=None):
+    runs = run_ranks(fuzzed, ranks, names, seeds, sequence_dim, tp=ranks, timeout_s=400)
     wrong = [
         (name, seed, result.worst, result.where, result.error[-1500:])
         for found in runs
@@ -45,8 +46,14 @@ def test_more_random_slices_on_more_ranks():
     assert_right(light, [2], 3)
 
 
+def test_random_slices_beside_stretches_of_the_sequence():
+    assert_right(["gpt", "gpt, tied", "attention", "encoder, norm first", "vit"], [4, 5], 2, 1)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("part", range(4))
 def test_many_random_slices(ranks, part):
-    assert_right([*NETS, *LARGE][part::4], list(range(3, 9)), ranks)
+    names = [*NETS, *LARGE][part::4]
+    assert_right(names, list(range(3, 9)), ranks)
+    assert_right(names, [9, 10], ranks, 1)
