@@ -1,4 +1,4 @@
-"""The classic systems with input that cannot be: one line with the fix, status 2, no rank connected."""
+"""The classic systems with input that cannot be: a line with the fix, status 2, nobody connects."""
 
 from __future__ import annotations
 
