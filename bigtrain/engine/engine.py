@@ -25,7 +25,6 @@ from bigtrain.assembly.host_room import ensure_host_room
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.assembly.resolve import check_known, resolve_plan
 from bigtrain.assembly.state_peaks import forecast_state_peaks
-from bigtrain.checkpoint.equal_ranks import check_equal_ranks
 from bigtrain.checkpoint.saver import Saver
 from bigtrain.checkpoint.together import (
     check_optimizer_state,
@@ -59,6 +58,7 @@ from bigtrain.optim.update import MakeOptimizer
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory, StepForecast
 from bigtrain.prediction.predict import predict
 from bigtrain.ranks.context import RunContext
+from bigtrain.slicing.equal_ranks import check_equal_ranks
 from bigtrain.tensors.fake import meta_copy
 from bigtrain.tensors.tree import tree_tensors
 from bigtrain.timing.run_seconds import StepWatch, forecast_step_seconds
