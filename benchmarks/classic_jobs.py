@@ -35,6 +35,8 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
 }
 COLOURS = ("#0072B2", "#E69F00", "#009E73")
 """Of the palette of Okabe and Ito."""
+WIDTHS = (4.0, 2.4, 1.0)
+"""Of the lines: those that lie on each other are all seen."""
 WINDOW = 10
 """Steps over which a drawn training loss is averaged."""
 
@@ -160,17 +162,19 @@ def draw(path: Path, runs: dict[str, dict[str, Any]]) -> None:
 
 def draw_job(above: Axes, below: Axes, job: ClassicJob, rows: dict[str, Any]) -> None:
     """The curves of one job, a colour for each strategy."""
-    for colour, (strategy, row) in zip(COLOURS, rows.items(), strict=False):
+    for colour, width, (strategy, row) in zip(COLOURS, WIDTHS, rows.items(), strict=False):
         steps = [one["step"] for one in row["validation"]]
         reached = [one[job.figure] for one in row["validation"]]
-        above.plot(steps, reached, color=colour, marker=".", linewidth=1.2, label=strategy)
+        label = f"{strategy}: {reached[-1]:.3f}"
+        above.plot(steps, reached, color=colour, linewidth=width, label=label)
         losses = row["losses"]
         means = [
             sum(losses[max(0, n - WINDOW) : n]) / len(losses[max(0, n - WINDOW) : n])
             for n in range(1, len(losses) + 1)
         ]
-        below.plot(range(1, len(means) + 1), means, color=colour, linewidth=1.0)
-    above.axhline(job.stated, color="#A0A0A0", linestyle="--", linewidth=1)
+        below.plot(range(1, len(means) + 1), means, color=colour, linewidth=width)
+    label = f"stated: {job.stated:.2f}"
+    above.axhline(job.stated, color="#808080", linestyle="--", linewidth=1, label=label)
     above.set_ylim(0, 1)
     above.set_title(job.title, loc="left", fontsize=9)
     above.set_ylabel(f"{job.figure}, held out")

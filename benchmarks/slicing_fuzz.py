@@ -7,6 +7,9 @@ differ, the tensors are named whose slices alone make them differ. Dropout is of
 draws other numbers.
 
     OMP_NUM_THREADS=1 PYTHONPATH=. /tmp/zoo/bin/python benchmarks/slicing_fuzz.py --models 20
+
+With `--planned` the slices are those that bigtrain chooses: the proof that a sliced model computes
+what one process does.
 """
 
 from __future__ import annotations
@@ -23,11 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bigtrain.errors import ConfigError
+from bigtrain.slice_planning.choose import plan_slices
+
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 FILE = HERE / "results" / "slicing_fuzz.json"
 TOLERANCE = 1e-9
 """Of a difference beside the largest number of its tensor: deep norms make rounding larger."""
+PLANNED = -1
+"""In place of the seed of an assignment."""
 SHARES = (0.1, 0.4, 0.9)
 """Of the tensors that could be sliced."""
 
@@ -43,7 +51,7 @@ def drop_nothing(model: nn.Module) -> None:
 
 def in_double() -> None:
     """Where a model's code asks for float32, it gets float64: rounding would hide differences."""
-    torch.float32 = torch.float = torch.float64  # type: ignore[misc]
+    torch.float32 = torch.float = torch.float64
     torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
 
 
@@ -60,7 +68,7 @@ def made(library: str, name: str, side: int | None) -> tuple[nn.Module, Any]:
             config._experts_implementation = "eager"  # the fused one knows no float64
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.02 * torch.randn_like(parameter)
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
     if side is None:
         inputs = torch.randint(zoo.WORDS, (zoo.ROWS, zoo.LENGTH // 4))
     else:
@@ -74,7 +82,9 @@ def made(library: str, name: str, side: int | None) -> tuple[nn.Module, Any]:
     return model, run
 
 
-def of_rank(context: Any, row: dict[str, Any], seeds: list[int]) -> list[dict[str, Any]]:
+def of_rank(
+    context: Any, row: dict[str, Any], seeds: list[int], sequence_dim: int | None
+) -> list[dict[str, Any]]:
     """What one rank finds of one model."""
     import copy
 
@@ -89,10 +99,18 @@ def of_rank(context: Any, row: dict[str, Any], seeds: list[int]) -> list[dict[st
         return [{"left_out": f"whole, in float64: {error}"[:300], "difference": 0.0}]
     found = []
     for seed in seeds:
-        group = slice_group(context)
-        slices = random_slices(model, group.size, seed, SHARES[seed % len(SHARES)])
+        group = slice_group(context, sequence_dim)
         begin = time.perf_counter()
-        result = compared(copy.deepcopy(model), run, slices, group)
+        if seed == PLANNED:
+            try:
+                slices, gathered = planned(row, group.size)
+            except ConfigError as error:
+                found.append({"seed": seed, "refused": str(error), "difference": 0.0})
+                continue
+        else:
+            slices = random_slices(model, group.size, seed, SHARES[seed % len(SHARES)])
+            gathered = frozenset()
+        result = compared(copy.deepcopy(model), run, slices, group, gathered=gathered)
         if "bigtrain.errors.ConfigError: strategy.slice" in result.error:
             said = result.error.strip().splitlines()[-1]
             found.append({"seed": seed, "refused": said, "difference": 0.0})
@@ -105,8 +123,20 @@ def of_rank(context: Any, row: dict[str, Any], seeds: list[int]) -> list[dict[st
             }
         )
         if _any(result.worst > TOLERANCE, group):
-            found[-1]["alone"] = _alone(model, run, slices, context)
+            found[-1]["alone"] = _alone(model, run, slices, context, sequence_dim)
     return found
+
+
+def planned(row: dict[str, Any], ranks: int) -> tuple[dict[str, Any], frozenset[str]]:
+    """The slices that are chosen for a model, and the weights whose product is gathered at once."""
+    from types import SimpleNamespace
+
+    import slicing_zoo as zoo
+
+    model, inputs = zoo.drawn(row)
+    batch = SimpleNamespace(inputs=inputs)
+    plan = plan_slices(SimpleNamespace(model=model, micro_batch=batch, loss=None), ranks)
+    return dict(plan.slices), plan.gathered
 
 
 def _any(is_wrong: bool, group: Any) -> bool:
@@ -117,7 +147,9 @@ def _any(is_wrong: bool, group: Any) -> bool:
     return bool(flag.item())
 
 
-def _alone(model: nn.Module, run: Any, slices: dict[str, Any], context: Any) -> list[str]:
+def _alone(
+    model: nn.Module, run: Any, slices: dict[str, Any], context: Any, sequence_dim: int | None
+) -> list[str]:
     """Tensors whose slices alone make a difference: at most three."""
     import copy
 
@@ -125,7 +157,7 @@ def _alone(model: nn.Module, run: Any, slices: dict[str, Any], context: Any) -> 
 
     names = []
     for name, own in slices.items():
-        group = slice_group(context)
+        group = slice_group(context, sequence_dim)
         result = compared(copy.deepcopy(model), run, {name: own}, group)
         if _any(result.worst > TOLERANCE, group):
             names.append(f"{name} {own}: {result.where} {result.error[-600:]}")
@@ -160,8 +192,10 @@ def main() -> None:
     parser.add_argument("--draw", type=int, default=1, help="seed of the models")
     parser.add_argument("--seeds", type=int, default=3, help="assignments of each model")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--sequence", type=int, help="dim along which sums are sliced")
     parser.add_argument("--only", default="", help="models whose name has this")
     parser.add_argument("--libraries", default="torchvision,timm,transformers")
+    parser.add_argument("--planned", action="store_true", help="slices as bigtrain chooses them")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -174,7 +208,7 @@ def main() -> None:
         rows = drawn(options.draw, options.models, libraries)
     else:
         rows = [row for row in zoo.chosen().values() if row["library"] in libraries]
-    seeds = list(range(options.seeds))
+    seeds = [PLANNED] if options.planned else list(range(options.seeds))
     results, failed = [], 0
     for row in rows:
         if options.only not in row["name"]:
@@ -182,7 +216,9 @@ def main() -> None:
         whole = {key: row.get(key) for key in ("library", "name", "side")}
         try:
             ranks = run_ranks(
-                slicing_fuzz.of_rank, options.ranks, row, seeds, tp=options.ranks, timeout_s=300
+                *(slicing_fuzz.of_rank, options.ranks, row, seeds, options.sequence),
+                tp=options.ranks,
+                timeout_s=300,
             )
         except Exception as error:  # noqa: BLE001 - the table says what it was
             results.append({**whole, "raised": str(error)[-1500:]})
@@ -205,7 +241,8 @@ def main() -> None:
     print(f"{len(results)} runs, {failed} wrong")
     if options.save:
         about = {"draw": options.draw, "ranks": options.ranks, "tolerance": TOLERANCE}
-        FILE.write_text(json.dumps({**about, "runs": results}, indent=1) + "\n")
+        name = f"slicing_planned_{options.ranks}.json" if options.planned else FILE.name
+        FILE.with_name(name).write_text(json.dumps({**about, "runs": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def shares(plan: SlicingPlan, model: nn.Module) -> dict[str, Any]:
         for name, p in model.named_parameters()
         if name not in sliced
     }
-    parts = (*plan.classes, *plan.singles)
+    parts: list[Any] = [*plan.classes, *plan.singles]
     largest = sorted(kept, key=lambda name: -kept[name])[:3]
     return {
         "parameters": round(plan.sliced_share(model), 4),

@@ -70,6 +70,10 @@ class CheckpointError(BigtrainError):
     """A checkpoint is missing, damaged, cannot be written, or does not belong to this model."""
 
 
+class UnequalRanksError(BigtrainError):
+    """Ranks that hold the same tensor have other values in it: from some step on they drifted."""
+
+
 class DamagedCheckpointError(CheckpointError):
     """A file of a checkpoint is not what was written.
 

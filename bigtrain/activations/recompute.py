@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 
 from bigtrain.errors import ConfigError
 from bigtrain.losses.chunked_cross_entropy import current_targets, restored_targets
-from bigtrain.slicing.exchange import products_kept
+from bigtrain.slicing.exchange import KeptSums
 from bigtrain.tensors.op_cost import mutated_tensors
 from bigtrain.versions.torch_versions import CHECKPOINT_OPTIONS
 
@@ -59,12 +59,14 @@ def checkpoint_block(
     """
     leaves, structure = tree_flatten((args, kwargs))
     targets, original = current_targets(), [(args, kwargs)]
+    policy = _SelectivePolicy()
+    sums = KeptSums(policy.keeps)
     del args, kwargs  # what is kept is kept as leaves alone
 
     def run(*kept: Any) -> Any:
         # The first time with the very objects, of which the block may change a list, say. torch
         # keeps leaves: it checks that none is changed, and moves them if hooks want that.
-        with products_kept(kept=selective):
+        with sums.known() if selective else nullcontext():
             if original:
                 args_now, kwargs_now = original.pop()
                 with _moves_no_buffer(module):
@@ -76,7 +78,7 @@ def checkpoint_block(
         same = (lambda: freeze_running_statistics(module), lambda: restored_targets(targets))
         if not selective:
             return nullcontext(), _ReentrantContexts(*same)
-        first, again = create_selective_checkpoint_contexts(_SelectivePolicy())  # type: ignore[no-untyped-call]
+        first, again = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
         kind: Any = type(again)
         again.__class__ = _only_saved_ops(kind)
         return first, _ReentrantContexts(lambda: again, *same)
@@ -160,6 +162,10 @@ class _SelectivePolicy:
 
     def __init__(self) -> None:
         self._kept: set[int] = set()
+
+    def keeps(self, storage: int) -> bool:
+        """Whether the storage with this number is that of a result that is kept."""
+        return storage in self._kept
 
     def __call__(
         self, context: SelectiveCheckpointContext, func: Any, *args: Any, **kwargs: Any

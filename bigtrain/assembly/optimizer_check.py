@@ -121,6 +121,13 @@ def _check_whole(
     optim: OptimConfig, plan: Plan, optimizer_input: OptimizerInput, strategy_words: str
 ) -> None:
     """The state belongs to whole parameters: rows and columns, or blocks of numbers."""
+    if plan.tp > 1:
+        what = "rows and columns" if optim.name == "adafactor" else "blocks"
+        raise ConfigError(
+            f"optim.name={optim.name} keeps state for {what} of whole parameters, and "
+            f"{strategy_words} gives each of {plan.tp} ranks slices of them (mesh.tp={plan.tp}). "
+            "Use optim.name=adamw optim.state=bf16, or leave strategy.slice out with mesh.tp=1."
+        )
     needs = "whole parameters" if optim.name == "adafactor" else "blocks of a whole parameter"
     fix = "--strategy ddp, or optim.name=adamw"
     if optim.name in LOW_BIT:

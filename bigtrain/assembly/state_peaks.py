@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bigtrain.checkpoint.forecast_save import Making, SaveBytes, files_of, forecast_save
+from bigtrain.checkpoint.forecast_save import Making, files_of, forecast_save
 from bigtrain.checkpoint.layout import Held
 from bigtrain.checkpoint.read import read_beside_bytes
 from bigtrain.core.resolved import ResolvedPlan
@@ -26,7 +26,6 @@ from bigtrain.core.workload import Workload
 from bigtrain.devices import is_accelerator
 from bigtrain.job.schema import CheckpointConfig
 from bigtrain.memory.added_bytes import StatePeak, StatePeaks
-from bigtrain.memory.timeline import Peak
 from bigtrain.models.bf16_parameters import bf16_parameter_names
 from bigtrain.optim.partition import chunk_elements, partition_evenly
 from bigtrain.optim.partitioned import ELEMENTWISE_OPTIMIZERS
@@ -80,6 +79,8 @@ def forecast_state_peaks(
     made = known.made(dp_rank, pp_rank)
     how = {"asynchronous": config.asynchronous, "most_bytes": config.snapshot_bytes}
     added = forecast_save(files, rank, made, **how)  # type: ignore[arg-type]
+    looked_at = known.compared(made)
+    added = replace(added, waiting=max(added.waiting, looked_at), made=max(added.made, looked_at))
     kept = states.total - states.activations
     resume = kept + known.read_beside(dp_rank, pp_rank)
     if is_accelerator(plan.device_type):
@@ -87,12 +88,9 @@ def forecast_state_peaks(
         return StatePeaks(StatePeak(kept + added.made, host), StatePeak(resume, known.largest))
     # The batch is there until the next one comes.
     batch = storage_bytes(workload.micro_batch.tensors()) * plan.batch.accumulation_steps
-    return StatePeaks(_on_host(kept + batch, step, added), StatePeak(resume))
-
-
-def _on_host(kept: int, step: Peak, added: SaveBytes) -> StatePeak:
-    beside = step.bytes + added.beside if added.beside else 0
-    return StatePeak(max(kept + added.waiting, beside))
+    # A rank that gives nothing makes its step all the same while others write.
+    beside = step.bytes + added.beside if config.asynchronous else 0
+    return StatePeaks(StatePeak(max(kept + batch + added.waiting, beside)), StatePeak(resume))
 
 
 @dataclass(frozen=True)
@@ -165,7 +163,8 @@ class _State:
         for tensor in self._own(pp_rank):
             extents = self._extents(tensor, dp_rank, pp_rank, slot=False)
             name, differ = f"model.{tensor.name}", tensor.is_buffer
-            held[name] = Held(tensor.dtype, tensor.shape, extents, differ)
+            if extents or not self._plan.replicate.servers:
+                held[name] = Held(tensor.dtype, tensor.shape, extents, differ)
         for name, tensor, slot in self._optimizer(pp_rank):
             extents = whole_extents(slot.shape)
             if is_elementwise(name.rpartition(".")[2], slot, tensor.shape):
@@ -178,21 +177,33 @@ class _State:
     def made(self, dp_rank: int, pp_rank: int) -> dict[str, Making]:
         """The tensors that a rank makes to read them: from a disk, or of several pieces."""
         on_disk, chunk = self._on_disk, self._chunk(pp_rank)
+        joins = bool(self._plan.replicate.servers)  # a server its pieces of a tensor
         made = {}
         for tensor in self._own(pp_rank):
             size = self._local(tensor, dp_rank, pp_rank, slot=False)
             laid = self._plan.lays_weights and len(tensor.shape) == 4 and not tensor.is_buffer
             cut = chunk is not None and tensor.low and self._kind == "pieces" and size > chunk
-            if laid or cut:
+            if laid or cut or (joins and tensor.trained and size):
                 made[f"model.{tensor.name}"] = Making(size * tensor.dtype.itemsize)
         for name, tensor, slot in self._optimizer(pp_rank):
             if not is_elementwise(name.rpartition(".")[2], slot, tensor.shape):
                 continue
             numbers = self._local(tensor, dp_rank, pp_rank, slot=True)
             size, several = numbers * slot.dtype.itemsize, chunk is not None and numbers > chunk
-            if on_disk or several:
+            if on_disk or several or (joins and size):
                 made[name] = Making(size, size if on_disk and several else 0)
         return made
+
+    def compared(self, made: Mapping[str, Making]) -> int:
+        """Bytes of the largest tensor that is made to be compared among the ranks of a tp group."""
+        if self._slices is None:
+            return 0
+        whole = (
+            one
+            for name, one in made.items()
+            if self._slices.by_name.get(_parameter_of(name)) is None
+        )
+        return max((one.kept + one.passing for one in whole), default=0)
 
     def read_beside(self, dp_rank: int, pp_rank: int) -> int:
         """What the highest moment of a resume is above the state of a run, without a batch.
@@ -213,7 +224,8 @@ class _State:
             size = numbers * slot.dtype.itemsize
             stays = 0 if self._on_disk and sliced else size
             read, most = size, numbers
-            if sliced and self._in_pieces and self._splits:  # what is read is what stays
+            joins = self._plan.replicate.servers
+            if sliced and self._in_pieces and self._splits and not joins:  # what is read stays
                 chunk = self._chunk(pp_rank)
                 most = numbers if chunk is None else min(chunk, numbers)
                 read = most * slot.dtype.itemsize if self._on_disk else 0
@@ -222,10 +234,12 @@ class _State:
                 read += self._block(tensor, extents, most, slot.dtype)
             sizes.append((stays, read))
         missing = sum(stays for stays, _ in sizes)
+        works = self._plan.replicate.servers and self._plan.data_rank(dp_rank) is not None
         model = []
         for tensor in self._own(pp_rank):
             extents = self._extents(tensor, dp_rank, pp_rank, slot=False)
-            numbers = sum(extent.size for extent in extents)
+            own = sum(extent.size for extent in extents)
+            numbers = math.prod(tensor.shape) if works else own
             block = self._block(tensor, extents, numbers, tensor.dtype)
             model.append(numbers * tensor.dtype.itemsize + block)
         highest = max(model, default=0) - missing
@@ -293,6 +307,14 @@ class _State:
         """The elements of a model's tensor, or of a slot like it, that a rank has."""
         ranks, kind = self._plan.state_ranks, self._kind
         place = dp_rank % ranks
+        if self._plan.replicate.servers:  # they have what is trained, and workers all else
+            if (self._plan.data_rank(dp_rank) is None) is not tensor.trained:
+                return ()
+            return (
+                self._piece(tensor, pp_rank, place)
+                if tensor.trained
+                else whole_extents(tensor.shape)
+            )
         stage = self._plan.replicate.sharded_states
         if ranks == 1 or tensor.is_buffer or kind == "parameters":
             return whole_extents(tensor.shape)
@@ -302,6 +324,9 @@ class _State:
             return _even_stretch(math.prod(tensor.shape), place, ranks)
         if not tensor.trained or (kind == "pieces" and not slot and not tensor.low):
             return whole_extents(tensor.shape)
+        return self._piece(tensor, pp_rank, place)
+
+    def _piece(self, tensor: _Saved, pp_rank: int, place: int) -> tuple[Extent, ...]:
         begin, end = self._stretch(pp_rank, place).get(tensor.first, (0, 0))
         return (Extent(begin, end - begin),) if end > begin else ()
 
@@ -317,6 +342,12 @@ class _State:
                 owned = self._stretches[pp_rank * self._plan.state_ranks + rank]
                 owned[name] = (bounds[0], bounds[1])  # type: ignore[index]
         return self._stretches[key]
+
+
+def _parameter_of(name: str) -> str:
+    """The plain name in `model.NAME` or `optimizer.NAME.KEY`."""
+    part, _, plain = name.partition(".")
+    return plain if part == "model" else plain.rpartition(".")[0]
 
 
 def _of_whole(held: Mapping[str, Held], slices: SlicedState) -> dict[str, Held]:

@@ -75,4 +75,10 @@ def config_texts(model: nn.Module) -> dict[str, str]:
 def random_streams(context: RunContext) -> dict[str, Any]:
     """What a checkpoint keeps of the random numbers of all ranks; on rank 0. Collective."""
     states = context.gather_objects(random_state())
-    return {"world_size": context.world_size, "seed": context.seed, "random": states}
+    head = {"world_size": context.world_size, "seed": context.seed}
+    return {**head, "random": states, "streams": streams_of(context)}
+
+
+def streams_of(context: RunContext) -> list[int]:
+    """For each rank the first that draws from the same stream: those of one tp group do."""
+    return [rank - rank % context.tp_size for rank in range(context.world_size)]

@@ -20,6 +20,8 @@ class RankActions:
     actions: Sequence[Action]
     in_transit: Sequence[InTransit] = ()
     """For each action what is on its way to other ranks; see `transfers.transfers`."""
+    turns: Sequence[InTransit] = ()
+    """For each action what is so just before it; see `transfers.turns`."""
 
 
 def join_stages(
@@ -33,6 +35,7 @@ def join_stages(
         bucket: see `Traits.averaging_bucket`.
     """
     actions, in_transit = rank_actions.actions, rank_actions.in_transit
+    turns = rank_actions.turns
     if any("first_resumed" in stage_forecast.passes for stage_forecast in forecasts.values()):
         # What frees and fills parameters does so around whole backward passes only.
         pairs = zip(actions, in_transit, strict=bool(in_transit))
@@ -54,9 +57,10 @@ def join_stages(
         copied = Span(_fullest(stage_forecasts, bucket), "temporary", tick, tick + 1)
         step_spans, phases = (copied, *step_spans), ((tick, "backward"), *phases)
     extra_bytes = _extra_bytes(actions, forecasts, in_transit)
+    turn_bytes = [_sent(ways, forecasts, {}) for ways in turns]
     return Forecast(
         states=states,
-        passes={"first": replay_actions(actions, own_records, extra_bytes)},
+        passes={"first": replay_actions(actions, own_records, extra_bytes, turn_bytes)},
         step=Timeline(step_spans, phases),
         gradients=gradients,
     )

@@ -97,6 +97,10 @@ _Course = Literal["usual", "resumed", "strayed"]
 _OTHER_COURSES: tuple[_Course, ...] = ("resumed", "strayed")
 
 
+_TURN = -1
+"""In place of an action: a moment between two, in which nothing is computed."""
+
+
 class _Act(NamedTuple):
     """An action of a way; all that have the same recording are one."""
 
@@ -106,7 +110,10 @@ class _Act(NamedTuple):
 
 
 def replay_actions(
-    actions: Sequence[Action], pieces: Mapping[int, StageRecord], beside: Sequence[int] = ()
+    actions: Sequence[Action],
+    pieces: Mapping[int, StageRecord],
+    beside: Sequence[int] = (),
+    before: Sequence[int] = (),
 ) -> Timeline:
     """The moments of a rank's step among which the highest is, whatever is alive beside them.
 
@@ -122,6 +129,7 @@ def replay_actions(
         actions: what the rank does, as `orders.schedule_orders` has it.
         pieces: the rank's stages.
         beside: for each action the bytes of what is on its way meanwhile.
+        before: for each action those of what is on its way just before it, where that is more.
 
     Returns:
         The timeline, from tick 0; empty phases are left out.
@@ -142,6 +150,9 @@ def replay_actions(
     for moment, (stage, kind, micro_batch) in enumerate(actions):
         case = case_of[stage, micro_batch]
         action_index = {"F": 0, "I": 1, "B": 1, "W": 2}[kind]
+        if before and before[moment]:
+            front = fronts.setdefault(_Act(case, _TURN, "usual"), {})
+            _add(front, (*held_counts, before[moment]), moment)
         if (case, action_index - 1) in slots:
             held_counts[slots[case, action_index - 1]] -= 1
         course = _course(kind, forwards.get(stage, 0))
@@ -285,11 +296,13 @@ def _laid_out(
     clock = 0
     for _, (case, action_index, course), counts in chosen:
         recording = others.get((case, course), recordings[case])
-        start, stop = recording.ticks[action_index], recording.ticks[action_index + 1]
+        start, stop = 0, 1
+        if action_index != _TURN:
+            start, stop = recording.ticks[action_index], recording.ticks[action_index + 1]
         if start == stop:
             continue
         end = clock + stop - start
-        phase: Phase = "backward" if action_index else "forward"
+        phase: Phase = "backward" if action_index > 0 else "forward"
         if not phases or phases[-1][1] != phase:
             phases.append((clock, phase))
         for slot, waiting in waits.items():
@@ -298,8 +311,7 @@ def _laid_out(
         if counts[-1]:
             spans.append(Span(counts[-1], "temporary", clock, end))
         moved = clock - start
-        spans += [
-            Span(n, k, a + moved, z + moved) for n, k, a, z in recording.actions[action_index]
-        ]
+        own = recording.actions[action_index] if action_index != _TURN else ()
+        spans += [Span(n, k, a + moved, z + moved) for n, k, a, z in own]
         clock = end
     return Timeline(tuple(spans), tuple(phases) or ((0, "forward"),))

@@ -58,6 +58,7 @@ from bigtrain.optim.update import MakeOptimizer
 from bigtrain.prediction.memory_report import MemoryReport, RankMemory, StepForecast
 from bigtrain.prediction.predict import predict
 from bigtrain.ranks.context import RunContext
+from bigtrain.slicing.equal_ranks import check_equal_ranks
 from bigtrain.tensors.fake import meta_copy
 from bigtrain.tensors.tree import tree_tensors
 from bigtrain.timing.run_seconds import StepWatch, forecast_step_seconds
@@ -289,15 +290,18 @@ class Engine:
         Raises:
             CheckpointError: it could not be written (a full disk, a folder that is gone); the same
                 on all ranks. What was there before stays, and the run can go on.
+            UnequalRanksError: ranks of the tp axis do not hold the same whole tensors.
         """
         self.saver.reserve(folder)
         with self._explaining("while a checkpoint was written"), self.meter.saving() as added:
+            state = self.runner.state()
+            check_equal_ranks(state, self.context, self.steps_done)
             meta = {"samples_seen": self.samples_seen, "validation": best}
             meta["job"] = self.job.model_dump(mode="json")
             return self.saver.save(
                 folder,
                 self.steps_done,
-                self.runner.state(),
+                state,
                 {**meta, **random_streams(self.context)},
                 config_texts(self.runner.module),
                 best=best is not None,

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from bigtrain.checkpoint.random_state import set_random_state
+from bigtrain.checkpoint.together import streams_of
 from bigtrain.devices import is_accelerator
 from bigtrain.job.schema import TrainConfig
 from bigtrain.models.compiled import programs_for_every_size
@@ -52,7 +53,7 @@ def seed_everything(seed: int, rank: int) -> None:
 
 def stream_of(context: RunContext) -> int:
     """Whose stream a rank draws from: those that hold slices of the same layers draw alike."""
-    return context.rank - context.tp_rank
+    return streams_of(context)[context.rank]
 
 
 def continue_streams(meta: Mapping[str, Any], context: RunContext, steps_done: int) -> None:
@@ -64,7 +65,8 @@ def continue_streams(meta: Mapping[str, Any], context: RunContext, steps_done: i
         steps_done: of the run.
     """
     states = meta["random"]
-    if len(states) == context.world_size and states[context.rank] is not None:
+    as_then = meta.get("streams", [*range(len(states))]) == streams_of(context)
+    if as_then and states[context.rank] is not None:
         set_random_state(states[context.rank])
     else:  # other ranks, or one that was lost: fresh streams, a function of where the run stands
         seed_everything(context.seed + steps_done, stream_of(context))

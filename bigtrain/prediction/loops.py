@@ -36,6 +36,7 @@ from bigtrain.prediction.record import (
     record_steps,
 )
 from bigtrain.schedules.orders import TORCH_SCHEDULES
+from bigtrain.slicing.sliced_tensor import whole_of
 from bigtrain.versions.torch_versions import backward_for_inputs, backward_for_weights
 
 _NO_LOSS = torch.zeros(())
@@ -190,7 +191,7 @@ class StageLoop(LoopRunner):
         self.meter.phase("forward")
         wires = [self._arrived(meta) for meta in stage.incoming(micro_batch)]
         with self.autocast():
-            output = stage(*wires, micro_batch=micro_batch, scale=scale, final=self.final)
+            output = whole_of(stage(*wires, micro_batch=micro_batch, scale=scale, final=self.final))
         outputs = [output] if isinstance(output, Tensor) else list(output)
         wanted = [out for out in outputs if out.requires_grad]
         shapes = [(out.shape, out.dtype) for out in wanted]

@@ -48,6 +48,31 @@ def transfers(
     return tuple(tuple(_in_transit(row)) for row in rows)
 
 
+@lru_cache(maxsize=256)
+def turns(
+    schedule: str, pp: int, stages_per_rank: int, micro_batches: int
+) -> tuple[tuple[InTransit, ...], ...]:
+    """For each rank and each of its actions what is on its way just before it, and not beside it.
+
+    In torch's 1F1B an output goes out while there is room already for the gradient that comes
+    back: when that is there, the output is let go, and the backward pass begins.
+    """
+    orders = schedule_orders(schedule, pp, stages_per_rank, micro_batches)
+    if schedule != "1f1b":
+        return tuple(tuple({} for _ in actions) for actions in orders)
+    return tuple(tuple(_at_turns(actions)) for actions in orders)
+
+
+def _at_turns(actions: Sequence[Action]) -> Iterator[InTransit]:
+    previous_kind: str | None = None
+    backward_begun = False
+    for stage, kind, _ in actions:
+        is_turn = (previous_kind, kind) == ("F", "B")
+        both = {(stage, "SEND_F"): 1, (stage, "RECV_B"): 1} if is_turn else {}
+        yield {**both, (stage, "SEND_B"): 1} if is_turn and backward_begun else both
+        previous_kind, backward_begun = kind, backward_begun or kind == "B"
+
+
 def _one_ahead(actions: Sequence[Action]) -> Iterator[InTransit]:
     """In torch's 1F1B a gradient is let go when the next one is there, also while F comes first.
 

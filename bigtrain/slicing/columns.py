@@ -133,11 +133,15 @@ def _cast_once(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor in another type: one for all products of it, as its gradient is added up once."""
     if x.grad_fn is None or x.dtype == dtype:
         return x.to(dtype)
-    state = (x._version, id(x.grad_fn), dtype, torch.is_grad_enabled())
+    # No id of a node: its Python object is made anew when asked for, and ranks must not differ.
+    state = (x._version, x.untyped_storage()._cdata, dtype)
     known, cast = getattr(x, _CAST, (None, None))
-    if not isinstance(cast, Tensor) or known != state:
-        cast = x.to(dtype)
-        setattr(x, _CAST, (state, cast))
+    if isinstance(cast, Tensor) and known == state and torch.is_grad_enabled():
+        node = cast.grad_fn
+        if node is not None and node.next_functions[0][0] is x.grad_fn:
+            return cast
+    cast = x.to(dtype)
+    setattr(x, _CAST, (state, cast))
     return cast
 
 

@@ -102,17 +102,41 @@ class SliceGroup:
         self.gathers[name] = self.gathers.get(name, 0) + 1
 
 
-_keeps_products: ContextVar[bool] = ContextVar("keeps_products", default=False)
+class KeptSums:
+    """The sums of products that are kept and not computed again: of them their parts are let go.
+
+    Args:
+        is_kept: whether the storage with a number (`_cdata`) is that of a product that is kept.
+    """
+
+    def __init__(self, is_kept: Callable[[int], bool]) -> None:
+        self._is_kept = is_kept
+        self._sums: dict[int, Tensor] = {}
+        """By the storage of their parts, which is empty from then on."""
+
+    @contextmanager
+    def known(self) -> Iterator[None]:
+        """Inside of a `with` block, the first time and again, sums are looked up here."""
+        token = _kept_sums.set(self)
+        try:
+            yield
+        finally:
+            _kept_sums.reset(token)
+
+    def sum_of(self, partial: Tensor, add_up: Callable[[], Tensor]) -> Tensor:
+        """What `add_up` makes of this rank's part, or made of it the first time."""
+        storage = partial.untyped_storage()
+        known = self._sums.pop(storage._cdata, None)
+        if known is not None:
+            return known
+        result = add_up()
+        if self._is_kept(storage._cdata):
+            self._sums[storage._cdata] = result.detach()
+            storage.resize_(0)
+        return result
 
 
-@contextmanager
-def products_kept(*, kept: bool = True) -> Iterator[None]:
-    """Inside of a `with` block results of products are somebody's, and not added up in place."""
-    token = _keeps_products.set(kept)
-    try:
-        yield
-    finally:
-        _keeps_products.reset(token)
+_kept_sums: ContextVar[KeptSums | None] = ContextVar("kept_sums", default=None)
 
 
 class Uses:
@@ -202,7 +226,7 @@ def all_reduce(tensor: Tensor, group: SliceGroup, op: Any = dist.ReduceOp.SUM) -
     group.note("all_reduce", tensor)
     if group.group is not None:
         with group.exchanging(tensor):
-            dist.all_reduce(tensor, op, group=group.group)
+            dist.all_reduce(tensor.detach(), op, group=group.group)  # a view: see `exchanging`
     return tensor
 
 
@@ -262,7 +286,7 @@ def all_reduce_begun(tensor: Tensor, group: SliceGroup) -> Begun:
     group.note("all_reduce", tensor)
     return Begun(
         group,
-        lambda: dist.all_reduce(tensor, group=group.group, async_op=True),
+        lambda: dist.all_reduce(tensor.detach(), group=group.group, async_op=True),
         tensor,
         tensor,
         lambda result: result,
@@ -307,7 +331,7 @@ def reduce_scatter_begun(partial: Tensor, slices: Slices, group: SliceGroup) -> 
                 _padded(slices.local(partial, rank, group.size), slices.dim, most)
                 for rank in range(group.size)
             ]
-        )
+        ).contiguous()  # those that lie in another order are stacked in it
     own = sent.new_empty(shape)
     group.note("reduce_scatter", sent)
 
@@ -347,7 +371,10 @@ class _ToAll(torch.autograd.Function):
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: SliceGroup) -> Tensor:
-        if partial._is_view() or not partial.is_contiguous() or _keeps_products.get():
+        kept = _kept_sums.get()
+        if kept is not None:
+            return kept.sum_of(partial, lambda: all_reduce(partial.clone(), group))
+        if partial._is_view() or not partial.is_contiguous():
             return all_reduce(partial.clone(), group)
         ctx.mark_dirty(partial)  # a product's result, which nobody else wants
         return all_reduce(partial, group)
@@ -402,6 +429,9 @@ class _SummedInParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
         ctx.slices, ctx.group = slices, group
+        kept = _kept_sums.get()
+        if kept is not None:
+            return kept.sum_of(partial, lambda: reduce_scatter(partial, slices, group))
         return reduce_scatter(partial, slices, group)
 
     @staticmethod

@@ -85,7 +85,7 @@ class SlicedState:
             slices = self.slices_of(name, shapes)
             if slices is not None:
                 shape, extents = self.placed(slices, tensor.shape, tensor.extents)
-                found[name] = replace(tensor, shape=shape, extents=extents)
+                found[name] = replace(tensor, shape=shape, extents=extents, in_slices=True)
         return found
 
     def slices_of(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> Slices | None:

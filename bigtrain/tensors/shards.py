@@ -93,6 +93,8 @@ class StateTensor:
     """Those elements, of `dtype`, in one dimension, on any device. No exchange."""
     replicas_differ: bool = False
     """Whether ranks may hold other values of it (running statistics): the lowest rank's count."""
+    in_slices: bool = False
+    """Whether the ranks of the tp axis hold other parts of it, each its own."""
 
     @classmethod
     def of(cls, tensor: Tensor, dtype: torch.dtype | None = None) -> StateTensor:

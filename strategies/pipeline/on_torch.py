@@ -20,7 +20,7 @@ from bigtrain.schedules.orders import (
     schedule_orders,
     stage_ranks,
 )
-from bigtrain.schedules.transfers import transfers
+from bigtrain.schedules.transfers import transfers, turns
 from bigtrain.strategies.pipeline import Pipeline, refuse_no_ranks, refuse_wrong_places
 from bigtrain.versions.torch_versions import SPLITS_BACKWARD, TORCH
 
@@ -59,7 +59,8 @@ class TorchPipeline(Pipeline):
     def actions(self, plan: Plan, pp_rank: int) -> RankActions:
         """See `CutStrategy.actions`."""
         schedule = (self.schedule, plan.pp, self.per_rank(), plan.batch.accumulation_steps)
-        return RankActions(schedule_orders(*schedule)[pp_rank], transfers(*schedule)[pp_rank])
+        way = (transfers(*schedule)[pp_rank], turns(*schedule)[pp_rank])
+        return RankActions(schedule_orders(*schedule)[pp_rank], *way)
 
     def apply(self, assembly: Assembly) -> None:
         """Make this rank's stages, and let the schedule own the step."""

@@ -16,10 +16,12 @@ FULL = {
     "activations/test_budget_solver.py::test_many_different_blocks_with_five_choices_are_chosen_for"
     "_in_seconds": 1,
     "checkpoint/test_damage.py::test_a_thousand_random_damages_are_refused": 1,
+    "checkpoint/test_ranks_slices.py::test_slices_are_saved_whole_and_opened_from_whole_ones": 3,
+    "checkpoint/test_ranks_slices.py::test_what_optimizers_keep_in_slices_is_saved_and_opened": 2,
     "checkpoint/test_foreign.py::test_a_process_that_converts_grows_by_a_few_pieces": 1,
     "compare/test_checklist.py::test_checks_run_by_the_command_and_leave_one_file": 1,
     "cutting/test_torchvision_models.py::test_a_cut_model_is_the_whole_model": 61,
-    "engine/test_ranks_state_peaks.py::test_a_save_and_a_resume_hold_what_was_forecast": 2,
+    "engine/test_ranks_state_peaks.py::test_a_save_and_a_resume_hold_what_was_forecast": 5,
     "models/test_torchvision_models.py::test_every_torchvision_model_is_deferred_and_initialised_as"
     "_usual": 61,
     "planner/test_drawn_plans.py::test_a_plan_is_forecast_as_its_run": 6,

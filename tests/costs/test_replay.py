@@ -148,6 +148,12 @@ def test_what_waits_and_what_stays():
     )
 
 
+def test_between_two_actions_more_may_be_on_its_way_than_beside_them():
+    two = [Action(1, "F", 0), Action(1, "F", 1), Action(1, "B", 1)]
+    peak = replay_actions(two, {1: both(SMALL)}, (0, 5, 0), (0, 0, 90)).peak()
+    assert (peak.phase, peak.breakdown) == ("forward", Breakdown(activations=200, temporary=90))
+
+
 def test_a_split_that_was_not_recorded_holds_no_less():
     piece = both(SMALL)
     forward, inputs, weights = (Action(1, kind, 0) for kind in "FIW")

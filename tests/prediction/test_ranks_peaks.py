@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from support.nets import TinyConv, TinyLM
+from support.nets import BlockConv, TinyConv, TinyLM
 from support.parity import adamw, sgd
 from support.peaks import images, peaks, text, wide
 from support.ranks import run_ranks
@@ -20,7 +22,9 @@ from bigtrain.engine.setup import open_setup
 from bigtrain.job.load import job_from_keys, load_job
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.memory.timeline import MEMORY_KINDS, Breakdown, Peak
+from bigtrain.models.gpt import GPT, GPTConfig
 from bigtrain.prediction.predict import predict
+from bigtrain.ranks.context import RunContext
 
 CASES: dict[str, tuple[Any, ...]] = {
     "single": (1, "single", {}, adamw),
@@ -170,3 +174,45 @@ def test_at_the_peak_is_what_one_process_has_no_moment_for():
     for found in run_ranks(peaks_of_large_ends, 2, ("fsdp", "zero2", "zero3")):
         for strategy, (predicted, measured) in found.items():
             assert predicted.bytes == pytest.approx(measured.bytes, rel=0.005), strategy
+
+
+def sliced_gpt() -> nn.Module:
+    """Heads and words that three ranks cannot share out evenly."""
+    return GPT(GPTConfig(num_layers=3, width=64, num_heads=4, vocab_size=257, sequence_length=32))
+
+
+def sliced_text() -> tuple[Tensor, Tensor]:
+    words = torch.arange(4 * 33).view(4, 33) * 7 % 257
+    return words[:, :-1].contiguous(), words[:, 1:].contiguous()
+
+
+IN_TURN = {"train.micro_batch_size": 2}
+IN_SLICES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "two": ({"tp": 2}, {"tensor": {"optim.clip_norm": 1.0}, "tensor+full": {}}),
+    "two, selective": ({"tp": 2}, {"tensor+selective": {}, "tensor_sequence": {}}),
+    "three": ({"tp": 3}, {"tensor": {}, "tensor_sequence": {"train.precision": "bf16"}}),
+    "replicas": ({"tp": 2, "dp": 2}, {"ddp+tensor": {}, "zero1_torch+tensor": {}}),
+    "shards": ({"tp": 2, "dp": 2}, {"fsdp+tensor": {}, "fsdp+tensor_sequence": {}}),
+    "stages": ({"tp": 2, "pp": 2}, {"1f1b+tensor": IN_TURN, "1f1b+tensor_sequence": IN_TURN}),
+}
+FOR_SLICES = ((sliced_gpt, sliced_text), (partial(BlockConv, inplace=False), images))
+
+
+def peaks_in_slices(context: RunContext, cases: dict[str, Any], mesh: dict[str, int]) -> Any:
+    keys = {f"mesh.{axis}": size for axis, size in mesh.items()}
+    return {
+        (case, number): peaks(context, make, batch(), case, {**keys, **more}, adamw)
+        for case, more in cases.items()
+        for number, (make, batch) in enumerate(FOR_SLICES)
+    }
+
+
+@pytest.mark.parametrize("case", IN_SLICES)
+def test_each_rank_of_slices_has_the_peak_that_was_predicted(case: str) -> None:
+    mesh, strategies = IN_SLICES[case]
+    ranks = math.prod(mesh.values())
+    for found in run_ranks(peaks_in_slices, ranks, strategies, mesh, timeout_s=150, **mesh):
+        for key, (predicted, measured, note) in found.items():
+            assert note is None, key
+            assert predicted.bytes == pytest.approx(measured.bytes, rel=5e-4), key
+            assert predicted.phase == measured.phase, key

@@ -19,7 +19,7 @@ from bigtrain.schedules.orders import (
     schedule_orders,
     stage_ranks,
 )
-from bigtrain.schedules.transfers import transfers
+from bigtrain.schedules.transfers import transfers, turns
 
 EQUAL = StageSeconds(1.0, 1.0, 1.0)
 
@@ -186,3 +186,11 @@ def test_where_we_do_not_refuse_torch_does_not_either(schedule, pp):
                 getattr(torch_schedules, TORCH_SCHEDULES[schedule])(stages, micro_batches)
         else:
             getattr(torch_schedules, TORCH_SCHEDULES[schedule])(stages, micro_batches)
+
+
+def test_at_a_turn_an_output_leaves_while_a_gradient_comes():
+    # Of the first of two ranks F0 F1 B0 F2 B1 B2.
+    out, back, sent = (0, "SEND_F"), (0, "RECV_B"), (0, "SEND_B")
+    both, later = {out: 1, back: 1}, {out: 1, back: 1, sent: 1}
+    assert turns("1f1b", 2, 1, 3)[0] == ({}, {}, both, {}, later, {})
+    assert not any(turns("gpipe", 2, 1, 3)[0])

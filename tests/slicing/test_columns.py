@@ -3,14 +3,17 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from support.sliced_models import HEADS, WORDS, gpt_case, recompute
+from support.sliced_models import WIDTH as MODEL_WIDTH
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.slicing.exchange import SliceGroup
-from bigtrain.slicing.install import RULES
+from bigtrain.slicing.install import RULES, slice_modules, slice_tensors
 from bigtrain.slicing.sliced_tensor import SlicedTensor, held
 from bigtrain.slicing.slices import Slices
+from bigtrain.tensors.fake import fake_model
 
 BATCH, LENGTH, WIDTH, COLUMNS = 2, 8, 6, 10
 
@@ -113,3 +116,29 @@ def test_what_is_gathered_is_let_go_when_another_product_begins():
         down = torch.empty(WIDTH, COLUMNS // 2)
         F.linear(hidden, SlicedTensor.of(down, Slices.even(1, COLUMNS), group))
         assert not group.inputs
+
+
+def kept_bytes(layers, sequence_dim, mode):
+    """What two ranks' first one keeps of a GPT in fp32 from the forward pass."""
+    case = gpt_case(tied=False, layers=layers)
+    group = SliceGroup(0, 2, sequence_dim=sequence_dim)
+    with FakeTensorMode():
+        model = fake_model(case.make(), torch.device("cpu"), double=False)
+        slice_tensors(model, case.slices, group)
+        slice_modules(model, case.slices, group)
+        recompute(case.blocks(model), mode)
+        with StorageTracker(fake=True) as tracker:
+            tracker.label(model.parameters(), "parameters")
+            before = tracker.live_bytes
+            logits = model(torch.empty(3, 8, dtype=torch.long))
+            assert logits.shape[-1] == WORDS
+            return tracker.live_bytes - before
+
+
+@pytest.mark.parametrize("sequence_dim", [None, 1])
+def test_selective_keeps_sums_and_not_their_parts(sequence_dim):
+    """Of sbh numbers: input and both sums, whole or in stretches; q, k, v, mixed, 4 of the MLP."""
+    more = kept_bytes(3, sequence_dim, "selective") - kept_bytes(2, sequence_dim, "selective")
+    sbh, rows = 3 * 8 * MODEL_WIDTH, 3 * 8 * HEADS  # of each row of scores attention keeps one
+    between = 3 * sbh if sequence_dim is None else 3 * sbh // 2
+    assert more == 4 * (between + 8 * sbh // 2 + rows // 2)

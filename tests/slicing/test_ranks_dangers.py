@@ -341,3 +341,47 @@ def test_nothing_is_left_after_a_step_and_nothing_stale_is_used():
         assert min(counts[-8:]) <= min(counts[:8]), counts
         assert not is_stale
         assert twice
+
+
+class Dropping(Layers):
+    def __init__(self, recomputes):
+        super().__init__()
+        self.recomputes = recomputes
+
+    def middle(self, hidden):
+        return F.dropout(F.gelu(hidden), 0.5)
+
+    def forward(self, x):
+        hidden = self.up(x)
+        if self.recomputes:
+            return self.down(checkpoint(self.middle, hidden, use_reentrant=False))
+        return self.down(self.middle(hidden))
+
+
+def drawn_numbers(context):
+    """Gradients with dropout, once recomputed; what ranks drop; and what they draw after that."""
+    group = slice_group(context)
+    gradients = []
+    for recomputes in (False, True):
+        model = in_slices(in_double(Dropping, recomputes), SLICES, group)
+        torch.manual_seed(3)
+        run(model)[1].backward()
+        gradients.append([p.grad for p in model.parameters()])
+    ones = SlicedTensor.of(torch.ones(200, 150), Slices.even(1, 300), group)
+    dropped = (F.dropout(ones, 0.3).local == 0).float()
+    channels = SlicedTensor.of(torch.ones(40, 50, 3), Slices.even(2, 6), group)
+    common = F.dropout1d(channels, 0.3).local[:, :, 0]
+    noise = torch.empty_like(ones).normal_()
+    whole = ones * torch.rand_like(ones)
+    return gradients, dropped, common, noise.whole(), whole.whole(), torch.rand(3)
+
+
+def test_random_numbers_of_slices_are_a_ranks_own_and_all_others_common():
+    first, second = run_ranks(drawn_numbers, 2, tp=2)
+    for once, again in (first[0], second[0]):
+        assert all(torch.equal(one, other) for one, other in zip(once, again, strict=True))
+    for found in (first, second):
+        assert 0.28 < found[1].mean() < 0.32
+    assert 0.3 < (first[1] != second[1]).float().mean() < 0.55  # 2 * 0.3 * 0.7 of them
+    for one, other in zip(first[2:], second[2:], strict=True):
+        assert torch.equal(one, other)

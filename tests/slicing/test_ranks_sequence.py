@@ -83,7 +83,9 @@ def of_a_layer(context, sequence_dim, mode):
 
 def of_layers(context):
     return {
-        (dim, mode): of_a_layer(context, dim, mode) for dim in (None, 1) for mode in ("", "full")
+        (dim, mode): of_a_layer(context, dim, mode)
+        for dim in (None, 1)
+        for mode in ("", "full", "selective")
     }
 
 
@@ -98,6 +100,9 @@ def test_a_layer_exchanges_what_the_papers_say():
     # Computed again: all but the last sum, which no product's gradient wants.
     assert found[None, "full"] == ({"all_reduce": 2}, {"all_reduce": 3}, 0)
     assert found[1, "full"] == (forward, {"all_gather": 6, "reduce_scatter": 3}, 6)
+    # Products and their sums are kept.
+    assert found[None, "selective"] == found[None, ""]
+    assert found[1, "selective"] == (forward, {"all_gather": 6, "reduce_scatter": 2}, 6)
 
 
 def separate(context):

@@ -20,7 +20,8 @@ from bigtrain.memory.timeline import MEMORY_KINDS, Peak
 
 def peaks(context, model, batch, strategy, keys, optimizer):
     """Train four steps on one batch; return (predicted, measured, why not)."""
-    plan = make_plan(job_from_keys(strategy, keys), context.world_size, context.device.type)
+    any_batch = {"train.global_batch_size": len(batch[0]) * context.world_size, **keys}
+    plan = make_plan(job_from_keys(strategy, any_batch), context.world_size, context.device.type)
     rows = len(batch[0]) * (plan.dp - plan.replicate.servers)
     job = job_from_keys(
         strategy, {"train.global_batch_size": rows, "memory.track_steps": 4, **keys}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,21 +37,32 @@ class Compared:
     """A traceback, where the sliced model raised."""
 
 
-def slice_group(context: RunContext) -> SliceGroup:
+def slice_group(context: RunContext, sequence_dim: int | None = None) -> SliceGroup:
     """This rank on the tp axis."""
-    return SliceGroup(context.tp_rank, context.tp_size, context.group("tp"))
+    own = context.group("tp")
+    return SliceGroup(context.tp_rank, context.tp_size, own, sequence_dim=sequence_dim)
 
 
-def in_slices(whole: nn.Module, slices: Mapping[str, Slices], group: SliceGroup) -> nn.Module:
+def in_slices(
+    whole: nn.Module,
+    slices: Mapping[str, Slices],
+    group: SliceGroup,
+    gathered: Collection[str] = (),
+) -> nn.Module:
     """A copy of a model that holds this rank's slices."""
     model = copy.deepcopy(whole)
     slice_tensors(model, slices, group)
-    slice_modules(model, slices, group)
+    slice_modules(model, slices, group, gathered)
     return model
 
 
 def compared(
-    whole: nn.Module, run: Run, slices: Mapping[str, Slices], group: SliceGroup, steps: int = 1
+    whole: nn.Module,
+    run: Run,
+    slices: Mapping[str, Slices],
+    group: SliceGroup,
+    steps: int = 1,
+    gathered: Collection[str] = (),
 ) -> Compared:
     """Run a model whole and in slices: outputs, losses, gradients, and buffers afterwards.
 
@@ -61,8 +72,9 @@ def compared(
         slices: by name.
         group: the ranks.
         steps: how often both run, gradients being added up.
+        gathered: weights whose product is gathered at once.
     """
-    model, slices = in_slices(whole, slices, group), _under_all_names(whole, slices)
+    model, slices = in_slices(whole, slices, group, gathered), _under_all_names(whole, slices)
     found = Compared()
     try:
         for _ in range(steps):
@@ -123,7 +135,7 @@ def _gradients(
                 found.worst, found.where = float("inf"), f"only one has a gradient: {name}"
             continue
         _note(found, f"grad {name}", _own(name, wanted, slices, group), own, 1e-4 * largest)
-        if name not in slices and not _same_on_all(own, group):
+        if name not in slices and not same_on_all(own, group):
             found.worst, found.where = float("inf"), f"not the same bits on all ranks: {name}"
 
 
@@ -155,7 +167,7 @@ def _note(found: Compared, name: str, wanted: Tensor, own: Tensor, at_least: flo
         )
 
 
-def _same_on_all(tensor: Tensor, group: SliceGroup) -> bool:
+def same_on_all(tensor: Tensor, group: SliceGroup) -> bool:
     """Whether all ranks have the same bits."""
     bits = tensor.detach().contiguous().view(torch.uint8)
     every = [torch.empty_like(bits) for _ in range(group.size)]

@@ -121,7 +121,7 @@ def test_ranks_with_slices_compute_less_and_talk_in_every_pass():
             for one in profile.exchanges
         ]
         seconds[name] = forecast(job, setup).parts
-        # Two there and two back in each of four blocks; of them again the first, as far as is needed.
+        # Two there and two back in each of four blocks; again the first, as far as it is needed.
         assert len(sent) == 4 * (4 if name == "plain" else 5)
         assert seconds[name]["exchange"] == pytest.approx(4 * sum(sent))
         whole_job, whole = setup_of("single", 1, *words, *more)

@@ -12,7 +12,14 @@ from bigtrain.slicing.columns import forget_input
 from bigtrain.slicing.exchange import SliceGroup, gathered_for_parts, to_all
 from bigtrain.slicing.rules.norms import own_random
 from bigtrain.slicing.rules.products import linear, scaled
-from bigtrain.slicing.sliced_tensor import SlicedTensor, held, is_sliced, own_part, rule
+from bigtrain.slicing.sliced_tensor import (
+    SlicedTensor,
+    as_operand,
+    held,
+    is_sliced,
+    own_part,
+    rule,
+)
 from bigtrain.slicing.slices import Slices
 
 
@@ -31,7 +38,8 @@ def _attention(
     main = next((t for t in sliced if t.negative_dim <= -3), sliced[0])
     dim, group, slices = main.negative_dim, main.group, main.slices
     if dim > -3:
-        return NotImplemented
+        options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+        return _of_columns(sliced, query, key, value, attn_mask, enable_gqa, options)
     forget_input(group)
     times = query.shape[-3] // key.shape[-3] if enable_gqa and dim == -3 else 1
     if times > 1 and (main is key or main is value):
@@ -49,6 +57,20 @@ def _attention(
             q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     return SlicedTensor.of(local, slices.at(local.dim() + dim), group)
+
+
+def _of_columns(
+    sliced: list[Any], query: Any, key: Any, value: Any, mask: Any, shared: Any, options: Any
+) -> Any:
+    """Attention of which each rank mixes its own columns of the values, all by the same weights."""
+    if len(sliced) > 1 or sliced[0] is not value or value.negative_dim != -1:
+        return NotImplemented
+    group = value.group
+    q, k = as_operand(query, None, group), as_operand(key, None, group)
+    own_mask = None if mask is None else as_operand(mask, None, group)
+    return value.like(
+        F.scaled_dot_product_attention(q, k, held(value), own_mask, enable_gqa=shared, **options)
+    )
 
 
 def _own(value: Any, slices: Slices, dim: int, group: SliceGroup) -> Any:

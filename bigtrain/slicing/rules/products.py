@@ -133,7 +133,8 @@ def _is_like(bias: Any, weight: SlicedTensor) -> bool:
 def _columns(x: Any, weight: SlicedTensor, bias: Tensor | None) -> Tensor:
     """What a linear layer gives in the columns of this rank."""
     group = weight.group
-    if is_sliced(x) and x.slices.dim == x.dim() - 1:  # gathered, with a gradient that is partial
+    # A vector; or gathered, with a gradient that is partial.
+    if x.dim() == 1 or (is_sliced(x) and x.slices.dim == x.dim() - 1):
         return F.linear(as_operand(x, None, group), held(weight), bias)
     return column_linear(x, held(weight), bias, group)
 

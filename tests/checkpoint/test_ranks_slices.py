@@ -1,0 +1,349 @@
+"""Slices are saved as whole tensors: opened under any strategy, and any other's under slices."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.nets import BlockConv
+from support.ranks import run_ranks
+from torch import Tensor, nn
+
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.checkpoint.read import Checkpoint
+from bigtrain.checkpoint.state_differences import compare_states
+from bigtrain.data import MicroBatch
+from bigtrain.engine.engine import Engine
+from bigtrain.errors import CheckpointError, ConfigError, UnequalRanksError
+from bigtrain.job.load import job_from_keys
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.models.gpt import GPT, GPTConfig
+from bigtrain.optim.factory import optimizer_factory
+from bigtrain.ranks.context import RunContext
+
+WORDS, ROWS, MICRO = 29, 8, 2
+Mesh = dict[str, int]
+
+
+def gpt(words: int = WORDS) -> nn.Module:
+    """Queries, keys and values in one weight; heads and words that two ranks have unequally."""
+    sizes = {"num_layers": 2, "width": 24, "num_heads": 3, "vocab_size": words}
+    return GPT(GPTConfig(**sizes, sequence_length=6, tie_embeddings=True))
+
+
+def conv() -> nn.Module:
+    """BatchNorm on sliced channels; no random numbers."""
+    model = BlockConv(inplace=False)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout2d):
+            module.p = 0.0
+    return model
+
+
+def batch_of(make: Any, step: int) -> tuple[Tensor, Tensor]:
+    """The global batch of a step."""
+    numbers = torch.Generator().manual_seed(step)
+    if make is conv:
+        images = torch.randn(ROWS, 1, 8, 8, generator=numbers)
+        return images, torch.randint(3, (ROWS,), generator=numbers)
+    words = torch.randint(WORDS, (ROWS, 7), generator=numbers)
+    return words[:, :-1].contiguous(), words[:, 1:].contiguous()
+
+
+BASE: dict[str, Any] = {
+    "train.global_batch_size": ROWS,
+    "train.micro_batch_size": MICRO,
+    "optim.clip_norm": 0.5,
+    "optim.lr": 1e-2,
+    "memory.predict": False,
+    "memory.track_steps": 0,
+}
+FP64 = {**BASE, "train.precision": "fp64"}
+
+
+def run(
+    context: RunContext,
+    strategy: str,
+    keys: dict[str, Any],
+    folder: Path,
+    load: Path | None = None,
+    make: Any = gpt,
+    steps: int = 2,
+) -> tuple[Path, list[float]]:
+    """Two steps from a checkpoint or the beginning; what is saved then, and two more losses."""
+    mesh = {"mesh.pp": context.pp_size, "mesh.tp": context.tp_size}
+    job = job_from_keys(strategy, {**mesh, **keys})
+    place, size = context.dp_rank, ROWS // context.dp_size
+    inputs, targets = batch_of(make, 0)
+    example = MicroBatch(inputs[:MICRO], targets[:MICRO], targets[:MICRO].numel(), MICRO)
+    optimizer = optimizer_factory(job.optim, 0)
+    with Engine(make, CrossEntropy(), optimizer, job, context, example=example) as engine:
+
+        def step() -> float:
+            own = slice(place * size, (place + 1) * size)
+            inputs, targets = batch_of(make, engine.steps_done)
+            return engine.step((inputs[own], targets[own])).loss
+
+        if load is not None:
+            engine.load(load)
+        for _ in range(0 if load is not None else steps):
+            step()
+        path = engine.save(folder)
+        losses = [step() for _ in range(2)]
+        engine.saver.wait()
+        return path, losses
+
+
+# Convolutions by columns, the norm between them with its statistics, and then by rows.
+CHANNELS = {f"layers.*.1.{name}": "0" for name in ("weight", "bias", "running_mean", "running_var")}
+SLICED_NORMS = {"layers.*.0.weight": "0", **CHANNELS, "layers.*.4.weight": "1"}
+Case = tuple[str, Mesh]
+CASES: dict[str, Case] = {
+    "tensor": ("tensor", {"tp": 2}),
+    "tensor on 3": ("tensor_sequence", {"tp": 3}),
+    "fsdp+tensor": ("fsdp+tensor", {"tp": 2, "dp": 2}),
+    "1f1b+tensor": ("1f1b+tensor", {"tp": 2, "pp": 2}),
+}
+MORE: dict[str, Case] = {
+    "tensor on 4": ("tensor", {"tp": 4}),
+    "ddp+tensor": ("ddp+tensor", {"tp": 2, "dp": 2}),
+    "zero1_torch+tensor": ("zero1_torch+tensor", {"tp": 2, "dp": 2}),
+}
+OTHERS: dict[str, Case] = {
+    "fsdp": ("fsdp", {"dp": 2}),
+    "zero1_torch": ("zero1_torch", {"dp": 4}),
+    "1f1b": ("1f1b", {"pp": 2}),
+}
+
+
+def runs(
+    context: RunContext, strategy: str, folder: Path, loads: list[Path | None]
+) -> dict[str, list[tuple[Path, list[float]]]]:
+    """From each of these, of both models; what is loaded is in a folder of the model's name."""
+    norms = {"strategy.slice.slices": SLICED_NORMS} if "tensor" in strategy else {}
+    keys = {gpt: FP64, conv: {**FP64, **norms}}
+    return {
+        make.__name__: [
+            run(
+                context, strategy, keys[make], folder / make.__name__ / str(number),
+                None if load is None else load / make.__name__ / "0" / "step-2", make,
+            )
+            for number, load in enumerate(loads)
+        ]
+        for make in (gpt, conv)
+    }  # fmt: skip
+
+
+def begun(case: Case, folder: Path, *loads: Path) -> Any:
+    """Of rank 0; see `runs`."""
+    strategy, mesh = case
+    ranks = math.prod(mesh.values())
+    return run_ranks(runs, ranks, strategy, folder, [*loads] or [None], timeout_s=120, **mesh)[0]
+
+
+def assert_same(found: Path, expected: Path, *, buffers: bool) -> None:
+    """The same tensors to rounding: names, shapes, values."""
+    one, other = Checkpoint(found), Checkpoint(expected)
+    assert one.tensors.keys() == other.tensors.keys()
+    for name, tensor in one.tensors.items():
+        assert tensor.shape == other.tensors[name].shape, name
+    for far in compare_states(one, other):
+        if buffers or not far.name.endswith(("running_mean", "running_var", "tracked")):
+            assert far.relative < 1e-9, far
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Of one process: the folder, and what `runs` gives."""
+    folder = tmp_path_factory.mktemp("single")
+    return folder, begun(("single", {"dp": 1}), folder)
+
+
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(more, marks=pytest.mark.full) for more in MORE)]
+)
+def test_slices_are_saved_whole_and_opened_from_whole_ones(
+    tmp_path: Path, whole: tuple[Path, Any], case: str
+) -> None:
+    source, one = whole
+    strategy = {**CASES, **MORE}[case]
+    saved = begun(strategy, tmp_path / "saved")
+    loaded = begun(strategy, tmp_path / "loaded", source)
+    back = begun(("single", {"dp": 1}), tmp_path / "back", tmp_path / "saved")
+    for name in ("gpt", "conv"):
+        ((path, losses),) = one[name]
+        # A replica's running statistics are of its own samples.
+        assert_same(saved[name][0][0], path, buffers=strategy[1].get("dp", 1) == 1)
+        assert_same(loaded[name][0][0], path, buffers=True)
+        for again in (saved, loaded, back):
+            assert again[name][0][1] == pytest.approx(losses, rel=1e-11), name
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_strategies_open_what_slices_have_saved_and_the_other_way_round(
+    tmp_path: Path, whole: tuple[Path, Any], case: str
+) -> None:
+    _, one = whole
+    of_stages = begun(CASES["1f1b+tensor"], tmp_path / "stages")
+    begun(OTHERS[case], tmp_path / "other", tmp_path / "stages")
+    back = begun(CASES["fsdp+tensor"], tmp_path / "back", tmp_path / "other")
+    for name in ("gpt", "conv"):
+        assert_same(back[name][0][0], of_stages[name][0][0], buffers=True)
+        assert back[name][0][1] == pytest.approx(one[name][0][1], rel=1e-11)
+
+
+def test_of_replicas_the_first_ones_statistics_count_in_slices_too(tmp_path: Path) -> None:
+    plain = begun(OTHERS["fsdp"], tmp_path / "plain")
+    sliced = begun(CASES["fsdp+tensor"], tmp_path / "sliced")
+    assert_same(sliced["conv"][0][0], plain["conv"][0][0], buffers=True)
+
+
+OPTIONS: dict[str, tuple[str, dict[str, Any], float]] = {
+    "sgd": ("tensor", {"optim.name": "sgd", "train.precision": "fp64"}, 1e-11),
+    "bf16 moments": ("tensor", {"optim.state": "bf16", "optim.stochastic_rounding": False}, 1e-5),
+    "by chance": ("tensor_sequence", {"optim.state": "bf16"}, 1e-2),
+    "on a disk": ("tensor+offload_optimizer_disk", {"train.precision": "fp64"}, 1e-11),
+    "on the host": ("tensor+offload_optimizer_cpu", {"train.precision": "fp64"}, 1e-11),
+    "bf16": ("tensor_sequence", {"train.precision": "bf16"}, 1e-2),
+    "bf16 weights": ("tensor", {"train.precision": "bf16", "optim.master_weights": False}, 1e-2),
+    "beside": ("tensor", {"train.precision": "fp64", "checkpoint.asynchronous": True}, 1e-11),
+}
+"""What is more of a job, and how far one process may be from it: each third is one test."""
+
+
+def keys_of(option: str, folder: Path) -> tuple[str, dict[str, Any], float]:
+    strategy, keys, tolerance = OPTIONS[option]
+    disk = {"strategy.offload.path": str(folder)} if strategy.endswith("disk") else {}
+    return strategy, {**BASE, **keys, **disk}, tolerance
+
+
+def options(context: RunContext, folder: Path, chosen: list[str]) -> dict[str, Any]:
+    """Of each of them: the losses after a save, and after it was opened again."""
+    found = {}
+    for option in chosen:
+        strategy, keys, _ = keys_of(option, folder)
+        path, losses = run(context, strategy, keys, folder / option)
+        _, again = run(context, strategy, keys, folder / f"{option}, again", path)
+        found[option] = losses, again
+    return found
+
+
+def options_in_one_process(
+    context: RunContext, folder: Path, chosen: list[str]
+) -> dict[str, list[float]]:
+    found = {}
+    for option in chosen:
+        strategy, keys, _ = keys_of(option, folder)
+        single = strategy.replace("tensor_sequence", "single").replace("tensor", "single")
+        found[option] = run(context, single, keys, folder / "one", folder / option / "step-2")[1]
+    return found
+
+
+@pytest.mark.parametrize(
+    "part", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)]
+)
+def test_what_optimizers_keep_in_slices_is_saved_and_opened(tmp_path: Path, part: int) -> None:
+    chosen = [*OPTIONS][part::3]
+    ranks = run_ranks(options, 2, tmp_path, chosen, tp=2, timeout_s=120)
+    (one,) = run_ranks(options_in_one_process, 1, tmp_path, chosen, timeout_s=120)
+    for found in ranks:
+        for option, (losses, again) in found.items():
+            assert again == losses, option  # bit for bit
+            assert one[option] == pytest.approx(losses, rel=OPTIONS[option][2]), option
+
+
+@pytest.mark.parametrize("name", ["adafactor", "adamw_8bit", "adamw_4bit"])
+def test_state_of_whole_parameters_is_refused_with_slices(name: str) -> None:
+    job = job_from_keys("tensor", {**BASE, "optim.name": name, "mesh.tp": 2})
+    with pytest.raises(ConfigError, match=rf"optim.name={name} .*mesh.tp=2.*optim.state=bf16"):
+        make_plan(job, 2, "cpu")
+
+
+def drifting(context: RunContext, folder: Path, name: str, place: int) -> str:
+    """A save of a state in which one rank has another number; what is said."""
+    job = job_from_keys("ddp+tensor", {**FP64, "mesh.tp": 2})
+    inputs, targets = batch_of(gpt, 0)
+    example = MicroBatch(inputs[:MICRO], targets[:MICRO], targets[:MICRO].numel(), MICRO)
+    with Engine(
+        gpt, CrossEntropy(), partial(torch.optim.AdamW, lr=0.1), job, context, example=example
+    ) as engine:
+        own = slice(4 * context.dp_rank, 4 * context.dp_rank + 4)
+        engine.step((inputs[own], targets[own]))
+        path = engine.save(folder)
+        assert path.is_dir()
+        if context.rank == place:
+            with torch.no_grad():
+                parameter = engine.runner.module.get_parameter("blocks.1.mlp_norm.weight")
+                state = engine.runner.optimizer.state[parameter]
+                tensor = {"parameter": parameter, **state}.get(name)
+                if tensor is None:
+                    torch.rand(1)
+                else:
+                    tensor[3] = torch.nextafter(tensor[3], tensor[3] + 1)
+        engine.steps_done += 1
+        with pytest.raises(UnequalRanksError) as caught:
+            engine.save(folder)
+        assert [one.name for one in folder.iterdir() if "step" in one.name] == ["step-1"]
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "said"),
+    [
+        ("parameter", 3, "model.blocks.1.mlp_norm.weight is not the same on rank 3 as on rank 2"),
+        (
+            "exp_avg_sq",
+            1,
+            "optimizer.blocks.1.mlp_norm.weight.exp_avg_sq is not the same on rank 1",
+        ),
+        ("", 0, "the stream of random numbers is not the same on rank 1 as on rank 0"),
+    ],
+)
+def test_whole_tensors_that_differ_are_named_before_anything_is_written(
+    tmp_path: Path, name: str, place: int, said: str
+) -> None:
+    for message in run_ranks(drifting, 4, tmp_path, name, place, tp=2):
+        assert message.startswith(f"step 2: {said}")
+        assert "train.deterministic=true" in message
+        assert "no checkpoint was written" in message
+
+
+def of_another_size(context: RunContext, folder: Path, load: Path) -> str:
+    try:
+        run(context, "tensor", FP64, folder, load, partial(gpt, words=WORDS + 4))
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_checkpoint_of_another_model_is_refused_also_where_it_is_sliced(
+    tmp_path: Path, whole: tuple[Path, Any]
+) -> None:
+    path = whole[1]["gpt"][0][0]
+    for message in run_ranks(of_another_size, 2, tmp_path, path, tp=2):
+        assert "model.embedding.token.weight has shape (29, 24) in the checkpoint" in message
+        assert "its dim 0 is 33 long in the model" in message
+
+
+def streams(context: RunContext, folder: Path, load: Path | None) -> tuple[float, str]:
+    """What a rank draws after a save or a resume."""
+    keys = {**FP64, "mesh.tp": context.tp_size}
+    strategy = "ddp" if context.tp_size == 1 else "ddp+tensor"
+    path, _ = run(context, strategy, keys, folder, load, steps=1)
+    return float(torch.rand(())), str(path)
+
+
+def test_ranks_of_one_tp_group_draw_alike_also_after_a_run_of_another_mesh(tmp_path: Path) -> None:
+    alike = run_ranks(streams, 4, tmp_path / "slices", None, tp=2)
+    as_before = run_ranks(streams, 4, tmp_path / "again", Path(alike[0][1]), tp=2)
+    apart = run_ranks(streams, 4, tmp_path / "whole", Path(alike[0][1]))
+    together = run_ranks(streams, 4, tmp_path / "back", Path(apart[0][1]), tp=2)
+    for found in (alike, as_before, together):
+        drawn = [number for number, _ in found]
+        assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
+    assert [number for number, _ in alike] == [number for number, _ in as_before]
+    assert len({number for number, _ in apart}) == 4

@@ -1,0 +1,75 @@
+"""Exchanges on fake tensors are those of the real ranks, whatever is sliced and how."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from support.fuzzed_nets import NETS
+from support.ranks import run_ranks
+from support.sliced import random_slices
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from bigtrain.slicing.exchange import SliceGroup
+from bigtrain.slicing.install import slice_modules, slice_tensors
+
+SOME = ("gpt, tied", "encoder", "recurrent", "upwards", "swin, second", "regnet")
+
+
+def made_fake(model, mode):
+    """Put fakes in place of the tensors of a model; tied ones stay tied."""
+    twins = {}
+    for module in model.modules():
+        for name, tensor in module._parameters.items():
+            if tensor is not None:
+                fake = twins.get(id(tensor))
+                fake = nn.Parameter(mode.from_tensor(tensor.detach())) if fake is None else fake
+                twins[id(tensor)] = module._parameters[name] = fake
+        for name, tensor in module._buffers.items():
+            if tensor is not None:
+                module._buffers[name] = mode.from_tensor(tensor)
+
+
+def exchanged(context, names, seed):
+    warnings.simplefilter("ignore")
+    found = {}
+    for name in names:
+        whole, run = NETS[name]()
+        slices = random_slices(whole, context.tp_size, seed, 0.6)
+        kinds = []
+        for own in (context.group("tp"), None):
+            group = SliceGroup(context.tp_rank, context.tp_size, own, exchanges=[])
+            model = copy.deepcopy(whole)
+            slice_tensors(model, slices, group)
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            if own is None:
+                made_fake(model, mode)
+            slice_modules(model, slices, group)
+            torch.manual_seed(1)
+            if own is None:
+                with mode:
+                    run(model)[1].backward()
+            else:
+                run(model)[1].backward()
+            kinds.append([(exchange.kind, exchange.nbytes) for exchange in group.exchanges])
+        found[name] = kinds
+    return found
+
+
+def assert_alike(names, seed, ranks):
+    for found in run_ranks(exchanged, ranks, names, seed, tp=ranks, timeout_s=200):
+        for name, (real, fake) in found.items():
+            assert real, name
+            assert real == fake, name
+
+
+def test_fakes_exchange_what_ranks_exchange():
+    assert_alike(SOME, 1, 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_more_fakes_exchange_what_ranks_exchange(ranks):
+    for seed in (2, 3):
+        assert_alike(tuple(NETS), seed, ranks)

@@ -1,0 +1,243 @@
+"""Small models of many kinds, in float64, and a forward pass of each with a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from support.sliced import Run
+from torch import Tensor, nn
+
+from bigtrain.models.gpt import GPT, GPTConfig
+
+CLASSES, WORDS, WIDTH = 10, 37, 24
+Made = tuple[nn.Module, Run]
+
+
+def prepared(model: nn.Module) -> nn.Module:
+    """In float64, with no weight at nought and without dropout."""
+    model = model.double().train()
+    for module in model.modules():
+        for name in ("p", "dropout", "dropout_prob"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.03 * torch.randn_like(parameter)
+    return model
+
+
+def of_images(make: Callable[[], nn.Module], side: int = 32, rows: int = 3) -> Made:
+    """A classifier, or whatever gives a tensor or several by name."""
+    torch.manual_seed(0)
+    model = prepared(make())
+    images = torch.randn(rows, 3, side, side, dtype=torch.float64)
+
+    def run(model: nn.Module) -> tuple[Any, Tensor]:
+        output = model(images)
+        found = output if isinstance(output, tuple | list) else (output,)
+        if isinstance(output, dict):
+            found = tuple(output.values())
+        losses = [
+            F.cross_entropy(logits, torch.arange(logits[:, 0].numel()).view_as(logits[:, 0]) % 4)
+            for logits in found
+        ]
+        return output, torch.stack(losses).sum()
+
+    return model, run
+
+
+def of_vectors(make: Callable[[], nn.Module], *more: tuple[int, ...], **options: Any) -> Made:
+    """A model of sequences of vectors (batch, sequence, width)."""
+    torch.manual_seed(0)
+    model = prepared(make())
+    inputs = [torch.randn(s, dtype=torch.float64) for s in ((3, 5, WIDTH), *more)]
+
+    def run(model: nn.Module) -> tuple[Any, Tensor]:
+        output = model(*inputs, **options)
+        found = output if isinstance(output, tuple) else (output,)
+        total = sum(t.pow(2).mean() + t.sum() / 7 for t in found if isinstance(t, Tensor))
+        return output, total
+
+    return model, run
+
+
+def of_words(**options: Any) -> Made:
+    """A GPT."""
+    torch.manual_seed(0)
+    sizes = {"num_layers": 2, "width": WIDTH, "num_heads": 6, "vocab_size": WORDS}
+    model = prepared(GPT(GPTConfig(**sizes, sequence_length=8, **options)))
+    words = torch.randint(WORDS, (3, 8))
+
+    def run(model: nn.Module) -> tuple[Any, Tensor]:
+        logits = model(words)
+        return logits, F.cross_entropy(logits.flatten(0, 1), words.flatten())
+
+    return model, run
+
+
+class Attended(nn.Module):
+    """Torch's own attention in all of its forms."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 6, batch_first=True, **options)
+        self.needs_weights = not options
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        """(batch, sequence, width), and another sequence."""
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        padding = torch.zeros(x.shape[:2], dtype=torch.bool)
+        padding[0, -2:] = True
+        y, weights = self.attention(x, x, x, key_padding_mask=padding, attn_mask=mask)
+        z, _ = self.attention(x, other, other, need_weights=False)
+        one, _ = self.attention(x[0], other[0], other[0], average_attn_weights=False)
+        return y * weights.sum(-1, keepdim=True) + z + one
+
+
+class Encoded(nn.Module):
+    """An encoder and a decoder of torch's."""
+
+    def __init__(self, *, norm_first: bool) -> None:
+        super().__init__()
+        sizes = {"nhead": 4, "dim_feedforward": 32, "batch_first": True, "norm_first": norm_first}
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(WIDTH, **sizes), 2, enable_nested_tensor=False
+        )
+        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(WIDTH, **sizes), 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, sequence, width) to the same."""
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        return self.decoder(x, self.encoder(x), tgt_mask=mask, tgt_is_causal=True)
+
+
+class Recurrent(nn.Module):
+    """Recurrent layers, one after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.LSTM(WIDTH, 10, 2, batch_first=True, bidirectional=True)
+        self.second = nn.GRU(20, 8, batch_first=True)
+        self.last = nn.GRUCell(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, sequence, width) to (batch, 6)."""
+        x, _ = self.second(self.first(x)[0])
+        state = x.new_zeros(x.shape[0], 6)
+        for place in range(x.shape[1]):
+            state = self.last(x[:, place], state)
+        return state
+
+
+class Upwards(nn.Module):
+    """Down and up again, with what was there before beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1, padding_mode="circular")
+        self.norm, self.slope = nn.GroupNorm(4, 8), nn.PReLU(8)
+        self.down = nn.Conv2d(8, 16, 2, 2, groups=4)
+        self.instance = nn.InstanceNorm2d(16, affine=True, track_running_stats=True)
+        self.up = nn.ConvTranspose2d(16, 8, 2, 2, groups=2)
+        self.last = nn.Conv2d(16, 16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 3, h, w) to (batch, 4, 2 h, 2 w)."""
+        first = self.slope(self.norm(self.first(x)))
+        second = F.gelu(self.instance(self.down(first)))
+        return F.pixel_shuffle(self.last(torch.cat([first, self.up(second)], 1)), 2)
+
+
+def _vit() -> nn.Module:
+    from torchvision.models.vision_transformer import VisionTransformer
+
+    return VisionTransformer(32, 8, 2, 6, 48, 96, num_classes=CLASSES)
+
+
+def _swin(*, second: bool) -> nn.Module:
+    from torchvision.models import swin_transformer as swin
+
+    parts = {"block": swin.SwinTransformerBlockV2, "downsample_layer": swin.PatchMergingV2}
+    depths, heads = [2, 1], [3, 6]
+    return swin.SwinTransformer(
+        [4, 4], 24, depths, heads, [4, 4], num_classes=CLASSES, **(parts if second else {})
+    )
+
+
+def _convnext() -> nn.Module:
+    from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+
+    return ConvNeXt(
+        [CNBlockConfig(16, 32, 1), CNBlockConfig(32, None, 1)], 0.3, num_classes=CLASSES
+    )
+
+
+def _resnet(**options: Any) -> nn.Module:
+    from torchvision.models import resnet
+
+    block = resnet.Bottleneck if options else resnet.BasicBlock
+    return resnet.ResNet(block, [1, 1, 1, 1], num_classes=CLASSES, **options)
+
+
+def _densenet() -> nn.Module:
+    from torchvision.models.densenet import DenseNet
+
+    return DenseNet(8, (2, 3), 16, num_classes=CLASSES)
+
+
+def _regnet() -> nn.Module:
+    from torchvision.models.regnet import BlockParams, RegNet
+
+    sizes = {"depth": 4, "w_0": 24, "w_a": 16, "w_m": 2.2, "group_width": 8, "se_ratio": 0.25}
+    return RegNet(BlockParams.from_init_params(**sizes), num_classes=CLASSES)
+
+
+def _maxvit() -> nn.Module:
+    from torchvision.models.maxvit import MaxVit
+
+    return MaxVit((64, 64), 16, 4, [16, 32], [1, 1], 8, 0.1, num_classes=CLASSES)
+
+
+def _listed(name: str, **options: Any) -> nn.Module:
+    from torchvision import models
+
+    found: nn.Module = models.get_model(name, weights=None, **options)
+    return found
+
+
+NETS: dict[str, Callable[[], Made]] = {
+    "gpt": lambda: of_words(tie_embeddings=False),
+    "gpt, tied": lambda: of_words(bias=False),
+    "attention": lambda: of_vectors(Attended, (3, 5, WIDTH)),
+    "attention, other widths": lambda: of_vectors(
+        lambda: Attended(add_bias_kv=True, add_zero_attn=True), (3, 5, WIDTH)
+    ),
+    "encoder": lambda: of_vectors(lambda: Encoded(norm_first=False)),
+    "encoder, norm first": lambda: of_vectors(lambda: Encoded(norm_first=True)),
+    "recurrent": lambda: of_vectors(Recurrent),
+    "upwards": lambda: of_images(Upwards, 8),
+    "vit": lambda: of_images(_vit),
+    "swin": lambda: of_images(lambda: _swin(second=False)),
+    "swin, second": lambda: of_images(lambda: _swin(second=True)),
+    "convnext": lambda: of_images(_convnext),
+    "resnet": lambda: of_images(_resnet),
+    "resnext": lambda: of_images(lambda: _resnet(groups=4, width_per_group=8)),
+    "densenet": lambda: of_images(_densenet),
+    "regnet": lambda: of_images(_regnet),
+    "shufflenet": lambda: of_images(lambda: _listed("shufflenet_v2_x0_5", num_classes=CLASSES), 64),
+    "squeezenet": lambda: of_images(lambda: _listed("squeezenet1_1", num_classes=CLASSES)),
+    "mobilenet": lambda: of_images(lambda: _listed("mobilenet_v3_small", num_classes=CLASSES)),
+}
+LARGE: dict[str, Callable[[], Made]] = {
+    "maxvit": lambda: of_images(_maxvit, 64),
+    "efficientnet": lambda: of_images(lambda: _listed("efficientnet_b0", num_classes=CLASSES)),
+    "googlenet": lambda: of_images(
+        lambda: _listed("googlenet", num_classes=CLASSES, init_weights=False), 96
+    ),
+    "deeplab": lambda: of_images(
+        lambda: _listed("deeplabv3_mobilenet_v3_large", num_classes=5, weights_backbone=None), 64
+    ),
+}

@@ -1,0 +1,137 @@
+"""Calls of torch's functions, on slices and on whole tensors: results, gradients, gathers."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from support.sliced import drawn_slices, same_on_all
+from torch import Tensor
+
+from bigtrain.slicing.exchange import SliceGroup
+from bigtrain.slicing.install import RULES
+from bigtrain.slicing.sliced_tensor import SlicedTensor, is_sliced, leaves_of, whole_of
+from bigtrain.slicing.slices import Slices
+
+assert RULES
+X = (4, 6, 8)
+"""The usual shape: no two dims are alike."""
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class Result:
+    """What came of one call with some of its tensors sliced."""
+
+    call: str
+    slices: dict[int, Slices]
+    """By the number of the tensor."""
+    wrong: list[str] = field(default_factory=list)
+    gathers: dict[str, int] = field(default_factory=dict)
+
+
+def inputs_of(name: str, shapes: Shapes) -> list[Tensor]:
+    """The same tensors on all ranks, in float64."""
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    return [torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes]
+
+
+def singles(shapes: Shapes, size: int) -> list[dict[int, Slices]]:
+    """Each tensor sliced on each of its dims, in one section."""
+    return [
+        {number: Slices.even(dim, length)}
+        for number, shape in enumerate(shapes)
+        for dim, length in enumerate(shape)
+        if length >= size
+    ]
+
+
+def mixed(name: str, shapes: Shapes, size: int, count: int) -> list[dict[int, Slices]]:
+    """Several of the tensors sliced at once, in random sections and units."""
+    draw = random.Random(name)
+    dims = [[None, *(d for d, n in enumerate(shape) if n >= size)] for shape in shapes]
+    choices = [choice for choice in itertools.product(*dims) if any(d is not None for d in choice)]
+    draw.shuffle(choices)
+    return [
+        {
+            number: drawn_slices(draw, dim, shapes[number][dim], size)
+            for number, dim in enumerate(choice)
+            if dim is not None
+        }
+        for choice in choices[:count]
+    ]
+
+
+def called(
+    name: str,
+    function: Callable[..., Any],
+    shapes: Shapes,
+    slices: Mapping[int, Slices],
+    group: SliceGroup,
+) -> Result:
+    """Call a function on whole tensors, and with some of them sliced."""
+    result = Result(name, dict(slices))
+    wanted, gradients = _run(name, function, shapes, {}, group)
+    group.gathers.clear()
+    try:
+        found, own_gradients = _run(name, function, shapes, slices, group)
+    except Exception:  # noqa: BLE001 - a report of what failed is wanted
+        result.wrong.append(traceback.format_exc()[-1500:])
+        return result
+    result.gathers = dict(group.gathers)
+    if len(wanted) != len(found):
+        result.wrong.append(f"{len(found)} results and not {len(wanted)}")
+    for number, (one, other) in enumerate(zip(wanted, found, strict=False)):
+        if not _alike(one, other):
+            result.wrong.append(f"result {number}")
+    for number, (one, other) in enumerate(zip(gradients, own_gradients, strict=True)):
+        if number in slices:
+            one = slices[number].local(one, group.rank, group.size)
+        elif not same_on_all(other, group):
+            result.wrong.append(f"gradient {number} differs between ranks")
+        if not _alike(one, other):
+            result.wrong.append(f"gradient {number}")
+    return result
+
+
+def _run(
+    name: str,
+    function: Callable[..., Any],
+    shapes: Shapes,
+    slices: Mapping[int, Slices],
+    group: SliceGroup,
+) -> tuple[list[Tensor], list[Tensor]]:
+    leaves, given = [], []
+    for number, whole in enumerate(inputs_of(name, shapes)):
+        own = slices.get(number)
+        leaf = whole if own is None else own.local(whole, group.rank, group.size).clone()
+        leaves.append(leaf.requires_grad_())
+        given.append(leaf if own is None else SlicedTensor.of(leaf, own, group))
+    torch.manual_seed(1)
+    output = function(*given)
+    assert all(leaf.local.shape[leaf.slices.dim] for leaf in leaves_of(output) if is_sliced(leaf))
+    results = [leaf for leaf in leaves_of(whole_of(output)) if isinstance(leaf, Tensor)]
+    torch.manual_seed(2)
+    loss = torch.zeros((), dtype=torch.float64)
+    for found in results:
+        values = found.abs() if found.is_complex() else found.double()
+        loss = loss + (values * torch.randn(values.shape, dtype=torch.float64)).sum()
+    if loss.requires_grad:
+        loss.backward()
+    grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+    return [found.detach() for found in results], grads
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.dtype.is_floating_point and not one.is_complex():
+        return torch.equal(one, other)
+    if not one.numel():
+        return True
+    return bool((one - other).abs().max() <= 1e-10 * (1 + one.abs().max()))
