@@ -222,7 +222,8 @@ def held(sliced: SlicedTensor) -> Tensor:
             "sliced tensor. "
             + ("Recompute with use_reentrant=False." if name in _REENTRANT else _KEEP_FEEDING)
         )
-    _agree(sliced.lent)
+    if sliced.lent:
+        _agree(sliced.lent)
     return sliced.local
 
 
