@@ -60,7 +60,7 @@ def checkpoint_block(
     leaves, structure = tree_flatten((args, kwargs))
     targets, original = current_targets(), [(args, kwargs)]
     policy = _SelectivePolicy()
-    sums = KeptSums(policy.keeps)
+    sums = KeptSums(policy.keeps, policy.keep)
     del args, kwargs  # what is kept is kept as leaves alone
 
     def run(*kept: Any) -> Any:
@@ -124,7 +124,8 @@ def _moves_no_buffer(module: nn.Module) -> Iterator[None]:
     ]
     yield
     for name, table, key, tensor, version in versions:
-        if table.get(key) is not tensor or tensor._version != version:
+        now: Any = dict(table.items()).get(key)  # by name a sliced one comes out as whole
+        if now is not tensor or tensor._version != version:
             raise ConfigError(
                 f"strategy.recompute: the forward pass of a {type(module).__name__} changes its "
                 f"buffer {name}, and would do so again when it is computed again. Leave this "
@@ -166,6 +167,10 @@ class _SelectivePolicy:
     def keeps(self, storage: int) -> bool:
         """Whether the storage with this number is that of a result that is kept."""
         return storage in self._kept
+
+    def keep(self, storage: int) -> None:
+        """Take what has the storage with this number for a result that is kept."""
+        self._kept.add(storage)
 
     def __call__(
         self, context: SelectiveCheckpointContext, func: Any, *args: Any, **kwargs: Any

@@ -147,10 +147,13 @@ def _cast_once(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _gathered_input(x: SlicedTensor, dtype: torch.dtype | None) -> _Input:
     group, own = x.group, held(x)
-    state = (own._version, x.slices, dtype, torch.is_grad_enabled())
+    # Of what is made in inference mode nobody knows whether it was changed: it is gathered anew.
+    version = None if own.is_inference() else own._version
+    state = (version, x.slices, dtype, torch.is_grad_enabled())
     known: _Input
     for known in group.inputs:
-        if known.local is not None and known.local() is own and known.state == state:
+        is_same = known.local is not None and known.local() is own and known.state == state
+        if is_same and version is not None:
             return known
     forget_input(group)
     source = own if dtype is None else own.to(dtype)
@@ -178,7 +181,7 @@ class _ColumnLinear(torch.autograd.Function):
         kept = source if isinstance(shared, _Again) else whole
         ctx.save_for_backward(kept if to_weight else None, weight if to_input else None)
         ctx.shared = shared
-        return F.linear(whole, weight, bias)
+        return F.linear(whole, weight, bias).detach()  # no view: it may be changed in place
 
     @staticmethod
     @once_differentiable

@@ -107,10 +107,11 @@ class KeptSums:
 
     Args:
         is_kept: whether the storage with a number (`_cdata`) is that of a product that is kept.
+        keep: told the number of a sum's, which is kept in its place.
     """
 
-    def __init__(self, is_kept: Callable[[int], bool]) -> None:
-        self._is_kept = is_kept
+    def __init__(self, is_kept: Callable[[int], bool], keep: Callable[[int], None]) -> None:
+        self._is_kept, self._keep = is_kept, keep
         self._sums: dict[int, Tensor] = {}
         """By the storage of their parts, which is empty from then on."""
 
@@ -132,6 +133,7 @@ class KeptSums:
         result = add_up()
         if self._is_kept(storage._cdata):
             self._sums[storage._cdata] = result.detach()
+            self._keep(result.untyped_storage()._cdata)
             storage.resize_(0)
         return result
 
@@ -394,7 +396,8 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.slices.local(gradient, ctx.group.rank, ctx.group.size), None, None
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        return ctx.slices.local(dense, ctx.group.rank, ctx.group.size), None, None
 
 
 class _PartOf(torch.autograd.Function):
@@ -430,9 +433,9 @@ class _SummedInParts(torch.autograd.Function):
     def forward(ctx: Any, partial: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
         ctx.slices, ctx.group = slices, group
         kept = _kept_sums.get()
-        if kept is not None:
-            return kept.sum_of(partial, lambda: reduce_scatter(partial, slices, group))
-        return reduce_scatter(partial, slices, group)
+        if kept is None:
+            return reduce_scatter(partial, slices, group).detach()  # no view: as in _Gathered
+        return kept.sum_of(partial, lambda: reduce_scatter(partial, slices, group)).detach()
 
     @staticmethod
     @once_differentiable

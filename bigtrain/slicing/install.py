@@ -113,7 +113,9 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 def _sliced_class(own: type[nn.Module]) -> type[nn.Module]:
     if own not in _CLASSES:
-        names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+        names: dict[str, Any] = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+        if issubclass(own, nn.RNNBase):  # of slices no one piece of memory can be made
+            names["flatten_parameters"] = lambda _: None
         _CLASSES[own] = type(own.__name__, (SlicedModule, own), names)
     return _CLASSES[own]
 

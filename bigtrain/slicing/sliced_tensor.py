@@ -78,10 +78,9 @@ class SlicedTensor(torch.Tensor):
     """Of a weight: whether its product is gathered at once."""
     rows: tuple[int, ...] = ()
     """Of a matrix that is a view of more dims: those that its first dim is made of."""
-    base: SlicedTensor | None = None
-    """What this is a view of."""
-    lent: tuple[_Lent, ...] = ()
-    """Of one that is no view: wholes that functions without a rule have made views of."""
+    lent: list[_Lent]
+    """Wholes that functions without a rule have made views of: of this and of what shares its
+    memory, which have one list together."""
 
     @staticmethod
     def __new__(
@@ -102,7 +101,7 @@ class SlicedTensor(torch.Tensor):
         if local.requires_grad:  # autograd sees `local`; a gradient that comes here would be lost
             with _raw():
                 _set_hooks(self, _HOOKS)
-        self.local, self.slices, self.group = local, slices, group
+        self.local, self.slices, self.group, self.lent = local, slices, group, []
         return self
 
     @classmethod
@@ -141,13 +140,8 @@ class SlicedTensor(torch.Tensor):
         else:
             found = SlicedTensor(local, slices, self.group, shape)
         if shares_memory(local, self.local):
-            found.base = self.root
+            found.lent = self.lent
         return found
-
-    @property
-    def root(self) -> SlicedTensor:
-        """What it is a view of, or itself."""
-        return self if self.base is None else self.base
 
     def whole(self) -> Tensor:
         """All of it, which all ranks use alike."""
@@ -156,7 +150,7 @@ class SlicedTensor(torch.Tensor):
     def change(self, local: Tensor) -> SlicedTensor:
         """What an in-place function has made of it."""
         self.local = local
-        _agree(self.root)
+        _agree(self.lent)
         with _raw():
             if local.requires_grad is not self.requires_grad:
                 _set_requires_grad(self, local.requires_grad)
@@ -228,7 +222,8 @@ def held(sliced: SlicedTensor) -> Tensor:
             "sliced tensor. "
             + ("Recompute with use_reentrant=False." if name in _REENTRANT else _KEEP_FEEDING)
         )
-    _agree(sliced.root)
+    if sliced.lent:
+        _agree(sliced.lent)
     return sliced.local
 
 
@@ -293,13 +288,13 @@ class _Lent:
         return is_same and self.whole.requires_grad == needs
 
 
-def _agree(base: SlicedTensor) -> None:
+def _agree(lent: list[_Lent]) -> None:
     """Bring a rank's slices and the wholes that were lent of them together.
 
     Raises:
         ConfigError: two were changed, and it is not known in which order.
     """
-    changed = [one for one in base.lent if one.is_changed]
+    changed = [one for one in lent if one.is_changed]
     if len(changed) + any(one.is_older for one in changed) > 1:
         raise ConfigError(
             "strategy.slice: two views of a sliced tensor are changed in place, and it is not "
@@ -308,7 +303,7 @@ def _agree(base: SlicedTensor) -> None:
     for one in changed:
         one.local.copy_(part_of(one.whole, one.slices, one.group))
         one.note()
-    for one in base.lent:
+    for one in lent:
         if one.is_older:
             one.whole.copy_(gathered(one.local, one.slices, one.group))
             one.note()
@@ -342,8 +337,7 @@ def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
         if id(value) not in lent:
             if not lent:
                 value.group.note_gather(name)
-            base = value.root
-            known = next((one for one in base.lent if one.fits(value)), None)
+            known = next((one for one in value.lent if one.fits(value)), None)
             lent[id(value)] = (value, known or _Lent(value))
         return lent[id(value)][1].whole
 
@@ -357,14 +351,14 @@ def on_whole(func: Any, args: Any, kwargs: Any) -> Any:
                 f"strategy.slice: {name} changes the shape or the type of a sliced tensor in "
                 "place. Keep the module whole that calls it: strategy.slice.keep=[NAME]."
             )
-        base = sliced.root
+        is_new = one not in sliced.lent
         if one.is_changed:
-            base.lent = (*(other for other in base.lent if other is not one), one)
+            sliced.lent += [one] * is_new
             changed[id(one.whole)] = sliced.change(sliced.local)
-        elif one not in base.lent and any(
-            shares_memory(leaf, one.whole) for leaf in tree_leaves(result)
-        ):
-            base.lent = (*base.lent, one)
+            if is_new:
+                sliced.lent.remove(one)
+        elif is_new and _has_view(result, one.whole):
+            sliced.lent.append(one)
     return tree_map(lambda leaf: changed.get(id(leaf), leaf), result) if changed else result
 
 

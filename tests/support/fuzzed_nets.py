@@ -233,7 +233,7 @@ NETS: dict[str, Callable[[], Made]] = {
 }
 LARGE: dict[str, Callable[[], Made]] = {
     "maxvit": lambda: of_images(_maxvit, 64),
-    "efficientnet": lambda: of_images(lambda: _listed("efficientnet_b0", num_classes=CLASSES)),
+    "efficientnet": lambda: of_images(lambda: _listed("efficientnet_b0", num_classes=CLASSES), 64),
     "googlenet": lambda: of_images(
         lambda: _listed("googlenet", num_classes=CLASSES, init_weights=False), 96
     ),

@@ -66,6 +66,8 @@ def compared(
 ) -> Compared:
     """Run a model whole and in slices: outputs, losses, gradients, and buffers afterwards.
 
+    In the end both are evaluated once, in inference mode.
+
     Args:
         whole: in float64; it is run, too.
         run: draws random numbers of the common stream alone.
@@ -104,7 +106,25 @@ def compared(
     for name, (one, other) in pairs.items():
         _note(found, name, one, other, 0.0)
     _gradients(whole, model, slices, group, found)
+    _evaluated(whole, model, run, found)
     return found
+
+
+def _evaluated(whole: nn.Module, model: nn.Module, run: Run, found: Compared) -> None:
+    outputs = []
+    try:
+        for each in (whole, model):
+            torch.manual_seed(1)
+            with torch.inference_mode():
+                outputs.append(whole_of(run(each.eval())[0]))
+    except Exception:  # noqa: BLE001 - as above
+        found.error = traceback.format_exc()
+        found.worst, found.where = float("inf"), "error in evaluation"
+        return
+    pairs = zip(*(leaves_of(output) for output in outputs), strict=True)
+    for number, (one, other) in enumerate(pairs):
+        if isinstance(one, Tensor):
+            _note(found, f"evaluated output {number}", one, other, 0.0)
 
 
 def _under_all_names(model: nn.Module, slices: Mapping[str, Slices]) -> dict[str, Slices]:
