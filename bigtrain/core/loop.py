@@ -61,7 +61,8 @@ class StepRunner:
         self._sliced = {id(p) for name, p in named.items() if name in sliced_names}
         self._released: InBackwardUpdate | None = None
         if assembly.plan.release_gradients:
-            self._released = InBackwardUpdate(named, assembly.make_optimizer, assembly.meter)
+            given = (named, assembly.make_optimizer, assembly.meter)
+            self._released = InBackwardUpdate(*given, sliced_names)
         self._update: Update = (
             assembly.update
             or self._released
@@ -130,7 +131,8 @@ class StepRunner:
     def norm(self) -> Tensor:
         """The norm of the gradients of the whole model. Collective where they are in shards."""
         if self._released is not None:
-            return self._released.norm()
+            whole, sliced = self._released.norms()
+            return whole if self._slices is None else self._slices.norm(sliced, whole)
         return self.norm_of(self._trained)
 
     def norm_of(self, parameters: Iterable[nn.Parameter]) -> Tensor:
