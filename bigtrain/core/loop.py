@@ -156,6 +156,11 @@ class StepRunner:
             noted.clear()
         return taken
 
+    def draw_whole(self) -> None:
+        """Let random numbers for what is sliced be drawn as one process draws them; costly."""
+        if self._slices is not None:
+            self._slices.group.draws.whole = True
+
     def whole_state(self, state: Mapping[str, StateTensor]) -> dict[str, StateTensor]:
         """What this rank holds, of whole tensors where it holds slices."""
         return dict(state) if self._slices is None else self._slices.whole(state)
