@@ -46,7 +46,9 @@ PIPELINES = (
     "pipeline_deepspeed",
 )
 BOTH = ("1f1b_ddp", "1f1b_zero1", "1f1b_zero2", "1f1b_fsdp", "pipeline_deepspeed_zero1")
-STRATEGIES = (*ONE, *REPLICAS, *PIPELINES, *BOTH)
+SLICES = ("tensor", "tensor_sequence")
+SLICES_BESIDE = ("ddp+tensor", "fsdp+tensor_sequence", "zero1_torch+tensor", "1f1b+tensor")
+STRATEGIES = (*ONE, *REPLICAS, *PIPELINES, *BOTH, *SLICES, *SLICES_BESIDE)
 RANKS = (4, 2, 1, 3)
 BEFORE, AFTER = 3, 2
 """Steps before the checkpoint, and after it."""
@@ -72,7 +74,16 @@ def pp_of(strategy: str, ranks: int) -> int:
     """Ranks on the pp axis."""
     if strategy in PIPELINES:
         return ranks
+    if strategy == "1f1b+tensor":
+        return 2 if ranks == 4 else 1
     return (2 if ranks % 2 == 0 else ranks) if strategy in BOTH else 1
+
+
+def tp_of(strategy: str, ranks: int) -> int:
+    """Ranks on the tp axis."""
+    if strategy in SLICES:
+        return ranks
+    return (2 if ranks % 2 == 0 else ranks) if strategy in SLICES_BESIDE else 1
 
 
 def begin(context: RunContext, _: Any, strategy: str, folder: Path) -> list[float]:
@@ -135,6 +146,8 @@ def go_wrong(context: RunContext, _: Any, folder: Path) -> dict[str, list[float]
 def opened(context: RunContext, strategy: str) -> Any:
     """The job, and what it needs."""
     keys = {**KEYS, "mesh.pp": context.pp_size}
+    if strategy in (*SLICES, *SLICES_BESIDE):
+        keys["mesh.tp"] = context.tp_size
     if strategy == "layer_split_devices":
         keys["strategy.cut.devices"] = 2
     job = job_from_keys(strategy, keys)
@@ -167,7 +180,8 @@ def measure(sources: Iterable[str], targets: Iterable[str], ranks: Iterable[int]
         for strategy in sources:
             count = ranks_of_source(strategy)
             args, pp = (strategy, folder / f"{strategy}.{count}"), pp_of(strategy, count)
-            task = forked.Task(f"{strategy}.{count}", nothing, begin, args, count, pp, LIMIT_S)
+            name, tp = f"{strategy}.{count}", tp_of(strategy, count)
+            task = forked.Task(name, nothing, begin, args, count, pp, LIMIT_S, tp=tp)
             first[task.name] = task
         whole = {}
         for outcome in forked.run_all(first.values(), at_once=4):
@@ -181,7 +195,7 @@ def measure(sources: Iterable[str], targets: Iterable[str], ranks: Iterable[int]
         tasks = [
             forked.Task(
                 *(f"{strategy}.{count}", nothing, go_on, (strategy, list(whole), folder), count),
-                *(pp_of(strategy, count), LIMIT_S, strategy in REPLICAS),
+                *(pp_of(strategy, count), LIMIT_S, strategy in REPLICAS, tp_of(strategy, count)),
             )
             for strategy in targets
             for count in ranks

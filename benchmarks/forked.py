@@ -67,6 +67,7 @@ class Task:
     limit_s: float
     group: bool = False
     """Whether one rank has a process group, too."""
+    tp: int = 1
 
 
 @dataclass(frozen=True)
@@ -240,7 +241,8 @@ def _rank(task: Task, prepared: Any, rank: int, folder: Path, pipe: Connection) 
 
     def run() -> Any:
         meet = folder / "meet"
-        how = connect(placement, device="cpu", pp=task.pp, store_path=meet, force_group=task.group)
+        axes = {"pp": task.pp, "tp": task.tp}
+        how = connect(placement, device="cpu", store_path=meet, force_group=task.group, **axes)
         with how as context:
             _give_way()
             return task.call(context, prepared, *task.args)

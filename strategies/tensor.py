@@ -80,7 +80,6 @@ class TensorSlices(SliceStrategy):
             ("train.compile", plan.compiles_blocks, "none", "blocks"),
             ("train.memory_format", plan.channels_last, "contiguous", "channels_last"),
             ("train.sync_batchnorm", plan.sync_batchnorm, "false", "true"),
-            ("optim.release_gradients", plan.release_gradients, "false", "true"),
         ):
             if is_set:
                 raise ConfigError(

@@ -41,8 +41,8 @@ def check_optimizer(optim: OptimConfig, plan: Plan) -> None:
         _check_release(plan, strategy_words)
     if optim.name == "adafactor" or optim.name in LOW_BIT:
         _check_whole(optim, plan, optimizer_input, strategy_words)
-    elif optim.state == "bf16" and optimizer_input == "pieces" and plan.pp > 1:
-        _check_tied(optim, strategy_words)
+    elif optim.state == "bf16" and _cuts_parameters(plan, optimizer_input):
+        _check_copies(optim, plan, strategy_words)
     elif optim.state == "bf16" and optimizer_input == "copies":
         raise ConfigError(
             f"optim.state=bf16: {strategy_words} lets its engine keep the optimizer's state, in "
@@ -51,14 +51,25 @@ def check_optimizer(optim: OptimConfig, plan: Plan) -> None:
         )
 
 
-def _check_tied(optim: OptimConfig, who: str) -> None:
-    """Stages cut a tied parameter into other pieces, which would be rounded by other numbers."""
-    if optim.stochastic_rounding is not False:
-        raise ConfigError(
-            f"optim.state=bf16 with stochastic rounding: in {who} the stages that share a tied "
-            "parameter cut it into different pieces, and its copies would drift apart. Set "
-            "optim.stochastic_rounding=false, or use --strategy 1f1b_fsdp."
-        )
+def _cuts_parameters(plan: Plan, optimizer_input: OptimizerInput) -> bool:
+    """Whether what is updated at a time are pieces of parameters, cut by how many there are."""
+    moved = optimizer_input == "parameters" and plan.offload_tiers.optimizer != "device"
+    return optimizer_input == "pieces" or moved
+
+
+def _check_copies(optim: OptimConfig, plan: Plan, who: str) -> None:
+    """Ranks with a parameter in common cut it into other pieces, rounded by other numbers."""
+    if optim.stochastic_rounding is False or max(plan.pp, plan.tp) == 1:
+        return
+    sharing = "the stages that share a tied parameter cut it"
+    fix = "use --strategy 1f1b_fsdp"
+    if plan.tp > 1:
+        sharing = "the ranks of mesh.tp that hold a parameter whole may cut it"
+        fix = "use --strategy fsdp+tensor"
+    raise ConfigError(
+        f"optim.state=bf16 with stochastic rounding: in {who} {sharing} into different pieces, and "
+        f"its copies would drift apart. Set optim.stochastic_rounding=false, or {fix}."
+    )
 
 
 def _check_masters(plan: Plan, optimizer_input: OptimizerInput, strategy_words: str) -> None:

@@ -176,7 +176,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
         "torch": meta.get("torch"),
         "converted_from": meta.get("converted_from"),
         "strategy": (job.get("strategy") or {}).get("name"),
-        "mesh": _mesh_of(job, int(meta.get("world_size") or 0)),
+        "mesh": meta.get("mesh") or _mesh_of(job, int(meta.get("world_size") or 0)),
         "model": job.get("model"),
         "optimizer": (job.get("optim") or {}).get("name"),
         "parts": parts,
@@ -186,7 +186,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _mesh_of(job: Mapping[str, Any], world_size: int) -> dict[str, int] | None:
-    """The axes of the run that wrote it; None where it is not known."""
+    """The axes of a run that did not write them down; None where they are not known."""
     if not job or not world_size:
         return None
     asked, cuts = job.get("mesh") or {}, bool((job.get("strategy") or {}).get("cut"))

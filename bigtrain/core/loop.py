@@ -61,7 +61,8 @@ class StepRunner:
         self._sliced = {id(p) for name, p in named.items() if name in sliced_names}
         self._released: InBackwardUpdate | None = None
         if assembly.plan.release_gradients:
-            self._released = InBackwardUpdate(named, assembly.make_optimizer, assembly.meter)
+            given = (named, assembly.make_optimizer, assembly.meter)
+            self._released = InBackwardUpdate(*given, sliced_names)
         self._update: Update = (
             assembly.update
             or self._released
@@ -130,7 +131,8 @@ class StepRunner:
     def norm(self) -> Tensor:
         """The norm of the gradients of the whole model. Collective where they are in shards."""
         if self._released is not None:
-            return self._released.norm()
+            whole, sliced = self._released.norms()
+            return whole if self._slices is None else self._slices.norm(sliced, whole)
         return self.norm_of(self._trained)
 
     def norm_of(self, parameters: Iterable[nn.Parameter]) -> Tensor:
@@ -153,6 +155,11 @@ class StepRunner:
         if noted:
             noted.clear()
         return taken
+
+    def draw_whole(self) -> None:
+        """Let random numbers for what is sliced be drawn as one process draws them; costly."""
+        if self._slices is not None:
+            self._slices.group.draws.whole = True
 
     def whole_state(self, state: Mapping[str, StateTensor]) -> dict[str, StateTensor]:
         """What this rank holds, of whole tensors where it holds slices."""

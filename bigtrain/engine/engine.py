@@ -298,6 +298,7 @@ class Engine:
             check_equal_ranks(state, self.context, self.steps_done)
             meta = {"samples_seen": self.samples_seen, "validation": best}
             meta["job"] = self.job.model_dump(mode="json")
+            meta["mesh"] = {"pp": self.plan.pp, "dp": self.plan.dp, "tp": self.plan.tp}
             return self.saver.save(
                 folder,
                 self.steps_done,

@@ -10,7 +10,7 @@ Sources: Lv et al. 2023, Full Parameter Fine-tuning with Limited Resources (LOMO
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ class InBackwardUpdate(WholeUpdate):
             gradients arrive reduced.
         make_optimizer: called once, on all of them.
         meter: told whose memory a gradient is.
+        apart: names of parameters whose norm is counted apart; see `norms`.
     """
 
     def __init__(
@@ -36,10 +37,12 @@ class InBackwardUpdate(WholeUpdate):
         parameters: Mapping[str, nn.Parameter],
         make_optimizer: MakeOptimizer,
         meter: MemoryMeter,
+        apart: Collection[str] = (),
     ) -> None:
         super().__init__(parameters, make_optimizer)
         self._meter = meter
-        self._norm = GradientNorm()
+        self._apart = {parameter for name, parameter in parameters.items() if name in apart}
+        self._norms = GradientNorm(), GradientNorm()
         self._updated: set[Tensor] = set()
         self._names = {parameter: name for name, parameter in parameters.items()}
         groups = enumerate(self.optimizer.param_groups)
@@ -64,7 +67,7 @@ class InBackwardUpdate(WholeUpdate):
             )
         self._meter.label([gradient], "gradients")
         self._updated.add(parameter)
-        self._norm.add([gradient])
+        self._norms[parameter in self._apart].add([gradient])
         group_index = self._place.get(parameter)
         if group_index is not None:
             self._step_one(parameter, self.optimizer.param_groups[group_index])
@@ -91,14 +94,17 @@ class InBackwardUpdate(WholeUpdate):
 
     def begin_step(self) -> None:
         """Say that the gradients that come now are another step's."""
-        self._norm = GradientNorm()
+        self._norms = GradientNorm(), GradientNorm()
         self._updated.clear()
 
-    def norm(self) -> Tensor:
-        """The norm of the gradients since the last call. Collective where they are in shards."""
-        norm = self._norm.total()
+    def norms(self) -> tuple[Tensor, Tensor]:
+        """The norms of the gradients since the last call: of most, and of those counted apart.
+
+        Collective where they are in shards.
+        """
+        most, apart = (norm.total() for norm in self._norms)
         self.begin_step()
-        return norm
+        return most, apart
 
     def step(self) -> None:
         """See `Update.step`. It is done already."""

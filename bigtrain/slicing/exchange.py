@@ -61,6 +61,15 @@ def _unwatched(*exchanged: Tensor) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+@dataclass
+class Draws:
+    """How random numbers are drawn for what is sliced."""
+
+    whole: bool = False
+    """Those of the whole tensor, on every rank: for proofs, as one process draws them. Otherwise
+    each rank draws its own part's."""
+
+
 @dataclass(frozen=True)
 class SliceGroup:
     """The ranks of the tp axis, as one of them sees them."""
@@ -80,6 +89,7 @@ class SliceGroup:
     inputs: list[Any] = field(default_factory=list, compare=False, repr=False)
     """The input of the latest products of a sequence, gathered: at most one."""
 
+    draws: Draws = field(default_factory=Draws, compare=False, repr=False)
     exchanging: Callable[..., AbstractContextManager[None]] = field(
         default=_unwatched, compare=False, repr=False
     )

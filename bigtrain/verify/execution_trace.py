@@ -1,8 +1,9 @@
 """Digests of what a run computes, in order of execution: what a difference is traced back with.
 
 Every result of a function of torch inside a module, every output of a module and the gradients of
-both are noted as a few numbers each. A digest is the same whatever wraps, shards or recomputes the
-module, and on whatever rank it runs. A second pass of what is recomputed is not noted.
+both are noted as a few numbers each. A digest is the same whatever wraps, shards, slices or
+recomputes the module, and on whatever rank it runs: what lies in slices is gathered for it. A
+second pass of what is recomputed is not noted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _disable_current_modes
+
+from bigtrain.slicing.exchange import all_gather
+from bigtrain.slicing.sliced_tensor import held, is_sliced, leaves_of
 
 _PROJECTIONS = 4
 _SIGNS = 2**14
@@ -126,29 +130,44 @@ class ExecutionTrace(TorchFunctionMode):
 
     def _note_all(self, operation: str, result: Any) -> None:
         with torch._C.DisableTorchFunction():  # a stage of a pipeline watches all functions
-            for leaf in tree_leaves(result):
-                known = type(leaf) is Tensor and leaf.device.type != "meta"
-                if known and id(leaf) not in self._states:
-                    self._note(operation, leaf)
+            for leaf in leaves_of(result):
+                value, whole = leaf, _itself
+                if is_sliced(leaf):  # all ranks of its group come here
+                    value = held(leaf)
+                    whole = partial(all_gather, slices=leaf.slices, group=leaf.group)
+                known = type(value) is Tensor and value.device.type != "meta"
+                if known and id(value) not in self._states:
+                    self._note(operation, value, whole)
 
-    def _note(self, operation: str, value: Tensor) -> None:
+    def _note(self, operation: str, value: Tensor, whole: Callable[[Tensor], Tensor]) -> None:
         name = self._current if self._current in self._open else ""
         number = self._results[name, operation]
         self._results[name, operation] += 1
         where = (name, self._open.get(name, 0), operation, number)
-        self.entries.append(Entry(self.step, False, *where, self._digest(value, 1.0)))
+        self.entries.append(Entry(self.step, False, *where, self._digest(value, 1.0, whole)))
         if value.requires_grad:
-            hook = partial(self._note_gradient, where)
+            hook = partial(self._note_gradient, where, whole)
             value.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _note_gradient(self, where: tuple[str, int, str, int], gradient: Tensor) -> None:
+    def _note_gradient(
+        self,
+        where: tuple[str, int, str, int],
+        whole: Callable[[Tensor], Tensor],
+        gradient: Tensor,
+    ) -> None:
         with torch._C.DisableTorchFunction():
-            digest = self._digest(gradient, self._scale)
+            digest = self._digest(gradient, self._scale, whole)
         self.entries.append(Entry(self.step, True, *where, digest))
 
-    @torch.no_grad()
-    def _digest(self, value: Tensor, scale: float) -> tuple[float, ...]:
-        flat = value.detach().reshape(-1).to(torch.float64) / scale
+    def _digest(
+        self, value: Tensor, scale: float, whole: Callable[[Tensor], Tensor]
+    ) -> tuple[float, ...]:
+        # A block that keeps its products would keep these, too, and miss them the second time.
+        with torch.no_grad(), _disable_current_modes():
+            return self._digest_of(whole(value.detach()), scale)
+
+    def _digest_of(self, value: Tensor, scale: float) -> tuple[float, ...]:
+        flat = value.reshape(-1).to(torch.float64) / scale
         whole = flat.numel() // _SIGNS * _SIGNS
         rows, rest = flat[:whole].view(-1, _SIGNS), flat[whole:]
         signs = self._signs_of(_SIGNS, flat)
@@ -163,6 +182,10 @@ class ExecutionTrace(TorchFunctionMode):
             bits = torch.randint(0, 2, (_PROJECTIONS, length), generator=drawn, dtype=torch.int8)
             self._signs[length] = (bits * 2 - 1).to(like)
         return self._signs[length]
+
+
+def _itself(value: Tensor) -> Tensor:
+    return value
 
 
 def _in_backward() -> bool:

@@ -18,6 +18,9 @@ from typing import Any
 
 from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.compare.contenders import find_strategies, ranks_to_start, without_strategy
+from bigtrain.core.registry import techniques_of
+from bigtrain.core.strategy import SliceStrategy
+from bigtrain.core.workload import Workload
 from bigtrain.engine.setup import open_setup
 from bigtrain.errors import BigtrainError, ConfigError
 from bigtrain.job.arguments import ComparisonOptions
@@ -52,6 +55,9 @@ class FuzzedPlan:
     cut: str | None = None
     recompute: str | None = None
     offload: str | None = None
+    tp: int = 1
+    slices: str | None = None
+    """A word of `--strategy`, too: how layers are laid over the tp ranks."""
     at: tuple[str, ...] = ()
     """Modules before which the stages begin; empty where they are balanced."""
     sizes: tuple[tuple[str, int], ...] = ()
@@ -61,20 +67,22 @@ class FuzzedPlan:
     @property
     def num_ranks(self) -> int:
         """How many processes run it."""
-        return self.pp * self.dp
+        return self.pp * self.dp * self.tp
 
     @property
     def strategy(self) -> str:
         """Words that `--strategy` takes."""
-        replicate = self.replicate if self.dp > 1 or self.cut is None else None
-        parts = (self.cut, replicate, self.recompute, self.offload)
+        whole = self.cut is None and self.slices is None
+        replicate = self.replicate if self.dp > 1 or whole else None
+        parts = (self.cut, replicate, self.slices, self.recompute, self.offload)
         return "+".join(part for part in parts if part is not None)
 
     @property
     def words(self) -> list[str]:
         """The keys of its job."""
         samples = self.rows * self.micro_batches * self.dp
-        words = [f"mesh.pp={self.pp}", f"mesh.dp={self.dp}", f"train.global_batch_size={samples}"]
+        words = [f"mesh.pp={self.pp}", f"mesh.dp={self.dp}", f"mesh.tp={self.tp}"]
+        words.append(f"train.global_batch_size={samples}")
         words += [f"train.micro_batch_size={self.rows}", "train.precision=fp32"]
         if self.at:
             words.append(f"strategy.cut.at=[{', '.join(self.at)}]")
@@ -102,7 +110,7 @@ def draw_plans(
     for space in spaces:
         for moves in (False, True):
             for candidate in space.candidates(fallback_tier=moves):
-                kinds = by_kind.setdefault((candidate.pp, candidate.dp), {})
+                kinds = by_kind.setdefault(candidate.axes, {})
                 kinds.setdefault((candidate.label, moves), []).append(candidate)
     while by_kind:
         mesh = by_kind[draw.choice(list(by_kind))]
@@ -116,6 +124,8 @@ def draw_plans(
             cut=chosen.cut.label if chosen.cut is not None else None,
             recompute=draw.choice(_RECOMPUTE),
             offload=chosen.offload.label if chosen.offload is not None else None,
+            tp=chosen.tp,
+            slices=chosen.slices.label if chosen.slices is not None else None,
             at=tuple(names[index] for index in at),
         )
 
@@ -152,14 +162,7 @@ def _smaller(plan: FuzzedPlan, sizes: dict[str, int]) -> Iterator[FuzzedPlan]:
     """Plans with one thing less, those first that make the others cheap."""
     if plan.steps > 1:
         yield replace(plan, steps=1)
-    if plan.dp > 1:
-        yield replace(plan, dp=plan.dp // 2)
-    if plan.cut is not None:
-        yield replace(plan, pp=1, cut=None, at=())
-        if plan.pp > 2:
-            yield replace(plan, pp=plan.pp // 2, at=())
-        if plan.at:
-            yield replace(plan, at=())
+    yield from _smaller_meshes(plan)
     if plan.recompute is not None:
         yield replace(plan, recompute=None)
     if plan.offload is not None:
@@ -175,6 +178,24 @@ def _smaller(plan: FuzzedPlan, sizes: dict[str, int]) -> Iterator[FuzzedPlan]:
         if size > 1:
             changed = {**dict(plan.sizes), name: size // 2}
             yield replace(plan, sizes=tuple(sorted(changed.items())))
+
+
+def _smaller_meshes(plan: FuzzedPlan) -> Iterator[FuzzedPlan]:
+    """Plans with fewer replicas, stages or slices, or with plainer ones."""
+    if plan.dp > 1:
+        yield replace(plan, dp=plan.dp // 2)
+    if plan.cut is not None:
+        yield replace(plan, pp=1, cut=None, at=())
+        if plan.pp > 2:
+            yield replace(plan, pp=plan.pp // 2, at=())
+        if plan.at:
+            yield replace(plan, at=())
+    if plan.slices is not None:
+        yield replace(plan, tp=1, slices=None)
+        if plan.tp > 2:
+            yield replace(plan, tp=plan.tp // 2)
+        if plan.slices != "tensor":
+            yield replace(plan, slices="tensor")
 
 
 @dataclass(frozen=True)
@@ -219,10 +240,13 @@ def fuzz(
     most = ranks_to_start(options.num_ranks, device_type_of(job))
     samples = max(most, min(_MOST_SAMPLES, plan.batch.global_size) // most * most)
     mesh = load_job(options.job, None, options.overrides).mesh
+    given = {"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp}
+    given["most_ranks"] = _most_slices(setup.workload)
+    fixed = (mesh.pp or 1) * (mesh.tp or 1)
     spaces = [
-        SearchSpace(n, n, samples, len(blocks), pp=mesh.pp, dp=mesh.dp)
+        SearchSpace(n, n, samples, len(blocks), **given)  # type: ignore[arg-type]
         for n in range(min(2, most), most + 1)
-        if samples % n == 0 and n % (mesh.pp or 1) == 0
+        if samples % n == 0 and n % fixed == 0
     ]
     done = refused = 0
     for drawn in draw_plans(random.Random(options.seed), spaces, blocks[1:]):
@@ -241,6 +265,12 @@ def fuzz(
             yield FuzzResult(drawn, bench.verify(smallest, localises=True), smallest)
         if done == options.fuzz:
             return
+
+
+def _most_slices(workload: Workload) -> int:
+    """Over how many ranks the model's layers can be sliced; 1: over none."""
+    techniques = (t for t in techniques_of("slice") if isinstance(t, SliceStrategy))
+    return max((technique.most_ranks(workload) for technique in techniques), default=1)
 
 
 class _FuzzBench:

@@ -34,6 +34,7 @@ class RankTrace:
     """Of this rank, in a step."""
     blocks: tuple[str, ...]
     entries: tuple[Entry, ...]
+    tp_rank: int = 0
 
 
 def read_traces(folder: Path) -> list[RankTrace]:
@@ -115,29 +116,28 @@ def _first_entry(
 ) -> str | None:
     """The first value or gradient of a value that differs, in the order of one process."""
     calls = {module: count // one.num_micro_batches for module, count in _calls(one, step).items()}
-    found: dict[tuple[_Place, int], tuple[RankTrace, Entry]] = {}
+    found: dict[tuple[_Place, int], dict[int, tuple[RankTrace, Entry]]] = {}
     for rank in ranks:
         for entry in _of_step(rank, step, is_gradient=is_gradient):
             each = calls.get(entry.module, 0)
             if each:
                 number = rank.dp_rank * rank.num_micro_batches + entry.call // each
                 call = number * each + entry.call % each
-                found.setdefault((_place(entry), call), (rank, entry))
+                found.setdefault((_place(entry), call), {}).setdefault(rank.tp_rank, (rank, entry))
     expected = list(_of_step(one, step, is_gradient=is_gradient))
     largest = max((entry.digest[0] for entry in expected if entry.digest[0] < math.inf), default=0)
     for entry in expected:
-        if (_place(entry), entry.call) not in found:
-            continue
-        rank, other = found[_place(entry), entry.call]
-        apart = _apart(entry.digest, other.digest, largest)
-        if apart > tolerance:
-            what = "the gradient of " if is_gradient else ""
-            named = f"{what}{entry.operation} in {entry.module or 'the model'}"
-            return (
-                f"{named}{_in_block(one, entry.module)}, which is {apart:.1e} off on rank "
-                f"{rank.rank} (micro-batch {entry.call // calls[entry.module] + 1} of "
-                f"{one.num_micro_batches})"
-            )
+        # Ranks of one tp group have all of them the whole.
+        for rank, other in found.get((_place(entry), entry.call), {}).values():
+            apart = _apart(entry.digest, other.digest, largest)
+            if apart > tolerance:
+                what = "the gradient of " if is_gradient else ""
+                named = f"{what}{entry.operation} in {entry.module or 'the model'}"
+                return (
+                    f"{named}{_in_block(one, entry.module)}, which is {apart:.1e} off on rank "
+                    f"{rank.rank} (micro-batch {entry.call // calls[entry.module] + 1} of "
+                    f"{one.num_micro_batches})"
+                )
     return None
 
 

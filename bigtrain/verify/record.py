@@ -138,6 +138,7 @@ def tie_dropout(engine: Engine) -> TiedDropout:
     for root in runner.roots:
         spine |= set(getattr(root, "cut_through", ()))
     dropout = TiedDropout(runner.module, engine.context.seed, spine)
+    runner.draw_whole()
     place_batch = runner.place_batch
 
     def begin_and_place(micro_batch: MicroBatch) -> MicroBatch:
@@ -157,6 +158,7 @@ def write_trace(
     found = {
         "rank": context.rank,
         "dp_rank": context.dp_rank,
+        "tp_rank": context.tp_rank,
         "num_micro_batches": num_micro_batches,
         "blocks": [name for name, _ in find_blocks(engine.runner.module)],
         "entries": trace.entries,

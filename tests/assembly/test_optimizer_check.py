@@ -40,6 +40,18 @@ REFUSED = {
         {"optim.state": "bf16"},
         ["drift apart", "optim.stochastic_rounding=false", "--strategy 1f1b_fsdp"],
     ),
+    "stochastic rounding of pieces beside slices": (
+        "zero1_torch+tensor",
+        4,
+        {"optim.state": "bf16", "mesh.tp": 2},
+        ["mesh.tp", "drift apart", "optim.stochastic_rounding=false", "--strategy fsdp+tensor"],
+    ),
+    "stochastic rounding of what is moved in pieces": (
+        "tensor+offload_optimizer_cpu",
+        2,
+        {"optim.state": "bf16"},
+        ["mesh.tp", "drift apart", "optim.stochastic_rounding=false"],
+    ),
     "bf16 parameters in fp32": (
         "single",
         1,

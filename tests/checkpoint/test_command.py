@@ -112,6 +112,15 @@ def test_inspect_says_on_which_mesh_it_was_written(pp, cut, world_size, mesh, tm
     assert ("mesh" in run(capsys, "inspect", tmp_path)[1]) == (mesh is not None)
 
 
+def test_a_mesh_that_was_written_down_is_what_is_said(tmp_path, capsys):
+    mesh = {"pp": 1, "dp": 2, "tp": 2}
+    meta = {"samples_seen": 0, "random": [], "job": JOB, "world_size": 4, "mesh": mesh}
+    state = {"model.a": StateTensor.of(torch.ones(1))}
+    save_checkpoint(tmp_path, 1, state, meta, RunContext.alone())
+    assert run_json(capsys, "inspect", tmp_path)[1]["mesh"] == mesh
+    assert "mesh pp 1 x dp 2 x tp 2" in run(capsys, "inspect", tmp_path)[1]
+
+
 def test_a_reader_that_has_enough_is_no_failure(tmp_path):
     path = write(tmp_path, **{f"t{number}": torch.ones(1) for number in range(4000)})
     command = [interpreter(), "-m", "bigtrain", "checkpoint", "inspect", "--tensors", str(path)]

@@ -14,6 +14,7 @@ from support.ranks import run_ranks
 from torch import Tensor, nn
 
 from bigtrain.assembly.make_plan import make_plan
+from bigtrain.checkpoint.command import describe_checkpoint
 from bigtrain.checkpoint.read import Checkpoint
 from bigtrain.checkpoint.state_differences import compare_states
 from bigtrain.data import MicroBatch
@@ -200,6 +201,8 @@ def test_of_replicas_the_first_ones_statistics_count_in_slices_too(tmp_path: Pat
     plain = begun(OTHERS["fsdp"], tmp_path / "plain")
     sliced = begun(CASES["fsdp+tensor"], tmp_path / "sliced")
     assert_same(sliced["conv"][0][0], plain["conv"][0][0], buffers=True)
+    said = describe_checkpoint(Checkpoint(sliced["conv"][0][0]))
+    assert said["mesh"] == {"pp": 1, "dp": 2, "tp": 2}
 
 
 OPTIONS: dict[str, tuple[str, dict[str, Any], float]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from contextlib import nullcontext
@@ -14,7 +15,10 @@ from torch import nn
 
 from bigtrain.core.loop import LoopRunner
 from bigtrain.core.strategy import Assembly
+from bigtrain.slicing import sliced_tensor
+from bigtrain.slicing.sliced_tensor import held
 from bigtrain.strategies.ddp import DDP
+from bigtrain.strategies.tensor import TensorSlices
 
 
 class Hangs(DDP):
@@ -105,6 +109,28 @@ class ShiftsMask(DDP):
         if assembly.context.rank == 1:
             attention.forward = shifted
         super().apply(assembly)
+
+
+class WrongRule(TensorSlices):
+    """On one rank every second activation of what is sliced is a hundredth too large."""
+
+    name: ClassVar[str] = "wrong_rule"
+    summary: ClassVar[str] = "wrong rule"
+
+    def apply(self, assembly: Assembly) -> None:
+        break_rule(nn.functional.gelu, second_on_rank=assembly.context.rank)
+
+
+def break_rule(function, *, second_on_rank):
+    """Let the second use of a rule, of each pair, be wrong on rank 1."""
+    plain, calls = sliced_tensor._RULES[function], itertools.count(1)
+
+    def wrong(*args, **kwargs):
+        result = plain(*args, **kwargs)
+        is_wrong = second_on_rank == 1 and next(calls) % 2 == 0
+        return result.like(held(result) * 1.01) if is_wrong else result
+
+    sliced_tensor._RULES[function] = wrong
 
 
 class Surrounds(DDP):

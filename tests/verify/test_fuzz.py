@@ -44,6 +44,21 @@ def test_a_seed_draws_the_same_plans_of_all_kinds_and_each_is_a_job():
         assert job.strategy.cut is None or tuple(job.strategy.cut.options.get("at", ())) == plan.at
 
 
+def test_layers_are_sliced_where_they_can_be():
+    spaces = [SearchSpace(n, n, 16, len(NAMES) + 1, most_ranks=4) for n in (2, 4)]
+    plans = list(islice(draw_plans(random.Random(0), spaces, NAMES), 80))
+    meshes = {(1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 1, 4), (1, 2, 2), (2, 1, 2)}
+    assert meshes < {(plan.pp, plan.dp, plan.tp) for plan in plans}
+    sliced = [plan for plan in plans if plan.tp > 1]
+    assert {plan.slices for plan in sliced} == {"tensor", "tensor_sequence"}
+    assert {plan.slices for plan in plans if plan.tp == 1} == {None}
+    for plan in sliced[:12]:
+        job = load_job(None, plan.strategy, plan.words)
+        assert (job.mesh.pp, job.mesh.dp, job.mesh.tp) == (plan.pp, plan.dp, plan.tp)
+        assert job.strategy.slice.name == "tensor"
+        assert plan.num_ranks == plan.pp * plan.dp * plan.tp
+
+
 LARGE = FuzzedPlan(
     *(2, 4, 4, 8),
     replicate="zero1",
@@ -51,6 +66,8 @@ LARGE = FuzzedPlan(
     recompute="full",
     offload="offload_disk",
     at=("blocks.2",),
+    tp=4,
+    slices="tensor_sequence",
 )
 SIZES = {"num_layers": 4, "width": 256, "num_heads": 4}
 
@@ -63,6 +80,7 @@ SIZES = {"num_layers": 4, "width": 256, "num_heads": 4}
         (lambda plan: dict(plan.sizes).get("width", 256) >= 16, {"width": 16, "num_layers": 1}),
         (lambda plan: plan.cut == "1f1b" and plan.micro_batches > 1, {"pp": 2, "micro_batches": 2}),
         (lambda plan: plan.recompute == "full" and plan.rows >= 3, {"rows": 4}),
+        (lambda plan: plan.tp > 1, {"tp": 2, "slices": "tensor", "pp": 1, "dp": 1}),
     ],
 )
 def test_a_failure_is_made_as_small_as_it_stays_one(fails, smallest):
@@ -89,7 +107,7 @@ def test_the_line_that_repeats_a_plan_is_the_plan():
     words = shlex.split(line)
     assert words[:2] == ["bigtrain", "verify"]
     again = verify_arguments(words[2:])
-    assert (again.num_ranks, again.strategies, again.steps) == (8, LARGE.strategy, 3)
+    assert (again.num_ranks, again.strategies, again.steps) == (32, LARGE.strategy, 3)
     assert again.overrides == ["model.args={width: 32}", *LARGE.words]
 
 

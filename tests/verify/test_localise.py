@@ -6,6 +6,9 @@ import json
 
 import pytest
 import torch
+from support.odd_strategies import break_rule
+from support.ranks import run_ranks
+from support.sliced_models import built, gpt_case, passed, slice_group
 from support.zygote import forked_cli
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -119,6 +122,56 @@ def test_a_wrong_gradient_of_a_value_is_named_in_the_order_of_the_backward_pass(
 )
 def test_what_is_wrong_beside_the_values(tmp_path, wrong, message):
     assert message in found(tmp_path, Model(), **wrong)
+
+
+def traced(context, sequence_dim, broken):
+    """Of a model whole and in slices, on a rank: what was noted."""
+    group, case = slice_group(context, sequence_dim=sequence_dim), gpt_case(tied=True)
+    if broken:
+        break_rule(torch.nn.functional.gelu, second_on_rank=context.rank)
+    found = []
+    for model in (built(case, None), built(case, group, "selective")):
+        trace = ExecutionTrace([model], 1.0)
+        with trace:
+            passed(model, case)
+        trace.close()
+        found.append(trace.entries)
+    return found
+
+
+def first_apart(whole, sliced):
+    """The first of the values, or else of the gradients, that is not the same."""
+    known = {entry[:6]: entry.digest for entry in sliced}
+    assert known.keys() >= {entry[:6] for entry in whole}
+    for entry in sorted(whole, key=lambda entry: entry.is_gradient):
+        if known[entry[:6]] != pytest.approx(entry.digest, rel=1e-10, abs=1e-10):
+            return entry
+    return None
+
+
+@pytest.mark.parametrize("sequence_dim", [None, 1])
+def test_what_lies_in_slices_is_noted_as_the_whole(sequence_dim):
+    for whole, sliced in run_ranks(traced, 2, sequence_dim, False, tp=2):
+        assert len(whole) > 100
+        assert first_apart(whole, sliced) is None
+    for whole, sliced in run_ranks(traced, 2, sequence_dim, True, tp=2):
+        first = first_apart(whole, sliced)
+        assert (first.module, first.operation) == ("blocks.1.mlp.activation", "gelu")
+        assert not first.is_gradient
+
+
+@pytest.mark.full
+def test_a_wrong_rule_of_slices_is_named_with_its_block(tmp_path):
+    (tmp_path / "wrong.yaml").write_text(
+        "strategy: {slice: {name: 'support.odd_strategies:WrongRule'}}\n"
+    )
+    words = ["model.args={num_layers: 2, width: 32, num_heads: 2, sequence_length: 16}"]
+    words += ["data.name=synthetic", "data.args={kind: language}", "train.global_batch_size=4"]
+    done = forked_cli(
+        ["verify", "-n", "2", "--strategies", "wrong.yaml", *words, "--steps", "1"], cwd=tmp_path
+    )
+    assert done.returncode == 1, done.stderr
+    assert "step 1, gelu in blocks.1.mlp.activation (block blocks.1)" in done.stdout
 
 
 @pytest.mark.full

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.ranks import run_ranks
+from support.sliced_models import WIDTH, WORDS, built, encoder_case, gpt_case, slice_group
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -153,3 +155,52 @@ def test_micro_batches_that_are_taken_ahead_are_noticed():
         model(batches[0].inputs)
     assert "taken before they are computed" in tied.untied[""]
     tied.close()
+
+
+def tied_pass(model, inputs):
+    """Loss and gradients under masks of samples; why some are not."""
+    tied = TiedDropout(model, 3)
+    batch = MicroBatch(inputs, None, len(inputs), len(inputs))
+    tied.begin_step(1, {id(batch): tuple(range(len(inputs)))})
+    with tied:
+        tied.begin_micro_batch(batch)
+        loss = model(batch.inputs).square().mean()
+        loss.backward()
+    tied.close()
+    return loss.detach(), {n: p.grad for n, p in model.named_parameters()}, tied.untied
+
+
+def masks_in_slices(context, name, modes):
+    """By mode and dim of the sequence how far a rank's loss and gradients are from the whole's."""
+    drops = {"dropout": 0.4}
+    torch.manual_seed(0)
+    if name == "gpt":
+        case, inputs = gpt_case(tied=False, **drops), torch.randint(WORDS, (3, 8))
+    else:
+        case = encoder_case(batch_first=True, **drops)
+        inputs = torch.randn(3, 8, WIDTH, dtype=torch.float64)
+    wanted, gradients, untied = tied_pass(built(case, None), inputs)
+    plain, _, _ = tied_pass(built(case, None).eval(), inputs)
+    assert abs(wanted - plain) > 1e-3 * wanted  # something is dropped
+    found = {}
+    for mode in modes:
+        for sequence_dim in (None, 1):
+            group = slice_group(context, sequence_dim=sequence_dim)
+            group.draws.whole = True
+            loss, own, not_tied = tied_pass(built(case, group, mode), inputs)
+            apart = [(loss - wanted).abs() / wanted]
+            for key, gradient in gradients.items():
+                if key in case.slices:
+                    gradient = case.slices[key].local(gradient, group.rank, group.size)
+                apart.append((own[key] - gradient).abs().max())
+            found[mode, sequence_dim] = float(max(apart)), not_tied
+    return found, untied
+
+
+@pytest.mark.parametrize("name", ["gpt", "encoder"])
+def test_masks_of_slices_are_those_of_the_whole(name):
+    for found, untied in run_ranks(masks_in_slices, 3, name, ["", "full", "selective"], tp=3):
+        assert untied == {}
+        for key, (apart, not_tied) in found.items():
+            assert apart < 1e-12, key
+            assert not_tied == {}, key

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bigtrain.slicing.columns import forget_input
-from bigtrain.slicing.exchange import SliceGroup, gathered_for_parts, to_all
+from bigtrain.slicing.exchange import SliceGroup, gathered_for_parts, part_of, to_all
 from bigtrain.slicing.rules.norms import own_random
 from bigtrain.slicing.rules.products import linear, scaled
 from bigtrain.slicing.sliced_tensor import (
@@ -19,6 +19,7 @@ from bigtrain.slicing.sliced_tensor import (
     is_sliced,
     own_part,
     rule,
+    whole_of,
 )
 from bigtrain.slicing.slices import Slices
 
@@ -44,6 +45,13 @@ def _attention(
     times = query.shape[-3] // key.shape[-3] if enable_gqa and dim == -3 else 1
     if times > 1 and (main is key or main is value):
         slices = scaled(slices, 1, times) or slices
+    if group.draws.whole and dropout_p > 0:
+        q, k, v, mask = whole_of((query, key, value, attn_mask))
+        whole = F.scaled_dot_product_attention(
+            q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        own = slices.at(whole.dim() + dim)
+        return SlicedTensor.of(part_of(whole, own, group), own, group)
     q, mask = (_own(t, slices, dim, group) for t in (query, attn_mask))
     shared = scaled(slices, times, 1)
     again = None if shared is None else scaled(shared, 1, times)

@@ -44,6 +44,11 @@ def own_random(group: SliceGroup, *, draws: bool = True) -> Iterator[None]:
         yield
 
 
+def drawn_whole(x: SlicedTensor, func: Any, *args: Any, **kwargs: Any) -> SlicedTensor:
+    """What a function that draws makes of the whole tensor, sliced again; see `Draws.whole`."""
+    return x.like(part_of(func(x.whole(), *args, **kwargs), x.slices, x.group))
+
+
 def _devices() -> list[int]:
     return [torch.cuda.current_device()] if torch.cuda.is_available() else []
 
@@ -58,6 +63,8 @@ def _dropout(
     training: bool = True,  # noqa: FBT001, FBT002 - torch's own
     inplace: bool = False,  # noqa: FBT001, FBT002
 ) -> Any:
+    if tensor.group.draws.whole and training and p > 0:
+        return drawn_whole(tensor, func, p, training)
     # Whole channels are dropped: where these are not dealt out, all ranks drop the same ones.
     channel = min(1, tensor.dim() - 2)
     by_channel = func not in (F.dropout, F.alpha_dropout) and tensor.slices.dim > channel
@@ -68,6 +75,8 @@ def _dropout(
 
 @rule(F.rrelu)
 def _rrelu(x: SlicedTensor, *args: Any, **kwargs: Any) -> Any:
+    if x.group.draws.whole:
+        return drawn_whole(x, F.rrelu, *args, **kwargs)
     with own_random(x.group):
         return x.like(F.rrelu(held(x), *args, **kwargs))
 
