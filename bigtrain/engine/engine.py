@@ -9,7 +9,7 @@ import importlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
@@ -252,13 +252,18 @@ class Engine:
                     continue
                 for key, value in self.task.measure(*prediction).items():
                     sums[key] = sums[key] + value if key in sums else value
-        gathered = self.context.gather_objects({k: v.cpu() for k, v in sums.items()})
+        with self._patience():
+            gathered = self.context.gather_objects({k: v.cpu() for k, v in sums.items()})
         sums_of_ranks = self.context.broadcast_object(gathered)
         total: dict[str, Tensor] = {}
         for part in sums_of_ranks or []:
             for key, value in (part or {}).items():  # of a lost one there are none
                 total[key] = total[key] + value if key in total else value
         return self.task.summarize(total) if total else {}
+
+    def _patience(self) -> AbstractContextManager[None]:
+        """Servers have nothing to validate, and wait for as long as workers do."""
+        return self.context.patiently() if self.plan.replicate.servers else nullcontext()
 
     def memory(self) -> MemoryReport | None:
         """Memory of all ranks and a step's seconds, measured and predicted; None but on rank 0."""

@@ -116,7 +116,7 @@ class RunNote:
             values = json.loads((launch / _NOTE).read_text("utf-8"))
         except (OSError, ValueError):
             return None
-        lists = {key: tuple(values[key]) for key in ("words", "spare")}
+        lists = {key: tuple(values.get(key, ())) for key in ("words", "spare")}
         return cls(**{**values, **lists})
 
     def restart_words(self, given: Sequence[str]) -> list[str]:

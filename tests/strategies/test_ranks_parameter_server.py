@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
+import torch
 from support.continued import continued
 from support.nets import TinyLM, tokens
 from support.parity import Record, adamw, largest_difference, sgd, train
@@ -11,9 +14,12 @@ from support.ranks import run_ranks
 from support.whole import assert_same_tensors
 
 from bigtrain.assembly.make_plan import make_plan
+from bigtrain.data import MicroBatch
+from bigtrain.engine.engine import Engine
 from bigtrain.engine.setup import open_setup
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys, load_job
+from bigtrain.losses.loss import CrossEntropy
 from bigtrain.prediction.predict import predict
 from bigtrain.units import format_bytes
 
@@ -108,3 +114,26 @@ def test_one_rank_is_not_enough():
         ConfigError, match="and there is 1 rank. Start 2 with `bigtrain train -n 2`"
     ):
         make_plan(job_from_keys("parameter_server", {}), 1, "cpu")
+
+
+class Slow(TinyLM):
+    """Takes its time where it does not learn."""
+
+    def forward(self, tokens):
+        if not self.training and tokens.device.type != "meta":
+            time.sleep(4)
+        return super().forward(tokens)
+
+
+def validated(context, strategy):
+    job = job_from_keys(strategy, {"train.global_batch_size": 4, "memory.predict": False})
+    rows = torch.arange(12).view(2, 6) % 13
+    with Engine(Slow, CrossEntropy(), sgd, job, context) as engine:
+        engine.step((rows, rows))
+        return engine.evaluate([MicroBatch(rows, rows, 12, 2)])
+
+
+@pytest.mark.parametrize("strategy", ["parameter_server", "parameter_server_async"])
+def test_servers_wait_for_as_long_as_workers_validate(strategy):
+    figures = run_ranks(validated, 3, strategy, timeout=1.5)
+    assert figures[0] == figures[1] == figures[2] != {}
