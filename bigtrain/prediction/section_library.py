@@ -23,10 +23,10 @@ from bigtrain.core.workload import Workload
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import RoleConfig, long_form
+from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
 from bigtrain.losses.loss import Loss
 from bigtrain.models.blocks import independent_blocks
 from bigtrain.optim.update import MakeOptimizer
-from bigtrain.prediction.compose import interpolate_passes, interpolate_sections
 from bigtrain.prediction.record_sections import (
     RecordedSections,
     UntraceableError,
@@ -35,8 +35,16 @@ from bigtrain.prediction.record_sections import (
 )
 from bigtrain.prediction.sections import PassPair, Section
 from bigtrain.prediction.shorten import shorten_model, untie_parameters
-from bigtrain.slicing.slices import Slices
+from bigtrain.prediction.sizes.interpolate import interpolate_named, interpolate_sections
+from bigtrain.prediction.sizes.slices import (
+    are_even,
+    coarser,
+    finer_share,
+    of_shortened,
+    slicing_key,
+)
 from bigtrain.slicing.state import ModelSlices
+from bigtrain.tensors.tree import tree_tensors
 
 RECORDED_ROWS = (1, 2)
 """Rows of the two runs that others are read off."""
@@ -139,6 +147,7 @@ class SectionLibrary:
         *,
         waiting: bool = False,
         cut: bool = False,
+        exact: bool = True,
     ) -> ModelSections:
         """The sections in a run of this plan.
 
@@ -148,6 +157,8 @@ class SectionLibrary:
             choice: of every block.
             waiting: whether several micro-batches wait at the head.
             cut: whether the sections are laid over ranks, each with parameters of its own.
+            exact: whether the memory of what is after the blocks matters, which may take a run of
+                its own where the loss goes in chunks.
 
         Raises:
             ConfigError: the model does not run without its numbers, or not with this choice.
@@ -156,11 +167,12 @@ class SectionLibrary:
         keeps_all = choice == "keep"
         kind = self._kind(plan, rows, choice, waiting=keeps_all and waiting, cut=cut)
         kind = kind._replace(cut=keeps_all and kind.cut)
-        if (kind, rows) not in self._bodies:
-            self._bodies[kind, rows] = self._body(plan, kind, rows)
+        if (kind, rows, exact) not in self._bodies:
+            self._body(plan, kind, rows, exact=exact)
             if cut and self._relaid and not kind.as_sent:  # it has shown it
-                return self.model_sections(plan, rows, choice, waiting=waiting, cut=cut)
-        return self._bodies[kind, rows]
+                given = {"waiting": waiting, "cut": cut, "exact": exact}
+                return self.model_sections(plan, rows, choice, **given)
+        return self._bodies[kind, rows, exact]
 
     def _kind(
         self, plan: Plan, rows: int, choice: BlockPolicy, *, waiting: bool, cut: bool
@@ -172,29 +184,76 @@ class SectionLibrary:
             waiting and self._waits(rows),
             cut and self._ties,
             cut and self._relaid,
-            _slicing(plan),
+            slicing_key(plan),
         )
 
     def _waits(self, rows: int) -> bool:
         """Whether micro-batches of so many rows have another loss where several wait."""
         return self._loss(True, rows) != self._loss(False, rows)
 
-    def _body(self, plan: Plan, kind: _Kind, rows: int) -> ModelSections:
-        loss = self._loss(kind.waiting, rows)
+    def _body(self, plan: Plan, kind: _Kind, rows: int, *, exact: bool) -> None:
+        recorded, is_exact = self._read_off(plan, kind, rows)
+        # Of blocks that keep less nobody asks what is after them.
+        if exact and not is_exact and kind.choice == "keep":
+            recorded = self._recorded(plan, kind, (rows,), rows)[0]
+        found = ModelSections(recorded, self._whole(recorded, cut=kind.cut))
+        for key in {exact, exact or is_exact or kind.choice != "keep"}:
+            self._bodies[kind, rows, key] = found
+        if exact:
+            self._bodies.setdefault((kind, rows, False), found)
 
-        def run(sizes: tuple[int, ...]) -> tuple[RecordedSections, ...]:
-            if (kind, sizes) not in self._runs:
-                self._runs[kind, sizes] = self._run(plan, sizes, kind, loss)
-            return self._runs[kind, sizes]
-
+    def _read_off(self, plan: Plan, kind: _Kind, rows: int) -> tuple[RecordedSections, bool]:
+        """A run, and whether it is exact: of other rows than were run, and of finer slices."""
+        others = self._coarser(plan, kind, rows)
+        if others:
+            (few, few_exact), (many, many_exact) = (self._read_off(*one, rows) for one in others)
+            share = finer_share(plan.tp, *(one.tp for one, _ in others))
+            finer = interpolate_sections(few, many, share)
+            if finer is not None:
+                is_chunked = isinstance(self._loss(kind.waiting, rows), ChunkedCrossEntropy)
+                return finer[0], finer[1] and few_exact and many_exact and not is_chunked
+        if rows < self._sizes[0]:  # some layers take no single row
+            return self._recorded(plan, kind, (rows,), rows)[0], True
+        pair_of_rows = self._recorded(plan, kind, self._sizes, rows)
         if rows in self._sizes:
-            recorded = run(self._sizes)[self._sizes.index(rows)]
-        elif rows < self._sizes[0]:  # some layers take no single row
-            recorded = run((rows,))[0]
-        else:
-            small, large = run(self._sizes)
-            recorded = interpolate_sections(small, large, rows) or run((rows,))[0]
-        return ModelSections(recorded, self._whole(recorded, cut=kind.cut))
+            return pair_of_rows[self._sizes.index(rows)], True
+        small, large = pair_of_rows
+        share = (rows - small.rows) / (large.rows - small.rows)
+        found = interpolate_sections(small, large, share)
+        if found is None:
+            return self._recorded(plan, kind, (rows,), rows)[0], True
+        return found[0], found[1] and self._in_one_round(plan, kind, rows)
+
+    def _coarser(self, plan: Plan, kind: _Kind, rows: int) -> list[tuple[Plan, _Kind]]:
+        """Plans off which finer slices are read; none where there are few, or some are uneven."""
+        others, loss = coarser(plan), self._loss(kind.waiting, rows)
+        if not kind.sliced or others is None or self._given_slices is not None:
+            return []
+        laid = [self._slices(one, loss, cut=kind.cut) for one in (*others, plan)]
+        if not are_even(laid, self._example):
+            return []
+        return [(one, kind._replace(sliced=slicing_key(one))) for one in others]
+
+    def _recorded(
+        self, plan: Plan, kind: _Kind, sizes: tuple[int, ...], rows: int
+    ) -> tuple[RecordedSections, ...]:
+        if (kind, sizes) not in self._runs:
+            self._runs[kind, sizes] = self._run(plan, sizes, kind, self._loss(kind.waiting, rows))
+        return self._runs[kind, sizes]
+
+    def _in_one_round(self, plan: Plan, kind: _Kind, rows: int) -> bool:
+        """Whether a loss in chunks has one chunk, also with so many rows."""
+        loss = self._loss(kind.waiting, rows)
+        if not isinstance(loss, ChunkedCrossEntropy):
+            return True
+        targets = sum(tensor.numel() for tensor in tree_tensors(self._example.targets))
+        classes = len(self._model.get_submodule(loss.head).get_parameter("weight"))
+        slices = self._slices(plan, loss, cut=False)
+        own = None if slices is None else slices.by_name.get(f"{loss.head}.weight")
+        if own is not None and own.dim == 0:
+            classes = own.length(0, plan.tp)
+        dtype = torch.float64 if plan.precision == "fp64" else torch.float32
+        return loss.rounds(targets * rows // max(1, self._example.rows), classes, dtype) == 1
 
     def split_passes(
         self, plan: Plan, rows: int, *, waiting: bool = False, cut: bool = False
@@ -211,37 +270,41 @@ class SectionLibrary:
             None where the model does not run so.
         """
         kind = self._kind(plan, rows, "keep", waiting=waiting, cut=cut)
-        loss = self._loss(kind.waiting, rows)
-
-        def run(sizes: tuple[int, ...]) -> tuple[dict[str, PassPair], ...] | None:
-            if (kind, sizes) not in self._halved:
-                batches = [resize_micro_batch(self._example, size) for size in sizes]
-                slices = self._slices(plan, loss, cut=kind.cut)
-                workload, names = self._workload(loss, cut=kind.cut)
-                given = (workload, names, batches, _with_policy(plan, "keep"), self._device)
-                found = record_split_backward(*given, slices, as_sent=kind.as_sent)
-                self._halved[kind, sizes] = found
-            return self._halved[kind, sizes]
-
-        recorded = run(self._sizes)
-        if recorded is None:
-            return None
-        if rows in self._sizes:
-            found: dict[str, PassPair] | None = recorded[self._sizes.index(rows)]
-        else:
-            fraction = (rows - self._sizes[0]) / (self._sizes[1] - self._sizes[0])
-            joined = {
-                name: interpolate_passes(one, recorded[1][name], fraction)
-                for name, one in recorded[0].items()
-            }
-            found = {name: passes for name, passes in joined.items() if passes is not None}
-            if len(found) < len(joined):
-                found = (run((rows,)) or (None,))[0]
+        found = self._split(plan, kind, rows)
         _, stands_for = self._shortened(cut=kind.cut)
         if found is None:
             return None
         blocks = {name: found[s] for name, s in stands_for.items() if s in found}
         return {**blocks, "": found[""]}
+
+    def _split(self, plan: Plan, kind: _Kind, rows: int) -> dict[str, PassPair] | None:
+        """The same of the model that is run."""
+        others = self._coarser(plan, kind, rows)
+        is_chunked = isinstance(self._loss(kind.waiting, rows), ChunkedCrossEntropy)
+        if others and not is_chunked:
+            share = finer_share(plan.tp, *(one.tp for one, _ in others))
+            found = interpolate_named([self._split(*one, rows) for one in others], share)
+            if found is not None:
+                return found
+        recorded = self._halves(plan, kind, self._sizes, rows)
+        if recorded is None or rows in self._sizes:
+            return None if recorded is None else recorded[self._sizes.index(rows)]
+        share = (rows - self._sizes[0]) / (self._sizes[1] - self._sizes[0])
+        found = interpolate_named(recorded, share)
+        return found or (self._halves(plan, kind, (rows,), rows) or (None,))[0]
+
+    def _halves(
+        self, plan: Plan, kind: _Kind, sizes: tuple[int, ...], rows: int
+    ) -> tuple[dict[str, PassPair], ...] | None:
+        if (kind, sizes) not in self._halved:
+            loss = self._loss(kind.waiting, rows)
+            batches = [resize_micro_batch(self._example, size) for size in sizes]
+            slices = self._slices(plan, loss, cut=kind.cut)
+            workload, names = self._workload(loss, cut=kind.cut)
+            given = (workload, names, batches, _with_policy(plan, "keep"), self._device)
+            found = record_split_backward(*given, slices, as_sent=kind.as_sent)
+            self._halved[kind, sizes] = found
+        return self._halved[kind, sizes]
 
     def _run(
         self, plan: Plan, sizes: Sequence[int], kind: _Kind, loss: Loss
@@ -290,14 +353,14 @@ class SectionLibrary:
         technique = plan.techniques.get("slice")
         if not isinstance(technique, SliceStrategy) or plan.tp == 1:
             return None
-        key = _slicing(plan)
+        key = slicing_key(plan)
         if key not in self._laid:
             model, stands_for = self._shortened(cut=False)
             if self._given_slices is None:
                 workload = Workload(model, self._example, loss, self._make_optimizer)
                 self._laid[key] = technique.lay_slices(workload, plan)
             else:
-                self._laid[key] = _of_shortened(self._given_slices, stands_for)
+                self._laid[key] = of_shortened(self._given_slices, stands_for)
         laid = self._laid[key]
         if laid is None:  # blocks that are alike are not sliced alike: it is run whole
             whole = self._untied(cut=cut)
@@ -360,49 +423,6 @@ def _with_policy(plan: Plan, choice: BlockPolicy) -> Plan:
         config = RoleConfig.model_validate(long_form("recompute", choice))
         techniques["recompute"] = make_technique("recompute", config)
     return replace(plan, techniques=techniques)
-
-
-def _slicing(plan: Plan) -> str:
-    """Tells plans apart that slice layers otherwise."""
-    technique = plan.techniques.get("slice")
-    if technique is None or plan.tp == 1:
-        return ""
-    return f"{plan.tp} {technique.name} {technique.model_dump_json()}"
-
-
-def without_slices(plan: Plan) -> Plan:
-    """The same plan with whole layers, in one process for each group of ranks that slices them."""
-    techniques = dict(plan.techniques)
-    techniques.pop("slice", None)
-    return replace(plan, techniques=techniques, tp=1)
-
-
-def _of_shortened(whole: ModelSlices, stands_for: Mapping[str, str]) -> ModelSlices | None:
-    """The slices of a model by the names of a shortened one.
-
-    Args:
-        whole: by the model's own names.
-        stands_for: for each of the model's blocks the one that is run for it.
-
-    Returns:
-        None where two blocks that one stands for are not sliced alike.
-    """
-    outside: dict[str, tuple[Slices, bool]] = {}
-    inside: dict[str, dict[str, tuple[Slices, bool]]] = {block: {} for block in stands_for}
-    for name, slices in whole.by_name.items():
-        block = next((own for own in stands_for if name.startswith(f"{own}.")), "")
-        own = inside[block] if block else outside
-        own[name.removeprefix(block)] = slices, name in whole.gathered
-    found: dict[str, dict[str, tuple[Slices, bool]]] = {}
-    for block, short in stands_for.items():
-        if found.setdefault(short, inside[block]) != inside[block]:
-            return None
-    named = [(f"{short}{name}", one) for short, own in found.items() for name, one in own.items()]
-    every = {**outside, **dict(named)}
-    gathered = frozenset(name for name, (_, is_gathered) in every.items() if is_gathered)
-    return replace(
-        whole, by_name={n: slices for n, (slices, _) in every.items()}, gathered=gathered
-    )
 
 
 def _untraceable(reason: str, error: BaseException | None) -> str:

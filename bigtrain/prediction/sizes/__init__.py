@@ -1,0 +1,1 @@
+"""Runs of other sizes than were recorded: read off two that were."""
