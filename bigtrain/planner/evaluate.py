@@ -36,6 +36,8 @@ from bigtrain.units import format_bytes
 
 BOUND_SLACK = 0.1
 """The share of a step that may be saved by what the bound on its time does not see."""
+END_SLACK = 0.01
+"""The same where all is seen, but for what is after the blocks, which was read off other sizes."""
 HOPELESS_FACTOR = 2
 """Times the limit, from which on cutting a model elsewhere is not tried: a rank's lowest peak is
 far more than moving blocks to others takes off."""
@@ -233,8 +235,9 @@ class PlanEvaluator:
         Raises:
             ConfigError: it cannot be cut so.
         """
-        fit = self._fit(candidate, plan)
-        return self._seconds(plan, fit, fit.keeping_all(fit.edges(None))).total
+        fit = self._fit(candidate, plan, exact=False)
+        found = self._seconds(plan, fit, fit.keeping_all(fit.edges(None)))
+        return found.total * (1 - END_SLACK)
 
     def _least_pace(self, candidate: Candidate) -> PassSeconds:
         """A micro-batch through the whole model, everything kept, on one of its tp ranks."""
@@ -365,9 +368,7 @@ class PlanEvaluator:
 
     def _ladder(self, plan: Plan, candidate: Candidate, *, exact: bool) -> RecomputeLevels:
         """The model's sections for each choice that this plan can run; see `_fit`."""
-        kind = {"waiting": False, "cut": self._cut, "exact": False}
-        if exact:
-            kind = {"waiting": _waits(plan), "cut": plan.pp > 1}
+        kind = {"waiting": _waits(plan), "cut": plan.pp > 1, "exact": exact}
 
         def body(choice: BlockPolicy) -> ModelSections:
             return self._sections(plan, candidate.rows, choice, **kind)

@@ -8,6 +8,7 @@ micro-batch is known for all other sizes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -48,8 +49,9 @@ from bigtrain.tensors.tree import tree_tensors
 
 RECORDED_ROWS = (1, 2)
 """Rows of the two runs that others are read off."""
-BATCH_NORM_ROWS = (2, 4)
-"""The same where layers take statistics over a batch: they refuse to train on one row."""
+SEVERAL_ROWS = (2, 4)
+"""The same where one row is special, as for layers that take statistics over a batch: they refuse
+to train on it."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class SectionLibrary:
         names = list(model.named_parameters(remove_duplicate=False))
         self._ties = len({id(p) for _, p in names}) < len(names)
         statistics = any(isinstance(module, _NormBase) for module in model.modules())
-        self._sizes = BATCH_NORM_ROWS if statistics else RECORDED_ROWS
+        self._sizes = SEVERAL_ROWS if statistics else RECORDED_ROWS
         self._aliases: dict[str, str] = {}
         self._relaid = False
         """Whether a run has shown it: see `RecordedSections.copies_gradient`."""
@@ -195,7 +197,7 @@ class SectionLibrary:
         recorded, is_exact = self._read_off(plan, kind, rows)
         # Of blocks that keep less nobody asks what is after them.
         if exact and not is_exact and kind.choice == "keep":
-            recorded = self._recorded(plan, kind, (rows,), rows)[0]
+            recorded = self._with_own_end(plan, kind, rows, recorded)
         found = ModelSections(recorded, self._whole(recorded, cut=kind.cut))
         for key in {exact, exact or is_exact or kind.choice != "keep"}:
             self._bodies[kind, rows, key] = found
@@ -212,17 +214,46 @@ class SectionLibrary:
             if finer is not None:
                 is_chunked = isinstance(self._loss(kind.waiting, rows), ChunkedCrossEntropy)
                 return finer[0], finer[1] and few_exact and many_exact and not is_chunked
-        if rows < self._sizes[0]:  # some layers take no single row
+        sizes = self._sizes_of(plan, kind, rows)
+        if rows < sizes[0]:
             return self._recorded(plan, kind, (rows,), rows)[0], True
-        pair_of_rows = self._recorded(plan, kind, self._sizes, rows)
-        if rows in self._sizes:
-            return pair_of_rows[self._sizes.index(rows)], True
+        pair_of_rows = self._recorded(plan, kind, sizes, rows)
+        if rows in sizes:
+            return pair_of_rows[sizes.index(rows)], True
         small, large = pair_of_rows
         share = (rows - small.rows) / (large.rows - small.rows)
         found = interpolate_sections(small, large, share)
         if found is None:
             return self._recorded(plan, kind, (rows,), rows)[0], True
         return found[0], found[1] and self._in_one_round(plan, kind, rows)
+
+    def _sizes_of(self, plan: Plan, kind: _Kind, rows: int) -> tuple[int, int]:
+        """The rows that are run; stretches of one sequence lie otherwise than those of several."""
+        slices = self._slices(plan, self._loss(kind.waiting, rows), cut=kind.cut)
+        in_stretches = slices is not None and slices.sequence_dim is not None
+        return SEVERAL_ROWS if in_stretches else self._sizes
+
+    def _with_own_end(
+        self, plan: Plan, kind: _Kind, rows: int, recorded: RecordedSections
+    ) -> RecordedSections:
+        """A run that was read off others, but for its end, which is run with these rows."""
+        if (kind, rows) not in self._runs:
+            short = shorten_model(self._untied(cut=kind.cut), most=1)
+            names = [] if short is None else [name for name, _ in independent_blocks(short[0])]
+            found: tuple[RecordedSections, ...] = ()
+            if short is not None and names == list(self._shortened(cut=kind.cut)[1].values())[:1]:
+                loss, batch = (
+                    self._loss(kind.waiting, rows),
+                    resize_micro_batch(self._example, rows),
+                )
+                slices = self._slices(plan, loss, cut=kind.cut)
+                workload = Workload(short[0], self._example, loss, self._make_optimizer)
+                given = (workload, names, [batch], _with_policy(plan, "keep"), self._device, slices)
+                with suppress(UntraceableError):
+                    found = record_sections(*given, as_sent=kind.as_sent)
+            self._runs[kind, rows] = found or self._recorded(plan, kind, (rows,), rows)
+        (end,) = self._runs[kind, rows]
+        return replace(recorded, sections=(*recorded.sections[:-1], end.sections[-1]))
 
     def _coarser(self, plan: Plan, kind: _Kind, rows: int) -> list[tuple[Plan, _Kind]]:
         """Plans off which finer slices are read; none where there are few, or some are uneven."""
@@ -286,10 +317,11 @@ class SectionLibrary:
             found = interpolate_named([self._split(*one, rows) for one in others], share)
             if found is not None:
                 return found
-        recorded = self._halves(plan, kind, self._sizes, rows)
-        if recorded is None or rows in self._sizes:
-            return None if recorded is None else recorded[self._sizes.index(rows)]
-        share = (rows - self._sizes[0]) / (self._sizes[1] - self._sizes[0])
+        sizes = self._sizes_of(plan, kind, rows)
+        recorded = self._halves(plan, kind, sizes if rows >= sizes[0] else (rows,), rows)
+        if recorded is None or rows <= sizes[0] or rows == sizes[1]:
+            return None if recorded is None else recorded[rows == sizes[1]]
+        share = (rows - sizes[0]) / (sizes[1] - sizes[0])
         found = interpolate_named(recorded, share)
         return found or (self._halves(plan, kind, (rows,), rows) or (None,))[0]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from bigtrain.memory.timeline import Span, Timeline
 from bigtrain.prediction.record_sections import RecordedSections
@@ -187,14 +186,11 @@ def _line(small: float, large: float, share: float) -> int:
 def _work(small: OpLog, large: OpLog, share: float) -> OpLog:
     sizes = ("flops", "low_flops", "nbytes", "times", "products")
     if len(small.times) != len(large.times):  # those of the larger run, so that sums are right
-        figures = [_share_of(getattr(small, k), getattr(large, k), share) for k in sizes[:3]]
+        figures = []
+        for key in sizes[:3]:
+            less, more = (float((getattr(log, key) * log.times).sum()) for log in (small, large))
+            figures.append(getattr(large, key) * (_line(less, more, share) / more if more else 0))
         return OpLog(figures[0], figures[1], figures[2], large.times, large.products)
     rows = [(getattr(small, key), getattr(large, key)) for key in sizes]
     figures = [(a + (b - a) * share).clip(min=0.0) for a, b in rows]
     return OpLog(*figures)
-
-
-def _share_of(small: Any, large: Any, share: float) -> Any:
-    large_total = float(large.sum())
-    total = max(0.0, float(small.sum()) + (large_total - float(small.sum())) * share)
-    return large * (total / large_total if large_total else 0.0)
