@@ -28,9 +28,9 @@ from bigtrain.machine.local_cluster import cached_local_cluster
 from bigtrain.prediction.compose import compose_profile
 from bigtrain.prediction.memory_report import StepForecast, StepMeasurement
 from bigtrain.prediction.record_sections import RecordedSections
+from bigtrain.prediction.runs.slices import without_slices
 from bigtrain.prediction.section_library import ModelSections, SectionLibrary
 from bigtrain.prediction.sections import Section
-from bigtrain.prediction.sizes.slices import without_slices
 from bigtrain.ranks.context import RunContext
 from bigtrain.timing.block_seconds import BlockTimer, Slowdowns, slowdowns
 from bigtrain.timing.step_time import PassSeconds, StepSeconds, StepTimer, TimedParts

@@ -1,1 +1,0 @@
-"""Runs of other sizes than were recorded: read off two that were."""
