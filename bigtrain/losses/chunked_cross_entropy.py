@@ -13,12 +13,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from bigtrain.errors import ConfigError, did_you_mean
 from bigtrain.losses import sliced_cross_entropy
-from bigtrain.losses.linear_cross_entropy import DEFAULT_CHUNK_BYTES, chunked_cross_entropy
+from bigtrain.losses.linear_cross_entropy import (
+    DEFAULT_CHUNK_BYTES,
+    chunk_rows,
+    chunked_cross_entropy,
+)
 from bigtrain.losses.loss import CrossEntropy, Loss, check_targets, main_logits
 
 _RULES = (sliced_cross_entropy,)
@@ -38,6 +43,10 @@ class ChunkedCrossEntropy(CrossEntropy):
     """The linear layer whose output the model returns as its logits, by its name in the model."""
     chunk_size: int = DEFAULT_CHUNK_BYTES
     """Bytes of a chunk's logits in float32 (float64 where the model is)."""
+
+    def rounds(self, targets: int, classes: int, dtype: torch.dtype = torch.float32) -> int:
+        """How many chunks so many targets are, of a head with so many classes on a rank."""
+        return -(-targets // chunk_rows(self.chunk_size, classes, dtype))
 
     def __call__(self, output: Any, target: Tensor, count: float | None = None) -> Tensor:
         """The sum over the valid targets.

@@ -33,7 +33,8 @@ from bigtrain.prediction.residuals import (
     safety_margin,
     step_uncertainty,
 )
-from bigtrain.prediction.section_library import SectionLibrary, resize_micro_batch
+from bigtrain.prediction.runs.fake_runs import resize_micro_batch
+from bigtrain.prediction.section_library import SectionLibrary
 from bigtrain.timing.block_seconds import BlockTimer
 from bigtrain.timing.step_time import StepTimer
 from bigtrain.units import format_bytes, parse_bytes

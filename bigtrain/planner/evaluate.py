@@ -21,7 +21,8 @@ from bigtrain.planner.fit import StageFitter, with_fewer_micro_batches
 from bigtrain.planner.recompute_levels import RECOMPUTE_LEVELS, RecomputeLevels, SectionRange
 from bigtrain.planner.space import Candidate
 from bigtrain.prediction.compose import count_parameters, section_states
-from bigtrain.prediction.section_library import ModelSections, SectionLibrary, without_slices
+from bigtrain.prediction.runs.slices import without_slices
+from bigtrain.prediction.section_library import ModelSections, SectionLibrary
 from bigtrain.prediction.sections import PassPair
 from bigtrain.timing.block_seconds import BlockTimer, Slowdowns, slowdowns
 from bigtrain.timing.step_time import (
@@ -35,6 +36,8 @@ from bigtrain.units import format_bytes
 
 BOUND_SLACK = 0.1
 """The share of a step that may be saved by what the bound on its time does not see."""
+END_SLACK = 0.01
+"""The same where all is seen, but for what is after the blocks, which was read off other sizes."""
 HOPELESS_FACTOR = 2
 """Times the limit, from which on cutting a model elsewhere is not tried: a rank's lowest peak is
 far more than moving blocks to others takes off."""
@@ -112,7 +115,7 @@ class PlanEvaluator:
         self._composed: dict[object, Profile] = {}
         self._paces: dict[object, PassSeconds] = {}
         self._alike: dict[object, Variant | None] = {}
-        self._fits: dict[Candidate, StageFitter] = {}
+        self._fits: dict[tuple[Candidate, bool], StageFitter] = {}
         self._slowdowns: dict[bool, Slowdowns | None] = {}
         self._timed: dict[int, tuple[ModelSections, ModelSections]] = {}
 
@@ -149,18 +152,10 @@ class PlanEvaluator:
         """
         return make_plan(candidate.job(self._job), candidate.devices, self._device_type)
 
-    def whole_model(self, rows: int, tp: int = 1, slices: Variant | None = None) -> ModelSections:
-        """The model's sections in one process, or in one of those that slice it, everything kept.
-
-        Raises:
-            ConfigError: it cannot be run, or sliced, so.
-        """
-        alone = Candidate(1, 1, None, rows, 1, tp=tp, slices=slices)
-        return self._sections(self.plan_of(alone), rows, "keep", cut=self._cut)
-
-    def _sliced(self, candidate: Candidate) -> ModelSections:
-        """The same as a candidate slices it."""
-        return self.whole_model(candidate.rows, candidate.tp, candidate.slices)
+    def whole_model(self, rows: int) -> ModelSections:
+        """The model's sections in one process, everything kept; see `model_sections` on `exact`."""
+        alone = Candidate(1, 1, None, rows, 1)
+        return self._sections(self.plan_of(alone), rows, "keep", cut=self._cut, exact=False)
 
     def _sections(self, plan: Plan, rows: int, choice: BlockPolicy, **kind: bool) -> ModelSections:
         """See `SectionLibrary.model_sections`; they take as long as they were seen to."""
@@ -169,7 +164,7 @@ class PlanEvaluator:
         if slowdowns is None:
             return model
         if id(model) not in self._timed:  # the key is kept, so that its id stays its own
-            kept = self._anatomy.model_sections(plan, rows, "keep", **kind)
+            kept = self._anatomy.model_sections(plan, rows, "keep", **{**kind, "exact": False})
             applied = slowdowns.applied(model, kept, choice, rows, self._clock)
             self._timed[id(model)] = model, applied
         return self._timed[id(model)][1]
@@ -195,14 +190,10 @@ class PlanEvaluator:
 
         The bit is for stages that are not alike, which wait less than equal ones, and for engines
         that convert fewer parameters than the one process that the work is counted in.
-
-        Raises:
-            ConfigError: layers cannot be sliced so.
         """
-        whole_model = self._whole(candidate)
+        whole_model = self._least_pace(candidate)
         seconds = candidate.micro_batches * whole_model.total / candidate.pp
-        computing = whole_model.computing / whole_model.total
-        crowded = self._clock.oversubscription * seconds * computing
+        crowded = self._clock.oversubscription * seconds
         cut = candidate.cut_traits
         if cut is not None:
             arguments = (cut.schedule, candidate.pp, candidate.micro_batches)
@@ -226,8 +217,10 @@ class PlanEvaluator:
         Raises:
             ConfigError: the model cannot be run so.
         """
-        fit = self._fit(candidate, plan)
-        paces = [self._whole(candidate).scaled(1 / candidate.stages)] * candidate.stages
+        fit = self._fit(candidate, plan, exact=False)
+        sections = fit.levels["keep"].sections
+        whole_model = self._clock.pass_seconds(sections, plan.tp)
+        paces = [whole_model.scaled(1 / candidate.stages)] * candidate.stages
         base, per_rank = fit.levels["keep"].base, candidate.stages // fit.ranks
         update = self._clock.update_seconds(plan, base, fit.trained // fit.ranks)
         timed = self._timed_parts(plan)
@@ -242,20 +235,17 @@ class PlanEvaluator:
         Raises:
             ConfigError: it cannot be cut so.
         """
-        fit = self._fit(candidate, plan)
-        return self._seconds(plan, fit, fit.keeping_all(fit.edges(None))).total
+        fit = self._fit(candidate, plan, exact=False)
+        found = self._seconds(plan, fit, fit.keeping_all(fit.edges(None)))
+        return found.total * (1 - END_SLACK)
 
-    def _whole(self, candidate: Candidate) -> PassSeconds:
-        """A micro-batch through the whole model, everything kept, in one process of a tp group."""
-        rows, tp, slices = candidate.rows, candidate.tp, candidate.slices
-        if (rows, tp, slices) not in self._paces:
-            sections = self._sliced(candidate).sections
-            known = (rows, tp, *(section.exchanges for section in sections))
-            other = self._alike.setdefault(known, slices)
-            if other != slices and other is not None:
-                raise ConfigError(f"{candidate.label}: the same as with {other.label}")
-            self._paces[rows, tp, slices] = self._clock.pass_seconds(sections, tp)
-        return self._paces[rows, tp, slices]
+    def _least_pace(self, candidate: Candidate) -> PassSeconds:
+        """A micro-batch through the whole model, everything kept, on one of its tp ranks."""
+        rows, tp = candidate.rows, candidate.tp
+        if (rows, tp) not in self._paces:
+            sections = self.whole_model(rows).sections
+            self._paces[rows, tp] = self._clock.least_seconds(sections, tp)
+        return self._paces[rows, tp]
 
     def floor_bytes(self, candidate: Candidate, plan: Plan) -> int:
         """No plan of this candidate holds less: its states and what micro-batches keep.
@@ -263,11 +253,17 @@ class PlanEvaluator:
         Raises:
             ConfigError: the model cannot be run so.
         """
-        return self._fit(candidate, plan).floor()
+        return self._fit(candidate, plan, exact=False).floor()
 
-    def least_bytes(self, candidate: Candidate, plan: Plan, *, gradients: bool = True) -> int:
+    def least_bytes(self, candidate: Candidate, plan: Plan) -> int:
         """No plan of this candidate holds less on its fullest rank: its share of the states."""
-        model_states = section_states(self._sliced(candidate).sections)
+        model_states = section_states(self.whole_model(candidate.rows).sections)
+        return self._least_states(model_states, candidate.pp * candidate.tp, plan)
+
+    def _least_states(
+        self, model_states: Breakdown, ranks: int, plan: Plan, *, gradients: bool = True
+    ) -> int:
+        """The same, with the states in one process, or in one of those that slice them."""
         numbers = self._numbers(model_states, plan)
         low = plan.bf16_parameters and plan.master_weights
         # Shards are the fp32 values themselves, gathered in bf16.
@@ -281,7 +277,7 @@ class PlanEvaluator:
         if not gradients:
             widths = replace(widths, gradients=0.0)
         stage = plan.replicate.sharded_states
-        return min_state_bytes(numbers // candidate.pp, widths, stage, plan.state_ranks)
+        return min_state_bytes(numbers // ranks, widths, stage, plan.state_ranks)
 
     def evaluate(
         self, candidate: Candidate, plan: Plan, limit: int
@@ -294,10 +290,10 @@ class PlanEvaluator:
             limit: bytes that a rank may hold, what a forecast may be wrong by included.
         """
         limit = int(limit / (1 + self._margins.get(candidate.engine, 0.0)))
-        host_problem = self._over_host(candidate, plan)
-        if host_problem is not None:
-            return RejectedPlan(candidate, host_problem)
         try:
+            host_problem = self._over_host(candidate, plan)
+            if host_problem is not None:
+                return RejectedPlan(candidate, host_problem)
             fit = self._fit(candidate, plan)
             fitted = fit.fitted(fit.edges(None), limit)
         except ConfigError as error:
@@ -315,7 +311,8 @@ class PlanEvaluator:
         if plan.offload_tiers.optimizer != "cpu":
             return None
         node = self._clock.cluster.node
-        model_states = section_states(self._sliced(candidate).sections)
+        fit = self._fit(candidate, plan, exact=False)
+        model_states = section_states(fit.levels["keep"].sections)
         shards = candidate.pp * plan.state_ranks
         # Gradients come to the host beside its fp32 values.
         rank_bytes = (model_states.optimizer + 2 * 4 * self._numbers(model_states, plan)) // shards
@@ -333,22 +330,32 @@ class PlanEvaluator:
         size = 8 if plan.precision == "fp64" else 4 if plan.master_weights else 2
         return max(1, held.gradients // size)
 
-    def _fit(self, candidate: Candidate, plan: Plan) -> StageFitter:
-        if candidate not in self._fits:
-            ladder = self._ladder(plan, candidate)
-            weight = max(1, section_states(ladder["keep"].sections).parameters)
-            share = candidate.pp / weight
+    def _fit(self, candidate: Candidate, plan: Plan, *, exact: bool = True) -> StageFitter:
+        """Its stages; not exact is what follows from blocks alone, or is of seconds."""
+        if (candidate, exact) not in self._fits:
+            ladder = self._ladder(plan, candidate, exact=exact)
+            self._check_new(candidate, ladder["keep"])
+            states = section_states(ladder["keep"].sections)
+            given, share = (states, candidate.pp, plan), candidate.pp / max(1, states.parameters)
             factors = (
-                self.least_bytes(candidate, plan, gradients=False) * share,
-                self.least_bytes(candidate, plan) * share,
+                self._least_states(*given, gradients=False) * share,
+                self._least_states(*given) * share,
             )
             arguments = (plan, candidate, ladder, self._clock, self._composed, factors)
             split_passes, config = self._split_passes(plan, candidate), self._job.checkpoint
             saves = config.saves and not is_accelerator(plan.device_type)
             fit = StageFitter(*arguments, split_passes, config if saves else None)
             plan.check_model(ModelFacts(shared=fit.shared))
-            self._fits[candidate] = fit
-        return self._fits[candidate]
+            self._fits[candidate, exact] = fit
+        return self._fits[candidate, exact]
+
+    def _check_new(self, candidate: Candidate, model: ModelSections) -> None:
+        """Refuse what exchanges the same between the same ranks as another way to slice layers."""
+        exchanges = tuple(section.exchanges for section in model.sections)
+        key = (candidate.rows, candidate.tp, exchanges)
+        other = self._alike.setdefault(key, candidate.slices)
+        if candidate.tp > 1 and other is not None and other != candidate.slices:
+            raise ConfigError(f"{candidate.label}: the same as with {other.label}")
 
     def _split_passes(
         self, plan: Plan, candidate: Candidate
@@ -359,9 +366,9 @@ class PlanEvaluator:
         kind = {"waiting": _waits(plan), "cut": plan.pp > 1}
         return lambda: self._anatomy.split_passes(plan, candidate.rows, **kind)
 
-    def _ladder(self, plan: Plan, candidate: Candidate) -> RecomputeLevels:
-        """The model's sections for each choice that this plan can run."""
-        kind = {"waiting": _waits(plan), "cut": plan.pp > 1}
+    def _ladder(self, plan: Plan, candidate: Candidate, *, exact: bool) -> RecomputeLevels:
+        """The model's sections for each choice that this plan can run; see `_fit`."""
+        kind = {"waiting": _waits(plan), "cut": plan.pp > 1, "exact": exact}
 
         def body(choice: BlockPolicy) -> ModelSections:
             return self._sections(plan, candidate.rows, choice, **kind)

@@ -101,17 +101,16 @@ class PlanSearch:
         return answer
 
     def _opened(self, *, fallback_tier: bool = False) -> Iterator[_OpenCandidate]:
-        unfit: dict[object, str] = {}
+        unfit_rows: dict[int, str] = {}
         for candidate in self.space.candidates(fallback_tier=fallback_tier):
             opened = _OpenCandidate(candidate, 0.0)
-            kind = candidate.rows, candidate.tp, candidate.slices
-            if kind not in unfit:
+            if candidate.rows not in unfit_rows:
                 try:
                     opened.seconds = self.evaluator.least_seconds(candidate)
                 except ConfigError as error:  # layers may want more than one row to train on
-                    unfit[kind] = str(error)
-            if kind in unfit:
-                self._refuse(opened, unfit[kind])
+                    unfit_rows[candidate.rows] = str(error)
+            if candidate.rows in unfit_rows:
+                self._refuse(opened, unfit_rows[candidate.rows])
             yield opened
 
     def _refuse(self, opened: _OpenCandidate, reason: str) -> None:
@@ -164,7 +163,7 @@ class PlanSearch:
                 opened.plan = self.evaluator.plan_of(opened.candidate)
                 opened.least_bytes = self.evaluator.least_bytes(opened.candidate, opened.plan)
                 return
-            if not opened.is_tight:
+            if opened.num_bounds and not opened.is_tight:
                 self._bound(opened, opened.plan)
                 return
             bound = (self.evaluator.even_seconds, self.evaluator.kept_seconds)[opened.num_bounds]

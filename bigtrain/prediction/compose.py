@@ -1,4 +1,4 @@
-"""Sections put together to a profile, of a whole model or of one stage; and read off two others."""
+"""Sections put together to a profile: of a whole model, or of one stage of it."""
 
 from __future__ import annotations
 
@@ -6,27 +6,18 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from bigtrain.costs.forecast import BoundaryBytes, Profile
 from bigtrain.memory.timeline import BlockTicks, Breakdown, Span, Timeline, scale_timeline
 from bigtrain.prediction.record_sections import RecordedSections
 from bigtrain.prediction.sections import (
-    Anchor,
-    OpLog,
     PassPair,
     Section,
-    SectionPass,
     SectionTensor,
-    Storage,
     concatenate_sections,
 )
-from bigtrain.slicing.exchange import TensorExchange
 
 _MOST = 0.75
-TICK_TOLERANCE = 64
-"""Ticks by which two runs may let go of the same storage at different times: what goes at one
-moment (autocast's copies of weights) goes in the order of addresses."""
 _NUMBER_BYTES = 8
 """What is not larger is a number, as a step count or a norm, and no copy of a parameter."""
 
@@ -223,135 +214,3 @@ def _wires(sections: Sequence[Section], after: Section | None) -> BoundaryBytes:
 def renamed(section: Section, name: str) -> Section:
     """The same for another block."""
     return replace(section, name=name)
-
-
-def interpolate_sections(
-    small: RecordedSections, large: RecordedSections, rows: int
-) -> RecordedSections | None:
-    """A run with other rows, read off two; None where they differ in more than sizes."""
-    fraction = (rows - small.rows) / (large.rows - small.rows)
-    if len(small.sections) != len(large.sections) or small.profile is not None:
-        return None
-    sections: list[Section] = []
-    for small_section, large_section in zip(small.sections, large.sections, strict=True):
-        section = _section(small_section, large_section, fraction)
-        if section is None:
-            return None
-        sections.append(section)
-    spans = _spans(small.step.spans, large.step.spans, fraction)
-    return replace(
-        small,
-        sections=tuple(sections),
-        step=small.step if spans is None else Timeline(spans, small.step.phases),
-        batch_bytes=_line(small.batch_bytes, large.batch_bytes, fraction),
-        rows=rows,
-    )
-
-
-def _section(small: Section, large: Section, fraction: float) -> Section | None:
-    passes = interpolate_passes(small.passes, large.passes, fraction)
-    there, back = (
-        _exchanges(a, b, fraction) for a, b in zip(small.exchanges, large.exchanges, strict=True)
-    )
-    if passes is None:
-        return None
-    return replace(
-        small,
-        passes=passes,
-        forward=_work(small.forward, large.forward, fraction),
-        backward=_work(small.backward, large.backward, fraction),
-        incoming=_line(small.incoming, large.incoming, fraction),
-        incoming_gradients=_line(small.incoming_gradients, large.incoming_gradients, fraction),
-        exchanges=(there, back),
-    )
-
-
-def _exchanges(
-    small: Sequence[TensorExchange], large: Sequence[TensorExchange], share: float
-) -> tuple[TensorExchange, ...]:
-    """Those of another size; where a loop has more rounds, as many and as large as in between."""
-    kinds = [one.kind for one in large]
-    if [one.kind for one in small] == kinds:
-        pairs = zip(small, large, strict=True)
-        return tuple(TensorExchange(a.kind, _line(a.nbytes, b.nbytes, share)) for a, b in pairs)
-    found: list[TensorExchange] = []
-    for kind in dict.fromkeys(kinds):
-        less, more = ([one.nbytes for one in run if one.kind == kind] for run in (small, large))
-        count = max(1, _line(len(less), len(more), share))
-        found += [TensorExchange(kind, _line(sum(less), sum(more), share) // count)] * count
-    return tuple(found)
-
-
-def interpolate_passes(small: PassPair, large: PassPair, share: float) -> PassPair | None:
-    """The same of a step's first micro-batch and of every other one; see `interpolate`."""
-    first, later = (interpolate(a, b, share) for a, b in zip(small, large, strict=True))
-    return None if first is None or later is None else (first, later)
-
-
-def interpolate(small: SectionPass, large: SectionPass, share: float) -> SectionPass | None:
-    """A micro-batch of another size through a section, read off two.
-
-    Args:
-        small: of fewer rows.
-        large: of more.
-        share: of the way from one to the other; more than 1 is beyond.
-
-    Returns:
-        None where the two differ in more than sizes.
-    """
-    if (small.lengths, small.ticks) != (large.lengths, large.ticks):
-        return None
-    if len(small.storages) != len(large.storages):
-        return None
-    found = []
-    for a, b in zip(small.storages, large.storages, strict=True):
-        if (a.kind, a.window, a.birth) != (b.kind, b.window, b.birth):
-            return None
-        later = _later(a, b, small.lengths)
-        if later is None:
-            return None
-        nbytes = a.nbytes if a.nbytes == b.nbytes else _line(a.nbytes, b.nbytes, share)
-        found.append(later._replace(nbytes=nbytes))
-    return replace(small, storages=tuple(found))
-
-
-def _later(a: Storage, b: Storage, lengths: Sequence[int]) -> Storage | None:
-    """The one that dies later of two that die at about the same time; None of others."""
-    if max(a.until, b.until) > Anchor.WEIGHTS:
-        return a if a.until == b.until else None
-    one, other = (sum(lengths[: s.until]) + s.death for s in (a, b))
-    if abs(one - other) > TICK_TOLERANCE:
-        return None
-    return a if one >= other else b
-
-
-def _spans(small: Sequence[Span], large: Sequence[Span], share: float) -> tuple[Span, ...] | None:
-    if len(small) != len(large):
-        return None
-    spans = []
-    for a, b in zip(small, large, strict=True):
-        if (a.kind, a.birth) != (b.kind, b.birth) or abs(a.death - b.death) > TICK_TOLERANCE:
-            return None
-        nbytes = a.nbytes if a.nbytes == b.nbytes else _line(a.nbytes, b.nbytes, share)
-        spans.append(Span(nbytes, a.kind, a.birth, max(a.death, b.death)))
-    return tuple(spans)
-
-
-def _line(small: float, large: float, share: float) -> int:
-    return max(0, round(small + (large - small) * share))
-
-
-def _work(small: OpLog, large: OpLog, share: float) -> OpLog:
-    sizes = ("flops", "low_flops", "nbytes", "times", "products")
-    if len(small.times) != len(large.times):  # those of the larger run, so that sums are right
-        figures = [_share_of(getattr(small, k), getattr(large, k), share) for k in sizes[:3]]
-        return OpLog(figures[0], figures[1], figures[2], large.times, large.products)
-    rows = [(getattr(small, key), getattr(large, key)) for key in sizes]
-    figures = [(a + (b - a) * share).clip(min=0.0) for a, b in rows]
-    return OpLog(*figures)
-
-
-def _share_of(small: Any, large: Any, share: float) -> Any:
-    large_total = float(large.sum())
-    total = max(0.0, float(small.sum()) + (large_total - float(small.sum())) * share)
-    return large * (total / large_total if large_total else 0.0)

@@ -249,6 +249,8 @@ def _record(
         FakeRun(*given, one, ticks, sizes[-1], widths, **vars(born), exchange_log=exchanges.all)
         for one, born in zip(marks, births, strict=True)
     )
+    if not others:  # a single step
+        return first
     earlier = replace(first, batch_bytes=sizes[0]) if len(batches) > 1 else None
     return replace(others[0], first_step=earlier, later=others[1] if others[1:] else None)
 

@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from bigtrain.core.loop import LoopRunner
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.strategy import Plan
 from bigtrain.core.workload import Workload
@@ -27,6 +28,7 @@ from bigtrain.prediction.loops import SplitBackward
 from bigtrain.prediction.record import (
     WHOLE_MODEL,
     FakeRun,
+    TakeStep,
     WholeModel,
     optimizer_state_figures,
     profile_from_run,
@@ -72,6 +74,19 @@ class UntraceableError(Exception):
     """A model that does not run on fake tensors."""
 
 
+class _OneStep(WholeModel):
+    """A model that takes one step: nothing is said of its optimizer's state."""
+
+    def steps(
+        self, runner: LoopRunner, batches: Sequence[MicroBatch], step: TakeStep
+    ) -> list[tuple[int, ...]]:
+        """See `WholeModel.steps`."""
+        return [step(runner, [batches[-1], batches[-1]])]
+
+
+ONE_STEP = _OneStep()
+
+
 def record_sections(
     workload: Workload,
     names: Sequence[str],
@@ -81,6 +96,7 @@ def record_sections(
     slices: ModelSlices | None = None,
     *,
     as_sent: bool = False,
+    unit: WholeModel = WHOLE_MODEL,
 ) -> tuple[RecordedSections, ...]:
     """Run a model on fake tensors and take the run apart; see `record.make_profile`.
 
@@ -92,6 +108,7 @@ def record_sections(
         device: whose kernels decide what is saved.
         slices: of the model, where it is sliced: the first rank's are run.
         as_sent: see `SectionHooks`.
+        unit: how many steps it takes.
 
     Returns:
         One for each micro-batch.
@@ -102,7 +119,7 @@ def record_sections(
     """
     notes = SectionHooks(names, as_sent=as_sent)
     try:
-        run = _recorded(workload, micro_batches, plan, device, slices, notes)
+        run = _recorded(workload, micro_batches, plan, device, slices, notes, unit)
     except ConfigError:
         raise
     except Exception as error:  # user code of any kind runs here

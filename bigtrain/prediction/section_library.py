@@ -1,47 +1,30 @@
 """A model as the search sees it: its blocks, for any micro-batch size and whatever they keep.
 
-Runs on fake tensors are made when they are first asked for, of a model in which blocks that are
-alike stand three times at most, and kept. What two of them show to grow with the rows of a
-micro-batch is known for all other sizes.
+What two runs on fake tensors show to grow with the rows of a micro-batch is known for all other
+sizes; what two runs of sliced layers show to shrink with their ranks for more of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch import nn
 
 from bigtrain.activations.policy import BlockPolicy
-from bigtrain.core.registry import make_technique
-from bigtrain.core.strategy import Plan, SliceStrategy, Strategy
-from bigtrain.core.workload import Workload
+from bigtrain.core.strategy import Plan, Strategy
 from bigtrain.data.loader import MicroBatch
-from bigtrain.errors import ConfigError
-from bigtrain.job.schema import RoleConfig, long_form
+from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
 from bigtrain.losses.loss import Loss
-from bigtrain.models.blocks import independent_blocks
 from bigtrain.optim.update import MakeOptimizer
-from bigtrain.prediction.compose import interpolate_passes, interpolate_sections
-from bigtrain.prediction.record_sections import (
-    RecordedSections,
-    UntraceableError,
-    record_sections,
-    record_split_backward,
-)
+from bigtrain.prediction.record_sections import RecordedSections
+from bigtrain.prediction.runs.fake_runs import FakeRuns, RunKind
+from bigtrain.prediction.runs.interpolate import interpolate_named, interpolate_sections
+from bigtrain.prediction.runs.slices import finer_share, slicing_key
 from bigtrain.prediction.sections import PassPair, Section
-from bigtrain.prediction.shorten import shorten_model, untie_parameters
-from bigtrain.slicing.slices import Slices
 from bigtrain.slicing.state import ModelSlices
-
-RECORDED_ROWS = (1, 2)
-"""Rows of the two runs that others are read off."""
-BATCH_NORM_ROWS = (2, 4)
-"""The same where layers take statistics over a batch: they refuse to train on one row."""
 
 
 @dataclass(frozen=True)
@@ -51,23 +34,6 @@ class ModelSections:
     base: RecordedSections
     sections: tuple[Section, ...]
     """What is before the blocks, every block of the model, what is after them."""
-
-
-class _Kind(NamedTuple):
-    """What makes one run on fake tensors differ from another, but for its rows."""
-
-    low: bool
-    """See `Plan.bf16_parameters`."""
-    moves: bool
-    """See `Plan.moves_activations`."""
-    choice: BlockPolicy
-    waiting: bool
-    cut: bool
-    """Whether tied parameters are several."""
-    as_sent: bool
-    """Whether gradients come as other ranks send them; see `RecordedSections.copies_gradient`."""
-    sliced: str = ""
-    """By whom and over how many ranks; empty where layers are whole."""
 
 
 class SectionLibrary:
@@ -95,22 +61,12 @@ class SectionLibrary:
         device: torch.device,
         slices: ModelSlices | None = None,
     ) -> None:
-        self._model, self._example, self._loss = model, example, loss
-        self._given_slices = slices
-        self._laid: dict[object, ModelSlices | None] = {}
-        self._make_optimizer, self._device = make_optimizer, device
-        self._runs: dict[object, tuple[RecordedSections, ...]] = {}
+        self._runs = FakeRuns(model, example, loss, make_optimizer, device, slices)
         self._bodies: dict[object, ModelSections] = {}
-        self._halved: dict[object, tuple[dict[str, PassPair], ...] | None] = {}
-        self._short: dict[bool, tuple[nn.Module, Mapping[str, str]]] = {}
+        self._changes = 0
         names = list(model.named_parameters(remove_duplicate=False))
         self._ties = len({id(p) for _, p in names}) < len(names)
-        statistics = any(isinstance(module, _NormBase) for module in model.modules())
-        self._sizes = BATCH_NORM_ROWS if statistics else RECORDED_ROWS
-        self._aliases: dict[str, str] = {}
-        self._relaid = False
-        """Whether a run has shown it: see `RecordedSections.copies_gradient`."""
-        self._named = [name for name, _ in independent_blocks(model)]
+        self._named = self._runs.named
 
     @property
     def num_blocks(self) -> int:
@@ -119,11 +75,7 @@ class SectionLibrary:
 
     def most_ranks(self, techniques: Iterable[Strategy]) -> int:
         """Over how many ranks one of these can slice something of the model; 1: over none."""
-        loss = self._loss(False, self._example.rows)
-        given = Workload(self._shortened(cut=False)[0], self._example, loss, self._make_optimizer)
-        return max(
-            (t.most_ranks(given) for t in techniques if isinstance(t, SliceStrategy)), default=1
-        )
+        return self._runs.most_ranks(techniques)
 
     def shallower(self, blocks: int) -> SectionLibrary:
         """The same model with its first blocks alone; runs are shared."""
@@ -139,6 +91,7 @@ class SectionLibrary:
         *,
         waiting: bool = False,
         cut: bool = False,
+        exact: bool = True,
     ) -> ModelSections:
         """The sections in a run of this plan.
 
@@ -148,6 +101,8 @@ class SectionLibrary:
             choice: of every block.
             waiting: whether several micro-batches wait at the head.
             cut: whether the sections are laid over ranks, each with parameters of its own.
+            exact: whether the memory of what is after the blocks matters, which may take a run of
+                its own where the loss goes in chunks.
 
         Raises:
             ConfigError: the model does not run without its numbers, or not with this choice.
@@ -156,45 +111,61 @@ class SectionLibrary:
         keeps_all = choice == "keep"
         kind = self._kind(plan, rows, choice, waiting=keeps_all and waiting, cut=cut)
         kind = kind._replace(cut=keeps_all and kind.cut)
-        if (kind, rows) not in self._bodies:
-            self._bodies[kind, rows] = self._body(plan, kind, rows)
-            if cut and self._relaid and not kind.as_sent:  # it has shown it
-                return self.model_sections(plan, rows, choice, waiting=waiting, cut=cut)
-        return self._bodies[kind, rows]
+        if self._changes != self._runs.changes:
+            self._bodies, self._changes = {}, self._runs.changes
+        if (kind, rows, exact) not in self._bodies:
+            self._body(plan, kind, rows, exact=exact)
+            if cut and self._runs.relaid and not kind.as_sent:  # it has shown it
+                given = {"waiting": waiting, "cut": cut, "exact": exact}
+                return self.model_sections(plan, rows, choice, **given)
+        return self._bodies[kind, rows, exact]
 
     def _kind(
         self, plan: Plan, rows: int, choice: BlockPolicy, *, waiting: bool, cut: bool
-    ) -> _Kind:
-        return _Kind(
+    ) -> RunKind:
+        return RunKind(
             plan.bf16_parameters,
             plan.moves_activations,
             choice,
-            waiting and self._waits(rows),
+            waiting and self._runs.waits(rows),
             cut and self._ties,
-            cut and self._relaid,
-            _slicing(plan),
+            cut and self._runs.relaid,
+            slicing_key(plan),
         )
 
-    def _waits(self, rows: int) -> bool:
-        """Whether micro-batches of so many rows have another loss where several wait."""
-        return self._loss(True, rows) != self._loss(False, rows)
+    def _body(self, plan: Plan, kind: RunKind, rows: int, *, exact: bool) -> None:
+        recorded, is_exact = self._read_off(plan, kind, rows)
+        # Of blocks that keep less nobody asks what is after them.
+        if exact and not is_exact and kind.choice == "keep":
+            *sections, end = recorded.sections
+            own_end = replace(self._runs.end(plan, kind, rows), tensors=end.tensors)
+            recorded = replace(recorded, sections=(*sections, own_end))
+        found = ModelSections(recorded, self._whole(recorded, cut=kind.cut))
+        for key in {exact, exact or is_exact or kind.choice != "keep"}:
+            self._bodies[kind, rows, key] = found
+        self._bodies.setdefault((kind, rows, False), found)
 
-    def _body(self, plan: Plan, kind: _Kind, rows: int) -> ModelSections:
-        loss = self._loss(kind.waiting, rows)
-
-        def run(sizes: tuple[int, ...]) -> tuple[RecordedSections, ...]:
-            if (kind, sizes) not in self._runs:
-                self._runs[kind, sizes] = self._run(plan, sizes, kind, loss)
-            return self._runs[kind, sizes]
-
-        if rows in self._sizes:
-            recorded = run(self._sizes)[self._sizes.index(rows)]
-        elif rows < self._sizes[0]:  # some layers take no single row
-            recorded = run((rows,))[0]
-        else:
-            small, large = run(self._sizes)
-            recorded = interpolate_sections(small, large, rows) or run((rows,))[0]
-        return ModelSections(recorded, self._whole(recorded, cut=kind.cut))
+    def _read_off(self, plan: Plan, kind: RunKind, rows: int) -> tuple[RecordedSections, bool]:
+        """A run, and whether it is exact: of other rows than were run, and of finer slices."""
+        runs, others = self._runs, self._runs.coarser(plan, kind, rows)
+        if others:
+            (few, few_exact), (many, many_exact) = (self._read_off(*one, rows) for one in others)
+            share = finer_share(plan.tp, *(one.tp for one, _ in others))
+            finer = interpolate_sections(few, many, share)
+            if finer is not None:
+                is_chunked = isinstance(runs.loss(kind, rows), ChunkedCrossEntropy)
+                return finer[0], finer[1] and few_exact and many_exact and not is_chunked
+        sizes = runs.sizes(plan, kind, rows)
+        if rows < sizes[0]:
+            return runs.recorded(plan, kind, (rows,), rows)[0], True
+        small, large = runs.recorded(plan, kind, sizes, rows)
+        if rows in sizes:
+            return (small, large)[sizes.index(rows)], True
+        share = (rows - small.rows) / (large.rows - small.rows)
+        found = interpolate_sections(small, large, share)
+        if found is None:
+            return runs.recorded(plan, kind, (rows,), rows)[0], True
+        return found[0], found[1] and runs.in_one_round(plan, kind, rows)
 
     def split_passes(
         self, plan: Plan, rows: int, *, waiting: bool = False, cut: bool = False
@@ -211,123 +182,32 @@ class SectionLibrary:
             None where the model does not run so.
         """
         kind = self._kind(plan, rows, "keep", waiting=waiting, cut=cut)
-        loss = self._loss(kind.waiting, rows)
-
-        def run(sizes: tuple[int, ...]) -> tuple[dict[str, PassPair], ...] | None:
-            if (kind, sizes) not in self._halved:
-                batches = [resize_micro_batch(self._example, size) for size in sizes]
-                slices = self._slices(plan, loss, cut=kind.cut)
-                workload, names = self._workload(loss, cut=kind.cut)
-                given = (workload, names, batches, _with_policy(plan, "keep"), self._device)
-                found = record_split_backward(*given, slices, as_sent=kind.as_sent)
-                self._halved[kind, sizes] = found
-            return self._halved[kind, sizes]
-
-        recorded = run(self._sizes)
-        if recorded is None:
-            return None
-        if rows in self._sizes:
-            found: dict[str, PassPair] | None = recorded[self._sizes.index(rows)]
-        else:
-            fraction = (rows - self._sizes[0]) / (self._sizes[1] - self._sizes[0])
-            joined = {
-                name: interpolate_passes(one, recorded[1][name], fraction)
-                for name, one in recorded[0].items()
-            }
-            found = {name: passes for name, passes in joined.items() if passes is not None}
-            if len(found) < len(joined):
-                found = (run((rows,)) or (None,))[0]
-        _, stands_for = self._shortened(cut=kind.cut)
+        found = self._split(plan, kind, rows)
+        _, stands_for = self._runs.shortened(cut=kind.cut)
         if found is None:
             return None
         blocks = {name: found[s] for name, s in stands_for.items() if s in found}
         return {**blocks, "": found[""]}
 
-    def _run(
-        self, plan: Plan, sizes: Sequence[int], kind: _Kind, loss: Loss
-    ) -> tuple[RecordedSections, ...]:
-        batches = [resize_micro_batch(self._example, rows) for rows in sizes]
-        slices = self._slices(plan, loss, cut=kind.cut)
-        workload, names = self._workload(loss, cut=kind.cut)
-        is_whole = len(names) == len(self._named)
-        given = (workload, names, batches, _with_policy(plan, kind.choice), self._device)
-        try:
-            recorded = record_sections(*given, slices, as_sent=kind.as_sent)
-        except UntraceableError as error:
-            if is_whole:
-                raise ConfigError(_untraceable(str(error), error.__cause__)) from error
-        else:
-            if is_whole or any(section.name for section in recorded[0].sections):
-                self._relaid = self._relaid or recorded[-1].copies_gradient
-                return recorded
-        # It does not take being shortened, or its blocks do not follow one another: from now on
-        # it is run whole, if it runs so.
-        shortened_before = self._short[kind.cut]
-        whole_model = self._untied(cut=kind.cut)
-        self._short[kind.cut] = whole_model, {name: name for name in self._named}
-        try:
-            recorded = self._run(plan, sizes, kind, loss)
-        except ConfigError:
-            self._short[kind.cut] = shortened_before
-            raise
-        for cache in (self._runs, self._bodies, self._halved, self._laid):  # of the shortened model
-            cache.clear()
-        return recorded
-
-    def _workload(self, loss: Loss, *, cut: bool) -> tuple[Workload, list[str]]:
-        """What is run, and the names of its blocks: a copy that ties nothing might have more."""
-        model, stands_for = self._shortened(cut=cut)
-        workload = Workload(model, self._example, loss, self._make_optimizer)
-        run = set(stands_for.values())
-        return workload, [name for name, _ in independent_blocks(model) if name in run]
-
-    def _slices(self, plan: Plan, loss: Loss, *, cut: bool) -> ModelSlices | None:
-        """How a plan slices the model that is run: as the whole one, tied as that is.
-
-        Raises:
-            ConfigError: nothing can be sliced so.
-        """
-        technique = plan.techniques.get("slice")
-        if not isinstance(technique, SliceStrategy) or plan.tp == 1:
-            return None
-        key = _slicing(plan)
-        if key not in self._laid:
-            model, stands_for = self._shortened(cut=False)
-            if self._given_slices is None:
-                workload = Workload(model, self._example, loss, self._make_optimizer)
-                self._laid[key] = technique.lay_slices(workload, plan)
-            else:
-                self._laid[key] = _of_shortened(self._given_slices, stands_for)
-        laid = self._laid[key]
-        if laid is None:  # blocks that are alike are not sliced alike: it is run whole
-            whole = self._untied(cut=cut)
-            self._short[cut] = whole, {name: name for name in self._named}
-            laid = self._given_slices
-        return laid
-
-    def _untied(self, *, cut: bool) -> nn.Module:
-        if not cut:
-            return self._model
-        copied, self._aliases = untie_parameters(self._model)
-        return copied
-
-    def _shortened(self, *, cut: bool) -> tuple[nn.Module, Mapping[str, str]]:
-        """The model to be run, and for each block of the whole one that which stands for it."""
-        if cut not in self._short:
-            model = self._untied(cut=cut)
-            result = shorten_model(model)
-            if result is None:
-                self._short[cut] = model, {name: name for name in self._named}
-            else:
-                short, order = result
-                remaining = [name for name, _ in independent_blocks(short)]
-                pairs = zip(self._named, order, strict=True)
-                self._short[cut] = short, {name: remaining[place] for name, place in pairs}
-        return self._short[cut]
+    def _split(self, plan: Plan, kind: RunKind, rows: int) -> dict[str, PassPair] | None:
+        """The same of the model that is run."""
+        runs, others = self._runs, self._runs.coarser(plan, kind, rows)
+        if others and not isinstance(runs.loss(kind, rows), ChunkedCrossEntropy):
+            share = finer_share(plan.tp, *(one.tp for one, _ in others))
+            found = interpolate_named([self._split(*one, rows) for one in others], share)
+            if found is not None:
+                return found
+        sizes = runs.sizes(plan, kind, rows)
+        recorded = runs.halves(plan, kind, sizes if rows >= sizes[0] else (rows,), rows)
+        if recorded is None or rows <= sizes[0] or rows == sizes[1]:
+            return None if recorded is None else recorded[rows == sizes[1]]
+        share = (rows - sizes[0]) / (sizes[1] - sizes[0])
+        found = interpolate_named(recorded, share)
+        return found or (runs.halves(plan, kind, (rows,), rows) or (None,))[0]
 
     def _whole(self, recorded: RecordedSections, *, cut: bool) -> tuple[Section, ...]:
         """Every block of the model, in the order of the pass."""
-        _, stands_for = self._shortened(cut=cut)
+        _, stands_for = self._runs.shortened(cut=cut)
         places = {section.name: place for place, section in enumerate(recorded.sections)}
         ordered = [(places[stands_for[n]], n) for n in self._named if stands_for[n] in places]
         ordered.sort(key=lambda pair: pair[0])
@@ -336,87 +216,5 @@ class SectionLibrary:
 
     def _own(self, section: Section) -> Section:
         """With the model's own names of what was tied."""
-        tensors = (replace(t, name=self._aliases.get(t.name, t.name)) for t in section.tensors)
+        tensors = (replace(t, name=self._runs.aliases.get(t.name, t.name)) for t in section.tensors)
         return replace(section, tensors=tuple(tensors))
-
-
-def resize_micro_batch(example: MicroBatch, rows: int) -> MicroBatch:
-    """A micro-batch of so many rows, all of them the first of the example."""
-
-    def grow(tensor: Tensor) -> Tensor:
-        if tensor.dim() and len(tensor) == example.rows:
-            return tensor[:1].expand(rows, *tensor.shape[1:]).contiguous()
-        return tensor
-
-    count = max(1, example.count * rows // max(1, example.rows))
-    return replace(example.map(grow), count=count, rows=rows)
-
-
-def _with_policy(plan: Plan, choice: BlockPolicy) -> Plan:
-    """The plan with this choice for every block, whatever it had."""
-    techniques = dict(plan.techniques)
-    techniques.pop("recompute", None)
-    if choice in ("full", "selective"):
-        config = RoleConfig.model_validate(long_form("recompute", choice))
-        techniques["recompute"] = make_technique("recompute", config)
-    return replace(plan, techniques=techniques)
-
-
-def _slicing(plan: Plan) -> str:
-    """Tells plans apart that slice layers otherwise."""
-    technique = plan.techniques.get("slice")
-    if technique is None or plan.tp == 1:
-        return ""
-    return f"{plan.tp} {technique.name} {technique.model_dump_json()}"
-
-
-def without_slices(plan: Plan) -> Plan:
-    """The same plan with whole layers, in one process for each group of ranks that slices them."""
-    techniques = dict(plan.techniques)
-    techniques.pop("slice", None)
-    return replace(plan, techniques=techniques, tp=1)
-
-
-def _of_shortened(whole: ModelSlices, stands_for: Mapping[str, str]) -> ModelSlices | None:
-    """The slices of a model by the names of a shortened one.
-
-    Args:
-        whole: by the model's own names.
-        stands_for: for each of the model's blocks the one that is run for it.
-
-    Returns:
-        None where two blocks that one stands for are not sliced alike.
-    """
-    outside: dict[str, tuple[Slices, bool]] = {}
-    inside: dict[str, dict[str, tuple[Slices, bool]]] = {block: {} for block in stands_for}
-    for name, slices in whole.by_name.items():
-        block = next((own for own in stands_for if name.startswith(f"{own}.")), "")
-        own = inside[block] if block else outside
-        own[name.removeprefix(block)] = slices, name in whole.gathered
-    found: dict[str, dict[str, tuple[Slices, bool]]] = {}
-    for block, short in stands_for.items():
-        if found.setdefault(short, inside[block]) != inside[block]:
-            return None
-    named = [(f"{short}{name}", one) for short, own in found.items() for name, one in own.items()]
-    every = {**outside, **dict(named)}
-    gathered = frozenset(name for name, (_, is_gathered) in every.items() if is_gathered)
-    return replace(
-        whole, by_name={n: slices for n, (slices, _) in every.items()}, gathered=gathered
-    )
-
-
-def _untraceable(reason: str, error: BaseException | None) -> str:
-    return (
-        f"plan: the model does not run on fake tensors, so nothing can be said of it: {reason}"
-        f"{_where(error)}. Make what it computes depend on shapes and not on values, or measure "
-        "it: bigtrain compare."
-    )
-
-
-def _where(error: BaseException | None) -> str:
-    """The line of the user's code that an error came from."""
-    import traceback
-
-    frames = traceback.extract_tb(error.__traceback__ if error else None)
-    own = [f for f in frames if "/torch/" not in f.filename and "/bigtrain/" not in f.filename]
-    return f" (in {own[-1].name}, {own[-1].filename}:{own[-1].lineno})" if own else ""

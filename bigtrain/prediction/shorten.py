@@ -56,7 +56,8 @@ def _spare(model: nn.Module, parent: str, names: Sequence[str], most: int) -> li
     if [f"{parent}.{n}".lstrip(".") for n, _ in container.named_children()] != list(names):
         return []
     equal_runs = _runs([block_signature(model.get_submodule(name)) for name in names])
-    return [names[place] for run in equal_runs for place in list(run)[max(1, most - 1) : -1]]
+    last = -1 if most > 1 else None
+    return [names[place] for run in equal_runs for place in list(run)[max(1, most - 1) : last]]
 
 
 def _runs(signatures: Sequence[str]) -> list[range]:

@@ -33,7 +33,7 @@ def held_after(actions: Sequence[Action]) -> Iterator[tuple[Action, dict[int, in
         yield action, dict(held)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=16384)
 def in_flight_by_stage(
     schedule: str, pp: int, stages_per_rank: int, micro_batches: int, *, splits: bool
 ) -> tuple[int, ...]:
@@ -52,7 +52,7 @@ def in_flight_by_stage(
     return tuple(held[stage] for stage in range(pp * stages_per_rank))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=16384)
 def in_flight_at_peak(
     schedule: str, pp: int, stages_per_rank: int, micro_batches: int, *, splits: bool, later: bool
 ) -> tuple[int, ...]:

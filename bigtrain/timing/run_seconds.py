@@ -28,7 +28,8 @@ from bigtrain.machine.local_cluster import cached_local_cluster
 from bigtrain.prediction.compose import compose_profile
 from bigtrain.prediction.memory_report import StepForecast, StepMeasurement
 from bigtrain.prediction.record_sections import RecordedSections
-from bigtrain.prediction.section_library import ModelSections, SectionLibrary, without_slices
+from bigtrain.prediction.runs.slices import without_slices
+from bigtrain.prediction.section_library import ModelSections, SectionLibrary
 from bigtrain.prediction.sections import Section
 from bigtrain.ranks.context import RunContext
 from bigtrain.timing.block_seconds import BlockTimer, Slowdowns, slowdowns

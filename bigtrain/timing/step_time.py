@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Profile
@@ -24,6 +23,7 @@ from bigtrain.prediction.sections import OpLog, Section
 from bigtrain.schedules.bubble import StageSeconds, bubble_share, simulate_step
 from bigtrain.schedules.orders import schedule_orders, stage_ranks
 from bigtrain.slicing.exchange import TensorExchange
+from bigtrain.timing.products import product_efficiency
 
 MAX_SIMULATED_ACTIONS = 4096
 """Actions of a step up to which its schedule is played through; above, a step is as long as the
@@ -32,8 +32,6 @@ closed form of equal stages says of the slowest."""
 EXCHANGE_OPERATIONS = 8
 """An exchange is issued like so many operations: copies in and out, streams that wait for one
 another, the call itself. An assumption."""
-TILE = 128
-"""Rows and columns of a tile of a product; see `product_efficiency`."""
 
 
 @dataclass(frozen=True)
@@ -134,12 +132,16 @@ class StepTimer:
 
     def op_seconds(self, work: OpLog) -> float:
         """Seconds of the operations of a pass, one after the other."""
+        return self._work_seconds(work)
+
+    def _work_seconds(self, work: OpLog, parts: int = 1) -> float:
+        """The same, of one of so many parts: then products reach the full rate, however small."""
         arithmetic = work.flops / self._flops + work.low_flops / self._low_flops
-        if self._processors:
+        if self._processors and parts == 1:
             fp32_depth, low_depth = 2 * self._flops / self._nbytes, self._low_flops / self._nbytes
             overhead = np.where(work.low_flops > 0, low_depth, fp32_depth)
             arithmetic /= product_efficiency(work.products, self._processors, overhead)
-        longer = np.maximum(arithmetic, work.nbytes / self._nbytes)
+        longer = np.maximum(arithmetic, work.nbytes / self._nbytes) / parts
         return float(((longer + self._launch) * work.times).sum())
 
     def host_op_seconds(self, work: OpLog) -> float:
@@ -157,6 +159,19 @@ class StepTimer:
                 sum(self._exchanges(s, tp, back=True) for s in sections),
             ),
         )
+
+    def least_seconds(self, sections: Sequence[Section], tp: int) -> PassSeconds:
+        """No rank of so many that slice these is faster: each has its part, at the full rate."""
+        if tp == 1:
+            return self.pass_seconds(sections)
+        both = [
+            sum(
+                self._work_seconds(s.backward if back else s.forward, parts=tp) * s.slowdown[back]
+                for s in sections
+            )
+            for back in (False, True)
+        ]
+        return PassSeconds(both[0], both[1])
 
     def _exchanges(self, section: Section, tp: int, *, back: bool) -> float:
         """Seconds of what the tp axis exchanges in a pass: each stands between two operations."""
@@ -387,37 +402,6 @@ class StepTimer:
         """Seconds to issue it; see `LinkSpec.issue`."""
         measured = self.cluster.inside.kinds.get(kind)
         return measured.issue if measured else 0.0
-
-
-def product_efficiency(
-    products: NDArray[np.float64], processors: int, overhead: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """The share of the rate of large products that products of these sizes reach.
-
-    As NVIDIA's Matrix Multiplication Background User's Guide has it: the output is cut into tiles,
-    those at its edges count as whole ones (tile quantization), as many are computed at once as
-    there are processors (wave quantization), and what a tile takes beside its arithmetic weighs
-    less the longer k is. Of that here is the writing of the result, which is known by the data
-    sheet. Where tiles are fewer than processors, k is cut, too, if that is faster (split-k); each
-    part writes its result. Tiles are 128 x 128, or half as wide as that where more is not needed.
-
-    Args:
-        products: (operations, 4), see `OpLog.products`; where they are 0 the share is 1.
-        processors: see `DeviceSpec.processors`.
-        overhead: of each operation, the k whose arithmetic takes as long as writing the result.
-    """
-    m, n, k, batch = np.maximum(products, 1.0).T
-    # Sizes that were interpolated may be a little off whole numbers.
-    edges = [np.where(size > TILE / 2, TILE, TILE / 2) for size in (m, n)]
-    rows, columns = (np.ceil(s / e - 1e-6) for s, e in zip((m, n), edges, strict=True))
-    tiles = rows * columns * np.ceil(batch - 1e-6)
-    best = np.zeros_like(m)
-    for parts in (np.ones_like(m), np.maximum(1.0, processors // tiles)):
-        waves = np.ceil(tiles * parts / processors)
-        busy = tiles * parts / (waves * processors)
-        best = np.maximum(best, busy * k / (k + parts * overhead))
-    share = best * (m / (rows * edges[0])) * (n / (columns * edges[1]))
-    return np.where(products[:, 0] > 0, np.minimum(share, 1.0), 1.0)
 
 
 @cache

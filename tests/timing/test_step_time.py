@@ -16,7 +16,8 @@ from bigtrain.machine.cluster import Cluster, load_cluster
 from bigtrain.prediction.compose import compose_profile
 from bigtrain.prediction.section_library import ModelSections, SectionLibrary
 from bigtrain.prediction.sections import OpLog
-from bigtrain.timing.step_time import PassSeconds, StepTimer, product_efficiency
+from bigtrain.timing.products import product_efficiency
+from bigtrain.timing.step_time import PassSeconds, StepTimer
 
 A100, CPU = load_cluster("a100-node"), load_cluster("cpu")
 WORDS = [

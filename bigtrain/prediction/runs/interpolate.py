@@ -1,0 +1,196 @@
+"""A run with other rows, or with finer slices, read off two runs that differ in sizes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from bigtrain.memory.timeline import Span, Timeline
+from bigtrain.prediction.record_sections import RecordedSections
+from bigtrain.prediction.sections import (
+    Anchor,
+    OpLog,
+    PassPair,
+    Section,
+    SectionPass,
+    SectionTensor,
+    Storage,
+)
+from bigtrain.slicing.exchange import TensorExchange
+
+TICK_TOLERANCE = 64
+"""Ticks by which two runs may let go of the same storage at different times: what goes at one
+moment (autocast's copies of weights) goes in the order of addresses."""
+
+
+def interpolate_sections(
+    small: RecordedSections, large: RecordedSections, share: float
+) -> tuple[RecordedSections, bool] | None:
+    """A run with other rows, or with finer slices, read off two.
+
+    Args:
+        small: with fewer rows, or with fewer slices.
+        large: with more.
+        share: of the way from one to the other; more than 1 is beyond.
+
+    Returns:
+        The run, and whether it is exact: what is after the blocks may go in rounds, whose number
+        is another one, and then has the memory of the second run. None where the two runs differ
+        in more than sizes.
+    """
+    if len(small.sections) != len(large.sections) or small.profile is not None:
+        return None
+    sections: list[Section] = []
+    is_exact = True
+    for one, other in zip(small.sections, large.sections, strict=True):
+        passes = interpolate_passes(one.passes, other.passes, share)
+        if passes is None and other is not large.sections[-1]:
+            return None
+        is_exact = passes is not None
+        sections.append(_section(one, other, passes or other.passes, share))
+    spans = _spans(small.step.spans, large.step.spans, share)
+    found = replace(
+        small,
+        sections=tuple(sections),
+        step=small.step if spans is None else Timeline(spans, small.step.phases),
+        step_work=_work(small.step_work, large.step_work, share),
+        batch_bytes=_line(small.batch_bytes, large.batch_bytes, share),
+        rows=_line(small.rows, large.rows, share),
+    )
+    return found, is_exact
+
+
+def _section(small: Section, large: Section, passes: PassPair, share: float) -> Section:
+    there, back = (
+        _exchanges(a, b, share) for a, b in zip(small.exchanges, large.exchanges, strict=True)
+    )
+    tensors = small.tensors
+    if tensors != large.tensors:
+        pairs = zip(small.tensors, large.tensors, strict=True)
+        tensors = tuple(_tensor(a, b, share) for a, b in pairs)
+    return replace(
+        small,
+        passes=passes,
+        forward=_work(small.forward, large.forward, share),
+        backward=_work(small.backward, large.backward, share),
+        tensors=tensors,
+        incoming=_line(small.incoming, large.incoming, share),
+        incoming_gradients=_line(small.incoming_gradients, large.incoming_gradients, share),
+        exchanges=(there, back),
+    )
+
+
+def _tensor(small: SectionTensor, large: SectionTensor, share: float) -> SectionTensor:
+    return replace(
+        small,
+        shape=_shape(small.shape, large.shape, share),
+        nbytes=_line(small.nbytes, large.nbytes, share),
+        state_bytes=_line(small.state_bytes, large.state_bytes, share),
+    )
+
+
+def _shape(small: Sequence[int], large: Sequence[int], share: float) -> tuple[int, ...]:
+    return tuple(_line(a, b, share) for a, b in zip(small, large, strict=True))
+
+
+def _exchanges(
+    small: Sequence[TensorExchange], large: Sequence[TensorExchange], share: float
+) -> tuple[TensorExchange, ...]:
+    """Those of another size; where a loop has more rounds, as many and as large as in between."""
+    kinds = [one.kind for one in large]
+    if [one.kind for one in small] == kinds:
+        pairs = zip(small, large, strict=True)
+        return tuple(TensorExchange(a.kind, _line(a.nbytes, b.nbytes, share)) for a, b in pairs)
+    found: list[TensorExchange] = []
+    for kind in dict.fromkeys(kinds):
+        less, more = ([one.nbytes for one in run if one.kind == kind] for run in (small, large))
+        count = max(1, _line(len(less), len(more), share))
+        found += [TensorExchange(kind, _line(sum(less), sum(more), share) // count)] * count
+    return tuple(found)
+
+
+def interpolate_named(
+    runs: Sequence[dict[str, PassPair] | None], share: float
+) -> dict[str, PassPair] | None:
+    """The passes of sections, read off two runs; None where these differ in more than sizes."""
+    one, other = runs
+    if one is None or other is None:
+        return None
+    found = {}
+    for name, passes in one.items():
+        between = interpolate_passes(passes, other[name], share)
+        if between is None:
+            return None
+        found[name] = between
+    return found
+
+
+def interpolate_passes(small: PassPair, large: PassPair, share: float) -> PassPair | None:
+    """The same of a step's first micro-batch and of every other one; see `interpolate`."""
+    first, later = (interpolate(a, b, share) for a, b in zip(small, large, strict=True))
+    return None if first is None or later is None else (first, later)
+
+
+def interpolate(small: SectionPass, large: SectionPass, share: float) -> SectionPass | None:
+    """A micro-batch through a section, read off two; see `interpolate_sections`.
+
+    Returns:
+        None where the two differ in more than sizes.
+    """
+    if small.lengths != large.lengths or len(small.storages) != len(large.storages):
+        return None
+    ticks, others = small.ticks, large.ticks
+    if ticks != others:  # of finer slices the shapes are others
+        if ticks is None or others is None or replace(others, shapes=ticks.shapes) != ticks:
+            return None
+        pairs = zip(ticks.shapes, others.shapes, strict=True)
+        ticks = replace(ticks, shapes=tuple(_shape(a, b, share) for a, b in pairs))
+    found = []
+    for a, b in zip(small.storages, large.storages, strict=True):
+        if (a.kind, a.window, a.birth) != (b.kind, b.window, b.birth):
+            return None
+        later = _later(a, b, small.lengths)
+        if later is None:
+            return None
+        nbytes = a.nbytes if a.nbytes == b.nbytes else _line(a.nbytes, b.nbytes, share)
+        found.append(later._replace(nbytes=nbytes))
+    return replace(small, storages=tuple(found), ticks=ticks)
+
+
+def _later(a: Storage, b: Storage, lengths: Sequence[int]) -> Storage | None:
+    """The one that dies later of two that die at about the same time; None of others."""
+    if max(a.until, b.until) > Anchor.WEIGHTS:
+        return a if a.until == b.until else None
+    one, other = (sum(lengths[: s.until]) + s.death for s in (a, b))
+    if abs(one - other) > TICK_TOLERANCE:
+        return None
+    return a if one >= other else b
+
+
+def _spans(small: Sequence[Span], large: Sequence[Span], share: float) -> tuple[Span, ...] | None:
+    if len(small) != len(large):
+        return None
+    spans = []
+    for a, b in zip(small, large, strict=True):
+        if (a.kind, a.birth) != (b.kind, b.birth) or abs(a.death - b.death) > TICK_TOLERANCE:
+            return None
+        nbytes = a.nbytes if a.nbytes == b.nbytes else _line(a.nbytes, b.nbytes, share)
+        spans.append(Span(nbytes, a.kind, a.birth, max(a.death, b.death)))
+    return tuple(spans)
+
+
+def _line(small: float, large: float, share: float) -> int:
+    return max(0, round(small + (large - small) * share))
+
+
+def _work(small: OpLog, large: OpLog, share: float) -> OpLog:
+    sizes = ("flops", "low_flops", "nbytes", "times", "products")
+    if len(small.times) != len(large.times):  # those of the larger run, so that sums are right
+        figures = []
+        for key in sizes[:3]:
+            less, more = (float((getattr(log, key) * log.times).sum()) for log in (small, large))
+            figures.append(getattr(large, key) * (_line(less, more, share) / more if more else 0))
+        return OpLog(figures[0], figures[1], figures[2], large.times, large.products)
+    rows = [(getattr(small, key), getattr(large, key)) for key in sizes]
+    figures = [(a + (b - a) * share).clip(min=0.0) for a, b in rows]
+    return OpLog(*figures)
