@@ -241,9 +241,14 @@ def _rank(task: Task, prepared: Any, rank: int, folder: Path, pipe: Connection) 
 
     def run() -> Any:
         meet = folder / "meet"
-        axes = {"pp": task.pp, "tp": task.tp}
-        how = connect(placement, device="cpu", store_path=meet, force_group=task.group, **axes)
-        with how as context:
+        with connect(
+            placement,
+            device="cpu",
+            pp=task.pp,
+            tp=task.tp,
+            store_path=meet,
+            force_group=task.group,
+        ) as context:
             _give_way()
             return task.call(context, prepared, *task.args)
 

@@ -25,6 +25,7 @@ from bigtrain.memory.cap import Limit
 from bigtrain.planner.evaluate import PlanEvaluator
 from bigtrain.planner.search import PlanSearch, SearchResult
 from bigtrain.planner.space import SearchSpace, round_sizes, searched_techniques
+from bigtrain.prediction.fake_runs.runs import resize_micro_batch
 from bigtrain.prediction.residuals import (
     StepBasis,
     engine_of,
@@ -33,7 +34,6 @@ from bigtrain.prediction.residuals import (
     safety_margin,
     step_uncertainty,
 )
-from bigtrain.prediction.runs.fake_runs import resize_micro_batch
 from bigtrain.prediction.section_library import SectionLibrary
 from bigtrain.timing.block_seconds import BlockTimer
 from bigtrain.timing.step_time import StepTimer

@@ -21,7 +21,7 @@ from bigtrain.planner.fit import StageFitter, with_fewer_micro_batches
 from bigtrain.planner.recompute_levels import RECOMPUTE_LEVELS, RecomputeLevels, SectionRange
 from bigtrain.planner.space import Candidate
 from bigtrain.prediction.compose import count_parameters, section_states
-from bigtrain.prediction.runs.slices import without_slices
+from bigtrain.prediction.fake_runs.slices import without_slices
 from bigtrain.prediction.section_library import ModelSections, SectionLibrary
 from bigtrain.prediction.sections import PassPair
 from bigtrain.timing.block_seconds import BlockTimer, Slowdowns, slowdowns

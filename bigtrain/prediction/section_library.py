@@ -19,10 +19,10 @@ from bigtrain.data.loader import MicroBatch
 from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
 from bigtrain.losses.loss import Loss
 from bigtrain.optim.update import MakeOptimizer
+from bigtrain.prediction.fake_runs.interpolate import interpolate_named, interpolate_sections
+from bigtrain.prediction.fake_runs.runs import FakeRuns, RunKind
+from bigtrain.prediction.fake_runs.slices import finer_share, slicing_key
 from bigtrain.prediction.record_sections import RecordedSections
-from bigtrain.prediction.runs.fake_runs import FakeRuns, RunKind
-from bigtrain.prediction.runs.interpolate import interpolate_named, interpolate_sections
-from bigtrain.prediction.runs.slices import finer_share, slicing_key
 from bigtrain.prediction.sections import PassPair, Section
 from bigtrain.slicing.state import ModelSlices
 

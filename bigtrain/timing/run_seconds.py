@@ -26,9 +26,9 @@ from bigtrain.job.schema import Job
 from bigtrain.machine.busy import CpuClock
 from bigtrain.machine.local_cluster import cached_local_cluster
 from bigtrain.prediction.compose import compose_profile
+from bigtrain.prediction.fake_runs.slices import without_slices
 from bigtrain.prediction.memory_report import StepForecast, StepMeasurement
 from bigtrain.prediction.record_sections import RecordedSections
-from bigtrain.prediction.runs.slices import without_slices
 from bigtrain.prediction.section_library import ModelSections, SectionLibrary
 from bigtrain.prediction.sections import Section
 from bigtrain.ranks.context import RunContext

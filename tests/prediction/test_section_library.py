@@ -23,9 +23,9 @@ from bigtrain.models import make_model
 from bigtrain.models.blocks import independent_blocks
 from bigtrain.optim.factory import optimizer_factory
 from bigtrain.prediction.compose import compose_profile
+from bigtrain.prediction.fake_runs.runs import resize_micro_batch
 from bigtrain.prediction.predict import forecast_rank, forecast_rank_step, forecast_step
 from bigtrain.prediction.record import make_profile
-from bigtrain.prediction.runs.fake_runs import resize_micro_batch
 from bigtrain.prediction.section_library import ModelSections, SectionLibrary
 from bigtrain.prediction.shorten import shorten_model, untie_parameters
 

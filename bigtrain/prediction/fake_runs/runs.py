@@ -1,0 +1,306 @@
+"""Runs on fake tensors of a model in which blocks that are alike stand three times at most.
+
+They are made when they are first asked for, and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from bigtrain.activations.policy import BlockPolicy
+from bigtrain.core.registry import make_technique
+from bigtrain.core.strategy import Plan, SliceStrategy, Strategy
+from bigtrain.core.workload import Workload
+from bigtrain.data.loader import MicroBatch
+from bigtrain.errors import ConfigError
+from bigtrain.job.schema import RoleConfig, long_form
+from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
+from bigtrain.losses.loss import Loss
+from bigtrain.models.blocks import independent_blocks
+from bigtrain.optim.update import MakeOptimizer
+from bigtrain.prediction.fake_runs.slices import are_even, coarser, of_shortened, slicing_key
+from bigtrain.prediction.record_sections import (
+    ONE_STEP,
+    RecordedSections,
+    UntraceableError,
+    record_sections,
+    record_split_backward,
+)
+from bigtrain.prediction.sections import PassPair, Section
+from bigtrain.prediction.shorten import shorten_model, untie_parameters
+from bigtrain.slicing.state import ModelSlices
+from bigtrain.tensors.tree import tree_tensors
+
+RECORDED_ROWS = (1, 2)
+"""Rows of the two runs that others are read off."""
+SEVERAL_ROWS = (2, 4)
+"""The same where one row is special, as for layers that take statistics over a batch: they refuse
+to train on it."""
+
+
+class RunKind(NamedTuple):
+    """What makes one run on fake tensors differ from another, but for its rows."""
+
+    low: bool
+    """See `Plan.bf16_parameters`."""
+    moves: bool
+    """See `Plan.moves_activations`."""
+    choice: BlockPolicy
+    waiting: bool
+    cut: bool
+    """Whether tied parameters are several."""
+    as_sent: bool
+    """Whether gradients come as other ranks send them; see `RecordedSections.copies_gradient`."""
+    sliced: str = ""
+    """By whom and over how many ranks; empty where layers are whole."""
+
+
+class FakeRuns:
+    """The runs of one model; see `SectionLibrary`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: MicroBatch,
+        loss: Callable[[bool, int], Loss],
+        make_optimizer: MakeOptimizer,
+        device: torch.device,
+        slices: ModelSlices | None,
+    ) -> None:
+        self._model, self._example, self._loss = model, example, loss
+        self._make_optimizer, self._device = make_optimizer, device
+        self._given_slices = slices
+        self._laid: dict[str, ModelSlices | None] = {}
+        self._runs: dict[object, tuple[RecordedSections, ...]] = {}
+        self._halved: dict[object, tuple[dict[str, PassPair], ...] | None] = {}
+        self._ends: dict[object, Section] = {}
+        self._short: dict[bool, tuple[nn.Module, Mapping[str, str]]] = {}
+        statistics = any(isinstance(module, _NormBase) for module in model.modules())
+        self._sizes = SEVERAL_ROWS if statistics else RECORDED_ROWS
+        self.named = [name for name, _ in independent_blocks(model)]
+        """The blocks of the model."""
+        self.aliases: dict[str, str] = {}
+        """For each parameter of what is run that was made to untie one the name of that one."""
+        self.relaid = False
+        """Whether a run has shown it: see `RecordedSections.copies_gradient`."""
+        self.changes = 0
+        """How often all that was run before went, as another model is run from then on."""
+
+    def loss(self, kind: RunKind, rows: int) -> Loss:
+        """Of a run."""
+        return self._loss(kind.waiting, rows)
+
+    def waits(self, rows: int) -> bool:
+        """Whether micro-batches of so many rows have another loss where several wait."""
+        return self._loss(True, rows) != self._loss(False, rows)
+
+    def most_ranks(self, techniques: Iterable[Strategy]) -> int:
+        """See `SectionLibrary.most_ranks`."""
+        given = self._workload(self._loss(False, self._example.rows), self.shortened(cut=False)[0])
+        slicing = (one for one in techniques if isinstance(one, SliceStrategy))
+        return max((technique.most_ranks(given) for technique in slicing), default=1)
+
+    def sizes(self, plan: Plan, kind: RunKind, rows: int) -> tuple[int, int]:
+        """The rows that are run; stretches of one sequence lie otherwise than those of several."""
+        slices = self._slices(plan, self.loss(kind, rows), cut=kind.cut)
+        in_stretches = slices is not None and slices.sequence_dim is not None
+        return SEVERAL_ROWS if in_stretches else self._sizes
+
+    def recorded(
+        self, plan: Plan, kind: RunKind, sizes: tuple[int, ...], rows: int
+    ) -> tuple[RecordedSections, ...]:
+        """A run of these sizes, with the loss of so many rows.
+
+        Raises:
+            ConfigError: the model does not run without its numbers.
+        """
+        if (kind, sizes) not in self._runs:
+            self._runs[kind, sizes] = self._run(plan, sizes, kind, self.loss(kind, rows))
+        return self._runs[kind, sizes]
+
+    def halves(
+        self, plan: Plan, kind: RunKind, sizes: tuple[int, ...], rows: int
+    ) -> tuple[dict[str, PassPair], ...] | None:
+        """The same with backward passes in two parts; None where the model does not run so."""
+        if (kind, sizes) not in self._halved:
+            loss = self.loss(kind, rows)
+            batches = [resize_micro_batch(self._example, size) for size in sizes]
+            slices = self._slices(plan, loss, cut=kind.cut)
+            model, names = self._model_run(cut=kind.cut)
+            given = (self._workload(loss, model), names, batches, _with_policy(plan, "keep"))
+            found = record_split_backward(*given, self._device, slices, as_sent=kind.as_sent)
+            self._halved[kind, sizes] = found
+        return self._halved[kind, sizes]
+
+    def end(self, plan: Plan, kind: RunKind, rows: int) -> Section:
+        """What is after the blocks, as it is with so many rows; of its states nothing is said."""
+        if (kind, rows) not in self._ends:
+            loss = self.loss(kind, rows)
+            slices = self._slices(plan, loss, cut=kind.cut)
+            short = shorten_model(self.shortened(cut=kind.cut)[0], most=1)
+            names = [] if short is None else [name for name, _ in independent_blocks(short[0])]
+            found: tuple[RecordedSections, ...] = ()
+            if short is not None and len(names) == 1:
+                batch = resize_micro_batch(self._example, rows)
+                given = (self._workload(loss, short[0]), names, [batch], _with_policy(plan, "keep"))
+                with suppress(UntraceableError):
+                    found = record_sections(
+                        *given, self._device, slices, as_sent=kind.as_sent, unit=ONE_STEP
+                    )
+            (run,) = found or self.recorded(plan, kind, (rows,), rows)
+            self._ends[kind, rows] = run.sections[-1]
+        return self._ends[kind, rows]
+
+    def in_one_round(self, plan: Plan, kind: RunKind, rows: int) -> bool:
+        """Whether a loss in chunks has one chunk, also with so many rows."""
+        loss = self.loss(kind, rows)
+        if not isinstance(loss, ChunkedCrossEntropy):
+            return True
+        targets = sum(tensor.numel() for tensor in tree_tensors(self._example.targets))
+        classes = len(self._model.get_submodule(loss.head).get_parameter("weight"))
+        slices = self._slices(plan, loss, cut=False)
+        own = None if slices is None else slices.by_name.get(f"{loss.head}.weight")
+        if own is not None and own.dim == 0:
+            classes = own.length(0, plan.tp)
+        dtype = torch.float64 if plan.precision == "fp64" else torch.float32
+        return loss.rounds(targets * rows // max(1, self._example.rows), classes, dtype) == 1
+
+    def coarser(self, plan: Plan, kind: RunKind, rows: int) -> list[tuple[Plan, RunKind]]:
+        """Plans off which finer slices are read; none where there are few, or some are uneven."""
+        others, loss = coarser(plan), self.loss(kind, rows)
+        if not kind.sliced or others is None or self._given_slices is not None:
+            return []
+        laid = [self._slices(one, loss, cut=kind.cut) for one in (*others, plan)]
+        if not are_even(laid, self._example):
+            return []
+        return [(one, kind._replace(sliced=slicing_key(one))) for one in others]
+
+    def _run(
+        self, plan: Plan, sizes: Sequence[int], kind: RunKind, loss: Loss
+    ) -> tuple[RecordedSections, ...]:
+        batches = [resize_micro_batch(self._example, rows) for rows in sizes]
+        slices = self._slices(plan, loss, cut=kind.cut)
+        model, names = self._model_run(cut=kind.cut)
+        is_whole = len(names) == len(self.named)
+        workload = self._workload(loss, model)
+        given = (workload, names, batches, _with_policy(plan, kind.choice), self._device)
+        try:
+            recorded = record_sections(*given, slices, as_sent=kind.as_sent)
+        except UntraceableError as error:
+            if is_whole:
+                raise ConfigError(_untraceable(str(error), error.__cause__)) from error
+        else:
+            if is_whole or any(section.name for section in recorded[0].sections):
+                self.relaid = self.relaid or recorded[-1].copies_gradient
+                return recorded
+        # It does not take being shortened, or its blocks do not follow one another: from now on
+        # it is run whole, if it runs so.
+        shortened_before = self._short[kind.cut]
+        whole_model = self._untied(cut=kind.cut)
+        self._short[kind.cut] = whole_model, {name: name for name in self.named}
+        try:
+            recorded = self._run(plan, sizes, kind, loss)
+        except ConfigError:
+            self._short[kind.cut] = shortened_before
+            raise
+        self._runs, self._halved, self._ends, self._laid = {}, {}, {}, {}  # of the shortened model
+        self.changes += 1
+        return recorded
+
+    def _workload(self, loss: Loss, model: nn.Module) -> Workload:
+        return Workload(model, self._example, loss, self._make_optimizer)
+
+    def _model_run(self, *, cut: bool) -> tuple[nn.Module, list[str]]:
+        """What is run, and the names of its blocks: a copy that ties nothing might have more."""
+        model, stands_for = self.shortened(cut=cut)
+        run = set(stands_for.values())
+        return model, [name for name, _ in independent_blocks(model) if name in run]
+
+    def _slices(self, plan: Plan, loss: Loss, *, cut: bool) -> ModelSlices | None:
+        """How a plan slices the model that is run: as the whole one, tied as that is.
+
+        Raises:
+            ConfigError: nothing can be sliced so.
+        """
+        technique = plan.techniques.get("slice")
+        if not isinstance(technique, SliceStrategy) or plan.tp == 1:
+            return None
+        key = slicing_key(plan)
+        if key not in self._laid:
+            model, stands_for = self.shortened(cut=False)
+            if self._given_slices is None:
+                self._laid[key] = technique.lay_slices(self._workload(loss, model), plan)
+            else:
+                self._laid[key] = of_shortened(self._given_slices, stands_for)
+        laid = self._laid[key]
+        if laid is None:  # blocks that are alike are not sliced alike: it is run whole
+            whole = self._untied(cut=cut)
+            self._short[cut] = whole, {name: name for name in self.named}
+            laid = self._given_slices
+        return laid
+
+    def _untied(self, *, cut: bool) -> nn.Module:
+        if not cut:
+            return self._model
+        copied, self.aliases = untie_parameters(self._model)
+        return copied
+
+    def shortened(self, *, cut: bool) -> tuple[nn.Module, Mapping[str, str]]:
+        """The model to be run, and for each block of the whole one that which stands for it."""
+        if cut not in self._short:
+            model = self._untied(cut=cut)
+            result = shorten_model(model)
+            if result is None:
+                self._short[cut] = model, {name: name for name in self.named}
+            else:
+                short, order = result
+                remaining = [name for name, _ in independent_blocks(short)]
+                pairs = zip(self.named, order, strict=True)
+                self._short[cut] = short, {name: remaining[place] for name, place in pairs}
+        return self._short[cut]
+
+
+def resize_micro_batch(example: MicroBatch, rows: int) -> MicroBatch:
+    """A micro-batch of so many rows, all of them the first of the example."""
+
+    def grow(tensor: Tensor) -> Tensor:
+        if tensor.dim() and len(tensor) == example.rows:
+            return tensor[:1].expand(rows, *tensor.shape[1:]).contiguous()
+        return tensor
+
+    count = max(1, example.count * rows // max(1, example.rows))
+    return replace(example.map(grow), count=count, rows=rows)
+
+
+def _with_policy(plan: Plan, choice: BlockPolicy) -> Plan:
+    """The plan with this choice for every block, whatever it had."""
+    techniques = dict(plan.techniques)
+    techniques.pop("recompute", None)
+    if choice in ("full", "selective"):
+        config = RoleConfig.model_validate(long_form("recompute", choice))
+        techniques["recompute"] = make_technique("recompute", config)
+    return replace(plan, techniques=techniques)
+
+
+def _untraceable(reason: str, error: BaseException | None) -> str:
+    return (
+        f"plan: the model does not run on fake tensors, so nothing can be said of it: {reason}"
+        f"{_where(error)}. Make what it computes depend on shapes and not on values, or measure "
+        "it: bigtrain compare."
+    )
+
+
+def _where(error: BaseException | None) -> str:
+    """The line of the user's code that an error came from."""
+    import traceback
+
+    frames = traceback.extract_tb(error.__traceback__ if error else None)
+    own = [f for f in frames if "/torch/" not in f.filename and "/bigtrain/" not in f.filename]
+    return f" (in {own[-1].name}, {own[-1].filename}:{own[-1].lineno})" if own else ""
