@@ -1,13 +1,13 @@
 """All that the author of a technique needs, from one module: see "Add a strategy"."""
 
 from bigtrain.activations.policy import BlockPolicy
+from bigtrain.core.layer_strategies import RecomputeStrategy, SliceStrategy
 from bigtrain.core.runner import Runner
 from bigtrain.core.strategy import (
     Assembly,
     CutStrategy,
     ModelFacts,
     Plan,
-    RecomputeStrategy,
     Strategy,
 )
 from bigtrain.core.traits import CutTraits, OffloadTiers, Traits
@@ -38,6 +38,7 @@ __all__ = [
     "Profile",
     "RankActions",
     "RecomputeStrategy",
+    "SliceStrategy",
     "Role",
     "Runner",
     "Shape",

@@ -24,7 +24,8 @@ from pydantic import BeforeValidator, Field
 from torch import nn
 
 from bigtrain.activations.policy import BlockPolicy
-from bigtrain.core.strategy import ModelFacts, Plan, RecomputeStrategy
+from bigtrain.core.layer_strategies import RecomputeStrategy
+from bigtrain.core.strategy import ModelFacts, Plan
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Role

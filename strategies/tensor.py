@@ -23,7 +23,8 @@ from typing import ClassVar
 
 from pydantic import ConfigDict
 
-from bigtrain.core.strategy import Plan, SliceStrategy
+from bigtrain.core.layer_strategies import SliceStrategy
+from bigtrain.core.strategy import Plan
 from bigtrain.core.variants import Shape, Variant, preset_options
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from bigtrain.activations.budget_solver import BudgetSolution, fastest_within, lowest_peak
 from bigtrain.activations.policy import BLOCK_POLICIES, BlockPolicy
 from bigtrain.assembly.block_prices import BudgetProblem, UniformForecast, make_budget_problem
+from bigtrain.core.layer_strategies import RecomputeStrategy
 from bigtrain.core.resolved import ResolvedPlan
-from bigtrain.core.strategy import CutStrategy, Plan, RecomputeStrategy
+from bigtrain.core.strategy import CutStrategy, Plan
 from bigtrain.core.workload import Workload
 from bigtrain.cutting.choose import NOMINAL_RATES
 from bigtrain.cutting.layout import Layout

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bigtrain.assembly.recompute_budget import meet_budget
+from bigtrain.core.layer_strategies import RecomputeStrategy, SliceStrategy
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.state import first_names
 from bigtrain.core.strategy import (
     CutStrategy,
     ModelFacts,
     Plan,
-    RecomputeStrategy,
-    SliceStrategy,
 )
 from bigtrain.core.workload import Workload
 from bigtrain.cutting.layout import Layout

@@ -252,7 +252,8 @@ class Engine:
                     continue
                 for key, value in self.task.measure(*prediction).items():
                     sums[key] = sums[key] + value if key in sums else value
-        with self._patience():
+        servers = self.plan.replicate.servers  # they wait for as long as workers validate
+        with self.context.patiently() if servers else nullcontext():
             gathered = self.context.gather_objects({k: v.cpu() for k, v in sums.items()})
         sums_of_ranks = self.context.broadcast_object(gathered)
         total: dict[str, Tensor] = {}
@@ -260,10 +261,6 @@ class Engine:
             for key, value in (part or {}).items():  # of a lost one there are none
                 total[key] = total[key] + value if key in total else value
         return self.task.summarize(total) if total else {}
-
-    def _patience(self) -> AbstractContextManager[None]:
-        """Servers have nothing to validate, and wait for as long as workers do."""
-        return self.context.patiently() if self.plan.replicate.servers else nullcontext()
 
     def memory(self) -> MemoryReport | None:
         """Memory of all ranks and a step's seconds, measured and predicted; None but on rank 0."""
@@ -303,7 +300,7 @@ class Engine:
             check_equal_ranks(state, self.context, self.steps_done)
             meta = {"samples_seen": self.samples_seen, "validation": best}
             meta["job"] = self.job.model_dump(mode="json")
-            meta["mesh"] = {"pp": self.plan.pp, "dp": self.plan.dp, "tp": self.plan.tp}
+            meta["mesh"] = {axis: getattr(self.plan, axis) for axis in ("pp", "dp", "tp")}
             return self.saver.save(
                 folder,
                 self.steps_done,

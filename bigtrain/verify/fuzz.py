@@ -18,8 +18,8 @@ from typing import Any
 
 from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.compare.contenders import find_strategies, ranks_to_start, without_strategy
+from bigtrain.core.layer_strategies import SliceStrategy
 from bigtrain.core.registry import techniques_of
-from bigtrain.core.strategy import SliceStrategy
 from bigtrain.core.workload import Workload
 from bigtrain.engine.setup import open_setup
 from bigtrain.errors import BigtrainError, ConfigError

@@ -380,7 +380,7 @@ def test_reason_is_the_line_that_says_most(tmp_path, output, reason):
         (["--nope"], "there is no option --nope"),
         (["strategy=zero2"], "Write --strategies zero2"),
         (["train.steps"], "train.steps has no value"),
-        (["mesh.tp=2", "--strategies", "ddp"], "none of these strategies can run"),
+        (["mesh.pp=2", "--strategies", "ddp"], "none of these strategies can run"),
     ],
 )
 def test_wrong_input_is_refused_before_anything_runs(tmp_path, monkeypatch, capsys, words, message):

@@ -32,7 +32,12 @@ from bigtrain.prediction.predict import predict
             4,
             r"mesh\.pp=2 \* mesh\.dp=3 .* = 6, and there",
         ),
-        ("1f1b", {"mesh.pp": 2, "mesh.tp": 2}, 4, r"mesh\.tp=2: no technique.*Use mesh\.tp=1"),
+        (
+            "1f1b",
+            {"mesh.pp": 2, "mesh.tp": 3},
+            4,
+            r"mesh\.tp=3 = 6 does not divide the 4",
+        ),
         ("1f1b", {"train.accumulation_steps": 1}, 2, r"at least 2 micro-batches.*there are 1"),
         ("dualpipev", {"train.accumulation_steps": 3}, 2, r"at least 4 micro-batches.*there are 3"),
         ("gpipe", {"strategy.cut.stages_per_rank": 2}, 2, r"schedule=gpipe has 1 stage on each"),
@@ -141,7 +146,7 @@ def test_a_block_that_no_stage_can_begin_with_again_is_refused(strategy):
     """ResNet's blocks change what they are given: alone that is a copy's business, not in a cut."""
     words = ["model.name=resnet18", "data.name=synthetic", "data.args.input_shape=[3,32,32]"]
     words += ["data.args.num_classes=10", "train.global_batch_size=4", "train.micro_batch_size=2"]
-    words += ["strategy.cut.devices=4", "strategy.recompute=full"]
+    words += ["strategy.cut.devices=2", "strategy.cut.at=[layer1.0.bn2]", "strategy.recompute=full"]
     job = load_job(None, strategy, words)
     parts = open_setup(job, make_plan(job, 1, "cpu"))
     with pytest.raises(ConfigError, match=r"changes its input in place.*strategy.recompute.layers"):

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from bigtrain.activations.policy import BlockPolicy
+from bigtrain.core.layer_strategies import SliceStrategy
 from bigtrain.core.registry import make_technique
-from bigtrain.core.strategy import Plan, SliceStrategy, Strategy
+from bigtrain.core.strategy import Plan, Strategy
 from bigtrain.core.workload import Workload
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bigtrain import devices
 from bigtrain.slicing.exchange import SliceGroup, all_gather, part_of, summed
 from bigtrain.slicing.rules.pointwise import words
 from bigtrain.slicing.sliced_tensor import (
@@ -50,7 +51,8 @@ def drawn_whole(x: SlicedTensor, func: Any, *args: Any, **kwargs: Any) -> Sliced
 
 
 def _devices() -> list[int]:
-    return [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    device = devices.current_device(devices.accelerator() or "cpu")
+    return [] if device.index is None else [device.index]
 
 
 @rule_with_function(
