@@ -5,9 +5,9 @@
 
 The job `digits` (LeNet, a global batch of 64) as `bigtrain train --config digits` runs it, with two
 replicas each; where one serves, on three ranks. Its 10 epochs are 230 steps; 240 are a multiple of
-the 8 and the 20 steps between two agreements of local_sgd and diloco. The mean over the seeds of the share
-of held-out digits that are recognized has to be within `WITHIN` of that of ddp, or above it; the
-exit status is 1 where it is not. Of a run with pushes it is kept how old they were.
+the 8 and the 20 steps between two agreements of local_sgd and diloco. The mean over the seeds of
+the share of held-out digits that are recognized has to be within `WITHIN` of that of ddp, or above
+it; the exit status is 1 where it is not. Of a run with pushes it is kept how old they were.
 """
 
 from __future__ import annotations

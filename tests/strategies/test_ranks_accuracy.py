@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import mean
 
 import pytest
@@ -26,7 +27,7 @@ def recognized(context, strategy) -> list[float]:
         quiet = [f"{key}={value}" for key, value in UNSEEN.items()]
         job = load_job("digits", strategy, [*length, *quiet])
         parts = open_setup(job, make_plan(job, context.world_size, "cpu"))
-        with parts.engine(context) as engine:
+        with parts.engine(replace(context, seed=seed)) as engine:
             for batch in parts.training_steps(context, 0):
                 if engine.step(batch).step == STEPS:
                     break
