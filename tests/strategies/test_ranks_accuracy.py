@@ -40,9 +40,13 @@ def expected() -> float:
     return mean(run_ranks(recognized, 2, "ddp", timeout_s=300)[0])
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [("parameter_server_async", 3), ("local_sgd", 2), ("diloco", 2)]
+    ("strategy", "ranks"),
+    [
+        ("parameter_server_async", 3),
+        pytest.param("local_sgd", 2, marks=pytest.mark.full),
+        pytest.param("diloco", 2, marks=pytest.mark.full),
+    ],
 )
 def test_it_is_within_a_point_of_ddp(expected, strategy, ranks):
     assert expected > 0.96
