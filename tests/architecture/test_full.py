@@ -38,6 +38,7 @@ FULL = {
     "ranks/test_ranks_launchers.py::test_one_failure_ends_all": 12,
     "ranks/test_ranks_launchers.py::test_the_ranks_find_each_other": 5,
     "recorder/test_ranks_flight_recorder.py::test_a_rank_that_is_stopped": 1,
+    "strategies/test_ranks_accuracy.py::test_it_is_within_a_point_of_ddp": 2,
     "strategies/test_ranks_checkpointing.py::test_a_budget_is_kept_and_used": 2,
     "strategies/test_ranks_offload.py::test_checkpoints_go_both_ways": 2,
     "strategies/test_ranks_offload_on_host.py::test_late_copies_change_nothing": 16,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,9 @@ from bigtrain.memory.timeline import MEMORY_KINDS, Peak
 
 def peaks(context, model, batch, strategy, keys, optimizer):
     """Train four steps on one batch; return (predicted, measured, why not)."""
-    any_batch = {"train.global_batch_size": len(batch[0]) * context.world_size, **keys}
+    # Any number of ranks that share a batch divides this one: only afterwards is it known who does.
+    shares = math.lcm(*range(1, context.world_size + 1))
+    any_batch = {"train.global_batch_size": len(batch[0]) * shares, **keys}
     plan = make_plan(job_from_keys(strategy, any_batch), context.world_size, context.device.type)
     rows = len(batch[0]) * (plan.dp - plan.replicate.servers)
     job = job_from_keys(

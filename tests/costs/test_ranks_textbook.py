@@ -1,0 +1,157 @@
+"""What real ranks send in a step, against formulas that are written here and not in the product.
+
+All ranks together, to the byte. Where an engine does other than its formula, how it differs is
+written out: docs/classics.md has the same differences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+from support.nets import LENGTH, VOCABULARY, BlockLM, tokens
+from support.parity import UNSEEN, adamw
+from support.ranks import run_ranks
+
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.data import GlobalOrder, StepLoader
+from bigtrain.engine.engine import Engine
+from bigtrain.job.load import job_from_keys
+from bigtrain.losses.loss import CrossEntropy
+from bigtrain.versions.torch_versions import COUNTS_EXCHANGES
+
+pytestmark = pytest.mark.skipif(not COUNTS_EXCHANGES, reason="torch before 2.14 has no such hooks")
+WIDTH, ROWS, STEPS = 256, 12, 8
+"""In the first steps DeepSpeed's stage 3 also compares the order of modules between the ranks."""
+make = partial(BlockLM, width=WIDTH)
+
+
+class Sizes(NamedTuple):
+    """Bytes in fp32."""
+
+    gradients: int
+    embedding: int
+    """Which is the head's weight as well."""
+    vectors: int
+    """Biases and norms with a number for each of the width."""
+    boundary: int
+    """Activations of the batch between two blocks."""
+
+
+def sizes() -> Sizes:
+    parameters = dict(make().named_parameters())
+    return Sizes(
+        4 * sum(p.numel() for p in parameters.values()),
+        4 * parameters["embedding.weight"].numel(),
+        4 * sum(p.numel() for p in parameters.values() if p.shape == (WIDTH,)),
+        4 * ROWS * LENGTH * WIDTH,
+    )
+
+
+def around(n: int, size: Sizes) -> int:
+    """2 (n-1)/n of the gradients on the average rank: Patarasu and Yuan 2009."""
+    return 2 * (n - 1) * size.gradients
+
+
+def all_reduce(n: int, size: Sizes) -> int:
+    """The same of a collective, of which whole bytes are counted on each rank."""
+    return n * (2 * (n - 1) * size.gradients // n)
+
+
+def padding(n: int) -> int:
+    """What `fully_shard` adds to the embedding's rows for n shards of one size."""
+    return 4 * WIDTH * (-VOCABULARY % n)
+
+
+def scattered(n: int, size: Sizes) -> int:
+    """Parameters are gathered and gradients scattered, both once."""
+    return 2 * (n - 1) * (size.gradients + padding(n))
+
+
+def served(n: int, size: Sizes, servers: int) -> int:
+    """Gradients from each worker, parameters to each: Li et al. 2014."""
+    return 2 * (n - servers) * size.gradients
+
+
+def reduced_whole(n: int, size: Sizes) -> int:
+    """ZeRO 1 and 2 of DeepSpeed reduce gradients whole to who keeps them, and gather parameters."""
+    return n * size.gradients + (n - 1) * size.gradients
+
+
+def broadcast_after(n: int, size: Sizes) -> int:
+    """torch's ZeRO 1: gradients are all-reduced, and each rank takes part in all broadcasts."""
+    return 2 * (n - 1) * size.gradients + n * size.gradients
+
+
+def sharded(n: int, size: Sizes) -> int:
+    """3 (n-1)/n (Rajbhandari et al. 2020, section 7), without what the backward pass still has."""
+    return (n - 1) * (3 * size.gradients - size.embedding + 2 * padding(n))
+
+
+def sharded_by_deepspeed(n: int, size: Sizes) -> int:
+    """The same; what the preset keeps whole (vectors up to a 5000th of all numbers) is gathered
+    once, and the tied embedding in each pass once more."""
+    return (n - 1) * (3 * size.gradients - size.vectors + 2 * size.embedding)
+
+
+def passed_on(n: int, size: Sizes, a_rank: int) -> int:
+    """Activations forward, as much backward; two stages exchange the tied parameter's gradient."""
+    return 2 * (a_rank * n - 1) * size.boundary + 2 * size.embedding
+
+
+SERVERS, CUT = "strategy.replicate.servers", {"train.micro_batch_size": 3}
+Formula = Callable[[int, Sizes], int]
+CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], Formula]] = {
+    "sync_sgd": ("sync_sgd", {}, (2, 3, 4), all_reduce),
+    "ddp": ("ddp", {}, (2, 3, 4), all_reduce),
+    "fsdp_zero2": ("fsdp_zero2", {}, (2, 4), scattered),
+    "ring": ("ring", {}, (2, 3, 4), around),
+    # 10,007 numbers are divided by neither 2 nor 3 nor 4.
+    "ring, uneven chunks": ("ring", {"strategy.replicate.bucket_size": 40_028}, (3, 4), around),
+    "one server": ("parameter_server", {}, (2, 3, 4), partial(served, servers=1)),
+    "two servers": ("parameter_server", {SERVERS: 2}, (3, 4), partial(served, servers=2)),
+    "zero1": ("zero1", {}, (2, 4), reduced_whole),
+    "zero2": ("zero2", {}, (2, 4), reduced_whole),
+    "zero1_torch": ("zero1_torch", {}, (2, 4), broadcast_after),
+    "zero3": ("zero3", {}, (2, 4), sharded_by_deepspeed),
+    "fsdp": ("fsdp", {}, (2, 4), sharded),
+    "gpipe": ("gpipe", CUT, (2, 4), partial(passed_on, a_rank=1)),
+    "1f1b": ("1f1b", CUT, (2, 4), partial(passed_on, a_rank=1)),
+    "interleaved_1f1b": ("interleaved_1f1b", CUT, (2,), partial(passed_on, a_rank=2)),
+}
+
+
+def sent(context, strategy, keys) -> list[int]:
+    """Bytes that each rank has sent in the median step; of rank 0, which knows them."""
+    job = job_from_keys(strategy, {"train.global_batch_size": ROWS, **UNSEEN, **keys})
+    loss, samples = CrossEntropy(), tokens(8 * ROWS, ignored=False)
+    plan = make_plan(job, context.world_size, "cpu")
+    rows = plan.batch.micro_size
+    order = GlobalOrder(len(samples), rows, shuffle=False)
+    example = next(iter(StepLoader(samples, order, count=loss.count, micro_batch_size=rows)))
+    with Engine(make, loss, adamw, job, context, example=example.micro_batches[0]) as engine:
+        loader = StepLoader(
+            samples,
+            GlobalOrder(len(samples), engine.plan.batch.global_size, seed=3),
+            count=loss.count,
+            dp_rank=engine.plan.data_rank(context.dp_rank),
+            dp_size=engine.plan.batch.dp_size,
+            micro_batch_size=engine.plan.batch.micro_size,
+        )
+        for _, batch in zip(range(STEPS), loader, strict=False):
+            engine.step(batch)
+        report = engine.memory()
+    return [rank.volume.sent_bytes for rank in report.ranks] if report else []
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks"), [(case, ranks) for case, row in CASES.items() for ranks in row[2]]
+)
+def test_all_ranks_together_send_what_the_formula_says(case, ranks):
+    strategy, keys, _, formula = CASES[case]
+    pp = ranks if keys is CUT else 1
+    found = run_ranks(sent, ranks, strategy, keys, pp=pp, timeout_s=120)[0]
+    assert len(found) == ranks
+    assert sum(found) == formula(ranks, sizes())

@@ -1,0 +1,53 @@
+"""Strategies whose numbers are their own learn the digits as well as synchronous replicas do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import mean
+
+import pytest
+from support.parity import UNSEEN
+from support.ranks import run_ranks
+
+from bigtrain.assembly.make_plan import make_plan
+from bigtrain.engine.setup import open_setup
+from bigtrain.job.load import load_job
+
+POINT = 0.01
+SEEDS = (0, 1, 2)
+STEPS = 240
+"""Ten epochs; replicas agree every 8 steps and every 20, so that all end on an agreement."""
+
+
+def recognized(context, strategy) -> list[float]:
+    """The share of the held-out digits, after each seed's run of the job `digits`."""
+    found = []
+    for seed in SEEDS:
+        length = [f"train.steps={STEPS}", "train.epochs=null", f"train.seed={seed}"]
+        quiet = [f"{key}={value}" for key, value in UNSEEN.items()]
+        job = load_job("digits", strategy, [*length, *quiet])
+        parts = open_setup(job, make_plan(job, context.world_size, "cpu"))
+        with parts.engine(replace(context, seed=seed)) as engine:
+            for batch in parts.training_steps(context, 0):
+                if engine.step(batch).step == STEPS:
+                    break
+            found.append(engine.evaluate(parts.validation_batches(context))["top1"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected() -> float:
+    return mean(run_ranks(recognized, 2, "ddp", timeout_s=300)[0])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        ("parameter_server_async", 3),
+        pytest.param("local_sgd", 2, marks=pytest.mark.full),
+        pytest.param("diloco", 2, marks=pytest.mark.full),
+    ],
+)
+def test_it_is_within_a_point_of_ddp(expected, strategy, ranks):
+    assert expected > 0.96
+    assert mean(run_ranks(recognized, ranks, strategy, timeout_s=300)[0]) >= expected - POINT
