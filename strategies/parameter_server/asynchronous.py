@@ -93,8 +93,9 @@ def read_pushes(place: str, workers: int, servers: int) -> list[Push]:
         heads = [line for line in lines if "workers" in line]
         known = int(heads[0]["workers"]), int(heads[0]["servers"])
     except (OSError, ValueError, LookupError, TypeError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or error
         raise ConfigError(
-            f"{key} is no log of pushes: {error}. Give runs/NAME/{LOG} of an asynchronous run, or "
+            f"{key} is no log of pushes: {reason}. Give runs/NAME/{LOG} of an asynchronous run, or "
             "leave it out."
         ) from None
     if known != (workers, servers):

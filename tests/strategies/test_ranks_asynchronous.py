@@ -154,7 +154,10 @@ def test_the_peak_of_workers_and_of_servers_is_foretold():
     ("keys", "message"),
     [
         ({"staleness": -1}, "strategy.replicate.staleness"),
-        ({"replay": "nowhere.jsonl"}, "replay=nowhere.jsonl is no log of pushes: .*Give runs/NAME"),
+        (
+            {"replay": "nowhere.jsonl"},
+            r"nowhere.jsonl is no log of pushes: No such file or directory\. Give runs/NAME",
+        ),
         (
             {"replay": "nowhere.jsonl", "mode": "synchronous"},
             "there is none to follow. Set strategy.replicate.mode=asynchronous",
