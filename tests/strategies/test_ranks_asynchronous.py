@@ -156,7 +156,7 @@ def test_the_peak_of_workers_and_of_servers_is_foretold():
         ({"staleness": -1}, "strategy.replicate.staleness"),
         (
             {"replay": "nowhere.jsonl"},
-            r"nowhere.jsonl is no log of pushes: No such file or directory\. Give runs/NAME",
+            r"no log of pushes: No such file or directory\. Give runs/NAME",
         ),
         (
             {"replay": "nowhere.jsonl", "mode": "synchronous"},
