@@ -1,0 +1,131 @@
+"""Models in slices, beside replicas and stages, compute what one process computes.
+
+Losses, norms, every gradient and every weight, with accumulation, a ragged batch, rows without
+valid targets, tied and untied heads, and parts that the ranks cannot share out evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.nets import small_vit
+from support.parity import Record, largest_difference, train
+from support.ranks import run_ranks
+from support.sliced_nets import Block, GatedMLP, Heads
+from torch import Tensor, nn
+from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+from torchvision.models.resnet import Bottleneck, ResNet
+
+from bigtrain.data.source import Samples, TensorSamples
+from bigtrain.models.gpt import GPT, GPTConfig
+from bigtrain.ranks.context import RunContext
+
+WORDS, CLASSES, SIZES = 29, 5, {"num_layers": 2, "width": 24, "num_heads": 6, "vocab_size": 29}
+
+
+class Own(nn.Module):
+    """A user's module: keys that queries share, a gate from one weight, and names of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 32)
+        self.mix = Block(32, Heads("split", 32, 8, 4, plain=True))
+        self.feed = Block(32, GatedMLP(32, 40, fused=True))
+        self.scores = nn.Parameter(torch.empty(WORDS, 32).uniform_(-0.2, 0.2))
+
+    def reset_parameters(self) -> None:
+        """As in the constructor."""
+        nn.init.uniform_(self.scores, -0.2, 0.2)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """(rows, places) to (rows, places, WORDS)."""
+        return self.feed(self.mix(self.words(words))) @ self.scores.t()
+
+
+def gpt(*, tied: bool) -> nn.Module:
+    return GPT(GPTConfig(**SIZES, sequence_length=6, tie_embeddings=tied))
+
+
+def resnet() -> nn.Module:
+    """The bottlenecks of a ResNet-50: one with a projection, one without, one with a stride."""
+    model = ResNet(Bottleneck, [2, 1, 1, 1], num_classes=CLASSES, width_per_group=16)
+    model.layer3 = model.layer4 = nn.Identity()
+    model.fc = nn.Linear(512, CLASSES)
+    return model
+
+
+def convnext() -> nn.Module:
+    return ConvNeXt([CNBlockConfig(16, 24, 1), CNBlockConfig(24, None, 1)], num_classes=CLASSES)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt": lambda: gpt(tied=False),
+    "gpt, tied": lambda: gpt(tied=True),
+    "own": Own,
+    "vit": lambda: small_vit(CLASSES, 2),
+    "resnet": resnet,
+    "convnext": convnext,
+}
+TEXT = ("gpt", "gpt, tied", "own")
+
+
+def samples(name: str) -> Samples:
+    """22 of them, of which some have few valid targets or none."""
+    numbers = torch.Generator().manual_seed(4)
+    if name in TEXT:
+        words = torch.randint(WORDS, (22, 7), generator=numbers)
+        inputs, targets = words[:, :-1].contiguous(), words[:, 1:].contiguous()
+        share = torch.linspace(0, 1.2, 22)[:, None]
+        targets[torch.rand(22, 6, generator=numbers) < share] = -100
+    else:
+        inputs = torch.randn(22, 3, 32, 32, generator=numbers)
+        targets = torch.randint(CLASSES, (22,), generator=numbers)
+        targets[::7] = -100
+    return TensorSamples(inputs, targets)
+
+
+def trained(
+    context: RunContext, strategies: tuple[str, ...], names: tuple[str, ...], keys: dict[str, Any]
+) -> dict[tuple[str, str], Record]:
+    """Three steps of each model under each strategy, the last of a batch of six."""
+    keys = {"train.micro_batch_size": 2, "optim.clip_norm": 0.5, **keys}
+    return {
+        (strategy, name): train(context, MODELS[name], samples(name), strategy, keys, 3)
+        for strategy in strategies
+        for name in names
+    }
+
+
+def assert_equal_one_process(
+    strategies: tuple[str, ...], names: tuple[str, ...], precision: str, ranks: int, **mesh: int
+) -> None:
+    keys: dict[str, Any] = {"train.precision": precision}
+    (one,) = run_ranks(trained, 1, ("single",), names, keys, timeout_s=200)
+    keys |= {f"mesh.{axis}": size for axis, size in mesh.items()}
+    found = run_ranks(trained, ranks, strategies, names, keys, timeout_s=400, **mesh)
+    far = {
+        (case, rank): distance
+        for rank, records in enumerate(found)
+        for case, record in records.items()
+        if not (distance := largest_difference(one["single", case[1]], record))
+        < {"fp64": 1e-10, "fp32": 1e-5}[precision]
+    }
+    assert not far
+
+
+ALONE = ("tensor", "tensor_sequence")
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+def test_models_in_slices_equal_one_process(precision: str, tp: int) -> None:
+    assert_equal_one_process(ALONE, tuple(MODELS), precision, tp, tp=tp)
+
+
+def test_slices_beside_stages_and_replicas_on_eight_ranks_equal_one_process() -> None:
+    """Three axes: replicas whose optimizer, or all of whose state, is in shards."""
+    strategies = ("1f1b+zero1_torch+tensor", "1f1b+fsdp+tensor")
+    assert_equal_one_process(strategies, ("gpt, tied", "own"), "fp64", 8, pp=2, tp=2)
