@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.nets import small_vit
 from support.parity import Record, largest_difference, train
 from support.ranks import run_ranks
 from support.sliced_nets import Block, GatedMLP, Heads
 from torch import Tensor, nn
 from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 from torchvision.models.resnet import Bottleneck, ResNet
+from torchvision.models.vision_transformer import VisionTransformer
 
 from bigtrain.data.source import Samples, TensorSamples
 from bigtrain.models.gpt import GPT, GPTConfig
@@ -49,11 +49,26 @@ def gpt(*, tied: bool) -> nn.Module:
     return GPT(GPTConfig(**SIZES, sequence_length=6, tie_embeddings=tied))
 
 
+def vit() -> nn.Module:
+    """The layers of a ViT-B/16, two of them, with heads that four ranks have unequally."""
+    return VisionTransformer(16, 4, 2, num_heads=6, hidden_dim=24, mlp_dim=48, num_classes=CLASSES)
+
+
 def resnet() -> nn.Module:
     """The bottlenecks of a ResNet-50: one with a projection, one without, one with a stride."""
     model = ResNet(Bottleneck, [2, 1, 1, 1], num_classes=CLASSES, width_per_group=16)
     model.layer3 = model.layer4 = nn.Identity()
     model.fc = nn.Linear(512, CLASSES)
+    return model
+
+
+def smooth_resnet() -> nn.Module:
+    """Without choices by a comparison: of numbers that are nearly equal rounding would choose."""
+    model = resnet()
+    for module in model.modules():
+        if isinstance(getattr(module, "relu", None), nn.ReLU):
+            module.relu = nn.SiLU()
+    model.maxpool = nn.AvgPool2d(2)
     return model
 
 
@@ -65,37 +80,42 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt": lambda: gpt(tied=False),
     "gpt, tied": lambda: gpt(tied=True),
     "own": Own,
-    "vit": lambda: small_vit(CLASSES, 2),
+    "vit": vit,
     "resnet": resnet,
+    "resnet, smooth": smooth_resnet,
     "convnext": convnext,
 }
 TEXT = ("gpt", "gpt, tied", "own")
+SEQUENCES = (*TEXT, "vit")
+CHOOSES = "resnet"
+SMOOTH = "resnet, smooth"
 
 
 def samples(name: str) -> Samples:
-    """22 of them, of which some have few valid targets or none."""
+    """14 of them, of which some have few valid targets or none."""
     numbers = torch.Generator().manual_seed(4)
     if name in TEXT:
-        words = torch.randint(WORDS, (22, 7), generator=numbers)
+        words = torch.randint(WORDS, (14, 7), generator=numbers)
         inputs, targets = words[:, :-1].contiguous(), words[:, 1:].contiguous()
-        share = torch.linspace(0, 1.2, 22)[:, None]
-        targets[torch.rand(22, 6, generator=numbers) < share] = -100
+        share = torch.linspace(0, 1.2, 14)[:, None]
+        targets[torch.rand(14, 6, generator=numbers) < share] = -100
     else:
-        inputs = torch.randn(22, 3, 32, 32, generator=numbers)
-        targets = torch.randint(CLASSES, (22,), generator=numbers)
-        targets[::7] = -100
+        inputs = torch.randn(14, 3, 16, 16, generator=numbers)
+        targets = torch.randint(CLASSES, (14,), generator=numbers)
+        targets[::5] = -100
     return TensorSamples(inputs, targets)
 
 
 def trained(
     context: RunContext, strategies: tuple[str, ...], names: tuple[str, ...], keys: dict[str, Any]
 ) -> dict[tuple[str, str], Record]:
-    """Three steps of each model under each strategy, the last of a batch of six."""
+    """Two steps of each model under each strategy: of eight rows, and of the six that are left."""
     keys = {"train.micro_batch_size": 2, "optim.clip_norm": 0.5, **keys}
     return {
-        (strategy, name): train(context, MODELS[name], samples(name), strategy, keys, 3)
+        (strategy, name): train(context, MODELS[name], samples(name), strategy, keys, 2)
         for strategy in strategies
         for name in names
+        if name in SEQUENCES or strategy != "tensor_sequence"
     }
 
 
@@ -116,13 +136,19 @@ def assert_equal_one_process(
     assert not far
 
 
-ALONE = ("tensor", "tensor_sequence")
-
-
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+@pytest.mark.parametrize(
+    ("precision", "tp"),
+    [
+        ("fp64", 4),
+        ("fp32", 2),
+        pytest.param("fp64", 2, marks=pytest.mark.full),
+        pytest.param("fp32", 4, marks=pytest.mark.full),
+    ],
+)
 def test_models_in_slices_equal_one_process(precision: str, tp: int) -> None:
-    assert_equal_one_process(ALONE, tuple(MODELS), precision, tp, tp=tp)
+    left_out = SMOOTH if precision == "fp64" else CHOOSES
+    names = tuple(name for name in MODELS if name != left_out)
+    assert_equal_one_process(("tensor", "tensor_sequence"), names, precision, tp, tp=tp)
 
 
 def test_slices_beside_stages_and_replicas_on_eight_ranks_equal_one_process() -> None:
