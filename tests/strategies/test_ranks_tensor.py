@@ -7,10 +7,12 @@ valid targets, tied and untied heads, and parts that the ranks cannot share out 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from support.own_sizes import ALL_LISTED, WAYS, OwnSizes
 from support.parity import Record, largest_difference, train
 from support.ranks import run_ranks
 from support.sliced_nets import Block, GatedMLP, Heads
@@ -85,7 +87,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet, smooth": smooth_resnet,
     "convnext": convnext,
 }
-TEXT = ("gpt", "gpt, tied", "own")
+OF_OWN_SIZES: dict[str, Callable[[], nn.Module]] = {
+    **{way: partial(OwnSizes, way) for way in WAYS if way not in ALL_LISTED},
+    "fewer heads than ranks": lambda: OwnSizes("sizes", heads=2),
+}
+ALL_MODELS = {**MODELS, **OF_OWN_SIZES}
+TEXT = ("gpt", "gpt, tied", "own", *OF_OWN_SIZES)
 SEQUENCES = (*TEXT, "vit")
 CHOOSES = "resnet"
 SMOOTH = "resnet, smooth"
@@ -112,7 +119,7 @@ def trained(
     """Two steps of each model under each strategy: of eight rows, and of the six that are left."""
     keys = {"train.micro_batch_size": 2, "optim.clip_norm": 0.5, **keys}
     return {
-        (strategy, name): train(context, MODELS[name], samples(name), strategy, keys, 2)
+        (strategy, name): train(context, ALL_MODELS[name], samples(name), strategy, keys, 2)
         for strategy in strategies
         for name in names
         if name in SEQUENCES or strategy != "tensor_sequence"
@@ -149,6 +156,11 @@ def test_models_in_slices_equal_one_process(precision: str, tp: int) -> None:
     left_out = SMOOTH if precision == "fp64" else CHOOSES
     names = tuple(name for name in MODELS if name != left_out)
     assert_equal_one_process(("tensor", "tensor_sequence"), names, precision, tp, tp=tp)
+
+
+def test_models_that_look_at_their_own_sizes_equal_one_process() -> None:
+    """Where a list of all parameters shows what a rank holds, it holds all."""
+    assert_equal_one_process(("tensor",), tuple(OF_OWN_SIZES), "fp64", 4, tp=4)
 
 
 def test_slices_beside_stages_and_replicas_on_eight_ranks_equal_one_process() -> None:
