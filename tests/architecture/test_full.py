@@ -38,8 +38,10 @@ FULL = {
     "ranks/test_ranks_launchers.py::test_one_failure_ends_all": 12,
     "ranks/test_ranks_launchers.py::test_the_ranks_find_each_other": 5,
     "recorder/test_ranks_flight_recorder.py::test_a_rank_that_is_stopped": 1,
-    "slice_planning/test_planned_exchanges.py::test_exchanges_of_a_plan_are_those_of_its_slices": 14,
+    "slice_planning/test_planned_exchanges.py::test_exchanges_of_a_plan_are_those_of_its"
+    "_slices": 14,
     "slice_planning/test_sound_classes.py::test_classes_of_torchvision": 4,
+    "slicing/test_ranks_attention.py::test_heads_in_slices_have_the_gradients_of_one_process": 1,
     "slicing/test_ranks_calls.py::test_calls_on_slices_of_more_ranks": 4,
     "slicing/test_ranks_fakes.py::test_more_fakes_exchange_what_ranks_exchange": 2,
     "slicing/test_ranks_fuzz.py::test_many_random_slices": 12,
