@@ -395,6 +395,10 @@ class _Table(dict[str, Any]):
         super().__init__(tensors)
         self._recorder = recorder
 
+    def __reduce__(self) -> Any:
+        """Copies of a module have tables of their own."""
+        return dict, (dict(super().items()),)
+
     def items(self) -> Any:
         """As of a dict."""
         return {name: self._recorder.in_list(tensor) for name, tensor in super().items()}.items()

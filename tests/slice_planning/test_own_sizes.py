@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from support.own_sizes import ALL_LISTED, WAYS, WORDS, OwnSizes
 from support.sliced_nets import work_on
 from support.zygote import forked_cli
+from torch import Tensor, nn
 
 from bigtrain.errors import ConfigError
+from bigtrain.slice_planning.axis_trace import trace_axes
 from bigtrain.slice_planning.choose import plan_slices
 from bigtrain.strategies.tensor import TensorSlices
 
@@ -59,6 +63,26 @@ def test_more_ranks_than_heads_slice_what_has_enough_parts() -> None:
     message = r"mesh.tp=4: qkv.weight has 2 units of 16 along dim 0.*Use mesh.tp=2 or less"
     with pytest.raises(ConfigError, match=message):
         TensorSlices(slices=lines).lay_slices(work("sizes", heads=2), SimpleNamespace(tp=4))
+
+
+class Copies(OwnSizes):
+    """It computes with a copy of one of its modules."""
+
+    def __init__(self) -> None:
+        super().__init__("sizes")
+        self.activation = nn.GELU()
+
+    def middle(self, hidden: Tensor) -> Tensor:
+        activation = copy.deepcopy(self.activation)
+        assert type(activation._parameters) is dict
+        out: Tensor = activation(super().middle(hidden))
+        return out
+
+
+def test_copies_of_modules_have_tables_of_their_own() -> None:
+    trace = trace_axes(Copies(), torch.zeros(2, 6, dtype=torch.long), -1)
+    assert not trace.failed
+    assert not trace.listed
 
 
 def test_keeping_everything_is_refused_with_the_key() -> None:
