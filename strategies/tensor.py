@@ -31,7 +31,7 @@ from bigtrain.costs.forecast import Profile
 from bigtrain.costs.traffic import Traffic
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Role
-from bigtrain.slice_planning.choose import most_ranks, plan_slices
+from bigtrain.slice_planning.choose import most_ranks, plan_slices, refuse_listed
 from bigtrain.slice_planning.patterns import read_lines
 from bigtrain.slicing.state import ModelSlices
 
@@ -103,6 +103,7 @@ class TensorSlices(SliceStrategy):
         sequence_dim = 1 if self.sequence else None
         if self.slices is not None:
             by_name, gathered = read_lines(self.slices, workload.model, plan.tp)
+            refuse_listed(workload, by_name)
             return ModelSlices(by_name, gathered, plan.tp, sequence_dim, self.slices)
         found = plan_slices(workload, plan.tp, keep=self.keep)
         lines, own = found.lines(), (found.slices, found.gathered)

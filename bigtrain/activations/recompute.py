@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 
 from bigtrain.errors import ConfigError
 from bigtrain.losses.chunked_cross_entropy import current_targets, restored_targets
-from bigtrain.slicing.exchange import KeptSums
+from bigtrain.slicing.kept_sums import KeptSums
 from bigtrain.tensors.op_cost import mutated_tensors
 from bigtrain.versions.torch_versions import CHECKPOINT_OPTIONS
 

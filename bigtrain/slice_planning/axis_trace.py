@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -59,6 +60,9 @@ class AxisTrace:
     tensors: list[HeldTensor] = field(default_factory=list)
     guessed: str = ""
     """Where values decide what the model does, and others were made up for them."""
+    listed: dict[str, str] = field(default_factory=dict)
+    """Parameters and buffers that are taken out of a list of all, as `parameters()` gives it, with
+    their values or sizes: by name, in which module. There a rank finds what it holds."""
 
 
 def trace_axes(model: nn.Module, inputs: Any, class_dim: int | None) -> AxisTrace:
@@ -92,12 +96,16 @@ def _run(
         given = map_tensors(inputs, lambda tensor: fake_tensor(tensor, cpu))
     recorder = _Recorder(twin, given, guess=guess)
     modules = list(twin.named_modules())
+    for _, module in modules:
+        for table in ("_parameters", "_buffers"):
+            module.__dict__[table] = _Table(module.__dict__[table], recorder)
     intercept_calls(modules)
     failed, output, by_values = "", None, False
     try:
         with (
             mode,
             recorder.operations,
+            _Sizes(recorder),
             torch.autograd.graph.saved_tensors_hooks(recorder.keep, lambda tensor: tensor),
             handling_calls(recorder),
             pretend_compiling(),
@@ -119,6 +127,11 @@ def _run(
         list(recorder.saved.values()),
         failed,
         recorder.tensors,
+        listed={
+            n: recorder.listed[h.name]
+            for n, h in recorder.state.items()
+            if h.name in recorder.listed
+        },
     )
     return trace, by_values
 
@@ -164,6 +177,10 @@ class _Recorder:
         self.tensors: list[HeldTensor] = []
         self.operations = _Operations(self)
         self.failed = ""
+        self.listed: dict[str, str] = {}
+        self._twins: dict[int, Tensor] = {}
+        """Of parameters and buffers: what stands for them in a list of all."""
+        self._listed: dict[int, HeldTensor] = {}
         self._held: dict[int, HeldTensor] = {}
         self._whole: dict[int, HeldTensor] = {}
         """By storage: the tensor that it was made for."""
@@ -180,7 +197,8 @@ class _Recorder:
         for name, tensor in named:
             trained = isinstance(tensor, nn.Parameter)
             if id(tensor) not in self._held and (trained or tensor.is_floating_point()):
-                self._add(tensor, tuple(map(new_dim, tensor.shape)), name=name, trained=trained)
+                dims = tuple(map(new_dim, tensor.shape))
+                self._list(tensor, self._add(tensor, dims, name=name, trained=trained))
             if id(tensor) in self._held:
                 self.state[name] = self._held[id(tensor)]
 
@@ -205,9 +223,26 @@ class _Recorder:
             self.saved[storage._cdata] = (held, storage.nbytes())
         return tensor
 
+    def in_list(self, tensor: Any) -> Any:
+        """What stands for a parameter or buffer where all of a module's are gone through."""
+        return self._twins.get(id(tensor), tensor)
+
+    def _list(self, tensor: Tensor, held: HeldTensor) -> None:
+        twin = tensor.detach()
+        if isinstance(tensor, nn.Parameter):
+            twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+        self._twins[id(tensor)], self._listed[id(twin)] = twin, held
+
+    def note_listed(self, tensor: Any) -> HeldTensor | None:
+        """Note that values or sizes of a tensor are looked at, where it comes from a list."""
+        held = self._listed.get(id(tensor))
+        if held is not None:
+            self.listed.setdefault(held.name, self._stack[-1] if self._stack else "")
+        return held
+
     def lookup(self, tensor: Tensor) -> HeldTensor | None:
         """What is known of a tensor; None of one that is whole anyway."""
-        held = self._held.get(id(tensor))
+        held = self._held.get(id(tensor)) or self.note_listed(tensor)
         if held is None and tensor.untyped_storage()._cdata in self._unclear:
             why = "it is written piece by piece into a tensor"
             dims = tuple(new_dim(length, why) for length in tensor.shape)
@@ -351,6 +386,43 @@ def _heads(output: Any) -> list[Tensor]:
     ]
     heads = [tensor for tensor in found if isinstance(tensor, Tensor)]
     return heads or [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+class _Table(dict[str, Any]):
+    """A module's parameters or buffers: those that come out together are told from single ones."""
+
+    def __init__(self, tensors: Mapping[str, Any], recorder: _Recorder) -> None:
+        super().__init__(tensors)
+        self._recorder = recorder
+
+    def __reduce__(self) -> Any:
+        """Copies of a module have tables of their own."""
+        return dict, (dict(super().items()),)
+
+    def items(self) -> Any:
+        """As of a dict."""
+        return {name: self._recorder.in_list(tensor) for name, tensor in super().items()}.items()
+
+    def values(self) -> Any:
+        """As of a dict."""
+        return dict(self.items()).values()
+
+
+class _Sizes(TorchFunctionMode):
+    """Sees where the size of a tensor is asked for, which is no operation."""
+
+    _ASK = frozenset(
+        (Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__)  # type: ignore[attr-defined]
+    )
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._ASK:
+            self._recorder.note_listed(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]

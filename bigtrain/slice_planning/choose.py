@@ -88,6 +88,36 @@ def plan_slices(
     return _Choice(trace, ranks, kept).plan(prices, limit)
 
 
+def refuse_listed(workload: SlicedWork, slices: Collection[str]) -> None:
+    """Refuse slices of what a model takes out of a list of all: there a rank finds what it holds.
+
+    Args:
+        workload: the model and a micro-batch.
+        slices: names of what is sliced.
+
+    Raises:
+        ConfigError: with the module that does it.
+    """
+    trace = trace_axes(workload.model, workload.micro_batch.inputs, None)
+    for name in slices:
+        if name in trace.listed:
+            why = listed_reason(trace.listed[name])
+            raise ConfigError(
+                f"strategy.slice.slices: {name} is sliced, and {why}: "
+                "there a rank finds its slices. Take it by its name there (self.layer.weight), or "
+                f"keep it whole: a line {name}: whole."
+            )
+
+
+def listed_reason(where: str) -> str:
+    """Why what is taken out of a list of parameters stays whole.
+
+    Args:
+        where: the module whose code does it.
+    """
+    return f"{where or 'the model'!r} takes it from a list of all, as parameters() gives it"
+
+
 def fullest_share(slices: Slices, ranks: int) -> float:
     """The share of a tensor that the rank with most of it has."""
     return slices.length(0, ranks) / slices.total
@@ -105,8 +135,9 @@ def most_ranks(workload: SlicedWork) -> int:
 class _Choice:
     """Chooses among what a trace allows."""
 
-    def __init__(self, trace: AxisTrace, ranks: int, keep: Collection[str]) -> None:
+    def __init__(self, trace: AxisTrace, ranks: int, keep: frozenset[str]) -> None:
         self._trace, self._ranks, self._keep = trace, ranks, keep
+        self._whole = {*keep, *trace.listed}
         self._groups = AxisClasses(trace)
         self._nbytes = {h.name: h.nbytes for n, h in trace.state.items() if n in trace.trained}
         self._taken: dict[str, Slices] = {}
@@ -166,7 +197,7 @@ class _Choice:
 
     def _is_free(self, own: Sliced) -> bool:
         """Whether nothing of it is to stay whole."""
-        return not any(name in self._keep for name in own.slices)
+        return not any(name in self._whole for name in own.slices)
 
     def _alike(self, own: Mapping[str, Slices]) -> dict[str, str]:
         """Of parameters that were not used those that lie as one that differs in numbers: experts.
@@ -296,6 +327,8 @@ class _Choice:
         held = self._trace.state[name]
         if name in self._keep:
             return "as strategy.slice.keep says"
+        if name in self._trace.listed:
+            return listed_reason(self._trace.listed[name])
         if held not in self._used:
             return self._trace.failed or "this forward pass does not use it"
         reasons = []
@@ -330,16 +363,21 @@ class _Choice:
     def _refusal(self) -> str:
         """That nothing can be sliced, and what the largest weights would take."""
         largest = sorted(self._nbytes, key=lambda name: -self._nbytes[name])[:3]
-        lines = []
+        lines, could_be = [], 1
         for name in largest:
             units = [own.units for own in self._groups.classes.values() if name in own.slices]
             units += [form.units for form in self._all_singles.get(name, ())]
-            most = max(units, default=1)
+            most = 1 if name in self._whole else max(units, default=1)
             could = (
                 f"over {most} ranks at most" if most > 1 else f"not at all: {self._why_whole(name)}"
             )
             lines.append(f"{name!r} {tuple(self._shape(name))} can be sliced {could}")
-        fix = "Use mesh.tp=1." if not lines else "Use a smaller mesh.tp, or mesh.tp=1."
+            could_be = max(could_be, most)
+        fix = "Use a smaller mesh.tp, or mesh.tp=1." if could_be > 1 else "Use mesh.tp=1."
+        if not self._keep.isdisjoint(largest):
+            fix = "Leave modules out of strategy.slice.keep, or use mesh.tp=1."
+        elif not self._trace.listed.keys().isdisjoint(largest):
+            fix = "Take each by its name there (self.layer.weight), or use mesh.tp=1."
         why = f" ({self._trace.failed})" if self._trace.failed else ""
         return (
             f"mesh.tp={self._ranks}: nothing of the model can be sliced{why}: "

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bigtrain.slicing.kept_sums import KEPT_SUMS
 from bigtrain.slicing.slices import Slices
 from bigtrain.tensors.op_cost import REPEAT_COUNT
 from bigtrain.versions.torch_versions import all_gather_single, reduce_scatter_single
@@ -110,45 +110,6 @@ class SliceGroup:
     def note_gather(self, name: str) -> None:
         """Note a function that has no rule."""
         self.gathers[name] = self.gathers.get(name, 0) + 1
-
-
-class KeptSums:
-    """The sums of products that are kept and not computed again: of them their parts are let go.
-
-    Args:
-        is_kept: whether the storage with a number (`_cdata`) is that of a product that is kept.
-        keep: told the number of a sum's, which is kept in its place.
-    """
-
-    def __init__(self, is_kept: Callable[[int], bool], keep: Callable[[int], None]) -> None:
-        self._is_kept, self._keep = is_kept, keep
-        self._sums: dict[int, Tensor] = {}
-        """By the storage of their parts, which is empty from then on."""
-
-    @contextmanager
-    def known(self) -> Iterator[None]:
-        """Inside of a `with` block, the first time and again, sums are looked up here."""
-        token = _kept_sums.set(self)
-        try:
-            yield
-        finally:
-            _kept_sums.reset(token)
-
-    def sum_of(self, partial: Tensor, add_up: Callable[[], Tensor]) -> Tensor:
-        """What `add_up` makes of this rank's part, or made of it the first time."""
-        storage = partial.untyped_storage()
-        known = self._sums.pop(storage._cdata, None)
-        if known is not None:
-            return known
-        result = add_up()
-        if self._is_kept(storage._cdata):
-            self._sums[storage._cdata] = result.detach()
-            self._keep(result.untyped_storage()._cdata)
-            storage.resize_(0)
-        return result
-
-
-_kept_sums: ContextVar[KeptSums | None] = ContextVar("kept_sums", default=None)
 
 
 class Uses:
@@ -383,7 +344,7 @@ class _ToAll(torch.autograd.Function):
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: SliceGroup) -> Tensor:
-        kept = _kept_sums.get()
+        kept = KEPT_SUMS.get()
         if kept is not None:
             return kept.sum_of(partial, lambda: all_reduce(partial.clone(), group))
         if partial._is_view() or not partial.is_contiguous():
@@ -442,7 +403,7 @@ class _SummedInParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, slices: Slices, group: SliceGroup) -> Tensor:
         ctx.slices, ctx.group = slices, group
-        kept = _kept_sums.get()
+        kept = KEPT_SUMS.get()
         if kept is None:
             return reduce_scatter(partial, slices, group).detach()  # no view: as in _Gathered
         return kept.sum_of(partial, lambda: reduce_scatter(partial, slices, group)).detach()

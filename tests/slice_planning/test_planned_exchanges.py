@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
+from support.fuzzed_nets import SMALL
 from support.sliced_nets import Block, GatedMLP, Heads, work_on
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -41,6 +42,8 @@ def small_vit():
     return models.VisionTransformer(32, 8, 2, 4, 48, 96, num_classes=10)
 
 
+LISTED = ("resnet18", "resnet50", "densenet121", "convnext_tiny", "efficientnet_b0", "swin_t",
+          "regnet_y_400mf")  # fmt: skip
 NETS = {
     "gpt": lambda: GPT(GPTConfig(vocab_size=501, num_layers=2, width=64)),
     "gpt untied": lambda: GPT(
@@ -56,16 +59,18 @@ NETS = {
     ),
     "one key": lambda: nn.Sequential(Block(64, Heads("separate", 64, 8, 1)), nn.Linear(64, 10)),
     "vit": small_vit,
+    **SMALL,
     **{
         name: (lambda name=name: models.get_model(name, weights=None, num_classes=10))
-        for name in ("resnet18", "resnet50", "mobilenet_v3_small", "densenet121", "convnext_tiny",
-                     "shufflenet_v2_x0_5", "efficientnet_b0", "swin_t", "regnet_y_400mf")
+        for name in ("shufflenet_v2_x0_5", "mobilenet_v3_small", *LISTED)
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.full) if n in LISTED else n for n in NETS]
+)
 def test_exchanges_of_a_plan_are_those_of_its_slices(name, ranks):
     model = NETS[name]()
     shape, tokens = ((2, 16), 501) if name.startswith("gpt") else ((2, 5, 64), 0)

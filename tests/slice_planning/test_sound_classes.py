@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.fuzzed_nets import SMALL
 from support.shuffled_units import difference, randomize
 from support.sliced_nets import Block, GatedMLP, Heads
 from torch import nn
@@ -31,21 +32,39 @@ def classes_of(model, inputs):
     return [own[n * len(own) // MOST] for n in range(MOST)] if len(own) > MOST else own
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["resnet18", "densenet121", "mobilenet_v3_small", "shufflenet_v2_x0_5", "googlenet", "swin_t"],
-)
-def test_classes_of_torchvision(name):
-    torch.manual_seed(0)
-    options = {"init_weights": False, "aux_logits": False} if name == "googlenet" else {}
-    model = models.get_model(name, weights=None, num_classes=10, **options).train()
-    found = classes_of(model, torch.zeros(1, 3, 64, 64))
-    assert len(found) == MOST
+def assert_shuffled_alike(model, count=MOST):
+    found = classes_of(model, torch.zeros(2, 3, 64, 64))
+    assert len(found) == count
     randomize(model)
     model.double().eval()
     images = torch.randn(1, 3, 64, 64, dtype=torch.float64)
     for own in found:
         assert difference(model, lambda: model(images), own.slices) < 1e-9, own.name
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_classes_of_few_layers(name):
+    torch.manual_seed(0)
+    # Attention and MLP of each layer, or the MLP, and the head.
+    assert_shuffled_alike(SMALL[name]().train(), {"swin": 7, "convnext": 3}.get(name, MOST))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mobilenet_v3_small",
+        "shufflenet_v2_x0_5",
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("resnet18", "densenet121", "googlenet", "swin_t")
+        ),
+    ],
+)
+def test_classes_of_torchvision(name):
+    torch.manual_seed(0)
+    options = {"init_weights": False, "aux_logits": False} if name == "googlenet" else {}
+    model = models.get_model(name, weights=None, num_classes=10, **options)
+    assert_shuffled_alike(model.train())
 
 
 @pytest.mark.parametrize("layout", ["chunk", "3HD", "H3D", "H3D chunk", "split", "groups"])

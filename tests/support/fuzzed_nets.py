@@ -208,6 +208,14 @@ def _listed(name: str, **options: Any) -> nn.Module:
     return found
 
 
+SMALL: dict[str, Callable[[], nn.Module]] = {
+    "swin": lambda: _swin(second=False),
+    "convnext": _convnext,
+    "bottlenecks": lambda: _resnet(width_per_group=16),
+    "densenet": _densenet,
+    "regnet": _regnet,
+}
+"""Torchvision's nets with few layers of few channels, for images of 32 x 32."""
 NETS: dict[str, Callable[[], Made]] = {
     "gpt": lambda: of_words(tie_embeddings=False),
     "gpt, tied": lambda: of_words(bias=False),

@@ -1,0 +1,169 @@
+"""Models in slices, beside replicas and stages, compute what one process computes.
+
+Losses, norms, every gradient and every weight, with accumulation, a ragged batch, rows without
+valid targets, tied and untied heads, and parts that the ranks cannot share out evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.own_sizes import ALL_LISTED, WAYS, OwnSizes
+from support.parity import Record, largest_difference, train
+from support.ranks import run_ranks
+from support.sliced_nets import Block, GatedMLP, Heads
+from torch import Tensor, nn
+from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+from torchvision.models.resnet import Bottleneck, ResNet
+from torchvision.models.vision_transformer import VisionTransformer
+
+from bigtrain.data.source import Samples, TensorSamples
+from bigtrain.models.gpt import GPT, GPTConfig
+from bigtrain.ranks.context import RunContext
+
+WORDS, CLASSES, SIZES = 29, 5, {"num_layers": 2, "width": 24, "num_heads": 6, "vocab_size": 29}
+
+
+class Own(nn.Module):
+    """A user's module: keys that queries share, a gate from one weight, and names of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 32)
+        self.mix = Block(32, Heads("split", 32, 8, 4, plain=True))
+        self.feed = Block(32, GatedMLP(32, 40, fused=True))
+        self.scores = nn.Parameter(torch.empty(WORDS, 32).uniform_(-0.2, 0.2))
+
+    def reset_parameters(self) -> None:
+        """As in the constructor."""
+        nn.init.uniform_(self.scores, -0.2, 0.2)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """(rows, places) to (rows, places, WORDS)."""
+        return self.feed(self.mix(self.words(words))) @ self.scores.t()
+
+
+def gpt(*, tied: bool) -> nn.Module:
+    return GPT(GPTConfig(**SIZES, sequence_length=6, tie_embeddings=tied))
+
+
+def vit() -> nn.Module:
+    """The layers of a ViT-B/16, two of them, with heads that four ranks have unequally."""
+    return VisionTransformer(16, 4, 2, num_heads=6, hidden_dim=24, mlp_dim=48, num_classes=CLASSES)
+
+
+def resnet() -> nn.Module:
+    """The bottlenecks of a ResNet-50: one with a projection, one without, one with a stride."""
+    model = ResNet(Bottleneck, [2, 1, 1, 1], num_classes=CLASSES, width_per_group=16)
+    model.layer3 = model.layer4 = nn.Identity()
+    model.fc = nn.Linear(512, CLASSES)
+    return model
+
+
+def smooth_resnet() -> nn.Module:
+    """Without choices by a comparison: of numbers that are nearly equal rounding would choose."""
+    model = resnet()
+    for module in model.modules():
+        if isinstance(getattr(module, "relu", None), nn.ReLU):
+            module.relu = nn.SiLU()
+    model.maxpool = nn.AvgPool2d(2)
+    return model
+
+
+def convnext() -> nn.Module:
+    return ConvNeXt([CNBlockConfig(16, 24, 1), CNBlockConfig(24, None, 1)], num_classes=CLASSES)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt": lambda: gpt(tied=False),
+    "gpt, tied": lambda: gpt(tied=True),
+    "own": Own,
+    "vit": vit,
+    "resnet": resnet,
+    "resnet, smooth": smooth_resnet,
+    "convnext": convnext,
+}
+OF_OWN_SIZES: dict[str, Callable[[], nn.Module]] = {
+    **{way: partial(OwnSizes, way) for way in WAYS if way not in ALL_LISTED},
+    "fewer heads than ranks": lambda: OwnSizes("sizes", heads=2),
+}
+ALL_MODELS = {**MODELS, **OF_OWN_SIZES}
+TEXT = ("gpt", "gpt, tied", "own", *OF_OWN_SIZES)
+SEQUENCES = (*TEXT, "vit")
+CHOOSES = "resnet"
+SMOOTH = "resnet, smooth"
+
+
+def samples(name: str) -> Samples:
+    """14 of them, of which some have few valid targets or none."""
+    numbers = torch.Generator().manual_seed(4)
+    if name in TEXT:
+        words = torch.randint(WORDS, (14, 7), generator=numbers)
+        inputs, targets = words[:, :-1].contiguous(), words[:, 1:].contiguous()
+        share = torch.linspace(0, 1.2, 14)[:, None]
+        targets[torch.rand(14, 6, generator=numbers) < share] = -100
+    else:
+        inputs = torch.randn(14, 3, 16, 16, generator=numbers)
+        targets = torch.randint(CLASSES, (14,), generator=numbers)
+        targets[::5] = -100
+    return TensorSamples(inputs, targets)
+
+
+def trained(
+    context: RunContext, strategies: tuple[str, ...], names: tuple[str, ...], keys: dict[str, Any]
+) -> dict[tuple[str, str], Record]:
+    """Two steps of each model under each strategy: of eight rows, and of the six that are left."""
+    keys = {"train.micro_batch_size": 2, "optim.clip_norm": 0.5, **keys}
+    return {
+        (strategy, name): train(context, ALL_MODELS[name], samples(name), strategy, keys, 2)
+        for strategy in strategies
+        for name in names
+        if name in SEQUENCES or strategy != "tensor_sequence"
+    }
+
+
+def assert_equal_one_process(
+    strategies: tuple[str, ...], names: tuple[str, ...], precision: str, ranks: int, **mesh: int
+) -> None:
+    keys: dict[str, Any] = {"train.precision": precision}
+    (one,) = run_ranks(trained, 1, ("single",), names, keys, timeout_s=200)
+    keys |= {f"mesh.{axis}": size for axis, size in mesh.items()}
+    found = run_ranks(trained, ranks, strategies, names, keys, timeout_s=400, **mesh)
+    far = {
+        (case, rank): distance
+        for rank, records in enumerate(found)
+        for case, record in records.items()
+        if not (distance := largest_difference(one["single", case[1]], record))
+        < {"fp64": 1e-10, "fp32": 1e-5}[precision]
+    }
+    assert not far
+
+
+@pytest.mark.parametrize(
+    ("precision", "tp"),
+    [
+        ("fp64", 4),
+        ("fp32", 2),
+        pytest.param("fp64", 2, marks=pytest.mark.full),
+        pytest.param("fp32", 4, marks=pytest.mark.full),
+    ],
+)
+def test_models_in_slices_equal_one_process(precision: str, tp: int) -> None:
+    left_out = SMOOTH if precision == "fp64" else CHOOSES
+    names = tuple(name for name in MODELS if name != left_out)
+    assert_equal_one_process(("tensor", "tensor_sequence"), names, precision, tp, tp=tp)
+
+
+def test_models_that_look_at_their_own_sizes_equal_one_process() -> None:
+    """Where a list of all parameters shows what a rank holds, it holds all."""
+    assert_equal_one_process(("tensor",), tuple(OF_OWN_SIZES), "fp64", 4, tp=4)
+
+
+def test_slices_beside_stages_and_replicas_on_eight_ranks_equal_one_process() -> None:
+    """Three axes: replicas whose optimizer, or all of whose state, is in shards."""
+    strategies = ("1f1b+zero1_torch+tensor", "1f1b+fsdp+tensor")
+    assert_equal_one_process(strategies, ("gpt, tied", "own"), "fp64", 8, pp=2, tp=2)
