@@ -122,11 +122,17 @@ class BlockTickRecorder:
     def outside_blocks(self, start: int, stop: int) -> BlockTicks:
         """What is in no block, from the first moment of a pass to the last.
 
-        Its backward pass begins when the gradient of the model's output is there: what the loss
-        does by itself comes before.
+        Its forward pass ends with the model's, before the loss. Its backward pass begins when the
+        gradient of the model's output is there: what the loss does by itself comes before.
         """
-        begins = min(self.ticks(_ALL, start, stop).get("backward begins", [start]))
-        return _block_ticks(self._rest, (start, stop), (begins, stop))
+        moments = self.ticks(_ALL, start, stop)
+        begins = min(moments.get("backward begins", [start]))
+        ends = max(moments.get("forward ends", [stop]))
+        return _block_ticks(self._rest, (start, ends), (begins, stop))
+
+    def loss_ticks(self, start: int, turn: int) -> int:
+        """How many ticks of a forward pass come after the model's own."""
+        return turn - max(self.ticks(_ALL, start, turn).get("forward ends", [turn]))
 
 
 def _together(every: Mapping[str, Mapping[Moment, list[int]]]) -> set[int]:

@@ -76,7 +76,7 @@ def compose_profile(
         passes={"first": timelines[0], "later": timelines[1]},
         step=_step(base, trained),
         blocks=tuple(zip(*visits, strict=True)),
-        outside_blocks=_rest(sections, tensors, ends[0]),
+        outside_blocks=_rest(sections, tensors, timelines[0], ends[0]),
         boundary=_wires(sections, after),
         windows=windows,
         recomputed=frozenset(recomputed),
@@ -121,14 +121,17 @@ def _distinct(sections: Sequence[Section]) -> list[SectionTensor]:
     return [*outside.values(), *(t for s in sections if s.name for t in s.tensors)]
 
 
-def _rest(sections: Sequence[Section], tensors: Sequence[SectionTensor], stop: int) -> BlockTicks:
+def _rest(
+    sections: Sequence[Section], tensors: Sequence[SectionTensor], first: Timeline, stop: int
+) -> BlockTicks:
     outside = {t.name for s in sections if not s.name for t in s.tensors}
     own_parameters = [t for t in tensors if t.name in outside and not t.is_buffer]
     own_parameters = list({t.name: t for t in own_parameters}.values())
+    turn = first.phases[1][0] - 1
     return BlockTicks(
         tuple(t.shape for t in own_parameters),
         tuple(t.trained for t in own_parameters),
-        (0, stop),
+        (0, turn - sections[-1].loss_ticks),
         (0, stop),
     )
 

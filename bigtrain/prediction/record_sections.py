@@ -183,6 +183,9 @@ class SectionSplitter:
             there, back = (self._exchanges(*window) for window in windows[1][place])
             given = (name, passes, forward, backward, tensors[place], *incoming)
             sections.append(Section(*given, exchanges=(there, back)))
+        if self.order:
+            beyond = run.ticks.loss_ticks(run.marks[0], self._turn(0))
+            sections[-1] = replace(sections[-1], loss_ticks=beyond)
         begin, stop = run.marks[2], run.marks[3]
         slots = optimizer_state_figures(run.model, run.runner.optimizer, run.widths)["state_slots"]
         return RecordedSections(

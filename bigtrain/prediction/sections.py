@@ -193,10 +193,8 @@ class Section:
     incoming_gradients: int = 0
     """Of those that a gradient goes back to."""
     slowdown: tuple[float, float] = (1.0, 1.0)  # seconds timed for each that rates say, both ways
-    exchanges: tuple[tuple[TensorExchange, ...], tuple[TensorExchange, ...]] = (
-        (),
-        (),
-    )  # tp axis, both ways
+    exchanges: tuple[tuple[TensorExchange, ...], ...] = (), ()  # over the tp axis, both ways
+    loss_ticks: int = 0  # of its forward pass, that come after the model's own
 
 
 def mark_gradients(first: SectionPass, later: SectionPass) -> PassPair:
@@ -432,14 +430,8 @@ def concatenate_sections(
             if died > born:  # otherwise its window is empty
                 spans.append(Span(nbytes, kind, born, died))
         if section_pass.ticks is not None:
-            visits.append(
-                _moved(
-                    section_pass.ticks,
-                    forward_offset,
-                    backward_offset - section_pass.lengths[0],
-                    turn,
-                )
-            )
+            behind = backward_offset - section_pass.lengths[0]
+            visits.append(_moved(section_pass.ticks, forward_offset, behind, turn))
         forward_offset += section_pass.lengths[0]
         again += sum(section_pass.lengths[2:])
     starts = (turn + 1, turn + later[0] + 1)[: len(later)]
@@ -449,6 +441,5 @@ def concatenate_sections(
 
 def _moved(visit: BlockTicks, ahead: int, behind: int, turn: int) -> BlockTicks:
     forward = visit.forward[0] + ahead, visit.forward[1] + ahead
-    # The last of a stage begins with its backward pass, not before.
-    backward = max(visit.backward[0] + behind, turn + 1), visit.backward[1] + behind
-    return BlockTicks(visit.shapes, visit.trained, forward, backward)
+    begins = max(visit.backward[0] + behind, turn + 1)  # of the last of a stage: not before that
+    return replace(visit, forward=forward, backward=(begins, visit.backward[1] + behind))

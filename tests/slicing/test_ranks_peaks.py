@@ -127,8 +127,6 @@ BESIDE_MORE = {
     ),
 }
 SLACK = 0.001
-# What the last unit is gathered in is forecast to be there with the loss; it mostly goes before.
-OVER = {"fsdp_zero2": 0.03}
 # A thread of gloo lets go of a few numbers when it gets the processor: a part of a step so small.
 OF_FEW = {"1f1b+fsdp": 0.01}
 
@@ -173,4 +171,4 @@ def test_every_rank_beside_other_techniques(tmp_path, case):
     for found in rows:
         for key, row in found.items():
             assert row[2] is None, key
-            assert -slack(key, OF_FEW) < share(row) < slack(key, {**OF_FEW, **OVER}), (key, row)
+            assert -slack(key, OF_FEW) < share(row) < slack(key, OF_FEW), (key, row)

@@ -1,7 +1,8 @@
 """What one rank holds under fully_shard: shards, and the units that are whole at each moment.
 
 How fully_shard goes about it (read off the storages of real runs): a unit's parameters arrive in
-one flat buffer and are copied out of it; the buffer stays until the next unit is gathered. In the
+one flat buffer and are copied out of it; the buffer stays until the next unit is gathered, the
+last one's until the model's forward pass ends. In the
 backward pass the next unit is gathered while one is at work. A unit's gradients are copied into
 one buffer, which is reduced to this rank's shard and stays until the next unit's takes its place.
 Between two units the first one's parameters go, then the buffer of the unit before it, and only
@@ -187,6 +188,7 @@ class _Pass:
         backward_start = next(
             (tick for tick, phase in unsharded.phases if phase == "backward"), end
         )
+        forward_end = min(rest.forward[1], backward_start)
         closed = replace(self, units=_closed_after_rest(self.units, end))
         spans = closed._plain(unsharded, end)
         if resumed:
@@ -194,7 +196,7 @@ class _Pass:
         else:
             whole = self.sizes.whole(rest)
             spans.append(_span(whole, "parameters", begin, 0, end - 1, _AFTER_RESHARD))
-            spans += self._gathered_forward([rest, *self.units], begin, backward_start)
+            spans += self._gathered_forward([rest, *self.units], begin, forward_end)
         if self.stage == 2 and not resumed:
             spans += [
                 _span(
@@ -206,7 +208,7 @@ class _Pass:
         if self.stage == 3:
             spans += self._in_forward()
             if resumed:
-                spans += self._gathered_forward(self.units, begin, backward_start)
+                spans += self._gathered_forward(self.units, begin, forward_end)
         if self.stage == 3 or resumed:
             spans += closed._in_backward(max(backward_start, rest.backward[0]))
         spans += closed._reduced(rest, end, fresh=fresh)
@@ -244,12 +246,12 @@ class _Pass:
                 spans.append(Span(nbytes, kind, birth * _FINE, death * _FINE))
         return spans
 
-    def _gathered_forward(self, units: Sequence[BlockTicks], begin: int, back: int) -> list[Span]:
+    def _gathered_forward(self, units: Sequence[BlockTicks], begin: int, end: int) -> list[Span]:
         """The flat buffers that units arrive in, each until the next one's is there."""
         if not units:  # a stage of less than a block
             return []
         starts = [begin if n == 0 else unit.forward[0] for n, unit in enumerate(units)]
-        ends = [*((tick, _NEXT_HAS) for tick in starts[1:]), (back, 0)]
+        ends = [*((tick, _NEXT_HAS) for tick in starts[1:]), (end, _AFTER_LAST)]
         spans = [
             _span(self.sizes.padded(unit), "temporary", at, _NEXT_GATHERS, *until)
             for unit, at, until in zip(units, starts, ends, strict=True)
