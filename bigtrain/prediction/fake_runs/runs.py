@@ -5,6 +5,7 @@ They are made when they are first asked for, and kept.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -236,7 +237,8 @@ class FakeRuns:
         if key not in self._laid:
             model, stands_for = self.shortened(cut=False)
             if self._given_slices is None:
-                self._laid[key] = technique.lay_slices(self._workload(loss, model), plan)
+                work = replace(self._workload(loss, model), repeats=Counter(stands_for.values()))
+                self._laid[key] = technique.lay_slices(work, plan)
             else:
                 self._laid[key] = of_shortened(self._given_slices, stands_for)
         laid = self._laid[key]
