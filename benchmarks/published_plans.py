@@ -177,8 +177,6 @@ def table_row(row: Row, *, searched: bool) -> dict[str, Any]:
             "recomputed": len(best.recomputed),
             "seconds": best.seconds.total,
             "peak_bytes": best.peak.bytes,
-            "tflops": work / best.seconds.total,
-            "search_seconds": answer.result.seconds,
         }
     return result
 
@@ -188,7 +186,8 @@ def line(row: dict[str, Any]) -> str:
     mesh = mesh_words(row["pp"], row["devices"] // row["pp"] // row["tp"], row["tp"])
     best = row.get("best")
     planned = (
-        f"; best {best['label']} {best['mesh']}: {best['tflops']:.0f}, {best['seconds']:.1f} s"
+        f"; {best['label']} {best['mesh']}: {best['seconds']:.1f} s, and the printed "
+        f"{row['predicted_seconds']:.1f} s"
         if best
         else ""
     )
