@@ -65,9 +65,10 @@ def line(row: dict[str, Any]) -> str:
     return (
         f"{row['case']}: search {row['search_seconds']:.1f} s, all {row['all_seconds']:.1f} s, "
         f"{row['memory_bytes'] / 2**30:.2f} GiB; {row['candidates']} plans, {row['judged']} "
-        f"forecast; best {best['label']} pp {best['pp']} x dp {best['dp']}, micro-batch "
-        f"{best['rows']} x {best['micro_batches']}: {best['peak_bytes'] / 2**30:.1f} GiB, "
-        f"{best['step_seconds']:.1f} s, MFU {100 * best['mfu']:.0f} %"
+        f"forecast; best {best['label']} pp {best['pp']} x dp {best['dp']} x tp {best['tp']}, "
+        f"micro-batch {best['rows']} x {best['micro_batches']}: "
+        f"{best['peak_bytes'] / 2**30:.1f} GiB, {best['step_seconds']:.1f} s, "
+        f"MFU {100 * best['mfu']:.0f} %"
     )
 
 
@@ -112,6 +113,7 @@ def measured(name: str) -> dict[str, Any]:
             "label": best.candidate.label,
             "pp": best.candidate.pp,
             "dp": best.candidate.dp,
+            "tp": best.candidate.tp,
             "rows": best.candidate.rows,
             "micro_batches": best.candidate.micro_batches,
             **plan_figures(planned, best),

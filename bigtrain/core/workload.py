@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -24,6 +25,9 @@ class Workload:
     make_optimizer: MakeOptimizer
     whole_bytes: int = 0
     """Bytes of the model where each rank builds it whole; 0 where tensors get values one by one."""
+    repeats: Mapping[str, int] = field(default_factory=dict)
+    """For how many blocks of what is trained a block of the model stands, where that is a shorter
+    one; others stand for themselves."""
 
     @property
     def micro_batch(self) -> MicroBatch:

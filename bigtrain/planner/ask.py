@@ -134,7 +134,12 @@ def ask(question: Question) -> PlannedAnswer:
         return _search(question)
 
 
-def _search(question: Question) -> PlannedAnswer:
+def open_evaluator(question: Question) -> tuple[RunSetup, SectionLibrary, PlanEvaluator]:
+    """The model of a question, and who judges plans for it.
+
+    Raises:
+        ConfigError: the model cannot be described, or is built whole and too large.
+    """
     single_job = override_job(
         question.job, [*ONE_PROCESS, "strategy=single", "train.global_batch_size=1"]
     )
@@ -156,9 +161,13 @@ def _search(question: Question) -> PlannedAnswer:
     anatomy = SectionLibrary(model, example, *given)
     timer, cut = StepTimer(question.cluster), question.devices > 1
     blocks = _block_timer(question, setup)
-    evaluator = PlanEvaluator(
-        question.job, anatomy, timer, question.margins, cut=cut, blocks=blocks
-    )
+    given_rates = (question.job, anatomy, timer, question.margins)
+    return setup, anatomy, PlanEvaluator(*given_rates, cut=cut, blocks=blocks)
+
+
+def _search(question: Question) -> PlannedAnswer:
+    setup, anatomy, evaluator = open_evaluator(question)
+    example, blocks = setup.workload.micro_batch, evaluator.blocks
     whole_model, techniques = evaluator.whole_model(2), searched_techniques(question.job)
     space = SearchSpace(
         devices=question.devices,
@@ -168,7 +177,7 @@ def _search(question: Question) -> PlannedAnswer:
         pp=question.pp,
         dp=question.dp,
         tp=question.tp,
-        most_ranks=anatomy.most_ranks(techniques["slice"]) if cut else 1,
+        most_ranks=anatomy.most_ranks(techniques["slice"]) if question.devices > 1 else 1,
         rows=question.rows,
         engines=tuple(question.margins),
         device_type=question.cluster.device.kind,

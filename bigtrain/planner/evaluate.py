@@ -109,7 +109,7 @@ class PlanEvaluator:
         cut: bool = False,
         blocks: BlockTimer | None = None,
     ) -> None:
-        self._job, self._anatomy, self._clock, self._blocks = job, anatomy, clock, blocks
+        self._job, self._anatomy, self._clock, self.blocks = job, anatomy, clock, blocks
         self._device_type, self._margins = clock.cluster.device.kind, margins
         self._cut = cut
         self._composed: dict[object, Profile] = {}
@@ -123,7 +123,7 @@ class PlanEvaluator:
         """For the same model with its first blocks alone."""
         anatomy = self._anatomy.shallower(blocks)
         given = (self._job, anatomy, self._clock, self._margins)
-        evaluator = PlanEvaluator(*given, cut=self._cut, blocks=self._blocks)
+        evaluator = PlanEvaluator(*given, cut=self._cut, blocks=self.blocks)
         evaluator._slowdowns = self._slowdowns
         return evaluator
 
@@ -141,8 +141,7 @@ class PlanEvaluator:
             low, high = (middle, high) if isinstance(outcome, EvaluatedPlan) else (low, middle)
         if low == 0:
             return None
-        whole_model = self.shallower(low).whole_model(candidate.rows)
-        return low, count_parameters(whole_model.sections)
+        return low, count_parameters(self.shallower(low).whole_model(candidate.rows).sections)
 
     def plan_of(self, candidate: Candidate) -> Plan:
         """The plan of a candidate, as a run of it would make it.
@@ -172,7 +171,7 @@ class PlanEvaluator:
     def _slowdown(self, plan: Plan) -> Slowdowns | None:
         """What was timed of the blocks as this plan has their parameters."""
         low = plan.bf16_parameters
-        if self._blocks is None:
+        if self.blocks is None:
             return None
         if low not in self._slowdowns:
             whole = without_slices(plan)
@@ -180,8 +179,8 @@ class PlanEvaluator:
             def sections_at(rows: int) -> ModelSections:
                 return self._anatomy.model_sections(whole, rows, "keep")
 
-            timed = self._blocks.seconds(bf16_parameters=low)
-            arguments = (self._blocks.crowd, self._blocks.model, sections_at, self._clock)
+            timed = self.blocks.seconds(bf16_parameters=low)
+            arguments = (self.blocks.crowd, self.blocks.model, sections_at, self._clock)
             self._slowdowns[low] = slowdowns(timed, *arguments) if timed else None
         return self._slowdowns[low]
 
@@ -235,9 +234,12 @@ class PlanEvaluator:
         Raises:
             ConfigError: it cannot be cut so.
         """
+        return self.seconds_with(candidate, plan, "keep").total * (1 - END_SLACK)
+
+    def seconds_with(self, candidate: Candidate, plan: Plan, choice: BlockPolicy) -> StepSeconds:
+        """Of a step, cut for speed, where all blocks choose this, whatever is held."""
         fit = self._fit(candidate, plan, exact=False)
-        found = self._seconds(plan, fit, fit.keeping_all(fit.edges(None)))
-        return found.total * (1 - END_SLACK)
+        return self._seconds(plan, fit, fit.alike(fit.edges(None), choice))
 
     def _least_pace(self, candidate: Candidate) -> PassSeconds:
         """A micro-batch through the whole model, everything kept, on one of its tp ranks."""

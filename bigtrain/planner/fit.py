@@ -115,9 +115,10 @@ class StageFitter:
         self._edges[limit] = [0, *partitioned.cuts, len(self._all)]
         return self._edges[limit]
 
-    def keeping_all(self, edges: Sequence[int]) -> list[SectionRange]:
-        """The stages between edges, all of whose blocks keep everything."""
-        return [SectionRange(a, b, _keeping(b - a)) for a, b in pairwise(edges)]
+    def alike(self, edges: Sequence[int], choice: BlockPolicy = "keep") -> list[SectionRange]:
+        """The stages between edges, all of whose blocks keep everything, or as much as is said."""
+        picks: list[BlockPolicy] = [choice if section.name else "keep" for section in self._all]
+        return [SectionRange(a, b, tuple(picks[a:b])) for a, b in pairwise(edges)]
 
     def even_stage(self) -> Profile:
         """The profile of a stage with its even share of the blocks, or of the whole model."""
@@ -179,7 +180,7 @@ class StageFitter:
             The lowest peak of the first rank that does not fit; with a limit of 0, where none
             does, the highest of all ranks' lowest.
         """
-        stages = self.keeping_all(edges)
+        stages = self.alike(edges)
         peaks: dict[int, Peak] = {}
         over_limit: list[Peak] = []
         for rank, representative in enumerate(self._alike(stages)):

@@ -73,7 +73,9 @@ def plan_slices(
     prices that is what sends the fewest bytes. Where no slices pay, nothing is sliced.
 
     Args:
-        workload: the model, its loss and a micro-batch.
+        workload: the model, its loss and a micro-batch. Blocks with `repeats` stand for as many:
+            parameters and exchanges count so often, and where no prices are given the choice is
+            that of the longer model.
         ranks: of the tp axis.
         prices: what exchanges and computing take.
         limit: bytes of a rank for parameters with gradients and optimizer state, and activations.
@@ -85,7 +87,8 @@ def plan_slices(
     class_dim = getattr(workload.loss, "class_dim", None)
     trace = trace_axes(workload.model, workload.micro_batch.inputs, class_dim)
     kept = kept_names(keep, workload.model)
-    return _Choice(trace, ranks, kept).plan(prices, limit)
+    repeats = getattr(workload, "repeats", {})
+    return _Choice(trace, ranks, kept, repeats).plan(prices, limit)
 
 
 def refuse_listed(workload: SlicedWork, slices: Collection[str]) -> None:
@@ -135,11 +138,17 @@ def most_ranks(workload: SlicedWork) -> int:
 class _Choice:
     """Chooses among what a trace allows."""
 
-    def __init__(self, trace: AxisTrace, ranks: int, keep: frozenset[str]) -> None:
-        self._trace, self._ranks, self._keep = trace, ranks, keep
+    def __init__(
+        self, trace: AxisTrace, ranks: int, keep: frozenset[str], repeats: Mapping[str, int]
+    ) -> None:
+        self._trace, self._ranks, self._keep, self._repeats = trace, ranks, keep, repeats
         self._whole = {*keep, *trace.listed}
         self._groups = AxisClasses(trace)
-        self._nbytes = {h.name: h.nbytes for n, h in trace.state.items() if n in trace.trained}
+        self._nbytes = {
+            held.name: held.nbytes * self._times(held.name)
+            for name, held in trace.state.items()
+            if name in trace.trained
+        }
         self._taken: dict[str, Slices] = {}
         self._all_singles = single_forms(trace)
         self._singles = {
@@ -259,8 +268,8 @@ class _Choice:
         options = []
         for own in self._classes:
             names = own.slices if alone else ()
-            instead = sum(_sent(self._best_single(name)) for name in names)
-            options.append(self._option(own, _sent(own) - instead, 1.0, 0.0))
+            instead = sum(self._sent(self._best_single(name)) for name in names)
+            options.append(self._option(own, self._sent(own) - instead, 1.0, 0.0))
         points = frontier(options)
         enough = NEARLY_MOST * min(point.nbytes for point in points)
         chosen = list(next(point for point in points if point.nbytes <= enough).taken)
@@ -281,7 +290,10 @@ class _Choice:
         for own in parts:
             share = max(fullest_share(slices, self._ranks) for slices in own.slices.values())
             saved = (1 - share) * own.flops * 3 * prices.seconds_per_flop
-            seconds = sum(prices.exchange(sent.kind, sent.nbytes) for sent in own.exchanged)
+            seconds = sum(
+                prices.exchange(sent.kind, sent.nbytes) * self._times(sent.where)
+                for sent in own.exchanged
+            )
             options.append(self._option(own, seconds - saved, prices.state_bytes, 1 - share))
         if limit is None:
             best = frontier(options, first_of=lambda point: (point.cost, point.nbytes))[0]
@@ -309,6 +321,16 @@ class _Choice:
         kept = own.activation_bytes * activations if isinstance(own, SliceClass) else 0.0
         return Option(own, frozenset(own.slices), cost, -(held * state + kept))
 
+    def _times(self, where: str) -> int:
+        """For how many parameters, or places in the model, the one of this name stands."""
+        own = (n for block, n in self._repeats.items() if f"{where}.".startswith(f"{block}."))
+        return next(own, 1)
+
+    def _sent(self, own: Sliced | None) -> int:
+        """Bytes that a rank sends for it, nearly."""
+        exchanged: Sequence[SliceExchange] = own.exchanged if own is not None else ()
+        return sum(sent.nbytes * _weight(sent.kind) * self._times(sent.where) for sent in exchanged)
+
     def _sliced_bytes(self, own: Sliced) -> int:
         return sum(self._nbytes.get(name, 0) for name in own.slices)
 
@@ -320,7 +342,7 @@ class _Choice:
             return None
         shares = [fullest_share(f.slices[name], self._ranks) for f in free]
         even = [f for f, share in zip(free, shares, strict=True) if share <= 1.1 * min(shares)]
-        return min(even, key=_sent)
+        return min(even, key=self._sent)
 
     def _why_whole(self, name: str) -> str:
         """Why a parameter is in no slices, in words."""
@@ -390,9 +412,3 @@ class _Choice:
 
 def _weight(kind: CommOp) -> int:
     return 2 if kind == "all_reduce" else 1
-
-
-def _sent(own: Sliced | None) -> int:
-    """Bytes that a rank sends for it, nearly."""
-    exchanged: Sequence[SliceExchange] = own.exchanged if own is not None else ()
-    return sum(sent.nbytes * _weight(sent.kind) for sent in exchanged)

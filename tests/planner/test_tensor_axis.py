@@ -87,7 +87,7 @@ def test_a_plan_with_slices_is_forecast_as_its_run(deep: PlanEvaluator, named: A
             found = forecast_rank(parts.resolved, parts.workload, rank).forecast
             assert found is not None
             assert peak.bytes == pytest.approx(found.peak().bytes, rel=0.002), rank
-        profile = judge._fits[candidate].even_stage()
+        profile = judge._fits[candidate, True].even_stage()
         sent = {traffic.kind for one in plan.in_order for traffic in one.traffic(profile, plan)}
         assert "all_reduce" in sent
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,9 +24,11 @@ from bigtrain.models import make_model
 from bigtrain.models.blocks import independent_blocks
 from bigtrain.optim.factory import optimizer_factory
 from bigtrain.prediction.compose import compose_profile
+from bigtrain.prediction.fake_runs import runs
 from bigtrain.prediction.fake_runs.runs import resize_micro_batch
 from bigtrain.prediction.predict import forecast_rank, forecast_rank_step, forecast_step
 from bigtrain.prediction.record import make_profile
+from bigtrain.prediction.record_sections import record_sections
 from bigtrain.prediction.section_library import ModelSections, SectionLibrary
 from bigtrain.prediction.shorten import shorten_model, untie_parameters
 
@@ -250,3 +253,28 @@ def test_losses_may_differ_where_micro_batches_wait():
     spans = [len(put_together(body, again=False).passes["first"].spans) for body in bodies]
     assert spans[0] != spans[1]
     assert set(asked) == {True, False}
+
+
+def test_what_is_after_the_blocks_is_found_with_one_block_alone(monkeypatch):
+    """Where a loss goes in rounds: it is the same as behind all of the blocks."""
+    with torch.device("meta"):
+        model = gpt()
+    loss = replace(CHUNKED, chunk_size=16 * 97 * 4)
+    optimizer = optimizer_factory(job_from_keys("single", {}).optim, 0)
+    plan = make_plan(job_from_keys("single", {"train.global_batch_size": 3}), 1, "cpu")
+    recorded: list[list[str]] = []
+
+    def noted(*given: Any, **options: Any) -> Any:
+        found = record_sections(*given, **options)
+        recorded.append([section.name for section in found[0].sections])
+        return found
+
+    monkeypatch.setattr(runs, "record_sections", noted)
+    library = SectionLibrary(model, tokens(2), lambda *_: loss, optimizer, CPU)
+    found = library.model_sections(plan, 3, "keep").sections[-1]
+    assert recorded == [["", *(f"blocks.{n}" for n in range(3)), ""], ["", "blocks.0", ""]]
+    names = [name for name, _ in independent_blocks(model)]
+    given = (Workload(model, tokens(3), loss, optimizer), names, [tokens(3)], plan, CPU)
+    whole = record_sections(*given)[0].sections[-1]
+    assert found.passes == whole.passes
+    assert found.backward.times.sum() == whole.backward.times.sum()

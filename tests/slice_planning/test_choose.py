@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.sliced_nets import Block, GatedMLP, Heads, work_on
@@ -11,7 +14,9 @@ from torchvision import models
 from bigtrain.errors import ConfigError
 from bigtrain.machine.cluster import load_cluster
 from bigtrain.machine.collective_cost import collective_seconds
+from bigtrain.models.blocks import independent_blocks
 from bigtrain.models.gpt import GPT, GPTConfig
+from bigtrain.prediction.shorten import shorten_model
 from bigtrain.slice_planning.choose import Prices, fullest_share, plan_slices
 from bigtrain.slicing.slices import Slices, SliceSection
 
@@ -147,3 +152,20 @@ def test_every_rank_has_a_part_of_all_that_is_sliced(ranks):
         assert min(slices.length(rank, ranks) for rank in range(ranks)) > 0
     heads = plan.slices["encoder.layers.encoder_layer_0.self_attention.in_proj_weight"]
     assert heads == Slices(0, (SliceSection(768, 64),) * 3)
+
+
+def test_a_shorter_model_is_sliced_as_the_one_that_its_blocks_stand_for():
+    """Of nine blocks the positions are so little that they stay whole; of three they are not."""
+    small = {"vocab_size": 256, "width": 64, "num_heads": 4, "sequence_length": 32}
+    model = GPT(GPTConfig(num_layers=9, **small))
+    short, order = shorten_model(model)
+    names = [name for name, _ in independent_blocks(short)]
+    given = vars(work_on(short, 2, 32, tokens=256))
+    repeats = Counter(names[place] for place in order)
+    assert [*repeats.values()] == [1, 7, 1]
+    whole = plan_slices(work_on(model, 2, 32, tokens=256), 2).slices
+    alone = plan_slices(SimpleNamespace(**given), 2).slices
+    found = plan_slices(SimpleNamespace(**given, repeats=repeats), 2).slices
+    assert alone.keys() - found.keys() == {"embedding.position.weight"}
+    assert found == {name: whole[name] for name in found}
+    assert {n for n in whole if "blocks" not in n} == {n for n in found if "blocks" not in n}

@@ -150,7 +150,7 @@ def test_what_was_timed_is_held_beside_what_rates_say(job):
     def sections_at(rows: int) -> Any:
         return anatomy.model_sections(plan, rows, "keep")
 
-    found = slowdowns(timed, 1.0, anatomy._model, sections_at, timer)
+    found = slowdowns(timed, 1.0, anatomy._runs._model, sections_at, timer)
     assert found.rows == (1, 4)
     assert found.update == pytest.approx(5)
     for name in names[1:-1]:  # all blocks between the ends are as the one that stands for them
@@ -159,7 +159,7 @@ def test_what_was_timed_is_held_beside_what_rates_say(job):
         assert found.at(2)[name] == pytest.approx((1.5 * expected, 3 * expected))
         assert found.at(64)[name] == pytest.approx((2 * expected, 4 * expected))
     # Ranks that took turns were timed twice as long as one that has a core.
-    crowded = slowdowns(timed, 2.0, anatomy._model, sections_at, timer)
+    crowded = slowdowns(timed, 2.0, anatomy._runs._model, sections_at, timer)
     assert crowded.at(1)[AFTER] == pytest.approx((3.5, 7.0))
     kept = anatomy.model_sections(plan, 1, "keep")
     whole = found.applied(kept, kept, "keep", 1, timer)
@@ -174,7 +174,7 @@ def test_what_was_timed_is_held_beside_what_rates_say(job):
     assert again.backward == pytest.approx(1.6 * once.backward)
     # Of a model whose blocks could not be told apart, all share what the whole took.
     one = BlockSeconds(1, [(3 * plain.forward, 0.0)], timed[0].update, timed[0].trained)
-    alike = slowdowns([one], 1.0, anatomy._model, sections_at, timer)
+    alike = slowdowns([one], 1.0, anatomy._runs._model, sections_at, timer)
     assert len({round(forward, 6) for forward, _ in alike.at(1).values()}) == 1
 
 

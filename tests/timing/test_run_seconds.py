@@ -122,7 +122,8 @@ def test_ranks_with_slices_compute_less_and_talk_in_every_pass():
         ]
         seconds[name] = forecast(job, setup).parts
         # Two there and two back in each of four blocks; again the first, as far as it is needed.
-        assert len(sent) == 4 * (4 if name == "plain" else 5)
+        # Then for the vocabulary: what is looked up, two sums of the loss, the head's input back.
+        assert len(sent) == 4 * (4 if name == "plain" else 5) + 4
         assert seconds[name]["exchange"] == pytest.approx(4 * sum(sent))
         whole_job, whole = setup_of("single", 1, *words, *more)
         clock = RunClock(whole_job, whole.resolved, whole.workload, StepTimer(here), at_once=0)

@@ -5,6 +5,7 @@ They are made when they are first asked for, and kept.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -26,7 +27,13 @@ from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
 from bigtrain.losses.loss import Loss
 from bigtrain.models.blocks import independent_blocks
 from bigtrain.optim.update import MakeOptimizer
-from bigtrain.prediction.fake_runs.slices import are_even, coarser, of_shortened, slicing_key
+from bigtrain.prediction.fake_runs.slices import (
+    are_even,
+    coarser,
+    of_shortened,
+    slices_within,
+    slicing_key,
+)
 from bigtrain.prediction.record_sections import (
     ONE_STEP,
     RecordedSections,
@@ -144,17 +151,17 @@ class FakeRuns:
         """What is after the blocks, as it is with so many rows; of its states nothing is said."""
         if (kind, rows) not in self._ends:
             loss = self.loss(kind, rows)
+            model, names = self._model_run(cut=kind.cut)
+            short, order = shorten_model(model, most=1) or (None, ())
             slices = self._slices(plan, loss, cut=kind.cut)
-            short = shorten_model(self.shortened(cut=kind.cut)[0], most=1)
-            names = [] if short is None else [name for name, _ in independent_blocks(short[0])]
             found: tuple[RecordedSections, ...] = ()
-            if short is not None and len(names) == 1:
+            if short is not None and set(order) == {0}:
                 batch = resize_micro_batch(self._example, rows)
-                given = (self._workload(loss, short[0]), names, [batch], _with_policy(plan, "keep"))
+                workload = self._workload(loss, short)
+                given = (workload, names[:1], [batch], _with_policy(plan, "keep"), self._device)
+                within = None if slices is None else slices_within(slices, short)
                 with suppress(UntraceableError):
-                    found = record_sections(
-                        *given, self._device, slices, as_sent=kind.as_sent, unit=ONE_STEP
-                    )
+                    found = record_sections(*given, within, as_sent=kind.as_sent, unit=ONE_STEP)
             (run,) = found or self.recorded(plan, kind, (rows,), rows)
             self._ends[kind, rows] = run.sections[-1]
         return self._ends[kind, rows]
@@ -237,7 +244,8 @@ class FakeRuns:
         if key not in self._laid:
             model, stands_for = self.shortened(cut=False)
             if self._given_slices is None:
-                self._laid[key] = technique.lay_slices(self._workload(loss, model), plan)
+                work = replace(self._workload(loss, model), repeats=Counter(stands_for.values()))
+                self._laid[key] = technique.lay_slices(work, plan)
             else:
                 self._laid[key] = of_shortened(self._given_slices, stands_for)
         laid = self._laid[key]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from torch import nn
+
 from bigtrain.core.strategy import Plan
 from bigtrain.data.loader import MicroBatch
 from bigtrain.slicing.slices import Slices
@@ -60,6 +62,14 @@ def without_slices(plan: Plan) -> Plan:
     techniques = dict(plan.techniques)
     techniques.pop("slice", None)
     return replace(plan, techniques=techniques, tp=1)
+
+
+def slices_within(whole: ModelSlices, model: nn.Module) -> ModelSlices:
+    """The slices of what a shorter model has, by the same names."""
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    own |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    by_name = {name: slices for name, slices in whole.by_name.items() if name in own}
+    return replace(whole, by_name=by_name, gathered=whole.gathered & own)
 
 
 def of_shortened(whole: ModelSlices, stands_for: Mapping[str, str]) -> ModelSlices | None:

@@ -1,0 +1,272 @@
+"""Plans of three dimensions of Narayanan et al. 2021, forecast beside what was published of them.
+
+    python benchmarks/published_plans.py --output benchmarks/results/published_plans.json
+
+`rows` are the ten of table 1 (arXiv 2104.04473): GPT of 1.7 billion to a trillion parameters on 32
+to 3,072 A100. `predicted` is the printed plan (tensor, pipeline and replicas as printed, blocks
+computed again, bf16), `best` what the planner finds for the same devices and batch. Micro-batches
+are not printed: 1, 2 and 4 are forecast, and so are interleaved schedules of 2 to 4 stages a rank
+(the paper's, whose number is not printed either) where blocks divide; the fastest counts.
+`crossovers` are figures 10 and 13 to 15: which of their plans is fastest, not how fast. Their
+figure is TFLOP/s a device, which counts 96 B L s h^2 (1 + s/(6h) + V/(16hL)) operations a step.
+Nothing is measured here, and nothing was fitted: the cluster is `configs/clusters/a100-node.yaml`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from harness import keep
+
+from bigtrain.core.variants import Variant, preset_options
+from bigtrain.errors import ConfigError
+from bigtrain.job.load import load_job
+from bigtrain.machine.cluster import load_cluster
+from bigtrain.planner.ask import Question, ask, open_evaluator, rank_limits
+from bigtrain.planner.evaluate import PlanEvaluator
+from bigtrain.planner.space import Candidate, mesh_words
+
+SEQUENCE, VOCABULARY = 2048, 51200
+CLUSTER = load_cluster("a100-node")
+
+
+class Model(NamedTuple):
+    """A GPT."""
+
+    layers: int
+    width: int
+    heads: int
+
+
+class Row(NamedTuple):
+    """One row of table 1."""
+
+    billions: float
+    model: Model
+    tp: int
+    pp: int
+    devices: int
+    batch: int
+    tflops: float
+
+
+ROWS = (
+    Row(1.7, Model(24, 2304, 24), 1, 1, 32, 512, 137),
+    Row(3.6, Model(30, 3072, 32), 2, 1, 64, 512, 138),
+    Row(7.5, Model(36, 4096, 32), 4, 1, 128, 512, 142),
+    Row(18.4, Model(40, 6144, 48), 8, 1, 256, 1024, 135),
+    Row(39.1, Model(48, 8192, 64), 8, 2, 512, 1536, 138),
+    Row(76.1, Model(60, 10240, 80), 8, 4, 1024, 1792, 140),
+    Row(145.6, Model(80, 12288, 96), 8, 8, 1536, 2304, 148),
+    Row(310.1, Model(96, 16384, 128), 8, 16, 1920, 2160, 155),
+    Row(529.6, Model(105, 20480, 128), 8, 35, 2520, 2520, 163),
+    Row(1008.0, Model(128, 25600, 160), 8, 64, 3072, 3072, 163),
+)
+MICRO_BATCHES = (1, 2, 4)
+GPT_162B, GPT_6B, GPT_175B = Model(32, 20480, 128), Model(32, 3840, 32), Model(96, 12288, 96)
+TABLE_2 = {384: (144, 153), 768: (88, 149), 1536: (44, 141)}
+"""TFLOP/s of ZeRO stage 3, and of tp 8 x pp 12, by devices: 174.6 billion, batch 1536."""
+
+
+def flops(model: Model, batch: int) -> float:
+    """Of a step, with what is computed again, as the paper counts them."""
+    n, h, s, v = model.layers, model.width, SEQUENCE, VOCABULARY
+    return 96.0 * batch * n * s * h**2 * (1 + s / (6 * h) + v / (16 * h * n))
+
+
+def question(model: Model, devices: int, batch: int) -> Question:
+    """All plans of a model on so many devices."""
+    size = {"num_layers": model.layers, "width": model.width, "num_heads": model.heads}
+    size |= {"vocab_size": VOCABULARY, "sequence_length": SEQUENCE}
+    words = [
+        "model.name=gpt",
+        f"model.args={json.dumps(size)}",
+        "data.name=synthetic",
+        f"data.args={{kind: language, vocabulary: {VOCABULARY}}}",
+        "train.precision=bf16",
+        f"train.global_batch_size={batch}",
+    ]
+    memory = rank_limits(CLUSTER, memory=None, cap=None)[0]
+    given = (load_job(None, "single", words), CLUSTER, devices, memory, batch)
+    return Question(*given, margins={"torch": 0.0})
+
+
+@cache
+def evaluator(model: Model) -> PlanEvaluator:
+    """Of its plans, on any number of devices."""
+    return open_evaluator(question(model, 64, 64))[2]
+
+
+def plan(
+    mesh: tuple[int, int, int], batch: int, rows: int, interleaved: int, replicate: str = "ddp"
+) -> Candidate:
+    """A plan of (tp, pp, dp), of micro-batches of so many rows and so many stages a rank."""
+    tp, pp, dp = mesh
+    # With fewer micro-batches than ranks 1f1b is gpipe, and is to be called so.
+    plain = "1f1b" if batch // dp // rows >= pp else "gpipe"
+    word = "interleaved_1f1b" if interleaved > 1 else plain
+    more = {"stages_per_rank": interleaved} if interleaved > 1 else {}
+    shared = replicate if dp > 1 else "single"
+    return Candidate(
+        pp,
+        dp,
+        Variant(shared, preset_options("replicate", shared)),
+        rows,
+        batch // dp // rows,
+        Variant(word, {**preset_options("cut", word), **more}) if pp > 1 else None,
+        tp=tp,
+        slices=Variant("tensor", preset_options("slice", "tensor")) if tp > 1 else None,
+    )
+
+
+def seconds(judge: PlanEvaluator, candidate: Candidate) -> dict[str, float]:
+    """The parts of its step, all blocks computed again."""
+    found = judge.seconds_with(candidate, judge.plan_of(candidate), "full")
+    return {**vars(found), "total": found.total}
+
+
+def printed(row: Row) -> Iterator[tuple[Candidate, int]]:
+    """The plans that a row may mean, and their stages a rank."""
+    dp = row.devices // row.tp // row.pp
+    for rows in MICRO_BATCHES:
+        if row.batch // dp % rows:
+            continue
+        counts = [n for n in (2, 3, 4) if row.model.layers % (n * row.pp) == 0]
+        for count in counts if row.pp > 1 else [1]:
+            yield plan((row.tp, row.pp, dp), row.batch, rows, count), count
+
+
+def table_row(row: Row, *, searched: bool) -> dict[str, Any]:
+    """A row of table 1: published, predicted, and what the planner would do."""
+    judge, answer = evaluator(row.model), None
+    found: list[dict[str, Any]] = []
+    if searched:
+        answer = ask(question(row.model, row.devices, row.batch))
+        judge = answer.search.evaluator
+    for candidate, count in printed(row):
+        try:
+            parts = seconds(judge, candidate)
+        except ConfigError as error:
+            found.append({"refused": str(error), "micro_batch": candidate.rows})
+            continue
+        found.append({"micro_batch": candidate.rows, "stages_per_rank": count, **parts})
+    fastest = min((one for one in found if "total" in one), key=lambda one: one["total"])
+    work = flops(row.model, row.batch) / row.devices / 1e12
+    result = {
+        **row._asdict(),
+        "model": row.model._asdict(),
+        "published_seconds": work / row.tflops,
+        "predicted_seconds": fastest["total"],
+        "predicted_tflops": work / fastest["total"],
+        "error": row.tflops * fastest["total"] / work - 1,
+        "micro_batch": fastest["micro_batch"],
+        "forecasts": found,
+    }
+    if answer is not None:
+        best = answer.result.best[0]
+        result["best"] = {
+            "label": best.label,
+            "mesh": best.candidate.mesh,
+            "micro_batch": best.candidate.rows,
+            "recomputed": len(best.recomputed),
+            "seconds": best.seconds.total,
+            "peak_bytes": best.peak.bytes,
+        }
+    return result
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for a person."""
+    mesh = mesh_words(row["pp"], row["devices"] // row["pp"] // row["tp"], row["tp"])
+    best = row.get("best")
+    planned = (
+        f"; {best['label']} {best['mesh']}: {best['seconds']:.1f} s, and the printed "
+        f"{row['predicted_seconds']:.1f} s"
+        if best
+        else ""
+    )
+    return (
+        f"{row['billions']} B {mesh} on {row['devices']}: published {row['tflops']} TFLOP/s, "
+        f"predicted {row['predicted_tflops']:.0f} ({row['error']:+.0%} seconds, micro-batch "
+        f"{row['micro_batch']}){planned}"
+    )
+
+
+def throughputs(
+    model: Model, meshes: list[tuple[int, int, int]], batch: int, replicate: str = "ddp"
+) -> dict[str, float]:
+    """TFLOP/s a device of each mesh (tp, pp, dp), one sequence a micro-batch."""
+    judge, found = evaluator(model), {}
+    for tp, pp, dp in meshes:
+        candidate = plan((tp, pp, dp), batch, 1, 1, replicate)
+        work = flops(model, batch) / (tp * pp * dp) / 1e12
+        found[mesh_words(pp, dp, tp)] = work / seconds(judge, candidate)["total"]
+    return found
+
+
+def crossovers() -> Iterator[dict[str, Any]]:
+    """Which plan is the fastest in figures 13, 14, 15 and 10, as forecast and as published."""
+    pairs = [(2, 32), (4, 16), (8, 8), (16, 4), (32, 2)]
+    for batch in (32, 128):
+        found = throughputs(GPT_162B, [(tp, pp, 1) for tp, pp in pairs], batch)
+        holds = max(found, key=found.__getitem__) == mesh_words(8, 1, 8)
+        yield _case(f"figure 13, batch {batch}", "tp 8 x pp 8 is the fastest", found, holds=holds)
+    for figure, meshes in (
+        ("figure 14", [(1, pp, dp) for pp, dp in pairs]),
+        ("figure 15", [(tp, 1, dp) for tp, dp in pairs]),
+    ):
+        for batch in (32, 128, 512):
+            found = throughputs(GPT_6B, meshes, batch)
+            first = next(iter(found))
+            holds = max(found, key=found.__getitem__) == first
+            said = f"{first} is the fastest, with the most replicas"
+            yield _case(f"{figure}, batch {batch}", said, found, holds=holds)
+    yield _figure_10()
+
+
+def _figure_10() -> dict[str, Any]:
+    judge, batch, found = evaluator(GPT_175B), 1536, {}
+    for devices in TABLE_2:
+        work = flops(GPT_175B, batch) / devices / 1e12
+        sharded = plan((1, 1, devices), batch, batch // devices, 1, "fsdp")
+        sliced = plan((8, 12, devices // 96), batch, 1, 2)
+        found[str(devices)] = [work / seconds(judge, one)["total"] for one in (sharded, sliced)]
+    ratios = [there / here for there, here in found.values()]
+    holds = ratios == sorted(ratios, reverse=True) and max(ratios) < 1
+    said = "ZeRO-3 is slower than tp 8 x pp 12, and falls behind as devices double"
+    published = {str(devices): pair for devices, pair in TABLE_2.items()}
+    return {**_case("figure 10", said, found, holds=holds), "published": published}
+
+
+def _case(figure: str, said: str, found: Any, *, holds: bool) -> dict[str, Any]:
+    return {"figure": figure, "published_says": said, "tflops": found, "holds": holds}
+
+
+def main() -> None:
+    """Print, and keep the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--no-search", action="store_true", help="the printed plans alone")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    document: dict[str, Any] = {"rows": rows, "crossovers": []}
+    for case in crossovers():
+        document["crossovers"].append(case)
+        print(case["figure"], case["holds"], case["tflops"], flush=True)
+        keep(options.output, document)
+    for row in ROWS:
+        rows.append(table_row(row, searched=not options.no_search))
+        print(line(rows[-1]), flush=True)
+        document["median_error"] = statistics.median(abs(row["error"]) for row in rows)
+        keep(options.output, document)
+    print(f"median error {document['median_error']:.1%}")
+
+
+if __name__ == "__main__":
+    main()
