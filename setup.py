@@ -48,6 +48,7 @@ setup(
         "bigtrain.pipeline",
         "bigtrain.planner",
         "bigtrain.prediction",
+        "bigtrain.prediction.fake_runs",
         "bigtrain.ranks",
         "bigtrain.recorder",
         "bigtrain.report",

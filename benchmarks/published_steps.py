@@ -22,7 +22,7 @@ from harness import keep
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.engine.setup import open_setup
 from bigtrain.job.load import load_job
-from bigtrain.machine.cluster import load_cluster
+from bigtrain.machine.cluster import Cluster, load_cluster
 from bigtrain.timing.run_seconds import forecast_on
 from bigtrain.timing.step_time import StepTimer
 
@@ -60,7 +60,7 @@ def flops(row: Published) -> float:
     return 96.0 * b * n * s * h**2 * (1 + s / (6 * h) + v / (16 * h * n))
 
 
-def predicted(row: Published) -> dict[str, float]:
+def predicted(row: Published, cluster: Cluster) -> dict[str, float]:
     """Seconds of the parts of a step."""
     size = {"num_layers": row.layers, "width": row.width, "num_heads": row.heads}
     size |= {"vocab_size": VOCABULARY, "sequence_length": SEQUENCE}
@@ -76,7 +76,7 @@ def predicted(row: Published) -> dict[str, float]:
     ]
     job = load_job(None, row.strategy, words)
     setup = open_setup(job, make_plan(job, row.devices, "cuda"))
-    timer = StepTimer(load_cluster("a100-node"))
+    timer = StepTimer(cluster)
     return dict(forecast_on(timer, job, setup.resolved, setup.workload).parts)
 
 
@@ -84,10 +84,15 @@ def main() -> None:
     """Print, and keep the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--efficiency", type=float, help="in place of the cluster's own")
     options = parser.parse_args()
+    cluster = load_cluster("a100-node")
+    if options.efficiency is not None:
+        device = cluster.device.model_copy(update={"efficiency": options.efficiency})
+        cluster = cluster.model_copy(update={"device": device})
     found: list[dict[str, Any]] = []
     for row in ROWS:
-        parts, published = predicted(row), flops(row) / row.devices / row.tflops / 1e12
+        parts, published = predicted(row, cluster), flops(row) / row.devices / row.tflops / 1e12
         seconds = sum(parts.values())
         found.append(
             {**row._asdict(), "published": published, "predicted": seconds, "parts": parts}
@@ -99,7 +104,7 @@ def main() -> None:
             {name: round(part, 2) for name, part in parts.items()},
             flush=True,
         )
-        keep(options.output, {"rows": found})
+        keep(options.output, {"efficiency": cluster.device.efficiency, "rows": found})
 
 
 if __name__ == "__main__":
