@@ -36,13 +36,15 @@ GPT = [
     "train.global_batch_size=8",
     "checkpoint.at_end=false",  # of a model so small a save would be the peak
 ]
+WHOLE_LAYERS = ["mesh.tp=1"]
+"""What is searched with slices, too, is in test_tensor_axis.py."""
 NODE = load_cluster("a100-node")
 
 
 def question(
     devices: int, memory: int | Limit, words: list[str] | None = None, **more: Any
 ) -> Question:
-    job = load_job(None, "single", [*GPT, *(words or [])])
+    job = load_job(None, "single", [*GPT, *WHOLE_LAYERS, *(words or [])])
     limit = memory if isinstance(memory, Limit) else Limit(memory, reserved=0)
     given = {"memory": limit, "margins": {"torch": 0.0}} | more
     return Question(job, NODE, devices, global_batch_size=8, **given)
