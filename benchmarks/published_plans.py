@@ -18,7 +18,6 @@ the same is asked without what that file assumes.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Iterator
 from functools import cache
@@ -26,17 +25,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness import keep
+from published_gpt import a100_nodes, flops, job_words
 
 from bigtrain.core.variants import Variant, preset_options
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import load_job
-from bigtrain.machine.cluster import load_cluster
 from bigtrain.planner.ask import Question, ask, open_evaluator, rank_limits
 from bigtrain.planner.evaluate import PlanEvaluator
 from bigtrain.planner.space import Candidate, mesh_words
 
-SEQUENCE, VOCABULARY = 2048, 51200
-USED = {"cluster": load_cluster("a100-node")}
+USED = {"cluster": a100_nodes()}
 
 
 class Model(NamedTuple):
@@ -77,24 +75,9 @@ TABLE_2 = {384: (144, 153), 768: (88, 149), 1536: (44, 141)}
 """TFLOP/s of ZeRO stage 3, and of tp 8 x pp 12, by devices: 174.6 billion, batch 1536."""
 
 
-def flops(model: Model, batch: int) -> float:
-    """Of a step, with what is computed again, as the paper counts them."""
-    n, h, s, v = model.layers, model.width, SEQUENCE, VOCABULARY
-    return 96.0 * batch * n * s * h**2 * (1 + s / (6 * h) + v / (16 * h * n))
-
-
 def question(model: Model, devices: int, batch: int) -> Question:
     """All plans of a model on so many devices."""
-    size = {"num_layers": model.layers, "width": model.width, "num_heads": model.heads}
-    size |= {"vocab_size": VOCABULARY, "sequence_length": SEQUENCE}
-    words = [
-        "model.name=gpt",
-        f"model.args={json.dumps(size)}",
-        "data.name=synthetic",
-        f"data.args={{kind: language, vocabulary: {VOCABULARY}}}",
-        "train.precision=bf16",
-        f"train.global_batch_size={batch}",
-    ]
+    words = job_words(*model, batch)
     memory = rank_limits(USED["cluster"], memory=None, cap=None)[0]
     given = (load_job(None, "single", words), USED["cluster"], devices, memory, batch)
     return Question(*given, margins={"torch": 0.0})
@@ -160,7 +143,7 @@ def table_row(row: Row, *, searched: bool) -> dict[str, Any]:
             continue
         found.append({"micro_batch": candidate.rows, "stages_per_rank": count, **parts})
     fastest = min((one for one in found if "total" in one), key=lambda one: one["total"])
-    work = flops(row.model, row.batch) / row.devices / 1e12
+    work = flops(row.model.layers, row.model.width, row.batch) / row.devices / 1e12
     result = {
         **row._asdict(),
         "model": row.model._asdict(),
@@ -208,7 +191,7 @@ def throughputs(
     judge, found = evaluator(model), {}
     for tp, pp, dp in meshes:
         candidate = plan((tp, pp, dp), batch, 1, 1, replicate)
-        work = flops(model, batch) / (tp * pp * dp) / 1e12
+        work = flops(model.layers, model.width, batch) / (tp * pp * dp) / 1e12
         found[mesh_words(pp, dp, tp)] = work / seconds(judge, candidate)["total"]
     return found
 
@@ -236,7 +219,7 @@ def crossovers() -> Iterator[dict[str, Any]]:
 def _figure_10() -> dict[str, Any]:
     judge, batch, found = evaluator(GPT_175B), 1536, {}
     for devices in TABLE_2:
-        work = flops(GPT_175B, batch) / devices / 1e12
+        work = flops(GPT_175B.layers, GPT_175B.width, batch) / devices / 1e12
         sharded = plan((1, 1, devices), batch, batch // devices, 1, "fsdp")
         sliced = plan((8, 12, devices // 96), batch, 1, 2)
         found[str(devices)] = [work / seconds(judge, one)["total"] for one in (sharded, sliced)]
@@ -258,10 +241,7 @@ def main() -> None:
     parser.add_argument("--no-search", action="store_true", help="the printed plans alone")
     parser.add_argument("--efficiency", type=float, help="in place of the cluster's own")
     options = parser.parse_args()
-    cluster = USED["cluster"]
-    if options.efficiency is not None:
-        device = cluster.device.model_copy(update={"efficiency": options.efficiency})
-        USED["cluster"] = cluster = cluster.model_copy(update={"device": device})
+    USED["cluster"] = cluster = a100_nodes(options.efficiency)
     rows: list[dict[str, Any]] = []
     efficiency = cluster.device.efficiency
     document: dict[str, Any] = {"efficiency": efficiency, "rows": rows, "crossovers": []}

@@ -13,20 +13,18 @@ in sixteen. Nothing is measured here: the cluster is `configs/clusters/a100-node
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness import keep
+from published_gpt import a100_nodes, flops, job_words
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.engine.setup import open_setup
 from bigtrain.job.load import load_job
-from bigtrain.machine.cluster import Cluster, load_cluster
+from bigtrain.machine.cluster import Cluster
 from bigtrain.timing.run_seconds import forecast_on
 from bigtrain.timing.step_time import StepTimer
-
-SEQUENCE, VOCABULARY = 2048, 51200
 
 
 class Published(NamedTuple):
@@ -54,23 +52,10 @@ ROWS = (
 )
 
 
-def flops(row: Published) -> float:
-    """Of a step, with what is computed again, as the papers count them."""
-    b, n, h, s, v = row.batch, row.layers, row.width, SEQUENCE, VOCABULARY
-    return 96.0 * b * n * s * h**2 * (1 + s / (6 * h) + v / (16 * h * n))
-
-
 def predicted(row: Published, cluster: Cluster) -> dict[str, float]:
     """Seconds of the parts of a step."""
-    size = {"num_layers": row.layers, "width": row.width, "num_heads": row.heads}
-    size |= {"vocab_size": VOCABULARY, "sequence_length": SEQUENCE}
     words = [
-        "model.name=gpt",
-        f"model.args={json.dumps(size)}",
-        "data.name=synthetic",
-        f"data.args={{kind: language, vocabulary: {VOCABULARY}, samples: {row.batch}}}",
-        "train.precision=bf16",
-        f"train.global_batch_size={row.batch}",
+        *job_words(row.layers, row.width, row.heads, row.batch),
         f"train.micro_batch_size={row.micro_batch}",
         "strategy.recompute=full",
     ]
@@ -86,13 +71,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--efficiency", type=float, help="in place of the cluster's own")
     options = parser.parse_args()
-    cluster = load_cluster("a100-node")
-    if options.efficiency is not None:
-        device = cluster.device.model_copy(update={"efficiency": options.efficiency})
-        cluster = cluster.model_copy(update={"device": device})
+    cluster = a100_nodes(options.efficiency)
     found: list[dict[str, Any]] = []
     for row in ROWS:
-        parts, published = predicted(row, cluster), flops(row) / row.devices / row.tflops / 1e12
+        work = flops(row.layers, row.width, row.batch)
+        parts, published = predicted(row, cluster), work / row.devices / row.tflops / 1e12
         seconds = sum(parts.values())
         found.append(
             {**row._asdict(), "published": published, "predicted": seconds, "parts": parts}

@@ -105,7 +105,7 @@ class TensorSlices(SliceStrategy):
             by_name, gathered = read_lines(self.slices, workload.model, plan.tp)
             refuse_listed(workload, by_name)
             return ModelSlices(by_name, gathered, plan.tp, sequence_dim, self.slices)
-        found = plan_slices(workload, plan.tp, keep=self.keep)
+        found = plan_slices(workload, plan.tp, keep=self.keep, repeats=workload.repeats)
         lines, own = found.lines(), (found.slices, found.gathered)
         return ModelSlices(*own, plan.tp, sequence_dim, lines, found.kept)
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from torch import nn
@@ -65,6 +66,7 @@ def plan_slices(
     prices: Prices | None = None,
     limit: float | None = None,
     keep: Sequence[str] = (),
+    repeats: Mapping[str, int] = MappingProxyType({}),
 ) -> SlicingPlan:
     """The slices of a model over a number of ranks.
 
@@ -73,13 +75,13 @@ def plan_slices(
     prices that is what sends the fewest bytes. Where no slices pay, nothing is sliced.
 
     Args:
-        workload: the model, its loss and a micro-batch. Blocks with `repeats` stand for as many:
-            parameters and exchanges count so often, and where no prices are given the choice is
-            that of the longer model.
+        workload: the model, its loss and a micro-batch.
         ranks: of the tp axis.
         prices: what exchanges and computing take.
         limit: bytes of a rank for parameters with gradients and optimizer state, and activations.
         keep: modules or parameters that stay whole, by patterns of names.
+        repeats: for how many blocks of a longer model one stands: its parameters and exchanges
+            count so often, and where no prices are given the choice is that of the longer model.
 
     Raises:
         ConfigError: nothing can be sliced over so many ranks, or it does not fit.
@@ -87,7 +89,6 @@ def plan_slices(
     class_dim = getattr(workload.loss, "class_dim", None)
     trace = trace_axes(workload.model, workload.micro_batch.inputs, class_dim)
     kept = kept_names(keep, workload.model)
-    repeats = getattr(workload, "repeats", {})
     return _Choice(trace, ranks, kept, repeats).plan(prices, limit)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from support.nets import LENGTH, VOCABULARY, BlockLM, tokens
-from support.parity import UNSEEN, adamw
+from support.parity import UNSEEN, adamw, shuffled_steps
 from support.ranks import run_ranks
 
 from bigtrain.assembly.make_plan import make_plan
@@ -132,15 +132,7 @@ def sent(context, strategy, keys) -> list[int]:
     order = GlobalOrder(len(samples), rows, shuffle=False)
     example = next(iter(StepLoader(samples, order, count=loss.count, micro_batch_size=rows)))
     with Engine(make, loss, adamw, job, context, example=example.micro_batches[0]) as engine:
-        loader = StepLoader(
-            samples,
-            GlobalOrder(len(samples), engine.plan.batch.global_size, seed=3),
-            count=loss.count,
-            dp_rank=engine.plan.data_rank(context.dp_rank),
-            dp_size=engine.plan.batch.dp_size,
-            micro_batch_size=engine.plan.batch.micro_size,
-        )
-        for _, batch in zip(range(STEPS), loader, strict=False):
+        for batch in shuffled_steps(engine, samples, loss, STEPS):
             engine.step(batch)
         report = engine.memory()
     return [rank.volume.sent_bytes for rank in report.ranks] if report else []

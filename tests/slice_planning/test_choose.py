@@ -165,7 +165,7 @@ def test_a_shorter_model_is_sliced_as_the_one_that_its_blocks_stand_for():
     assert [*repeats.values()] == [1, 7, 1]
     whole = plan_slices(work_on(model, 2, 32, tokens=256), 2).slices
     alone = plan_slices(SimpleNamespace(**given), 2).slices
-    found = plan_slices(SimpleNamespace(**given, repeats=repeats), 2).slices
+    found = plan_slices(SimpleNamespace(**given), 2, repeats=repeats).slices
     assert alone.keys() - found.keys() == {"embedding.position.weight"}
     assert found == {name: whole[name] for name in found}
     assert {n for n in whole if "blocks" not in n} == {n for n in found if "blocks" not in n}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.core.runner import StepLoss
-from bigtrain.data import GlobalOrder, StepLoader
+from bigtrain.data import GlobalOrder, Step, StepLoader
 from bigtrain.data.source import Samples
 from bigtrain.engine.engine import Engine
 from bigtrain.job.load import job_from_keys
@@ -71,15 +72,7 @@ def train(
             return update(loss)
 
         engine.runner.update = keep
-        loader = StepLoader(
-            samples,
-            GlobalOrder(len(samples), engine.plan.batch.global_size, seed=3),
-            count=loss.count,
-            dp_rank=engine.plan.data_rank(context.dp_rank),
-            dp_size=engine.plan.batch.dp_size,
-            micro_batch_size=engine.plan.batch.micro_size,
-        )
-        for _, batch in zip(range(steps), loader, strict=False):
+        for batch in shuffled_steps(engine, samples, loss, steps):
             result = engine.step(batch)
             record.losses.append(result.loss)
             record.norms.append(result.grad_norm)
@@ -87,6 +80,20 @@ def train(
         prefix = "model."
         record.weights = {n[len(prefix) :]: t for n, t in whole.items() if n.startswith(prefix)}
         return record
+
+
+def shuffled_steps(engine: Engine, samples: Samples, loss: Loss, steps: int) -> Iterator[Step]:
+    """This rank's part of some global batches, in an order that is the same on every mesh."""
+    batch = engine.plan.batch
+    loader = StepLoader(
+        samples,
+        GlobalOrder(len(samples), batch.global_size, seed=3),
+        count=loss.count,
+        dp_rank=engine.plan.data_rank(engine.context.dp_rank),
+        dp_size=batch.dp_size,
+        micro_batch_size=batch.micro_size,
+    )
+    return itertools.islice(iter(loader), steps)
 
 
 def largest_difference(one: Record, other: Record) -> float:

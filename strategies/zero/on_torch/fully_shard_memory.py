@@ -2,9 +2,9 @@
 
 How fully_shard goes about it (read off the storages of real runs): a unit's parameters arrive in
 one flat buffer and are copied out of it; the buffer stays until the next unit is gathered, the
-last one's until the model's forward pass ends. In the
-backward pass the next unit is gathered while one is at work. A unit's gradients are copied into
-one buffer, which is reduced to this rank's shard and stays until the next unit's takes its place.
+last one's until the model's forward pass ends. In the backward pass the next unit is gathered while
+one is at work. A unit's gradients are copied into one buffer, which is reduced to this rank's shard
+and stays until the next unit's takes its place.
 Between two units the first one's parameters go, then the buffer of the unit before it, and only
 then comes its own; the next unit's parameters come when all that is done.
 

@@ -1,0 +1,38 @@
+"""The GPT of Narayanan et al. 2021 (arXiv 2104.04473) and its cluster, for benchmarks."""
+
+from __future__ import annotations
+
+import json
+
+from bigtrain.machine.cluster import Cluster, load_cluster
+
+SEQUENCE, VOCABULARY = 2048, 51200
+
+
+def flops(layers: int, width: int, batch: int) -> float:
+    """Of a step, with what is computed again, as the paper counts them."""
+    n, h, s, v = layers, width, SEQUENCE, VOCABULARY
+    return 96.0 * batch * n * s * h**2 * (1 + s / (6 * h) + v / (16 * h * n))
+
+
+def job_words(layers: int, width: int, heads: int, batch: int) -> list[str]:
+    """Its job, in bf16, with as many samples as a step has."""
+    size = {"num_layers": layers, "width": width, "num_heads": heads}
+    size |= {"vocab_size": VOCABULARY, "sequence_length": SEQUENCE}
+    return [
+        "model.name=gpt",
+        f"model.args={json.dumps(size)}",
+        "data.name=synthetic",
+        f"data.args={{kind: language, vocabulary: {VOCABULARY}, samples: {batch}}}",
+        "train.precision=bf16",
+        f"train.global_batch_size={batch}",
+    ]
+
+
+def a100_nodes(efficiency: float | None = None) -> Cluster:
+    """Nodes of A100; with another share of the peak that products reach than is assumed."""
+    cluster = load_cluster("a100-node")
+    if efficiency is None:
+        return cluster
+    device = cluster.device.model_copy(update={"efficiency": efficiency})
+    return cluster.model_copy(update={"device": device})
