@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -76,18 +77,18 @@ class Plan:
     tp_rank: int = 0
     """Whose slices a forecast is asked of: the first of the tp axis has the longest."""
 
-    @property
+    @cached_property
     def replicate(self) -> Traits:
         """Of the technique that shares gradients and state among the replicas."""
         return self.techniques["replicate"].traits
 
-    @property
+    @cached_property
     def cut(self) -> CutTraits | None:
         """Of the technique that cuts the model into stages, where one does."""
         technique = self.techniques.get("cut")
         return technique.traits if isinstance(technique, CutStrategy) else None
 
-    @property
+    @cached_property
     def bf16_parameters(self) -> bool:
         """Whether the layers see their parameters in bf16."""
         own = self.replicate.bf16_parameters and not self.shares_engine
@@ -98,7 +99,7 @@ class Plan:
         """Whether weights are laid with their channels last: those who shard want them plain."""
         return self.channels_last and not self.replicate.sharded_states
 
-    @property
+    @cached_property
     def shares_engine(self) -> bool:
         """Whether one engine does both the cut's and the replicate technique's work."""
         cut = self.cut

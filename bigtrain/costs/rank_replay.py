@@ -144,22 +144,27 @@ def _extra_bytes(
     """Bytes beside each action that no stage's own recording has, less what two of them have."""
     progress: _Doing = {}
     finished: set[tuple[int, int]] = set()
+    awaiting_weights = dict.fromkeys(forecasts, 0)
     extra_bytes = []
     for moment, (stage, kind, number) in enumerate(actions):
         progress_before = progress.get((stage, number), 0)
         progress[stage, number] = 1 if kind == "F" else max(progress_before, 2)
-        transit_bytes = _sent(underway[moment], forecasts, progress) if underway else 0
+        transit_bytes = _sent(underway[moment], forecasts, awaiting_weights) if underway else 0
         extra_bytes.append(transit_bytes + _shared_boundary_bytes(forecasts, progress, finished))
         if kind == "I":
             progress[stage, number] = 3
+            awaiting_weights[stage] += 1
         elif kind in ("B", "W"):
+            awaiting_weights[stage] -= progress[stage, number] == 3
             del progress[stage, number]
             finished.add((stage, number))
     return extra_bytes
 
 
-def _sent(underway: InTransit, forecasts: Mapping[int, Forecast], progress: _Doing) -> int:
-    """What goes to other ranks or comes from them."""
+def _sent(
+    underway: InTransit, forecasts: Mapping[int, Forecast], awaiting_weights: Mapping[int, int]
+) -> int:
+    """What goes to other ranks or comes from them; of each stage how many wait for their W."""
     total = 0
     for (stage, kind), count in underway.items():
         wires = forecasts[stage].boundary
@@ -171,7 +176,7 @@ def _sent(underway: InTransit, forecasts: Mapping[int, Forecast], progress: _Doi
         }
         total += count * bytes_by_kind[kind]
         if kind == "SEND_B":  # a gradient is kept with its input until W, sent or not
-            kept = min(count, sum(s == stage and at == 3 for (s, _), at in progress.items()))
+            kept = min(count, awaiting_weights.get(stage, 0))
             total -= kept * (wires.incoming_gradients - wires.incoming_copied)
     return total
 

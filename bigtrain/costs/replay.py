@@ -217,6 +217,8 @@ def _ways(
 
 def _add(front: dict[_Held, int], beside: _Held, moment: int) -> None:
     """Keep what is nowhere less than another, of equal ones the earliest."""
+    if beside in front:
+        return
     if any(all(a >= b for a, b in zip(other, beside, strict=True)) for other in front):
         return
     for other in list(front):

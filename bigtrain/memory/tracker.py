@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_leaves
 from bigtrain.memory.program_buffers import buffers_announced
 from bigtrain.memory.timeline import MemoryKind, Phase, Span, Timeline
 
+_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+
 
 @dataclass(slots=True)
 class _Record:
@@ -56,6 +58,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._device_type = device_type
         self._limit_bytes = limit_bytes
         self._watching = ExitStack()
+        self.told: Callable[[Any, Any, Any, Any], None] | None = None
+        """Called after each operation, with function, arguments and result."""
         self.clock = 0
         self.times = array("d", [time.perf_counter()])
         """When each tick of the clock was, in seconds."""
@@ -74,7 +78,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operation and note the storages of what it returns."""
-        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types if kind not in _PLAIN):
             # A DTensor and its like have no memory of their own: let them take the operation
             # apart, and see the plain tensors that it is then done with.
             return NotImplemented
@@ -82,10 +86,13 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].fake_device if self._fake else func(*args)
         known = len(self._records)
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
+        for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._see(leaf)
-        self._check_limit(known)
+        if self._limit_bytes is not None:
+            self._check_limit(known)
+        if self.told is not None:
+            self.told(func, args, kwargs or {}, result)
         return result
 
     def _buffer(self, buffer: Tensor) -> None:
@@ -151,7 +158,9 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._note(part).kind = kind
 
     def _note(self, tensor: Tensor) -> _Record:
-        if self._device_type not in (None, tensor.device.type) or tensor.is_meta:
+        # Of a fake tensor torch would ask all modes in turn for the device.
+        device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+        if self._device_type not in (None, device.type) or device.type == "meta":
             return _Record(0, self.clock)  # the host's part of a run on a GPU; a mere shape
         try:
             storage = tensor.untyped_storage()

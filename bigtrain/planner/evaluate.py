@@ -20,7 +20,7 @@ from bigtrain.planner.bounds import StateWidths, min_state_bytes
 from bigtrain.planner.fit import StageFitter, with_fewer_micro_batches
 from bigtrain.planner.recompute_levels import RECOMPUTE_LEVELS, RecomputeLevels, SectionRange
 from bigtrain.planner.space import Candidate
-from bigtrain.prediction.compose import count_parameters, section_states
+from bigtrain.prediction.compose import count_parameters
 from bigtrain.prediction.fake_runs.slices import without_slices
 from bigtrain.prediction.section_library import ModelSections, SectionLibrary
 from bigtrain.prediction.sections import PassPair
@@ -221,7 +221,7 @@ class PlanEvaluator:
         whole_model = self._clock.pass_seconds(sections, plan.tp)
         paces = [whole_model.scaled(1 / candidate.stages)] * candidate.stages
         base, per_rank = fit.levels["keep"].base, candidate.stages // fit.ranks
-        update = self._clock.update_seconds(plan, base, fit.trained // fit.ranks)
+        update = self._clock.update_seconds(plan, base, fit.levels["keep"].trained // fit.ranks)
         timed = self._timed_parts(plan)
         profiles = [[fit.even_stage()] * per_rank]
         given = (plan, paces, profiles, update * timed.update)
@@ -259,7 +259,7 @@ class PlanEvaluator:
 
     def least_bytes(self, candidate: Candidate, plan: Plan) -> int:
         """No plan of this candidate holds less on its fullest rank: its share of the states."""
-        model_states = section_states(self.whole_model(candidate.rows).sections)
+        model_states = self.whole_model(candidate.rows).states
         return self._least_states(model_states, candidate.pp * candidate.tp, plan)
 
     def _least_states(
@@ -314,7 +314,7 @@ class PlanEvaluator:
             return None
         node = self._clock.cluster.node
         fit = self._fit(candidate, plan, exact=False)
-        model_states = section_states(fit.levels["keep"].sections)
+        model_states = fit.levels["keep"].states
         shards = candidate.pp * plan.state_ranks
         # Gradients come to the host beside its fp32 values.
         rank_bytes = (model_states.optimizer + 2 * 4 * self._numbers(model_states, plan)) // shards
@@ -337,7 +337,7 @@ class PlanEvaluator:
         if (candidate, exact) not in self._fits:
             ladder = self._ladder(plan, candidate, exact=exact)
             self._check_new(candidate, ladder["keep"])
-            states = section_states(ladder["keep"].sections)
+            states = ladder["keep"].states
             given, share = (states, candidate.pp, plan), candidate.pp / max(1, states.parameters)
             factors = (
                 self._least_states(*given, gradients=False) * share,

@@ -19,7 +19,7 @@ from bigtrain.core.strategy import Plan
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.cutting.partition import AtomicUnits, partition
 from bigtrain.job.schema import CheckpointConfig
-from bigtrain.memory.timeline import Peak, highest_peak
+from bigtrain.memory.timeline import Breakdown, Peak, highest_peak
 from bigtrain.planner.recompute_levels import RecomputeLevels, SectionRange
 from bigtrain.planner.space import Candidate
 from bigtrain.prediction.compose import (
@@ -73,20 +73,29 @@ class StageFitter:
         self._edges: dict[int | None, list[int]] = {}
         self._all = ladder["keep"].sections
         self._factors, self._split_passes = state_factors, split_passes
-        schedule_arguments = (str(candidate.schedule), candidate.pp, candidate.stages_per_rank)
-        self._ranks = stage_ranks(*schedule_arguments)
-        steps = with_fewer_micro_batches(plan).batch.accumulation_steps
-        self._in_flight: tuple[int, ...] = (1,)
-        # When the rank's stages have most in flight: of all moments, and when there are gradients.
-        self._fullest: tuple[tuple[int, ...], tuple[int, ...]] = (1,), (int(steps > 1),)
-        if candidate.stages > 1:
-            splits = plan.splits_backward
-            self._in_flight = in_flight_by_stage(*schedule_arguments, steps, splits=splits)
-            first, later = (
-                in_flight_at_peak(*schedule_arguments, steps, splits=splits, later=k)
-                for k in (False, True)
-            )
-            self._fullest = first, later
+        self._schedule = (str(candidate.schedule), candidate.pp, candidate.stages_per_rank)
+        self._ranks = stage_ranks(*self._schedule)
+        self._steps = with_fewer_micro_batches(plan).batch.accumulation_steps
+
+    @cached_property
+    def _in_flight(self) -> tuple[int, ...]:
+        """The most micro-batches that each stage has."""
+        if self._candidate.stages == 1:
+            return (1,)
+        splits = self._plan.splits_backward
+        return in_flight_by_stage(*self._schedule, self._steps, splits=splits)
+
+    @cached_property
+    def _fullest(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Those when the rank's stages have most: of all moments, and when there are gradients."""
+        if self._candidate.stages == 1:
+            return (1,), (int(self._steps > 1),)
+        splits = self._plan.splits_backward
+        first, later = (
+            in_flight_at_peak(*self._schedule, self._steps, splits=splits, later=k)
+            for k in (False, True)
+        )
+        return first, later
 
     def edges(self, limit: int | None) -> list[int]:
         """The section that each stage begins with, and the end.
@@ -145,11 +154,6 @@ class StageFitter:
             return []
         first, last = ({t.name for t in self._all[k].tensors if not t.is_buffer} for k in (0, -1))
         return sorted(first & last)
-
-    @cached_property
-    def trained(self) -> int:
-        """Numbers of the model that are trained."""
-        return sum(t.numbers for section in self._all for t in section.tensors if t.trained)
 
     def _pieces(self, kept: Sequence[Section]) -> AtomicUnits:
         """A piece for what is before the blocks, one for each block, the last with what follows."""
@@ -255,7 +259,10 @@ class StageFitter:
             return self._peak(stages, own_stages, rank)
 
         assign("keep", "keep", 0)
-        excess = self._roughly(stages, own_stages)
+        at_least = self._roughly(stages, own_stages)
+        excess = at_least.total
+        if self.levels.is_single and 0 < limit < excess:
+            return Peak("forward", at_least)  # runs of backward passes in two parts are dear
         if excess <= limit:
             lowest = self._peak(stages, own_stages, rank)
             if lowest.bytes <= limit:
@@ -287,15 +294,19 @@ class StageFitter:
             return best
         return smallest
 
-    def _roughly(self, stages: Sequence[SectionRange], own_stages: Sequence[int]) -> int:
+    def _roughly(self, stages: Sequence[SectionRange], own_stages: Sequence[int]) -> Breakdown:
         """No rank with these stages holds less: its states and what micro-batches keep."""
         sections_of = {place: self.sections(stages[place]) for place in own_stages}
         parameters = sum(section_states(sections).parameters for sections in sections_of.values())
         saved = {place: sum(s.passes[0].saved for s in part) for place, part in sections_of.items()}
-        return max(
-            int(factor * parameters) + sum(in_flight[place] * saved[place] for place in own_stages)
+        bounds = [
+            Breakdown(
+                parameters=int(factor * parameters),
+                activations=sum(in_flight[place] * saved[place] for place in own_stages),
+            )
             for factor, in_flight in zip(self._factors, self._fullest, strict=True)
-        )
+        ]
+        return max(bounds, key=lambda bound: bound.total)
 
     def floor(self) -> int:
         """No cut into these stages holds less on its fullest rank, whatever its blocks keep.

@@ -194,7 +194,7 @@ class SectionHooks:
         for tensors in (fake.named_parameters(), fake.named_buffers()):
             for name, tensor in tensors:
                 self._owners[tensor.untyped_storage()._cdata] = name
-        return OperationLog(self._operation)
+        return OperationLog(self._operation).behind(tracker)
 
     def _before(self, name: str) -> Any:
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -232,7 +232,7 @@ class SectionHooks:
             owner = self._owners.get(tensor.untyped_storage()._cdata)
             if owner is not None:
                 self.used.setdefault(owner, set()).add(clock)
-        flops = operation.flops
+        flops, nbytes = operation.flops, operation.nbytes
         low = any(t.dtype in (torch.bfloat16, torch.float16) for t in operation.given)
-        sizes = (0.0 if low else flops, flops if low else 0.0, operation.nbytes)
+        sizes = (0.0 if low else flops, flops if low else 0.0, nbytes)
         self.work.append((clock, *sizes, REPEAT_COUNT.get(), *operation.product))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from bigtrain.activations.recompute import is_saved_op
 from bigtrain.cutting.choose import DeviceRates
 from bigtrain.data.loader import MicroBatch
 from bigtrain.memory.program_buffers import kernels_announced
+from bigtrain.memory.tracker import StorageTracker
 from bigtrain.tensors.cuda_program import cuda_program
 from bigtrain.tensors.fake import fake_model
 from bigtrain.tensors.op_cost import ProductSize, bytes_touched, flops_of, product_size
@@ -86,12 +87,38 @@ class OperationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].fake_device
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        self._seen(func, args, kwargs, result)
+        return result
+
+    @contextmanager
+    def behind(self, tracker: StorageTracker) -> Iterator[None]:
+        """Tell of what a tracker sees: a second mode would take longer than all that it notes."""
+        before, tracker.told = tracker.told, self._seen
+        try:
+            with kernels_announced(self._kernel):
+                yield
+        finally:
+            tracker.told = before
+
+    def _seen(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        made = _tensors_among((result,))
         is_buffer = func is torch.ops.aten.empty_strided.default  # of a program: nothing is written
         if made and not is_buffer:  # without one it is a question about a tensor
-            given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            given = _tensors_among(args)
+            if kwargs:
+                given += _tensors_among(kwargs.values())
             self._note(Operation(func, args, kwargs, result, given, made))
-        return result
+
+
+def _tensors_among(values: Iterable[Any]) -> list[Tensor]:
+    """All tensors; most values are one or none, and `tree_leaves` takes its time for those, too."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple | dict):
+            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return found
 
 
 @dataclass

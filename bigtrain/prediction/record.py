@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigtrain.activations.policy import BlockPolicy, apply_policies, recomputed_names
@@ -40,7 +39,8 @@ from bigtrain.recorder.ring import FlightRecorder
 from bigtrain.slicing.exchange import ExchangeLog, TensorExchange
 from bigtrain.slicing.install import slice_modules, slice_tensors
 from bigtrain.tensors.cuda_program import cuda_program, stands_for_cuda
-from bigtrain.tensors.fake import NormStatistics, fake_model
+from bigtrain.tensors.fake import fake_model
+from bigtrain.tensors.fake_mode import FakeMode
 from bigtrain.tensors.memory_format import set_channels_last
 from bigtrain.tensors.replaced_products import ReplacedProducts
 
@@ -203,7 +203,7 @@ def _record(
     exchanges = ExchangeLog(lambda: tracker.clock)
     of_cuda = stands_for_cuda(plan.device_type, device)
     program = cuda_program() if of_cuda else nullcontext()
-    with program, FakeTensorMode(), NormStatistics(of_cuda=of_cuda), tracker:
+    with program, FakeMode(of_cuda=of_cuda), tracker:
         fake = fake_model(workload.model, device, double=plan.precision == "fp64")
         for name in bf16_parameter_names(fake) if plan.bf16_parameters else ():
             parameter = fake.get_parameter(name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -18,7 +19,9 @@ from bigtrain.core.strategy import Plan, Strategy
 from bigtrain.data.loader import MicroBatch
 from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
 from bigtrain.losses.loss import Loss
+from bigtrain.memory.timeline import Breakdown
 from bigtrain.optim.update import MakeOptimizer
+from bigtrain.prediction.compose import section_states
 from bigtrain.prediction.fake_runs.interpolate import interpolate_named, interpolate_sections
 from bigtrain.prediction.fake_runs.runs import FakeRuns, RunKind
 from bigtrain.prediction.fake_runs.slices import finer_share, slicing_key
@@ -34,6 +37,16 @@ class ModelSections:
     base: RecordedSections
     sections: tuple[Section, ...]
     """What is before the blocks, every block of the model, what is after them."""
+
+    @cached_property
+    def states(self) -> Breakdown:
+        """Of the whole model, bytes of one process."""
+        return section_states(self.sections)
+
+    @cached_property
+    def trained(self) -> int:
+        """Numbers of the model that are trained."""
+        return sum(t.numbers for section in self.sections for t in section.tensors if t.trained)
 
 
 class SectionLibrary:

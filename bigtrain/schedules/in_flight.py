@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 from bigtrain.schedules.orders import (
@@ -19,18 +19,13 @@ def peak_in_flight(actions: Sequence[Action]) -> dict[int, int]:
     One is held from its F to its B, or to its W: torch's I keeps the graph (`retain_graph=True` in
     `stage_backward_input`) with all that it has saved.
     """
-    most: dict[int, int] = {}
-    for _, current in held_after(actions):
-        most = {stage: max(most.get(stage, 0), count) for stage, count in current.items()}
-    return most
-
-
-def held_after(actions: Sequence[Action]) -> Iterator[tuple[Action, dict[int, int]]]:
-    """Each action of a rank, and how many micro-batches each of its stages holds after it."""
     held = dict.fromkeys((stage for stage, _, _ in actions), 0)
-    for action in actions:
-        held[action.stage] += IN_FLIGHT_CHANGE[action.kind]
-        yield action, dict(held)
+    most = dict(held)
+    for stage, kind, _ in actions:
+        held[stage] += IN_FLIGHT_CHANGE[kind]
+        if held[stage] > most[stage]:
+            most[stage] = held[stage]
+    return most
 
 
 @lru_cache(maxsize=16384)
@@ -68,12 +63,16 @@ def in_flight_at_peak(
     """
     at_peak: dict[int, int] = {}
     for actions in schedule_orders(schedule, pp, stages_per_rank, micro_batches):
-        waiting = {action.stage for action in actions} if later else set()
-        most, counts_then = -1, dict.fromkeys((action.stage for action in actions), 0)
-        for action, held in held_after(actions if splits else merge_split_backward(actions)):
-            if IN_FLIGHT_CHANGE[action.kind] < 0:
-                waiting.discard(action.stage)
-            if not waiting and sum(held.values()) > most:
-                most, counts_then = sum(held.values()), held
+        counts = dict.fromkeys((stage for stage, _, _ in actions), 0)
+        waiting = set(counts) if later else set()
+        most, total, counts_then = -1, 0, dict(counts)
+        for stage, kind, _ in actions if splits else merge_split_backward(actions):
+            change = IN_FLIGHT_CHANGE[kind]
+            counts[stage] += change
+            total += change
+            if change < 0:
+                waiting.discard(stage)
+            if total > most and not waiting:
+                most, counts_then = total, dict(counts)
         at_peak |= counts_then
     return tuple(at_peak[stage] for stage in range(pp * stages_per_rank))

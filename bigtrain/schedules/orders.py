@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from bigtrain.errors import ConfigError, did_you_mean
 
@@ -178,7 +178,7 @@ def _actions(row: Sequence[Any]) -> Iterator[Action]:
             yield from _actions(action.sub_actions)
             continue
         kind = action.computation_type.value
-        if kind not in get_args(ActionKind):
+        if kind not in IN_FLIGHT_CHANGE:
             raise ValueError(f"torch's schedule has an action {action!r}, which is not known here")
         yield Action(action.stage_index, kind, action.microbatch_index)
 

@@ -10,53 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 Result = TypeVar("Result")
-
-_LOW = (torch.bfloat16, torch.float16)
-_NORMS = (
-    torch.ops.aten.native_layer_norm.default,
-    torch.ops.aten.native_group_norm.default,
-    torch.ops.aten.native_batch_norm.default,
-)
-
-
-class NormStatistics(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Statistics of norms in the precision of the kernels, entered inside a fake mode.
-
-    torch's fakes have those of a low input in its precision; kernels keep them in float32 for the
-    backward pass, those of the CPU where anything else that they are given is float32.
-
-    Args:
-        of_cuda: whether the kernels are CUDA's.
-    """
-
-    def __init__(self, *, of_cuda: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._of_cuda = of_cuda
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Stay entered while a compiled block runs; what torch does to compile it is not seen."""
-        return True
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run the operation, and convert the statistics that it returns."""
-        del types
-        result = func(*args, **(kwargs or {}))
-        if func not in _NORMS or result[0].device.type != "cpu" or args[0].dtype not in _LOW:
-            return result
-        others = [leaf for leaf in args[1:] if isinstance(leaf, Tensor)]
-        if not self._of_cuda and all(other.dtype != torch.float32 for other in others):
-            return result
-        return (result[0], *(statistic.float() for statistic in result[1:]))
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
