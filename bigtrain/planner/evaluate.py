@@ -9,7 +9,7 @@ from typing import Any
 
 from bigtrain.activations.policy import BlockPolicy
 from bigtrain.assembly.make_plan import make_plan
-from bigtrain.core.strategy import CutStrategy, ModelFacts, Plan
+from bigtrain.core.strategy import ModelFacts, Plan
 from bigtrain.core.variants import Variant
 from bigtrain.costs.forecast import Profile
 from bigtrain.devices import is_accelerator
@@ -17,7 +17,8 @@ from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Job
 from bigtrain.memory.timeline import Breakdown, Peak
 from bigtrain.planner.bounds import StateWidths, min_state_bytes
-from bigtrain.planner.fit import StageFitter, with_fewer_micro_batches
+from bigtrain.planner.fit import StageFitter
+from bigtrain.planner.held_micro_batches import several_wait
 from bigtrain.planner.recompute_levels import RECOMPUTE_LEVELS, RecomputeLevels, SectionRange
 from bigtrain.planner.space import Candidate
 from bigtrain.prediction.compose import count_parameters
@@ -113,6 +114,7 @@ class PlanEvaluator:
         self._device_type, self._margins = clock.cluster.device.kind, margins
         self._cut = cut
         self._composed: dict[object, Profile] = {}
+        self._cuts: dict[object, list[int]] = {}
         self._paces: dict[object, PassSeconds] = {}
         self._alike: dict[object, Variant | None] = {}
         self._fits: dict[tuple[Candidate, bool], StageFitter] = {}
@@ -343,7 +345,7 @@ class PlanEvaluator:
                 self._least_states(*given, gradients=False) * share,
                 self._least_states(*given) * share,
             )
-            arguments = (plan, candidate, ladder, self._clock, self._composed, factors)
+            arguments = (plan, candidate, ladder, self._clock, self._composed, self._cuts, factors)
             split_passes, config = self._split_passes(plan, candidate), self._job.checkpoint
             saves = config.saves and not is_accelerator(plan.device_type)
             fit = StageFitter(*arguments, split_passes, config if saves else None)
@@ -365,12 +367,12 @@ class PlanEvaluator:
         """What is asked for sections that go back in two parts; None where none does."""
         if not plan.splits_backward:
             return None
-        kind = {"waiting": _waits(plan), "cut": plan.pp > 1}
+        kind = {"waiting": several_wait(plan), "cut": plan.pp > 1}
         return lambda: self._anatomy.split_passes(plan, candidate.rows, **kind)
 
     def _ladder(self, plan: Plan, candidate: Candidate, *, exact: bool) -> RecomputeLevels:
         """The model's sections for each choice that this plan can run; see `_fit`."""
-        kind = {"waiting": _waits(plan), "cut": plan.pp > 1, "exact": exact}
+        kind = {"waiting": several_wait(plan), "cut": plan.pp > 1, "exact": exact}
 
         def body(choice: BlockPolicy) -> ModelSections:
             return self._sections(plan, candidate.rows, choice, **kind)
@@ -415,14 +417,6 @@ class PlanEvaluator:
         on_host = plan.offload_tiers.optimizer == "cpu" and is_accelerator(plan.device_type)
         parts = slowdowns.parts(plan.batch.micro_size)
         return replace(parts, update=1.0) if on_host else parts
-
-
-def _waits(plan: Plan) -> bool:
-    """Whether several micro-batches wait at the head of the model."""
-    technique = plan.techniques.get("cut")
-    if not isinstance(technique, CutStrategy):
-        return False
-    return max(technique.in_flight(with_fewer_micro_batches(plan))[-1:], default=1) > 1
 
 
 def _written(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from itertools import pairwise
 
 from bigtrain.activations.policy import BlockPolicy
@@ -20,6 +19,7 @@ from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.cutting.partition import AtomicUnits, partition
 from bigtrain.job.schema import CheckpointConfig
 from bigtrain.memory.timeline import Breakdown, Peak, highest_peak
+from bigtrain.planner.held_micro_batches import HeldMicroBatches, with_fewer_micro_batches
 from bigtrain.planner.recompute_levels import RecomputeLevels, SectionRange
 from bigtrain.planner.space import Candidate
 from bigtrain.prediction.compose import (
@@ -30,14 +30,10 @@ from bigtrain.prediction.compose import (
 )
 from bigtrain.prediction.predict import forecast_rank_step, forecast_stages, forecast_step
 from bigtrain.prediction.sections import PassPair, Section
-from bigtrain.schedules.in_flight import in_flight_at_peak, in_flight_by_stage
-from bigtrain.schedules.orders import STEADY_SCHEDULES, stage_ranks
 from bigtrain.timing.step_time import StepTimer
 
 SIMILARITY = 0.02
 """The share by which what blocks save may differ, so that any of them can stand for all."""
-STEADY_ROUNDS = 3
-"""Times its ranks' number of micro-batches after which a schedule's memory repeats itself."""
 
 
 class StageFitter:
@@ -49,6 +45,7 @@ class StageFitter:
         ladder: the model's sections.
         clock: how long sections take.
         composed: profiles that were put together before, for all candidates.
+        cuts: where models were cut for speed before, likewise.
         state_factors: bytes of states on a rank for each byte of a parameter, at least: before
             there are gradients, and with them.
         split_passes: of the sections, where a schedule takes their backward pass apart.
@@ -62,6 +59,7 @@ class StageFitter:
         ladder: RecomputeLevels,
         clock: StepTimer,
         composed: dict[object, Profile],
+        cuts: dict[object, list[int]],
         state_factors: tuple[float, float],
         split_passes: Callable[[], Mapping[str, PassPair] | None] | None = None,
         checkpoint: CheckpointConfig | None = None,
@@ -69,33 +67,11 @@ class StageFitter:
         self._checkpoint = checkpoint
         self.levels = ladder
         self._plan, self._candidate = plan, candidate
-        self._clock, self._composed = clock, composed
-        self._edges: dict[int | None, list[int]] = {}
+        self._clock, self._composed, self._cuts = clock, composed, cuts
         self._all = ladder["keep"].sections
         self._factors, self._split_passes = state_factors, split_passes
-        self._schedule = (str(candidate.schedule), candidate.pp, candidate.stages_per_rank)
-        self._ranks = stage_ranks(*self._schedule)
-        self._steps = with_fewer_micro_batches(plan).batch.accumulation_steps
-
-    @cached_property
-    def _in_flight(self) -> tuple[int, ...]:
-        """The most micro-batches that each stage has."""
-        if self._candidate.stages == 1:
-            return (1,)
-        splits = self._plan.splits_backward
-        return in_flight_by_stage(*self._schedule, self._steps, splits=splits)
-
-    @cached_property
-    def _fullest(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Those when the rank's stages have most: of all moments, and when there are gradients."""
-        if self._candidate.stages == 1:
-            return (1,), (int(self._steps > 1),)
-        splits = self._plan.splits_backward
-        first, later = (
-            in_flight_at_peak(*self._schedule, self._steps, splits=splits, later=k)
-            for k in (False, True)
-        )
-        return first, later
+        self._held = HeldMicroBatches(plan, candidate)
+        self._ranks = self._held.ranks
 
     def edges(self, limit: int | None) -> list[int]:
         """The section that each stage begins with, and the end.
@@ -108,8 +84,11 @@ class StageFitter:
         """
         if self._candidate.stages == 1:
             return [0, len(self._all)]
-        if limit in self._edges:
-            return self._edges[limit]
+        key: tuple[object, ...] = (limit, id(self._all), self._plan.tp, self._candidate.stages)
+        if limit is not None:
+            key = (*key, self._factors[1], self._held.by_stage, self.levels.least)
+        if key in self._cuts:
+            return self._cuts[key]
         smallest_sections = self.levels["keep" if limit is None else self.levels.least]
         # A rank's stages have as much each: dealing its memory out to them would take seconds.
         stage_limit = None if limit is None else limit // self._candidate.stages_per_rank
@@ -118,11 +97,11 @@ class StageFitter:
             self._candidate.stages,
             bandwidth=self._clock.cluster.inside.rate,
             state_factor=self._factors[1],
-            in_flight=self._in_flight,
+            in_flight=self._held.by_stage,
             memory=None if stage_limit is None else [stage_limit] * self._candidate.stages,
         )
-        self._edges[limit] = [0, *partitioned.cuts, len(self._all)]
-        return self._edges[limit]
+        self._cuts[key] = [0, *partitioned.cuts, len(self._all)]
+        return self._cuts[key]
 
     def alike(self, edges: Sequence[int], choice: BlockPolicy = "keep") -> list[SectionRange]:
         """The stages between edges, all of whose blocks keep everything, or as much as is said."""
@@ -212,7 +191,7 @@ class StageFitter:
         own_stages = [self._stages_of(rank) for rank in range(self.ranks)]
         kinds = [tuple(self._kind(stages[place]) for place in places) for places in own_stages]
         last = {kind: rank for rank, kind in enumerate(kinds)}
-        moments = (*self._fullest, self._in_flight)
+        moments = (*self._held.fullest, self._held.by_stage)
         examined: dict[object, list[int]] = {}
         representatives = []
         for rank, kind in enumerate(kinds):
@@ -235,24 +214,14 @@ class StageFitter:
         self, stages: list[SectionRange], own_stages: Sequence[int], rank: int, limit: int
     ) -> Peak:
         """Let the blocks of one rank keep as much as fits; in place. The peak that comes of it."""
-        spans = [self._all[stages[place].first : stages[place].stop] for place in own_stages]
-        blocks = sum(bool(section.name) for sections in spans for section in sections)
+        blocks = sum(
+            bool(section.name)
+            for place in own_stages
+            for section in self._all[stages[place].first : stages[place].stop]
+        )
 
         def assign(smaller_policy: BlockPolicy, larger_policy: BlockPolicy, count: int) -> None:
-            """The first blocks, as many as are counted, keep less and the others more."""
-            left = count
-            for place, sections in zip(own_stages, spans, strict=True):
-                picks: list[BlockPolicy] = []
-                for section in sections:
-                    picks.append(
-                        "keep"
-                        if not section.name
-                        else larger_policy
-                        if left <= 0
-                        else smaller_policy
-                    )
-                    left -= bool(section.name)
-                stages[place] = replace(stages[place], choices=tuple(picks))
+            self._assign(stages, own_stages, (smaller_policy, larger_policy), count)
 
         def peak_with(smaller_policy: BlockPolicy, larger_policy: BlockPolicy, count: int) -> Peak:
             assign(smaller_policy, larger_policy, count)
@@ -260,9 +229,10 @@ class StageFitter:
 
         assign("keep", "keep", 0)
         at_least = self._roughly(stages, own_stages)
+        if self.levels.is_single:  # runs of backward passes in two parts are dear
+            is_over = 0 < limit < at_least.total
+            return Peak("forward", at_least) if is_over else self._peak(stages, own_stages, rank)
         excess = at_least.total
-        if self.levels.is_single and 0 < limit < excess:
-            return Peak("forward", at_least)  # runs of backward passes in two parts are dear
         if excess <= limit:
             lowest = self._peak(stages, own_stages, rank)
             if lowest.bytes <= limit:
@@ -294,6 +264,22 @@ class StageFitter:
             return best
         return smallest
 
+    def _assign(
+        self,
+        stages: list[SectionRange],
+        own_stages: Sequence[int],
+        policies: tuple[BlockPolicy, BlockPolicy],
+        count: int,
+    ) -> None:
+        """The first blocks of a rank, as many as are counted, keep as the first policy has it."""
+        left = count
+        for place in own_stages:
+            picks: list[BlockPolicy] = []
+            for section in self._all[stages[place].first : stages[place].stop]:
+                picks.append("keep" if not section.name else policies[left <= 0])
+                left -= bool(section.name)
+            stages[place] = replace(stages[place], choices=tuple(picks))
+
     def _roughly(self, stages: Sequence[SectionRange], own_stages: Sequence[int]) -> Breakdown:
         """No rank with these stages holds less: its states and what micro-batches keep."""
         sections_of = {place: self.sections(stages[place]) for place in own_stages}
@@ -304,7 +290,7 @@ class StageFitter:
                 parameters=int(factor * parameters),
                 activations=sum(in_flight[place] * saved[place] for place in own_stages),
             )
-            for factor, in_flight in zip(self._factors, self._fullest, strict=True)
+            for factor, in_flight in zip(self._factors, self._held.fullest, strict=True)
         ]
         return max(bounds, key=lambda bound: bound.total)
 
@@ -326,7 +312,7 @@ class StageFitter:
         pairs = zip(blocks, saved, strict=True)
         again = max(0, min(block.passes[0].saved - size for block, size in pairs))
         bound = 0
-        for factor, in_flight in zip(self._factors, self._fullest, strict=True):
+        for factor, in_flight in zip(self._factors, self._held.fullest, strict=True):
             own_stages = [self._stages_of(rank) for rank in range(self.ranks)]
             fewest = [min(in_flight[place] for place in places) for places in own_stages]
             rank_bytes = [factor * parameters + count * min(saved) for count in fewest]
@@ -416,19 +402,6 @@ class StageFitter:
                 released=self._plan.release_gradients,
             )
         return self._composed[key]
-
-
-def with_fewer_micro_batches(plan: Plan) -> Plan:
-    """The plan with fewer micro-batches where further ones change no peak.
-
-    torch's own schedules keep the gradients that they send until the step is over: each counts.
-    """
-    steps, most = plan.batch.accumulation_steps, STEADY_ROUNDS * plan.pp
-    if plan.pp == 1 or plan.cut is None or plan.cut.schedule not in STEADY_SCHEDULES:
-        return plan
-    if steps <= most:
-        return plan
-    return replace(plan, batch=replace(plan.batch, accumulation_steps=most))
 
 
 def _no_less(

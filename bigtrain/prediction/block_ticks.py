@@ -15,6 +15,7 @@ from bigtrain.memory.timeline import BlockTicks
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.models.blocks import independent_blocks
 from bigtrain.prediction.operation_log import Operation, OperationLog
+from bigtrain.tensors.fake_mode import VIEWS
 from bigtrain.tensors.op_cost import REPEAT_COUNT
 
 Moment = Literal[
@@ -232,6 +233,9 @@ class SectionHooks:
             owner = self._owners.get(tensor.untyped_storage()._cdata)
             if owner is not None:
                 self.used.setdefault(owner, set()).add(clock)
+        if operation.func in VIEWS:
+            self.work.append((clock, 0.0, 0.0, 0.0, REPEAT_COUNT.get(), 0, 0, 0, 0))
+            return
         flops, nbytes = operation.flops, operation.nbytes
         low = any(t.dtype in (torch.bfloat16, torch.float16) for t in operation.given)
         sizes = (0.0 if low else flops, flops if low else 0.0, nbytes)

@@ -31,7 +31,7 @@ _NORMS = {
     torch.ops.aten.native_group_norm.default,
     torch.ops.aten.native_batch_norm.default,
 }
-_VIEWS = {
+VIEWS = {
     getattr(getattr(torch.ops.aten, name), overload)
     for name, overload in (
         *(("view", "default"), ("as_strided", "default"), ("detach", "default")),
@@ -39,7 +39,7 @@ _VIEWS = {
         *(("permute", "default"), ("expand", "default"), ("unsqueeze", "default")),
     )
 }
-"""Of their first argument, whatever else they are given."""
+"""Functions that give a view of their first argument, whatever else they are given."""
 _MOST_KEYS = 100_000
 _RESHAPING = ("resize", "set_", "swap")
 
@@ -69,7 +69,7 @@ _UNKNOWN = _Outcome("unknown")
 _seen: dict[tuple[Any, ...], _Outcome] = {}
 
 
-class FakeMode(FakeTensorMode):
+class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """See the module. Statistics of norms have the precision of the kernels.
 
     torch's fakes have those of a low input in its precision; kernels keep them in float32 for the
@@ -88,23 +88,19 @@ class FakeMode(FakeTensorMode):
         self,
         func: Any,
         types: Sequence[type],
-        args: Sequence[Any] = (),
+        args: Any = (),
         kwargs: Any = None,
     ) -> Any:
         """Give what the function gave before, of tensors alike; otherwise see `FakeTensorMode`."""
         kwargs = kwargs or {}
-        if func in _VIEWS and self._is_own(args[0]):
+        if func in VIEWS and self._is_own(args[0]):
             return self._viewed(func, args, kwargs)
         parts = self._described(func, args, kwargs)
         if parts is None:
             return self._asked(func, types, args, kwargs)
         outcome = _seen.get(key := tuple(parts))
         if outcome is None:
-            self.cache_enabled = False  # its key is made for nothing
-            try:
-                result = self._asked(func, types, args, kwargs)
-            finally:
-                self.cache_enabled = True
+            result = self._asked_anew(func, types, args, kwargs)
             is_same = self._described(func, args, kwargs) == parts
             if len(_seen) >= _MOST_KEYS:
                 _seen.clear()
@@ -118,11 +114,21 @@ class FakeMode(FakeTensorMode):
             return results[0] if outcome.container is None else outcome.container(results)
         if kind == "given":
             return args[outcome.number]
-        return self._asked(func, types, args, kwargs)
+        return self._asked_anew(func, types, args, kwargs)
+
+    def _asked_anew(
+        self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Any
+    ) -> Any:
+        """What torch gives if it does not remember: results that share storage share it."""
+        self.cache_enabled = False
+        try:
+            return self._asked(func, types, args, kwargs)
+        finally:
+            self.cache_enabled = True
 
     def _asked(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Any) -> Any:
         """What torch gives, with the statistics of norms converted."""
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result: Any = super().__torch_dispatch__(func, types, args, kwargs)
         if func not in _NORMS or not isinstance(args[0], FakeTensor):
             return result
         if args[0].fake_device.type != "cpu" or args[0].dtype not in _LOW:
@@ -166,7 +172,7 @@ class FakeMode(FakeTensorMode):
             first = FakeTensor(self, meta, device)
             self._attributes[device] = dict(vars(first))
             return first
-        fake = Tensor._make_subclass(  # type: ignore[attr-defined]
+        fake = Tensor._make_subclass(
             FakeTensor,
             meta,
             meta.requires_grad,
@@ -175,11 +181,12 @@ class FakeMode(FakeTensorMode):
         )
         torch._C._set_throw_on_mutable_data_ptr(fake)
         vars(fake).update(attributes)
-        return fake  # type: ignore[no-any-return]
+        return fake
 
     def _described(self, func: Any, args: Sequence[Any], kwargs: Any) -> list[Any] | None:
         """What a function is given; None where that does not decide what it gives."""
-        parts: list[Any] = [func, self._of_cuda, torch.is_inference_mode_enabled()]
+        modes = (self._of_cuda, torch.is_inference_mode_enabled(), torch.get_default_dtype())
+        parts: list[Any] = [func, *modes]
         try:
             is_said = self._describe(args, parts)
             if kwargs and is_said:
@@ -278,4 +285,4 @@ def _is_whole(result: Tensor) -> bool:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,68 @@
+"""How many micro-batches the stages of a candidate hold at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+
+from bigtrain.core.strategy import CutStrategy, Plan
+from bigtrain.planner.space import Candidate
+from bigtrain.schedules.in_flight import in_flight_at_peak, in_flight_by_stage
+from bigtrain.schedules.orders import STEADY_SCHEDULES, stage_ranks
+
+STEADY_ROUNDS = 3
+"""Times its ranks' number of micro-batches after which a schedule's memory repeats itself."""
+
+
+class HeldMicroBatches:
+    """Counts of one candidate, made when they are asked for: an order of a step takes its time."""
+
+    def __init__(self, plan: Plan, candidate: Candidate) -> None:
+        self._is_cut = candidate.stages > 1
+        self._schedule = (str(candidate.schedule), candidate.pp, candidate.stages_per_rank)
+        self._steps = with_fewer_micro_batches(plan).batch.accumulation_steps
+        self._splits = plan.splits_backward
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The pp rank of each stage."""
+        return stage_ranks(*self._schedule)
+
+    @cached_property
+    def by_stage(self) -> tuple[int, ...]:
+        """The most that each stage has."""
+        if not self._is_cut:
+            return (1,)
+        return in_flight_by_stage(*self._schedule, self._steps, splits=self._splits)
+
+    @cached_property
+    def fullest(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Those when the rank's stages have most: of all moments, and when there are gradients."""
+        if not self._is_cut:
+            return (1,), (int(self._steps > 1),)
+        given = (*self._schedule, self._steps)
+        first, later = (
+            in_flight_at_peak(*given, splits=self._splits, later=later) for later in (False, True)
+        )
+        return first, later
+
+
+def with_fewer_micro_batches(plan: Plan) -> Plan:
+    """The plan with fewer micro-batches where further ones change no peak.
+
+    torch's own schedules keep the gradients that they send until the step is over: each counts.
+    """
+    steps, most = plan.batch.accumulation_steps, STEADY_ROUNDS * plan.pp
+    if plan.pp == 1 or plan.cut is None or plan.cut.schedule not in STEADY_SCHEDULES:
+        return plan
+    if steps <= most:
+        return plan
+    return replace(plan, batch=replace(plan.batch, accumulation_steps=most))
+
+
+def several_wait(plan: Plan) -> bool:
+    """Whether several micro-batches wait at the head of the model."""
+    technique = plan.techniques.get("cut")
+    if not isinstance(technique, CutStrategy):
+        return False
+    return max(technique.in_flight(with_fewer_micro_batches(plan))[-1:], default=1) > 1
