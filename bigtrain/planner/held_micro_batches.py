@@ -12,6 +12,8 @@ from bigtrain.schedules.orders import STEADY_SCHEDULES, stage_ranks
 
 STEADY_ROUNDS = 3
 """Times its ranks' number of micro-batches after which a schedule's memory repeats itself."""
+GROWING_SCHEDULES = ("gpipe", "looped_bfs")
+"""With which every further micro-batch is one more in flight."""
 
 
 class HeldMicroBatches:
@@ -20,7 +22,7 @@ class HeldMicroBatches:
     def __init__(self, plan: Plan, candidate: Candidate) -> None:
         self._is_cut = candidate.stages > 1
         self._schedule = (str(candidate.schedule), candidate.pp, candidate.stages_per_rank)
-        self._steps = with_fewer_micro_batches(plan).batch.accumulation_steps
+        self._steps = _counted(plan, str(candidate.schedule))
         self._splits = plan.splits_backward
 
     @cached_property
@@ -60,9 +62,19 @@ def with_fewer_micro_batches(plan: Plan) -> Plan:
     return replace(plan, batch=replace(plan.batch, accumulation_steps=most))
 
 
+def _counted(plan: Plan, schedule: str) -> int:
+    """Micro-batches of a step that has as many in flight; the order of hundreds takes its time."""
+    steps, most = with_fewer_micro_batches(plan).batch.accumulation_steps, STEADY_ROUNDS * plan.pp
+    if schedule in GROWING_SCHEDULES or steps % plan.pp:
+        return steps
+    return min(steps, most)
+
+
 def several_wait(plan: Plan) -> bool:
     """Whether several micro-batches wait at the head of the model."""
     technique = plan.techniques.get("cut")
     if not isinstance(technique, CutStrategy):
         return False
-    return max(technique.in_flight(with_fewer_micro_batches(plan))[-1:], default=1) > 1
+    steps = _counted(plan, str(technique.traits.schedule))
+    plan = replace(plan, batch=replace(plan.batch, accumulation_steps=steps))
+    return max(technique.in_flight(plan)[-1:], default=1) > 1
