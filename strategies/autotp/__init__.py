@@ -30,11 +30,13 @@ from bigtrain.costs.traffic import Traffic
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Role
 from bigtrain.slice_planning.choose import most_ranks, plan_slices
+from bigtrain.slice_planning.patterns import merged_lines, spec_text
 from bigtrain.slicing.install import sliced_tensors
 from bigtrain.slicing.state import ModelSlices
 from bigtrain.strategies.autotp.adapter import AUTOTP, keep_values, partition_config, use_groups
 from bigtrain.strategies.autotp.choose import layer_specs, pairs_of, whole_shapes
 from bigtrain.strategies.autotp.local_widths import check_local_widths
+from bigtrain.strategies.deepspeed_adapter import require_deepspeed
 
 
 class AutoTP(SliceStrategy):
@@ -95,7 +97,9 @@ class AutoTP(SliceStrategy):
                 raise ConfigError(
                     f"strategy autotp does not go with {key}={value}. Use {key}={wanted}."
                 )
-        AUTOTP.refuse_missing("strategy.slice=autotp", "use --strategy tensor")
+        words = "strategy.slice=autotp", "use --strategy tensor"
+        require_deepspeed(plan.device_type, *words)
+        AUTOTP.refuse_missing(*words)
 
     def most_ranks(self, workload: Workload) -> int:
         """See `SliceStrategy.most_ranks`."""
@@ -106,7 +110,10 @@ class AutoTP(SliceStrategy):
         found = plan_slices(workload, plan.tp, keep=self.keep, repeats=workload.repeats)
         slices = pairs_of(found, workload.model, plan.tp)
         check_local_widths(workload, slices, layer_specs(slices), plan.tp)
-        lines = {name: line for name, line in found.lines().items()}
+        names = [name for name, _ in workload.model.named_parameters()]
+        whole = {n: found.kept.get(n, "") for n in names if n not in slices}
+        texts = {name: spec_text(own) for name, own in slices.items()}
+        lines = merged_lines(texts, whole)
         return ModelSlices(slices, size=plan.tp, lines=lines, kept=found.kept)
 
     def replace_layers(self, assembly: Assembly, closing: ExitStack) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def pairs_of(found: SlicingPlan, model: nn.Module, ranks: int) -> dict[str, Slic
     chosen: dict[str, Slices] = {}
     why = ""
     for own in found.classes:
-        reason = _why_not(own, model, once, ranks)
+        reason = _why_not(own, once, ranks)
         if reason:
             why = why or f"{own.name}: {reason}"
         else:
@@ -53,11 +53,10 @@ def _used_once(model: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def _why_not(
-    own: SliceClass, model: nn.Module, linears: Mapping[str, nn.Linear], ranks: int
-) -> str:
+def _why_not(own: SliceClass, linears: Mapping[str, nn.Linear], ranks: int) -> str:
     """Why AutoTP cannot slice a class; '' where it can."""
-    columns, rows = set(), set()
+    columns: set[str] = set()
+    rows: set[str] = set()
     for name, slices in own.slices.items():
         module, _, kind = name.rpartition(".")
         if module not in linears:

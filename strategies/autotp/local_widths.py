@@ -1,26 +1,31 @@
 """Whether a model's own code gets along with the widths that one rank has.
 
-AutoTP replaces layers, and the code around them sees tensors of this rank. AutoTP changes some
-attributes that code of well-known models looks at (`num_heads`, `hidden_size`). Whether that is
-right for a model is seen here without ranks: AutoTP's own layers are put in twice, for one rank and
-for as many as there will be, and both are run on fake tensors. Operation by operation the second
-has to do the same with the same numbers, on tensors that are the same or a rank's part of them.
+AutoTP replaces layers, and the code around them sees this rank's part of each tensor. AutoTP also
+changes attributes that the code of well-known models looks at (`num_heads`, `hidden_size`). Whether
+that comes out right for a model is seen here without ranks and without numbers: it is run twice on
+fake tensors, once with this project's own slices, where its code sees whole tensors, and once with
+AutoTP's layers. Call by call both have to do the same, with the same numbers, on tensors of which
+the second has just what the first holds of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bigtrain.core.workload import Workload
 from bigtrain.errors import ConfigError
+from bigtrain.slicing.exchange import SliceGroup
+from bigtrain.slicing.install import slice_modules, slice_tensors
+from bigtrain.slicing.sliced_tensor import SlicedTensor
 from bigtrain.slicing.slices import Slices
 from bigtrain.strategies.autotp.adapter import (
     Spec,
@@ -30,16 +35,28 @@ from bigtrain.strategies.autotp.adapter import (
 )
 from bigtrain.tensors.fake import fake_model
 
+_OF_SIZES = frozenset(
+    {
+        *("view", "reshape", "unflatten", "flatten", "expand", "__getitem__"),
+        *("split", "split_with_sizes", "narrow", "chunk", "tensor_split"),
+        *("new_zeros", "new_ones", "new_empty", "new_full"),
+        *("zeros", "ones", "empty", "full", "arange"),
+    }
+)
+"""Functions whose whole numbers are sizes, of which a rank has others."""
+
 
 @dataclass(frozen=True)
-class _Operation:
+class _Call:
     name: str
     where: str
+    """The module in whose code it is."""
     numbers: tuple[float, ...]
-    """What it is given beside tensors and sizes."""
+    """What it is given beside tensors, and beside sizes."""
     shapes: tuple[tuple[int, ...], ...]
-    """Of what comes out."""
-    draws: bool
+    """What a rank holds of each tensor that comes out."""
+    sliced: bool
+    drew: bool
     """Random numbers."""
 
 
@@ -51,84 +68,131 @@ def check_local_widths(
     Raises:
         ConfigError: with the module, and what it does.
     """
+    layers = {name.rpartition(".")[0] for name in slices}
     with FakeTensorMode(), training_layers():
-        whole = _operations(workload, {}, specs, 1)
-        local = _operations(workload, slices, specs, ranks)
-    for one, other in zip(whole, local, strict=False):
-        if one.name != other.name or one.numbers != other.numbers:
-            what = f"does {_shown(other)} with a rank's widths, and {_shown(one)} with whole ones"
+        expected = _calls(workload, layers, lambda model: _hold(model, slices, ranks))
+        found = _calls(workload, layers, lambda model: _replace(model, slices, specs, ranks))
+    for one, other in zip(expected, found, strict=False):
+        if (one.name, one.numbers) != (other.name, other.numbers):
+            what = f"calls {_shown(other)} with a rank's widths, and {_shown(one)} with whole ones"
             raise _refusal(other.where, what)
-        is_part = one.shapes != other.shapes
-        if is_part and not _are_parts(one.shapes, other.shapes, ranks):
+        if one.shapes != other.shapes:
             what = (
-                f"makes {list(other.shapes[0])} of a rank's widths by {other.name}, where "
-                f"{list(one.shapes[0])} is whole, and that is no part of it for {ranks} ranks"
+                f"makes {_shapes(other)} of a rank's widths in {other.name}, and its part of the "
+                f"whole is {_shapes(one)}: its code goes by a size that AutoTP leaves as it is, or "
+                "changes and should not"
             )
             raise _refusal(other.where, what)
-        if is_part and other.draws:
+        if one.sliced and other.drew:
             what = "draws random numbers for a rank's part, which all ranks would draw alike"
-            raise _refusal(other.where, f"{what}. Leave dropout out (model.args.dropout=0), or")
-    if len(whole) != len(local) or whole[-1].shapes != local[-1].shapes:
-        raise _refusal("", "does not end as the whole model does")
+            raise _refusal(other.where, f"{what} (set dropout to 0)")
+    if len(expected) != len(found):
+        raise _refusal("", f"makes {len(found)} calls with a rank's widths, not {len(expected)}")
 
 
-def _operations(
-    workload: Workload, slices: Mapping[str, Slices], specs: Sequence[Spec], ranks: int
-) -> list[_Operation]:
-    device = torch.device("cpu")
-    model = fake_model(workload.model, device, double=False).train()
+def _hold(model: nn.Module, slices: Mapping[str, Slices], ranks: int) -> None:
+    group = SliceGroup(0, ranks, None)
+    slice_tensors(model, slices, group)
+    slice_modules(model, slices, group)
+
+
+def _replace(
+    model: nn.Module, slices: Mapping[str, Slices], specs: Sequence[Spec], ranks: int
+) -> None:
     replace_layers(model, specs, ranks, None)
     for name, own in slices.items():
         parameter = model.get_parameter(name)
-        parameter.data = own.local(parameter.detach(), 0, ranks)
-    recorder = _Recorder()
+        parameter.data = own.local(parameter.detach(), 0, ranks).contiguous()
+    for name, layer in column_layers(model):
+        layer.register_forward_pre_hook(_refuse_strided(name))
+
+
+def _calls(
+    workload: Workload, layers: Collection[str], change: Callable[[nn.Module], None]
+) -> list[_Call]:
+    device = torch.device("cpu")
+    model = fake_model(workload.model, device, double=False).train()
+    change(model)
+    drawing = _Drawing()
+    recorder = _Recorder(layers, drawing)
     for name, module in model.named_modules():
         module.register_forward_pre_hook(recorder.entering(name))
         module.register_forward_hook(recorder.leave)
-    for name, layer in column_layers(model):
-        layer.register_forward_pre_hook(_refuse_strided(name))
     inputs = workload.micro_batch.fake(device).inputs
     try:
-        with recorder:
+        with drawing, recorder:
             model(inputs)
     except ConfigError:
         raise
     except Exception as error:
         said = " ".join(str(error).split())[:160]
-        what = f"fails with {ranks} rank's widths: {type(error).__name__}: {said}"
+        what = f"fails with a rank's widths ({type(error).__name__}: {said})"
         raise _refusal(recorder.where, what) from error
     return recorder.seen
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notices random numbers."""
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[_Operation] = []
+        self.drew = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        self.drew |= _draws(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, layers: Collection[str], drawing: _Drawing) -> None:
+        super().__init__()
+        self.seen: list[_Call] = []
+        self.drawing = drawing
+        self._layers = layers
         self._inside: list[str] = []
 
     @property
     def where(self) -> str:
+        """The module whose code is running."""
         return self._inside[-1] if self._inside else ""
 
     def entering(self, name: str) -> Callable[[nn.Module, Any], None]:
+        """A hook of a module."""
+
         def enter(_module: nn.Module, _inputs: Any) -> None:
             self._inside.append(name)
 
         return enter
 
-    def leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
-        self._inside.pop()
+    def leave(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        """A hook of a module."""
+        where = self._inside.pop()
+        if where in self._layers:
+            self._note(where, where, (), output)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        made = func(*args, **(kwargs or {}))
-        leaves = tree_leaves((args, kwargs or {}))
-        numbers = tuple(n for n in leaves if isinstance(n, float))
-        shapes = tuple(tuple(t.shape) for t in tree_leaves(made) if isinstance(t, Tensor))
-        if shapes:
-            draws = _draws(func, args, kwargs or {})
-            self.seen.append(_Operation(str(func), self.where, numbers, shapes, draws))
+        given = kwargs or {}
+        if self.where in self._layers:  # what it does inside is its own affair
+            return func(*args, **given)
+        self.drawing.drew = False
+        made = func(*args, **given)
+        name = resolve_name(func) or getattr(func, "__name__", str(func))
+        kinds = (float,) if name.rpartition(".")[2] in _OF_SIZES else (float, int)
+        numbers = tuple(n for n in tree_leaves((args, given)) if isinstance(n, kinds))
+        if any(isinstance(t, Tensor) for t in tree_leaves(made)):
+            self._note(name, self.where, numbers, made)
         return made
+
+    def _note(self, name: str, where: str, numbers: tuple[Any, ...], made: Any) -> None:
+        # A sliced tensor is a tree, whose leaf is what a rank holds.
+        leaves = tree_leaves(made, is_leaf=lambda leaf: isinstance(leaf, Tensor))
+        tensors = [t for t in leaves if isinstance(t, Tensor)]
+        parts = [t.local if isinstance(t, SlicedTensor) else t for t in tensors]
+        shapes = tuple(tuple(part.shape) for part in parts)
+        sliced = any(part is not t for part, t in zip(parts, tensors, strict=True))
+        self.seen.append(_Call(name, where, numbers, shapes, sliced, self.drawing.drew))
 
 
 def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -141,39 +205,26 @@ def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return True
 
 
-def _are_parts(whole: Sequence[Sequence[int]], local: Sequence[Sequence[int]], ranks: int) -> bool:
-    """Whether each tensor is the same, or a rank's part of one along one dim."""
-    if len(whole) != len(local):
-        return False
-    for one, other in zip(whole, local, strict=True):
-        if len(one) != len(other):
-            return False
-        differ = [(n, m) for n, m in zip(one, other, strict=True) if n != m]
-        if len(differ) > 1 or any(n != m * ranks for n, m in differ):
-            return False
-    return True
-
-
 def _refuse_strided(name: str) -> Callable[[nn.Module, Any], None]:
     def look(_module: nn.Module, inputs: Any) -> None:
         if not inputs[0].is_contiguous():
             what = (
-                "is given a tensor that is not contiguous, of which DeepSpeed's "
-                "ColumnParallel.backward may add up a copy of the gradient and lose the sum"
+                "is given a tensor that is not contiguous, whose gradient DeepSpeed's "
+                "ColumnParallel.backward may add up in a copy and lose"
             )
             raise _refusal(name, what)
 
     return look
 
 
-def _shown(operation: _Operation) -> str:
-    numbers = f" with {', '.join(map(str, operation.numbers))}" if operation.numbers else ""
-    return f"{operation.name}{numbers}"
+def _shapes(call: _Call) -> str:
+    return " and ".join(str(list(shape)) for shape in call.shapes)
+
+
+def _shown(call: _Call) -> str:
+    return f"{call.name}{f' with {list(call.numbers)}' if call.numbers else ''}"
 
 
 def _refusal(where: str, what: str) -> ConfigError:
-    module = where or "the model"
-    fix = f"keep it whole: strategy.slice.keep=[{where}], or use" if where else "use"
-    joint = " " if what.endswith(" or") else ". "
-    fix = fix if what.endswith(" or") else fix[0].upper() + fix[1:]
-    return ConfigError(f"strategy autotp: {module} {what}{joint}{fix} --strategy tensor.")
+    fix = f"Keep it whole: strategy.slice.keep=[{where}], or use" if where else "Use"
+    return ConfigError(f"strategy autotp: {where or 'the model'} {what}. {fix} --strategy tensor.")

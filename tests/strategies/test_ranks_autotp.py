@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.parity import Record, largest_difference, train
+from support.parity import Record, largest_difference, sgd, train
 from support.ranks import run_ranks
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from bigtrain.assembly.make_plan import make_plan
+from bigtrain.assembly.resolve import lay_slices
+from bigtrain.core.workload import Workload
+from bigtrain.data.loader import MicroBatch
 from bigtrain.data.source import Samples, TensorSamples
+from bigtrain.errors import ConfigError
+from bigtrain.job.load import job_from_keys
+from bigtrain.losses.loss import CrossEntropy
 from bigtrain.models.gpt import GPT, GPTConfig
 from bigtrain.ranks.context import RunContext
+from bigtrain.slicing.state import ModelSlices
 
-WORDS = 29
+WORDS, WIDTH = 29, 24
 SIZES: dict[str, Any] = {"num_layers": 2, "width": 24, "num_heads": 4, "vocab_size": WORDS}
 
 
@@ -65,3 +73,134 @@ def test_slices_of_autotp_equal_one_process(case: str) -> None:
     for records in found:
         for name, record in records.items():
             assert largest_difference(one[name], record) < 1e-5, name
+
+
+class Attention(nn.Module):
+    """Heads that AutoTP does not know of, where they are not called as it expects."""
+
+    def __init__(self, heads_as: str, scale_as: str, dropout: float) -> None:
+        super().__init__()
+        setattr(self, heads_as, 4)
+        setattr(self, scale_as, WIDTH)
+        self.names = heads_as, scale_as
+        self.dropout = dropout
+        self.parts = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, places, WIDTH) to the same."""
+        heads, scale = (getattr(self, name) for name in self.names)
+        made = (
+            part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in self.parts(x).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(*made, dropout_p=self.dropout)
+        return self.out(mixed.transpose(1, 2).flatten(-2)) * (scale / WIDTH)
+
+
+class Net(nn.Module):
+    """A table of words, one attention, and an MLP over places in place of features if asked."""
+
+    def __init__(
+        self, heads: str = "num_heads", scale: str = "scale", dropout: float = 0.0, way: str = ""
+    ) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.mix = Attention(heads, scale, dropout)
+        places = 6 if way == "turned" else WIDTH
+        self.expand, self.reduce = nn.Linear(places, 16), nn.Linear(16, places)
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.way = way
+
+    def forward(self, words: Tensor) -> Tensor:
+        """(rows, places) to (rows, places, WORDS)."""
+        x = self.words(words)
+        x = x + self.mix(x)
+        turned = x.transpose(1, 2) if self.way == "turned" else x
+        hidden = F.gelu(self.expand(turned))
+        if self.way == "reshaped":
+            hidden = hidden.view(-1, 16).view(*x.shape[:2], 16)
+        made = self.reduce(hidden)
+        return self.head(x + (made.transpose(1, 2) if self.way == "turned" else made))
+
+
+def laid(model: Callable[[], nn.Module], ranks: int = 2, **keys: Any) -> ModelSlices | None:
+    """The slices that are chosen for it, without ranks."""
+    job = job_from_keys("autotp", {"train.global_batch_size": 8, "mesh.tp": ranks, **keys})
+    plan = make_plan(job, ranks, "cpu")
+    words = torch.zeros(2, 6, dtype=torch.int64)
+    example = MicroBatch(words, words, 12, 2)
+    with torch.device("meta"):
+        made = model()
+    return lay_slices(plan, Workload(made, example, CrossEntropy(), sgd))
+
+
+def test_it_slices_pairs_of_linear_layers_and_no_more() -> None:
+    found = laid(Net)
+    assert found is not None
+    modules = {name.rpartition(".")[0] for name in found.by_name}
+    assert modules == {"mix.parts", "mix.out", "expand", "reduce"}
+    assert set(found.lines) == set(found.by_name)
+    kept = laid(Net, **{"strategy.slice.keep": ["mix"]})
+    assert kept is not None
+    assert {name.rpartition(".")[0] for name in kept.by_name} == {"expand", "reduce"}
+
+
+OF_SIZES = {
+    "a name that AutoTP leaves alone": (
+        partial(Net, heads="heads"),
+        r"mix makes \[2, 6, 4, 3\] of a rank's widths .* is \[2, 6, 2, 6\]: .*keep=\[mix\]",
+    ),
+    "a name that AutoTP changes": (
+        partial(Net, scale="hidden_size"),
+        r"mix calls .*mul.* with \[0\.5\] with a rank's widths, and .*\[1\.0\] with whole ones",
+    ),
+    "a size in the code": (
+        partial(Net, way="reshaped"),
+        r"the model fails with a rank's widths \(RuntimeError: .*Use --strategy tensor",
+    ),
+    "random numbers": (
+        partial(Net, dropout=0.1),
+        r"mix draws random numbers for a rank's part, .*dropout.*keep=\[mix\]",
+    ),
+    "a turned tensor": (
+        partial(Net, way="turned"),
+        r"expand is given a tensor that is not contiguous, .*ColumnParallel\.backward .*"
+        r"keep=\[expand\], or use --strategy tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OF_SIZES)
+def test_code_that_does_something_else_with_a_ranks_widths_is_refused(case: str) -> None:
+    model, words = OF_SIZES[case]
+    with pytest.raises(ConfigError, match=words):
+        laid(model)
+
+
+def test_what_is_refused_runs_where_it_is_kept_whole() -> None:
+    found = laid(partial(Net, heads="heads"), **{"strategy.slice.keep": ["mix"]})
+    assert found is not None
+    assert "expand.weight" in found.by_name
+
+
+def test_a_model_without_pairs_of_linear_layers_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no linear layers .*mesh\.tp=2.*--strategy tensor"):
+        laid(lambda: nn.Sequential(nn.Embedding(WORDS, 8), nn.Conv1d(6, 6, 1)))
+
+
+REFUSED = {
+    "one rank": (1, {}, r"mesh\.tp=1\. Start 2 ranks"),
+    "stage 3": (2, {"strategy.replicate.stage": 3}, r"stage 3\. Use --strategy autotp"),
+    "engine": (2, {"strategy.replicate.engine": "torch"}, r"on torch, stage 1\. Use --strat"),
+    "bf16": (2, {"train.precision": "bf16"}, r"train\.precision=bf16\. Use .*=fp32"),
+    "compile": (2, {"train.compile": "blocks"}, r"train\.compile=blocks\. Use train\.compile=none"),
+    "offload": (2, {"strategy.offload.optimizer": "cpu"}, r"offload\. Leave strategy\.offload"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_it_does_not_go_with_is_refused(case: str) -> None:
+    ranks, keys, words = REFUSED[case]
+    job = job_from_keys("autotp", {"train.global_batch_size": 8, "mesh.tp": ranks, **keys})
+    with pytest.raises(ConfigError, match=words):
+        make_plan(job, ranks, "cpu")
