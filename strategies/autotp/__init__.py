@@ -8,7 +8,8 @@ anything runs, that is tried on tensors without numbers, and refused where it co
 Memory: sliced parameters, their gradients and optimizer state by the number of ranks, and then by
 ZeRO's; embeddings, convolutions, norms and the loss are whole on each rank of the tp axis.
 Communication: for each pair of layers an all-reduce of their output in the forward pass, and for
-each layer by columns one of its input's gradient in the backward pass, which nothing hides.
+each layer by columns one of its input's gradient in the backward pass, which nothing hides. Where
+such layers share an input (queries, keys, values apart) each has its own, and one is forecast.
 Constraints: DeepSpeed's ZeRO of stage 1 or 2 beside it, fp32, no dropout between sliced layers.
 Example: bigtrain train -n 2 --strategy autotp
 
@@ -18,12 +19,14 @@ Source: Shoeybi et al. 2019, Megatron-LM (arXiv 1909.08053); DeepSpeed's AutoTP.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
 from bigtrain.core.layer_strategies import SliceStrategy
 from bigtrain.core.strategy import Assembly, Plan
 from bigtrain.core.traits import Traits
+from bigtrain.core.variants import Shape, Variant
 from bigtrain.core.workload import Workload
 from bigtrain.costs.forecast import Profile
 from bigtrain.costs.traffic import Traffic
@@ -100,6 +103,10 @@ class AutoTP(SliceStrategy):
         words = "strategy.slice=autotp", "use --strategy tensor"
         require_deepspeed(plan.device_type, *words)
         AUTOTP.refuse_missing(*words)
+
+    def variants(self, shape: Shape) -> Iterable[Variant]:  # noqa: ARG002
+        """See `Strategy.variants`: none; `tensor` slices more, beside more."""
+        return ()
 
     def most_ranks(self, workload: Workload) -> int:
         """See `SliceStrategy.most_ranks`."""

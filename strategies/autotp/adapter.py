@@ -26,7 +26,7 @@ AUTOTP = ForeignLibrary("deepspeed", "0.19.8", "0.19.9", (
         "mp_size mp_group update_linear_policies _replace_module"),
     *foreign_names("read", "say what is sliced", f"{_CONFIG}.AutoTPConfig", "from_dict"),
     *foreign_names("read", "have layers that are trained", _LAYERS,
-        "set_autotp_mode is_autotp_training_mode LinearLayer LinearAllreduce SubParamLinearLayer"),
+        "set_autotp_mode is_autotp_training_mode LinearLayer SubParamLinearLayer"),
     *foreign_names("replace", "give it the groups of our mesh", _GROUPS,
         "_DATA_PARALLEL_GROUP _MODEL_PARALLEL_GROUP _TENSOR_MODEL_PARALLEL_GROUP mpu"),
 ))  # fmt: skip
