@@ -72,6 +72,11 @@ class AutoTP(SliceStrategy):
                 "strategy autotp slices layers over the ranks of mesh.tp, and mesh.tp=1. "
                 "Start 2 ranks or more, or leave the technique out."
             )
+        if "cut" in plan.techniques:
+            raise ConfigError(
+                f"strategy autotp slices a whole model, and strategy.cut (mesh.pp={plan.pp}) cuts "
+                "it. Use --strategy 1f1b+tensor, or leave strategy.cut out."
+            )
         replicate: Any = plan.techniques["replicate"]
         if replicate.traits.engine != "deepspeed" or replicate.stage not in (1, 2):
             raise ConfigError(
