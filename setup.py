@@ -58,6 +58,7 @@ setup(
         "bigtrain.slicing.rules",
         "bigtrain.speedup",
         "bigtrain.strategies",
+        "bigtrain.strategies.autotp",
         "bigtrain.strategies.local_sgd",
         "bigtrain.strategies.parameter_server",
         "bigtrain.strategies.pipeline",

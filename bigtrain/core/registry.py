@@ -42,6 +42,7 @@ TECHNIQUES: dict[Role, dict[str, str | Engines]] = {
     },
     "slice": {
         "tensor": "bigtrain.strategies.tensor:TensorSlices",
+        "autotp": "bigtrain.strategies.autotp:AutoTP",
     },
     "replicate": {
         "single": "bigtrain.strategies.single:Single",

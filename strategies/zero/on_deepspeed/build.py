@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 
+from bigtrain.core.layer_strategies import SliceStrategy
 from bigtrain.core.strategy import Assembly
 from bigtrain.errors import ConfigError
 from bigtrain.job.deepspeed_json import json_section
@@ -109,6 +110,11 @@ def build_engine(
         assembly.materialize(names_of(assembly.model))
         for group, members in zip(optimizer.param_groups, names, strict=True):
             group["params"] = [assembly.model.get_parameter(name) for name in members]
+        sliced = replaced_layers(assembly, built.closing)
+        if sliced is not None:
+            # It takes the batch of all ranks for one that every rank has its own part of.
+            config = {k: value for k, value in config.items() if k != "train_batch_size"}
+            config["tensor_parallel"] = sliced
         with blaming_file(path):
             built.engine = start_engine(
                 assembly.model,
@@ -120,6 +126,18 @@ def build_engine(
             )
         failing.pop_all()
     return built
+
+
+def replaced_layers(assembly: Assembly, closing: ExitStack) -> dict[str, Any] | None:
+    """Let DeepSpeed's layers stand in the model where the plan slices it by them. Collective.
+
+    Returns:
+        The section of DeepSpeed's configuration; None where nothing is sliced.
+    """
+    slicing = assembly.plan.techniques.get("slice")
+    if not isinstance(slicing, SliceStrategy):
+        return None
+    return slicing.replace_layers(assembly, closing)
 
 
 def _copy_without_hooks(model: nn.Module, device: torch.device, closing: ExitStack) -> None:

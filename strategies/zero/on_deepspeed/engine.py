@@ -101,7 +101,9 @@ class DeepSpeed(Zero):
                 "train.precision=fp64: DeepSpeed updates in fp32. Use --strategy "
                 f"{instead} (engine=torch), or train.precision=fp32."
             )
-        if "cut" in plan.techniques or plan.pp * plan.tp > 1:
+        slicing = plan.techniques.get("slice")
+        is_sliced = slicing is not None and slicing.traits.engine == "deepspeed"
+        if "cut" in plan.techniques or plan.pp > 1 or (plan.tp > 1 and not is_sliced):
             raise ConfigError(
                 "strategy.replicate.engine=deepspeed takes a whole model, and strategy.cut "
                 f"(mesh.pp={plan.pp} mesh.tp={plan.tp}) gives each rank a part of one. "
@@ -173,7 +175,8 @@ class DeepSpeed(Zero):
 
         def runner(final: Assembly) -> Runner:
             built = build_engine(final, config, stage, self.config)
-            update = DeepSpeedUpdate(built, final.context, final.model, stage)
+            sliced = final.slices.by_name if final.slices is not None else ()
+            update = DeepSpeedUpdate(built, final.context, final.model, stage, sliced)
             final.update = update
             return DeepSpeedRunner(final, update)
 

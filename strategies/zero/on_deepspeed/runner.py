@@ -116,7 +116,8 @@ class DeepSpeedRunner(LoopRunner):
 
     def gradients(self) -> dict[str, StateTensor]:
         """See `Runner.gradients`."""
-        return self._sharded.gradients()
+        own = {f"model.{name}": g for name, g in self._sharded.gradients().items()}
+        return {name.removeprefix("model."): g for name, g in self.whole_state(own).items()}
 
     def load_state(self, saved: Mapping[str, SavedTensor]) -> None:
         """See `Runner.load_state`."""
