@@ -21,6 +21,7 @@ FULL = {
     "checkpoint/test_foreign.py::test_a_process_that_converts_grows_by_a_few_pieces": 1,
     "compare/test_checklist.py::test_checks_run_by_the_command_and_leave_one_file": 1,
     "costs/test_ranks_textbook.py::test_all_ranks_together_send_what_the_formula_says": 14,
+    "costs/test_ranks_traffic.py::test_stages_send_each_other_one_part_for_each_rank_of_slices": 1,
     "cutting/test_torchvision_models.py::test_a_cut_model_is_the_whole_model": 61,
     "engine/test_ranks_state_peaks.py::test_a_save_and_a_resume_hold_what_was_forecast": 5,
     "models/test_torchvision_models.py::test_every_torchvision_model_is_deferred_and_initialised_as"
