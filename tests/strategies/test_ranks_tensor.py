@@ -193,9 +193,17 @@ def ends_of_steps(
         wires.MIN_DEALT_BYTES = least
 
 
-def test_parts_change_no_bit() -> None:
-    keys = {"train.precision": "fp32", **{f"mesh.{axis}": n for axis, n in STAGES.items()}}
-    given = (("1f1b+tensor", "zero_bubble+tensor"), ("gpt", "own"), keys)
+@pytest.mark.parametrize(
+    ("strategies", "more"),
+    [
+        (("1f1b+tensor", "zero_bubble+tensor"), {}),
+        # A stage's part of its input is all that is kept of it, and gathered once more.
+        (("gpipe+tensor",), {"strategy.cut.checkpoint": "always"}),
+    ],
+)
+def test_parts_change_no_bit(strategies: tuple[str, ...], more: dict[str, Any]) -> None:
+    keys = {"train.precision": "fp32", **{f"mesh.{axis}": n for axis, n in STAGES.items()}, **more}
+    given = (strategies, ("gpt", "own"), keys)
     for parts, whole in run_ranks(ends_of_steps, 4, *given, timeout_s=300, **STAGES):
         assert parts.keys() == whole.keys()
         for case, record in parts.items():
