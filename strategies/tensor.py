@@ -7,12 +7,14 @@ up, attention by heads, embeddings and the loss by the vocabulary.
 Memory: sliced parameters, their gradients and optimizer state, and what is computed with them, by
 the number of ranks; activations between sliced layers are whole, unless `sequence` splits them.
 Communication: for each pair of sliced layers an all-reduce of their output in the forward pass, and
-one of their input's gradient in the backward pass, which nothing hides.
+one of their input's gradient in the backward pass, which nothing hides. Between stages of a
+pipeline each rank sends its part, 1/tp, of what goes on and of what comes back, and the ranks that
+receive the parts gather them; what has less than 1 KiB goes whole.
 Constraints: the ranks should be of one node; a module has a part for each rank or stays whole.
 Example: bigtrain train -n 2 --strategy tensor
 
 Source: Shoeybi et al. 2019, Megatron-LM (arXiv 1909.08053); with `sequence` Korthikanti et al. 2022
-(arXiv 2205.05198).
+(arXiv 2205.05198); between stages Narayanan et al. 2021 (arXiv 2104.04473), section 4.1.
 """
 
 from __future__ import annotations
@@ -90,7 +92,7 @@ class TensorSlices(SliceStrategy):
     def variants(self, shape: Shape) -> Iterable[Variant]:
         """See `Strategy.variants`: activations between sliced layers whole, and split."""
         if 1 < shape.tp <= shape.most_ranks:
-            # Stages send each other whole tensors.
+            # Stages gather stretches before they deal out what they send each other.
             for preset in ("tensor", *(("tensor_sequence",) if shape.pp == 1 else ())):
                 yield Variant(preset, preset_options(self.role, preset))
 

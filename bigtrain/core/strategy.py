@@ -285,6 +285,8 @@ class Assembly:
             tree = self.model if len(indices) == 1 else copy_modules(self.model)
             cut.strip(tree, [index], device)
             stages.append(cut.stage(tree, index, self.loss, device))
+            group = None if self.slices is None else self.slices.group
+            stages[-1].dealers = self.layout.dealers(index, group)
             compiles = self.plan.compiles_blocks
             apply_policies(stages[-1], self.block_policies, self.offloader, compiles=compiles)
         self.roots = list(stages)

@@ -49,6 +49,8 @@ class BoundaryBytes:
     incoming_copied: int = 0
     """Of `incoming_gradients` those that autograd gives otherwise than contiguous: a copy of them
     is sent, and they themselves are kept as all others are."""
+    gathered: int = 0
+    """What comes in where a rank of the tp axis is sent its part of it: of all parts."""
 
 
 @dataclass(frozen=True)

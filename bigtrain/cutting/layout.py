@@ -9,11 +9,13 @@ from torch import nn
 
 from bigtrain.cutting.choose import ChosenCut
 from bigtrain.cutting.self_check import compare_cut
+from bigtrain.cutting.stage import Dealers
 from bigtrain.cutting.traced_model import Numerics
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.losses.loss import Loss
 from bigtrain.models.bf16_parameters import bf16_parameter_names
+from bigtrain.slicing.exchange import SliceGroup
 from bigtrain.units import MIB, format_bytes, format_count
 
 MAX_CHECKED_BYTES = 256 * MIB
@@ -34,6 +36,17 @@ class Layout:
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
         """The stages of one rank, in order."""
         return tuple(stage for stage, rank in enumerate(self.ranks) if rank == pp_rank)
+
+    def between_ranks(self, stage: int) -> tuple[bool, bool]:
+        """Whether what comes into a stage, and what goes out of it, goes between ranks."""
+        around = (self.ranks[stage - 1 : stage], self.ranks[stage + 1 : stage + 2])
+        into, out = (any(rank != self.ranks[stage] for rank in other) for other in around)
+        return into, out
+
+    def dealers(self, stage: int, group: SliceGroup | None) -> Dealers:
+        """The ranks that deal out the wires of a stage: those with its slices, if there are any."""
+        into, out = self.between_ranks(stage)
+        return group if into else None, group if out else None
 
     @property
     def all_stages(self) -> range:

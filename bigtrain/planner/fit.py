@@ -30,6 +30,7 @@ from bigtrain.prediction.compose import (
 )
 from bigtrain.prediction.predict import forecast_rank_step, forecast_stages, forecast_step
 from bigtrain.prediction.sections import PassPair, Section
+from bigtrain.slicing.wires import part_bytes
 from bigtrain.timing.step_time import StepTimer
 
 SIMILARITY = 0.02
@@ -106,7 +107,10 @@ class StageFitter:
     def alike(self, edges: Sequence[int], choice: BlockPolicy = "keep") -> list[SectionRange]:
         """The stages between edges, all of whose blocks keep everything, or as much as is said."""
         picks: list[BlockPolicy] = [choice if section.name else "keep" for section in self._all]
-        return [SectionRange(a, b, tuple(picks[a:b])) for a, b in pairwise(edges)]
+        leaves = [a != b for a, b in pairwise(self._ranks)]
+        sides = zip([True, *leaves], [*leaves, True], strict=True)
+        ranges = zip(pairwise(edges), sides, strict=True)
+        return [SectionRange(a, b, tuple(picks[a:b]), between) for (a, b), between in ranges]
 
     def even_stage(self) -> Profile:
         """The profile of a stage with its even share of the blocks, or of the whole model."""
@@ -147,7 +151,7 @@ class StageFitter:
                 size, uses = params.get(key, (tensor.nbytes, set()))
                 params[key] = size, uses | {min(place, last)}
         saved = [(s.passes[0].saved, [min(place, last)]) for place, s in enumerate(kept)]
-        crossing = [section.incoming for section in self._all[: last + 1]]
+        crossing = [part_bytes(section.incoming, tp) for section in self._all[: last + 1]]
         return AtomicUnits(seconds, crossing, [(s, sorted(u)) for s, u in params.values()], saved)
 
     def fitted(
@@ -370,7 +374,8 @@ class StageFitter:
         key = ("split", self._key(stage))
         if key not in self._composed:
             section_passes = [split_passes[section.name] for section in self.sections(stage)]
-            self._composed[key] = with_split_backward(self.profile(stage), section_passes)
+            given = (self.profile(stage), section_passes, stage.dealt(self._plan.tp))
+            self._composed[key] = with_split_backward(*given)
         return self._composed[key]
 
     def sections(self, stage: SectionRange) -> list[Section]:
@@ -382,7 +387,7 @@ class StageFitter:
     def _kind(self, stage: SectionRange) -> object:
         """What stages that are alike have in common."""
         passes = [id(section.passes) for section in self.sections(stage)]
-        return (*passes, stage.stop < len(self._all))
+        return (*passes, stage.stop < len(self._all), stage.dealt(self._plan.tp))
 
     def _key(self, stage: SectionRange) -> object:
         """What the profile of a stage follows from."""
@@ -400,6 +405,7 @@ class StageFitter:
                 after=self._all[stage.stop] if stage.stop < len(self._all) else None,
                 recomputed=[section.name for section, choice in picks if choice != "keep"],
                 released=self._plan.release_gradients,
+                dealt=stage.dealt(self._plan.tp),
             )
         return self._composed[key]
 

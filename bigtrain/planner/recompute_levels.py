@@ -23,6 +23,13 @@ class SectionRange:
     stop: int
     choices: tuple[BlockPolicy, ...]
     """Of the sections; those that are no block keep everything."""
+    between_ranks: tuple[bool, bool] = (True, True)
+    """Whether what comes in, and what goes out, if anything does, goes between ranks."""
+
+    def dealt(self, tp: int) -> tuple[int, int]:
+        """Over how many of the ranks that slice it what comes in, and what goes out, is dealt."""
+        into, out = self.between_ranks
+        return (tp if into else 1, tp if out else 1)
 
 
 class RecomputeLevels:

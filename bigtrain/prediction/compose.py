@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from bigtrain.costs.forecast import BoundaryBytes, Profile
@@ -16,6 +16,8 @@ from bigtrain.prediction.sections import (
     SectionTensor,
     concatenate_sections,
 )
+from bigtrain.slicing.exchange import TensorExchange
+from bigtrain.slicing.wires import part_bytes
 
 _MOST = 0.75
 _NUMBER_BYTES = 8
@@ -29,6 +31,7 @@ def compose_profile(
     after: Section | None = None,
     recomputed: Sequence[str] = (),
     released: bool = False,
+    dealt: tuple[int, int] = (1, 1),
 ) -> Profile:
     """The profile of some sections in a row, as `record.make_profile` would make it.
 
@@ -38,6 +41,7 @@ def compose_profile(
         after: the section that follows on another rank; None where these end the model.
         recomputed: the names of the blocks that are computed again.
         released: whether gradients go as soon as they are used.
+        dealt: over how many ranks what comes in, and what goes out, is dealt: see `slicing.wires`.
     """
     if base.profile is not None:
         return base.profile
@@ -48,7 +52,8 @@ def compose_profile(
     for number in (0, 1):
         passes = [section.passes[number] for section in sections]
         begins, is_sent = bool(sections[0].name), after is not None
-        timeline, section_ticks, stop = concatenate_sections(passes, begins=begins, is_sent=is_sent)
+        sides = {"begins": begins, "is_sent": is_sent}
+        timeline, section_ticks, stop = concatenate_sections(passes, **sides, dealt=dealt)
         timelines.append(timeline)
         visits.append(section_ticks)
         ends.append(stop)
@@ -77,23 +82,31 @@ def compose_profile(
         step=_step(base, trained),
         blocks=tuple(zip(*visits, strict=True)),
         outside_blocks=_rest(sections, tensors, timelines[0], ends[0]),
-        boundary=_wires(sections, after),
+        boundary=_wires(sections, after, dealt),
         windows=windows,
         recomputed=frozenset(recomputed),
-        exchanges=tuple(e for s in sections for way in s.exchanges for e in way),
+        exchanges=(
+            *(e for s in sections for way in s.exchanges for e in way),
+            *_gathers(sections[0], after, dealt),
+        ),
         tensors=tuple((name, t.nbytes, t.kind) for name, t in named_tensors),
     )
 
 
-def with_split_backward(whole: Profile, sections: Sequence[PassPair]) -> Profile:
+def with_split_backward(
+    whole: Profile, sections: Sequence[PassPair], dealt: tuple[int, int] = (1, 1)
+) -> Profile:
     """The profile of a stage that may go back in two parts, too.
 
     Args:
         whole: of the same stage, where it goes back in one part.
         sections: of the stage.
+        dealt: see `compose_profile`.
     """
     first, later = (
-        concatenate_sections([passes[number] for passes in sections], begins=True, is_sent=True)[0]
+        concatenate_sections(
+            [passes[number] for passes in sections], begins=True, is_sent=True, dealt=dealt
+        )[0]
         for number in (0, 1)
     )
     return replace(whole, passes={**whole.passes, "first_split": first, "later_split": later})
@@ -208,10 +221,26 @@ def _step(base: RecordedSections, trained: Sequence[SectionTensor]) -> Timeline:
     return scale_timeline(base.step, sum(t.numbers for t in trained) / numbers)
 
 
-def _wires(sections: Sequence[Section], after: Section | None) -> BoundaryBytes:
-    first = sections[0]
+def _wires(
+    sections: Sequence[Section], after: Section | None, dealt: tuple[int, int]
+) -> BoundaryBytes:
+    incoming = sections[0].incoming, sections[0].incoming_gradients
     outgoing = (0, 0) if after is None else (after.incoming, after.incoming_gradients)
-    return BoundaryBytes(first.incoming, first.incoming_gradients, *outgoing)
+    sizes = [part_bytes(n, dealt[0]) for n in incoming] + [
+        part_bytes(n, dealt[1]) for n in outgoing
+    ]
+    gathered = incoming[0] if sizes[0] < incoming[0] else 0
+    return replace(BoundaryBytes(*sizes), gathered=gathered)
+
+
+def _gathers(
+    first: Section, after: Section | None, dealt: tuple[int, int]
+) -> Iterator[TensorExchange]:
+    """What is gathered of what comes in, and of the gradients that come back."""
+    back = 0 if after is None else after.incoming_gradients
+    for nbytes, ranks in zip((first.incoming, back), dealt, strict=True):
+        if part_bytes(nbytes, ranks) < nbytes:
+            yield TensorExchange("all_gather", nbytes)
 
 
 def renamed(section: Section, name: str) -> Section:

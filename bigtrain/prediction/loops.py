@@ -60,7 +60,7 @@ def profile_stage(workload: Workload, resolved: ResolvedPlan, index: int) -> Pro
     return replace(
         profile,
         passes={**profile.passes, **passes},
-        boundary=_boundary(_wires(unit.script, index), unit.loop),
+        boundary=_boundary(unit.wires(), unit.loop),
         crossing=_crossing(unit, resolved, index),
         tensors=tuple(
             (n, p.nbytes, str(p.dtype)) for n, p in unit.stage.named_parameters() if p.requires_grad
@@ -110,6 +110,7 @@ class _OneStage(WholeModel):
         if layout is None or traits is None:
             raise ValueError("the model is not cut")
         self._cut, self._index, self._split = layout.chosen.cut, index, split
+        self._layout = layout
         following = layout.ranks[index + 1 : index + 2]
         is_sent = traits.spans_ranks and any(rank != layout.ranks[index] for rank in following)
         self._holds = is_sent and traits.schedule in TORCH_SCHEDULES
@@ -133,9 +134,21 @@ class _OneStage(WholeModel):
 
     def runner(self, assembly: Assembly, tracker: StorageTracker) -> LoopRunner:
         """See `WholeModel.runner`."""
+        group = None if assembly.slices is None else assembly.slices.group
+        self.stage.dealers = self._layout.dealers(self._index, group)
         parts = {"split": self._split, "holds": self._holds}
         self.loop = StageLoop(assembly, self.stage, tracker, **parts)
         return self.loop
+
+    def wires(self) -> BoundaryBytes:
+        """What is sent over the cuts of the stage."""
+        sizes = []
+        for side in (0, 1):
+            sent = self.stage.wires(self.script, side)
+            sizes.append(sum(t.numel() * t.element_size() for t in sent))
+            sizes.append(sum(t.numel() * t.element_size() for t in sent if t.requires_grad))
+        gathered = self.stage.gathered_bytes(self.script)
+        return replace(BoundaryBytes(*sizes), gathered=gathered)
 
     def steps(
         self, runner: LoopRunner, batches: Sequence[MicroBatch], step: TakeStep
@@ -261,24 +274,13 @@ def _split(timeline: Timeline, at: int) -> Timeline:
     return replace(timeline, phases=(*timeline.phases, (at, "backward")))
 
 
-def _wires(script: StageProgram, index: int) -> BoundaryBytes:
-    sides = [(), *script.boundaries, ()][index : index + 2]
-    sizes = []
-    for side in sides:
-        sent = [wire.packed_meta for wire in side]
-        sizes.append(sum(t.numel() * t.element_size() for t in sent))
-        sizes.append(sum(t.numel() * t.element_size() for t in sent if t.requires_grad))
-    return BoundaryBytes(*sizes)
-
-
 def _crossing(unit: _OneStage, resolved: ResolvedPlan, index: int) -> CrossingBytes:
     """What the rank of a stage exchanges with those of its neighbours, and of tied parameters."""
     layout = resolved.layout
     if layout is None or not resolved.plan.pp > 1:
         return CrossingBytes()
-    own_rank, wires = layout.ranks[index], _wires(unit.script, index)
-    before = index > 0 and layout.ranks[index - 1] != own_rank
-    after = index + 1 < len(layout.ranks) and layout.ranks[index + 1] != own_rank
+    own_rank, wires = layout.ranks[index], unit.wires()
+    before, after = layout.between_ranks(index)
     tied: list[tuple[int, int]] = []
     rows = {
         name: (len(p), p.nbytes // len(p)) if p.dim() and len(p) else (1, p.nbytes)

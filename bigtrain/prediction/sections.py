@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from bigtrain.memory.timeline import BlockTicks, MemoryKind, Phase, Span, Timeline
 from bigtrain.slicing.exchange import TensorExchange
+from bigtrain.slicing.wires import part_bytes
 
 DETAILED_ENDS = 2
 """Sections at either end of a row of equal ones that are laid out tick by tick."""
@@ -151,11 +152,13 @@ class SectionPass:
         own = (Anchor.INPUTS, Anchor.WEIGHTS)
         return sum(s.nbytes for s in self.storages if not s.window and s.until in own)
 
-    def at_stage_end(self, side: int) -> SectionPass:
-        """Where a stage begins with it (0), or ends with it (1)."""
+    def at_stage_end(self, side: int, ranks: int) -> SectionPass:
+        """Where a stage begins (0) or ends (1) with it, whose wires so many ranks deal out."""
         found = list(self.storages)
         for place in self.wires[side]:
-            found[place] = found[place]._replace(until=Anchor.END, death=1)
+            whole, sent = found[place], part_bytes(found[place].nbytes, ranks)
+            found += [] if ranks == 1 else [whole]  # what is gathered goes as between blocks
+            found[place] = whole._replace(nbytes=sent, until=Anchor.END, death=1)
         return replace(self, storages=tuple(found))
 
     @cached_property
@@ -384,17 +387,18 @@ def _goes(span: Span, windows: Windows) -> bool:
 
 
 def concatenate_sections(
-    passes: Sequence[SectionPass], *, begins: bool, is_sent: bool
+    passes: Sequence[SectionPass], *, begins: bool, is_sent: bool, dealt: tuple[int, int] = (1, 1)
 ) -> tuple[Timeline, list[BlockTicks], int]:
     """Sections one after another, there and back.
 
-    In a row of equal ones each has a little more or less waiting beside it than the one before,
-    always the same: the highest moment is near the ends. The others are there as those see them.
+    In a row of equal ones each has a little more or less beside it than the one before, always the
+    same: the highest moment is near the ends. The others are there as those see them.
 
     Args:
         passes: in the order of the forward pass.
         begins: whether what comes in is from another rank.
         is_sent: whether what comes out goes to another rank.
+        dealt: see `compose_profile`.
 
     Returns:
         Storages and phases on one clock that begins with tick 1, the visits of blocks, and the last
@@ -402,9 +406,9 @@ def concatenate_sections(
     """
     passes = list(passes)
     if begins:
-        passes[0] = passes[0].at_stage_end(0)
+        passes[0] = passes[0].at_stage_end(0, dealt[0])
     if is_sent:
-        passes[-1] = passes[-1].at_stage_end(1)
+        passes[-1] = passes[-1].at_stage_end(1, dealt[1])
     lengths = zip(*(section_pass.lengths for section_pass in passes), strict=True)
     turn, *later = map(sum, lengths)
     forward_offset, backward_offset, stop = 0, turn + later[0], turn + sum(later)

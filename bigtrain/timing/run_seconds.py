@@ -201,12 +201,15 @@ class RunClock:
         def profile_of(stage: int) -> Profile:
             first, stop = whole[stage], whole[stage + 1]
             own = chosen[first:stop]
+            layout, tp = self._resolved.layout, plan.tp
+            into, out = (False, False) if layout is None else layout.between_ranks(stage)
             return compose_profile(
                 kept.base,
                 own,
                 after=kept.sections[stop] if stop < len(chosen) else None,
                 recomputed=[section.name for section in own if section.name in names],
                 released=plan.release_gradients,
+                dealt=(tp if into else 1, tp if out else 1),
             )
 
         parts = TimedParts() if timed is None else timed.parts(self._rows)

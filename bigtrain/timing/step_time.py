@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -312,8 +313,10 @@ class StepTimer:
         sending = self._sending(plan, profiles)
         splits = plan.splits_backward
         weights = split[1] / sum(split) if splits else 0.0
-        stages = [_seconds(pace, sending, weights) for pace in paces]
         ranks = stage_ranks(schedule, plan.pp, len(paces) // plan.pp)
+        gathered = max((p.boundary.gathered for p in profiles), default=0)
+        paces = self._with_gathers(plan.tp, paces, ranks, gathered)
+        stages = [_seconds(pace, sending, weights) for pace in paces]
         busy_seconds, rank_seconds = [(0.0, 0.0)] * plan.pp, [0.0] * plan.pp
         for rank, pace, with_sending in zip(ranks, paces, stages, strict=True):
             computing, exchanging = busy_seconds[rank]
@@ -345,6 +348,20 @@ class StepTimer:
         nbytes = max((p.boundary.incoming for p in profiles), default=0)
         one = exchange_seconds("send", nbytes, 2, plan.tp, self.cluster, after_work=True)
         return max(self._issue, one + self._beside("send"))
+
+    def _with_gathers(
+        self, tp: int, paces: Sequence[PassSeconds], ranks: Sequence[int], nbytes: int
+    ) -> Sequence[PassSeconds]:
+        """With what ranks of the tp axis gather of what others have sent each a part of."""
+        if tp == 1 or not nbytes:
+            return paces
+        one = exchange_seconds("all_gather", nbytes, tp, 1, self.cluster, after_work=True)
+        seconds = max(self._issue, one + self._beside("all_gather"))
+        crosses = [False, *(a != b for a, b in pairwise(ranks)), False]
+        return [
+            replace(p, exchange=(p.exchange[0] + seconds * into, p.exchange[1] + seconds * out))
+            for p, (into, out) in zip(paces, pairwise(crosses), strict=True)
+        ]
 
     def _traffic(
         self, plan: Plan, profile: Profile, pace: PassSeconds, micro_batches: int

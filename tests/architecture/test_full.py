@@ -21,6 +21,7 @@ FULL = {
     "checkpoint/test_foreign.py::test_a_process_that_converts_grows_by_a_few_pieces": 1,
     "compare/test_checklist.py::test_checks_run_by_the_command_and_leave_one_file": 1,
     "costs/test_ranks_textbook.py::test_all_ranks_together_send_what_the_formula_says": 14,
+    "costs/test_ranks_traffic.py::test_stages_send_each_other_one_part_for_each_rank_of_slices": 1,
     "cutting/test_torchvision_models.py::test_a_cut_model_is_the_whole_model": 61,
     "engine/test_ranks_state_peaks.py::test_a_save_and_a_resume_hold_what_was_forecast": 5,
     "models/test_torchvision_models.py::test_every_torchvision_model_is_deferred_and_initialised_as"
@@ -36,7 +37,7 @@ FULL = {
     "published/test_three_dimensions.py::test_replicas_are_faster_than_more_ranks_of_another"
     "_axis": 6,
     "published/test_three_dimensions.py::test_slices_of_a_node_and_pipelines_between_nodes_are"
-    "_fastest": 1,
+    "_fastest": 2,
     "ranks/test_ranks_launchers.py::test_a_connection_that_is_held_open_to_the_end": 1,
     "ranks/test_ranks_launchers.py::test_a_killed_rank_ends_all": 6,
     "ranks/test_ranks_launchers.py::test_a_stop_ends_all_quietly": 2,

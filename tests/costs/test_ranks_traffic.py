@@ -23,6 +23,7 @@ from bigtrain.data.source import TensorSamples
 from bigtrain.engine.engine import Engine
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
+from bigtrain.models.gpt import GPT, GPTConfig
 from bigtrain.prediction.predict import forecast_rank
 from bigtrain.versions.torch_versions import COUNTS_EXCHANGES
 
@@ -201,3 +202,41 @@ def test_deepspeeds_stage_3_gathers_what_is_stated_and_tied_parameters_again(str
         assert messages["all_gather"] == pytest.approx(calls["all_gather"], rel=0.2)
         assert messages["reduce_scatter"] == pytest.approx(calls["reduce_scatter"], rel=0.5)
         assert any(t.every == "step" for t in said) == (width == 256)
+
+
+def untied() -> GPT:
+    sizes = {"num_layers": 4, "width": 32, "num_heads": 4, "vocab_size": 64}
+    return GPT(GPTConfig(**sizes, sequence_length=16, tie_embeddings=False))
+
+
+def words() -> TensorSamples:
+    numbers = torch.arange(64 * 17).view(64, 17) * 7 % 64
+    return TensorSamples(numbers[:, :-1].contiguous(), numbers[:, 1:].contiguous())
+
+
+A_BOUNDARY = 4 * 8 * 16 * 32
+"""Bytes between two blocks of a step's eight rows, in fp32."""
+
+
+@pytest.mark.skipif(not COUNTS_EXCHANGES, reason="torch before 2.14 has no such hooks")
+@pytest.mark.parametrize(
+    ("strategy", "tp", "times"),
+    [
+        ("1f1b", 1, 1),
+        ("1f1b+tensor", 2, 1),
+        pytest.param("1f1b+tensor", 4, 1, marks=pytest.mark.full),
+        ("1f1b+tensor_sequence", 2, 1),
+        ("interleaved_1f1b+tensor", 2, 3),
+        ("zbv+tensor", 2, 2),
+    ],
+)
+def test_stages_send_each_other_one_part_for_each_rank_of_slices(strategy, tp, times):
+    """As often as a stage boundary is passed forward to or back from a rank: a tp-th of it."""
+    ranks, mesh = 2 * tp, {"pp": 2, "tp": tp}
+    at = {1: ["blocks.2"]}.get(times, ["blocks.1", "blocks.2", "blocks.3"])
+    keys = {**TWO, "strategy.cut.at": at, **{f"mesh.{axis}": n for axis, n in mesh.items()}}
+    found = run_ranks(exchanged, ranks, untied, words(), strategy, keys, timeout_s=200, **mesh)
+    for rank in found[0][-1].ranks:
+        assert rank.volume == rank.predicted_volume, rank.rank
+        sent = times * A_BOUNDARY // tp
+        assert rank.volume.sent["send"] == rank.volume.received["receive"] == sent

@@ -68,6 +68,7 @@ DEEP = [
     ("1f1b+tensor+zero1_torch", 2, 2, 2, 2),
     ("interleaved_1f1b+tensor+fsdp_zero2", 2, 2, 2, 2),
     ("gpipe+tensor", 4, 1, 2, 4),
+    ("zbv+tensor", 2, 1, 4, 2),
 ]
 
 
@@ -80,7 +81,8 @@ def test_a_plan_with_slices_is_forecast_as_its_run(deep: PlanEvaluator, named: A
     tight = judge.evaluate(candidate, plan, int(0.85 * roomy.peak.bytes))
     for judged in (roomy, tight):
         if not isinstance(judged, EvaluatedPlan):
-            assert "zero1" in candidate.label  # whose step is its highest moment
+            # Whose step is its highest moment; whose blocks are not computed again.
+            assert "zero1" in candidate.label or plan.splits_backward
             continue
         parts = open_setup(judged.job, make_plan(judged.job, 8, "cpu"))
         for rank, peak in judged.peaks.items():

@@ -87,7 +87,14 @@ ALL_AXES = {"tp": 2, "dp": 2, "pp": 2}
 IN_TURN = {"train.micro_batch_size": 2}
 BESIDE = {
     "offload": (ALONE, {"tensor+offload_optimizer_disk": {}}),
-    "several stages": (STAGES, {"interleaved_1f1b+tensor": IN_TURN}),
+    "several stages": (
+        STAGES,
+        {
+            "interleaved_1f1b+tensor": IN_TURN,
+            "gpipe+tensor": {**IN_TURN, "strategy.cut.checkpoint": "always"},
+            "zbv+tensor": IN_TURN,
+        },
+    ),
 }
 BESIDE_MORE = {
     "more offload": (

@@ -24,6 +24,7 @@ from torchvision.models.vision_transformer import VisionTransformer
 from bigtrain.data.source import Samples, TensorSamples
 from bigtrain.models.gpt import GPT, GPTConfig
 from bigtrain.ranks.context import RunContext
+from bigtrain.slicing import wires
 
 WORDS, CLASSES, SIZES = 29, 5, {"num_layers": 2, "width": 24, "num_heads": 6, "vocab_size": 29}
 
@@ -167,3 +168,43 @@ def test_slices_beside_stages_and_replicas_on_eight_ranks_equal_one_process() ->
     """Three axes: replicas whose optimizer, or all of whose state, is in shards."""
     strategies = ("1f1b+zero1_torch+tensor", "1f1b+fsdp+tensor")
     assert_equal_one_process(strategies, ("gpt, tied", "own"), "fp64", 8, pp=2, tp=2)
+
+
+STAGES = {"pp": 2, "tp": 2}
+SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "zbv", "layer_split")
+
+
+def test_stages_that_send_each_other_parts_equal_one_process() -> None:
+    """Every rank sends its part of what goes to the next stage; in a V some stages send nothing."""
+    strategies = tuple(f"{schedule}+tensor" for schedule in SCHEDULES)
+    strategies += ("1f1b+full+tensor", "1f1b+tensor_sequence")
+    assert_equal_one_process(strategies, ("gpt, tied", "own"), "fp64", 4, **STAGES)
+
+
+def ends_of_steps(
+    context: RunContext, strategies: tuple[str, ...], names: tuple[str, ...], keys: dict[str, Any]
+) -> list[dict[tuple[str, str], Record]]:
+    """With parts, and with all of every wire sent by every rank."""
+    found = [trained(context, strategies, names, keys)]
+    least, wires.MIN_DEALT_BYTES = wires.MIN_DEALT_BYTES, 2**60
+    try:
+        return [*found, trained(context, strategies, names, keys)]
+    finally:
+        wires.MIN_DEALT_BYTES = least
+
+
+@pytest.mark.parametrize(
+    ("strategies", "more"),
+    [
+        (("1f1b+tensor", "zero_bubble+tensor"), {}),
+        # A stage's part of its input is all that is kept of it, and gathered once more.
+        (("gpipe+tensor",), {"strategy.cut.checkpoint": "always"}),
+    ],
+)
+def test_parts_change_no_bit(strategies: tuple[str, ...], more: dict[str, Any]) -> None:
+    keys = {"train.precision": "fp32", **{f"mesh.{axis}": n for axis, n in STAGES.items()}, **more}
+    given = (strategies, ("gpt", "own"), keys)
+    for parts, whole in run_ranks(ends_of_steps, 4, *given, timeout_s=300, **STAGES):
+        assert parts.keys() == whole.keys()
+        for case, record in parts.items():
+            assert largest_difference(record, whole[case]) == 0.0, case
