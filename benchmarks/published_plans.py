@@ -4,7 +4,9 @@
 
 `rows` are the ten of table 1 (arXiv 2104.04473): GPT of 1.7 billion to a trillion parameters on 32
 to 3,072 A100. `predicted` is the printed plan (tensor, pipeline and replicas as printed, blocks
-computed again, bf16), `best` what the planner finds for the same devices and batch. Micro-batches
+computed again), `best` what the planner finds for the same devices and batch. The paper's mixed
+precision (layers see 16 bits, the optimizer has 32) is `zero1_torch`'s here, which also shares the
+optimizer's state; `ddp` casts 32 bits in each micro-batch. Micro-batches
 are not printed: 1, 2 and 4 are forecast, and so are interleaved schedules of 2 to 4 stages a rank
 (the paper's, whose number is not printed either) where blocks divide; the fastest counts.
 `crossovers` are figures 10 and 13 to 15: which of their plans is fastest, not how fast. Their
@@ -90,7 +92,11 @@ def evaluator(model: Model) -> PlanEvaluator:
 
 
 def plan(
-    mesh: tuple[int, int, int], batch: int, rows: int, interleaved: int, replicate: str = "ddp"
+    mesh: tuple[int, int, int],
+    batch: int,
+    rows: int,
+    interleaved: int,
+    replicate: str = "zero1_torch",
 ) -> Candidate:
     """A plan of (tp, pp, dp), of micro-batches of so many rows and so many stages a rank."""
     tp, pp, dp = mesh
@@ -98,11 +104,10 @@ def plan(
     plain = "1f1b" if batch // dp // rows >= pp else "gpipe"
     word = "interleaved_1f1b" if interleaved > 1 else plain
     more = {"stages_per_rank": interleaved} if interleaved > 1 else {}
-    shared = replicate if dp > 1 else "single"
     return Candidate(
         pp,
         dp,
-        Variant(shared, preset_options("replicate", shared)),
+        Variant(replicate, preset_options("replicate", replicate)),
         rows,
         batch // dp // rows,
         Variant(word, {**preset_options("cut", word), **more}) if pp > 1 else None,
@@ -185,7 +190,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def throughputs(
-    model: Model, meshes: list[tuple[int, int, int]], batch: int, replicate: str = "ddp"
+    model: Model, meshes: list[tuple[int, int, int]], batch: int, replicate: str = "zero1_torch"
 ) -> dict[str, float]:
     """TFLOP/s a device of each mesh (tp, pp, dp), one sequence a micro-batch."""
     judge, found = evaluator(model), {}
