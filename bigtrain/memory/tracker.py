@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,13 @@ from bigtrain.memory.program_buffers import buffers_announced
 from bigtrain.memory.timeline import MemoryKind, Phase, Span, Timeline
 
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+
+
+class TellingMode(Protocol):
+    """A mode that tells of what it does, as `fake_mode.FakeMode`."""
+
+    told: Callable[[Any, Any, Any, Any], None] | None
+    """Called after each operation, with function, arguments and result."""
 
 
 @dataclass(slots=True)
@@ -59,7 +66,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._limit_bytes = limit_bytes
         self._watching = ExitStack()
         self.told: Callable[[Any, Any, Any, Any], None] | None = None
-        """Called after each operation, with function, arguments and result."""
+        """See `TellingMode.told`: of what the tracker has noted."""
         self.clock = 0
         self.times = array("d", [time.perf_counter()])
         """When each tick of the clock was, in seconds."""
@@ -86,14 +93,27 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].fake_device if self._fake else func(*args)
         known = len(self._records)
         result = func(*args, **(kwargs or {}))
+        self._seen(func, args, kwargs or {}, result)
+        if self._limit_bytes is not None:
+            self._check_limit(known)
+        return result
+
+    def _seen(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._see(leaf)
-        if self._limit_bytes is not None:
-            self._check_limit(known)
         if self.told is not None:
-            self.told(func, args, kwargs or {}, result)
-        return result
+            self.told(func, args, kwargs, result)
+
+    @contextmanager
+    def behind(self, mode: TellingMode) -> Iterator[None]:
+        """Note what a mode for fake tensors does: a mode of its own would take longer than that."""
+        before, mode.told = mode.told, self._seen
+        try:
+            with _resizes_told(self._resized), buffers_announced(self._buffer):
+                yield
+        finally:
+            mode.told = before
 
     def _buffer(self, buffer: Tensor) -> None:
         known = len(self._records)

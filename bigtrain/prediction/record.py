@@ -203,7 +203,9 @@ def _record(
     exchanges = ExchangeLog(lambda: tracker.clock)
     of_cuda = stands_for_cuda(plan.device_type, device)
     program = cuda_program() if of_cuda else nullcontext()
-    with program, FakeMode(of_cuda=of_cuda), tracker:
+    mode = FakeMode(of_cuda=of_cuda)
+    watching = tracker if plan.compiles_blocks else tracker.behind(mode)  # programs see modes alone
+    with program, mode, watching:
         fake = fake_model(workload.model, device, double=plan.precision == "fp64")
         for name in bf16_parameter_names(fake) if plan.bf16_parameters else ():
             parameter = fake.get_parameter(name)

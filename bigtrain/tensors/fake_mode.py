@@ -25,6 +25,7 @@ _PLAIN = {
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 }
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
+_DEVICE = torch.ops.prim.device.default
 _LOW = (torch.bfloat16, torch.float16)
 _NORMS = {
     torch.ops.aten.native_layer_norm.default,
@@ -82,6 +83,10 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __init__(self, *, of_cuda: bool = False) -> None:
         super().__init__()
         self._of_cuda = of_cuda
+        self._is_inside = False
+        self.told: Callable[[Any, Any, Any, Any], None] | None = None
+        """Called after each operation, with function, arguments and result; not for those that
+        torch makes of one."""
         self._attributes: dict[torch.device, dict[str, Any]] = {}
 
     def __torch_dispatch__(
@@ -92,7 +97,20 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         kwargs: Any = None,
     ) -> Any:
         """Give what the function gave before, of tensors alike; otherwise see `FakeTensorMode`."""
+        if func is _DEVICE and type(args[0]) is FakeTensor:  # asked more often than all else
+            return args[0].fake_device
         kwargs = kwargs or {}
+        if self.told is None or self._is_inside:
+            return self._given(func, types, args, kwargs)
+        self._is_inside = True
+        try:
+            result = self._given(func, types, args, kwargs)
+        finally:
+            self._is_inside = False
+        self.told(func, args, kwargs, result)
+        return result
+
+    def _given(self, func: Any, types: Sequence[type], args: Any, kwargs: Any) -> Any:
         if func in VIEWS and self._is_own(args[0]):
             return self._viewed(func, args, kwargs)
         parts = self._described(func, args, kwargs)
