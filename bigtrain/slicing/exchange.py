@@ -84,6 +84,8 @@ class SliceGroup:
     """How often a function was given whole tensors for want of a rule, by its name."""
     sequence_dim: int | None = None
     """The dim of (batch, sequence, width) along which what is between products is sliced."""
+    merges_gradients: bool = True
+    """Where several products use one input, their gradients are added up once; else each time."""
     gloo: bool = False
     """Fake tensors stand for a run over gloo, which copies what it reduces and scatters."""
     inputs: list[Any] = field(default_factory=list, compare=False, repr=False)
@@ -135,6 +137,10 @@ def to_all_and_uses(whole: Tensor, group: SliceGroup) -> tuple[Tensor, Uses]:
     """As `to_all`, and what counts the uses of the tensor, this one among them."""
     if not (whole.requires_grad and torch.is_grad_enabled()):
         return whole, Uses(group)
+    if not group.merges_gradients:
+        uses = Uses(group)
+        uses.count = 1
+        return _ToAll.apply(whole, group), uses
     version, known, uses = getattr(whole, _KNOWN, (None, None, Uses(group)))
     if isinstance(known, weakref.ref):
         known = known()

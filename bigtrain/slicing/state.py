@@ -27,6 +27,8 @@ class ModelSlices:
     """Ranks of the tp axis."""
     sequence_dim: int | None = None
     """The dim of activations (batch, seq, width) that is split between sliced layers, or None."""
+    merges_gradients: bool = True
+    """See `SliceGroup.merges_gradients`."""
     lines: Mapping[str, str] = field(default_factory=dict)
     """As a user would write them: what is sliced, by patterns of names."""
     kept: Mapping[str, str] = field(default_factory=dict)
@@ -57,7 +59,7 @@ class ModelSlices:
             group: its ranks.
             options: of `SliceGroup`.
         """
-        options["sequence_dim"] = self.sequence_dim
+        options |= {"sequence_dim": self.sequence_dim, "merges_gradients": self.merges_gradients}
         return SlicedState(self, SliceGroup(rank, self.size, group, **options))
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from bigtrain.core.layer_strategies import SliceStrategy
@@ -126,7 +127,9 @@ class AutoTP(SliceStrategy):
         whole = {n: found.kept.get(n, "") for n in names if n not in slices}
         texts = {name: spec_text(own) for name, own in slices.items()}
         lines = merged_lines(texts, whole)
-        return ModelSlices(slices, size=plan.tp, lines=lines, kept=found.kept)
+        # AutoTP's layers do not know of each other.
+        laid = ModelSlices(slices, size=plan.tp, lines=lines, kept=found.kept)
+        return replace(laid, merges_gradients=False)
 
     def replace_layers(self, assembly: Assembly, closing: ExitStack) -> dict[str, Any]:
         """See `SliceStrategy.replace_layers`."""

@@ -289,9 +289,35 @@ def test_the_peak_is_that_of_our_own_slices_under_zero(ranks: int) -> None:
             assert predicted.bytes == pytest.approx(measured.bytes, rel=0.03), case
 
 
-def test_what_a_step_sends_is_what_was_stated(tmp_path: Path) -> None:
-    words = ["device=cpu", "mesh.tp=2", "train.steps=3", "train.global_batch_size=4"]
-    words += ["model.args.num_layers=2", "model.args.width=64", "model.args.sequence_length=32"]
+APART = """
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+class Apart(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.num_heads = 4
+        self.query, self.key, self.value = (nn.Linear(32, 32) for _ in range(3))
+        self.out = nn.Linear(32, 32)
+
+    def forward(self, words):
+        x = self.words(words)
+        made = [layer(x) for layer in (self.query, self.key, self.value)]
+        made = [part.unflatten(-1, (-1, 8)).transpose(1, 2) for part in made]
+        mixed = F.scaled_dot_product_attention(*made)
+        return self.head(x + self.out(mixed.transpose(1, 2).flatten(-2)))
+"""
+OURS = ["model.args.num_layers=2", "model.args.width=64", "model.args.sequence_length=32"]
+THEIRS = ["model.name=apart:Apart", "data.name=synthetic"]
+THEIRS += ["data.args={kind: language, vocabulary: 64, length: 16}"]
+
+
+@pytest.mark.parametrize("model", [OURS, THEIRS], ids=["gpt", "queries, keys and values apart"])
+def test_what_a_step_sends_is_what_was_stated(tmp_path: Path, model: list[str]) -> None:
+    (tmp_path / "apart.py").write_text(APART)
+    words = ["device=cpu", "mesh.tp=2", "train.steps=3", "train.global_batch_size=4", *model]
     done = forked_cli(["train", "-n", "4", "--strategy", "autotp", *words], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"sent in it .* exact", done.stdout), done.stdout
