@@ -7,8 +7,12 @@ from functools import cached_property
 
 from bigtrain.core.strategy import CutStrategy, Plan
 from bigtrain.planner.space import Candidate
-from bigtrain.schedules.in_flight import in_flight_at_peak, in_flight_by_stage
-from bigtrain.schedules.orders import STEADY_SCHEDULES, stage_ranks
+from bigtrain.schedules.in_flight import (
+    SCHEDULES_WAITING_AT_HEAD,
+    in_flight_at_peak,
+    in_flight_by_stage,
+)
+from bigtrain.schedules.orders import SCHEDULES, STEADY_SCHEDULES, stage_ranks
 
 STEADY_ROUNDS = 3
 """Times its ranks' number of micro-batches after which a schedule's memory repeats itself."""
@@ -75,6 +79,7 @@ def several_wait(plan: Plan) -> bool:
     technique = plan.techniques.get("cut")
     if not isinstance(technique, CutStrategy):
         return False
-    steps = _counted(plan, str(technique.traits.schedule))
-    plan = replace(plan, batch=replace(plan.batch, accumulation_steps=steps))
+    schedule = technique.traits.schedule
+    if schedule in SCHEDULES:
+        return plan.batch.accumulation_steps > 1 and schedule in SCHEDULES_WAITING_AT_HEAD
     return max(technique.in_flight(plan)[-1:], default=1) > 1

@@ -12,6 +12,10 @@ from bigtrain.schedules.orders import (
     schedule_orders,
 )
 
+SCHEDULES_WAITING_AT_HEAD = ("gpipe", "looped_bfs", "interleaved_zero_bubble")
+"""Those in which the last stage has several micro-batches in flight, if there are several; with
+all others it goes back with each at once. Known without an order, which takes its time."""
+
 
 def peak_in_flight(actions: Sequence[Action]) -> dict[int, int]:
     """The most micro-batches that each stage of a rank holds saved tensors of at one moment.
