@@ -7,7 +7,7 @@ The memory of an action is then what its own ticks hold, on top of what all othe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -146,27 +146,26 @@ def replay_actions(
         slots[stage] = len(slots)
     held_counts = [0] * len(slots)
     forwards: dict[int, int] = {}  # of each stage since its last backward pass
-    fronts: dict[_Act, dict[_Held, int]] = {}
+    seen: dict[_Act, dict[_Held, tuple[int, int]]] = {}
     for moment, (stage, kind, micro_batch) in enumerate(actions):
         case = case_of[stage, micro_batch]
         action_index = {"F": 0, "I": 1, "B": 1, "W": 2}[kind]
         if before and before[moment]:
-            front = fronts.setdefault(_Act(case, _TURN, "usual"), {})
-            _add(front, (*held_counts, before[moment]), moment)
+            _see(seen, _Act(case, _TURN, "usual"), held_counts, before[moment], moment)
         if (case, action_index - 1) in slots:
             held_counts[slots[case, action_index - 1]] -= 1
         course = _course(kind, forwards.get(stage, 0))
         if stage in slots and kind != "F":  # what it frees is in its own ticks
             held_counts[slots[stage]] = 0
         extra = beside[moment] if beside else 0
-        _add(fronts.setdefault(_Act(case, action_index, course), {}), (*held_counts, extra), moment)
+        _see(seen, _Act(case, action_index, course), held_counts, extra, moment)
         forwards[stage] = forwards.get(stage, 0) + 1 if kind == "F" else 0
         if stage in slots and kind == "F":
             held_counts[slots[stage]] = 1
         if (case, action_index) in slots:
             held_counts[slots[case, action_index]] += 1
     chosen = sorted(
-        (moment, act, counts) for act, front in fronts.items() for counts, moment in front.items()
+        (moment, act, counts) for act, known in seen.items() for counts, moment in _front(known)
     )
     waits = {slot: _waiting(recordings, gathered, key) for key, slot in slots.items()}
     others = {
@@ -215,16 +214,32 @@ def _ways(
     }
 
 
-def _add(front: dict[_Held, int], beside: _Held, moment: int) -> None:
-    """Keep what is nowhere less than another, of equal ones the earliest."""
-    if beside in front:
-        return
-    if any(all(a >= b for a, b in zip(other, beside, strict=True)) for other in front):
-        return
-    for other in list(front):
-        if all(a <= b for a, b in zip(other, beside, strict=True)):
-            del front[other]
-    front[beside] = moment
+def _see(
+    seen: dict[_Act, dict[_Held, tuple[int, int]]],
+    act: _Act,
+    counts: Sequence[int],
+    extra: int,
+    moment: int,
+) -> None:
+    """Of moments at which as much waits keep that with most on its way, of equal ones the first."""
+    known = seen.setdefault(act, {})
+    key = tuple(counts)
+    if key not in known or extra > known[key][0]:
+        known[key] = extra, moment
+
+
+def _front(known: Mapping[_Held, tuple[int, int]]) -> Iterable[tuple[_Held, int]]:
+    """What is nowhere less than another."""
+    front: dict[_Held, int] = {}
+    for counts, (extra, moment) in known.items():
+        beside = (*counts, extra)
+        if any(all(a >= b for a, b in zip(other, beside, strict=True)) for other in front):
+            continue
+        for other in list(front):
+            if all(a <= b for a, b in zip(other, beside, strict=True)):
+                del front[other]
+        front[beside] = moment
+    return front.items()
 
 
 def _recording(case: _PassCase, piece: StageRecord) -> _Recording:

@@ -16,6 +16,8 @@ from bigtrain.schedules.orders import SCHEDULES, STEADY_SCHEDULES, stage_ranks
 
 STEADY_ROUNDS = 3
 """Times its ranks' number of micro-batches after which a schedule's memory repeats itself."""
+COUNTED_ROUNDS = 2
+"""The same for what a schedule has in flight; `dualpipev` needs one more."""
 GROWING_SCHEDULES = ("gpipe", "looped_bfs")
 """With which every further micro-batch is one more in flight."""
 
@@ -68,10 +70,15 @@ def with_fewer_micro_batches(plan: Plan) -> Plan:
 
 def _counted(plan: Plan, schedule: str) -> int:
     """Micro-batches of a step that has as many in flight; the order of hundreds takes its time."""
-    steps, most = with_fewer_micro_batches(plan).batch.accumulation_steps, STEADY_ROUNDS * plan.pp
+    steps = with_fewer_micro_batches(plan).batch.accumulation_steps
     if schedule in GROWING_SCHEDULES or steps % plan.pp:
         return steps
-    return min(steps, most)
+    return min(steps, counted_rounds(schedule) * plan.pp)
+
+
+def counted_rounds(schedule: str) -> int:
+    """See `COUNTED_ROUNDS`."""
+    return COUNTED_ROUNDS + (schedule == "dualpipev")
 
 
 def several_wait(plan: Plan) -> bool:
