@@ -27,12 +27,12 @@ class ModelSlices:
     """Ranks of the tp axis."""
     sequence_dim: int | None = None
     """The dim of activations (batch, seq, width) that is split between sliced layers, or None."""
-    merges_gradients: bool = True
-    """See `SliceGroup.merges_gradients`."""
     lines: Mapping[str, str] = field(default_factory=dict)
     """As a user would write them: what is sliced, by patterns of names."""
     kept: Mapping[str, str] = field(default_factory=dict)
     """Parameters that stay whole, and why."""
+    merges_gradients: bool = True
+    """See `SliceGroup.merges_gradients`."""
 
     def summary(self, model: nn.Module) -> str:
         """One line on how much of a model is sliced, and what stays whole."""

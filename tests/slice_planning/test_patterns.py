@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 from support.sliced_nets import Block, Heads, work_on
+from support.zygote import forked_cli
 from torch import nn
 
 from bigtrain.errors import ConfigError
@@ -119,3 +121,25 @@ def test_nothing_to_slice_is_refused_with_what_would_do():
         plan_slices(work_on(tiny, 2, 3), 4)
     with pytest.raises(ConfigError, match=r"can be sliced not at all: dim 0: a norm goes along it"):
         plan_slices(work_on(nn.LayerNorm(64), 2, 64), 2)
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "tensor_sequence", "autotp"])
+def test_what_a_dry_run_prints_slices_the_same_when_it_is_given(strategy, tmp_path):
+    """As a job has it: the lines go into a file and back, and reasons stand beside them."""
+    words = ["device=cpu", "model.args.num_layers=2", "model.args.width=64"]
+    words += ["model.args.sequence_length=32", "data.name=synthetic"]
+    words += ["data.args={kind: language, vocabulary: 257}"]
+    args = ["train", "-n", "2", "--strategy", strategy, *words, "--dry-run"]
+    printed = forked_cli(args, cwd=tmp_path)
+    assert printed.returncode == 0, printed.stderr
+    head, _, rest = printed.stdout.partition("strategy:\n  slice:\n    slices:\n")
+    lines = [line for line in rest.split("\n") if line.startswith("      ")]
+    slices = dict(line.strip().split(": ") for line in lines)
+    assert slices["blocks.*.attention.qkv.weight"] == "0/3x64:16"
+    if strategy == "autotp":
+        return
+    assert "(dim 0: a norm goes along it in " in head
+    flow = yaml.safe_dump(slices, default_flow_style=True, sort_keys=False, width=10_000).strip()
+    again = forked_cli([*args, f"strategy.slice.slices={flow}"], cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.rpartition("    slices:\n")[2] == rest
