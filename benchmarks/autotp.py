@@ -12,18 +12,18 @@ Writes results/autotp.json.
 
 from __future__ import annotations
 
-import json
 import logging
+import multiprocessing
 import os
 import tempfile
 import warnings
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, multiprocessing, nn
+from harness import keep
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bigtrain.models.gpt import GPT, GPTConfig
@@ -58,7 +58,8 @@ class OverPlaces(nn.Module):
         """(rows, places) to (rows, places, WORDS)."""
         x = self.words(words)
         mixed = self.output(F.gelu(self.expand(x.transpose(1, 2))))
-        return self.head(x + mixed.transpose(1, 2))
+        made: Tensor = self.head(x + mixed.transpose(1, 2))
+        return made
 
 
 def made(name: str) -> nn.Module:
@@ -66,8 +67,10 @@ def made(name: str) -> nn.Module:
     torch.manual_seed(0)
     if name == "over places":
         return OverPlaces()
-    sizes = {"vocab_size": WORDS, "sequence_length": PLACES, "width": WIDTH}
-    model = GPT(GPTConfig(num_layers=2, num_heads=4, **sizes))
+    shape = GPTConfig(
+        vocab_size=WORDS, sequence_length=PLACES, num_layers=2, num_heads=4, width=WIDTH
+    )
+    model = GPT(shape)
     for parameter_name, parameter in model.named_parameters():
         parameter.data.mul_(3)
         if parameter_name.endswith("bias"):
@@ -103,7 +106,7 @@ def one_process(case: dict[str, Any]) -> dict[str, Any]:
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = loss_of(model, *batch(step, case["rows"]))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         norm = nn.utils.clip_grad_norm_(model.parameters(), case["clip"] or 1e9)
         optimizer.step()
         losses.append(loss.item())
@@ -150,7 +153,7 @@ def on_rank(rank: int, case: dict[str, Any], folder: str) -> None:
         total = 0.0
         own = slice(rank // 2 * rows, (rank // 2 + 1) * rows)
         inputs, targets = (part[own] for part in batch(step, case["rows"]))
-        for part in zip(inputs.split(micro), targets.split(micro), strict=True):
+        for part in zip(*(torch.split(whole, micro) for whole in (inputs, targets)), strict=True):
             loss = loss_of(engine, *part)
             engine.backward(loss)
             engine.step()
@@ -189,7 +192,7 @@ def _joined(model: nn.Module, name: str, parameter: Any) -> Tensor:
         layer, by_place = model.get_submodule(name.rpartition(".")[0]), name.endswith("weight")
         alone = by_place or type(layer).__name__ == "SubParamLinearLayer"
         parameter.gather_params([parameter] if alone else [None, parameter])
-    whole = parameter.data.clone().contiguous()
+    whole: Tensor = parameter.data.clone().contiguous()
     parameter.data = own
     return whole
 
@@ -198,14 +201,21 @@ def compared(case: dict[str, Any]) -> dict[str, Any]:
     """How far DeepSpeed's run is from that of one process."""
     expected = one_process(case)
     with tempfile.TemporaryDirectory() as folder:
-        args = (case, folder)
-        multiprocessing.start_processes(on_rank, args, nprocs=case["ranks"], start_method="fork")
+        forks = multiprocessing.get_context("fork")
+        ranks = [
+            forks.Process(target=on_rank, args=(n, case, folder)) for n in range(case["ranks"])
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
         found = torch.load(f"{folder}/found")
     far = {n: float((w - found["weights"][n]).abs().max()) for n, w in expected["weights"].items()}
     furthest = max(far, key=lambda name: far[name])
 
     def most(key: str) -> float:
-        return max(abs(a - b) for a, b in zip(expected[key], found[key], strict=True))
+        pairs = zip(expected[key], found[key], strict=True)
+        return max(abs(float(a) - float(b)) for a, b in pairs)
 
     return {
         **case,
@@ -222,8 +232,7 @@ def main() -> None:
     rows = {name: compared({**BASE, **case}) for name, case in CASES.items()}
     for name, row in rows.items():
         print(name, {key: row[key] for key in row if key not in BASE})
-    versions = {name: version(name) for name in ("deepspeed", "torch")}
-    FILE.write_text(json.dumps({"versions": versions, "cases": rows}, indent=1) + "\n")
+    keep(FILE, {"cases": rows})
 
 
 if __name__ == "__main__":
