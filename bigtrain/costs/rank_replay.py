@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -57,7 +57,8 @@ def join_stages(
         copied = Span(_fullest(stage_forecasts, bucket), "temporary", tick, tick + 1)
         step_spans, phases = (copied, *step_spans), ((tick, "backward"), *phases)
     extra_bytes = _extra_bytes(actions, forecasts, in_transit)
-    turn_bytes = [_sent(ways, forecasts, {}) for ways in turns]
+    sizes = _wire_bytes(forecasts)
+    turn_bytes = [_sent(ways, forecasts, sizes, {}) for ways in turns]
     return Forecast(
         states=states,
         passes={"first": replay_actions(actions, own_records, extra_bytes, turn_bytes)},
@@ -133,76 +134,55 @@ def _adding(piece: StageRecord, sizes: Sequence[int]) -> StageRecord:
     return {**piece, **{way: without_gradients(piece[way]) for way in firsts}}
 
 
-_Doing = dict[tuple[int, int], int]
-"""By stage and micro-batch how far it is: 1 from its forward pass on, 2 from the beginning of its
-backward pass on, 3 when the inputs' gradients are there and the weights' are not."""
-
-
-def _extra_bytes(
-    actions: Sequence[Action], forecasts: Mapping[int, Forecast], underway: Sequence[InTransit]
-) -> list[int]:
-    """Bytes beside each action that no stage's own recording has, less what two of them have."""
-    progress: _Doing = {}
-    finished: set[tuple[int, int]] = set()
-    awaiting_weights = dict.fromkeys(forecasts, 0)
-    extra_bytes = []
-    for moment, (stage, kind, number) in enumerate(actions):
-        progress_before = progress.get((stage, number), 0)
-        progress[stage, number] = 1 if kind == "F" else max(progress_before, 2)
-        transit_bytes = _sent(underway[moment], forecasts, awaiting_weights) if underway else 0
-        extra_bytes.append(transit_bytes + _shared_boundary_bytes(forecasts, progress, finished))
-        if kind == "I":
-            progress[stage, number] = 3
-            awaiting_weights[stage] += 1
-        elif kind in ("B", "W"):
-            awaiting_weights[stage] -= progress[stage, number] == 3
-            del progress[stage, number]
-            finished.add((stage, number))
-    return extra_bytes
-
-
-def _sent(
-    underway: InTransit, forecasts: Mapping[int, Forecast], awaiting_weights: Mapping[int, int]
-) -> int:
-    """What goes to other ranks or comes from them; of each stage how many wait for their W."""
-    total = 0
-    for (stage, kind), count in underway.items():
-        wires = forecasts[stage].boundary
-        bytes_by_kind = {
-            "RECV_F": wires.incoming,
-            "SEND_F": wires.outgoing,
-            "RECV_B": wires.outgoing_gradients,
-            "SEND_B": wires.incoming_gradients,
-        }
-        total += count * bytes_by_kind[kind]
-        if kind == "SEND_B":  # a gradient is kept with its input until W, sent or not
-            kept = min(count, awaiting_weights.get(stage, 0))
-            total -= kept * (wires.incoming_gradients - wires.incoming_copied)
-    return total
-
-
-def _shared_boundary_bytes(
-    forecasts: Mapping[int, Forecast], progress: _Doing, finished: Collection[tuple[int, int]]
-) -> int:
+class _SharedBoundaries:
     """What one stage of the rank hands to the next one, and is given back: the same storages.
 
     A recording has a stage's inputs from its forward pass to its last action, the gradients of its
     outputs from the beginning of its backward pass to its last action, and those of its inputs
     until W.
     """
-    total = 0
-    for (stage, number), stage_progress in progress.items():
-        next_stage = stage + 1
-        if next_stage not in forecasts:
-            continue
-        next_progress = progress.get((next_stage, number), 0)
-        begun, ended = next_progress > 0, (next_stage, number) in finished
-        wires = forecasts[stage].boundary
+
+    def __init__(self, forecasts: Mapping[int, Forecast]) -> None:
+        self._forecasts = forecasts
+        self.progress: dict[tuple[int, int], int] = {}
+        """By stage and micro-batch how far it is: 1 from its forward pass on, 2 from the beginning
+        of its backward pass on, 3 when the inputs' gradients are there and the weights' are not."""
+        self._finished: set[tuple[int, int]] = set()
+        self._parts: dict[tuple[int, int], int] = {}
+        self.nbytes = 0
+        """Beside what the recordings have, less what two of them have."""
+
+    def go_on(self, stage: int, number: int, progress: int) -> None:
+        """A micro-batch is so far in a stage."""
+        self.progress[stage, number] = progress
+        self._count(stage, number)
+
+    def finish(self, stage: int, number: int) -> None:
+        """It has gone back through a stage."""
+        del self.progress[stage, number]
+        self._finished.add((stage, number))
+        self._count(stage, number)
+
+    def _count(self, stage: int, number: int) -> None:
+        for first in (stage - 1, stage):
+            if first in self._forecasts and first + 1 in self._forecasts:
+                nbytes = self._between(first, number)
+                self.nbytes += nbytes - self._parts.get((first, number), 0)
+                self._parts[first, number] = nbytes
+
+    def _between(self, stage: int, number: int) -> int:
+        """Of one micro-batch between a stage and the next."""
+        stage_progress = self.progress.get((stage, number), 0)
+        if not stage_progress:
+            return 0
+        next_progress = self.progress.get((stage + 1, number), 0)
+        begun, ended = next_progress > 0, (stage + 1, number) in self._finished
+        wires, theirs = (self._forecasts[place].boundary for place in (stage, stage + 1))
+        total = 0
         if not begun and not ended:
             total += wires.outgoing  # nobody has it yet
         elif begun:
-            total -= forecasts[next_stage].boundary.incoming - wires.outgoing
-        theirs = forecasts[next_stage].boundary
+            total -= theirs.incoming - wires.outgoing
         if stage_progress == 1:
             total += theirs.incoming_gradients * ended
             total += theirs.incoming_copied * (next_progress == 3)
@@ -210,4 +190,60 @@ def _shared_boundary_bytes(
             total -= wires.outgoing_gradients - theirs.incoming_gradients
         elif begun:
             total -= wires.outgoing_gradients - theirs.incoming_copied
+        return total
+
+
+def _extra_bytes(
+    actions: Sequence[Action], forecasts: Mapping[int, Forecast], underway: Sequence[InTransit]
+) -> list[int]:
+    """Bytes beside each action that no stage's own recording has, less what two of them have."""
+    shared, sizes = _SharedBoundaries(forecasts), _wire_bytes(forecasts)
+    awaiting_weights = dict.fromkeys(forecasts, 0)
+    extra_bytes = []
+    for moment, (stage, kind, number) in enumerate(actions):
+        progress = shared.progress.get((stage, number), 0)
+        shared.go_on(stage, number, 1 if kind == "F" else max(progress, 2))
+        transit_bytes = 0
+        if underway and underway[moment]:
+            transit_bytes = _sent(underway[moment], forecasts, sizes, awaiting_weights)
+        extra_bytes.append(transit_bytes + shared.nbytes)
+        if kind == "I":
+            shared.go_on(stage, number, 3)
+            awaiting_weights[stage] += 1
+        elif kind in ("B", "W"):
+            awaiting_weights[stage] -= progress == 3
+            shared.finish(stage, number)
+    return extra_bytes
+
+
+def _wire_bytes(forecasts: Mapping[int, Forecast]) -> dict[tuple[int, str], int]:
+    """Of one micro-batch, by stage and way."""
+    return {
+        (stage, way): nbytes
+        for stage, forecast in forecasts.items()
+        for way, nbytes in (
+            ("RECV_F", forecast.boundary.incoming),
+            ("SEND_F", forecast.boundary.outgoing),
+            ("RECV_B", forecast.boundary.outgoing_gradients),
+            ("SEND_B", forecast.boundary.incoming_gradients),
+        )
+    }
+
+
+def _sent(
+    underway: InTransit,
+    forecasts: Mapping[int, Forecast],
+    sizes: Mapping[tuple[int, str], int],
+    awaiting_weights: Mapping[int, int],
+) -> int:
+    """What goes to other ranks or comes from them; of each stage how many wait for their W."""
+    total = 0
+    for way, count in underway.items():
+        total += count * sizes[way]
+        stage, kind = way
+        if kind == "SEND_B" and awaiting_weights.get(stage):
+            # A gradient is kept with its input until W, sent or not.
+            wires = forecasts[stage].boundary
+            kept = min(count, awaiting_weights[stage])
+            total -= kept * (wires.incoming_gradients - wires.incoming_copied)
     return total

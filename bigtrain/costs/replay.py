@@ -7,7 +7,7 @@ The memory of an action is then what its own ticks hold, on top of what all othe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -61,8 +61,7 @@ or made in I stays until the end of W, as torch keeps the graph and may keep any
 """
 
 
-@dataclass(frozen=True, order=True)
-class _PassCase:
+class _PassCase(NamedTuple):
     """How one micro-batch goes through a stage: all that go alike are one."""
 
     stage: int
@@ -85,16 +84,8 @@ class _Recording:
     """Bytes of kind `parameters` from the end of the forward pass on: once for the stage."""
 
 
-_Held = tuple[int, ...]
-"""For each way and each action of it, how many micro-batches have done that and not the next; for
-each stage whether it has its parameters gathered; and the bytes of what is on its way."""
-
-
 _Course = Literal["usual", "resumed", "strayed"]
 """Whether it is the case's recording, or another way: see `forecast.Passes`."""
-
-
-_OTHER_COURSES: tuple[_Course, ...] = ("resumed", "strayed")
 
 
 _TURN = -1
@@ -109,21 +100,57 @@ class _Act(NamedTuple):
     course: _Course
 
 
+_Slot = tuple[_PassCase, int] | int
+"""What waits: a micro-batch that goes so and has done this action and not the next; or, by its
+number, a stage that has its parameters gathered."""
+
+
+class _Held:
+    """What waits beside the actions: how often each of its parts is there, and bytes of all."""
+
+    def __init__(self, sizes: Mapping[_Slot, Sequence[tuple[MemoryKind, int]]]) -> None:
+        self._sizes = sizes
+        self._sums = {slot: sum(size for _, size in parts) for slot, parts in sizes.items()}
+        self.counts = dict.fromkeys(sizes, 0)
+        self.nbytes = 0
+
+    def change(self, slot: _Slot, by: int) -> None:
+        """One more or one less, of what holds anything."""
+        if slot in self.counts:
+            self.counts[slot] += by
+            self.nbytes += by * self._sums[slot]
+
+    def spans(self, counts: Mapping[_Slot, int], end: int) -> list[Span]:
+        """What was counted so, as long as one action lasts."""
+        return [
+            Span(size * count, kind, 0, end)
+            for slot, count in counts.items()
+            if count
+            for kind, size in self._sizes[slot]
+        ]
+
+
+class _Highest(NamedTuple):
+    """The highest moment so far."""
+
+    nbytes: int = -1
+    act: _Act | None = None
+    extra: int = 0
+    counts: Mapping[_Slot, int] = {}
+
+
 def replay_actions(
     actions: Sequence[Action],
     pieces: Mapping[int, StageRecord],
     beside: Sequence[int] = (),
     before: Sequence[int] = (),
 ) -> Timeline:
-    """The moments of a rank's step among which the highest is, whatever is alive beside them.
+    """The action of a rank's step in which most is alive: its peak is that of the whole step.
 
-    An action of a stage is the same each time but for what waits beside it, so it is laid out
-    only where no less waits (of any stage, at any point) than at another time. Such moments follow
-    each other on one clock, in the order of the step, each complete; what waits beside an action
-    is one span for each kind, stage and point. So `peak()` is exactly that of the whole step laid
-    out, also after kinds have been dropped; a sum over time it is not. Spans of kind `parameters`
-    that outlive a forward pass are what a sharded stage has gathered: they are there once, from a
-    forward pass to the next backward pass of the stage, which frees them.
+    What an action of a stage holds itself is the same each time; what waits beside it is one span
+    for each kind, stage and point. Spans of kind `parameters` that outlive a forward pass are what
+    a sharded stage has gathered: they are there once, from a forward pass to the next backward
+    pass of the stage, which frees them.
 
     Args:
         actions: what the rank does, as `orders.schedule_orders` has it.
@@ -132,65 +159,90 @@ def replay_actions(
         before: for each action those of what is on its way just before it, where that is more.
 
     Returns:
-        The timeline, from tick 0; empty phases are left out.
+        The timeline, from tick 0.
     """
     case_of = _ways(actions, pieces)
-    recordings = {case: _recording(case, pieces[case.stage]) for case in set(case_of.values())}
-    slots: dict[tuple[_PassCase, int] | int, int] = {}
-    for case in sorted(recordings):
-        for action_index, waiting in enumerate(recordings[case].waiting):
-            if waiting:  # what holds nothing need not be told apart
-                slots[case, action_index] = len(slots)
-    gathered = {case.stage: found.gathered for case, found in recordings.items() if found.gathered}
-    for stage in sorted(gathered):
-        slots[stage] = len(slots)
-    held_counts = [0] * len(slots)
+    recordings = _Recordings(pieces, set(case_of.values()))
+    held = _Held(recordings.waiting())
     forwards: dict[int, int] = {}  # of each stage since its last backward pass
-    seen: dict[_Act, dict[_Held, tuple[int, int]]] = {}
+    highest = _Highest()
     for moment, (stage, kind, micro_batch) in enumerate(actions):
         case = case_of[stage, micro_batch]
         action_index = {"F": 0, "I": 1, "B": 1, "W": 2}[kind]
         if before and before[moment]:
-            _see(seen, _Act(case, _TURN, "usual"), held_counts, before[moment], moment)
-        if (case, action_index - 1) in slots:
-            held_counts[slots[case, action_index - 1]] -= 1
-        course = _course(kind, forwards.get(stage, 0))
-        if stage in slots and kind != "F":  # what it frees is in its own ticks
-            held_counts[slots[stage]] = 0
-        extra = beside[moment] if beside else 0
-        _see(seen, _Act(case, action_index, course), held_counts, extra, moment)
+            act = _Act(case, _TURN, "usual")
+            highest = recordings.higher(highest, act, held, before[moment])
+        held.change((case, action_index - 1), -1)
+        if kind != "F" and held.counts.get(stage):  # what it frees is in its own ticks
+            held.change(stage, -1)
+        act = _Act(case, action_index, _course(kind, forwards.get(stage, 0)))
+        highest = recordings.higher(highest, act, held, beside[moment] if beside else 0)
         forwards[stage] = forwards.get(stage, 0) + 1 if kind == "F" else 0
-        if stage in slots and kind == "F":
-            held_counts[slots[stage]] = 1
-        if (case, action_index) in slots:
-            held_counts[slots[case, action_index]] += 1
-    chosen = sorted(
-        (moment, act, counts) for act, known in seen.items() for counts, moment in _front(known)
-    )
-    waits = {slot: _waiting(recordings, gathered, key) for key, slot in slots.items()}
-    others = {
-        (case, course): _cut_by_action(pieces[case.stage][f"{case.order}_{course}"])
-        for case in recordings
-        for course in _OTHER_COURSES
-        if not case.split and f"{case.order}_{course}" in pieces[case.stage]
-    }
-    return _laid_out(chosen, recordings, others, waits)
+        if kind == "F" and held.counts.get(stage) == 0:
+            held.change(stage, 1)
+        held.change((case, action_index), 1)
+    return recordings.laid_out(highest, held)
+
+
+class _Recordings:
+    """What the micro-batches of a rank's stages hold while they go through."""
+
+    def __init__(self, pieces: Mapping[int, StageRecord], cases: Collection[_PassCase]) -> None:
+        self._pieces = pieces
+        self._usual = {case: _recording(case, pieces[case.stage]) for case in cases}
+        self._found: dict[_Act, tuple[tuple[Span, ...], int, int]] = {}
+
+    def waiting(self) -> dict[_Slot, Sequence[tuple[MemoryKind, int]]]:
+        """What is alive between actions, but for what holds nothing."""
+        found: dict[_Slot, Sequence[tuple[MemoryKind, int]]] = {}
+        for case in sorted(self._usual):
+            for action_index, parts in enumerate(self._usual[case].waiting):
+                if parts:
+                    found[case, action_index] = parts
+            if self._usual[case].gathered:
+                found[case.stage] = (("parameters", self._usual[case].gathered),)
+        return found
+
+    def higher(self, known: _Highest, act: _Act, held: _Held, extra: int) -> _Highest:
+        """An action, where more is alive than at the highest moment before it."""
+        _, length, own = self._of(act)
+        nbytes = held.nbytes + extra + own
+        if not length or nbytes <= known.nbytes:
+            return known
+        return _Highest(nbytes, act, extra, dict(held.counts))
+
+    def laid_out(self, highest: _Highest, held: _Held) -> Timeline:
+        """One action, and what waits beside it."""
+        if highest.act is None:
+            return Timeline((), ((0, "forward"),))
+        own, end, _ = self._of(highest.act)
+        spans = [*held.spans(highest.counts, end), *own]
+        if highest.extra:
+            spans.append(Span(highest.extra, "temporary", 0, end))
+        phase: Phase = "backward" if highest.act.point > 0 else "forward"
+        return Timeline(tuple(spans), ((0, phase),))
+
+    def _of(self, act: _Act) -> tuple[tuple[Span, ...], int, int]:
+        """What is alive during an action, from tick 0 on; how many ticks it has; most bytes."""
+        if act.point == _TURN:
+            return (), 1, 0
+        if act not in self._found:
+            recording = self._usual[act.way]
+            way = f"{act.way.order}_{act.course}"
+            if act.course != "usual" and not act.way.split and way in self._pieces[act.way.stage]:
+                recording = _cut_by_action(self._pieces[act.way.stage][way])
+            start, stop = recording.ticks[act.point : act.point + 2]
+            spans = recording.actions[act.point]
+            own = tuple(Span(n, kind, a - start, z - start) for n, kind, a, z in spans)
+            most = max(Timeline(own, ((0, "forward"),)).steps()[1], default=0)
+            self._found[act] = own, stop - start, most
+        return self._found[act]
 
 
 def _course(kind: str, forwards: int) -> _Course:
     if kind == "F":
         return "resumed" if forwards else "usual"
     return "usual" if forwards == 1 else "strayed" if forwards else "resumed"
-
-
-def _waiting(
-    recordings: Mapping[_PassCase, _Recording],
-    gathered: Mapping[int, int],
-    key: tuple[_PassCase, int] | int,
-) -> Sequence[tuple[MemoryKind, int]]:
-    if isinstance(key, int):
-        return (("parameters", gathered[key]),)
-    return recordings[key[0]].waiting[key[1]]
 
 
 def _ways(
@@ -212,34 +264,6 @@ def _ways(
         )
         for stage, _, number in actions
     }
-
-
-def _see(
-    seen: dict[_Act, dict[_Held, tuple[int, int]]],
-    act: _Act,
-    counts: Sequence[int],
-    extra: int,
-    moment: int,
-) -> None:
-    """Of moments at which as much waits keep that with most on its way, of equal ones the first."""
-    known = seen.setdefault(act, {})
-    key = tuple(counts)
-    if key not in known or extra > known[key][0]:
-        known[key] = extra, moment
-
-
-def _front(known: Mapping[_Held, tuple[int, int]]) -> Iterable[tuple[_Held, int]]:
-    """What is nowhere less than another."""
-    front: dict[_Held, int] = {}
-    for counts, (extra, moment) in known.items():
-        beside = (*counts, extra)
-        if any(all(a >= b for a, b in zip(other, beside, strict=True)) for other in front):
-            continue
-        for other in list(front):
-            if all(a <= b for a, b in zip(other, beside, strict=True)):
-                del front[other]
-        front[beside] = moment
-    return front.items()
 
 
 def _recording(case: _PassCase, piece: StageRecord) -> _Recording:
@@ -300,35 +324,3 @@ def _cut_by_action(passes: RecordedPass) -> _Recording:
         gathered = gathered_now if start == ticks[0] else gathered
         waiting.append(tuple((kind, nbytes) for kind, nbytes in sums.items() if nbytes))
     return _Recording(ticks, tuple(spans_by_action), tuple(waiting), gathered)
-
-
-def _laid_out(
-    chosen: Sequence[tuple[int, _Act, _Held]],
-    recordings: Mapping[_PassCase, _Recording],
-    others: Mapping[tuple[_PassCase, _Course], _Recording],
-    waits: Mapping[int, Sequence[tuple[MemoryKind, int]]],
-) -> Timeline:
-    spans: list[Span] = []
-    phases: list[tuple[int, Phase]] = []
-    clock = 0
-    for _, (case, action_index, course), counts in chosen:
-        recording = others.get((case, course), recordings[case])
-        start, stop = 0, 1
-        if action_index != _TURN:
-            start, stop = recording.ticks[action_index], recording.ticks[action_index + 1]
-        if start == stop:
-            continue
-        end = clock + stop - start
-        phase: Phase = "backward" if action_index > 0 else "forward"
-        if not phases or phases[-1][1] != phase:
-            phases.append((clock, phase))
-        for slot, waiting in waits.items():
-            if counts[slot]:
-                spans += (Span(n * counts[slot], kind, clock, end) for kind, n in waiting)
-        if counts[-1]:
-            spans.append(Span(counts[-1], "temporary", clock, end))
-        moved = clock - start
-        own = recording.actions[action_index] if action_index != _TURN else ()
-        spans += [Span(n, k, a + moved, z + moved) for n, k, a, z in own]
-        clock = end
-    return Timeline(tuple(spans), tuple(phases) or ((0, "forward"),))

@@ -7,7 +7,10 @@ from functools import lru_cache
 
 from bigtrain.schedules.orders import (
     IN_FLIGHT_CHANGE,
+    SINGLE_STAGE_SCHEDULES,
     Action,
+    check_schedule,
+    forwards_ahead,
     merge_split_backward,
     schedule_orders,
 )
@@ -44,7 +47,13 @@ def in_flight_by_stage(
         stages_per_rank: see `schedule_orders`.
         micro_batches: see `schedule_orders`.
         splits: see `Plan.splits_backward`.
+
+    Raises:
+        ConfigError: see `check_schedule`.
     """
+    if schedule in SINGLE_STAGE_SCHEDULES:
+        check_schedule(schedule, pp, stages_per_rank, micro_batches)
+        return forwards_ahead(schedule, pp, micro_batches)
     held: dict[int, int] = {}
     for actions in schedule_orders(schedule, pp, stages_per_rank, micro_batches):
         held |= peak_in_flight(actions if splits else merge_split_backward(actions))
@@ -64,7 +73,15 @@ def in_flight_at_peak(
         micro_batches: see `schedule_orders`.
         splits: see `Plan.splits_backward`.
         later: only moments at which every stage of the rank has made its gradients.
+
+    Raises:
+        ConfigError: see `check_schedule`.
     """
+    if schedule in SINGLE_STAGE_SCHEDULES:
+        check_schedule(schedule, pp, stages_per_rank, micro_batches)
+        ahead = forwards_ahead(schedule, pp, micro_batches)
+        # After the first backward pass there is one less, until there is another forward pass.
+        return tuple(n - (later and n == micro_batches) for n in ahead)
     at_peak: dict[int, int] = {}
     for actions in schedule_orders(schedule, pp, stages_per_rank, micro_batches):
         counts = dict.fromkeys((stage for stage, _, _ in actions), 0)

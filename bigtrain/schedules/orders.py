@@ -112,12 +112,17 @@ def schedule_orders(schedule: str, pp: int, stages_per_rank: int, micro_batches:
     check_schedule(schedule, pp, stages_per_rank, micro_batches)
     if schedule in TORCH_SCHEDULES:
         return _from_torch(TORCH_SCHEDULES[schedule], pp, stages_per_rank, micro_batches)
-    ahead = {
-        "naive": [1] * pp,
-        "gpipe": [micro_batches] * pp,
-        "1f1b": [min(micro_batches, pp - rank) for rank in range(pp)],
-    }[schedule]
+    ahead = forwards_ahead(schedule, pp, micro_batches)
     return tuple(tuple(_one_stage(rank, ahead[rank], micro_batches)) for rank in range(pp))
+
+
+def forwards_ahead(schedule: str, pp: int, micro_batches: int) -> tuple[int, ...]:
+    """For each rank its forward passes before the first backward pass, one stage on each."""
+    return {
+        "naive": (1,) * pp,
+        "gpipe": (micro_batches,) * pp,
+        "1f1b": tuple(min(micro_batches, pp - rank) for rank in range(pp)),
+    }[schedule]
 
 
 def _one_stage(stage: int, ahead: int, micro_batches: int) -> Iterator[Action]:

@@ -89,10 +89,6 @@ def test_the_peak_is_that_of_the_whole_step(schedule, seed):
         short, whole = replay_actions(actions, pieces), in_full(actions, pieces)
         beside = Breakdown(parameters=1000, optimizer=5)
         assert short.peak(beside) == whole.peak(beside)
-        for kind in MEMORY_KINDS:  # a technique may take kinds away
-            kept = tuple(s for s in whole.spans if s.kind != kind)
-            less = tuple(s for s in short.spans if s.kind != kind)
-            assert Timeline(less, short.phases).peak() == Timeline(kept, whole.phases).peak()
 
 
 def test_any_order_of_any_stages():
@@ -195,12 +191,10 @@ def test_what_is_gathered_is_there_once_and_goes_with_the_next_backward_pass():
         parameters=1000, activations=20
     )
     # The second one back gathers for itself.
-    other = {**piece, 2: both(SMALL)}
+    other = {**piece, 2: both(gathering(Span(5000, "activations", 1, 6)))}
     step = [Action(1, "F", 0), Action(1, "F", 1), Action(1, "B", 0), Action(2, "F", 0)]
-    timeline = replay_actions(step, other)
-    end = max(span.death for span in timeline.spans)
-    beside = sum(s.nbytes for s in timeline.spans if s.birth <= end - 1 < s.death)
-    assert beside == 100 + 10  # nothing is gathered any more
+    # Nothing is gathered any more.
+    assert replay_actions(step, other).peak().breakdown == Breakdown(activations=5000 + 10)
     assert replay_actions([*back, Action(1, "B", 1)], piece).peak().bytes == 1020
 
 
@@ -213,8 +207,7 @@ def test_a_backward_pass_after_several_forward_passes_goes_astray():
     assert replay_actions([*there, Action(1, "B", 0)], piece).peak().bytes == 2 + 30
     # It forgets them: with one forward pass since then it is as usual again.
     then = [Action(1, "B", 0), Action(1, "F", 2), Action(1, "B", 1)]
-    timeline = replay_actions([*there, *then], piece)
-    assert sum(span.nbytes == 30 for span in timeline.spans) == 1
+    assert replay_actions([*there, *then], piece, (0, 0, 0, 0, 100)).peak().bytes == 2 + 100
 
 
 def test_the_last_micro_batch_may_go_otherwise():
@@ -244,7 +237,7 @@ def test_a_long_step_stays_small(schedule):
     actions = schedule_orders(schedule, 4, v, 512)[0]
     pieces = {action.stage: {"first": first, "later": then} for action in actions}
     timeline = replay_actions(actions, pieces)
-    assert len(timeline.spans) < 200_000
+    assert len(timeline.spans) < 10_000
     assert timeline.peak().breakdown.activations > 0
 
 

@@ -9,7 +9,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from bigtrain.errors import ConfigError
 from bigtrain.schedules.bubble import StageSeconds, simulate_step
-from bigtrain.schedules.in_flight import peak_in_flight
+from bigtrain.schedules.in_flight import in_flight_at_peak, in_flight_by_stage, peak_in_flight
 from bigtrain.schedules.orders import (
     SCHEDULES,
     SINGLE_STAGE_SCHEDULES,
@@ -194,3 +194,24 @@ def test_at_a_turn_an_output_leaves_while_a_gradient_comes():
     both, later = {out: 1, back: 1}, {out: 1, back: 1, sent: 1}
     assert turns("1f1b", 2, 1, 3)[0] == ({}, {}, both, {}, later, {})
     assert not any(turns("gpipe", 2, 1, 3)[0])
+
+
+@pytest.mark.parametrize("schedule", SINGLE_STAGE_SCHEDULES)
+def test_what_one_stage_has_in_flight_is_known_without_its_order(schedule):
+    for pp in (1, 2, 3, 8):
+        for micro_batches in (pp, pp + 1, 2 * pp, 5 * pp + 1):
+            given = (schedule, pp, 1, micro_batches)
+            orders = schedule_orders(*given)
+            most = tuple(peak_in_flight(row)[rank] for rank, row in enumerate(orders))
+            assert in_flight_by_stage(*given, splits=False) == most
+            assert in_flight_at_peak(*given, splits=False, later=False) == most
+            later = tuple(map(most_after_a_backward_pass, orders))
+            assert in_flight_at_peak(*given, splits=False, later=True) == later
+
+
+def most_after_a_backward_pass(row):
+    kinds = [kind for _, kind, _ in row]
+    first = kinds.index("B") + 1
+    return max(
+        kinds[:end].count("F") - kinds[:end].count("B") for end in range(first, len(kinds) + 1)
+    )

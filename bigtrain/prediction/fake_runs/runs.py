@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -34,6 +33,7 @@ from bigtrain.prediction.fake_runs.slices import (
     slices_within,
     slicing_key,
 )
+from bigtrain.prediction.record import WHOLE_MODEL, WholeModel
 from bigtrain.prediction.record_sections import (
     ONE_STEP,
     RecordedSections,
@@ -150,18 +150,7 @@ class FakeRuns:
     def end(self, plan: Plan, kind: RunKind, rows: int) -> Section:
         """What is after the blocks, as it is with so many rows; of its states nothing is said."""
         if (kind, rows) not in self._ends:
-            loss = self.loss(kind, rows)
-            model, names = self._model_run(cut=kind.cut)
-            short, order = shorten_model(model, most=1) or (None, ())
-            slices = self._slices(plan, loss, cut=kind.cut)
-            found: tuple[RecordedSections, ...] = ()
-            if short is not None and set(order) == {0}:
-                batch = resize_micro_batch(self._example, rows)
-                workload = self._workload(loss, short)
-                given = (workload, names[:1], [batch], _with_policy(plan, "keep"), self._device)
-                within = None if slices is None else slices_within(slices, short)
-                with suppress(UntraceableError):
-                    found = record_sections(*given, within, as_sent=kind.as_sent, unit=ONE_STEP)
+            found = self._with_one_block(plan, kind, (rows,), self.loss(kind, rows), ONE_STEP)
             (run,) = found or self.recorded(plan, kind, (rows,), rows)
             self._ends[kind, rows] = run.sections[-1]
         return self._ends[kind, rows]
@@ -193,6 +182,10 @@ class FakeRuns:
     def _run(
         self, plan: Plan, sizes: Sequence[int], kind: RunKind, loss: Loss
     ) -> tuple[RecordedSections, ...]:
+        if kind.waiting:
+            ends = self._with_other_ends(plan, sizes, kind, loss)
+            if ends:
+                return ends
         batches = [resize_micro_batch(self._example, rows) for rows in sizes]
         slices = self._slices(plan, loss, cut=kind.cut)
         model, names = self._model_run(cut=kind.cut)
@@ -221,6 +214,40 @@ class FakeRuns:
         self._runs, self._halved, self._ends, self._laid = {}, {}, {}, {}  # of the shortened model
         self.changes += 1
         return recorded
+
+    def _with_other_ends(
+        self, plan: Plan, sizes: Sequence[int], kind: RunKind, loss: Loss
+    ) -> tuple[RecordedSections, ...]:
+        """A run with another loss, put together: its blocks are those of the run with the usual."""
+        usual = kind._replace(waiting=False)
+        runs = self.recorded(plan, usual, tuple(sizes), sizes[-1])
+        ends = self._with_one_block(plan, kind, sizes, loss)
+        pairs = zip(runs, ends, strict=True) if ends else ()
+        return tuple(_with_ends_of(run, end) for run, end in pairs)
+
+    def _with_one_block(
+        self,
+        plan: Plan,
+        kind: RunKind,
+        sizes: Sequence[int],
+        loss: Loss,
+        unit: WholeModel = WHOLE_MODEL,
+    ) -> tuple[RecordedSections, ...]:
+        """A run for what is before and after the blocks; none where these are not all alike."""
+        model, names = self._model_run(cut=kind.cut)
+        short, order = shorten_model(model, most=1) or (None, ())
+        slices = self._slices(plan, loss, cut=kind.cut)
+        if short is None or set(order) != {0}:
+            return ()
+        batches = [resize_micro_batch(self._example, rows) for rows in sizes]
+        plain = _with_policy(plan, "keep")
+        given = (self._workload(loss, short), names[:1], batches, plain, self._device)
+        within = None if slices is None else slices_within(slices, short)
+        try:
+            found = record_sections(*given, within, as_sent=kind.as_sent, unit=unit)
+        except UntraceableError:
+            return ()
+        return found if all(run.profile is None for run in found) else ()
 
     def _workload(self, loss: Loss, model: nn.Module) -> Workload:
         return Workload(model, self._example, loss, self._make_optimizer)
@@ -286,6 +313,12 @@ def resize_micro_batch(example: MicroBatch, rows: int) -> MicroBatch:
 
     count = max(1, example.count * rows // max(1, example.rows))
     return replace(example.map(grow), count=count, rows=rows)
+
+
+def _with_ends_of(run: RecordedSections, other: RecordedSections) -> RecordedSections:
+    """A run with what is before and after its blocks as in another one."""
+    sections = (other.sections[0], *run.sections[1:-1], other.sections[-1])
+    return replace(run, sections=sections)
 
 
 def _with_policy(plan: Plan, choice: BlockPolicy) -> Plan:
