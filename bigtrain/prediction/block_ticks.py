@@ -16,7 +16,7 @@ from bigtrain.memory.tracker import StorageTracker
 from bigtrain.models.blocks import independent_blocks
 from bigtrain.prediction.operation_log import Operation, OperationLog
 from bigtrain.tensors.fake_mode import VIEWS
-from bigtrain.tensors.op_cost import REPEAT_COUNT
+from bigtrain.tensors.op_cost import REPEAT_COUNT, ProductSize
 
 Moment = Literal[
     "forward begins", "forward ends", "backward begins", "backward ends", "parameter's gradient"
@@ -239,4 +239,5 @@ class SectionHooks:
         flops, nbytes = operation.flops, operation.nbytes
         low = any(t.dtype in (torch.bfloat16, torch.float16) for t in operation.given)
         sizes = (0.0 if low else flops, flops if low else 0.0, nbytes)
-        self.work.append((clock, *sizes, REPEAT_COUNT.get(), *operation.product))
+        product = operation.product if flops else ProductSize()
+        self.work.append((clock, *sizes, REPEAT_COUNT.get(), *product))

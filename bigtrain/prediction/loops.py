@@ -350,6 +350,7 @@ class SplitBackward(WholeModel):
         wires, self.wires = self.wires, []
         _, groups = backward_for_inputs([loss], None, wires, iter(parameters))
         owners = {get_gradient_edge(p).node: self._block(name) for name, p in named}
+        by_node = dict(zip(owners, parameters, strict=True))
         places = {name: place for place, name in enumerate(self._names)}
 
         def place(group: Any) -> tuple[int, str]:
@@ -360,7 +361,8 @@ class SplitBackward(WholeModel):
         self.starts.append(self._tracker.mark())
         for group in sorted(groups, key=place):
             name = place(group)[1]
-            backward_for_weights(iter(parameters), [group])
+            # Torch makes a view of each parameter that it is given, for its node.
+            backward_for_weights((by_node[node] for node in group["params"]), [group])
             self.done.append((self._tracker.mark(), name))
 
     def _block(self, parameter: str) -> str:

@@ -43,8 +43,8 @@ class Operation(NamedTuple):
 
     @property
     def product(self) -> ProductSize:
-        """Its sizes, of one that has FLOPs."""
-        return product_size(self.func, self.args, self.result) if self.flops else ProductSize()
+        """The sizes of one that has FLOPs."""
+        return product_size(self.func, self.args, self.result)
 
     @property
     def nbytes(self) -> float:

@@ -102,8 +102,8 @@ class FakeRuns:
         """How often all that was run before went, as another model is run from then on."""
 
     def loss(self, kind: RunKind, rows: int) -> Loss:
-        """Of a run."""
-        return self._loss(kind.waiting, rows)
+        """Of a run; where blocks keep less nobody asks for what is after them, so not in chunks."""
+        return self._loss(kind.waiting or kind.choice != "keep", rows)
 
     def waits(self, rows: int) -> bool:
         """Whether micro-batches of so many rows have another loss where several wait."""
