@@ -127,9 +127,10 @@ def load_deepspeed(device_type: str) -> Any:
         ImportError: it is not installed, or does not load here.
     """
     logging.getLogger("DeepSpeed").addFilter(_only_errors)
-    # Left to itself it takes a GPU that it finds, whatever device the job is on.
-    before = set(os.environ)
-    with changed_environment(DS_ACCELERATOR=device_type), warnings.catch_warnings():
+    before, silent = set(os.environ), warnings.catch_warnings()
+    # By itself it takes a GPU that it finds, and loads torch's compiler for a Muon of its own.
+    uncompiled = replaced(torch, compile=lambda function=None, **_: function or (lambda own: own))
+    with changed_environment(DS_ACCELERATOR=device_type), silent, uncompiled:
         warnings.simplefilter("ignore")
         loaded = import_module("deepspeed")
         DEEPSPEED.missing_names()  # imports the modules that have them

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 
 from bigtrain.activations.policy import BlockPolicy
@@ -212,7 +213,14 @@ class StageFitter:
         return representatives
 
     def _stages_of(self, rank: int) -> list[int]:
-        return [place for place, whose in enumerate(self._ranks) if whose == rank]
+        return self._by_rank[rank]
+
+    @cached_property
+    def _by_rank(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for place, rank in enumerate(self._ranks):
+            found.setdefault(rank, []).append(place)
+        return found
 
     def _rank(
         self, stages: list[SectionRange], own_stages: Sequence[int], rank: int, limit: int
@@ -311,7 +319,8 @@ class StageFitter:
         )
         if not blocks:
             return 0
-        parameters = min(section_states([block]).parameters for block in blocks)
+        states = {id(block.tensors): section_states([block]).parameters for block in blocks}
+        parameters = min(states.values())
         saved = [section.passes[0].saved for section in least]
         pairs = zip(blocks, saved, strict=True)
         again = max(0, min(block.passes[0].saved - size for block, size in pairs))
@@ -324,9 +333,7 @@ class StageFitter:
                 extra = again if min(fewest) else 0
                 bound = max(bound, extra + int(len(blocks) / sum(1 / size for size in rank_bytes)))
         is_alike = max(saved) <= (1 + SIMILARITY) * min(saved)
-        is_alike = is_alike and all(
-            section_states([block]).parameters == parameters for block in blocks
-        )
+        is_alike = is_alike and set(states.values()) == {parameters}
         return max(bound, self._fullest_stage(len(blocks)) if is_alike else 0)
 
     def _fullest_stage(self, blocks: int) -> int:

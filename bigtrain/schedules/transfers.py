@@ -21,46 +21,45 @@ InTransit = Mapping[tuple[int, str], int]
 """Micro-batches whose wires are on their way: (stage, RECV_F | SEND_F | RECV_B | SEND_B)."""
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def transfers(
-    schedule: str, pp: int, stages_per_rank: int, micro_batches: int
-) -> tuple[tuple[InTransit, ...], ...]:
-    """For each rank and each of its actions what is on its way beside it, as torch places it.
+    schedule: str, pp: int, stages_per_rank: int, micro_batches: int, rank: int
+) -> tuple[InTransit, ...]:
+    """For each action of a rank what is on its way beside it, as torch places it.
 
     What is received lies in a buffer from when it is asked for; what is sent is kept until it is
     known to have arrived. Where torch's placing would take long it is foretold, and what is
     received is taken to come in time.
     """
-    orders = schedule_orders(schedule, pp, stages_per_rank, micro_batches)
+    given = (schedule, pp, stages_per_rank, micro_batches)
+    actions = schedule_orders(*given)[rank]
     if schedule == "1f1b":
-        return tuple(tuple(_one_ahead(actions)) for actions in orders)
+        return tuple(_one_ahead(actions))
     if schedule == "naive":  # the last stage hears of its gradient's arrival with the next output
-        return tuple(tuple(_one_behind(actions, pp)) for actions in orders)
+        return tuple(_one_behind(actions, pp))
     if schedule == "gpipe":  # torch waits for what is sent at the end of each half
         kept = {"F": "SEND_F", "B": "SEND_B"}
-        return tuple(tuple({(s, kept[k]): n} for s, k, n in actions) for actions in orders)
+        return tuple({(s, kept[k]): n} for s, k, n in actions)
     if schedule not in TORCH_SCHEDULES:
-        return tuple(tuple({} for _ in actions) for actions in orders)
+        return tuple({} for _ in actions)
     if pp * stages_per_rank * micro_batches > MAX_PLACED_ACTIONS:
-        ranks = stage_ranks(schedule, pp, stages_per_rank)
-        return tuple(tuple(_waited_late(actions, ranks)) for actions in orders)
-    rows = schedule_events(schedule, pp, stages_per_rank, micro_batches)
-    return tuple(tuple(_in_transit(row)) for row in rows)
+        return tuple(_waited_late(actions, stage_ranks(schedule, pp, stages_per_rank)))
+    return tuple(_in_transit(schedule_events(*given)[rank]))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def turns(
-    schedule: str, pp: int, stages_per_rank: int, micro_batches: int
-) -> tuple[tuple[InTransit, ...], ...]:
-    """For each rank and each of its actions what is on its way just before it, and not beside it.
+    schedule: str, pp: int, stages_per_rank: int, micro_batches: int, rank: int
+) -> tuple[InTransit, ...]:
+    """For each action of a rank what is on its way just before it, and not beside it.
 
     In torch's 1F1B an output goes out while there is room already for the gradient that comes
-    back: when that is there, the output is let go, and the backward pass begins.
+    back: when that is there, the output is let go, and the backward pass begins. With all other
+    schedules there are no such moments.
     """
-    orders = schedule_orders(schedule, pp, stages_per_rank, micro_batches)
     if schedule != "1f1b":
-        return tuple(tuple({} for _ in actions) for actions in orders)
-    return tuple(tuple(_at_turns(actions)) for actions in orders)
+        return ()
+    return tuple(_at_turns(schedule_orders(schedule, pp, stages_per_rank, micro_batches)[rank]))
 
 
 def _at_turns(actions: Sequence[Action]) -> Iterator[InTransit]:

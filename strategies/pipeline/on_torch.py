@@ -59,7 +59,7 @@ class TorchPipeline(Pipeline):
     def actions(self, plan: Plan, pp_rank: int) -> RankActions:
         """See `CutStrategy.actions`."""
         schedule = (self.schedule, plan.pp, self.per_rank(), plan.batch.accumulation_steps)
-        way = (transfers(*schedule)[pp_rank], turns(*schedule)[pp_rank])
+        way = (transfers(*schedule, pp_rank), turns(*schedule, pp_rank))
         return RankActions(schedule_orders(*schedule)[pp_rank], *way)
 
     def apply(self, assembly: Assembly) -> None:

@@ -132,11 +132,10 @@ def pass_on(event, ranks, underway, asked, arrived):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("pp", "micro_batches"), [(2, 4), (4, 8), (3, 12)])
 def test_what_is_said_to_be_under_way_is_what_the_events_are(schedule, pp, micro_batches):
-    foretold = transfers(schedule, pp, 1, micro_batches)
     for rank, row in enumerate(schedule_events(schedule, pp, 1, micro_batches)):
         ends = [way for way, at in (("SEND_B", 0), ("SEND_F", pp - 1)) if rank == at]
         said = [
             {way: n for way, n in there.items() if n and way[1] not in ends}
-            for there in foretold[rank]
+            for there in transfers(schedule, pp, 1, micro_batches, rank)
         ]
         assert said == list(_in_transit(row))

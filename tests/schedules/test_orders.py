@@ -132,10 +132,10 @@ def test_in_flight():
     "schedule", ["interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"]
 )
 def test_what_is_sent_is_kept_also_where_torch_is_not_asked(schedule, monkeypatch):
-    placed = transfers(schedule, 4, 2, 8)
+    placed = [transfers(schedule, 4, 2, 8, rank) for rank in range(4)]
     transfers.cache_clear()
     monkeypatch.setattr("bigtrain.schedules.transfers.MAX_PLACED_ACTIONS", 0)
-    guessed = transfers(schedule, 4, 2, 8)
+    guessed = [transfers(schedule, 4, 2, 8, rank) for rank in range(4)]
     transfers.cache_clear()
     for mine, real in zip(guessed, placed, strict=True):
         for some, others in zip(mine, real, strict=True):
@@ -192,8 +192,8 @@ def test_at_a_turn_an_output_leaves_while_a_gradient_comes():
     # Of the first of two ranks F0 F1 B0 F2 B1 B2.
     out, back, sent = (0, "SEND_F"), (0, "RECV_B"), (0, "SEND_B")
     both, later = {out: 1, back: 1}, {out: 1, back: 1, sent: 1}
-    assert turns("1f1b", 2, 1, 3)[0] == ({}, {}, both, {}, later, {})
-    assert not any(turns("gpipe", 2, 1, 3)[0])
+    assert turns("1f1b", 2, 1, 3, 0) == ({}, {}, both, {}, later, {})
+    assert turns("gpipe", 2, 1, 3, 0) == ()
 
 
 @pytest.mark.parametrize("schedule", SINGLE_STAGE_SCHEDULES)

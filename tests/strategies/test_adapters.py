@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 import warnings
 from contextlib import ExitStack
 from dataclasses import replace
@@ -100,6 +102,19 @@ def test_deepspeed_serves_one_kind_of_device_in_a_process(monkeypatch):
     monkeypatch.setattr(accelerator, "device_name", lambda *_: "cuda")
     with pytest.raises(ConfigError, match=r"here cuda, .* run is on cpu\. Start a new process"):
         deepspeed_adapter.connect_deepspeed(RunContext.alone(), ExitStack())
+
+
+def test_loading_deepspeed_loads_no_compiler():
+    needs("deepspeed")
+    code = (
+        "import sys, torch\n"
+        "from bigtrain.strategies.deepspeed_adapter import load_deepspeed\n"
+        "compile = torch.compile\n"
+        "load_deepspeed('cpu')\n"
+        "assert torch.compile is compile\n"
+        "assert 'torch._inductor.compile_fx' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_rank_0_tells_before_the_ranks_connect_and_a_dry_run_does(capsys, monkeypatch):
