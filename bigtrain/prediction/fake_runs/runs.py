@@ -219,11 +219,12 @@ class FakeRuns:
         self, plan: Plan, sizes: Sequence[int], kind: RunKind, loss: Loss
     ) -> tuple[RecordedSections, ...]:
         """A run with another loss, put together: its blocks are those of the run with the usual."""
+        ends = self._with_one_block(plan, kind, sizes, loss)
+        if not ends:
+            return ()
         usual = kind._replace(waiting=False)
         runs = self.recorded(plan, usual, tuple(sizes), sizes[-1])
-        ends = self._with_one_block(plan, kind, sizes, loss)
-        pairs = zip(runs, ends, strict=True) if ends else ()
-        return tuple(_with_ends_of(run, end) for run, end in pairs)
+        return tuple(_with_ends_of(run, end) for run, end in zip(runs, ends, strict=True))
 
     def _with_one_block(
         self,
