@@ -281,7 +281,7 @@ def forecast(context: RunContext, cases: list[str]) -> Any:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_peak_is_that_of_our_own_slices_under_zero(ranks: int) -> None:
-    """Two kilobytes, in buffers and temporaries, are off; see `settled` on what is above now and then."""
+    """Two kilobytes, in buffers and temporaries, are off."""
     cases = [case for case, (wanted, *_) in FORECAST.items() if wanted == ranks]
     rows = settled(
         lambda: run_ranks(forecast, ranks, cases, tp=2, timeout_s=150),
