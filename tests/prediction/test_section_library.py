@@ -278,3 +278,38 @@ def test_what_is_after_the_blocks_is_found_with_one_block_alone(monkeypatch):
     whole = record_sections(*given)[0].sections[-1]
     assert found.passes == whole.passes
     assert found.backward.times.sum() == whole.backward.times.sum()
+
+
+@pytest.mark.parametrize(
+    ("words", "blocks"), [("single", [3, 1]), ("zero1_torch bf16", [3, 1]), ("ddp bf16", [3, 3])]
+)
+def test_with_another_loss_the_blocks_are_those_of_the_usual_one(words, blocks, monkeypatch):
+    """Unless autocast lets go of its copies at a moment of the loss: then all of it is run."""
+    strategy, _, precision = words.partition(" ")
+    keys = {"train.global_batch_size": 8, **({"train.precision": precision} if precision else {})}
+    plan = make_plan(job_from_keys(strategy, keys), 1 if strategy == "single" else 2, "cpu")
+    optimizer = optimizer_factory(job_from_keys("single", {}).optim, 0)
+    recorded: list[int] = []
+
+    def noted(*given: Any, **options: Any) -> Any:
+        recorded.append(len(given[1]))
+        return record_sections(*given, **options)
+
+    def found() -> ModelSections:
+        with torch.device("meta"):
+            model = gpt()
+        losses = {False: CHUNKED, True: PLAIN}
+        library = SectionLibrary(model, tokens(2), lambda waits, _: losses[waits], optimizer, CPU)
+        return library.model_sections(plan, 2, "keep", waiting=True)
+
+    monkeypatch.setattr(runs, "record_sections", noted)
+    short = found()
+    assert recorded == blocks
+    monkeypatch.setattr(runs.FakeRuns, "_with_other_ends", lambda *_: ())
+    whole = found()
+    for mine, real in zip(short.sections, whole.sections, strict=True):
+        assert (mine.name, mine.tensors) == (real.name, real.tensors)
+        if precision != "bf16" or strategy != "ddp":  # what goes together goes in any order
+            assert mine.passes == real.passes
+        assert (mine.forward.nbytes == real.forward.nbytes).all()
+        assert (mine.backward.nbytes == real.backward.nbytes).all()

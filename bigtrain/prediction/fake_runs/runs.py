@@ -41,7 +41,7 @@ from bigtrain.prediction.record_sections import (
     record_sections,
     record_split_backward,
 )
-from bigtrain.prediction.sections import PassPair, Section
+from bigtrain.prediction.sections import Anchor, PassPair, Section
 from bigtrain.prediction.shorten import shorten_model, untie_parameters
 from bigtrain.slicing.state import ModelSlices
 from bigtrain.tensors.tree import tree_tensors
@@ -102,8 +102,8 @@ class FakeRuns:
         """How often all that was run before went, as another model is run from then on."""
 
     def loss(self, kind: RunKind, rows: int) -> Loss:
-        """Of a run; where blocks keep less nobody asks for what is after them, so not in chunks."""
-        return self._loss(kind.waiting or kind.choice != "keep", rows)
+        """Of a run."""
+        return self._loss(kind.waiting, rows)
 
     def waits(self, rows: int) -> bool:
         """Whether micro-batches of so many rows have another loss where several wait."""
@@ -218,13 +218,17 @@ class FakeRuns:
     def _with_other_ends(
         self, plan: Plan, sizes: Sequence[int], kind: RunKind, loss: Loss
     ) -> tuple[RecordedSections, ...]:
-        """A run with another loss, put together: its blocks are those of the run with the usual."""
-        ends = self._with_one_block(plan, kind, sizes, loss)
-        if not ends:
-            return ()
+        """A run with another loss, put together: its blocks are those of the run with the usual.
+
+        None where they hold something until a moment of what is after them, as autocast's copies.
+        """
         usual = kind._replace(waiting=False)
         runs = self.recorded(plan, usual, tuple(sizes), sizes[-1])
-        return tuple(_with_ends_of(run, end) for run, end in zip(runs, ends, strict=True))
+        if any(_holds_beyond(block) for run in runs for block in run.sections[1:-1]):
+            return ()
+        ends = self._with_one_block(plan, kind, sizes, loss)
+        pairs = zip(runs, ends, strict=True) if ends else ()
+        return tuple(_with_ends_of(run, end) for run, end in pairs)
 
     def _with_one_block(
         self,
@@ -314,6 +318,11 @@ def resize_micro_batch(example: MicroBatch, rows: int) -> MicroBatch:
 
     count = max(1, example.count * rows // max(1, example.rows))
     return replace(example.map(grow), count=count, rows=rows)
+
+
+def _holds_beyond(section: Section) -> bool:
+    """Whether something lives until a moment of the first section or of the last."""
+    return any(one.until >= Anchor.FIRST for found in section.passes for one in found.storages)
 
 
 def _with_ends_of(run: RecordedSections, other: RecordedSections) -> RecordedSections:
