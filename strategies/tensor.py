@@ -92,8 +92,7 @@ class TensorSlices(SliceStrategy):
     def variants(self, shape: Shape) -> Iterable[Variant]:
         """See `Strategy.variants`: activations between sliced layers whole, and split."""
         if 1 < shape.tp <= shape.most_ranks:
-            # Stages gather stretches before they deal out what they send each other.
-            for preset in ("tensor", *(("tensor_sequence",) if shape.pp == 1 else ())):
+            for preset in ("tensor", "tensor_sequence"):
                 yield Variant(preset, preset_options(self.role, preset))
 
     def most_ranks(self, workload: Workload) -> int:
