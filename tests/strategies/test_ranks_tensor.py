@@ -166,7 +166,7 @@ def test_models_that_look_at_their_own_sizes_equal_one_process() -> None:
 
 def test_slices_beside_stages_and_replicas_on_eight_ranks_equal_one_process() -> None:
     """Three axes: replicas whose optimizer, or all of whose state, is in shards."""
-    strategies = ("1f1b+zero1_torch+tensor", "1f1b+fsdp+tensor")
+    strategies = ("1f1b+zero1_torch+tensor", "1f1b+fsdp+tensor", "1f1b+fsdp+tensor_sequence")
     assert_equal_one_process(strategies, ("gpt, tied", "own"), "fp64", 8, pp=2, tp=2)
 
 
@@ -174,11 +174,20 @@ STAGES = {"pp": 2, "tp": 2}
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "zbv", "layer_split")
 
 
-def test_stages_that_send_each_other_parts_equal_one_process() -> None:
+@pytest.mark.parametrize(
+    ("slices", "names"),
+    [
+        ("tensor", ("gpt, tied", "own")),
+        # The patches of a picture and its class are 17 places.
+        ("tensor_sequence", ("gpt, tied", "vit")),
+    ],
+)
+def test_stages_that_send_each_other_parts_equal_one_process(
+    slices: str, names: tuple[str, ...]
+) -> None:
     """Every rank sends its part of what goes to the next stage; in a V some stages send nothing."""
-    strategies = tuple(f"{schedule}+tensor" for schedule in SCHEDULES)
-    strategies += ("1f1b+full+tensor", "1f1b+tensor_sequence")
-    assert_equal_one_process(strategies, ("gpt, tied", "own"), "fp64", 4, **STAGES)
+    strategies = tuple(f"{schedule}+{slices}" for schedule in (*SCHEDULES, "1f1b+full"))
+    assert_equal_one_process(strategies, names, "fp64", 4, **STAGES)
 
 
 def ends_of_steps(
