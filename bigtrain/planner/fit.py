@@ -26,8 +26,8 @@ from bigtrain.prediction.compose import (
     compose_profile,
     count_parameters,
     section_states,
-    sent_bytes,
     stage_ends,
+    wire_bytes,
     with_split_backward,
 )
 from bigtrain.prediction.predict import forecast_rank_step, forecast_stages, forecast_step
@@ -152,7 +152,7 @@ class StageFitter:
                 size, uses = params.get(key, (tensor.nbytes, set()))
                 params[key] = size, uses | {min(place, last)}
         saved = [(s.passes[0].saved, [min(place, last)]) for place, s in enumerate(kept)]
-        crossing = [sent_bytes(section, tp)[0] for section in self._all[: last + 1]]
+        crossing = [wire_bytes(section, tp)[0] for section in self._all[: last + 1]]
         return AtomicUnits(seconds, crossing, [(s, sorted(u)) for s, u in params.values()], saved)
 
     def fitted(

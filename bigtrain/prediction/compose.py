@@ -126,7 +126,7 @@ def stage_ends(first: Section, after: Section | None, dealt: tuple[int, int]) ->
     return into, out
 
 
-def sent_bytes(section: Section, ranks: int) -> tuple[int, int]:
+def wire_bytes(section: Section, ranks: int) -> tuple[int, int]:
     """Of what comes into a section, and of its gradients, the bytes that a rank is sent.
 
     Args:
@@ -262,8 +262,8 @@ def _step(base: RecordedSections, trained: Sequence[SectionTensor]) -> Timeline:
 def _wires(
     sections: Sequence[Section], after: Section | None, dealt: tuple[int, int]
 ) -> BoundaryBytes:
-    outgoing = (0, 0) if after is None else sent_bytes(after, dealt[1])
-    sizes = *sent_bytes(sections[0], dealt[0]), *outgoing
+    outgoing = (0, 0) if after is None else wire_bytes(after, dealt[1])
+    sizes = *wire_bytes(sections[0], dealt[0]), *outgoing
     return replace(BoundaryBytes(*sizes), gathered=_gathered(sections[0], dealt[0])[0])
 
 
