@@ -9,7 +9,8 @@ the number of ranks; activations between sliced layers are whole, unless `sequen
 Communication: for each pair of sliced layers an all-reduce of their output in the forward pass, and
 one of their input's gradient in the backward pass, which nothing hides. Between stages of a
 pipeline each rank sends its part, 1/tp, of what goes on and of what comes back, and the ranks that
-receive the parts gather them; what has less than 1 KiB goes whole.
+receive the parts gather them; what has less than 1 KiB goes whole. With `sequence` a stretch of
+activations goes as it lies, and is not gathered; a mask, or a table of positions, is.
 Constraints: the ranks should be of one node; a module has a part for each rank or stays whole.
 Example: bigtrain train -n 2 --strategy tensor
 
@@ -92,8 +93,7 @@ class TensorSlices(SliceStrategy):
     def variants(self, shape: Shape) -> Iterable[Variant]:
         """See `Strategy.variants`: activations between sliced layers whole, and split."""
         if 1 < shape.tp <= shape.most_ranks:
-            # Stages gather stretches before they deal out what they send each other.
-            for preset in ("tensor", *(("tensor_sequence",) if shape.pp == 1 else ())):
+            for preset in ("tensor", "tensor_sequence"):
                 yield Variant(preset, preset_options(self.role, preset))
 
     def most_ranks(self, workload: Workload) -> int:

@@ -286,7 +286,7 @@ class Assembly:
             cut.strip(tree, [index], device)
             stages.append(cut.stage(tree, index, self.loss, device))
             group = None if self.slices is None else self.slices.group
-            stages[-1].dealers = self.layout.dealers(index, group)
+            stages[-1].crossings = self.layout.crossings(index, group)
             compiles = self.plan.compiles_blocks
             apply_policies(stages[-1], self.block_policies, self.offloader, compiles=compiles)
         self.roots = list(stages)

@@ -9,13 +9,14 @@ from torch import nn
 
 from bigtrain.cutting.choose import ChosenCut
 from bigtrain.cutting.self_check import compare_cut
-from bigtrain.cutting.stage import Dealers
+from bigtrain.cutting.stage import Crossings
 from bigtrain.cutting.traced_model import Numerics
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.losses.loss import Loss
 from bigtrain.models.bf16_parameters import bf16_parameter_names
 from bigtrain.slicing.exchange import SliceGroup
+from bigtrain.slicing.wires import Crossing
 from bigtrain.units import MIB, format_bytes, format_count
 
 MAX_CHECKED_BYTES = 256 * MIB
@@ -43,10 +44,10 @@ class Layout:
         into, out = (any(rank != self.ranks[stage] for rank in other) for other in around)
         return into, out
 
-    def dealers(self, stage: int, group: SliceGroup | None) -> Dealers:
-        """The ranks that deal out the wires of a stage: those with its slices, if there are any."""
+    def crossings(self, stage: int, group: SliceGroup | None) -> Crossings:
+        """How the ranks with slices of a stage, if there are any, hand on its wires."""
         into, out = self.between_ranks(stage)
-        return group if into else None, group if out else None
+        return Crossing(group, into), Crossing(group, out)
 
     @property
     def all_stages(self) -> range:

@@ -31,16 +31,14 @@ from bigtrain.devices import generator_state, set_generator_state
 from bigtrain.errors import ConfigError
 from bigtrain.losses.chunked_cross_entropy import head_targets, is_head_loss
 from bigtrain.losses.loss import Loss
-from bigtrain.slicing.exchange import SliceGroup
-from bigtrain.slicing.sliced_tensor import whole_of
-from bigtrain.slicing.wires import dealt, sent_meta, undealt
+from bigtrain.slicing.wires import Crossing
 from bigtrain.tensors.tree import map_tensors, matching_tensors, tree_tensors
 from bigtrain.tracing.call_hooks import handling_calls, pretend_compiling, returned_tensors
 
 GetProgram = Callable[[MicroBatch, bool], StageProgram]
 """The script for a micro-batch of these shapes, and whether it trains."""
-Dealers = tuple[SliceGroup | None, SliceGroup | None]
-"""The ranks that deal out what comes into a stage, and what goes out; None where it goes whole."""
+Crossings = tuple[Crossing, Crossing]
+"""How what comes into a stage, and what goes out of it, is handed on."""
 
 
 class Stage(nn.Module):
@@ -78,8 +76,8 @@ class Stage(nn.Module):
         self.index, self.count = index, count
         self.cut_through, self.own_blocks = cut_through, own_blocks
         self.recompute: Literal["never", "except_last", "always"] = "never"
-        self.dealers: Dealers = (None, None)
-        """Of the wires: each rank sends and receives its part of them, see `slicing.wires`."""
+        self.crossings: Crossings = (Crossing(), Crossing())
+        """Of the wires: what each rank sends and receives of them, see `slicing.wires`."""
         self._script, self._loss, self._device = script, loss, device
         self._whole = _Hidden(model)
 
@@ -115,13 +113,12 @@ class Stage(nn.Module):
     def wires(self, script: StageProgram, side: int) -> tuple[Tensor, ...]:
         """Those that come in (0) or go out (1) by a script, as this rank sends or receives them."""
         boundary = ((), *script.boundaries, ())[self.index + side]
-        return tuple(sent_meta(wire.packed_meta, self.dealers[side]) for wire in boundary)
+        return tuple(wire.sent_meta(self.crossings[side]) for wire in boundary)
 
     def gathered_bytes(self, script: StageProgram) -> int:
         """Of the wires that come in by a script in parts: the bytes of all parts."""
         wires = ((), *script.boundaries)[self.index]
-        whole = (wire.packed_meta for wire in wires)
-        return sum(t.nbytes for t in whole if sent_meta(t, self.dealers[0]) is not t)
+        return sum(wire.gathered_bytes(self.crossings[0]) for wire in wires)
 
     def fingerprint(self, micro_batch: MicroBatch) -> str:
         """Tells the scripts of two ranks apart: all ranks must have the same one."""
@@ -174,7 +171,7 @@ class Stage(nn.Module):
     def _part(self, wires: tuple[Tensor, ...], micro_batch: MicroBatch) -> Any:
         script = self._of(micro_batch)
         inputs = _own(micro_batch.inputs, script.copied)
-        stage_pass = _Run(script, self.index, wires, inputs, self._device, self.dealers)
+        stage_pass = _Run(script, self.index, wires, inputs, self._device, self.crossings)
         try:
             with (
                 placeholder_phase(),
@@ -229,14 +226,14 @@ class _Run:
         wires: tuple[Tensor, ...],
         inputs: Any,
         device: torch.device,
-        dealers: Dealers,
+        crossings: Crossings,
     ) -> None:
         self._script, self._index, self._device = script, index, device
-        self._dealers = dealers
+        self._after = crossings[1]
         # Here, and not where the part begins: that may be under no_grad.
         incoming = script.boundaries[index - 1] if index else ()
         self._received = [
-            (wire.value_id, wire.unpack(undealt(tensor, wire.packed_meta, dealers[0])))
+            (wire.value_id, wire.receive(tensor, crossings[0]))
             for wire, tensor in zip(incoming, wires, strict=True)
         ]
         self._begin = script.cuts[index - 1] if index else -1
@@ -323,8 +320,8 @@ class _Run:
                     f"{tensor.dtype} to send, and its rehearsal {tuple(expected_meta.shape)} of "
                     f"{expected_meta.dtype}. {_SAME_WAY}"
                 )
-        packed = (wire.pack(tensor) for tensor, wire in zip(outputs, wires, strict=True))
-        return tuple(dealt(whole_of(tensor), self._dealers[1]) for tensor in packed)
+        pairs = zip(outputs, wires, strict=True)
+        return tuple(wire.send(tensor, self._after) for tensor, wire in pairs)
 
     def forget(self) -> None:
         """Let go of the tensors at once: the run and its watch of functions hold each other."""

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from bigtrain.cutting.cut_points import CutRules, OuterCalls, crossing_values, storage_id
 from bigtrain.errors import ConfigError
+from bigtrain.slicing.sliced_tensor import SlicedTensor, as_operand, whole_of
+from bigtrain.slicing.wires import Crossing, dealt, sent_meta, undealt
 from bigtrain.tensors.tree import map_tensors, nested_tensors
 from bigtrain.tracing.records import END_OF_PASS, ForwardTrace, ModuleCall
 
@@ -44,20 +46,45 @@ class BoundaryTensor:
         meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").requires_grad_(trained)
         return cls(mark, meta, order)
 
-    def pack(self, tensor: Tensor) -> Tensor:
-        """As it is sent: contiguous."""
+    def send(self, tensor: Tensor, crossing: Crossing) -> Tensor:
+        """What a rank sends of it, contiguous."""
+        lies = crossing.in_stretches(self.meta)
+        if lies is None:
+            return dealt(self._pack(whole_of(tensor)), crossing.dealers)
+        return self._pack(as_operand(tensor, *lies))
+
+    def receive(self, sent: Tensor, crossing: Crossing) -> Tensor:
+        """As it was, strides included; a new tensor object, on the same memory if it can be."""
+        lies = crossing.in_stretches(self.meta)
+        if lies is None:
+            return self._unpack(undealt(sent, self._packed(self.meta.shape), crossing.dealers))
+        return SlicedTensor.of(self._unpack(sent), *lies)
+
+    def sent_meta(self, crossing: Crossing) -> Tensor:
+        """Shape and type of what a rank sends, on the meta device."""
+        lies = crossing.in_stretches(self.meta)
+        if lies is None:
+            return sent_meta(self._packed(self.meta.shape), crossing.dealers)
+        slices, group = lies
+        return self._packed(slices.local_shape(self.meta.shape, group.rank, group.size))
+
+    def gathered_bytes(self, crossing: Crossing) -> int:
+        """The bytes of all parts, where it is sent in parts that are gathered."""
+        if crossing.in_stretches(self.meta) is not None:
+            return 0
+        whole = self._packed(self.meta.shape)
+        return 0 if sent_meta(whole, crossing.dealers) is whole else whole.nbytes
+
+    def _pack(self, tensor: Tensor) -> Tensor:
         return tensor.resolve_conj().resolve_neg().permute(self.order).contiguous()
 
-    def unpack(self, tensor: Tensor) -> Tensor:
-        """As it was, strides included; a new tensor object on the same memory."""
+    def _unpack(self, tensor: Tensor) -> Tensor:
         back = [self.order.index(dim) for dim in range(len(self.order))]
         return tensor.permute(back)
 
-    @property
-    def packed_meta(self) -> Tensor:
-        """Shape and type of what is sent, on the meta device."""
-        shape = [self.meta.shape[dim] for dim in self.order]
-        empty = torch.empty(shape, dtype=self.meta.dtype, device="meta")
+    def _packed(self, shape: Sequence[int]) -> Tensor:
+        packed = [shape[dim] for dim in self.order]
+        empty = torch.empty(packed, dtype=self.meta.dtype, device="meta")
         return empty.requires_grad_(self.meta.requires_grad)
 
 

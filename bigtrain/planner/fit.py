@@ -27,11 +27,12 @@ from bigtrain.prediction.compose import (
     compose_profile,
     count_parameters,
     section_states,
+    stage_ends,
+    wire_bytes,
     with_split_backward,
 )
 from bigtrain.prediction.predict import forecast_rank_step, forecast_stages, forecast_step
 from bigtrain.prediction.sections import PassPair, Section
-from bigtrain.slicing.wires import part_bytes
 from bigtrain.timing.step_time import StepTimer
 
 SIMILARITY = 0.02
@@ -152,7 +153,7 @@ class StageFitter:
                 size, uses = params.get(key, (tensor.nbytes, set()))
                 params[key] = size, uses | {min(place, last)}
         saved = [(s.passes[0].saved, [min(place, last)]) for place, s in enumerate(kept)]
-        crossing = [part_bytes(section.incoming, tp) for section in self._all[: last + 1]]
+        crossing = [wire_bytes(section, tp)[0] for section in self._all[: last + 1]]
         return AtomicUnits(seconds, crossing, [(s, sorted(u)) for s, u in params.values()], saved)
 
     def fitted(
@@ -381,8 +382,9 @@ class StageFitter:
         key = ("split", self._key(stage))
         if key not in self._composed:
             section_passes = [split_passes[section.name] for section in self.sections(stage)]
-            given = (self.profile(stage), section_passes, stage.dealt(self._plan.tp))
-            self._composed[key] = with_split_backward(*given)
+            given = (self._all[stage.first], self._after(stage), stage.dealt(self._plan.tp))
+            parts = stage_ends(*given)
+            self._composed[key] = with_split_backward(self.profile(stage), section_passes, parts)
         return self._composed[key]
 
     def sections(self, stage: SectionRange) -> list[Section]:
@@ -390,6 +392,9 @@ class StageFitter:
         places = range(stage.first, stage.stop)
         picks = zip(places, stage.choices, strict=True)
         return [self.levels[choice].sections[place] for place, choice in picks]
+
+    def _after(self, stage: SectionRange) -> Section | None:
+        return self._all[stage.stop] if stage.stop < len(self._all) else None
 
     def _kind(self, stage: SectionRange) -> object:
         """What stages that are alike have in common."""
@@ -409,7 +414,7 @@ class StageFitter:
             self._composed[key] = compose_profile(
                 self.levels["keep"].base,
                 sections,
-                after=self._all[stage.stop] if stage.stop < len(self._all) else None,
+                after=self._after(stage),
                 recomputed=[section.name for section, choice in picks if choice != "keep"],
                 released=self._plan.release_gradients,
                 dealt=stage.dealt(self._plan.tp),

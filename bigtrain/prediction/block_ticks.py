@@ -15,6 +15,8 @@ from bigtrain.memory.timeline import BlockTicks
 from bigtrain.memory.tracker import StorageTracker
 from bigtrain.models.blocks import independent_blocks
 from bigtrain.prediction.operation_log import Operation, OperationLog
+from bigtrain.slicing.sliced_tensor import held, is_sliced, leaves_of
+from bigtrain.slicing.wires import Crossing
 from bigtrain.tensors.fake_mode import VIEWS
 from bigtrain.tensors.op_cost import REPEAT_COUNT, ProductSize
 
@@ -175,8 +177,9 @@ class SectionHooks:
         self._as_sent = as_sent
         self.work: list[tuple[float, ...]] = []
         """(clock, flops, flops in bf16, bytes, how often it is done, m, n, k, batch) of each."""
-        self.incoming: list[tuple[int, str, tuple[int, int]]] = []
-        """(clock, block, bytes that it is called with, those that a gradient goes back to)"""
+        self.incoming: list[tuple[int, str, tuple[int, int, int]]] = []
+        """(clock, block, bytes that it is called with, those that a gradient goes back to, those
+        that are stretches of a sequence)"""
         self.used: dict[str, set[int]] = {}
         """When each tensor of the model was used in the first micro-batch of all."""
         self._owners: dict[int, str] = {}
@@ -204,7 +207,9 @@ class SectionHooks:
             ]
             sizes = [leaf.numel() * leaf.element_size() for leaf in arguments]
             wanted = [s for s, leaf in zip(sizes, arguments, strict=True) if leaf.requires_grad]
-            self.incoming.append((self.clock(), name, (sum(sizes), sum(wanted))))
+            stretches = [leaf for leaf in leaves_of((args, kwargs)) if _is_stretch(leaf)]
+            sent = sum(held(leaf).nbytes for leaf in stretches)
+            self.incoming.append((self.clock(), name, (sum(sizes), sum(wanted), sent)))
 
         return hook
 
@@ -241,3 +246,8 @@ class SectionHooks:
         sizes = (0.0 if low else flops, flops if low else 0.0, nbytes)
         product = operation.product if flops else ProductSize()
         self.work.append((clock, *sizes, REPEAT_COUNT.get(), *product))
+
+
+def _is_stretch(leaf: Any) -> bool:
+    """Whether it would go from stage to stage as it lies."""
+    return is_sliced(leaf) and Crossing(leaf.group).in_stretches(leaf) == (leaf.slices, leaf.group)

@@ -53,7 +53,8 @@ def compose_profile(
         passes = [section.passes[number] for section in sections]
         begins, is_sent = bool(sections[0].name), after is not None
         sides = {"begins": begins, "is_sent": is_sent}
-        timeline, section_ticks, stop = concatenate_sections(passes, **sides, dealt=dealt)
+        parts = stage_ends(sections[0], after, dealt)
+        timeline, section_ticks, stop = concatenate_sections(passes, **sides, dealt=parts)
         timelines.append(timeline)
         visits.append(section_ticks)
         ends.append(stop)
@@ -101,7 +102,7 @@ def with_split_backward(
     Args:
         whole: of the same stage, where it goes back in one part.
         sections: of the stage.
-        dealt: see `compose_profile`.
+        dealt: see `stage_ends`.
     """
     first, later = (
         concatenate_sections(
@@ -110,6 +111,43 @@ def with_split_backward(
         for number in (0, 1)
     )
     return replace(whole, passes={**whole.passes, "first_split": first, "later_split": later})
+
+
+def stage_ends(first: Section, after: Section | None, dealt: tuple[int, int]) -> tuple[int, int]:
+    """Over how many ranks the storages that come in, and go out, are dealt: stretches over none.
+
+    Args:
+        first: of the stage.
+        after: see `compose_profile`.
+        dealt: see `compose_profile`.
+    """
+    ends = zip((first, after), dealt, strict=True)
+    into, out = (1 if end is not None and end.stretches else ranks for end, ranks in ends)
+    return into, out
+
+
+def wire_bytes(section: Section, ranks: int) -> tuple[int, int]:
+    """Of what comes into a section, and of its gradients, the bytes that a rank is sent.
+
+    Args:
+        section: a block that a stage begins with.
+        ranks: over which is dealt what all of them have.
+    """
+    there, back = (part_bytes(whole, ranks) for whole in _whole(section))
+    return section.stretches + there, section.stretches + back
+
+
+def _gathered(section: Section | None, ranks: int) -> tuple[int, int]:
+    """Of those the bytes of all parts, where such are sent, and gathered."""
+    there, back = (n if part_bytes(n, ranks) < n else 0 for n in _whole(section))
+    return there, back
+
+
+def _whole(section: Section | None) -> tuple[int, int]:
+    """What all ranks have of what comes into a section, and of its gradients."""
+    if section is None:
+        return 0, 0
+    return section.incoming - section.stretches, section.incoming_gradients - section.stretches
 
 
 def section_states(sections: Sequence[Section]) -> Breakdown:
@@ -224,22 +262,17 @@ def _step(base: RecordedSections, trained: Sequence[SectionTensor]) -> Timeline:
 def _wires(
     sections: Sequence[Section], after: Section | None, dealt: tuple[int, int]
 ) -> BoundaryBytes:
-    incoming = sections[0].incoming, sections[0].incoming_gradients
-    outgoing = (0, 0) if after is None else (after.incoming, after.incoming_gradients)
-    sizes = [part_bytes(n, dealt[0]) for n in incoming] + [
-        part_bytes(n, dealt[1]) for n in outgoing
-    ]
-    gathered = incoming[0] if sizes[0] < incoming[0] else 0
-    return replace(BoundaryBytes(*sizes), gathered=gathered)
+    outgoing = (0, 0) if after is None else wire_bytes(after, dealt[1])
+    sizes = *wire_bytes(sections[0], dealt[0]), *outgoing
+    return replace(BoundaryBytes(*sizes), gathered=_gathered(sections[0], dealt[0])[0])
 
 
 def _gathers(
     first: Section, after: Section | None, dealt: tuple[int, int]
 ) -> Iterator[TensorExchange]:
     """What is gathered of what comes in, and of the gradients that come back."""
-    back = 0 if after is None else after.incoming_gradients
-    for nbytes, ranks in zip((first.incoming, back), dealt, strict=True):
-        if part_bytes(nbytes, ranks) < nbytes:
+    for nbytes in (_gathered(first, dealt[0])[0], _gathered(after, dealt[1])[1]):
+        if nbytes:
             yield TensorExchange("all_gather", nbytes)
 
 

@@ -135,7 +135,7 @@ class _OneStage(WholeModel):
     def runner(self, assembly: Assembly, tracker: StorageTracker) -> LoopRunner:
         """See `WholeModel.runner`."""
         group = None if assembly.slices is None else assembly.slices.group
-        self.stage.dealers = self._layout.dealers(self._index, group)
+        self.stage.crossings = self._layout.crossings(self._index, group)
         parts = {"split": self._split, "holds": self._holds}
         self.loop = StageLoop(assembly, self.stage, tracker, **parts)
         return self.loop

@@ -177,7 +177,7 @@ class SectionSplitter:
             first_pass, later_pass = (self._pass(n, place, windows[n], tensors) for n in (0, 1))
             passes = mark_gradients(first_pass, later_pass)
             forward, backward = (self._work(*window) for window in windows[1][place])
-            incoming = (0, 0)
+            incoming = (0, 0, 0)
             if 0 < place < len(names) - 1:
                 incoming = self._incoming(self.order[place - 1])
             there, back = (self._exchanges(*window) for window in windows[1][place])
@@ -199,7 +199,7 @@ class SectionSplitter:
             self._notes.copies_gradient,
         )
 
-    def _incoming(self, name: str) -> tuple[int, int]:
+    def _incoming(self, name: str) -> tuple[int, int, int]:
         start, stop = self._run.marks[:2]
         incoming_notes = self._notes.incoming
         return next(

@@ -195,6 +195,7 @@ class Section:
     """Bytes of the tensors that a block is called with."""
     incoming_gradients: int = 0
     """Of those that a gradient goes back to."""
+    stretches: int = 0  # of those in turn that a stage is sent as they lie: see `slicing.wires`
     slowdown: tuple[float, float] = (1.0, 1.0)  # seconds timed for each that rates say, both ways
     exchanges: tuple[tuple[TensorExchange, ...], ...] = (), ()  # over the tp axis, both ways
     loss_ticks: int = 0  # of its forward pass, that come after the model's own

@@ -137,7 +137,9 @@ def to_all_and_uses(whole: Tensor, group: SliceGroup) -> tuple[Tensor, Uses]:
     """As `to_all`, and what counts the uses of the tensor, this one among them."""
     if not (whole.requires_grad and torch.is_grad_enabled()):
         return whole, Uses(group)
-    if not group.merges_gradients:
+    # Of a parameter each use is by itself: in a pipeline later micro-batches would share the node
+    # of an earlier one, whose turn in their backward passes is after fully_shard has reduced.
+    if not group.merges_gradients or isinstance(whole, torch.nn.Parameter):
         uses = Uses(group)
         uses.count = 1
         return _ToAll.apply(whole, group), uses

@@ -19,27 +19,40 @@ from bigtrain.slicing.sliced_tensor import SlicedTensor
 from bigtrain.slicing.slices import Slices
 
 
-def total(
-    partial: Tensor, group: SliceGroup, dim: int | None = None, rows: tuple[int, ...] = ()
-) -> Any:
-    """The sum of partial tensors: whole, or sliced on the sequence where the group wants that.
+def stretches(whole: Tensor, group: SliceGroup, dim: int | None = None) -> Slices | None:
+    """How a tensor of this shape lies along the sequence, where the group slices that; None: whole.
 
     A tensor of less than three dims, or with fewer places than ranks, is whole.
 
     Args:
-        partial: (batch, sequence, width), or with more dims.
+        whole: (batch, sequence, width), or with more dims.
         group: the ranks.
         dim: the sequence, where it is not the group's `sequence_dim`.
+    """
+    chosen = group.sequence_dim if dim is None else dim
+    if group.sequence_dim is None or chosen is None or whole.dim() < 3:
+        return None
+    chosen %= whole.dim()
+    length = whole.shape[chosen]
+    if chosen == whole.dim() - 1 or length < group.size:
+        return None
+    return Slices.even(chosen, length)
+
+
+def total(
+    partial: Tensor, group: SliceGroup, dim: int | None = None, rows: tuple[int, ...] = ()
+) -> Any:
+    """The sum of partial tensors: whole, or in the stretches of `stretches`.
+
+    Args:
+        partial: (batch, sequence, width), or with more dims.
+        group: the ranks.
+        dim: see `stretches`.
         rows: what the first dim of a matrix is made of, where that is known.
     """
     if rows and group.sequence_dim is not None:
         return total(partial.view(*rows, -1), group, dim).flatten(0, len(rows) - 1)
-    chosen = group.sequence_dim if dim is None else dim
-    if group.sequence_dim is None or chosen is None or partial.dim() < 3:
+    slices = stretches(partial, group, dim)
+    if slices is None:
         return summed(partial, group)
-    chosen = chosen % partial.dim()
-    length = partial.shape[chosen]
-    if chosen == partial.dim() - 1 or length < group.size:
-        return summed(partial, group)
-    slices = Slices.even(chosen, length)
     return SlicedTensor.of(summed_in_parts(partial, slices, group), slices, group)

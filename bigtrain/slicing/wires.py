@@ -2,13 +2,14 @@
 
 The rank with the same place in the next stage receives it, and there the parts are gathered: of
 the link between stages, which may be one between nodes, each byte is asked for once. Gradients come
-back in the same way.
+back in the same way. What lies in stretches of the sequence is sent and taken as it lies.
 
 Source: Narayanan et al. 2021 (arXiv 2104.04473), section 4.1, "scatter/gather".
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,10 +17,39 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bigtrain.slicing.exchange import SliceGroup, all_gather
+from bigtrain.slicing.sequence import stretches
 from bigtrain.slicing.slices import Slices
 
 MIN_DEALT_BYTES = 1024
 """What is smaller is sent whole by every rank: a packet holds it, and a gather is one more."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """How the ranks with slices of two stages hand on what goes from one stage to the other."""
+
+    group: SliceGroup | None = None
+    """Those of one of the stages; None where nothing is sliced."""
+    is_between_ranks: bool = False
+
+    @property
+    def dealers(self) -> SliceGroup | None:
+        """Who deals out what all have; None where it goes whole."""
+        return self.group if self.is_between_ranks else None
+
+    def in_stretches(self, whole: Tensor) -> tuple[Slices, SliceGroup] | None:
+        """How a tensor lies that goes as each rank's stretch of the sequence; None of others.
+
+        Those that a gradient comes back to, as activations: of a mask, or a table of positions,
+        every layer wants all, and would gather it.
+
+        Args:
+            whole: on the meta device, as both stages know it.
+        """
+        if self.group is None or not (whole.requires_grad and whole.is_floating_point()):
+            return None
+        slices = stretches(whole, self.group)
+        return None if slices is None else (slices, self.group)
 
 
 def part_bytes(nbytes: int, ranks: int) -> int:

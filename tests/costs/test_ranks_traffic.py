@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -227,16 +228,30 @@ A_BOUNDARY = 4 * 8 * 16 * 32
         pytest.param("1f1b+tensor", 4, 1, marks=pytest.mark.full),
         ("1f1b+tensor_sequence", 2, 1),
         ("interleaved_1f1b+tensor", 2, 3),
+        ("interleaved_1f1b+tensor_sequence", 2, 3),
         ("zbv+tensor", 2, 2),
+        ("zbv+tensor_sequence", 2, 2),
     ],
 )
 def test_stages_send_each_other_one_part_for_each_rank_of_slices(strategy, tp, times):
     """As often as a stage boundary is passed forward to or back from a rank: a tp-th of it."""
-    ranks, mesh = 2 * tp, {"pp": 2, "tp": tp}
     at = {1: ["blocks.2"]}.get(times, ["blocks.1", "blocks.2", "blocks.3"])
-    keys = {**TWO, "strategy.cut.at": at, **{f"mesh.{axis}": n for axis, n in mesh.items()}}
-    found = run_ranks(exchanged, ranks, untied, words(), strategy, keys, timeout_s=200, **mesh)
+    given = {**TWO, "strategy.cut.at": at}
+    volumes = volumes_of(strategy, given, pp=2, tp=tp)
+    for volume in volumes:
+        assert volume.sent["send"] == volume.received["receive"] == times * A_BOUNDARY // tp
+    if strategy.endswith("tensor_sequence"):  # what crosses is not gathered on either side
+        (alone, _) = volumes_of("tensor_sequence", TWO, tp=tp)
+        for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+            of_stages = sum(volume.sent[kind] for volume in volumes[::tp])
+            assert of_stages == alone.sent[kind], kind
+
+
+def volumes_of(strategy, keys, **mesh):
+    """What each rank sends and receives in a step, which is as stated."""
+    keys = {**keys, **{f"mesh.{axis}": n for axis, n in mesh.items()}}
+    given = (untied, words(), strategy, keys)
+    found = run_ranks(exchanged, math.prod(mesh.values()), *given, timeout_s=200, **mesh)
     for rank in found[0][-1].ranks:
         assert rank.volume == rank.predicted_volume, rank.rank
-        sent = times * A_BOUNDARY // tp
-        assert rank.volume.sent["send"] == rank.volume.received["receive"] == sent
+    return [rank.volume for rank in found[0][-1].ranks]

@@ -69,6 +69,11 @@ DEEP = [
     ("interleaved_1f1b+tensor+fsdp_zero2", 2, 2, 2, 2),
     ("gpipe+tensor", 4, 1, 2, 4),
     ("zbv+tensor", 2, 1, 4, 2),
+    ("1f1b+tensor_sequence+zero1_torch", 2, 2, 2, 2),
+    ("interleaved_1f1b+tensor_sequence+fsdp_zero2", 2, 2, 2, 2),
+    ("gpipe+tensor_sequence", 4, 1, 2, 4),
+    ("zbv+tensor_sequence+ddp", 2, 2, 2, 2),
+    ("1f1b+tensor_sequence", 2, 1, 4, 2),
 ]
 
 

@@ -6,10 +6,19 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from bigtrain.memory.timeline import Timeline
-from bigtrain.prediction.sections import Anchor, SectionPass, Storage, concatenate_sections
+from bigtrain.prediction.compose import stage_ends, wire_bytes
+from bigtrain.prediction.sections import (
+    Anchor,
+    OpLog,
+    Section,
+    SectionPass,
+    Storage,
+    concatenate_sections,
+)
 
 
 def drawn(rng: random.Random, windows: int, storages: int = 12) -> SectionPass:
@@ -115,3 +124,15 @@ def test_what_crosses_an_end_stays_until_the_end():
     inside, _, stop = concatenate_sections(row, begins=True, is_sent=True)
     assert stop == 7
     assert sorted(inside.spans) == [(5, "activations", 1, 8), (7, "temporary", 4, 8)]
+
+
+def test_stretches_are_sent_as_they_lie_and_the_rest_is_dealt() -> None:
+    log = OpLog(*[np.zeros(0)] * 5)
+    empty = SectionPass((1, 1), ())
+    whole = Section("one", (empty, empty), log, log, (), incoming=8192, incoming_gradients=4096)
+    lies = replace(whole, stretches=4096)
+    assert wire_bytes(whole, 4) == (2048, 1024)
+    assert wire_bytes(lies, 4) == (4096 + 1024, 4096)
+    assert wire_bytes(lies, 1) == (8192, 4096)
+    assert stage_ends(whole, lies, (4, 4)) == (4, 1)
+    assert stage_ends(lies, None, (4, 4)) == (1, 4)

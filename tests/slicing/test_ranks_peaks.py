@@ -95,6 +95,14 @@ BESIDE = {
             "zbv+tensor": IN_TURN,
         },
     ),
+    "several stages, in stretches": (
+        STAGES,
+        {
+            "interleaved_1f1b+tensor_sequence": IN_TURN,
+            "gpipe+tensor_sequence": {**IN_TURN, "strategy.cut.checkpoint": "always"},
+            "zbv+tensor_sequence": IN_TURN,
+        },
+    ),
 }
 BESIDE_MORE = {
     "more offload": (

@@ -10,9 +10,19 @@ import torch
 from support.ranks import run_ranks
 from torch import Tensor
 
+from bigtrain.cutting.stage_program import BoundaryTensor
 from bigtrain.ranks.context import RunContext
 from bigtrain.slicing.exchange import SliceGroup
-from bigtrain.slicing.wires import MIN_DEALT_BYTES, dealt, part_bytes, sent_meta, undealt
+from bigtrain.slicing.sliced_tensor import SlicedTensor, held, is_sliced, whole_of
+from bigtrain.slicing.slices import Slices
+from bigtrain.slicing.wires import (
+    MIN_DEALT_BYTES,
+    Crossing,
+    dealt,
+    part_bytes,
+    sent_meta,
+    undealt,
+)
 
 TYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64),
@@ -76,3 +86,76 @@ def test_what_fits_in_a_packet_goes_whole() -> None:
 def test_without_slices_nothing_is_dealt_out() -> None:
     tensor: Any = torch.ones(MIN_DEALT_BYTES)
     assert dealt(tensor, None) is undealt(tensor, tensor, None) is sent_meta(tensor, None) is tensor
+
+
+def stretches_there_and_back(context: RunContext) -> list[str]:
+    """Send a tensor of 7 places to a next stage that this rank is, too; what was exchanged."""
+    exchanges: list[Any] = []
+    given = (context.tp_rank, context.tp_size, context.group("tp"), exchanges)
+    group, slices, kinds = SliceGroup(*given, sequence_dim=1), Slices.even(1, 7), []
+    numbers = torch.arange(3 * 7 * 4, dtype=torch.float64).view(3, 7, 4)
+    for whole in (numbers, numbers.permute(1, 0, 2).contiguous().permute(1, 0, 2)):
+        own = slices.local(whole, group.rank, group.size)
+        wire = BoundaryTensor.of((0, 0), whole, trained=True)
+        for is_between_ranks in (True, False):
+            for lies_so in (True, False):
+                crossing = Crossing(group, is_between_ranks)
+                leaf = (own if lies_so else whole).clone().requires_grad_()
+                sent = wire.send(
+                    SlicedTensor.of(leaf, slices, group) if lies_so else leaf, crossing
+                )
+                meta = wire.sent_meta(crossing)
+                assert (sent.shape, sent.dtype) == (meta.shape, meta.dtype)
+                assert sent.requires_grad is meta.requires_grad is sent.is_contiguous() is True
+                assert wire.gathered_bytes(crossing) == 0
+                received = sent.detach().requires_grad_()
+                found = wire.receive(received, crossing)
+                assert is_sliced(found)
+                assert found.shape == whole.shape
+                assert torch.equal(held(found), own)
+                held(found).backward(own.flip(0))
+                sent.backward(received.grad)
+                kinds += [one.kind for one in exchanges]
+                assert torch.equal(leaf.grad, (own if lies_so else whole).flip(0))
+                # What is whole here has a whole gradient: of all that is to be done the one gather.
+                assert [one.kind for one in exchanges] == ["all_gather"] * (not lies_so)
+                exchanges.clear()
+    return kinds
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_a_stretch_of_the_sequence_is_sent_and_taken_as_it_lies(tp: int) -> None:
+    for kinds in run_ranks(stretches_there_and_back, tp, tp=tp):
+        assert kinds == ["all_gather"] * 4
+
+
+def test_what_goes_in_stretches() -> None:
+    """Activations of a sequence: no masks, tables, or what has too few places or no width."""
+
+    def lies(*shape: int, trained: bool = True, size: int = 4, **kind: Any) -> Slices | None:
+        whole = torch.empty(shape, device="meta", **kind).requires_grad_(trained)
+        crossing = Crossing(SliceGroup(0, size, sequence_dim=1))
+        assert Crossing(SliceGroup(0, size), is_between_ranks=True).in_stretches(whole) is None
+        assert Crossing().in_stretches(whole) is None
+        found = crossing.in_stretches(whole)
+        return None if found is None else found[0]
+
+    assert lies(2, 9, 8) == Slices.even(1, 9)
+    assert lies(2, 4, 3, 8, dtype=torch.bfloat16) == Slices.even(1, 4)
+    assert lies(2, 3, 8) is None
+    assert lies(9, 8) is None
+    assert lies(2, 9, 8, trained=False) is None
+    assert lies(2, 9, 9, trained=False, dtype=torch.bool) is None
+    assert lies(2, 9, 8, dtype=torch.complex64) is None
+
+
+def test_other_tensors_beside_stretches_are_dealt_as_ever() -> None:
+    group = SliceGroup(0, 4, sequence_dim=1)
+    table = torch.ones(1, 64, 32)
+    wire = BoundaryTensor.of((0, 0), table, trained=False)
+    between, within = Crossing(group, is_between_ranks=True), Crossing(group)
+    assert wire.sent_meta(between).shape == (512,)
+    assert wire.gathered_bytes(between) == table.nbytes
+    assert wire.sent_meta(within).shape == table.shape
+    assert wire.gathered_bytes(within) == 0
+    assert whole_of(wire.receive(wire.send(table, within), within)).equal(table)

@@ -48,6 +48,33 @@ class Own(nn.Module):
         return self.feed(self.mix(self.words(words))) @ self.scores.t()
 
 
+class Places(nn.Module):
+    """A table of places, which no gradient comes back to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(1, places, width) of (rows, places, width)."""
+        places = torch.arange(x.shape[1], dtype=x.dtype, device=x.device)
+        return (1 + places / 8).cos()[None, :, None].expand(1, -1, x.shape[2]).contiguous()
+
+
+class Placed(nn.Module):
+    """A user's module whose blocks are all told of a table: it goes from stage to stage, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, 32), Places()
+        self.blocks = nn.ModuleList(Block(32, GatedMLP(32, 40, fused=True)) for _ in range(4))
+        self.head = nn.Linear(32, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """(rows, places) to (rows, places, WORDS)."""
+        x = self.words(words)
+        table = self.places(x)
+        for block in self.blocks:
+            x = block(x) * table
+        return self.head(x)
+
+
 def gpt(*, tied: bool) -> nn.Module:
     return GPT(GPTConfig(**SIZES, sequence_length=6, tie_embeddings=tied))
 
@@ -92,8 +119,8 @@ OF_OWN_SIZES: dict[str, Callable[[], nn.Module]] = {
     **{way: partial(OwnSizes, way) for way in WAYS if way not in ALL_LISTED},
     "fewer heads than ranks": lambda: OwnSizes("sizes", heads=2),
 }
-ALL_MODELS = {**MODELS, **OF_OWN_SIZES}
-TEXT = ("gpt", "gpt, tied", "own", *OF_OWN_SIZES)
+ALL_MODELS = {**MODELS, **OF_OWN_SIZES, "placed": Placed}
+TEXT = ("gpt", "gpt, tied", "own", "placed", *OF_OWN_SIZES)
 SEQUENCES = (*TEXT, "vit")
 CHOOSES = "resnet"
 SMOOTH = "resnet, smooth"
@@ -166,7 +193,7 @@ def test_models_that_look_at_their_own_sizes_equal_one_process() -> None:
 
 def test_slices_beside_stages_and_replicas_on_eight_ranks_equal_one_process() -> None:
     """Three axes: replicas whose optimizer, or all of whose state, is in shards."""
-    strategies = ("1f1b+zero1_torch+tensor", "1f1b+fsdp+tensor")
+    strategies = ("1f1b+zero1_torch+tensor", "1f1b+fsdp+tensor", "1f1b+fsdp+tensor_sequence")
     assert_equal_one_process(strategies, ("gpt, tied", "own"), "fp64", 8, pp=2, tp=2)
 
 
@@ -174,11 +201,20 @@ STAGES = {"pp": 2, "tp": 2}
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "zbv", "layer_split")
 
 
-def test_stages_that_send_each_other_parts_equal_one_process() -> None:
+@pytest.mark.parametrize(
+    ("slices", "names"),
+    [
+        ("tensor", ("gpt, tied", "own")),
+        # The patches of a picture and its class are 17 places.
+        ("tensor_sequence", ("gpt, tied", "placed", "vit")),
+    ],
+)
+def test_stages_that_send_each_other_parts_equal_one_process(
+    slices: str, names: tuple[str, ...]
+) -> None:
     """Every rank sends its part of what goes to the next stage; in a V some stages send nothing."""
-    strategies = tuple(f"{schedule}+tensor" for schedule in SCHEDULES)
-    strategies += ("1f1b+full+tensor", "1f1b+tensor_sequence")
-    assert_equal_one_process(strategies, ("gpt, tied", "own"), "fp64", 4, **STAGES)
+    strategies = tuple(f"{schedule}+{slices}" for schedule in (*SCHEDULES, "1f1b+full"))
+    assert_equal_one_process(strategies, names, "fp64", 4, **STAGES)
 
 
 def ends_of_steps(
