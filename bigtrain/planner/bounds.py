@@ -1,4 +1,4 @@
-"""What a rank holds at the least: closed forms for its states, no forecast.
+"""What a rank holds at the least: closed forms for its states, no forecast. And what outdoes what.
 
 A plan whose floor is above the memory there is need not be forecast. Nothing here runs anything;
 the forecast of `prediction.predict`, which has run the step on fake tensors, is what is believed.
@@ -9,7 +9,11 @@ Source: Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054), sections 3 and 5.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from bigtrain.prediction.compose import wire_bytes
+from bigtrain.prediction.sections import Section, concatenate_sections
 
 
 @dataclass(frozen=True)
@@ -57,3 +61,27 @@ def min_state_bytes(numbers: int, widths: StateWidths, stage: int, ranks: int) -
     """
     share = -(-numbers // ranks)  # numbers are not divided: one rank has the remainder
     return math.floor(widths.whole(stage) * numbers + widths.sharded(stage) * share)
+
+
+def smaller_in_slices(sections: Sequence[Section], others: Sequence[Section], tp: int) -> bool:
+    """Whether no part of a model in some slices saves more or is sent more than in others.
+
+    And none of all has a higher moment than the highest of those: every stage has a block.
+
+    Args:
+        sections: of the whole model.
+        others: of the same model in other slices.
+        tp: ranks that slice it.
+    """
+    pairs = {(id(a.passes), id(b.passes)): (a, b) for a, b in zip(sections, others, strict=True)}
+    figures = [[_figures(one, tp) for one in pair] for pair in pairs.values()]
+    kept = (zip(mine[1:], theirs[1:], strict=True) for mine, theirs in figures)
+    highest, theirs = (max(pair[side][0] for pair in figures) for side in (0, 1))
+    return highest <= theirs and all(a <= b for pair in kept for a, b in pair)
+
+
+def _figures(section: Section, tp: int) -> tuple[int, ...]:
+    """Bytes at the highest moment; that are saved, and sent to it, forward and back."""
+    alone = (concatenate_sections([one], begins=False, is_sent=False)[0] for one in section.passes)
+    highest = max(max(timeline.steps()[1], default=0) for timeline in alone)
+    return (highest, *(one.saved for one in section.passes), *wire_bytes(section, tp))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 from bigtrain.activations.policy import BlockPolicy
 from bigtrain.assembly.make_plan import make_plan
@@ -16,11 +15,11 @@ from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Job
 from bigtrain.memory.timeline import Breakdown, Peak
-from bigtrain.planner.bounds import StateWidths, min_state_bytes
+from bigtrain.planner.bounds import StateWidths, min_state_bytes, smaller_in_slices
 from bigtrain.planner.fit import StageFitter
 from bigtrain.planner.held_micro_batches import several_wait
 from bigtrain.planner.recompute_levels import RECOMPUTE_LEVELS, RecomputeLevels, SectionRange
-from bigtrain.planner.space import Candidate
+from bigtrain.planner.space import Candidate, written_options
 from bigtrain.prediction.compose import count_parameters
 from bigtrain.prediction.fake_runs.slices import without_slices
 from bigtrain.prediction.section_library import ModelSections, SectionLibrary
@@ -117,6 +116,7 @@ class PlanEvaluator:
         self._cuts: dict[object, list[int]] = {}
         self._paces: dict[object, PassSeconds] = {}
         self._alike: dict[object, Variant | None] = {}
+        self._smaller: dict[object, bool] = {}
         self._fits: dict[tuple[Candidate, bool], StageFitter] = {}
         self._slowdowns: dict[bool, Slowdowns | None] = {}
         self._timed: dict[int, tuple[ModelSections, ModelSections]] = {}
@@ -361,6 +361,20 @@ class PlanEvaluator:
         if candidate.tp > 1 and other is not None and other != candidate.slices:
             raise ConfigError(f"{candidate.label}: the same as with {other.label}")
 
+    def holds_no_more(self, candidate: Candidate, other: Candidate) -> bool:
+        """Whether it holds no more than with other slices, all else alike, whatever blocks keep.
+
+        Args:
+            candidate: one that has been bounded by `even_seconds`.
+            other: another.
+        """
+        pair = [self._fits[one, False].levels["keep"] for one in (candidate, other)]
+        key = (id(pair[0]), id(pair[1]))  # both are kept with their fits
+        if key not in self._smaller:
+            mine, theirs = (one.sections for one in pair)
+            self._smaller[key] = smaller_in_slices(mine, theirs, candidate.tp)
+        return self._smaller[key]
+
     def _split_passes(
         self, plan: Plan, candidate: Candidate
     ) -> Callable[[], Mapping[str, PassPair] | None] | None:
@@ -399,7 +413,7 @@ class PlanEvaluator:
         }
         cuts = tuple(sections[0].name for sections in chosen[1:])
         blocks = sum(bool(section.name) for section in fit.levels["keep"].sections)
-        job = candidate.job(self._job, **_written(cuts, recomputed, blocks))
+        job = candidate.job(self._job, **written_options(cuts, recomputed, blocks))
         seconds = self._seconds(plan, fit, stages)
         return EvaluatedPlan(candidate, plan, job, peaks, seconds, recomputed, cuts)
 
@@ -417,21 +431,6 @@ class PlanEvaluator:
         on_host = plan.offload_tiers.optimizer == "cpu" and is_accelerator(plan.device_type)
         parts = slowdowns.parts(plan.batch.micro_size)
         return replace(parts, update=1.0) if on_host else parts
-
-
-def _written(
-    cuts: Sequence[str], recomputed: Mapping[str, BlockPolicy], blocks: int
-) -> dict[str, Any]:
-    """What stands in the plan beside the candidate's own: where it is cut, what blocks keep."""
-    options: dict[str, Any] = {}
-    if cuts:
-        options["cut"] = {"at": list(cuts)}
-    kinds = set(recomputed.values())
-    if len(kinds) == 1 and len(recomputed) == blocks:
-        options["recompute"] = {"mode": kinds.pop()}
-    elif recomputed:
-        options["recompute"] = {"blocks": dict(recomputed)}
-    return options
 
 
 def _too_much(peak: Peak, limit: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bigtrain.core.strategy import Plan
 from bigtrain.errors import ConfigError
@@ -70,6 +70,7 @@ class PlanSearch:
         self.evaluator, self.space = judge, space
         self._known: dict[tuple[Candidate, int], EvaluatedPlan | RejectedPlan] = {}
         self._refused: list[RejectedPlan] = []
+        self._bounded: dict[Candidate, list[_OpenCandidate]] = {}
         self._open = [*self._opened()]
 
     def run(self, limit: int) -> SearchResult:
@@ -169,8 +170,22 @@ class PlanSearch:
             bound = (self.evaluator.even_seconds, self.evaluator.kept_seconds)[opened.num_bounds]
             opened.seconds = max(opened.seconds, bound(opened.candidate, opened.plan))
             opened.num_bounds += 1
+            if opened.num_bounds == 1 and opened.candidate.slices is not None:
+                self._compare_slices(opened)
         except ConfigError as error:
             self._refuse(opened, str(error))
+
+    def _compare_slices(self, opened: _OpenCandidate) -> None:
+        """Leave out what is slower, evenly cut, than with other slices, and holds no less."""
+        others = self._bounded.setdefault(replace(opened.candidate, slices=None), [])
+        for other in others:
+            better, worse = sorted((opened, other), key=lambda one: one.seconds)
+            if not (better.refused or worse.refused) and self.evaluator.holds_no_more(
+                better.candidate, worse.candidate
+            ):
+                words = f"no faster and no smaller than {better.candidate.label}"
+                self._refuse(worse, f"{worse.candidate.label}: {words}")
+        others.append(opened)
 
     def _bound(self, opened: _OpenCandidate, plan: Plan) -> None:
         opened.least_bytes = max(

@@ -14,6 +14,7 @@ from functools import cache, cached_property
 from itertools import product
 from typing import Any
 
+from bigtrain.activations.policy import BlockPolicy
 from bigtrain.core.registry import make_technique, techniques_of
 from bigtrain.core.strategy import CutStrategy, Strategy
 from bigtrain.core.traits import CutTraits, Traits
@@ -268,3 +269,18 @@ def _is_round(number: int) -> bool:
     while number % 2 == 0:
         number //= 2
     return number in (1, 3)
+
+
+def written_options(
+    cuts: Sequence[str], recomputed: Mapping[str, BlockPolicy], blocks: int
+) -> dict[str, Any]:
+    """What stands in the plan beside the candidate's own: where it is cut, what blocks keep."""
+    options: dict[str, Any] = {}
+    if cuts:
+        options["cut"] = {"at": list(cuts)}
+    kinds = set(recomputed.values())
+    if len(kinds) == 1 and len(recomputed) == blocks:
+        options["recompute"] = {"mode": kinds.pop()}
+    elif recomputed:
+        options["recompute"] = {"blocks": dict(recomputed)}
+    return options
