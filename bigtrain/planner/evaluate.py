@@ -14,7 +14,7 @@ from bigtrain.costs.forecast import Profile
 from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Job
-from bigtrain.memory.timeline import Breakdown, Peak
+from bigtrain.memory.timeline import Peak
 from bigtrain.planner.bounds import StateWidths, min_state_bytes, smaller_in_slices
 from bigtrain.planner.fit import StageFitter
 from bigtrain.planner.held_micro_batches import several_wait
@@ -116,6 +116,7 @@ class PlanEvaluator:
         self._cuts: dict[object, list[int]] = {}
         self._paces: dict[object, PassSeconds] = {}
         self._alike: dict[object, Variant | None] = {}
+        self._whole: dict[int, ModelSections] = {}
         self._smaller: dict[object, bool] = {}
         self._fits: dict[tuple[Candidate, bool], StageFitter] = {}
         self._slowdowns: dict[bool, Slowdowns | None] = {}
@@ -155,8 +156,10 @@ class PlanEvaluator:
 
     def whole_model(self, rows: int) -> ModelSections:
         """The model's sections in one process, everything kept; see `model_sections` on `exact`."""
-        alone = Candidate(1, 1, None, rows, 1)
-        return self._sections(self.plan_of(alone), rows, "keep", cut=self._cut, exact=False)
+        if rows not in self._whole:
+            plan = self.plan_of(Candidate(1, 1, None, rows, 1))
+            self._whole[rows] = self._sections(plan, rows, "keep", cut=self._cut, exact=False)
+        return self._whole[rows]
 
     def _sections(self, plan: Plan, rows: int, choice: BlockPolicy, **kind: bool) -> ModelSections:
         """See `SectionLibrary.model_sections`; they take as long as they were seen to."""
@@ -261,27 +264,31 @@ class PlanEvaluator:
 
     def least_bytes(self, candidate: Candidate, plan: Plan) -> int:
         """No plan of this candidate holds less on its fullest rank: its share of the states."""
-        model_states = self.whole_model(candidate.rows).states
-        return self._least_states(model_states, candidate.pp * candidate.tp, plan)
+        numbers = self.whole_model(candidate.rows).trained // (candidate.pp * candidate.tp)
+        return self._least_states(numbers, candidate.rows, plan)
 
-    def _least_states(
-        self, model_states: Breakdown, ranks: int, plan: Plan, *, gradients: bool = True
-    ) -> int:
-        """The same, with the states in one process, or in one of those that slice them."""
-        numbers = self._numbers(model_states, plan)
+    def _least_states(self, numbers: int, rows: int, plan: Plan, *, gradients: bool = True) -> int:
+        """The states of so many trained numbers on the ranks that share them, on the fullest."""
         low = plan.bf16_parameters and plan.master_weights
         # Shards are the fp32 values themselves, gathered in bf16.
         keeps_fp32 = plan.replicate.optimizer_gets == "shards"
-        state = model_states.optimizer / numbers + (4.0 if low and not keeps_fp32 else 0.0)
+        plain = self._state_widths(rows)
+        state = plain.optimizer + (4.0 if low and not keeps_fp32 else 0.0)
         widths = StateWidths(
-            (4.0 if keeps_fp32 else 2.0) if low else model_states.parameters / numbers,
-            0.0 if plan.release_gradients else 2.0 if low else model_states.gradients / numbers,
+            (4.0 if keeps_fp32 else 2.0) if low else plain.parameters,
+            0.0 if plan.release_gradients or not gradients else 2.0 if low else plain.gradients,
             0.0 if plan.offload_tiers.optimizer != "device" else state,
         )
-        if not gradients:
-            widths = replace(widths, gradients=0.0)
         stage = plan.replicate.sharded_states
-        return min_state_bytes(numbers // ranks, widths, stage, plan.state_ranks)
+        return min_state_bytes(numbers, widths, stage, plan.state_ranks)
+
+    def _state_widths(self, rows: int) -> StateWidths:
+        """In one process, where nothing is sharded."""
+        model = self.whole_model(rows)
+        states, numbers = model.states, max(1, model.trained)
+        return StateWidths(
+            *(n / numbers for n in (states.parameters, states.gradients, states.optimizer))
+        )
 
     def evaluate(
         self, candidate: Candidate, plan: Plan, limit: int
@@ -315,11 +322,11 @@ class PlanEvaluator:
         if plan.offload_tiers.optimizer != "cpu":
             return None
         node = self._clock.cluster.node
-        fit = self._fit(candidate, plan, exact=False)
-        model_states = fit.levels["keep"].states
+        numbers = self._fit(candidate, plan).levels["keep"].trained
         shards = candidate.pp * plan.state_ranks
         # Gradients come to the host beside its fp32 values.
-        rank_bytes = (model_states.optimizer + 2 * 4 * self._numbers(model_states, plan)) // shards
+        width = self._state_widths(candidate.rows).optimizer + 2 * 4
+        rank_bytes = int(numbers * width) // shards
         node_bytes = rank_bytes * min(node.devices, candidate.devices)
         if node_bytes <= node.host_memory:
             return None
@@ -328,23 +335,16 @@ class PlanEvaluator:
             f"{format_bytes(node.host_memory)}"
         )
 
-    @staticmethod
-    def _numbers(held: Breakdown, plan: Plan) -> int:
-        """Trained numbers, by their gradients in one process."""
-        size = 8 if plan.precision == "fp64" else 4 if plan.master_weights else 2
-        return max(1, held.gradients // size)
-
     def _fit(self, candidate: Candidate, plan: Plan, *, exact: bool = True) -> StageFitter:
         """Its stages; not exact is what follows from blocks alone, or is of seconds."""
         if (candidate, exact) not in self._fits:
             ladder = self._ladder(plan, candidate, exact=exact)
-            self._check_new(candidate, ladder["keep"])
-            states = ladder["keep"].states
-            given, share = (states, candidate.pp, plan), candidate.pp / max(1, states.parameters)
-            factors = (
-                self._least_states(*given, gradients=False) * share,
-                self._least_states(*given) * share,
-            )
+            kept = ladder["keep"]
+            self._check_new(candidate, kept)
+            given = (kept.trained // candidate.pp, candidate.rows, plan)
+            share = candidate.pp / max(1, kept.states.parameters)
+            with_gradients = self._least_states(*given) * share
+            factors = self._least_states(*given, gradients=False) * share, with_gradients
             arguments = (plan, candidate, ladder, self._clock, self._composed, self._cuts, factors)
             split_passes, config = self._split_passes(plan, candidate), self._job.checkpoint
             saves = config.saves and not is_accelerator(plan.device_type)

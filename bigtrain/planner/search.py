@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from bigtrain.core.strategy import Plan
+from bigtrain.core.variants import Variant
 from bigtrain.errors import ConfigError
 from bigtrain.planner.evaluate import EvaluatedPlan, PlanEvaluator, RejectedPlan
 from bigtrain.planner.space import Candidate, SearchSpace
@@ -71,6 +72,7 @@ class PlanSearch:
         self._known: dict[tuple[Candidate, int], EvaluatedPlan | RejectedPlan] = {}
         self._refused: list[RejectedPlan] = []
         self._bounded: dict[Candidate, list[_OpenCandidate]] = {}
+        self._outdone: dict[tuple[int, int, Variant | None], Variant | None] = {}
         self._open = [*self._opened()]
 
     def run(self, limit: int) -> SearchResult:
@@ -167,6 +169,9 @@ class PlanSearch:
             if opened.num_bounds and not opened.is_tight:
                 self._bound(opened, opened.plan)
                 return
+            self._refuse_outdone(opened)
+            if opened.refused:
+                return
             bound = (self.evaluator.even_seconds, self.evaluator.kept_seconds)[opened.num_bounds]
             opened.seconds = max(opened.seconds, bound(opened.candidate, opened.plan))
             opened.num_bounds += 1
@@ -176,16 +181,27 @@ class PlanSearch:
             self._refuse(opened, str(error))
 
     def _compare_slices(self, opened: _OpenCandidate) -> None:
-        """Leave out what is slower, evenly cut, than with other slices, and holds no less."""
-        others = self._bounded.setdefault(replace(opened.candidate, slices=None), [])
-        for other in others:
+        """Find out which slices are slower than others, evenly cut, and hold no less.
+
+        What is so of two plans that are alike but for them is taken to be so on other meshes, with
+        micro-batches of as many rows.
+        """
+        alike = self._bounded.setdefault(replace(opened.candidate, slices=None), [])
+        for other in alike:
             better, worse = sorted((opened, other), key=lambda one: one.seconds)
-            if not (better.refused or worse.refused) and self.evaluator.holds_no_more(
-                better.candidate, worse.candidate
-            ):
-                words = f"no faster and no smaller than {better.candidate.label}"
-                self._refuse(worse, f"{worse.candidate.label}: {words}")
-        others.append(opened)
+            pair = (better.candidate, worse.candidate)
+            if not worse.refused and self.evaluator.holds_no_more(*pair):
+                key = (opened.candidate.rows, opened.candidate.tp, worse.candidate.slices)
+                self._outdone[key] = better.candidate.slices
+                self._refuse_outdone(worse)
+        alike.append(opened)
+
+    def _refuse_outdone(self, opened: _OpenCandidate) -> None:
+        mine = opened.candidate
+        better = self._outdone.get((mine.rows, mine.tp, mine.slices))
+        if better is not None:
+            words = f"no faster and no smaller than with {better.label}"
+            self._refuse(opened, f"{mine.label}: {words}")
 
     def _bound(self, opened: _OpenCandidate, plan: Plan) -> None:
         opened.least_bytes = max(
