@@ -17,6 +17,9 @@ MAX_PLANS = 10
 """Plans that are told of."""
 NUM_BOUNDS = 2
 """At a candidate, before its memory is forecast; see `_OpenCandidate.num_bounds`."""
+SLICES_SLACK = 0.03
+"""The share of a step that may be lost where slices that hold less are not compared with others to
+the end: what blocks need not compute again is more than that."""
 FRONT_LIMITS = (0.6, 0.35, 0.2)
 """Shares of the limit at which the fastest plan is looked for, too, for the front."""
 MAX_REJECTIONS = 16
@@ -181,26 +184,29 @@ class PlanSearch:
             self._refuse(opened, str(error))
 
     def _compare_slices(self, opened: _OpenCandidate) -> None:
-        """Find out which slices are slower than others, evenly cut, and hold no less.
+        """Find out which slices hold no less than others and are not much faster, evenly cut.
 
         What is so of two plans that are alike but for them is taken to be so on other meshes, with
         micro-batches of as many rows.
         """
         alike = self._bounded.setdefault(replace(opened.candidate, slices=None), [])
         for other in alike:
-            better, worse = sorted((opened, other), key=lambda one: one.seconds)
-            pair = (better.candidate, worse.candidate)
-            if not worse.refused and self.evaluator.holds_no_more(*pair):
-                key = (opened.candidate.rows, opened.candidate.tp, worse.candidate.slices)
-                self._outdone[key] = better.candidate.slices
-                self._refuse_outdone(worse)
+            pair = sorted((opened, other), key=lambda one: one.seconds)
+            for better, worse in (pair, reversed(pair)):
+                is_near = better.seconds <= (1 + SLICES_SLACK) * worse.seconds
+                given = (better.candidate, worse.candidate)
+                if is_near and not better.refused and self.evaluator.holds_no_more(*given):
+                    key = (opened.candidate.rows, opened.candidate.tp, worse.candidate.slices)
+                    self._outdone[key] = better.candidate.slices
+                    self._refuse_outdone(worse)
+                    break
         alike.append(opened)
 
     def _refuse_outdone(self, opened: _OpenCandidate) -> None:
         mine = opened.candidate
         better = self._outdone.get((mine.rows, mine.tp, mine.slices))
-        if better is not None:
-            words = f"no faster and no smaller than with {better.label}"
+        if better is not None and not opened.refused:
+            words = f"no smaller, and no faster but for {SLICES_SLACK:.0%}, than {better.label}"
             self._refuse(opened, f"{mine.label}: {words}")
 
     def _bound(self, opened: _OpenCandidate, plan: Plan) -> None:
