@@ -264,7 +264,7 @@ class PlanEvaluator:
 
     def least_bytes(self, candidate: Candidate, plan: Plan) -> int:
         """No plan of this candidate holds less on its fullest rank: its share of the states."""
-        numbers = self.whole_model(candidate.rows).trained // (candidate.pp * candidate.tp)
+        numbers = self.whole_model(candidate.rows).numbers // (candidate.pp * candidate.tp)
         return self._least_states(numbers, candidate.rows, plan)
 
     def _least_states(self, numbers: int, rows: int, plan: Plan, *, gradients: bool = True) -> int:
@@ -285,7 +285,7 @@ class PlanEvaluator:
     def _state_widths(self, rows: int) -> StateWidths:
         """In one process, where nothing is sharded."""
         model = self.whole_model(rows)
-        states, numbers = model.states, max(1, model.trained)
+        states, numbers = model.states, max(1, model.numbers)
         return StateWidths(
             *(n / numbers for n in (states.parameters, states.gradients, states.optimizer))
         )
@@ -322,7 +322,7 @@ class PlanEvaluator:
         if plan.offload_tiers.optimizer != "cpu":
             return None
         node = self._clock.cluster.node
-        numbers = self._fit(candidate, plan).levels["keep"].trained
+        numbers = self._fit(candidate, plan).levels["keep"].numbers
         shards = candidate.pp * plan.state_ranks
         # Gradients come to the host beside its fp32 values.
         width = self._state_widths(candidate.rows).optimizer + 2 * 4
@@ -341,7 +341,7 @@ class PlanEvaluator:
             ladder = self._ladder(plan, candidate, exact=exact)
             kept = ladder["keep"]
             self._check_new(candidate, kept)
-            given = (kept.trained // candidate.pp, candidate.rows, plan)
+            given = (kept.numbers // candidate.pp, candidate.rows, plan)
             share = candidate.pp / max(1, kept.states.parameters)
             with_gradients = self._least_states(*given) * share
             factors = self._least_states(*given, gradients=False) * share, with_gradients

@@ -161,9 +161,9 @@ def section_states(sections: Sequence[Section]) -> Breakdown:
     )
 
 
-def count_parameters(sections: Sequence[Section]) -> int:
-    """The parameters of some sections, each once."""
-    return sum(t.numbers for t in _distinct(sections) if not t.is_buffer)
+def count_parameters(sections: Sequence[Section], *, trained: bool = False) -> int:
+    """The parameters of some sections, or those that are trained, each once."""
+    return sum(t.numbers for t in _distinct(sections) if t.trained or not (trained or t.is_buffer))
 
 
 def _distinct(sections: Sequence[Section]) -> list[SectionTensor]:

@@ -21,7 +21,7 @@ from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
 from bigtrain.losses.loss import Loss
 from bigtrain.memory.timeline import Breakdown
 from bigtrain.optim.update import MakeOptimizer
-from bigtrain.prediction.compose import section_states
+from bigtrain.prediction.compose import count_parameters, section_states
 from bigtrain.prediction.fake_runs.interpolate import interpolate_named, interpolate_sections
 from bigtrain.prediction.fake_runs.runs import FakeRuns, RunKind
 from bigtrain.prediction.fake_runs.slices import finer_share, slicing_key
@@ -44,8 +44,13 @@ class ModelSections:
         return section_states(self.sections)
 
     @cached_property
+    def numbers(self) -> int:
+        """That are trained, each once."""
+        return count_parameters(self.sections, trained=True)
+
+    @cached_property
     def trained(self) -> int:
-        """Numbers of the model that are trained."""
+        """The same, those that are tied as often as they are used."""
         return sum(t.numbers for section in self.sections for t in section.tensors if t.trained)
 
 

@@ -184,3 +184,30 @@ def test_what_cannot_be_sliced_is_planned_whole(
     answer = ask(question)
     assert {one.candidate.tp for one in answer.result.best} == {1}
     assert all(one.tp == 1 for one in answer.search.space.candidates())
+
+
+def test_stretches_of_a_sequence_hold_less_than_whole_activations(deep: PlanEvaluator) -> None:
+    whole, stretches = of("tensor", 1, 1, 8, 4), of("tensor_sequence", 1, 1, 8, 4)
+    for one in (whole, stretches):
+        deep.even_seconds(one, deep.plan_of(one))
+    assert deep.holds_no_more(stretches, whole)
+    assert not deep.holds_no_more(whole, stretches)
+
+
+WIDE = "model.args={num_layers: 2, width: 8192, num_heads: 64, sequence_length: 2048}"
+
+
+@pytest.mark.parametrize(
+    ("words", "is_left_out"), [([WIDE, "train.precision=bf16"], True), ([], False)]
+)
+def test_slices_that_hold_more_and_are_hardly_faster_are_left_out(
+    words: list[str], is_left_out: bool
+) -> None:
+    """Of a small model stretches take longer, as they have more kernels: both are said."""
+    answer = asked(2**40, 8, *words, tp=8).result
+    left_out = [
+        one for one in answer.rejected if "no smaller, and no faster but for 3%" in one.reason
+    ]
+    labels = {one.candidate.label for one in answer.best}
+    assert {one.candidate.label for one in left_out} == ({"tensor"} if is_left_out else set())
+    assert labels == ({"tensor_sequence"} if is_left_out else {"tensor", "tensor_sequence"})
