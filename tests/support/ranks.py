@@ -197,7 +197,8 @@ def _rank_main(
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     # It does not take the processor from a thread of gloo that has woken it: see `support.peaks`.
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    with contextlib.suppress(OSError):  # a sandbox may not let it
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     stack = (folder / f"stack-{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack)
     placement = RankInfo(
