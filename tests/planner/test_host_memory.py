@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from support.plan_candidates import GPT
+
 from bigtrain.job.load import load_job
 from bigtrain.machine.cluster import load_cluster
 from bigtrain.memory.cap import Limit
@@ -9,14 +11,6 @@ from bigtrain.planner.ask import Question, ask
 from bigtrain.units import MIB, format_bytes
 
 NODE = load_cluster("a100-node")
-GPT = [
-    "model.name=gpt",
-    "model.args={num_layers: 4, width: 64, num_heads: 4, sequence_length: 32}",
-    "data.name=synthetic",
-    "data.args={kind: language}",
-    "train.global_batch_size=8",
-    "checkpoint.at_end=false",  # of a model so small a save would be the peak
-]
 
 
 def test_state_on_the_host_has_to_fit_there() -> None:

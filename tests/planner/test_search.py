@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.full import in_turn
-from support.plan_candidates import candidate_of
+from support.plan_candidates import GPT, candidate_of
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.engine.setup import open_setup
@@ -28,14 +28,6 @@ from bigtrain.prediction.sections import OpLog
 from bigtrain.timing.step_time import PassSeconds, StepSeconds, StepTimer
 from bigtrain.units import GIB, MIB, format_count
 
-GPT = [
-    "model.name=gpt",
-    "model.args={num_layers: 4, width: 64, num_heads: 4, sequence_length: 32}",
-    "data.name=synthetic",
-    "data.args={kind: language}",
-    "train.global_batch_size=8",
-    "checkpoint.at_end=false",  # of a model so small a save would be the peak
-]
 WHOLE_LAYERS = ["mesh.tp=1"]
 """What is searched with slices, too, is in test_tensor_axis.py."""
 NODE = load_cluster("a100-node")

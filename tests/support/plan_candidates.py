@@ -5,6 +5,16 @@ from __future__ import annotations
 from bigtrain.core.variants import Variant, preset_options
 from bigtrain.planner.space import Candidate
 
+GPT = [
+    "model.name=gpt",
+    "model.args={num_layers: 4, width: 64, num_heads: 4, sequence_length: 32}",
+    "data.name=synthetic",
+    "data.args={kind: language}",
+    "train.global_batch_size=8",
+    "checkpoint.at_end=false",  # of a model so small a save would be the peak
+]
+"""The words of a job that is planned."""
+
 
 def candidate_of(
     pp: int,
