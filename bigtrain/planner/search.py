@@ -195,19 +195,18 @@ class PlanSearch:
             for better, worse in (pair, reversed(pair)):
                 is_near = better.seconds <= (1 + SLICES_SLACK) * worse.seconds
                 given = (better.candidate, worse.candidate)
-                if is_near and not better.refused and self.evaluator.holds_no_more(*given):
-                    key = (opened.candidate.rows, opened.candidate.tp, worse.candidate.slices)
-                    self._outdone[key] = better.candidate.slices
+                is_open = not better.refused and _sliced(better) not in self._outdone
+                if is_near and is_open and self.evaluator.holds_no_more(*given):
+                    self._outdone[_sliced(worse)] = better.candidate.slices
                     self._refuse_outdone(worse)
                     break
         alike.append(opened)
 
     def _refuse_outdone(self, opened: _OpenCandidate) -> None:
-        mine = opened.candidate
-        better = self._outdone.get((mine.rows, mine.tp, mine.slices))
+        better = self._outdone.get(_sliced(opened))
         if better is not None and not opened.refused:
             words = f"no smaller, and no faster but for {SLICES_SLACK:.0%}, than {better.label}"
-            self._refuse(opened, f"{mine.label}: {words}")
+            self._refuse(opened, f"{opened.candidate.label}: {words}")
 
     def _bound(self, opened: _OpenCandidate, plan: Plan) -> None:
         opened.least_bytes = max(
@@ -246,6 +245,12 @@ class PlanSearch:
             if best is None or _bytes(outcome) < _bytes(best):
                 best = outcome
         return best
+
+
+def _sliced(opened: _OpenCandidate) -> tuple[int, int, Variant | None]:
+    """What is compared of slices: on any mesh, with micro-batches of as many rows."""
+    one = opened.candidate
+    return one.rows, one.tp, one.slices
 
 
 def _rank(judged: EvaluatedPlan) -> tuple[float, int]:

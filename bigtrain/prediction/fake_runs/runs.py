@@ -220,7 +220,7 @@ class FakeRuns:
     ) -> tuple[RecordedSections, ...]:
         """A run with another loss, put together: its blocks are those of the run with the usual.
 
-        None where they hold something until a moment of what is after them, as autocast's copies.
+        Empty where they hold something until a moment of what follows, as autocast's copies.
         """
         usual = kind._replace(waiting=False)
         runs = self.recorded(plan, usual, tuple(sizes), sizes[-1])
