@@ -202,11 +202,12 @@ class SearchSpace:
             and self.dp in (None, -1, groups // pp)
         ]
         if not possible:
-            given = f"mesh.pp={self.pp}, mesh.dp={self.dp} and mesh.tp={self.tp}"
+            named = {"mesh.pp": self.pp, "mesh.dp": self.dp, "mesh.tp": self.tp}
+            given = {key: size for key, size in named.items() if size is not None}
             raise ConfigError(
-                f"plan: --devices {self.devices} with {given}: "
+                f"plan: --devices {self.devices} with {_listed(given, '=')}: "
                 f"pp * dp * tp has to be {self.devices}, and the model's {self.num_blocks} blocks "
-                f"make at most {self.num_blocks + 1} stages. Leave mesh.pp or mesh.dp out."
+                f"make at most {self.num_blocks + 1} stages. Leave {_listed(given)} out."
             )
         dividing = [mesh for mesh in possible if self.global_batch_size % mesh[1] == 0]
         if not dividing:
@@ -252,6 +253,12 @@ class SearchSpace:
         if self.rows is not None:
             return [self.rows] if share % self.rows == 0 else []
         return round_sizes(share)
+
+
+def _listed(given: Mapping[str, int], between: str = "") -> str:
+    """Keys, and with something between them and their sizes these, too."""
+    words = [f"{key}{between}{size}" if between else key for key, size in given.items()]
+    return " and ".join(words)
 
 
 def round_sizes(share: int) -> list[int]:
