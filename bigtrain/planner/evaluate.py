@@ -11,11 +11,11 @@ from bigtrain.assembly.make_plan import make_plan
 from bigtrain.core.strategy import ModelFacts, Plan
 from bigtrain.core.variants import Variant
 from bigtrain.costs.forecast import Profile
+from bigtrain.costs.state_bytes import StateWidths, min_state_bytes
 from bigtrain.devices import is_accelerator
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Job
 from bigtrain.memory.timeline import Peak
-from bigtrain.planner.bounds import StateWidths, min_state_bytes, smaller_in_slices
 from bigtrain.planner.fit import StageFitter
 from bigtrain.planner.held_micro_batches import several_wait
 from bigtrain.planner.recompute_levels import RECOMPUTE_LEVELS, RecomputeLevels, SectionRange
@@ -26,18 +26,12 @@ from bigtrain.prediction.section_library import ModelSections, SectionLibrary
 from bigtrain.prediction.sections import PassPair
 from bigtrain.timing.block_seconds import BlockTimer, Slowdowns, slowdowns
 from bigtrain.timing.step_time import (
-    PassSeconds,
     StepSeconds,
     StepTimer,
     TimedParts,
-    closed_form_bubble,
 )
 from bigtrain.units import format_bytes
 
-BOUND_SLACK = 0.1
-"""The share of a step that may be saved by what the bound on its time does not see."""
-END_SLACK = 0.01
-"""The same where all is seen, but for what is after the blocks, which was read off other sizes."""
 HOPELESS_FACTOR = 2
 """Times the limit, from which on cutting a model elsewhere is not tried: a rank's lowest peak is
 far more than moving blocks to others takes off."""
@@ -109,15 +103,13 @@ class PlanEvaluator:
         cut: bool = False,
         blocks: BlockTimer | None = None,
     ) -> None:
-        self._job, self._anatomy, self._clock, self.blocks = job, anatomy, clock, blocks
+        self._job, self._anatomy, self.clock, self.blocks = job, anatomy, clock, blocks
         self._device_type, self._margins = clock.cluster.device.kind, margins
         self._cut = cut
         self._composed: dict[object, Profile] = {}
         self._cuts: dict[object, list[int]] = {}
-        self._paces: dict[object, PassSeconds] = {}
         self._alike: dict[object, Variant | None] = {}
         self._whole: dict[int, ModelSections] = {}
-        self._smaller: dict[object, bool] = {}
         self._fits: dict[tuple[Candidate, bool], StageFitter] = {}
         self._slowdowns: dict[bool, Slowdowns | None] = {}
         self._timed: dict[int, tuple[ModelSections, ModelSections]] = {}
@@ -125,7 +117,7 @@ class PlanEvaluator:
     def shallower(self, blocks: int) -> PlanEvaluator:
         """For the same model with its first blocks alone."""
         anatomy = self._anatomy.shallower(blocks)
-        given = (self._job, anatomy, self._clock, self._margins)
+        given = (self._job, anatomy, self.clock, self._margins)
         evaluator = PlanEvaluator(*given, cut=self._cut, blocks=self.blocks)
         evaluator._slowdowns = self._slowdowns
         return evaluator
@@ -169,7 +161,7 @@ class PlanEvaluator:
             return model
         if id(model) not in self._timed:  # the key is kept, so that its id stays its own
             kept = self._anatomy.model_sections(plan, rows, "keep", **{**kind, "exact": False})
-            applied = slowdowns.applied(model, kept, choice, rows, self._clock)
+            applied = slowdowns.applied(model, kept, choice, rows, self.clock)
             self._timed[id(model)] = model, applied
         return self._timed[id(model)][1]
 
@@ -185,89 +177,16 @@ class PlanEvaluator:
                 return self._anatomy.model_sections(whole, rows, "keep")
 
             timed = self.blocks.seconds(bf16_parameters=low)
-            arguments = (self.blocks.crowd, self.blocks.model, sections_at, self._clock)
+            arguments = (self.blocks.crowd, self.blocks.model, sections_at, self.clock)
             self._slowdowns[low] = slowdowns(timed, *arguments) if timed else None
         return self._slowdowns[low]
 
-    def least_seconds(self, candidate: Candidate) -> float:
-        """No plan of this candidate is faster: its work, evenly dealt, and the bubble, less a bit.
-
-        The bit is for stages that are not alike, which wait less than equal ones, and for engines
-        that convert fewer parameters than the one process that the work is counted in.
-        """
-        whole_model = self._least_pace(candidate)
-        seconds = candidate.micro_batches * whole_model.total / candidate.pp
-        crowded = self._clock.oversubscription * seconds
-        cut = candidate.cut_traits
-        if cut is not None:
-            arguments = (cut.schedule, candidate.pp, candidate.micro_batches)
-            # Replicas that want whole backward passes wait no less.
-            splits = cut.splits_backward
-            bubble_fraction = closed_form_bubble(
-                *arguments, candidate.stages_per_rank, splits=splits
-            )
-            # To the inputs: all stages in a row.
-            one_pass = whole_model.forward + whole_model.backward / 2
-            seconds = (
-                max(seconds, one_pass)
-                if bubble_fraction is None
-                else seconds / (1.0 - bubble_fraction)
-            )
-        return max(seconds, crowded) * (1 - BOUND_SLACK)
-
-    def even_seconds(self, candidate: Candidate, plan: Plan) -> float:
-        """The same with what is exchanged and updated: all stages have as many blocks.
-
-        Raises:
-            ConfigError: the model cannot be run so.
-        """
-        fit = self._fit(candidate, plan, exact=False)
-        sections = fit.levels["keep"].sections
-        whole_model = self._clock.pass_seconds(sections, plan.tp)
-        paces = [whole_model.scaled(1 / candidate.stages)] * candidate.stages
-        base, per_rank = fit.levels["keep"].base, candidate.stages // fit.ranks
-        update = self._clock.update_seconds(plan, base, fit.levels["keep"].trained // fit.ranks)
-        timed = self._timed_parts(plan)
-        profiles = [[fit.even_stage()] * per_rank]
-        given = (plan, paces, profiles, update * timed.update)
-        step = self._clock.step(*given, split=timed.split, played=False)
-        return step.total * (1 - BOUND_SLACK)
-
-    def kept_seconds(self, candidate: Candidate, plan: Plan) -> float:
-        """No plan of this candidate is faster: it is cut for speed, and blocks keep everything.
-
-        Raises:
-            ConfigError: it cannot be cut so.
-        """
-        return self.seconds_with(candidate, plan, "keep").total * (1 - END_SLACK)
-
     def seconds_with(self, candidate: Candidate, plan: Plan, choice: BlockPolicy) -> StepSeconds:
         """Of a step, cut for speed, where all blocks choose this, whatever is held."""
-        fit = self._fit(candidate, plan, exact=False)
+        fit = self.fit(candidate, plan, exact=False)
         return self._seconds(plan, fit, fit.alike(fit.edges(None), choice))
 
-    def _least_pace(self, candidate: Candidate) -> PassSeconds:
-        """A micro-batch through the whole model, everything kept, on one of its tp ranks."""
-        rows, tp = candidate.rows, candidate.tp
-        if (rows, tp) not in self._paces:
-            sections = self.whole_model(rows).sections
-            self._paces[rows, tp] = self._clock.least_seconds(sections, tp)
-        return self._paces[rows, tp]
-
-    def floor_bytes(self, candidate: Candidate, plan: Plan) -> int:
-        """No plan of this candidate holds less: its states and what micro-batches keep.
-
-        Raises:
-            ConfigError: the model cannot be run so.
-        """
-        return self._fit(candidate, plan, exact=False).floor()
-
-    def least_bytes(self, candidate: Candidate, plan: Plan) -> int:
-        """No plan of this candidate holds less on its fullest rank: its share of the states."""
-        numbers = self.whole_model(candidate.rows).numbers // (candidate.pp * candidate.tp)
-        return self._least_states(numbers, candidate.rows, plan)
-
-    def _least_states(self, numbers: int, rows: int, plan: Plan, *, gradients: bool = True) -> int:
+    def least_states(self, numbers: int, rows: int, plan: Plan, *, gradients: bool = True) -> int:
         """The states of so many trained numbers on the ranks that share them, on the fullest."""
         low = plan.bf16_parameters and plan.master_weights
         # Shards are the fp32 values themselves, gathered in bf16.
@@ -305,7 +224,7 @@ class PlanEvaluator:
             host_problem = self._over_host(candidate, plan)
             if host_problem is not None:
                 return RejectedPlan(candidate, host_problem)
-            fit = self._fit(candidate, plan)
+            fit = self.fit(candidate, plan)
             fitted = fit.fitted(fit.edges(None), limit)
         except ConfigError as error:
             return RejectedPlan(candidate, str(error))
@@ -321,8 +240,8 @@ class PlanEvaluator:
         """What is too much for the host's memory, where the optimizer's state is to be there."""
         if plan.offload_tiers.optimizer != "cpu":
             return None
-        node = self._clock.cluster.node
-        numbers = self._fit(candidate, plan).levels["keep"].numbers
+        node = self.clock.cluster.node
+        numbers = self.fit(candidate, plan).levels["keep"].numbers
         shards = candidate.pp * plan.state_ranks
         # Gradients come to the host beside its fp32 values.
         width = self._state_widths(candidate.rows).optimizer + 2 * 4
@@ -335,23 +254,35 @@ class PlanEvaluator:
             f"{format_bytes(node.host_memory)}"
         )
 
-    def _fit(self, candidate: Candidate, plan: Plan, *, exact: bool = True) -> StageFitter:
-        """Its stages; not exact is what follows from blocks alone, or is of seconds."""
+    def fit(self, candidate: Candidate, plan: Plan, *, exact: bool = True) -> StageFitter:
+        """Its stages; not exact is what follows from blocks alone, or is of seconds.
+
+        Raises:
+            ConfigError: the model cannot be run so, or a technique refuses its stages.
+        """
         if (candidate, exact) not in self._fits:
-            ladder = self._ladder(plan, candidate, exact=exact)
-            kept = ladder["keep"]
-            self._check_new(candidate, kept)
-            given = (kept.numbers // candidate.pp, candidate.rows, plan)
-            share = candidate.pp / max(1, kept.states.parameters)
-            with_gradients = self._least_states(*given) * share
-            factors = self._least_states(*given, gradients=False) * share, with_gradients
-            arguments = (plan, candidate, ladder, self._clock, self._composed, self._cuts, factors)
-            split_passes, config = self._split_passes(plan, candidate), self._job.checkpoint
-            saves = config.saves and not is_accelerator(plan.device_type)
-            fit = StageFitter(*arguments, split_passes, config if saves else None)
+            levels = self._levels(plan, candidate, exact=exact)
+            self._check_new(candidate, levels["keep"])
+            fit = self.fit_of(candidate, plan, levels)
             plan.check_model(ModelFacts(shared=fit.shared))
             self._fits[candidate, exact] = fit
         return self._fits[candidate, exact]
+
+    def fit_of(self, candidate: Candidate, plan: Plan, levels: RecomputeLevels) -> StageFitter:
+        """Its stages of these sections."""
+        kept = levels["keep"]
+        given = (kept.numbers // candidate.pp, candidate.rows, plan)
+        share = candidate.pp / max(1, kept.states.parameters)
+        with_gradients = self.least_states(*given) * share
+        factors = self.least_states(*given, gradients=False) * share, with_gradients
+        arguments = (plan, candidate, levels, self.clock, self._composed, self._cuts, factors)
+        split_passes, config = self._split_passes(plan, candidate), self._job.checkpoint
+        saves = config.saves and not is_accelerator(plan.device_type)
+        return StageFitter(*arguments, split_passes, config if saves else None)
+
+    def kept(self, candidate: Candidate) -> ModelSections:
+        """The sections of one that was fit, not exactly, all of whose blocks keep everything."""
+        return self._fits[candidate, False].levels["keep"]
 
     def _check_new(self, candidate: Candidate, model: ModelSections) -> None:
         """Refuse what exchanges the same between the same ranks as another way to slice layers."""
@@ -360,20 +291,6 @@ class PlanEvaluator:
         other = self._alike.setdefault(key, candidate.slices)
         if candidate.tp > 1 and other is not None and other != candidate.slices:
             raise ConfigError(f"{candidate.label}: the same as with {other.label}")
-
-    def holds_no_more(self, candidate: Candidate, other: Candidate) -> bool:
-        """Whether it holds no more than with other slices, all else alike, whatever blocks keep.
-
-        Args:
-            candidate: one that has been bounded by `even_seconds`.
-            other: another.
-        """
-        pair = [self._fits[one, False].levels["keep"] for one in (candidate, other)]
-        key = (id(pair[0]), id(pair[1]))  # both are kept with their fits
-        if key not in self._smaller:
-            mine, theirs = (one.sections for one in pair)
-            self._smaller[key] = smaller_in_slices(mine, theirs, candidate.tp)
-        return self._smaller[key]
 
     def _split_passes(
         self, plan: Plan, candidate: Candidate
@@ -384,8 +301,8 @@ class PlanEvaluator:
         kind = {"waiting": several_wait(plan), "cut": plan.pp > 1}
         return lambda: self._anatomy.split_passes(plan, candidate.rows, **kind)
 
-    def _ladder(self, plan: Plan, candidate: Candidate, *, exact: bool) -> RecomputeLevels:
-        """The model's sections for each choice that this plan can run; see `_fit`."""
+    def _levels(self, plan: Plan, candidate: Candidate, *, exact: bool) -> RecomputeLevels:
+        """The model's sections for each choice that this plan can run; see `fit`."""
         kind = {"waiting": several_wait(plan), "cut": plan.pp > 1, "exact": exact}
 
         def body(choice: BlockPolicy) -> ModelSections:
@@ -418,13 +335,14 @@ class PlanEvaluator:
         return EvaluatedPlan(candidate, plan, job, peaks, seconds, recomputed, cuts)
 
     def _seconds(self, plan: Plan, fit: StageFitter, stages: Sequence[SectionRange]) -> StepSeconds:
-        paces = [self._clock.pass_seconds(fit.sections(stage), plan.tp) for stage in stages]
-        base, timed = fit.levels["keep"].base, self._timed_parts(plan)
-        return self._clock.plan_seconds(
+        paces = [self.clock.pass_seconds(fit.sections(stage), plan.tp) for stage in stages]
+        base, timed = fit.levels["keep"].base, self.timed_parts(plan)
+        return self.clock.plan_seconds(
             plan, paces, lambda stage: fit.profile(stages[stage]), base, timed
         )
 
-    def _timed_parts(self, plan: Plan) -> TimedParts:
+    def timed_parts(self, plan: Plan) -> TimedParts:
+        """What was timed of a step beside its passes, on the machine at hand."""
         slowdowns = self._slowdown(plan)
         if slowdowns is None:
             return TimedParts()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from bigtrain.core.strategy import Plan
 from bigtrain.core.variants import Variant
 from bigtrain.errors import ConfigError
+from bigtrain.planner.bounds import PlanBounds
 from bigtrain.planner.evaluate import EvaluatedPlan, PlanEvaluator, RejectedPlan
 from bigtrain.planner.space import Candidate, SearchSpace
 
@@ -17,9 +18,10 @@ MAX_PLANS = 10
 """Plans that are told of."""
 NUM_BOUNDS = 2
 """At a candidate, before its memory is forecast; see `_OpenCandidate.num_bounds`."""
-SLICES_SLACK = 0.03
-"""The share of a step that may be lost where slices that hold less are not compared with others to
-the end: what blocks need not compute again is more than that."""
+OUTDONE_SLACK = 0.03
+"""The share of a step that may be lost where what holds less is not compared with what is alike but
+for its slices, or for how it shares state, to the end: what blocks need not compute again is more
+than that."""
 FRONT_LIMITS = (0.6, 0.35, 0.2)
 """Shares of the limit at which the fastest plan is looked for, too, for the front."""
 MAX_REJECTIONS = 16
@@ -66,16 +68,17 @@ class PlanSearch:
     """A search of one space.
 
     Args:
-        judge: of the candidates.
+        evaluator: of the candidates.
         space: where they come from.
     """
 
-    def __init__(self, judge: PlanEvaluator, space: SearchSpace) -> None:
-        self.evaluator, self.space = judge, space
+    def __init__(self, evaluator: PlanEvaluator, space: SearchSpace) -> None:
+        self.evaluator, self.space, self.bounds = evaluator, space, PlanBounds(evaluator)
         self._known: dict[tuple[Candidate, int], EvaluatedPlan | RejectedPlan] = {}
         self._refused: list[RejectedPlan] = []
         self._bounded: dict[Candidate, list[_OpenCandidate]] = {}
         self._outdone: dict[tuple[int, int, Variant | None], Variant | None] = {}
+        self._others: dict[Candidate, list[Candidate]] = {}
         self._open = [*self._opened()]
 
     def run(self, limit: int) -> SearchResult:
@@ -112,11 +115,12 @@ class PlanSearch:
             opened = _OpenCandidate(candidate, 0.0)
             if candidate.rows not in unfit_rows:
                 try:
-                    opened.seconds = self.evaluator.least_seconds(candidate)
+                    opened.seconds = self.bounds.least_seconds(candidate)
                 except ConfigError as error:  # layers may want more than one row to train on
                     unfit_rows[candidate.rows] = str(error)
             if candidate.rows in unfit_rows:
                 self._refuse(opened, unfit_rows[candidate.rows])
+            self._others.setdefault(_whatever_shared(candidate), []).append(candidate)
             yield opened
 
     def _refuse(self, opened: _OpenCandidate, reason: str) -> None:
@@ -167,15 +171,17 @@ class PlanSearch:
         try:
             if opened.plan is None:
                 opened.plan = self.evaluator.plan_of(opened.candidate)
-                opened.least_bytes = self.evaluator.least_bytes(opened.candidate, opened.plan)
+                opened.least_bytes = self.bounds.least_bytes(opened.candidate, opened.plan)
                 return
             if opened.num_bounds and not opened.is_tight:
                 self._bound(opened, opened.plan)
                 return
             self._refuse_outdone(opened)
+            if not opened.num_bounds:
+                self._refuse_converting(opened, opened.plan)
             if opened.refused:
                 return
-            bound = (self.evaluator.even_seconds, self.evaluator.kept_seconds)[opened.num_bounds]
+            bound = (self.bounds.even_seconds, self.bounds.kept_seconds)[opened.num_bounds]
             opened.seconds = max(opened.seconds, bound(opened.candidate, opened.plan))
             opened.num_bounds += 1
             if opened.num_bounds == 1 and opened.candidate.slices is not None:
@@ -193,10 +199,10 @@ class PlanSearch:
         for other in alike:
             pair = sorted((opened, other), key=lambda one: one.seconds)
             for better, worse in (pair, reversed(pair)):
-                is_near = better.seconds <= (1 + SLICES_SLACK) * worse.seconds
+                is_near = better.seconds <= (1 + OUTDONE_SLACK) * worse.seconds
                 given = (better.candidate, worse.candidate)
                 is_open = not better.refused and _sliced(better) not in self._outdone
-                if is_near and is_open and self.evaluator.holds_no_more(*given):
+                if is_near and is_open and self.bounds.holds_no_more(*given):
                     self._outdone[_sliced(worse)] = better.candidate.slices
                     self._refuse_outdone(worse)
                     break
@@ -205,12 +211,23 @@ class PlanSearch:
     def _refuse_outdone(self, opened: _OpenCandidate) -> None:
         better = self._outdone.get(_sliced(opened))
         if better is not None and not opened.refused:
-            words = f"no smaller, and no faster but for {SLICES_SLACK:.0%}, than {better.label}"
+            words = f"no smaller, and no faster but for {OUTDONE_SLACK:.0%}, than {better.label}"
             self._refuse(opened, f"{opened.candidate.label}: {words}")
+
+    def _refuse_converting(self, opened: _OpenCandidate, plan: Plan) -> None:
+        """Leave out what converts its parameters, and is outdone: runs of it are another kind."""
+        candidate = opened.candidate
+        if opened.refused or not self.bounds.converts(plan):
+            return
+        others = self._others[_whatever_shared(candidate)]
+        better = self.bounds.outdone_by(candidate, plan, others, OUTDONE_SLACK)
+        if better is not None:
+            words = f"larger, and no faster but for {OUTDONE_SLACK:.0%}, than {better.label}"
+            self._refuse(opened, f"{candidate.label}: {words}")
 
     def _bound(self, opened: _OpenCandidate, plan: Plan) -> None:
         opened.least_bytes = max(
-            opened.least_bytes, self.evaluator.floor_bytes(opened.candidate, plan)
+            opened.least_bytes, self.bounds.floor_bytes(opened.candidate, plan)
         )
         opened.is_tight = True
 
@@ -251,6 +268,11 @@ def _sliced(opened: _OpenCandidate) -> tuple[int, int, Variant | None]:
     """What is compared of slices: on any mesh, with micro-batches of as many rows."""
     one = opened.candidate
     return one.rows, one.tp, one.slices
+
+
+def _whatever_shared(candidate: Candidate) -> Candidate:
+    """What candidates have in common that differ in how replicas share state alone."""
+    return replace(candidate, replicate=None)
 
 
 def _rank(judged: EvaluatedPlan) -> tuple[float, int]:

@@ -62,11 +62,11 @@ def test_nothing_that_fits_is_faster_than_what_is_found(roomy: PlannedAnswer) ->
             found.append(judged.seconds.total)
             assert judged.peak.bytes <= roomy.question.limit
             most = judged.seconds.total * (1 + 1e-9)
-            assert judge.least_seconds(candidate) <= most
-            assert judge.even_seconds(candidate, plan) <= most
-            assert judge.kept_seconds(candidate, plan) <= most
-            assert judge.least_bytes(candidate, plan) <= judged.peak.bytes
-            assert judge.floor_bytes(candidate, plan) <= judged.peak.bytes
+            assert bounds.least_seconds(candidate) <= most
+            assert bounds.even_seconds(candidate, plan) <= most
+            assert bounds.kept_seconds(candidate, plan) <= most
+            assert bounds.least_bytes(candidate, plan) <= judged.peak.bytes
+            assert bounds.floor_bytes(candidate, plan) <= judged.peak.bytes
     found.sort()
     best = [one.seconds.total for one in roomy.result.best]
     assert best == pytest.approx(found[: len(best)])

@@ -106,7 +106,7 @@ def test_nothing_with_slices_is_faster_than_what_is_found() -> None:
     for candidate in answer.search.space.candidates():
         try:
             plan = judge.plan_of(candidate)
-            least = judge.least_seconds(candidate)
+            least = bounds.least_seconds(candidate)
         except ConfigError:  # a technique refuses it
             continue
         judged = judge.evaluate(candidate, plan, answer.question.limit)
@@ -114,10 +114,10 @@ def test_nothing_with_slices_is_faster_than_what_is_found() -> None:
             found.append(judged.seconds.total)
             most = judged.seconds.total * (1 + 1e-9)
             assert least <= most
-            assert judge.even_seconds(candidate, plan) <= most
-            assert judge.kept_seconds(candidate, plan) <= most
-            assert judge.least_bytes(candidate, plan) <= judged.peak.bytes
-            assert judge.floor_bytes(candidate, plan) <= judged.peak.bytes
+            assert bounds.even_seconds(candidate, plan) <= most
+            assert bounds.kept_seconds(candidate, plan) <= most
+            assert bounds.least_bytes(candidate, plan) <= judged.peak.bytes
+            assert bounds.floor_bytes(candidate, plan) <= judged.peak.bytes
     best = [one.seconds.total for one in answer.result.best]
     assert best == pytest.approx(sorted(found)[: len(best)])
     assert best

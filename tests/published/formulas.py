@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import Literal
 
 from bigtrain.costs.traffic import EXCHANGES, Traffic
-from bigtrain.planner.bounds import StateWidths
+from bigtrain.costs.state_bytes import StateWidths
 from bigtrain.schedules.orders import IN_FLIGHT_CHANGE, Action, check_schedule
 
 RecomputeLevel = Literal["none", "selective", "full"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from bigtrain.planner.bounds import StateWidths, min_state_bytes
+from bigtrain.costs.state_bytes import StateWidths, min_state_bytes
 from bigtrain.schedules.bubble import bubble_share
 from bigtrain.units import GIB
 from published.formulas import Transformer
