@@ -124,12 +124,26 @@ def techniques_of(role: Role) -> list[Strategy]:
     return [technique_class(role, name)() for name in TECHNIQUES[role]]
 
 
+_MADE: dict[tuple[Role, str, str], Strategy] = {}
+"""Of the table; they have no state of their own, and a search asks for the same thousands of times.
+"""
+
+
 def make_technique(role: Role, config: RoleConfig) -> Strategy:
     """Build a technique from its section of a job, its options checked.
 
     Raises:
         ConfigError: an unknown name or option, or a value of the wrong type.
     """
+    if ":" in config.name:
+        return _made(role, config)
+    key = role, config.name, repr(config.options)
+    if key not in _MADE:
+        _MADE[key] = _made(role, config)
+    return _MADE[key]
+
+
+def _made(role: Role, config: RoleConfig) -> Strategy:
     kind = technique_class(role, config.name)
     name, implied = TECHNIQUE_ALIASES.get(role, {}).get(config.name, (config.name, {}))
     options = {**implied, **config.options}

@@ -42,6 +42,7 @@ class PlanBounds:
     def __init__(self, evaluator: PlanEvaluator) -> None:
         self.evaluator, self._clock = evaluator, evaluator.clock
         self._paces: dict[object, PassSeconds] = {}
+        self._whole: dict[object, PassSeconds] = {}
         self._smaller: dict[object, bool] = {}
         self._converted: dict[int, tuple[ModelSections, ModelSections]] = {}
 
@@ -90,7 +91,10 @@ class PlanBounds:
 
     def _even_seconds(self, candidate: Candidate, plan: Plan, fit: StageFitter) -> float:
         kept = fit.levels["keep"]
-        whole_model = self._clock.pass_seconds(kept.sections, plan.tp)
+        key = (id(kept), plan.tp)  # sections are kept with their fits
+        if key not in self._whole:
+            self._whole[key] = self._clock.pass_seconds(kept.sections, plan.tp)
+        whole_model = self._whole[key]
         paces = [whole_model.scaled(1 / candidate.stages)] * candidate.stages
         update = self._clock.update_seconds(plan, kept.base, kept.trained // fit.ranks)
         timed = self.evaluator.timed_parts(plan)

@@ -286,8 +286,7 @@ class PlanEvaluator:
 
     def _check_new(self, candidate: Candidate, model: ModelSections) -> None:
         """Refuse what exchanges the same between the same ranks as another way to slice layers."""
-        exchanges = tuple(section.exchanges for section in model.sections)
-        key = (candidate.rows, candidate.tp, exchanges)
+        key = (candidate.rows, candidate.tp, model.exchanges)
         other = self._alike.setdefault(key, candidate.slices)
         if candidate.tp > 1 and other is not None and other != candidate.slices:
             raise ConfigError(f"{candidate.label}: the same as with {other.label}")

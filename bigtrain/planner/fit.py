@@ -73,6 +73,7 @@ class StageFitter:
         self._clock, self._composed, self._cuts = clock, composed, cuts
         self._all = ladder["keep"].sections
         self._factors, self._split_passes = state_factors, split_passes
+        self._forecasts: dict[int, Forecast] = {}  # of profiles that are kept with `composed`
         self._held = HeldMicroBatches(plan, candidate)
         self._ranks = self._held.ranks
 
@@ -185,6 +186,7 @@ class StageFitter:
             over_limit.append(peak)
             if limit > 0:
                 break
+        self._forecasts.clear()  # they are large
         return highest_peak(over_limit) if over_limit else (tuple(stages), peaks)
 
     def _alike(self, stages: Sequence[SectionRange]) -> list[int]:
@@ -349,7 +351,7 @@ class StageFitter:
 
     def _peak(self, stages: Sequence[SectionRange], own_stages: Sequence[int], rank: int) -> Peak:
         profiles = {place: self._with_split_backward(stages[place]) for place in own_stages}
-        forecasts = forecast_stages(profiles, self._plan)
+        forecasts = forecast_stages(profiles, self._plan, self._forecasts)
         sections = [section for place in own_stages for section in self.sections(stages[place])]
         if len(own_stages) > 1:  # stages that are alike have one profile, and tensors of their own
             forecasts = {place: _own_names(one, place) for place, one in forecasts.items()}

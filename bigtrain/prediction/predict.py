@@ -191,14 +191,21 @@ def collect_advice(profile: Profile, plan: Plan) -> list[str]:
     return lines
 
 
-def forecast_stages(profiles: Mapping[int, Profile], plan: Plan) -> dict[int, Forecast]:
+def forecast_stages(
+    profiles: Mapping[int, Profile], plan: Plan, known: dict[int, Forecast] | None = None
+) -> dict[int, Forecast]:
     """Each stage of a rank, of one micro-batch; the lowest has the optimizer's step of all.
 
     Args:
         profiles: of the rank's stages.
         plan: whose techniques turn them.
+        known: of each profile by itself, by its id; those that are new are put in.
     """
-    forecasts = {stage: forecast_step(profile, plan) for stage, profile in profiles.items()}
+    known = {} if known is None else known
+    for profile in profiles.values():
+        if id(profile) not in known:
+            known[id(profile)] = forecast_step(profile, plan)
+    forecasts = {stage: known[id(profile)] for stage, profile in profiles.items()}
     if len(profiles) > 1:
         step = forecast_step(merge_steps(list(profiles.values())), plan).step
         for stage, forecast in forecasts.items():

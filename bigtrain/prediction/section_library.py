@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 
 import torch
 from torch import nn
@@ -42,6 +43,12 @@ class ModelSections:
     def states(self) -> Breakdown:
         """Of the whole model, bytes of one process."""
         return section_states(self.sections)
+
+    @cached_property
+    def exchanges(self) -> tuple[tuple[object, int], ...]:
+        """What the tp axis exchanges, each time with the number of sections in a row that do so."""
+        runs = groupby(section.exchanges for section in self.sections)
+        return tuple((exchanges, sum(1 for _ in run)) for exchanges, run in runs)
 
     @cached_property
     def numbers(self) -> int:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
-from bigtrain.schedules.orders import V_SHAPED_SCHEDULES, Action, Orders, check_schedule
+from bigtrain.schedules.orders import (
+    V_SHAPED_SCHEDULES,
+    Action,
+    ActionKind,
+    Orders,
+    check_schedule,
+)
 
 
 class StageSeconds(NamedTuple):
@@ -46,21 +53,47 @@ def simulate_step(orders: Orders, seconds: Sequence[StageSeconds]) -> Bubble:
     Raises:
         ValueError: the ranks wait for each other for ever.
     """
-    done: dict[Action, float] = {}
-    clocks = [0.0] * len(orders)
+    program = _in_order(orders)
+    durations = [[cost.forward, cost.inputs + cost.weights, *cost[1:]] for cost in seconds]
+    ends = [0.0] * (len(program) + 1)  # the last one is of what is not waited for
+    clocks, busy = [0.0] * len(orders), [0.0] * len(orders)
+    for number, (rank, stage, kind, first, second) in enumerate(program):
+        duration = durations[stage][kind]
+        ends[number] = max(clocks[rank], ends[first], ends[second]) + duration
+        clocks[rank] = ends[number]
+        busy[rank] += duration
+    return Bubble(max(clocks), tuple(busy))
+
+
+_KINDS: tuple[ActionKind, ...] = ("F", "B", "I", "W")
+
+
+@lru_cache(maxsize=64)
+def _in_order(orders: Orders) -> list[tuple[int, int, int, int, int]]:
+    """The actions of all ranks, each after what it needs.
+
+    Returns:
+        Of each the rank, the stage, the number of its kind, and the places of two others that it
+        needs, -1 for none.
+
+    Raises:
+        ValueError: the ranks wait for each other for ever.
+    """
+    last = max((action.stage for actions in orders for action in actions), default=0)
+    places: dict[Action, int] = {}
+    program: list[tuple[int, int, int, int, int]] = []
     next_action = [0] * len(orders)
-    last = len(seconds) - 1
     progressed = True
     while progressed:
         progressed = False
         for rank, actions in enumerate(orders):
             while next_action[rank] < len(actions):
                 action = actions[next_action[rank]]
-                ready = _ready(action, done, last)
-                if ready is None:
+                needed = _needed(action, places, last)
+                if needed is None:
                     break
-                clocks[rank] = max(clocks[rank], ready) + _duration(action, seconds)
-                done[action] = clocks[rank]
+                places[action] = len(program)
+                program.append((rank, action.stage, _KINDS.index(action.kind), *needed))
                 next_action[rank] += 1
                 progressed = True
     stuck = [
@@ -70,35 +103,27 @@ def simulate_step(orders: Orders, seconds: Sequence[StageSeconds]) -> Bubble:
     ]
     if stuck:
         raise ValueError(f"the schedule never comes to {stuck[0]}")
-    busy = tuple(sum(_duration(action, seconds) for action in actions) for actions in orders)
-    return Bubble(max(clocks), busy)
+    return program
 
 
-def _ready(action: Action, done: dict[Action, float], last: int) -> float | None:
-    """When all that an action needs is there; None for not yet."""
+def _needed(action: Action, places: dict[Action, int], last: int) -> tuple[int, int] | None:
+    """Where the two actions are that one needs, -1 for none; None for not yet."""
     stage, kind, number = action
-    needed: list[float | None] = []
+    needed: list[int | None] = []
     if kind == "F" and stage > 0:
-        needed.append(done.get(Action(stage - 1, "F", number)))
+        needed.append(places.get(Action(stage - 1, "F", number)))
     if kind in ("B", "I"):
-        needed.append(done.get(Action(stage, "F", number)))
+        needed.append(places.get(Action(stage, "F", number)))
         if stage < last:
-            whole = done.get(Action(stage + 1, "B", number))
-            needed.append(done.get(Action(stage + 1, "I", number)) if whole is None else whole)
+            whole = places.get(Action(stage + 1, "B", number))
+            needed.append(places.get(Action(stage + 1, "I", number)) if whole is None else whole)
     if kind == "W":
-        needed.append(done.get(Action(stage, "I", number)))
-    times = [time for time in needed if time is not None]
-    return max(times, default=0.0) if len(times) == len(needed) else None
-
-
-def _duration(action: Action, seconds: Sequence[StageSeconds]) -> float:
-    cost = seconds[action.stage]
-    return {
-        "F": cost.forward,
-        "B": cost.inputs + cost.weights,
-        "I": cost.inputs,
-        "W": cost.weights,
-    }[action.kind]
+        needed.append(places.get(Action(stage, "I", number)))
+    found = [place for place in needed if place is not None]
+    if len(found) < len(needed):
+        return None
+    first, second = (*found, -1, -1)[:2]
+    return first, second
 
 
 def bubble_share(

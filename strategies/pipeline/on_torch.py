@@ -7,6 +7,7 @@ of every kind: DDP's averaging, ZeRO on torch's own parts at every stage.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 
 from bigtrain.core.runner import Runner
 from bigtrain.core.strategy import Assembly, Plan
@@ -28,7 +29,7 @@ from bigtrain.versions.torch_versions import SPLITS_BACKWARD, TORCH
 class TorchPipeline(Pipeline):
     """PipelineRunner on torch's schedules."""
 
-    @property
+    @cached_property
     def traits(self) -> CutTraits:
         """See `Strategy.traits`."""
         return replace(super().traits, splits_backward=self.schedule in SPLIT_BACKWARD_SCHEDULES)

@@ -1,6 +1,8 @@
 """Runs on fake tensors of a model in which blocks that are alike stand three times at most.
 
-They are made when they are first asked for, and kept.
+They are made when they are first asked for, and kept. What one run has shown, others need not: the
+blocks where the loss is another one, those between the first and the last where they are as the
+first.
 """
 
 from __future__ import annotations
@@ -26,6 +28,12 @@ from bigtrain.losses.chunked_cross_entropy import ChunkedCrossEntropy
 from bigtrain.losses.loss import Loss
 from bigtrain.models.blocks import independent_blocks
 from bigtrain.optim.update import MakeOptimizer
+from bigtrain.prediction.fake_runs.shared_blocks import (
+    holds_beyond,
+    middles_are_first,
+    with_ends_of,
+    with_middles,
+)
 from bigtrain.prediction.fake_runs.slices import (
     are_even,
     coarser,
@@ -41,7 +49,7 @@ from bigtrain.prediction.record_sections import (
     record_sections,
     record_split_backward,
 )
-from bigtrain.prediction.sections import Anchor, PassPair, Section
+from bigtrain.prediction.sections import PassPair, Section
 from bigtrain.prediction.shorten import shorten_model, untie_parameters
 from bigtrain.slicing.state import ModelSlices
 from bigtrain.tensors.tree import tree_tensors
@@ -89,6 +97,7 @@ class FakeRuns:
         self._runs: dict[object, tuple[RecordedSections, ...]] = {}
         self._halved: dict[object, tuple[dict[str, PassPair], ...] | None] = {}
         self._ends: dict[object, Section] = {}
+        self._complete: dict[RunKind, tuple[RecordedSections, ...]] = {}
         self._short: dict[bool, tuple[nn.Module, Mapping[str, str]]] = {}
         statistics = any(isinstance(module, _NormBase) for module in model.modules())
         self._sizes = SEVERAL_ROWS if statistics else RECORDED_ROWS
@@ -182,10 +191,10 @@ class FakeRuns:
     def _run(
         self, plan: Plan, sizes: Sequence[int], kind: RunKind, loss: Loss
     ) -> tuple[RecordedSections, ...]:
-        if kind.waiting:
-            ends = self._with_other_ends(plan, sizes, kind, loss)
-            if ends:
-                return ends
+        found = self._with_other_ends(plan, sizes, kind, loss) if kind.waiting else ()
+        found = found or self._without_middles(plan, sizes, kind, loss)
+        if found:
+            return found
         batches = [resize_micro_batch(self._example, rows) for rows in sizes]
         slices = self._slices(plan, loss, cut=kind.cut)
         model, names = self._model_run(cut=kind.cut)
@@ -200,6 +209,8 @@ class FakeRuns:
         else:
             if is_whole or any(section.name for section in recorded[0].sections):
                 self.relaid = self.relaid or recorded[-1].copies_gradient
+                if kind.choice == "keep":
+                    self._complete.setdefault(kind._replace(waiting=False), recorded)
                 return recorded
         # It does not take being shortened, or its blocks do not follow one another: from now on
         # it is run whole, if it runs so.
@@ -212,6 +223,7 @@ class FakeRuns:
             self._short[kind.cut] = shortened_before
             raise
         self._runs, self._halved, self._ends, self._laid = {}, {}, {}, {}  # of the shortened model
+        self._complete = {}
         self.changes += 1
         return recorded
 
@@ -224,11 +236,54 @@ class FakeRuns:
         """
         usual = kind._replace(waiting=False)
         runs = self.recorded(plan, usual, tuple(sizes), sizes[-1])
-        if any(_holds_beyond(block) for run in runs for block in run.sections[1:-1]):
+        if any(holds_beyond(block) for run in runs for block in run.sections[1:-1]):
             return ()
         ends = self._with_one_block(plan, kind, sizes, loss)
         pairs = zip(runs, ends, strict=True) if ends else ()
-        return tuple(_with_ends_of(run, end) for run, end in pairs)
+        return tuple(with_ends_of(run, end) for run, end in pairs)
+
+    def _without_middles(
+        self, plan: Plan, sizes: Sequence[int], kind: RunKind, loss: Loss
+    ) -> tuple[RecordedSections, ...]:
+        """A run of the first and the last of blocks that are alike: those between are as the first.
+
+        Empty where no run that keeps all has shown them to be. What autocast has converted once it
+        does not convert again: there blocks differ in ways that this does not show.
+        """
+        autocasts = plan.precision == "bf16" and not kind.low
+        complete = None if autocasts else self._complete_run(kind)
+        model, names = self._model_run(cut=kind.cut)
+        short, order = shorten_model(model, most=2) or (None, ())
+        if complete is None or short is None:
+            return ()
+        remaining = [name for name, _ in independent_blocks(short)]
+        stands_for = {name: remaining[n] for name, n in zip(names, order, strict=True)}
+        if not all(middles_are_first(run, stands_for) for run in complete):
+            return ()
+        slices = self._slices(plan, loss, cut=kind.cut)
+        within = None if slices is None else of_shortened(slices, stands_for)
+        if (slices is None) != (within is None):
+            return ()
+        batches = [resize_micro_batch(self._example, rows) for rows in sizes]
+        policy = _with_policy(plan, kind.choice)
+        given = (self._workload(loss, short), remaining, batches, policy, self._device)
+        try:
+            found = record_sections(*given, within, as_sent=kind.as_sent)
+        except UntraceableError:
+            return ()
+        if any([s.name for s in run.sections] != ["", *remaining, ""] for run in found):
+            return ()
+        self.relaid = self.relaid or found[-1].copies_gradient
+        return tuple(with_middles(run, complete[-1], stands_for) for run in found)
+
+    def _complete_run(self, kind: RunKind) -> tuple[RecordedSections, ...] | None:
+        """A run of all the blocks that keeps all, with parameters tied as in another one.
+
+        Of blocks that keep less nobody asks what is beside them: how that is tied is nothing then.
+        """
+        usual = kind._replace(choice="keep", waiting=False)
+        ties = [usual] if kind.choice == "keep" else [usual, usual._replace(cut=not kind.cut)]
+        return next((self._complete[one] for one in ties if one in self._complete), None)
 
     def _with_one_block(
         self,
@@ -318,17 +373,6 @@ def resize_micro_batch(example: MicroBatch, rows: int) -> MicroBatch:
 
     count = max(1, example.count * rows // max(1, example.rows))
     return replace(example.map(grow), count=count, rows=rows)
-
-
-def _holds_beyond(section: Section) -> bool:
-    """Whether something lives until a moment of the first section or of the last."""
-    return any(one.until >= Anchor.FIRST for found in section.passes for one in found.storages)
-
-
-def _with_ends_of(run: RecordedSections, other: RecordedSections) -> RecordedSections:
-    """A run with what is before and after its blocks as in another one."""
-    sections = (other.sections[0], *run.sections[1:-1], other.sections[-1])
-    return replace(run, sections=sections)
 
 
 def _with_policy(plan: Plan, choice: BlockPolicy) -> Plan:
