@@ -53,6 +53,9 @@ class Traits:
     """Of the states, what no rank has whole at its highest moment: nothing (0), the optimizer's
     (1), the gradients too (2), the parameters too (3). No plan of it holds less than the rest whole
     and these by `state_ranks`: what is then above the memory is not looked at."""
+    gathers_whole: bool = False
+    """Where it shards the parameters, they are whole beside the shards, as layers see them, when a
+    forward pass has ended."""
     servers: int = 0
     """The first ranks of the dp axis that hold state and compute no loss: the others, the workers,
     share the global batch."""

@@ -113,8 +113,9 @@ class PlanBounds:
     def least_bytes(self, candidate: Candidate, plan: Plan) -> int:
         """No plan of this candidate holds less on its fullest rank: its share of the states."""
         numbers = self.evaluator.whole_model(candidate.rows).numbers
-        share = numbers // (candidate.pp * candidate.tp)
-        return self.evaluator.least_states(share, candidate.rows, plan)
+        given = (numbers // (candidate.pp * candidate.tp), candidate.rows, plan)
+        moments = (False, True)
+        return max(self.evaluator.least_states(*given, gradients=there) for there in moments)
 
     def floor_bytes(self, candidate: Candidate, plan: Plan) -> int:
         """No plan of this candidate holds less: its states and what micro-batches keep.

@@ -187,7 +187,14 @@ class PlanEvaluator:
         return self._seconds(plan, fit, fit.alike(fit.edges(None), choice))
 
     def least_states(self, numbers: int, rows: int, plan: Plan, *, gradients: bool = True) -> int:
-        """The states of so many trained numbers on the ranks that share them, on the fullest."""
+        """The states of so many trained numbers on the ranks that share them, on the fullest.
+
+        Args:
+            numbers: trained, on all ranks together.
+            rows: of a micro-batch.
+            plan: how they are shared.
+            gradients: when there are those; otherwise when all forward passes have ended.
+        """
         low = plan.bf16_parameters and plan.master_weights
         # Shards are the fp32 values themselves, gathered in bf16.
         keeps_fp32 = plan.replicate.optimizer_gets == "shards"
@@ -199,7 +206,11 @@ class PlanEvaluator:
             0.0 if plan.offload_tiers.optimizer != "device" else state,
         )
         stage = plan.replicate.sharded_states
-        return min_state_bytes(numbers, widths, stage, plan.state_ranks)
+        gathered = plan.replicate.gathers_whole and not gradients
+        used = 2.0 if plan.bf16_parameters else plain.parameters
+        return min_state_bytes(numbers, widths, stage, plan.state_ranks) + (
+            int(numbers * used) if gathered else 0
+        )
 
     def _state_widths(self, rows: int) -> StateWidths:
         """In one process, where nothing is sharded."""

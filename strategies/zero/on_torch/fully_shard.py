@@ -62,6 +62,7 @@ class FullySharded(Zero):
             # Stage 2 lets gathered parameters go before the last gradients are there: with bf16
             # parameters a deep model is then less at its highest than all of them and a shard.
             sharded_states=3,
+            gathers_whole=self.stage == 2,
             moves_parameters=True,
         )
 
