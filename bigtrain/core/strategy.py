@@ -95,6 +95,11 @@ class Plan:
         return self.precision == "bf16" and (own or not self.master_weights)
 
     @property
+    def converts_parameters(self) -> bool:
+        """Whether autocast converts fp32 parameters at each use."""
+        return self.precision == "bf16" and not self.bf16_parameters
+
+    @property
     def lays_weights(self) -> bool:
         """Whether weights are laid with their channels last: those who shard want them plain."""
         return self.channels_last and not self.replicate.sharded_states

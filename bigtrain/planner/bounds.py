@@ -7,18 +7,18 @@ the forecast of `prediction.predict`, which has run the step on fake tensors, is
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-
-import numpy as np
+from contextlib import suppress
 
 from bigtrain.core.strategy import Plan
+from bigtrain.errors import ConfigError
 from bigtrain.planner.evaluate import PlanEvaluator
 from bigtrain.planner.fit import StageFitter
 from bigtrain.planner.recompute_levels import RecomputeLevels
 from bigtrain.planner.space import Candidate
 from bigtrain.prediction.compose import wire_bytes
+from bigtrain.prediction.fake_runs.conversions import with_conversions
 from bigtrain.prediction.section_library import ModelSections
-from bigtrain.prediction.sections import OpLog, Section, SectionTensor, concatenate_sections
+from bigtrain.prediction.sections import Section, concatenate_sections
 from bigtrain.timing.step_time import PassSeconds, closed_form_bubble
 
 WORK_SLACK = 0.06
@@ -28,8 +28,6 @@ EVEN_SLACK = 0.03
 """The same of what is exchanged and updated, too, in stages that are alike; there 1.9 %."""
 END_SLACK = 0.01
 """The same where all is seen, but for what is after the blocks, which was read off other sizes."""
-CONVERSION_BYTES = 6
-"""For each number: of an fp32 weight that is read and written in bf16, and of its gradient."""
 
 
 class PlanBounds:
@@ -140,15 +138,13 @@ class PlanBounds:
         return self._smaller[key]
 
     def converts(self, plan: Plan) -> bool:
-        """Whether a bf16 run of it converts fp32 parameters at each use, as rates say it."""
-        return (
-            plan.precision == "bf16" and not plan.bf16_parameters and self.evaluator.blocks is None
-        )
+        """Whether it converts its parameters, and rates say how long a step takes."""
+        return plan.converts_parameters and self.evaluator.blocks is None
 
     def outdone_by(
         self, candidate: Candidate, plan: Plan, others: Iterable[Candidate], slack: float
     ) -> Candidate | None:
-        """Another one whose layers see bf16 parameters, no larger and slower by the slack at most.
+        """Another one whose parameters are not converted: smaller, and slower by the slack at most.
 
         Nothing is run for the candidate: what it takes is at least what the other does, and its
         conversions, and gradients of four bytes a number where those are exchanged.
@@ -156,29 +152,32 @@ class PlanBounds:
         Args:
             candidate: one that `converts`.
             plan: its own.
-            others: all that are alike but for how replicas share state.
+            others: all that are alike but for how replicas share state; those of one engine count.
             slack: a share of a step.
-
-        Raises:
-            ConfigError: another one cannot be run.
         """
         for other in others:
-            theirs = self.evaluator.plan_of(other)
-            smaller = self.least_bytes(other, theirs) < self.least_bytes(candidate, plan)
-            if not smaller or not theirs.bf16_parameters:
+            if other.engine != candidate.engine:  # each has buffers of its own beside the states
                 continue
-            fit = self.evaluator.fit(other, theirs, exact=False)
-            own_fit = self.evaluator.fit_of(candidate, plan, self._converting(fit))
-            least = self._even_seconds(candidate, plan, own_fit)
-            if least >= (1 - slack) * self._even_seconds(other, theirs, fit):
-                return other
+            with suppress(ConfigError):  # it cannot be run so
+                if self._outdoes(other, candidate, plan, slack):
+                    return other
         return None
+
+    def _outdoes(self, other: Candidate, candidate: Candidate, plan: Plan, slack: float) -> bool:
+        theirs = self.evaluator.plan_of(other)
+        smaller = self.least_bytes(other, theirs) < self.least_bytes(candidate, plan)
+        if not smaller or not theirs.bf16_parameters:
+            return False
+        fit = self.evaluator.fit(other, theirs, exact=False)
+        own_fit = self.evaluator.fit_of(candidate, plan, self._converting(fit))
+        least = self._even_seconds(candidate, plan, own_fit)
+        return least >= (1 - slack) * self._even_seconds(other, theirs, fit)
 
     def _converting(self, fit: StageFitter) -> RecomputeLevels:
         """The sections of a model of bf16 parameters as those of one that converts them."""
         kept = fit.levels["keep"]
         if id(kept) not in self._converted:  # the key is kept, so that its id stays its own
-            self._converted[id(kept)] = kept, _with_conversions(kept)
+            self._converted[id(kept)] = kept, with_conversions(kept)
         _, converting = self._converted[id(kept)]
         return RecomputeLevels(["keep"], lambda _: converting)
 
@@ -205,48 +204,3 @@ def _figures(section: Section, tp: int) -> tuple[int, ...]:
     alone = (concatenate_sections([one], begins=False, is_sent=False)[0] for one in section.passes)
     highest = max(max(timeline.steps()[1], default=0) for timeline in alone)
     return (highest, *(one.saved for one in section.passes), *wire_bytes(section, tp))
-
-
-def _with_conversions(model: ModelSections) -> ModelSections:
-    """A model of bf16 parameters as one of fp32 parameters that an autocast converts, at least.
-
-    Its blocks' matrices are converted in each pass, and their gradients are. What autocast
-    computes in fp32 and keeps for that is left out.
-    """
-    known: dict[tuple[int, ...], Section] = {}
-
-    def converting(section: Section) -> Section:
-        key = (id(section.tensors), id(section.forward), id(section.backward))
-        if key not in known:
-            low = [t for t in section.tensors if t.kind == "torch.bfloat16"]
-            matrices = [t for t in low if section.name and len(t.shape) > 1]
-            used, trained = (
-                sum(t.numbers for t in matrices if t.trained or not back) for back in (False, True)
-            )
-            known[key] = replace(
-                section,
-                tensors=tuple(_widened(t) for t in section.tensors),
-                forward=_with_bytes(section.forward, CONVERSION_BYTES * used),
-                backward=_with_bytes(section.backward, CONVERSION_BYTES * trained),
-            )
-        one = known[key]
-        return replace(section, tensors=one.tensors, forward=one.forward, backward=one.backward)
-
-    sections = tuple(converting(section) for section in model.sections)
-    return ModelSections(replace(model.base), sections)  # profiles are kept by the base
-
-
-def _widened(tensor: SectionTensor) -> SectionTensor:
-    if tensor.kind != "torch.bfloat16":
-        return tensor
-    return replace(tensor, nbytes=4 * tensor.numbers, kind="torch.float32")
-
-
-def _with_bytes(work: OpLog, nbytes: int) -> OpLog:
-    """With one more operation, that reads and writes so much."""
-    if not nbytes:
-        return work
-    row = (0.0, 0.0, float(nbytes), 1.0)
-    logs = (work.flops, work.low_flops, work.nbytes, work.times)
-    flops, low_flops, moved, times = (np.append(log, n) for log, n in zip(logs, row, strict=True))
-    return OpLog(flops, low_flops, moved, times, np.vstack([work.products, np.zeros((1, 4))]))

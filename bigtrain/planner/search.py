@@ -222,7 +222,7 @@ class PlanSearch:
         others = self._others[_whatever_shared(candidate)]
         better = self.bounds.outdone_by(candidate, plan, others, OUTDONE_SLACK)
         if better is not None:
-            words = f"larger, and no faster but for {OUTDONE_SLACK:.0%}, than {better.label}"
+            words = f"larger than {better.label}, and no faster but for {OUTDONE_SLACK:.0%}"
             self._refuse(opened, f"{candidate.label}: {words}")
 
     def _bound(self, opened: _OpenCandidate, plan: Plan) -> None:

@@ -98,7 +98,8 @@ def test_a_plan_is_forecast_as_its_run(name: str, seed: int) -> None:
     judge = planned.search.evaluator
     compared = 0
     for one in plans(judge, list(planned.search.space.candidates()), draw):
-        assert judge.floor_bytes(one.candidate, one.plan) <= one.peak.bytes, one.candidate
+        floor = planned.search.bounds.floor_bytes(one.candidate, one.plan)
+        assert floor <= one.peak.bytes, one.candidate
         parts = open_setup(one.job, make_plan(one.job, devices, "cpu"))
         for rank, peak in one.peaks.items():
             found = forecast_rank(parts.resolved, parts.workload, rank).forecast

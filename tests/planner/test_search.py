@@ -49,7 +49,7 @@ def roomy() -> PlannedAnswer:
 
 def test_nothing_that_fits_is_faster_than_what_is_found(roomy: PlannedAnswer) -> None:
     """Every candidate judged, one by one, against the search that stops early."""
-    judge = roomy.search.evaluator
+    judge, bounds = roomy.search.evaluator, roomy.search.bounds
     space = roomy.search.space
     found = []
     for candidate in space.candidates():

@@ -16,6 +16,7 @@ from bigtrain.job.load import load_job
 from bigtrain.machine.cluster import load_cluster
 from bigtrain.memory.cap import Limit
 from bigtrain.planner.ask import PlannedAnswer, Question, ask
+from bigtrain.planner.bounds import PlanBounds
 from bigtrain.planner.evaluate import EvaluatedPlan, PlanEvaluator
 from bigtrain.planner.show import plan_text, plan_values
 from bigtrain.planner.space import Candidate, SearchSpace
@@ -102,7 +103,7 @@ def test_a_plan_with_slices_is_forecast_as_its_run(deep: PlanEvaluator, named: A
 def test_nothing_with_slices_is_faster_than_what_is_found() -> None:
     """Every candidate judged, one by one, against the search that stops early."""
     answer = asked(40 * MIB, 4, tp=2)
-    judge, found = answer.search.evaluator, []
+    judge, bounds, found = answer.search.evaluator, answer.search.bounds, []
     for candidate in answer.search.space.candidates():
         try:
             plan = judge.plan_of(candidate)
@@ -190,10 +191,11 @@ def test_what_cannot_be_sliced_is_planned_whole(
 
 def test_stretches_of_a_sequence_hold_less_than_whole_activations(deep: PlanEvaluator) -> None:
     whole, stretches = of("tensor", 1, 1, 8, 4), of("tensor_sequence", 1, 1, 8, 4)
+    bounds = PlanBounds(deep)
     for one in (whole, stretches):
-        deep.even_seconds(one, deep.plan_of(one))
-    assert deep.holds_no_more(stretches, whole)
-    assert not deep.holds_no_more(whole, stretches)
+        bounds.even_seconds(one, deep.plan_of(one))
+    assert bounds.holds_no_more(stretches, whole)
+    assert not bounds.holds_no_more(whole, stretches)
 
 
 WIDE = "model.args={num_layers: 2, width: 8192, num_heads: 64, sequence_length: 2048}"

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from bigtrain.costs.traffic import EXCHANGES, Traffic
 from bigtrain.costs.state_bytes import StateWidths
+from bigtrain.costs.traffic import EXCHANGES, Traffic
 from bigtrain.schedules.orders import IN_FLIGHT_CHANGE, Action, check_schedule
 
 RecomputeLevel = Literal["none", "selective", "full"]

@@ -18,12 +18,12 @@ from support.parity import adamw
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.workload import Workload
+from bigtrain.costs.state_bytes import StateWidths, min_state_bytes
 from bigtrain.data import MicroBatch
 from bigtrain.job.load import job_from_keys
 from bigtrain.losses.loss import CrossEntropy
 from bigtrain.models.blueprint import describe
 from bigtrain.models.gpt import GPT, GPTConfig
-from bigtrain.costs.state_bytes import StateWidths, min_state_bytes
 from bigtrain.prediction.predict import forecast_step
 from bigtrain.prediction.record import make_profile
 from published.formulas import AUTOCAST, BF16, FP32, largest_model, numbers_sent

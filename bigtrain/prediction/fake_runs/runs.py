@@ -99,6 +99,7 @@ class FakeRuns:
         self._ends: dict[object, Section] = {}
         self._complete: dict[RunKind, tuple[RecordedSections, ...]] = {}
         self._short: dict[bool, tuple[nn.Module, Mapping[str, str]]] = {}
+        self._still_shorter: dict[object, tuple[nn.Module | None, tuple[int, ...]]] = {}
         statistics = any(isinstance(module, _NormBase) for module in model.modules())
         self._sizes = SEVERAL_ROWS if statistics else RECORDED_ROWS
         self.named = [name for name, _ in independent_blocks(model)]
@@ -250,10 +251,9 @@ class FakeRuns:
         Empty where no run that keeps all has shown them to be. What autocast has converted once it
         does not convert again: there blocks differ in ways that this does not show.
         """
-        autocasts = plan.precision == "bf16" and not kind.low
-        complete = None if autocasts else self._complete_run(kind)
+        complete = None if plan.converts_parameters else self._complete_run(kind)
         model, names = self._model_run(cut=kind.cut)
-        short, order = shorten_model(model, most=2) or (None, ())
+        short, order = self._shorter(model, 2)
         if complete is None or short is None:
             return ()
         remaining = [name for name, _ in independent_blocks(short)]
@@ -295,7 +295,7 @@ class FakeRuns:
     ) -> tuple[RecordedSections, ...]:
         """A run for what is before and after the blocks; none where these are not all alike."""
         model, names = self._model_run(cut=kind.cut)
-        short, order = shorten_model(model, most=1) or (None, ())
+        short, order = self._shorter(model, 1)
         slices = self._slices(plan, loss, cut=kind.cut)
         if short is None or set(order) != {0}:
             return ()
@@ -308,6 +308,12 @@ class FakeRuns:
         except UntraceableError:
             return ()
         return found if all(run.profile is None for run in found) else ()
+
+    def _shorter(self, model: nn.Module, most: int) -> tuple[nn.Module | None, tuple[int, ...]]:
+        """See `shorten_model`, of one that is run; no model where there is nothing to leave out."""
+        if (model, most) not in self._still_shorter:
+            self._still_shorter[model, most] = shorten_model(model, most) or (None, ())
+        return self._still_shorter[model, most]
 
     def _workload(self, loss: Loss, model: nn.Module) -> Workload:
         return Workload(model, self._example, loss, self._make_optimizer)
