@@ -109,11 +109,27 @@ def schedule_orders(schedule: str, pp: int, stages_per_rank: int, micro_batches:
     Raises:
         ConfigError: see `check_schedule`.
     """
+    given = (schedule, pp, stages_per_rank, micro_batches)
+    return tuple(_rank_order(*given, rank) for rank in range(pp))
+
+
+@lru_cache(maxsize=1024)
+def rank_order(
+    schedule: str, pp: int, stages_per_rank: int, micro_batches: int, rank: int
+) -> tuple[Action, ...]:
+    """What one rank does in a step: see `schedule_orders`, which takes longer for many ranks."""
+    return _rank_order(schedule, pp, stages_per_rank, micro_batches, rank)
+
+
+def _rank_order(
+    schedule: str, pp: int, stages_per_rank: int, micro_batches: int, rank: int
+) -> tuple[Action, ...]:
     check_schedule(schedule, pp, stages_per_rank, micro_batches)
     if schedule in TORCH_SCHEDULES:
-        return _from_torch(TORCH_SCHEDULES[schedule], pp, stages_per_rank, micro_batches)
+        rows = _torch_rows(TORCH_SCHEDULES[schedule], pp, stages_per_rank, micro_batches)
+        return tuple(_actions(rows[rank]))
     ahead = forwards_ahead(schedule, pp, micro_batches)
-    return tuple(tuple(_one_stage(rank, ahead[rank], micro_batches)) for rank in range(pp))
+    return tuple(_one_stage(rank, ahead[rank], micro_batches))
 
 
 def forwards_ahead(schedule: str, pp: int, micro_batches: int) -> tuple[int, ...]:
@@ -135,15 +151,15 @@ def _one_stage(stage: int, ahead: int, micro_batches: int) -> Iterator[Action]:
             yield Action(stage, "F", ahead + number)
 
 
-def _from_torch(name: str, pp: int, stages_per_rank: int, micro_batches: int) -> Orders:
+@lru_cache(maxsize=2)
+def _torch_rows(name: str, pp: int, stages_per_rank: int, micro_batches: int) -> Any:
     """The table that torch's class makes, which is the order in which its runtime computes.
 
     Its constructor wants stages only for how many there are. What it does next, placing every
     send and receive, takes seconds for 512 micro-batches and changes no order: it is left out.
     (Were the method that does it renamed, this would be slower, and as right.)
     """
-    rows = pipeline_table(name, pp, stages_per_rank, micro_batches, sending=False).pipeline_order
-    return tuple(tuple(_actions(rows[rank])) for rank in range(pp))
+    return pipeline_table(name, pp, stages_per_rank, micro_batches, sending=False).pipeline_order
 
 
 def pipeline_table(

@@ -13,7 +13,7 @@ from bigtrain.schedules.orders import (
     TORCH_SCHEDULES,
     Action,
     ActionKind,
-    schedule_orders,
+    rank_order,
     stage_ranks,
 )
 
@@ -32,7 +32,7 @@ def transfers(
     received is taken to come in time.
     """
     given = (schedule, pp, stages_per_rank, micro_batches)
-    actions = schedule_orders(*given)[rank]
+    actions = rank_order(*given, rank)
     if schedule == "1f1b":
         return tuple(_one_ahead(actions))
     if schedule == "naive":  # the last stage hears of its gradient's arrival with the next output
@@ -59,7 +59,7 @@ def turns(
     """
     if schedule != "1f1b":
         return ()
-    return tuple(_at_turns(schedule_orders(schedule, pp, stages_per_rank, micro_batches)[rank]))
+    return tuple(_at_turns(rank_order(schedule, pp, stages_per_rank, micro_batches, rank)))
 
 
 def _at_turns(actions: Sequence[Action]) -> Iterator[InTransit]:

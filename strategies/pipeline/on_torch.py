@@ -18,7 +18,7 @@ from bigtrain.schedules.in_flight import in_flight_by_stage
 from bigtrain.schedules.orders import (
     SPLIT_BACKWARD_SCHEDULES,
     check_schedule,
-    schedule_orders,
+    rank_order,
     stage_ranks,
 )
 from bigtrain.schedules.transfers import transfers, turns
@@ -61,7 +61,7 @@ class TorchPipeline(Pipeline):
         """See `CutStrategy.actions`."""
         schedule = (self.schedule, plan.pp, self.per_rank(), plan.batch.accumulation_steps)
         way = (transfers(*schedule, pp_rank), turns(*schedule, pp_rank))
-        return RankActions(schedule_orders(*schedule)[pp_rank], *way)
+        return RankActions(rank_order(*schedule, pp_rank), *way)
 
     def apply(self, assembly: Assembly) -> None:
         """Make this rank's stages, and let the schedule own the step."""
