@@ -205,24 +205,34 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         """What a function is given; None where that does not decide what it gives."""
         modes = (self._of_cuda, torch.is_inference_mode_enabled(), torch.get_default_dtype())
         parts: list[Any] = [func, *modes]
+        numbers: set[torch.dtype] = set()
+        others: set[torch.dtype] = set()
         try:
-            is_said = self._describe(args, parts)
+            is_said = self._describe(args, parts, numbers, others)
             if kwargs and is_said:
                 parts += kwargs
-                is_said = self._describe(kwargs.values(), parts)
+                is_said = self._describe(kwargs.values(), parts, numbers, others)
         except (RuntimeError, NotImplementedError):  # sparse: it has no strides
             return None
-        return parts if is_said else None
+        # Numbers without a dim may count as Python's, and these as no type at all: where they are
+        # of another type than all else, torch says what comes of them.
+        is_one_type = numbers <= others if others else len(numbers) <= 1
+        return parts if is_said and (is_one_type or _is_in_place(func)) else None
 
-    def _describe(self, values: Iterable[Any], parts: list[Any]) -> bool:
+    def _describe(
+        self,
+        values: Iterable[Any],
+        parts: list[Any],
+        numbers: set[torch.dtype],
+        others: set[torch.dtype],
+    ) -> bool:
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
                 shape, dtype = value.shape, value.dtype
                 if dtype in _COMPLEX or value.fake_mode is not self:
                     return False
-                if not shape and not _is_in_place(parts[0]):
-                    return False  # numbers without a dim may count as Python's
+                (others if shape else numbers).add(dtype)
                 if value.constant is not None:
                     return False
                 parts += (
@@ -237,7 +247,7 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 parts += (kind, value)
             elif kind is list or kind is tuple:
                 parts += (kind, len(value))
-                if not self._describe(value, parts):
+                if not self._describe(value, parts, numbers, others):
                     return False
             else:
                 return False
@@ -249,7 +259,7 @@ def _outcome(func: Any, args: Sequence[Any], kwargs: Any, result: Any) -> _Outco
     given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, FakeTensor)]
     if any(word in func.name() for word in _RESHAPING):
         return _UNKNOWN
-    if not given and (kwargs.get("device") is None or kwargs.get("dtype") is None):
+    if not given and kwargs.get("device") is None:
         return _UNKNOWN  # it depends on what is set by default
     for number, one in enumerate(args):
         if result is one and isinstance(one, FakeTensor):
