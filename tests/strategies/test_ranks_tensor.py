@@ -207,6 +207,8 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "zbv", "layer_s
         ("tensor", ("gpt, tied", "own")),
         # The patches of a picture and its class are 17 places.
         ("tensor_sequence", ("gpt, tied", "placed", "vit")),
+        # Of pictures the stretches are of channels, or of their rows.
+        pytest.param("tensor_sequence", (SMOOTH, "convnext"), marks=pytest.mark.full),
     ],
 )
 def test_stages_that_send_each_other_parts_equal_one_process(
