@@ -124,11 +124,6 @@ class OpLog:
     products: NDArray[np.float64]
     """Of those that are matrix products the sizes, see `op_cost.ProductSize`: (operations, 4)."""
 
-    def equals(self, other: OpLog) -> bool:
-        """Whether both have the same operations in the same order."""
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return self is other or all(np.array_equal(a, b) for a, b in pairs)
-
     def scaled(self, factor: float) -> OpLog:
         """Operations that are larger or smaller; the sizes of products stay."""
         flops, low_flops = self.flops * factor, self.low_flops * factor

@@ -62,6 +62,7 @@ FULL = {
     "strategies/test_ranks_offload.py::test_checkpoints_go_both_ways": 2,
     "strategies/test_ranks_offload_on_host.py::test_late_copies_change_nothing": 16,
     "strategies/test_ranks_tensor.py::test_models_in_slices_equal_one_process": 2,
+    "strategies/test_ranks_tensor.py::test_stages_that_send_each_other_parts_equal_one_process": 1,
     "strategies/zero/test_ranks_on_deepspeed.py::test_it_equals_one_process": 2,
     "strategies/zero/test_ranks_on_deepspeed.py::test_the_peak_of_every_rank_is_predicted": 1,
     "strategies/zero/test_ranks_on_fairscale.py::test_the_peak_of_the_fullest_rank_is_predicted": 2,

@@ -25,7 +25,7 @@ def with_conversions(model: ModelSections) -> ModelSections:
     def converting(section: Section) -> Section:
         key = (id(section.tensors), id(section.forward), id(section.backward))
         if key not in known:
-            low = [t for t in section.tensors if t.kind == "torch.bfloat16"]
+            low = [t for t in section.tensors if _is_low(t)]
             matrices = [t for t in low if section.name and len(t.shape) > 1]
             used, trained = (
                 sum(t.numbers for t in matrices if t.trained or not back) for back in (False, True)
@@ -44,9 +44,14 @@ def with_conversions(model: ModelSections) -> ModelSections:
 
 
 def _widened(tensor: SectionTensor) -> SectionTensor:
-    if tensor.kind != "torch.bfloat16":
+    if not _is_low(tensor):
         return tensor
-    return replace(tensor, nbytes=4 * tensor.numbers, kind="torch.float32")
+    return replace(tensor, nbytes=2 * tensor.nbytes, kind=f"{tensor.kind}, widened")
+
+
+def _is_low(tensor: SectionTensor) -> bool:
+    """Whether it is a parameter of two bytes a number."""
+    return not tensor.is_buffer and tensor.nbytes == 2 * tensor.numbers
 
 
 def _with_bytes(work: OpLog, nbytes: int) -> OpLog:
