@@ -136,7 +136,10 @@ def _show(planned: PlannedAnswer, margin: str, path: Path, options: PlanOptions)
     lines.append(f"plan: {path}")
     job = f" --config {options.job}" if options.job else ""
     # What was said of the strategy is for the search: the plan's own word is what was found.
-    own_words = [word for word in options.overrides if not word.startswith("strategy.")]
+    settled: tuple[str, ...] = ("strategy.",)
+    if options.global_batch_size is not None:  # so has its batch, which a word would undo
+        settled = (*settled, "train.global_batch_size=")
+    own_words = [word for word in options.overrides if not word.startswith(settled)]
     words = "".join(f" {shlex.quote(word)}" for word in own_words)
     devices = planned.question.devices
     if devices <= planned.question.cluster.node.devices:

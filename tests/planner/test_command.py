@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,20 @@ def test_the_best_plan_is_written_and_can_be_read_back(here: Path, capsys: Any) 
     assert job.strategy.name == "planned"
     assert job.mesh.dp * (job.mesh.pp or 1) == 4
     assert "<svg" in (here / "front.svg").read_text()
+
+
+def test_a_batch_of_the_command_is_not_undone_by_a_word(here: Path, capsys: Any) -> None:
+    """The plan is for 12 samples, and the line that runs it says nothing of 16."""
+    words = ["--devices", "2", "--cluster", "cpu", *SMALL]
+    assert main([*words, "--global-batch-size", "12"]) == 0
+    (line,) = [one for one in capsys.readouterr().out.splitlines() if one.startswith("run it: ")]
+    assert "train.global_batch_size" not in line
+    given = shlex.split(line)
+    given = given[given.index("plan.yaml") + 1 :]
+    job = load_job(None, None, given, plan=str(here / "plan.yaml"))
+    assert job.train.global_batch_size == 12
+    assert main(words) == 0
+    assert "train.global_batch_size=16" in capsys.readouterr().out
 
 
 def test_a_machine_gets_one_document(capsys: Any) -> None:
