@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.nets import small_vit
-from support.plan_candidates import GPT, candidate_of
+from support.plan_candidates import GPT, candidate_of, every_plan
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.data.loader import MicroBatch
@@ -19,7 +19,7 @@ from bigtrain.memory.cap import Limit
 from bigtrain.models import make_model
 from bigtrain.optim.factory import optimizer_factory
 from bigtrain.planner.ask import PlannedAnswer, Question, ask
-from bigtrain.planner.bounds import WORK_SLACK, PlanBounds
+from bigtrain.planner.bounds import PlanBounds
 from bigtrain.planner.evaluate import EvaluatedPlan
 from bigtrain.planner.search import OUTDONE_SLACK
 from bigtrain.planner.space import Candidate
@@ -53,21 +53,8 @@ def planned() -> PlannedAnswer:
 
 def test_what_converts_is_left_out_only_where_it_is_not_faster(planned: PlannedAnswer) -> None:
     """Every candidate evaluated, one by one: the fastest is missed by the slack at most."""
-    judge, bounds, seconds = planned.search.evaluator, planned.search.bounds, []
-    for candidate in planned.search.space.candidates():
-        try:
-            plan = judge.plan_of(candidate)
-        except ConfigError:  # a technique refuses it
-            continue
-        one = judge.evaluate(candidate, plan, planned.question.limit)
-        if isinstance(one, EvaluatedPlan):
-            seconds.append(one.seconds.total)
-            most = one.seconds.total * (1 + 1e-9)
-            assert bounds.least_seconds(candidate) <= most / (1 - WORK_SLACK)
-            assert bounds.even_seconds(candidate, plan) <= most
-            assert bounds.kept_seconds(candidate, plan) <= most
-            assert bounds.least_bytes(candidate, plan) <= one.peak.bytes
-            assert bounds.floor_bytes(candidate, plan) <= one.peak.bytes
+    every = every_plan(planned.search, planned.question.limit)
+    seconds = [one.seconds.total for one in every]
     best = planned.result.best[0].seconds.total
     assert (1 - OUTDONE_SLACK) * best <= min(seconds) <= best
     reasons = [one.reason for one in planned.result.rejected]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.full import in_turn
-from support.plan_candidates import GPT, candidate_of
+from support.plan_candidates import GPT, candidate_of, every_plan
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.engine.setup import open_setup
@@ -49,24 +49,8 @@ def roomy() -> PlannedAnswer:
 
 def test_nothing_that_fits_is_faster_than_what_is_found(roomy: PlannedAnswer) -> None:
     """Every candidate judged, one by one, against the search that stops early."""
-    judge, bounds = roomy.search.evaluator, roomy.search.bounds
-    space = roomy.search.space
-    found = []
-    for candidate in space.candidates():
-        try:
-            plan = judge.plan_of(candidate)
-        except Exception:  # noqa: BLE001 - a technique refuses it
-            continue
-        judged = judge.evaluate(candidate, plan, roomy.question.limit)
-        if isinstance(judged, EvaluatedPlan):
-            found.append(judged.seconds.total)
-            assert judged.peak.bytes <= roomy.question.limit
-            most = judged.seconds.total * (1 + 1e-9)
-            assert bounds.least_seconds(candidate) <= most
-            assert bounds.even_seconds(candidate, plan) <= most
-            assert bounds.kept_seconds(candidate, plan) <= most
-            assert bounds.least_bytes(candidate, plan) <= judged.peak.bytes
-            assert bounds.floor_bytes(candidate, plan) <= judged.peak.bytes
+    every = every_plan(roomy.search, roomy.question.limit)
+    found = [one.seconds.total for one in every]
     found.sort()
     best = [one.seconds.total for one in roomy.result.best]
     assert best == pytest.approx(found[: len(best)])

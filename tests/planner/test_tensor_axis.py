@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.plan_candidates import every_plan
 
 from bigtrain.assembly.make_plan import make_plan
 from bigtrain.core.variants import Variant, preset_options
@@ -103,22 +104,8 @@ def test_a_plan_with_slices_is_forecast_as_its_run(deep: PlanEvaluator, named: A
 def test_nothing_with_slices_is_faster_than_what_is_found() -> None:
     """Every candidate judged, one by one, against the search that stops early."""
     answer = asked(40 * MIB, 4, tp=2)
-    judge, bounds, found = answer.search.evaluator, answer.search.bounds, []
-    for candidate in answer.search.space.candidates():
-        try:
-            plan = judge.plan_of(candidate)
-            least = bounds.least_seconds(candidate)
-        except ConfigError:  # a technique refuses it
-            continue
-        judged = judge.evaluate(candidate, plan, answer.question.limit)
-        if isinstance(judged, EvaluatedPlan):
-            found.append(judged.seconds.total)
-            most = judged.seconds.total * (1 + 1e-9)
-            assert least <= most
-            assert bounds.even_seconds(candidate, plan) <= most
-            assert bounds.kept_seconds(candidate, plan) <= most
-            assert bounds.least_bytes(candidate, plan) <= judged.peak.bytes
-            assert bounds.floor_bytes(candidate, plan) <= judged.peak.bytes
+    every = every_plan(answer.search, answer.question.limit)
+    found = [one.seconds.total for one in every]
     best = [one.seconds.total for one in answer.result.best]
     assert best == pytest.approx(sorted(found)[: len(best)])
     assert best

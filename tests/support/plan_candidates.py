@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from bigtrain.core.variants import Variant, preset_options
+from bigtrain.errors import ConfigError
+from bigtrain.planner.evaluate import EvaluatedPlan
+from bigtrain.planner.search import PlanSearch
 from bigtrain.planner.space import Candidate
 
 GPT = [
@@ -45,3 +50,24 @@ def candidate_of(
     if offload is not None:
         place = Variant(f"offload_{offload}", {"optimizer": offload})
     return Candidate(pp, dp, replicate, rows, micro_batches, cut, place)
+
+
+def every_plan(search: PlanSearch, limit: int) -> Iterator[EvaluatedPlan]:
+    """Every candidate evaluated, one by one: those that fit, and none of its bounds is above it."""
+    evaluator, bounds = search.evaluator, search.bounds
+    for candidate in search.space.candidates():
+        try:
+            plan = evaluator.plan_of(candidate)
+            least = bounds.least_seconds(candidate)
+        except ConfigError:  # a technique refuses it
+            continue
+        one = evaluator.evaluate(candidate, plan, limit)
+        if isinstance(one, EvaluatedPlan):
+            most = one.seconds.total * (1 + 1e-9)
+            assert least <= most
+            assert bounds.even_seconds(candidate, plan) <= most
+            assert bounds.kept_seconds(candidate, plan) <= most
+            assert bounds.least_bytes(candidate, plan) <= one.peak.bytes
+            assert bounds.floor_bytes(candidate, plan) <= one.peak.bytes
+            assert one.peak.bytes <= limit
+            yield one
