@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from bigtrain.errors import ConfigError
-from bigtrain.losses.chunked_cross_entropy import current_targets, restored_targets
+from bigtrain.losses.global_mean import restored_scope, scope_state
 from bigtrain.slicing.kept_sums import KeptSums
 from bigtrain.tensors.op_cost import mutated_tensors
 from bigtrain.versions.torch_versions import CHECKPOINT_OPTIONS
@@ -58,7 +58,7 @@ def checkpoint_block(
     keeping what is dear.
     """
     leaves, structure = tree_flatten((args, kwargs))
-    targets, original = current_targets(), [(args, kwargs)]
+    scope, original = scope_state(), [(args, kwargs)]
     policy = _SelectivePolicy()
     sums = KeptSums(policy.keeps, policy.keep)
     del args, kwargs  # what is kept is kept as leaves alone
@@ -75,7 +75,7 @@ def checkpoint_block(
             return compute(*args_now, **kwargs_now)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        same = (lambda: freeze_running_statistics(module), lambda: restored_targets(targets))
+        same = (lambda: freeze_running_statistics(module), lambda: restored_scope(scope))
         if not selective:
             return nullcontext(), _ReentrantContexts(*same)
         first, again = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]

@@ -21,7 +21,7 @@ from bigtrain.core.state import load_optimizer, load_tensors, model_state
 from bigtrain.core.strategy import Assembly
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import BigtrainError, NonFiniteError
-from bigtrain.losses.chunked_cross_entropy import head_targets
+from bigtrain.losses.global_mean import loss_scope
 from bigtrain.optim.in_backward import InBackwardUpdate
 from bigtrain.optim.partitioned import PartitionedUpdate
 from bigtrain.optim.update import Update, WholeUpdate
@@ -44,6 +44,7 @@ class StepRunner:
     def __init__(self, assembly: Assembly, named: Mapping[str, nn.Parameter]) -> None:
         self.context = assembly.context
         self.module = assembly.model
+        self.loss = assembly.loss
         self.roots: Sequence[nn.Module] = assembly.roots
         self.meter = assembly.meter
         self._precision = assembly.plan.precision
@@ -252,7 +253,6 @@ class LoopRunner(StepRunner):
         assembly.meter.label(assembly.model.parameters(), "parameters")
         assembly.meter.label(assembly.model.buffers(), "buffers")
         super().__init__(assembly, named)
-        self.loss = assembly.loss
         self._wrapped = assembly.module
         self._sync = assembly.sync or (lambda _last: nullcontext())
 
@@ -294,7 +294,7 @@ class LoopRunner(StepRunner):
 
     def forward_loss(self, placed: MicroBatch) -> Tensor:
         """The summed loss of one micro-batch, which is on the device."""
-        with head_targets(self.loss, placed.targets):
+        with loss_scope(self.loss, placed):
             with self.autocast():
                 output = self._wrapped(placed.inputs)
             loss = self.loss(output, placed.targets, placed.count)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bigtrain.data.loader import MicroBatch
+from bigtrain.losses.loss import Loss
 from bigtrain.tensors.shards import SavedTensor, StateTensor
 
 
@@ -50,6 +51,7 @@ class Runner(Protocol):
     optimizer: torch.optim.Optimizer
     roots: Sequence[nn.Module]
     """What computes here: the model itself, or this rank's stages of it."""
+    loss: Loss
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepLoss:
         """Run this rank's micro-batches of one global batch, forward and backward.

@@ -29,7 +29,8 @@ from bigtrain.cutting.stage_program import SkippedResult, StageProgram, ValueId
 from bigtrain.data.loader import MicroBatch
 from bigtrain.devices import generator_state, set_generator_state
 from bigtrain.errors import ConfigError
-from bigtrain.losses.chunked_cross_entropy import head_targets, is_head_loss
+from bigtrain.losses.chunked_cross_entropy import is_head_loss
+from bigtrain.losses.global_mean import is_apart, loss_scope, unwind_frames
 from bigtrain.losses.loss import Loss
 from bigtrain.slicing.wires import Crossing
 from bigtrain.tensors.tree import map_tensors, matching_tensors, tree_tensors
@@ -161,7 +162,7 @@ class Stage(nn.Module):
     ) -> Any:
         if scale is None or not self.last:
             return self._part(wires, micro_batch)
-        with head_targets(self._loss, micro_batch.targets):
+        with loss_scope(self._loss, micro_batch):
             output = self._part(wires, micro_batch)
             loss = self._loss(output, micro_batch.targets, micro_batch.count)
         if micro_batch.count == 0:  # padding: it only keeps the ranks in step
@@ -181,7 +182,11 @@ class Stage(nn.Module):
             ):
                 if not self.index:
                     forbid_placeholders()
-                output = self._whole(inputs)
+                try:
+                    output = self._whole(inputs)
+                except _Done:
+                    unwind_frames()  # before what was entered ahead of them is left
+                    raise
             stage_pass.check_output(output)
         except _Done as done:
             if done.run is not stage_pass:
@@ -391,7 +396,7 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self._off:
+        if not self._off and not is_apart():
             leaves = returned_tensors(result)
             if leaves:
                 self._run.function(leaves)

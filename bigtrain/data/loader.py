@@ -39,6 +39,9 @@ class MicroBatch:
     """Valid targets; 0 for padding, whose loss must be multiplied by nothing."""
     rows: int
     """Samples; 0 for padding."""
+    totals: tuple[float, ...] | None = None
+    """What the means of a loss divide by, added up over the global batch, after its rows; None
+    where the loss has its count from the targets alone. See `losses.global_mean`."""
 
     @property
     def padding(self) -> bool:
@@ -77,7 +80,7 @@ class MicroBatch:
     def first_rows(self, rows: int, count: Callable[[Any], int | float]) -> MicroBatch:
         """The first rows, or all where there are fewer; `count` is a loss's."""
         cut = self.map(lambda tensor: tensor[:rows] if tensor.dim() else tensor)
-        return replace(cut, count=count(cut.targets), rows=min(rows, self.rows))
+        return replace(cut, count=count(cut.targets), rows=min(rows, self.rows), totals=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ It is all of bigtrain that a training loop needs, the project's own `train.py` i
 from __future__ import annotations
 
 import importlib
-import sys
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -37,16 +37,17 @@ from bigtrain.core.workload import Workload
 from bigtrain.costs.traffic import StepVolume
 from bigtrain.data import MicroBatch, Step
 from bigtrain.engine.example import is_resized
+from bigtrain.engine.follow_loss import agree_on_loss, with_own_totals
 from bigtrain.engine.out_of_memory import (
     OutOfMemoryContext,
     explain_out_of_memory,
     predict_out_of_memory,
 )
-from bigtrain.engine.probe_loss import agree_on_loss
 from bigtrain.engine.remedies import ForecastInputs
 from bigtrain.engine.seeds import continue_streams, kernels_as_asked, seed_everything, stream_of
 from bigtrain.errors import ConfigError, NonFiniteError
 from bigtrain.job.schema import Job
+from bigtrain.losses.global_mean import GlobalMeanLoss, watch_owners
 from bigtrain.losses.loss import Loss, as_loss, count_targets
 from bigtrain.losses.tasks import CustomTask, Task
 from bigtrain.memory.added_bytes import StatePeaks
@@ -138,10 +139,11 @@ class Engine:
         )
         check_mesh(plan, context)
         self.blueprint = as_blueprint(model)
-        probed = None if resolved else example  # what is resolved was probed before
-        self.loss, lines = agree_on_loss(as_loss(loss), self.blueprint.model, probed, context)
+        probed = None if resolved else example  # what is resolved was followed before
+        parts = plan.batch.num_parts
+        self.loss = agree_on_loss(as_loss(loss), self.blueprint.model, probed, parts, context)
         if probed is not None:
-            example = replace(probed, count=self.loss.count(probed.targets))
+            example = with_own_totals(self.loss, probed)
         self.task = task or CustomTask(self.loss)
         self.steps_done = self.samples_seen = 0
         self._learning_rate = learning_rate
@@ -151,8 +153,8 @@ class Engine:
         )
         self.resolved = resolved or resolve_plan(plan, workload)
         self.plan, self.layout = self.resolved.plan, self.resolved.layout
-        self.notes = lines if resolved else [*lines, *self.resolved.notes]
-        """What there is to say of the loss and of the choices made."""
+        self.notes = [] if resolved else [*self.resolved.notes]
+        """What there is to say of the choices made."""
         self.advice = [*self.notes]
         """Where a technique cannot help: known with the prediction."""
         if self.layout is not None and example is not None and context.is_main:
@@ -209,6 +211,7 @@ class Engine:
         if unseen and not isinstance(batch, Step):
             self._probe_first(*batch)
         micro_batches, samples = self._micro_batches(batch)
+        micro_batches = self._with_totals(micro_batches)
         if unseen or self._is_other(micro_batches[0]):
             self._predict_from(micro_batches[0])
             began = time.perf_counter()
@@ -384,15 +387,15 @@ class Engine:
         return not self.steps_done and is_resized(example, first, self.job, self.layout)
 
     def _probe_first(self, inputs: Any, targets: Any) -> None:
-        """See what the loss counts on the first batch, where there was no example."""
+        """See what the loss divides by on the first batch, where there was no example."""
         rows = next((len(tensor) for tensor in tree_tensors(inputs)), 0)
         model = self.runner.module if self._skeleton is None else self._skeleton.model
-        batch = MicroBatch(inputs, targets, 0, rows)
-        self.loss, lines = agree_on_loss(self.loss, model, batch, self.context)
+        batch, parts = MicroBatch(inputs, targets, 0, rows), self.plan.batch.num_parts
+        followed = agree_on_loss(self.loss, model, batch, parts, self.context)
+        watch_owners(followed, self.runner.module)
+        self.loss = self.runner.loss = followed
         if isinstance(self.task, CustomTask):
             self.task = CustomTask(self.loss)
-        for line in lines if self.context.is_main else ():
-            sys.stderr.write(f"bigtrain: {line}\n")
 
     def _predict_from(self, example: MicroBatch) -> None:
         if self._skeleton is None:
@@ -424,6 +427,17 @@ class Engine:
             for group in groups:
                 group["lr"] = self._learning_rate(self.steps_done)
         return float(groups[0]["lr"])
+
+    def _with_totals(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches with what their loss divides by, added up over the global batch."""
+        if not isinstance(self.loss, GlobalMeanLoss):
+            return micro_batches
+
+        def add_up(own: Sequence[float]) -> list[float]:
+            rows = self.context.all_gather_rows(own, "dp")
+            return [math.fsum(column) for column in zip(*rows, strict=True)]
+
+        return self.loss.with_totals(micro_batches, add_up)
 
     def _micro_batches(self, batch: Step | tuple[Any, Any]) -> tuple[list[MicroBatch], int]:
         if isinstance(batch, Step):

@@ -23,7 +23,7 @@ from bigtrain.data import (
 from bigtrain.devices import is_accelerator
 from bigtrain.engine.choose_loss import check_chunks, choose_loss
 from bigtrain.engine.engine import Engine
-from bigtrain.engine.probe_loss import probe_loss
+from bigtrain.engine.follow_loss import follow_loss, with_own_totals
 from bigtrain.errors import ConfigError
 from bigtrain.job.import_path import load_object
 from bigtrain.job.schema import Job
@@ -173,8 +173,8 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
     if job.model.loss is not None:
         loss = as_loss(load_object(job.model.loss, "model.loss"))
     example = _example(data, plan.batch.micro_size, loss)
-    loss, said = probe_loss(loss, blueprint.model, example)
-    example = replace(example, count=loss.count(example.targets))
+    loss = follow_loss(loss, blueprint.model, example, plan.batch.num_parts)
+    example = with_own_totals(loss, example)
     if job.model.loss is None:
         cut = plan.techniques.get("cut")
         several_waiting = (
@@ -197,7 +197,7 @@ def open_setup(job: Job, plan: Plan) -> RunSetup:
         data=data,
         blueprint=blueprint,
         workload=workload,
-        resolved=replace(resolved, notes=(*said, *resolved.notes)),
+        resolved=resolved,
         order=order,
         total_steps=_total_steps(job, order),
         parameters=sum(p.numel() for p in blueprint.model.parameters()),

@@ -17,6 +17,11 @@ class Batch:
     accumulation_steps: int
     dp_size: int
 
+    @property
+    def num_parts(self) -> int:
+        """Micro-batches of a global batch, over all replicas."""
+        return self.accumulation_steps * self.dp_size
+
 
 def resolve_batch(train: TrainConfig, dp_size: int) -> Batch:
     """Work out the third of the three batch keys from the other two.

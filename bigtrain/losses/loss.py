@@ -159,9 +159,11 @@ class CrossEntropy:
 class MeanLoss:
     """A user's own mean loss of (output, target), made a sum: mean times count.
 
-    What `fn` divides by is read from `fn` itself where it says so, as `F.cross_entropy`,
-    `nn.CrossEntropyLoss(...)` and `functools.partial` over them do: the targets that are not
-    its `ignore_index`, weighted by its class weights. Else it is taken to be the rows.
+    What `fn` divides by is, in this order: what `count_of` or `ignore_index` say; what `fn` itself
+    says, as `F.cross_entropy`, `nn.CrossEntropyLoss(...)` and `functools.partial` over them do (the
+    targets that are not its `ignore_index`, weighted by its class weights); the rows, for any other
+    loss of torch. Of a function that says nothing an engine follows its calls and finds out, see
+    `losses.global_mean`; used by itself, outside of an engine, it counts rows.
 
     Counting valid targets on a device waits for the device; a loss without `ignore_index` does
     not.
@@ -173,7 +175,10 @@ class MeanLoss:
     fn: Callable[[Any, Any], Tensor]
     """A function, a module, or a module class that takes no arguments."""
     ignore_index: int | None = None
-    """Targets of this value are not counted; None asks `fn`, and counts rows if it has none."""
+    """Targets of this value are not counted; None asks `fn`."""
+    count_of: Callable[[Any], int | float | Tensor] | Literal["rows"] | None = None
+    """What the mean of a micro-batch divides by, from its targets; "rows" counts rows, which is
+    exact only for a mean over rows."""
     _ignored: int | None = field(init=False, repr=False)
     _class_weights: Tensor | None = field(init=False, repr=False, compare=False)
 
@@ -206,7 +211,9 @@ class MeanLoss:
         """Whether it is known what is divided by: `fn` or its maker says so, or torch made it."""
         inner = self.fn.func if isinstance(self.fn, functools.partial) else self.fn
         home = getattr(inner, "__module__", None) or type(inner).__module__
-        return self._ignored is not None or home.startswith(("torch.", "torch._"))
+        if self._ignored is not None or self.count_of is not None:
+            return True
+        return home.startswith(("torch.", "torch._"))
 
     @property
     def name(self) -> str:
@@ -233,12 +240,15 @@ class MeanLoss:
         found = self.queue_count(target)
         return found.item() if isinstance(found, Tensor) else found
 
-    def queue_count(self, target: Any) -> int | Tensor:
+    def queue_count(self, target: Any) -> int | float | Tensor:
         """As `count`; where values decide, 0-dim on their device, which is not waited for."""
+        if callable(self.count_of):
+            found = self.count_of(target)
+            return found if isinstance(found, Tensor) else float(found)
         first = next(_tensors(target), None)
         if first is None:  # a list of strings, say, from a user's own collate
             return len(target)
-        if self._ignored is None or first.is_floating_point():
+        if self.count_of is not None or self._ignored is None or first.is_floating_point():
             return len(first) if first.dim() else 1
         valid = first != self._ignored
         if self._class_weights is None:

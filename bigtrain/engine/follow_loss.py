@@ -1,0 +1,246 @@
+"""What a user's own loss averages over, found before it is trained with.
+
+The loss is recorded twice, without the model's numbers (`losses.loss_trace`); the formula that
+follows (`losses.loss_formula`) says how the losses of micro-batches make that of the global batch.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from bigtrain.data.loader import MicroBatch
+from bigtrain.errors import ConfigError
+from bigtrain.losses.global_mean import GlobalMeanLoss, watch_owners
+from bigtrain.losses.loss import Loss, MeanLoss, at_least_float32
+from bigtrain.losses.loss_formula import LossFormula, NoFormulaError, find_formula
+from bigtrain.losses.loss_trace import CallRecorder, Trace, record_loss
+from bigtrain.models.blueprint import kept_random_state
+from bigtrain.ranks.context import RunContext
+from bigtrain.tensors.fake import fake_model, meta_copy, run_without_numbers
+from bigtrain.tensors.fake_mode import FakeMode
+from bigtrain.tensors.tree import map_tensors, tree_tensors
+from bigtrain.tracing.call_hooks import pretend_compiling
+
+_MOST_INVENTED = 2**26
+"""Numbers of outputs that are made up at most, where a loss does not run without any."""
+
+
+def follow_loss(loss: Loss, model: nn.Module, example: MicroBatch, parts: int) -> Loss:
+    """A loss whose means are those of the global batch, where it does not say what it counts.
+
+    Nothing runs on real outputs, no random state changes, and nothing is left in memory. Modules of
+    the model that compute means of the loss themselves are watched from now on.
+
+    Args:
+        loss: any; only a `MeanLoss` of a function that does not say what it divides by changes.
+        model: on any device; it is not run itself.
+        example: a micro-batch with its targets.
+        parts: micro-batches of a global batch, over all ranks; of one alone any loss is right.
+
+    Raises:
+        ConfigError: its value for a batch does not follow from those of the batch's parts.
+    """
+    if not _is_to_follow(loss, parts):
+        return loss
+    skeleton = model
+    with suppress(Exception):  # a model that cannot be copied is followed as long as it is whole
+        skeleton = meta_copy(model)
+    find = _Finder(loss, skeleton)
+    try:
+        formula = find(example)
+    except NoFormulaError as error:
+        raise ConfigError(_refusal(loss, str(error))) from None
+    followed = GlobalMeanLoss(loss.fn, loss.name, formula, example, find)
+    watch_owners(followed, model)
+    return followed
+
+
+def agree_on_loss(
+    loss: Loss, model: nn.Module, example: MicroBatch | None, parts: int, context: RunContext
+) -> Loss:
+    """As `follow_loss`, the same on all ranks. Collective.
+
+    Returns:
+        The loss; the same one where there is no example.
+
+    Raises:
+        ConfigError: on all ranks; see `follow_loss`. Or the loss divides by other things on some
+            ranks than on others.
+    """
+    if example is None or not _is_to_follow(loss, parts):
+        return loss
+    followed, refusal = loss, None
+    try:
+        followed = follow_loss(loss, model, example, parts)
+    except ConfigError as error:
+        refusal = str(error)
+    layout = followed.layout if isinstance(followed, GlobalMeanLoss) else ""
+    found = context.gather_objects((layout, refusal))
+    everyone = context.broadcast_object(found) or []
+    for there in everyone:
+        if there is not None and there[1] is not None:
+            raise ConfigError(there[1])
+    layouts = sorted({there[0] for there in everyone if there is not None})
+    if len(layouts) > 1:
+        raise ConfigError(
+            f"model.loss: {loss.name} divides by {layouts[0] or 'nothing'} on some ranks and by "
+            f"{layouts[1]} on others. Let it compute the same means for every batch, or use "
+            f"{_PASTE}."
+        )
+    return followed
+
+
+def with_own_totals(loss: Loss, example: MicroBatch) -> MicroBatch:
+    """An example, counted by this loss as if it were the global batch."""
+    example = replace(example, count=loss.count(example.targets))
+    if isinstance(loss, GlobalMeanLoss):
+        (example,) = loss.with_totals([example], lambda own: own)
+    return example
+
+
+def _is_to_follow(loss: Loss, parts: int) -> TypeGuard[MeanLoss]:
+    return isinstance(loss, MeanLoss) and not loss.counts_surely and parts > 1
+
+
+_PASTE = "bigtrain.MeanLoss(fn, count_of=lambda targets: ...)"
+
+
+def _refusal(loss: MeanLoss, reason: str) -> str:
+    return (
+        f"model.loss: {loss.name}: the loss of a batch does not follow from those of its "
+        f"micro-batches: {reason}. Return a sum of means over the batch; or say what the mean "
+        f"counts, as in bigtrain.MeanLoss(fn, ignore_index=-100) or {_PASTE}; or let each "
+        "micro-batch count by its rows, which is not what one process computes: "
+        'bigtrain.MeanLoss(fn, count_of="rows").'
+    )
+
+
+class _Finder:
+    """Finds the formula of a loss for a micro-batch.
+
+    Args:
+        loss: the user's.
+        model: without numbers, where it can be copied so.
+    """
+
+    def __init__(self, loss: MeanLoss, model: nn.Module) -> None:
+        self._loss, self._model = loss, model
+
+    def __call__(self, micro_batch: MicroBatch) -> LossFormula:
+        """The formula; see `find_formula`.
+
+        Raises:
+            NoFormulaError: there is none, or the loss cannot be recorded.
+        """
+        one = micro_batch.to("cpu")
+        batches = one, _doubled(one)
+        with kept_random_state(), torch.no_grad(), pretend_compiling():
+            try:
+                outputs = self._outputs(batches)
+                if outputs is not None:
+                    with suppress(_LossInModelError):
+                        return self._of_outputs(batches, outputs)
+                return find_formula(*(self._whole(b, n) for n, b in enumerate(batches)))
+            except NoFormulaError:
+                raise
+            except Exception as error:  # noqa: BLE001 - user code of any kind runs here
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                raise NoFormulaError(f"it cannot be followed ({reason})") from None
+
+    def _outputs(self, batches: tuple[MicroBatch, MicroBatch]) -> tuple[Any, Any] | None:
+        """The model's outputs without numbers; None where it does not run so."""
+
+        def run(device: torch.device) -> tuple[Any, Any]:
+            model = fake_model(self._model, device, double=False)
+            first, second = (model(batch.fake(device).inputs) for batch in batches)
+            return first, second
+
+        try:
+            return run_without_numbers(run)
+        except Exception:  # noqa: BLE001 - user code of any kind runs here
+            return None
+
+    def _of_outputs(
+        self, batches: tuple[MicroBatch, MicroBatch], outputs: tuple[Any, Any]
+    ) -> LossFormula:
+        """The formula of a loss of outputs of these shapes."""
+        fakes = True
+        try:
+            traces = [self._loss_of(b, o, n) for n, (b, o) in enumerate(zip(batches, outputs))]
+        except Exception as error:  # noqa: BLE001 - user code of any kind runs here
+            if sum(t.numel() for t in tree_tensors(outputs)) > _MOST_INVENTED:
+                raise
+            fakes = False
+            del error
+        if not fakes:  # it looks at numbers: it gets some, each row of the second batch twice
+            first = map_tensors(outputs[0], _invented)
+            rows = batches[0].rows
+            seconds = first, map_tensors(first, lambda t: _twice(t, rows))
+            pairs = enumerate(zip(batches, seconds, strict=True))
+            traces = [self._loss_of(b, o, n, fakes=False) for n, (b, o) in pairs]
+        has_rows = any(
+            a.shape != b.shape for a, b in zip(traces[0].outputs, traces[1].outputs, strict=True)
+        )
+        try:
+            return find_formula(*traces)
+        except NoFormulaError as error:
+            if not has_rows or "output of the model without rows" in str(error):
+                raise _LossInModelError from None
+            raise
+
+    def _loss_of(
+        self, batch: MicroBatch, output: Any, step: int, *, fakes: bool = True
+    ) -> Trace:
+        def run(recorder: CallRecorder) -> Any:
+            given = recorder.give(map_tensors(own, at_least_float32), known=False)
+            return self._loss.fn(given, recorder.give(batch.targets, known=True))
+
+        if not fakes:
+            own = output
+            return record_loss(run, fakes=False, step=step)
+        with FakeMode():
+            cpu = torch.device("cpu")
+            own = map_tensors(output, lambda t: torch.empty(t.shape, dtype=t.dtype, device=cpu))
+            return record_loss(run, fakes=True, step=step)
+
+    def _whole(self, batch: MicroBatch, step: int) -> Trace:
+        """Record the model's forward pass with the loss."""
+
+        def run(recorder: CallRecorder) -> Any:
+            with recorder.frames(model):
+                output = model(recorder.give(batch.inputs, known=True))
+            target = recorder.give(batch.targets, known=True)
+            return self._loss.fn(map_tensors(output, at_least_float32), target)
+
+        with FakeMode():
+            model = fake_model(self._model, torch.device("cpu"), double=False).train()
+            return record_loss(run, fakes=True, step=step)
+
+
+class _LossInModelError(Exception):
+    """The loss is made in the model's forward pass."""
+
+
+def _doubled(batch: MicroBatch) -> MicroBatch:
+    """Each row twice."""
+    return replace(batch.map(lambda tensor: _twice(tensor, batch.rows)), rows=2 * batch.rows)
+
+
+def _twice(tensor: Tensor, rows: int) -> Tensor:
+    if not tensor.dim() or tensor.shape[0] != rows:
+        return tensor
+    return torch.cat([tensor, tensor])
+
+
+def _invented(like: Tensor) -> Tensor:
+    """Numbers in the place of outputs, the same at every call."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.rand(like.shape, generator=generator)
+    return values.to(like.dtype) if like.is_floating_point() else torch.zeros_like(values).long()
+
+

@@ -1,0 +1,502 @@
+"""A user's loss whose means are taken over the global batch, whatever it averages over.
+
+`loss_formula` finds which calls average and what each divides by. Before the forward pass of a
+step, what is divided by is counted on the targets of each micro-batch and added up over the global
+batch. While the loss runs, its averages divide by these totals. So a micro-batch gives what it
+contributes to the loss of the global batch, and contributions add up, for several means of
+different counts, too, and for a loss that the model itself computes in its forward pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from bigtrain.errors import BigtrainError, ConfigError
+from bigtrain.losses.chunked_cross_entropy import (
+    HeadTargets,
+    current_targets,
+    head_targets,
+    restored_targets,
+)
+from bigtrain.losses.loss import Loss, at_least_float32
+from bigtrain.losses.loss_formula import Change, LossFormula, Place
+from bigtrain.losses.loss_trace import IN_LOSS, function_name
+from bigtrain.tensors.tree import map_tensors, tree_tensors
+
+MODEL = "model."
+"""Begins the names of frames in modules of the model."""
+
+
+class Batch(Protocol):
+    """What is needed of a `data.MicroBatch`."""
+
+    @property
+    def inputs(self) -> Any:
+        """See `MicroBatch.inputs`."""
+
+    @property
+    def targets(self) -> Any:
+        """See `MicroBatch.targets`."""
+
+    @property
+    def count(self) -> int | float:
+        """See `MicroBatch.count`."""
+
+    @property
+    def totals(self) -> tuple[float, ...] | None:
+        """See `MicroBatch.totals`."""
+
+    @property
+    def padding(self) -> bool:
+        """See `MicroBatch.padding`."""
+
+
+AnyBatch = TypeVar("AnyBatch", bound=Batch)
+FindFormula = Callable[[Any], LossFormula]
+"""Records the loss with a micro-batch; see `engine.follow_loss`."""
+
+
+class GlobalMeanLoss:
+    """A mean loss of (output, target) as what each micro-batch contributes to its global value.
+
+    It is a `Loss` whose count are the rows. Without totals (in a validation, say) it gives the mean
+    of the batch times its rows.
+
+    Args:
+        fn: the user's function.
+        name: what messages call it.
+        formula: of micro-batches as the first one is.
+        first: that micro-batch.
+        find: for micro-batches of other shapes.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[Any, Any], Any],
+        name: str,
+        formula: LossFormula,
+        first: Batch,
+        find: FindFormula,
+    ) -> None:
+        self.fn, self.name = fn, name
+        self._find = find
+        self._first = formula
+        self._formulas: dict[str, list[LossFormula]] = {_signature(first): [formula]}
+
+    @property
+    def layout(self) -> str:
+        """Names what is added up; the same on all ranks, or their totals mean different things."""
+        return self._first.layout
+
+    @property
+    def owners(self) -> frozenset[str]:
+        """The modules of the model that compute means of the loss in their forward pass."""
+        frames = self._first.frames - {IN_LOSS}
+        return frozenset(frame.removeprefix(MODEL) for frame in frames)
+
+    def count(self, target: Any) -> int:
+        """The rows."""
+        leaves = tree_tensors(target)
+        if leaves:
+            return len(leaves[0]) if leaves[0].dim() else 1
+        return len(target) if hasattr(target, "__len__") else 1
+
+    def __call__(self, output: Any, target: Any, count: float | None = None) -> Tensor:
+        """What a micro-batch contributes to the mean, times the rows of the global batch."""
+        output = map_tensors(output, at_least_float32)
+        scope = current_scope()
+        if scope is None or scope.loss is not self:
+            return self._checked(self.fn(output, target)) * (
+                self.count(target) if count is None else count
+            )
+        scope.enter(IN_LOSS)
+        try:
+            value = self._checked(self.fn(output, target))
+        finally:
+            scope.leave()
+        scope.check_all_seen()
+        if scope.formula.shares_result:
+            value = value * scope.share
+        return value * scope.rows
+
+    def _checked(self, value: Any) -> Tensor:
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ConfigError(
+                f"model.loss: {self.name} returned {got}, and the mean as one number is needed. "
+                "Return loss.mean()."
+            )
+        return at_least_float32(value.reshape(()))
+
+    def with_totals(
+        self,
+        micro_batches: Sequence[AnyBatch],
+        add_up: Callable[[Sequence[float]], Sequence[float]],
+    ) -> list[AnyBatch]:
+        """The micro-batches of a step, each with the totals of the global batch.
+
+        Args:
+            micro_batches: of this rank.
+            add_up: adds up numbers over the ranks with different samples. Collective.
+
+        Raises:
+            BigtrainError: the loss of one divides by something else than that of the first.
+        """
+        counted = [self._counts(one) for one in micro_batches if not one.padding]
+        width = self._first.width
+        own = torch.zeros(width, dtype=torch.float64)
+        if counted:  # the device, where targets are on one, is waited for once
+            own = torch.stack(counted).sum(0).cpu()
+        rows = sum(float(one.count) for one in micro_batches)
+        totals = tuple(add_up([rows, *own.tolist()]))
+        return [replace(cast(Any, one), totals=totals) for one in micro_batches]
+
+    def formula_of(self, micro_batch: Batch) -> LossFormula:
+        """The formula of a micro-batch: of its shapes, and of the branches that its targets take.
+
+        Raises:
+            BigtrainError: it adds up something else than the first one did.
+        """
+        known = self._formulas.setdefault(_signature(micro_batch), [])
+        if _is_without_numbers(micro_batch):  # a forecast: all variants take as much
+            return known[0] if known else self._first
+        for formula in known:
+            if _guards_hold(formula, micro_batch):
+                return formula
+        formula = self._find(micro_batch)
+        if formula.layout != self._first.layout:
+            raise BigtrainError(
+                f"model.loss: {self.name} divides by {formula.layout or 'nothing'} in this "
+                f"micro-batch, and by {self._first.layout or 'nothing'} in the first one. Let it "
+                "compute the same means for every batch, or use bigtrain.MeanLoss(fn, "
+                "count_of=lambda targets: ...)."
+            )
+        known.insert(0, formula)
+        del known[_MOST_VARIANTS:]
+        while len(self._formulas) > _MOST_SHAPES:
+            self._formulas.pop(next(iter(self._formulas)))
+        return formula
+
+    def _counts(self, micro_batch: Batch) -> Tensor:
+        """The totals of one micro-batch, on the device of its targets."""
+        formula = self.formula_of(micro_batch)
+        values = _replayed(formula, micro_batch)
+        device = next((tensor.device for tensor in values.values()), torch.device("cpu"))
+        parts = []
+        for total in formula.totals:
+            if total.compute is None:
+                parts.append(torch.tensor([total.static], dtype=torch.float64, device=device))
+                continue
+            needed = [
+                values[node.number] if node.number in values else node.value.to(device)
+                for node in total.needs
+                if node.value is not None
+            ]
+            counted = total.compute(*needed).to(torch.float64).reshape(-1)
+            parts.append(counted.to(device))
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device=device)
+
+
+_MOST_SHAPES = 256
+_MOST_VARIANTS = 8
+
+
+def _signature(micro_batch: Batch) -> str:
+    both = (micro_batch.inputs, micro_batch.targets)
+    return repr(map_tensors(both, lambda tensor: (tensor.dtype, tuple(tensor.shape))))
+
+
+def _is_without_numbers(micro_batch: Batch) -> bool:
+    both = (micro_batch.inputs, micro_batch.targets)
+    return any(isinstance(t, FakeTensor) or t.is_meta for t in tree_tensors(both))
+
+
+def _given(formula: LossFormula, micro_batch: Batch) -> list[Tensor]:
+    """The tensors of a micro-batch that the recording was given."""
+    targets = tree_tensors(micro_batch.targets)
+    if len(formula.given) == len(targets):
+        return targets
+    return [*tree_tensors(micro_batch.inputs), *targets]
+
+
+def _replayed(formula: LossFormula, micro_batch: Batch) -> dict[int, Tensor]:
+    """The values of the nodes that the totals and the branches follow from."""
+    given = _given(formula, micro_batch)
+    if any(_changes_arguments(call.func) for call in formula.replayed):
+        given = [tensor.clone() for tensor in given]  # the loss itself will change them
+    values = {node.number: t for node, t in zip(formula.given, given, strict=True)}
+    device = given[0].device if given else torch.device("cpu")
+    with torch.no_grad():
+        for call in formula.replayed:
+            call.replay(values, device)
+    return values
+
+
+def _changes_arguments(func: Any) -> bool:
+    name = function_name(func)
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def _guards_hold(formula: LossFormula, micro_batch: Batch) -> bool:
+    if not formula.guards:
+        return True
+    values = _replayed(formula, micro_batch)
+    return all(bool(values[node.number]) is expected for node, expected in formula.guards)
+
+
+@dataclass
+class LossScope:
+    """A micro-batch under way: what its loss divides by."""
+
+    loss: GlobalMeanLoss
+    formula: LossFormula
+    totals: Sequence[float]
+    count: float
+
+    def __post_init__(self) -> None:
+        self._seen: set[Place] = set()
+        self._frames: list[_Watch | None] = []
+
+    @property
+    def rows(self) -> float:
+        """Of the global batch."""
+        return self.totals[0]
+
+    @property
+    def share(self) -> float:
+        """Of the global batch's rows, those of this micro-batch."""
+        return self.count / max(self.rows, 1)
+
+    def enter(self, frame: str | None) -> None:
+        """Begin to watch a frame; None: a module in one is called, where nothing is watched."""
+        self._pause()
+        watch = None if frame is None else _Watch(self, frame)
+        self._frames.append(watch)
+        if watch is not None:
+            watch.__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(self) -> None:
+        """End what `enter` began last, and go on with what was watched before."""
+        self._pause()
+        self._frames.pop()
+        if self._frames and self._frames[-1] is not None:
+            self._frames[-1].__enter__()  # type: ignore[no-untyped-call]
+
+    def _pause(self) -> None:
+        if self._frames and self._frames[-1] is not None:
+            self._frames[-1].__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def unwind(self) -> None:
+        """End all frames, where an exception has left them without their ends."""
+        if self._frames:
+            self._pause()
+            self._frames.clear()
+
+    def check_all_seen(self) -> None:
+        """Complain where a mean that should have been divided by a total was not made.
+
+        Raises:
+            BigtrainError: the loss went another way than in its recording.
+        """
+        if len(self._seen) < len(self.formula.changes):
+            missing = next(p for p in self.formula.changes if p not in self._seen)
+            raise BigtrainError(
+                f"model.loss: {self.loss.name} did not call {function_name(missing[2])} as it did "
+                "when its means were found. Let it go the same way for every batch, or use "
+                "bigtrain.MeanLoss(fn, count_of=lambda targets: ...)."
+            )
+
+    def note(self, place: Place) -> None:
+        """A changed call was made."""
+        self._seen.add(place)
+
+
+class _Watch(TorchFunctionMode):
+    """Changes the calls of one frame as the formula says."""
+
+    def __init__(self, scope: LossScope, frame: str) -> None:
+        super().__init__()
+        self._scope = scope
+        self._changes: dict[Any, dict[int, tuple[Place, tuple[Change, ...]]]] = {}
+        for place, changes in scope.formula.changes.items():
+            if place[0] == frame:
+                self._changes.setdefault(place[2], {})[place[3]] = place, changes
+        self._calls: dict[Any, int] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        changes_of = self._changes.get(func)
+        if changes_of is None:
+            return func(*args, **kwargs)
+        number = self._calls.get(func, 0)
+        self._calls[func] = number + 1
+        if number not in changes_of:
+            return func(*args, **kwargs)
+        place, changes = changes_of[number]
+        self._scope.note(place)
+        return _changed(self._scope, func, args, kwargs, changes)
+
+
+def _changed(
+    scope: LossScope, func: Any, args: Any, kwargs: Mapping[str, Any], changes: Sequence[Change]
+) -> Any:
+    """One call with totals of the global batch in it."""
+    totals = scope.totals[1:]
+    leaves, spec = tree_flatten((args, dict(kwargs)))
+    for change in changes:
+        leaf = leaves[change.position] if change.position < len(leaves) else None
+        if change.kind == "statistic":
+            assert change.recipe is not None
+            statistic = change.recipe.of(totals)
+            if not isinstance(leaf, Tensor):
+                leaves[change.position] = statistic.item()
+            else:  # a single number may stay on the host
+                device = leaf.device if statistic.dim() else "cpu"
+                leaves[change.position] = statistic.to(device, leaf.dtype)
+        elif change.kind == "number":
+            total = totals[change.total]
+            leaves[change.position] = 1 / max(total, 1e-300) if change.inverse else total
+        elif change.kind == "share":
+            leaves[change.position] = _apart(lambda leaf=leaf: leaf * scope.share)
+    args, kwargs = tree_unflatten(leaves, spec)
+    divisor = next((c for c in changes if c.kind in ("mean", "loss")), None)
+    if divisor is None:
+        return func(*args, **kwargs)
+    total = totals[divisor.total] or 1.0  # nothing is counted: the sum is zero
+    if divisor.kind == "mean":
+        summed = torch.sum(*args, **kwargs)
+    elif func is F.ctc_loss:  # its mean divides each row by its length first
+        summed = func(*args, **kwargs)
+        total /= args[0].shape[1] if args[0].dim() == 3 else 1
+    else:
+        summed = _summed(func, args, kwargs)
+    return _apart(lambda: summed / total)
+
+
+def _apart(compute: Callable[[], Any]) -> Any:
+    """Compute what the user's code does not: who counts its calls must not see this one."""
+    before, _state.apart = _state.apart, True
+    try:
+        return compute()
+    finally:
+        _state.apart = before
+
+
+def is_apart() -> bool:
+    """Whether this thread computes what the user's code does not call; see `_apart`."""
+    return _state.apart
+
+
+def _summed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """One of torch's losses with reduction="sum"."""
+    bound = inspect.signature(func).bind(*args, **kwargs)
+    given = {k: v for k, v in bound.arguments.items() if k not in ("size_average", "reduce")}
+    result: Tensor = func(**{**given, "reduction": "sum"})
+    return result
+
+
+class _ThreadState(threading.local):
+    scope: LossScope | None = None
+    apart: bool = False
+
+
+_state = _ThreadState()
+
+
+def current_scope() -> LossScope | None:
+    """The micro-batch under way in this thread, where its loss has totals."""
+    return _state.scope
+
+
+@contextmanager
+def loss_scope(loss: Loss, micro_batch: Batch) -> Iterator[None]:
+    """Around the forward pass of a micro-batch in training, and the call of its loss."""
+    with ExitStack() as stack:
+        stack.enter_context(head_targets(loss, micro_batch.targets))
+        scope = None
+        if isinstance(loss, GlobalMeanLoss) and micro_batch.totals is not None:
+            formula = loss.formula_of(micro_batch)
+            scope = LossScope(loss, formula, micro_batch.totals, micro_batch.count)
+        stack.enter_context(_entered(scope))
+        yield
+
+
+@contextmanager
+def _entered(scope: LossScope | None) -> Iterator[None]:
+    before, _state.scope = _state.scope, scope
+    try:
+        yield
+    finally:
+        unwind_frames()
+        _state.scope = before
+
+
+def unwind_frames() -> None:
+    """End what modules have begun to watch, where an exception passes them."""
+    if _state.scope is not None:
+        _state.scope.unwind()
+
+
+ScopeState = tuple[HeadTargets | None, LossScope | None]
+
+
+def scope_state() -> ScopeState:
+    """What a forward pass that is computed again has to be given; see `restored_scope`."""
+    return current_targets(), current_scope()
+
+
+@contextmanager
+def restored_scope(state: ScopeState) -> Iterator[None]:
+    """As when `state` was taken: for a forward pass that is computed again."""
+    targets, scope = state
+    with restored_targets(targets), _entered(scope):
+        yield
+
+
+def watch_owners(loss: Loss, model: nn.Module) -> None:
+    """Let the modules that compute means of a loss themselves divide by the totals.
+
+    In what they call, nothing is watched: that costs time, and compiled code must not see it.
+
+    Args:
+        model: as the user wrote it, before anything wraps it.
+    """
+    owners = loss.owners if isinstance(loss, GlobalMeanLoss) else frozenset()
+    if not owners:
+        return
+    for name, module in model.named_modules():
+        if any(isinstance(hook, _FrameHook) for hook in module._forward_pre_hooks.values()):
+            continue
+        owner = name in owners
+        inside = any(name.startswith(f"{o}.") if o else bool(name) for o in owners)
+        if owner or inside:
+            module.register_forward_pre_hook(_FrameHook(name, owner, begins=True))
+            module.register_forward_hook(_FrameHook(name, owner, begins=False), always_call=True)
+
+
+class _FrameHook:
+    """Begins or ends the frame of a module; an object and no closure: it is copied with it."""
+
+    def __init__(self, name: str, owner: bool, *, begins: bool) -> None:  # noqa: FBT001
+        self._name, self._owner, self._begins = name, owner, begins
+
+    def __call__(self, *_: Any) -> None:
+        scope = _state.scope
+        if scope is None:
+            return
+        if self._begins:
+            scope.enter(MODEL + self._name if self._owner else None)
+        else:
+            scope.leave()
