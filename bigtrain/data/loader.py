@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
+from bigtrain.data.batch_dims import BatchDims
 from bigtrain.data.sampler import GlobalOrder, MicroBatchPlan, split_global_batch
 from bigtrain.data.seeding import SampleKey, SeededSamples
 from bigtrain.data.source import Samples
@@ -42,6 +43,9 @@ class MicroBatch:
     totals: tuple[float, ...] | None = None
     """What the means of a loss divide by, added up over the global batch, after its rows; None
     where the loss has its count from the targets alone. See `losses.global_mean`."""
+    dims: BatchDims | None = None
+    """The batch dim of each tensor, in the order of `tensors`; None: the first dim, where it has as
+    many as there are rows."""
 
     @property
     def padding(self) -> bool:
@@ -77,10 +81,28 @@ class MicroBatch:
         """Tensors of the same shapes without numbers, made under the current fake mode."""
         return self.map(lambda tensor: fake_tensor(tensor, device, double=double))
 
+    def map_rows(self, change: Callable[[Tensor, int], Tensor]) -> MicroBatch:
+        """The same with every tensor that has rows changed, given its batch dim."""
+        dims = self.dims
+        if dims is None:
+            dims = tuple(0 if t.dim() and len(t) == self.rows else None for t in self.tensors())
+        places = iter(dims)
+
+        def changed(tensor: Tensor) -> Tensor:
+            dim = next(places)
+            return tensor if dim is None else change(tensor, dim)
+
+        return self.map(changed)
+
+    def part(self, start: int, stop: int) -> MicroBatch:
+        """Some of its rows, as views; what has no rows is in all parts. The count stays."""
+        cut = self.map_rows(lambda tensor, dim: tensor.narrow(dim, start, stop - start))
+        return replace(cut, rows=stop - start)
+
     def first_rows(self, rows: int, count: Callable[[Any], int | float]) -> MicroBatch:
         """The first rows, or all where there are fewer; `count` is a loss's."""
-        cut = self.map(lambda tensor: tensor[:rows] if tensor.dim() else tensor)
-        return replace(cut, count=count(cut.targets), rows=min(rows, self.rows), totals=None)
+        cut = self.part(0, min(rows, self.rows))
+        return replace(cut, count=count(cut.targets), totals=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import itemgetter
 from pathlib import Path
 from traceback import clear_frames
 from typing import Any
@@ -36,6 +35,7 @@ from bigtrain.core.resolved import ResolvedPlan
 from bigtrain.core.workload import Workload
 from bigtrain.costs.traffic import StepVolume
 from bigtrain.data import MicroBatch, Step
+from bigtrain.data.batch_dims import BatchDims, count_rows, find_batch_dims
 from bigtrain.engine.example import is_resized
 from bigtrain.engine.follow_loss import agree_on_loss, with_own_totals
 from bigtrain.engine.out_of_memory import (
@@ -140,8 +140,9 @@ class Engine:
         check_mesh(plan, context)
         self.blueprint = as_blueprint(model)
         probed = None if resolved else example  # what is resolved was followed before
-        parts = plan.batch.num_parts
-        self.loss = agree_on_loss(as_loss(loss), self.blueprint.model, probed, parts, context)
+        self.loss = agree_on_loss(
+            as_loss(loss), self.blueprint.model, probed, plan.batch.num_parts, context
+        )
         if probed is not None:
             example = with_own_totals(self.loss, probed)
         self.task = task or CustomTask(self.loss)
@@ -153,7 +154,7 @@ class Engine:
         )
         self.resolved = resolved or resolve_plan(plan, workload)
         self.plan, self.layout = self.resolved.plan, self.resolved.layout
-        self.notes = [] if resolved else [*self.resolved.notes]
+        self.notes = () if resolved else self.resolved.notes
         """What there is to say of the choices made."""
         self.advice = [*self.notes]
         """Where a technique cannot help: known with the prediction."""
@@ -388,9 +389,10 @@ class Engine:
 
     def _probe_first(self, inputs: Any, targets: Any) -> None:
         """See what the loss divides by on the first batch, where there was no example."""
-        rows = next((len(tensor) for tensor in tree_tensors(inputs)), 0)
+        rows = count_rows(inputs, targets)
+        dims = self._batch_dims(inputs, targets, rows)
+        batch, parts = MicroBatch(inputs, targets, 0, rows, dims=dims), self.plan.batch.num_parts
         model = self.runner.module if self._skeleton is None else self._skeleton.model
-        batch, parts = MicroBatch(inputs, targets, 0, rows), self.plan.batch.num_parts
         followed = agree_on_loss(self.loss, model, batch, parts, self.context)
         watch_owners(followed, self.runner.module)
         self.loss = self.runner.loss = followed
@@ -439,25 +441,30 @@ class Engine:
 
         return self.loss.with_totals(micro_batches, add_up)
 
+    def _batch_dims(self, inputs: Any, targets: Any, rows: int) -> BatchDims:
+        """Along which dims a batch is cut, by the example where its shapes alone do not tell."""
+        example = self._workload.example
+        before = (example.tensors(), example.rows) if example is not None else None
+        explicit = self.job.data.batch_dims
+        return find_batch_dims(inputs, targets, rows, explicit=explicit, example=before)
+
     def _micro_batches(self, batch: Step | tuple[Any, Any]) -> tuple[list[MicroBatch], int]:
         if isinstance(batch, Step):
             return batch.micro_batches, batch.samples
         inputs, targets = batch
-        leaves = tree_tensors(inputs)
-        if not leaves:
+        if not tree_tensors(inputs):
             raise ConfigError("step: the inputs hold no tensor. Give (inputs, targets).")
-        rows, steps = len(leaves[0]), self.plan.batch.accumulation_steps
-        size = self.job.train.micro_batch_size or -(-rows // steps)
+        steps, size = self.plan.batch.accumulation_steps, self.job.train.micro_batch_size
+        rows = count_rows(inputs, targets, size * steps if size else None)
+        size = size or -(-rows // steps)
         if rows > size * steps:  # gradients and the predicted peak were arranged for so many
             raise ConfigError(
                 f"step: {rows} rows are more than train.micro_batch_size * accumulation_steps = "
                 f"{size} * {steps} = {size * steps}. "
                 f"Use train.accumulation_steps={-(-rows // size)}."
             )
-        pieces = []
-        for start in range(0, rows, size):
-            part = slice(start, min(rows, start + size))
-            pieces.append(MicroBatch(inputs, targets, 0, part.stop - start).map(itemgetter(part)))
+        whole = MicroBatch(inputs, targets, 0, rows, dims=self._batch_dims(inputs, targets, rows))
+        pieces = [whole.part(start, min(rows, start + size)) for start in range(0, rows, size)]
         counts = count_targets(self.loss, [piece.targets for piece in pieces])
         micro_batches = [replace(p, count=n) for p, n in zip(pieces, counts, strict=True)]
         sharing = self.plan.batch.dp_size  # what servers are given counts nothing

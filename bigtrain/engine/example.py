@@ -9,11 +9,11 @@ import torch
 
 from bigtrain.core.strategy import Plan
 from bigtrain.cutting.layout import Layout
+from bigtrain.data.batch_dims import count_rows, find_batch_dims
 from bigtrain.data.loader import MicroBatch
 from bigtrain.errors import ConfigError
 from bigtrain.job.schema import Job
 from bigtrain.losses.loss import Loss
-from bigtrain.tensors.tree import tree_tensors
 
 
 def says_rows(job: Job) -> bool:
@@ -22,23 +22,20 @@ def says_rows(job: Job) -> bool:
 
 
 def example_batch(example: tuple[Any, Any], loss: Loss, job: Job, plan: Plan) -> MicroBatch:
-    """The example, of as many rows as a micro-batch of the job.
+    """The example, of as many rows as a micro-batch of the job: repeated or left out.
 
     Raises:
-        ConfigError: it has others, and not every tensor begins with them.
+        ConfigError: it is not clear which dim of a tensor goes along the rows.
     """
     inputs, targets = example
-    rows = next((len(tensor) for tensor in tree_tensors(inputs) if tensor.dim()), 0)
-    needed, batch = plan.batch.micro_size, MicroBatch(inputs, targets, 0, rows)
+    needed = plan.batch.micro_size
+    rows = count_rows(inputs, targets, needed if says_rows(job) else None)
+    dims = find_batch_dims(inputs, targets, rows, explicit=job.data.batch_dims)
+    batch = MicroBatch(inputs, targets, 0, rows, dims=dims)
     if says_rows(job) and rows != needed:
-        if not rows or any(not t.dim() or len(t) != rows for t in batch.tensors()):
-            raise ConfigError(
-                f"prepare(example=...) has {rows} rows, a micro-batch of the job has {needed}, and "
-                "not every tensor of it begins with its rows. Give an example of "
-                f"{needed} rows, or train__micro_batch_size={rows}."
-            )
         repeated = torch.arange(needed) % rows
-        batch = replace(batch.map(lambda tensor: tensor[repeated]), rows=needed)
+        batch = batch.map_rows(lambda t, dim: t.index_select(dim, repeated.to(t.device)))
+        batch = replace(batch, rows=needed)
     return replace(batch, count=loss.count(batch.targets))
 
 

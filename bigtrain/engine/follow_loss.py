@@ -74,7 +74,8 @@ def agree_on_loss(
     """
     if example is None or not _is_to_follow(loss, parts):
         return loss
-    followed, refusal = loss, None
+    followed: Loss = loss
+    refusal = None
     try:
         followed = follow_loss(loss, model, example, parts)
     except ConfigError as error:
@@ -169,15 +170,13 @@ class _Finder:
         self, batches: tuple[MicroBatch, MicroBatch], outputs: tuple[Any, Any]
     ) -> LossFormula:
         """The formula of a loss of outputs of these shapes."""
-        fakes = True
+        pairs = enumerate(zip(batches, outputs, strict=True))
         try:
-            traces = [self._loss_of(b, o, n) for n, (b, o) in enumerate(zip(batches, outputs))]
-        except Exception as error:  # noqa: BLE001 - user code of any kind runs here
+            traces = [self._loss_of(b, o, n) for n, (b, o) in pairs]
+        except Exception:
             if sum(t.numel() for t in tree_tensors(outputs)) > _MOST_INVENTED:
                 raise
-            fakes = False
-            del error
-        if not fakes:  # it looks at numbers: it gets some, each row of the second batch twice
+            # It looks at numbers: it gets some, each row of the second batch twice.
             first = map_tensors(outputs[0], _invented)
             rows = batches[0].rows
             seconds = first, map_tensors(first, lambda t: _twice(t, rows))
@@ -193,9 +192,7 @@ class _Finder:
                 raise _LossInModelError from None
             raise
 
-    def _loss_of(
-        self, batch: MicroBatch, output: Any, step: int, *, fakes: bool = True
-    ) -> Trace:
+    def _loss_of(self, batch: MicroBatch, output: Any, step: int, *, fakes: bool = True) -> Trace:
         def run(recorder: CallRecorder) -> Any:
             given = recorder.give(map_tensors(own, at_least_float32), known=False)
             return self._loss.fn(given, recorder.give(batch.targets, known=True))
@@ -228,11 +225,12 @@ class _LossInModelError(Exception):
 
 def _doubled(batch: MicroBatch) -> MicroBatch:
     """Each row twice."""
-    return replace(batch.map(lambda tensor: _twice(tensor, batch.rows)), rows=2 * batch.rows)
+    doubled = batch.map_rows(lambda tensor, dim: torch.cat([tensor, tensor], dim))
+    return replace(doubled, rows=2 * batch.rows)
 
 
 def _twice(tensor: Tensor, rows: int) -> Tensor:
-    if not tensor.dim() or tensor.shape[0] != rows:
+    if not tensor.dim() or tensor.shape[0] % max(rows, 1):
         return tensor
     return torch.cat([tensor, tensor])
 
@@ -242,5 +240,3 @@ def _invented(like: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     values = torch.rand(like.shape, generator=generator)
     return values.to(like.dtype) if like.is_floating_point() else torch.zeros_like(values).long()
-
-

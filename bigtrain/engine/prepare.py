@@ -113,8 +113,8 @@ def prepare(
     return engine
 
 
-_OF_THE_STEP = ("clip_norm", "release_gradients", "master_weights")
-"""Keys under `optim` that say what a step does with a given optimizer."""
+_OF_THE_STEP = ("clip_norm", "release_gradients", "master_weights", "batch_dims")
+"""Keys under `optim` and `data` that say what a step does with a given optimizer and batch."""
 
 
 def _check_keys(keys: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from bigtrain.assembly.resolve import resolve_plan
 from bigtrain.checkpoint.folders import find_checkpoint

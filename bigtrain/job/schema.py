@@ -75,6 +75,10 @@ class DataConfig(ConfigSection):
     workers: int | None = Field(None, ge=0)
     """Processes per rank that read samples ahead; 0 reads in the training process. Left out, none
     on a CPU, and on a GPU as many as there are cores for each rank, 4 at most."""
+    batch_dims: dict[str, int | None] = {}
+    """In a loop of your own: the dim of a tensor that goes along the rows, by its name in the batch
+    (inputs, inputs.position_ids, inputs[1], targets); null for one that belongs to all rows. Left
+    out, tensors begin with their rows, or belong to all where they have one row or no dim."""
 
 
 class OptimConfig(ConfigSection):

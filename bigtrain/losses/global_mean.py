@@ -10,10 +10,12 @@ different counts, too, and for a loss that the model itself computes in its forw
 from __future__ import annotations
 
 import inspect
+import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -357,8 +359,7 @@ def _changed(
     leaves, spec = tree_flatten((args, dict(kwargs)))
     for change in changes:
         leaf = leaves[change.position] if change.position < len(leaves) else None
-        if change.kind == "statistic":
-            assert change.recipe is not None
+        if change.recipe is not None:
             statistic = change.recipe.of(totals)
             if not isinstance(leaf, Tensor):
                 leaves[change.position] = statistic.item()
@@ -369,7 +370,7 @@ def _changed(
             total = totals[change.total]
             leaves[change.position] = 1 / max(total, 1e-300) if change.inverse else total
         elif change.kind == "share":
-            leaves[change.position] = _apart(lambda leaf=leaf: leaf * scope.share)
+            leaves[change.position] = _apart(partial(operator.mul, leaf, scope.share))
     args, kwargs = tree_unflatten(leaves, spec)
     divisor = next((c for c in changes if c.kind in ("mean", "loss")), None)
     if divisor is None:
@@ -471,6 +472,7 @@ def watch_owners(loss: Loss, model: nn.Module) -> None:
     In what they call, nothing is watched: that costs time, and compiled code must not see it.
 
     Args:
+        loss: any; nothing is done for one that no module makes.
         model: as the user wrote it, before anything wraps it.
     """
     owners = loss.owners if isinstance(loss, GlobalMeanLoss) else frozenset()

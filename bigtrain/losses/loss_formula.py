@@ -172,7 +172,7 @@ def find_formula(first: Trace, second: Trace) -> LossFormula:
     )
     if not same or len(first.reads) != len(second.reads):
         raise NoFormulaError("what it computes depends on the number of rows")
-    return _Analysis(first, second).formula()
+    return _Analysis(first, second, first.result).formula()
 
 
 @dataclass
@@ -208,6 +208,7 @@ class _Pair:
 class _Analysis:
     first: Trace
     second: Trace
+    result: Node
     meanings: dict[int, Meaning] = field(default_factory=dict)
     totals: list[Total] = field(default_factory=list)
     changes: dict[Place, list[Change]] = field(default_factory=dict)
@@ -228,8 +229,7 @@ class _Analysis:
             found = [self._result(pair, node, other) for node, other in results]
             for node, meaning in zip(one.results, found, strict=True):
                 self.meanings[node.number] = meaning
-        assert first.result is not None
-        result = self._meaning(first.result)
+        result = self._meaning(self.result)
         if result.kind is Kind.OTHER:
             raise NoFormulaError(result.reason)
         if result.kind is Kind.ROWS:
@@ -278,11 +278,10 @@ class _Analysis:
 
     def _of_known(self, node: Node, other: Node) -> Meaning:
         """A tensor that was made from Python numbers: `torch.tensor(len(targets))`."""
-        assert node.value is not None and other.value is not None
-        if torch.equal(node.value, other.value):
+        if torch.equal(node.known, other.known):
             return Meaning(Kind.CONSTANT)
-        if node.value.numel() == 1 and float(other.value) == 2 * float(node.value):
-            number = self._total(Total("a number", 1, static=float(node.value)))
+        if node.size == 1 and float(other.known) == 2 * float(node.known):
+            number = self._total(Total("a number", 1, static=float(node.known)))
             self._start(node, number, 1)
             return Meaning(Kind.STATISTIC)
         return Meaning(Kind.LOCAL)
@@ -305,11 +304,9 @@ class _Analysis:
             return self._reduced(pair, node, other)
         grown = [i for i, (a, b) in enumerate(zip(node.shape, other.shape, strict=False)) if a != b]
         ratios = [other.shape[i] / max(node.shape[i], 1) for i in grown]
-        if len(node.shape) != len(other.shape) or ratios not in ([2.0], []):
-            if node.shape and 0 not in node.shape:
-                return Meaning(
-                    Kind.OTHER, f"{pair.name} compares the rows of a batch with each other"
-                )
+        is_doubled = len(node.shape) == len(other.shape) and ratios in ([2.0], [])
+        if not is_doubled and node.shape and 0 not in node.shape:
+            return Meaning(Kind.OTHER, f"{pair.name} compares the rows of a batch with each other")
         if pair.has(Kind.SUM):
             return Meaning(
                 Kind.OTHER, f"{pair.name} relates each row to a figure of its micro-batch"
@@ -336,9 +333,8 @@ class _Analysis:
         if pair.name in _SUMS:
             if not known:
                 return Meaning(Kind.SUM)
-            assert node.value is not None and other.value is not None
-            if torch.equal(node.value * 2, other.value):
-                size = max(1, node.value.numel())
+            if torch.equal(node.known * 2, other.known):
+                size = max(1, node.size)
                 number = self._total(Total(f"{pair.name} of targets", size, None, (node,), _self))
                 self._start(node, number, size)
                 return Meaning(Kind.STATISTIC)
@@ -385,11 +381,12 @@ class _Analysis:
             return Meaning(Kind.SUM)
         arguments = _bound(call)
         target, weight = arguments.get("target"), arguments.get("weight")
-        by_target = func in _BY_TARGET and isinstance(target, Node) and _is_labels(target)
-        if by_target and target.value is not None and self._meaning(target).replayable:
+        labels = target if isinstance(target, Node) and _is_labels(target) else None
+        is_known = labels is not None and labels.value is not None
+        if is_known and func in _BY_TARGET and labels and self._meaning(labels).replayable:
             ignored = arguments.get("ignore_index")
             classes = weight if isinstance(weight, Node) else None
-            needs = (target,) if classes is None else (target, classes)
+            needs = (labels,) if classes is None else (labels, classes)
             if classes is not None and classes.value is None:
                 return Meaning(Kind.OTHER, f"{pair.name} has class weights that are not known")
             words = "valid targets" if classes is None else "class weights of valid targets"
@@ -411,6 +408,7 @@ class _Analysis:
         """Where the count of an average is in the totals.
 
         Args:
+            pair: the call that averages.
             each: the count in the first recording.
             source: the mask that decided how many values there are; None where shapes did.
             other: the same in the second recording.
@@ -457,9 +455,7 @@ class _Analysis:
                 pair.one, position
             )
             if one != two and not self._is_known_number(one, two):
-                return Meaning(
-                    Kind.OTHER, f"{pair.name} of a number that is read from the outputs"
-                )
+                return Meaning(Kind.OTHER, f"{pair.name} of a number that is read from the outputs")
             if (one or two) and not is_alpha:
                 self._change(pair.one, Change("share", position))
         return Meaning(Kind.SUM)
@@ -513,7 +509,9 @@ class _Analysis:
         """Whether Python read numbers that may be in others: which, nobody can tell."""
         pairs = zip(self.first.reads, self.second.reads, strict=True)
         return any(
-            isinstance(a.value, (int, float)) and not isinstance(a.value, bool) and a.value != b.value
+            isinstance(a.value, (int, float))
+            and not isinstance(a.value, bool)
+            and a.value != b.value
             for a, b in pairs
         )
 
@@ -622,7 +620,7 @@ def _elements(call: Call, arguments: Mapping[str, Any], reduction: str) -> float
     if call.func in _BY_TARGET:
         target = arguments["target"]
         if not _is_labels(target):  # probabilities: one for each class
-            return target.size / target.shape[1 if len(target.shape) > 1 else 0]
+            return float(target.size / target.shape[1 if len(target.shape) > 1 else 0])
         return float(target.size)
     if call.func in (F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss):
         return float(first.shape[0]) if len(first.shape) > 1 else 1.0
@@ -631,7 +629,8 @@ def _elements(call: Call, arguments: Mapping[str, Any], reduction: str) -> float
     if call.func is F.cosine_embedding_loss:
         return float(first.shape[0]) if len(first.shape) > 1 else 1.0
     shapes = [node.shape for node in call.nodes]
-    return float(torch.Size(torch.broadcast_shapes(*shapes)).numel())
+    broadcast: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    return float(broadcast.numel())
 
 
 def _dim_of(call: Call, num_dims: int) -> int | None:

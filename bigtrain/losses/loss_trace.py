@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -58,6 +59,13 @@ class Node:
     """The mask by whose values one of its dims is so long."""
 
     @property
+    def known(self) -> Tensor:
+        """Its real values, of a node that has them."""
+        if self.value is None:
+            raise UnknownValueError(f"tensor {self.number} of the loss has no known value")
+        return self.value
+
+    @property
     def size(self) -> int:
         """How many numbers it has."""
         return torch.Size(self.shape).numel()
@@ -103,11 +111,9 @@ class Call:
 
 def value_of(node: Node, values: dict[int, Tensor], device: torch.device) -> Tensor:
     """The value of a node in a replay: computed before, or a constant of the recording."""
-    found = values.get(node.number)
-    if found is None:
-        assert node.value is not None
-        found = values[node.number] = node.value.to(device)
-    return found
+    if node.number not in values:
+        values[node.number] = node.known.to(device)
+    return values[node.number]
 
 
 @dataclass(eq=False)
@@ -160,15 +166,17 @@ class CallRecorder(TorchFunctionMode):
         self._frames: list[tuple[str, int, dict[Any, int]]] = [(IN_LOSS, 0, {})]
         self._calls_of: dict[str, int] = {}
 
-    def give(self, tree: Any, *, known: bool) -> Any:
+    def give(self, batch: Any, *, known: bool) -> Any:
         """Hand a structure of real tensors to what is recorded.
 
         Args:
+            batch: inputs, outputs or targets.
             known: its values may be looked at; else only the shapes are used.
 
         Returns:
             The structure of the tensors to call with.
         """
+
         def enter(tensor: Tensor) -> Tensor:
             twin = self._twin(tensor) if known else tensor
             with unset_fake_temporarily():
@@ -178,11 +186,12 @@ class CallRecorder(TorchFunctionMode):
             return twin
 
         with torch._C.DisableTorchFunction():  # what is done here is no part of the loss
-            return map_tensors(tree, enter)
+            return map_tensors(batch, enter)
 
     def result(self, loss: Any) -> None:
         """Say which tensor the loss is."""
-        self.trace.result = self._nodes.get(loss) if isinstance(loss, Tensor) else None
+        if isinstance(loss, Tensor) and loss in self._nodes:
+            self.trace.result = self._nodes[loss]
 
     @contextmanager
     def frames(self, model: nn.Module) -> Iterator[None]:
@@ -190,7 +199,7 @@ class CallRecorder(TorchFunctionMode):
         handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
             handles += [
-                module.register_forward_pre_hook(lambda *_, name=name: self._enter(f"model.{name}")),
+                module.register_forward_pre_hook(partial(self._enter, f"model.{name}")),
                 module.register_forward_hook(lambda *_: self._leave(), always_call=True),
             ]
         try:
@@ -199,7 +208,7 @@ class CallRecorder(TorchFunctionMode):
             for handle in handles:
                 handle.remove()
 
-    def _enter(self, name: str) -> None:
+    def _enter(self, name: str, *_: Any) -> None:
         number = self._calls_of[name] = self._calls_of.get(name, 0) + 1
         self._frames.append((name, number, {}))
 
@@ -259,7 +268,8 @@ class CallRecorder(TorchFunctionMode):
         with unset_fake_temporarily():
             args, kwargs = tree_unflatten(values, spec)
             result = func(*args, **kwargs)
-        fakes = {id(v): leaf for v, leaf in zip(values, leaves, strict=True) if isinstance(v, Tensor)}
+        pairs = zip(values, leaves, strict=True)
+        fakes = {id(value): leaf for value, leaf in pairs if isinstance(value, Tensor)}
         if result is None:
             return None
 
@@ -297,7 +307,7 @@ class CallRecorder(TorchFunctionMode):
         """Index by the places that are set in a mask, whose number is known."""
         if name == "masked_select":
             mask, value = leaves[1], nodes[1].value
-            expanded = leaves[0].expand(torch.broadcast_shapes(leaves[0].shape, mask.shape))
+            expanded = leaves[0].expand(_broadcast(leaves[0].shape, mask.shape))
             with unset_fake_temporarily():
                 number = int(value.expand(expanded.shape).sum())
             return expanded.reshape(-1)[:1].expand(number) if number else expanded.reshape(-1)[:0]
@@ -342,9 +352,7 @@ class CallRecorder(TorchFunctionMode):
         name, number, seen = self._frames[-1]
         occurrence = seen.get(func, 0)
         seen[func] = occurrence + 1
-        self.trace.calls.append(
-            Call(func, nodes, spec, new, known, (name, number), occurrence)
-        )
+        self.trace.calls.append(Call(func, nodes, spec, new, known, (name, number), occurrence))
 
     def _read(
         self,
@@ -397,6 +405,11 @@ def _size_source(arguments: Sequence[Node], result: Node) -> Node | None:
 def _selects(index: Node, source: Node, result: Node) -> bool:
     """Whether a bool mask has chosen what the result holds of a source."""
     return index.dtype == torch.bool and result.shape != source.shape
+
+
+def _broadcast(*shapes: Sequence[int]) -> torch.Size:
+    found: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    return found
 
 
 def _tensors(result: Any) -> list[Tensor]:

@@ -372,13 +372,12 @@ class FakeRuns:
 def resize_micro_batch(example: MicroBatch, rows: int) -> MicroBatch:
     """A micro-batch of so many rows, all of them the first of the example."""
 
-    def grow(tensor: Tensor) -> Tensor:
-        if tensor.dim() and len(tensor) == example.rows:
-            return tensor[:1].expand(rows, *tensor.shape[1:]).contiguous()
-        return tensor
+    def grow(tensor: Tensor, dim: int) -> Tensor:
+        shape = [*tensor.shape[:dim], rows, *tensor.shape[dim + 1 :]]
+        return tensor.narrow(dim, 0, 1).expand(shape).contiguous()
 
     count = max(1, example.count * rows // max(1, example.rows))
-    return replace(example.map(grow), count=count, rows=rows)
+    return replace(example.map_rows(grow), count=count, rows=rows)
 
 
 def _with_policy(plan: Plan, choice: BlockPolicy) -> Plan:
