@@ -40,7 +40,11 @@ class RunOutcome:
 
 
 def run_bigtrain(
-    words: Sequence[str], log: Path, limit_s: float, environ: Mapping[str, str] | None = None
+    words: Sequence[str],
+    log: Path,
+    limit_s: float,
+    environ: Mapping[str, str] | None = None,
+    module: str = "bigtrain",
 ) -> RunOutcome:
     """Run `bigtrain WORDS` and wait; what it prints goes to a file.
 
@@ -49,8 +53,9 @@ def run_bigtrain(
         log: the file for all that it prints.
         limit_s: seconds after which it is ended.
         environ: added to this process's own environment.
+        module: another one of bigtrain's that is run in its place.
     """
-    command = [sys.executable, "-m", "bigtrain", *words]
+    command = [sys.executable, "-m", module, *words]
     run_mark = secrets.token_hex(8)
     began = time.monotonic()
     with log.open("w") as log_file:

@@ -81,12 +81,15 @@ class MicroBatch:
         """Tensors of the same shapes without numbers, made under the current fake mode."""
         return self.map(lambda tensor: fake_tensor(tensor, device, double=double))
 
+    def row_dims(self) -> BatchDims:
+        """The batch dim of each tensor."""
+        if self.dims is not None:
+            return self.dims
+        return tuple(0 if t.dim() and len(t) == self.rows else None for t in self.tensors())
+
     def map_rows(self, change: Callable[[Tensor, int], Tensor]) -> MicroBatch:
         """The same with every tensor that has rows changed, given its batch dim."""
-        dims = self.dims
-        if dims is None:
-            dims = tuple(0 if t.dim() and len(t) == self.rows else None for t in self.tensors())
-        places = iter(dims)
+        places = iter(self.row_dims())
 
         def changed(tensor: Tensor) -> Tensor:
             dim = next(places)

@@ -37,6 +37,7 @@ from bigtrain.costs.traffic import StepVolume
 from bigtrain.data import MicroBatch, Step
 from bigtrain.data.batch_dims import BatchDims, count_rows, find_batch_dims
 from bigtrain.engine.example import is_resized
+from bigtrain.engine.first_steps import FirstSteps
 from bigtrain.engine.follow_loss import agree_on_loss, with_own_totals
 from bigtrain.engine.out_of_memory import (
     OutOfMemoryContext,
@@ -167,18 +168,15 @@ class Engine:
         if example is not None:
             self._predict(workload)
             ensure_host_room(self.plan, self._host_bytes, context)
+        self.first_steps: FirstSteps | None = None
+        if job.train.check_first_steps:  # before a technique changes the model
+            self.first_steps = FirstSteps(
+                job.train.check_first_steps, self.blueprint, self.loss, optimizer, plan, context
+            )
         seed_everything(context.seed, stream_of(context))
         self._closing.enter_context(kernels_as_asked(job.train, context.device))
         importlib.import_module("torch._dynamo")  # by every optimizer: not the run's memory
-        self.limit_bytes = available_bytes(job.memory.cap, context.device, context.local_world_size)
-        """What this rank could take before it was built, in bytes."""
-        if context.is_main and self._subject is not None and job.memory.on_oom == "stop":
-            self.advice += predict_out_of_memory(
-                self._subject, self.predicted_fullest, self.limit_bytes
-            )
-        self._cap, self._watch = MemoryCap(job.memory.cap, context.device), StepWatch(context)
-        self._closing.callback(self._cap.lift)
-        self.meter = MemoryMeter(context.device, job.memory.track_steps, self._cap)
+        self._open_meter()
         try:
             mover = self.plan.make_offloader(context.device)
             if mover is not None:
@@ -190,6 +188,19 @@ class Engine:
         except BaseException:
             self._closing.close()
             raise
+
+    def _open_meter(self) -> None:
+        """Begin to measure and to limit memory; say where it will not do."""
+        job, context = self.job, self.context
+        self.limit_bytes = available_bytes(job.memory.cap, context.device, context.local_world_size)
+        """What this rank could take before it was built, in bytes."""
+        if context.is_main and self._subject is not None and job.memory.on_oom == "stop":
+            self.advice += predict_out_of_memory(
+                self._subject, self.predicted_fullest, self.limit_bytes
+            )
+        self._cap, self._watch = MemoryCap(job.memory.cap, context.device), StepWatch(context)
+        self._closing.callback(self._cap.lift)
+        self.meter = MemoryMeter(context.device, job.memory.track_steps, self._cap)
 
     @property
     def model(self) -> nn.Module:
@@ -218,6 +229,10 @@ class Engine:
             began = time.perf_counter()
         self._watch.begin(tracked=self.meter.tracking)
         lr = self._set_learning_rate()
+        checks = self.first_steps is not None and self.first_steps.active
+        if self.first_steps is not None and checks:
+            self.first_steps.begin(micro_batches, lr if self._learning_rate else None)
+            began = time.perf_counter()
         self.runner.module.train()
         try:
             with self._explaining(), self.meter.step(self.steps_done + 1):
@@ -227,6 +242,8 @@ class Engine:
             raise error.in_step(self.steps_done + 1) from None
         self.steps_done += 1
         self.samples_seen += samples
+        if self.first_steps is not None and checks:
+            self.first_steps.check(self.steps_done, loss.read(), grad_norm)
         seconds = time.perf_counter() - began
         volume, tokens = self._watch.end(seconds), micro_batches[0].tokens_per_sample
         return StepResult(

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from bigtrain.assembly.make_plan import device_type_of, make_plan
 from bigtrain.core.strategy import Plan
-from bigtrain.engine.engine import Engine
+from bigtrain.engine.engine import Engine, StepResult
 from bigtrain.engine.example import example_batch
+from bigtrain.engine.first_steps import DifferentNumbersError, disable_dropout
 from bigtrain.errors import ConfigError
 from bigtrain.job.load import job_from_keys
 from bigtrain.job.schema import Job
 from bigtrain.losses.loss import Loss, as_loss
 from bigtrain.losses.tasks import Task
-from bigtrain.models.blueprint import Blueprint
+from bigtrain.models.blueprint import Blueprint, as_blueprint
 from bigtrain.optim.update import MakeOptimizer
 from bigtrain.ranks.connect import connect
 from bigtrain.ranks.context import RunContext
@@ -87,6 +90,11 @@ def prepare(
         ConfigError: before any process group exists.
     """
     _check_keys(keys)
+    asked = json.loads(os.environ.get(VERIFY_VARIABLE, "null"))
+    if asked is not None:
+        strategy, keys = asked["strategy"], {**keys, "train__check_first_steps": asked["steps"]}
+        model = as_blueprint(model)
+        disable_dropout(model.model)
     job = job_from_keys(strategy, {key.replace("__", "."): value for key, value in keys.items()})
     if job.memory.on_oom == "adapt":
         raise ConfigError(
@@ -100,6 +108,8 @@ def prepare(
     try:
         first_batch = None if example is None else example_batch(example, as_loss(loss), job, plan)
         engine = Engine(model, loss, optimizer, job, context, task=task, example=first_batch)
+        if asked is not None:
+            _end_after_check(engine, Path(asked["report"]))
     except BaseException as error:
         connection.__exit__(type(error), error, error.__traceback__)
         raise
@@ -111,6 +121,35 @@ def prepare(
         engine.close_with(thaw)
     engine.close_with(connection)
     return engine
+
+
+VERIFY_VARIABLE = "BIGTRAIN_VERIFY"
+"""What `bigtrain verify --script` asks of the script's engine, as JSON: strategy, steps, report."""
+
+
+def _end_after_check(engine: Engine, report: Path) -> None:
+    """Let the engine end the script when the last step that is compared is done."""
+    step, first_steps = engine.step, engine.first_steps
+
+    def leave(difference: str | None) -> None:
+        if engine.context.is_main and first_steps is not None:
+            found = {"steps": first_steps.compared, "note": first_steps.note}
+            text = json.dumps({**found, "difference": difference})
+            report.write_text(f"{text}\n", "utf-8")
+        engine.context.barrier()
+
+    def step_and_end(batch: Any) -> StepResult:
+        try:
+            result = step(batch)
+        except DifferentNumbersError as error:  # all ranks have it
+            leave(str(error))
+            raise
+        if first_steps is not None and not first_steps.active:
+            leave(None)
+            raise SystemExit(0)
+        return result
+
+    engine.step = step_and_end  # type: ignore[method-assign]
 
 
 _OF_THE_STEP = ("clip_norm", "release_gradients", "master_weights", "batch_dims")

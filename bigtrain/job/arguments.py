@@ -130,6 +130,8 @@ class ComparisonOptions(argparse.Namespace):
     optimizer: str = "sgd"
     fuzz: int = 0
     """Plans to draw; 0 where strategies are named."""
+    script: str | None = None
+    """A script of the user's own with its arguments, which is checked in place of a job."""
     seed: int = 0
 
 
@@ -182,12 +184,19 @@ def verify_arguments(arguments: list[str]) -> ComparisonOptions:
     parser.add_argument(
         "--seed", type=int, default=argparse.SUPPRESS, help="of what --fuzz draws (default 0)"
     )
+    parser.add_argument(
+        "--script",
+        metavar="'FILE ARGUMENTS'",
+        help="a script that calls bigtrain.prepare: its first steps beside a plain torch loop",
+    )
     options = _side_options(parser, arguments, ComparisonOptions())
     given = vars(options)
     if "seed" in given and "fuzz" not in given:
         parser.error("--seed is of what --fuzz draws: add --fuzz N, or set train.seed of the job")
     if "fuzz" in given and options.fuzz < 1:
         parser.error(f"--fuzz {options.fuzz}: at least 1 is needed")
+    if options.script is not None and "fuzz" in given:
+        parser.error("--fuzz draws plans for a job; leave --script out, or --fuzz")
     if options.fuzz and options.strategies != "all":
         parser.error("--fuzz draws the strategies; leave --strategies out, or --fuzz")
     return options

@@ -211,6 +211,9 @@ class TrainConfig(ConfigSection):
     check_finite: bool = True
     """A step whose loss or norm is not finite is refused before the update. False: it is not, and
     a GPU has no pause between the backward pass and the update."""
+    check_first_steps: int = Field(0, ge=0)
+    """Steps whose loss and gradient norm are compared with those of a plain torch loop on the whole
+    global batch, which rank 0 runs on its CPU beside them; a difference ends the run."""
     deterministic: bool = False
     """Only deterministic kernels (torch.use_deterministic_algorithms)."""
     matmul: Literal["highest", "high"] = "highest"

@@ -14,6 +14,7 @@ agree with each other as they do in a model that was built at once.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import pickle
 import random
@@ -96,6 +97,12 @@ class Blueprint:
         """Bytes that every rank holds while it builds the model; 0 where it is deferred."""
         tensors = () if self.deferred else _named_tensors(self.model).values()
         return sum(tensor.nbytes for tensor in tensors)
+
+    def twin(self) -> Blueprint:
+        """The same model described anew, or a copy of one that was given already built."""
+        return (
+            Blueprint.of(copy.deepcopy(self.model)) if self._make is None else describe(self._make)
+        )
 
     def materialize(
         self, device: torch.device | str, *, seed: int, only: Collection[str] | None = None

@@ -39,6 +39,8 @@ class VerifiedStrategy:
     """How far one process is from itself with moved weights; where it was asked for."""
     dropout_off: str | None = None
     """Why dropout was off; None where it is as in the job."""
+    plain_loop: str | None = None
+    """Why its first steps were not held against a plain torch loop; None where they were."""
 
     def as_json(self) -> dict[str, Any]:
         """The row for a machine."""
@@ -108,8 +110,11 @@ class Bench:
             verdict: Verdict = "refused" if ended.status == 2 else "failed"
             return VerifiedStrategy(label, ranks, verdict, precision, ended.reason)
         differences = compare_recordings(reference, folder)
+        plain_loop = json.loads((folder / "record.json").read_text("utf-8"))["plain_loop"]
         _forget(folder)
-        row = VerifiedStrategy(label, ranks, "pass", precision, None, differences)
+        row = VerifiedStrategy(
+            label, ranks, "pass", precision, None, differences, plain_loop=plain_loop
+        )
         tolerance, losses_only = Tolerance.of(precision), self._options.optimizer == "job"
         if differences.passed(tolerance, losses_only=losses_only):
             return row

@@ -18,6 +18,7 @@ from bigtrain.report.folders import results_folder
 from bigtrain.verify.bench import Bench, VerifiedStrategy
 from bigtrain.verify.differences import GROWTH, Tolerance
 from bigtrain.verify.fuzz import FuzzResult, fuzz
+from bigtrain.verify.script import check_script
 
 _SGD = (
     *("optim.name=sgd", "optim.momentum=0.9", "optim.lr=0.01", "optim.warmup_steps=0"),
@@ -28,7 +29,7 @@ _SGD = (
 _QUIET = (
     *("train.eval_every=0", "checkpoint.at_end=false", "checkpoint.every=0"),
     *("memory.track_steps=0", "memory.predict=false", "checkpoint.resume=null"),
-    "memory.on_oom=stop",
+    *("memory.on_oom=stop", "train.check_first_steps=2"),
 )
 
 
@@ -39,6 +40,8 @@ def main(arguments: list[str]) -> int:
     named cannot run), 2 for the user's input, 130 after Ctrl-C.
     """
     options = verify_arguments(arguments)
+    if options.script is not None:
+        return check_script(options)
     if options.fuzz:
         return _fuzz(options)
     words = [*(_SGD if options.optimizer == "sgd" else ()), *_QUIET, f"train.steps={options.steps}"]
@@ -181,6 +184,11 @@ def _notes(options: ComparisonOptions, rows: Sequence[VerifiedStrategy]) -> Iter
     own = options.optimizer == "job"
     optimizer = "the job's optimizer" if own else "SGD and momentum (--optimizer job: the job's)"
     yield f"{options.steps} steps with {optimizer}; dropout is the job's, with masks by sample"
+    compared = [row for row in rows if row.differences is not None]
+    if compared and all(row.plain_loop is None for row in compared):
+        yield "the first 2 steps of each run were held against a plain torch loop, too"
+    for reason in sorted({row.plain_loop for row in compared if row.plain_loop is not None}):
+        yield f"not held against a plain torch loop: {reason}"
     for precision in sorted({row.precision for row in rows if row.differences is not None}):
         tolerance = Tolerance.of(precision)
         loss = tolerance.loss * (10 if own else 1)

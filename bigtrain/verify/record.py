@@ -33,6 +33,7 @@ from bigtrain.core.runner import StepLoss
 from bigtrain.data.loader import MicroBatch, Step
 from bigtrain.devices import grow_segments, set_current
 from bigtrain.engine.engine import Engine
+from bigtrain.engine.first_steps import disable_dropout
 from bigtrain.engine.prepare import connect_job
 from bigtrain.engine.setup import RunSetup, check_job, open_setup
 from bigtrain.errors import BigtrainError
@@ -128,6 +129,7 @@ def record_run(
         write_weights(folder / "weights-after.safetensors", engine, names)
     if context.is_main:
         recording["has_batchnorm"] = norms
+        recording["plain_loop"] = engine.first_steps.note if engine.first_steps else None
         (folder / "record.json").write_text(json.dumps(recording) + "\n", "utf-8")
 
 
@@ -189,16 +191,6 @@ def random_losses(
             parameter.grad = None
     same = abs(losses[0] - losses[1]) <= 1e-6 * abs(losses[0])
     return None if same else (losses[0], losses[1])
-
-
-def disable_dropout(model: nn.Module) -> None:
-    """Turn dropout off, in place, where masks cannot be those of the samples."""
-    for module in model.modules():
-        kind = type(module).__name__.lower()
-        for name, value in vars(module).items():
-            drops = "drop" in name.lower() or (name == "p" and ("drop" in kind or "depth" in kind))
-            if drops and isinstance(value, float) and 0 < value < 1:
-                setattr(module, name, 0.0)
 
 
 def has_batchnorm(model: nn.Module) -> bool:

@@ -10,6 +10,7 @@ import torch
 from support.zygote import forked_cli
 
 from bigtrain.checkpoint.write import write_tensors
+from bigtrain.engine.first_steps import disable_dropout
 from bigtrain.ranks.context import RunContext
 from bigtrain.ranks.exit_status import run_guarded
 from bigtrain.tensors.shards import StateTensor
@@ -20,7 +21,6 @@ from bigtrain.verify.differences import (
     Tolerance,
     compare_recordings,
 )
-from bigtrain.verify.record import disable_dropout
 from bigtrain.verify.reference import SingleInBf16, SingleMoved
 
 NET = [

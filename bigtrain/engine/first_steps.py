@@ -1,0 +1,274 @@
+"""The first steps of a run beside a plain torch loop, which shares nothing with bigtrain.
+
+Rank 0 holds a copy of the whole model, calls it and the user's loss on the whole global batch,
+goes back, clips and steps the user's optimizer, as a script for one device does. Loss and gradient
+norm of the run must be those of that loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from bigtrain.core.strategy import Plan
+from bigtrain.data.loader import MicroBatch
+from bigtrain.errors import BigtrainError
+from bigtrain.losses.global_mean import GlobalMeanLoss
+from bigtrain.losses.loss import CrossEntropy, Loss, MeanLoss, main_logits
+from bigtrain.memory.cap import available_bytes
+from bigtrain.models.blueprint import Blueprint, kept_random_state
+from bigtrain.optim.update import MakeOptimizer
+from bigtrain.ranks.context import RunContext
+from bigtrain.tensors.tree import map_tensors, tree_tensors
+
+TOLERANCES = {"fp64": (1e-9, 1e-8), "fp32": (1e-5, 1e-4), "bf16": (1e-2, 5e-2)}
+"""By precision, the relative differences of a loss and of a gradient norm that sums in another
+order, and kernels of another device, may make in a few steps. `verify` holds runs on one kind of
+device to less."""
+_COPIES = 4
+"""Parameters, gradients and two moments."""
+
+
+class DifferentNumbersError(BigtrainError):
+    """A run does not compute what a plain torch loop does."""
+
+
+class FirstSteps:
+    """Compares a run with a plain loop; all ranks call it alike.
+
+    Args:
+        steps: how many are compared.
+        blueprint: the model as the user gave it, before any technique changes it.
+        loss: the run's.
+        make_optimizer: the user's.
+        plan: precision, clipping.
+        context: what this process is.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        blueprint: Blueprint,
+        loss: Loss,
+        make_optimizer: MakeOptimizer,
+        plan: Plan,
+        context: RunContext,
+    ) -> None:
+        self._left, self._plan, self._context = steps, plan, context
+        self.note: str | None = _uncomparable(blueprint.model, plan)
+        """Why nothing is compared; None where it is."""
+        self._loop: _PlainLoop | None = None
+        self._expected: tuple[float, float] | None = None
+        self.compared: list[dict[str, float]] = []
+        """Of each step, on rank 0: loss and norm of the run and of the loop."""
+        if context.is_main and self.note is None:
+            needed = _COPIES * sum(p.nbytes for p in blueprint.model.parameters())
+            room = available_bytes(None, torch.device("cpu"), context.local_world_size)
+            if room is not None and needed > room:
+                self.note = f"a plain loop needs {needed} bytes on rank 0, which has {room}"
+            else:
+                model = blueprint.twin().materialize("cpu", seed=context.seed)
+                if not _dropouts(blueprint.model):  # turned off after it was described
+                    disable_dropout(model)
+                self._loop = _PlainLoop(model, plain_loss(loss), make_optimizer, plan)
+
+    @property
+    def active(self) -> bool:
+        """Whether a step is still to be compared."""
+        return self._left > 0
+
+    def begin(self, micro_batches: Sequence[MicroBatch], lr: float | None) -> None:
+        """Do the step in the plain loop. Collective.
+
+        Args:
+            micro_batches: this rank's.
+            lr: the rate of the step; None is the optimizer's own.
+        """
+        context = self._context
+        own = None
+        if context.pp_rank == 0 and context.tp_rank == 0:
+            own = [one.to("cpu") for one in micro_batches if not one.padding]
+        everyone = context.gather_objects(own)
+        self._left -= 1
+        if everyone is None or self._loop is None:
+            return
+        whole = joined([one for there in everyone if there for one in there])
+        with kept_random_state(), _disable_current_modes():  # verify's masks are of the run alone
+            self.note = self._loop.is_random(whole)
+            self._expected = self._loop.step(whole, lr) if self.note is None else None
+        if self.note is not None:
+            self._loop = None
+
+    def check(self, step: int, loss: float, norm: float) -> None:
+        """Hold the run's step against the plain loop's. Collective.
+
+        Raises:
+            DifferentNumbersError: on all ranks; they differ by more than rounding.
+        """
+        message: str | None = None
+        if self._expected is not None:
+            plain_loss_value, plain_norm = self._expected
+            self.compared.append(
+                {
+                    "step": step,
+                    "loss": loss,
+                    "norm": norm,
+                    "plain_loss": plain_loss_value,
+                    "plain_norm": plain_norm,
+                }
+            )
+            by_loss, by_norm = TOLERANCES[self._plan.precision]
+            pairs = (
+                ("loss", loss, self._expected[0], by_loss),
+                ("gradient norm", norm, self._expected[1], by_norm),
+            )
+            for what, found, expected, tolerance in pairs:
+                if not abs(found - expected) <= tolerance * max(abs(expected), 1e-6):
+                    message = _difference(what, step, found, expected, tolerance, self._plan)
+                    break
+        self._expected = None
+        refusal = self._context.broadcast_object(message)
+        if refusal is not None:
+            raise DifferentNumbersError(refusal)
+        if not self.active:
+            self._loop = None
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Turn dropout off, in place, where masks cannot be those of the samples."""
+    for module, name in _dropouts(model):
+        setattr(module, name, 0.0)
+
+
+def _dropouts(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The attributes of modules that say with what chance something is dropped."""
+    found = []
+    for module in model.modules():
+        kind = type(module).__name__.lower()
+        for name, value in vars(module).items():
+            drops = "drop" in name.lower() or (name == "p" and ("drop" in kind or "depth" in kind))
+            if drops and isinstance(value, float) and 0 < value < 1:
+                found.append((module, name))
+    return found
+
+
+def _difference(
+    what: str, step: int, found: float, expected: float, tolerance: float, plan: Plan
+) -> str:
+    return (
+        f"step {step}: the {what} under {plan.strategy.name} is {found:.9g}, and {expected:.9g} in "
+        "a plain torch loop on the same global batch, which differs by more than rounding "
+        f"(relative {tolerance:.0e}). Find the first tensor that differs with bigtrain verify, or "
+        "leave train.check_first_steps out."
+    )
+
+
+def _uncomparable(model: nn.Module, plan: Plan) -> str | None:
+    if plan.replicate.own_numbers is not None:
+        return plan.replicate.own_numbers
+    is_norm = nn.modules.batchnorm._BatchNorm
+    if plan.batch.num_parts > 1 and any(isinstance(m, is_norm) for m in model.modules()):
+        return "BatchNorm normalises each micro-batch by itself"
+    return None
+
+
+class _PlainLoop:
+    """A training loop for one device."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Tensor],
+        make_optimizer: MakeOptimizer,
+        plan: Plan,
+    ) -> None:
+        self._is_double = plan.precision == "fp64"
+        self._model = (model.double() if self._is_double else model).train()
+        self._loss, self._plan = loss, plan
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        self._optimizer = make_optimizer(trained)
+
+    def step(self, batch: MicroBatch, lr: float | None) -> tuple[float, float]:
+        """One step; its loss, and the norm of its gradients before clipping."""
+        if lr is not None:
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+        self._optimizer.zero_grad(set_to_none=True)
+        loss = self._forward(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+        norm = float(sum(float(g.double().norm()) ** 2 for g in dense)) ** 0.5
+        if self._plan.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._plan.clip_norm)
+        self._optimizer.step()
+        return float(loss.detach()), norm
+
+    def is_random(self, batch: MicroBatch) -> str | None:
+        """Why the loop cannot be repeated; None where it can."""
+        values = []
+        state = {n: b.clone() for n, b in self._model.named_buffers()}
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            with torch.no_grad():
+                values.append(float(self._forward(batch)))
+        for name, buffer in self._model.named_buffers():
+            buffer.data.copy_(state[name])
+        if abs(values[0] - values[1]) <= 1e-7 * abs(values[0]):
+            return None
+        return "the model draws random numbers in its forward pass"
+
+    def _forward(self, batch: MicroBatch) -> Tensor:
+        batch = batch.double() if self._is_double else batch
+        # The model may take the containers of its inputs apart: it gets its own.
+        inputs = map_tensors(batch.inputs, lambda tensor: tensor)
+        low = self._plan.precision == "bf16"
+        with torch.autocast("cpu", dtype=torch.bfloat16) if low else nullcontext():
+            output = self._model(inputs)
+        return self._loss(output, batch.targets)
+
+
+def joined(parts: Sequence[MicroBatch]) -> MicroBatch:
+    """The rows of several micro-batches as one; what belongs to all rows is that of the first."""
+    first = parts[0]
+    leaves = [tree_tensors((one.inputs, one.targets)) for one in parts]
+    places = iter(range(len(leaves[0])))
+    dims = first.row_dims()
+
+    def whole(_: Tensor) -> Tensor:
+        place = next(places)
+        dim = dims[place]
+        return leaves[0][place] if dim is None else torch.cat([row[place] for row in leaves], dim)
+
+    return replace(first.map(whole), rows=sum(one.rows for one in parts), totals=None)
+
+
+def plain_loss(loss: Loss) -> Callable[[Any, Any], Tensor]:
+    """A loss as a mean over the whole batch, by the user's function or by torch's."""
+    if isinstance(loss, (GlobalMeanLoss, MeanLoss)):
+        return loss.fn
+    if isinstance(loss, CrossEntropy):
+        return lambda output, target: _cross_entropy(loss, output, target)
+    return lambda output, target: loss(output, target) / max(loss.count(target), 1)
+
+
+def _cross_entropy(settings: CrossEntropy, output: Any, target: Tensor) -> Tensor:
+    """The cross entropy of torch of a task's logits; with auxiliary heads, the task's own sum."""
+    if not isinstance(output, Tensor):
+        return CrossEntropy.__call__(settings, output, target) / max(settings.count(target), 1)
+    logits = main_logits(output).float() if output.dtype == torch.bfloat16 else output
+    if settings.class_dim == -1 and logits.dim() > 2:
+        logits, target = logits.flatten(0, -2), target.flatten()
+    return F.cross_entropy(
+        logits,
+        target,
+        ignore_index=settings.ignore_index,
+        label_smoothing=settings.label_smoothing,
+    )

@@ -1,0 +1,132 @@
+"""`bigtrain verify --script FILE`: a training script of the user's own under each strategy.
+
+The script runs as it is, on as many ranks as asked for. Its `bigtrain.prepare` takes the strategy
+and the number of steps from the environment (`engine.prepare.VERIFY_VARIABLE`); its engine holds
+each of these steps against a plain torch loop on rank 0, and ends the script after them.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bigtrain.compare.contenders import named_strategies
+from bigtrain.compare.subprocess_runs import run_bigtrain
+from bigtrain.devices import device_count
+from bigtrain.engine.prepare import VERIFY_VARIABLE
+from bigtrain.errors import BigtrainError, ConfigError
+from bigtrain.job.arguments import ComparisonOptions
+from bigtrain.ranks.launch import start_ranks
+from bigtrain.report.folders import results_folder
+
+Row = dict[str, Any]
+
+
+def check_script(options: ComparisonOptions) -> int:
+    """Run the script under each strategy and compare; returns the exit status as `verify` does.
+
+    Raises:
+        ConfigError: there is no such script; keys of a job beside it.
+    """
+    file, *arguments = shlex.split(options.script or "")
+    if not Path(file).is_file():
+        raise ConfigError(f"--script {file}: there is no such file.")
+    if options.overrides or options.job is not None:
+        raise ConfigError(
+            "--script: the job is what the script gives to bigtrain.prepare. Leave JOB and "
+            "KEY=VALUE out."
+        )
+    names = named_strategies(options.strategies)
+    ranks = options.num_ranks or max(2, device_count())
+    folder = results_folder(options.output, "verify")
+    progress = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    rows: list[Row] = []
+    for number, name in enumerate(names, start=1):
+        words = ["-n", str(1 if name == "single" else ranks), file, *arguments]
+        rows.append(_run(name, words, folder, options))
+        said = rows[-1]["reason"] or f"loss {rows[-1]['loss']:.1e}, norm {rows[-1]['norm']:.1e}"
+        progress.print(f"{number}/{len(names)} {name}: {rows[-1]['verdict']}, {said}")
+    text = json.dumps({"script": options.script, "steps": options.steps, "rows": rows}, indent=1)
+    (folder / "verify.json").write_text(f"{text}\n", "utf-8")
+    if options.as_json:
+        sys.stdout.write(f"{text}\n")
+    else:
+        _show(rows, options, folder)
+    is_named = options.strategies != "all"
+    bad = ("differs", "failed", "refused") if is_named else ("differs", "failed")
+    passed = any(row["verdict"] == "pass" for row in rows)
+    return 1 if not passed or any(row["verdict"] in bad for row in rows) else 0
+
+
+def _run(name: str, words: Sequence[str], folder: Path, options: ComparisonOptions) -> Row:
+    report = folder / f"{name.replace('/', '-')}.json"
+    asked = {"strategy": name, "steps": options.steps, "report": str(report.resolve())}
+    ended = run_bigtrain(
+        words,
+        report.with_suffix(".log"),
+        options.time_limit,
+        {VERIFY_VARIABLE: json.dumps(asked)},
+        module="bigtrain.verify.script",
+    )
+    row: Row = {"strategy": name, "verdict": "pass", "reason": None, "loss": None, "norm": None}
+    found = json.loads(report.read_text("utf-8")) if report.is_file() else None
+    if found is None:
+        reason = ended.reason
+        if reason is None:
+            reason = f"it ended before {options.steps} steps of an engine of bigtrain.prepare"
+        verdict = "refused" if ended.status == 2 else "failed"
+        return row | {"verdict": verdict, "reason": reason}
+    steps = found["steps"]
+    row |= {"loss": _largest(steps, "loss"), "norm": _largest(steps, "norm")}
+    if found["difference"] is not None:
+        row |= {"verdict": "differs", "reason": found["difference"]}
+    elif found["note"] is not None:
+        row |= {"verdict": "refused", "reason": f"not compared: {found['note']}"}
+    return row
+
+
+def _largest(steps: Sequence[Row], key: str) -> float:
+    """The largest relative difference of a figure."""
+    pairs = [(step[key], step[f"plain_{key}"]) for step in steps]
+    return max((abs(a - b) / max(abs(b), 1e-12) for a, b in pairs), default=0.0)
+
+
+def _show(rows: Sequence[Row], options: ComparisonOptions, folder: Path) -> None:
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    title = f"Largest relative differences from a plain torch loop, {options.steps} steps"
+    table = Table(title=title, title_justify="left")
+    table.add_column("strategy", no_wrap=True)
+    for heading in ("loss", "norm"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for row in rows:
+        figures = ("" if row[key] is None else f"{row[key]:.1e}" for key in ("loss", "norm"))
+        table.add_row(row["strategy"], *figures, row["verdict"])
+    console.print(table)
+    for row in rows:
+        if row["reason"] is not None:
+            line = f"{row['strategy']}: {row['verdict']}: {row['reason']}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    line = f"dropout was off; results: {folder / 'verify.json'}"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def main(arguments: list[str]) -> int:
+    """Start the ranks of a script: `-n N FILE ARGUMENTS`."""
+    _, number, file, *rest = arguments
+    try:
+        return start_ranks(int(number), rest, Path(file))
+    except BigtrainError as error:
+        sys.stderr.write(f"bigtrain: {error}\n")
+        return error.exit_status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
