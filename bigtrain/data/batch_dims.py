@@ -14,7 +14,7 @@ BatchDims = tuple[int | None, ...]
 """The batch dim of each tensor of (inputs, targets) in order; None: it belongs to all rows."""
 
 
-def named_tensors(inputs: Any, targets: Any) -> list[tuple[str, Tensor]]:
+def batch_tensors(inputs: Any, targets: Any) -> list[tuple[str, Tensor]]:
     """The tensors of a batch in the order of `map_tensors`, each with what a key calls it.
 
     Names are as `inputs`, `inputs.position_ids`, `inputs[1]`, `targets`.
@@ -45,9 +45,9 @@ def count_rows(inputs: Any, targets: Any, expected: int | None = None) -> int:
         targets: of one rank.
         expected: as many as the job's keys say; taken where some tensor begins with them.
     """
-    sizes = [t.shape[0] for _, t in named_tensors(inputs, targets) if t.dim()]
+    sizes = [t.shape[0] for _, t in batch_tensors(inputs, targets) if t.dim()]
     if not sizes:
-        return 1 if named_tensors(inputs, targets) else 0
+        return 1 if batch_tensors(inputs, targets) else 0
     if expected in sizes:
         return expected
     several = [size for size in sizes if size != 1] or sizes
@@ -78,7 +78,7 @@ def find_batch_dims(
     Raises:
         ConfigError: a name that no tensor has; a tensor for which it is not clear.
     """
-    named = named_tensors(inputs, targets)
+    named = batch_tensors(inputs, targets)
     unknown = sorted(set(explicit) - {name for name, _ in named})
     if unknown:
         names = ", ".join(name for name, _ in named)

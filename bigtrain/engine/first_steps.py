@@ -99,7 +99,7 @@ class FirstSteps:
         self._left -= 1
         if everyone is None or self._loop is None:
             return
-        whole = joined([one for there in everyone if there for one in there])
+        whole = join_micro_batches([one for there in everyone if there for one in there])
         with kept_random_state(), _disable_current_modes():  # verify's masks are of the run alone
             self.note = self._loop.is_random(whole)
             self._expected = self._loop.step(whole, lr) if self.note is None else None
@@ -235,7 +235,7 @@ class _PlainLoop:
         return self._loss(output, batch.targets)
 
 
-def joined(parts: Sequence[MicroBatch]) -> MicroBatch:
+def join_micro_batches(parts: Sequence[MicroBatch]) -> MicroBatch:
     """The rows of several micro-batches as one; what belongs to all rows is that of the first."""
     first = parts[0]
     leaves = [tree_tensors((one.inputs, one.targets)) for one in parts]

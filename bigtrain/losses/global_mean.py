@@ -41,7 +41,7 @@ MODEL = "model."
 """Begins the names of frames in modules of the model."""
 
 
-class Batch(Protocol):
+class CountedBatch(Protocol):
     """What is needed of a `data.MicroBatch`."""
 
     @property
@@ -65,7 +65,7 @@ class Batch(Protocol):
         """See `MicroBatch.padding`."""
 
 
-AnyBatch = TypeVar("AnyBatch", bound=Batch)
+AnyBatch = TypeVar("AnyBatch", bound=CountedBatch)
 FindFormula = Callable[[Any], LossFormula]
 """Records the loss with a micro-batch; see `engine.follow_loss`."""
 
@@ -89,7 +89,7 @@ class GlobalMeanLoss:
         fn: Callable[[Any, Any], Any],
         name: str,
         formula: LossFormula,
-        first: Batch,
+        first: CountedBatch,
         find: FindFormula,
     ) -> None:
         self.fn, self.name = fn, name
@@ -165,7 +165,7 @@ class GlobalMeanLoss:
         totals = tuple(add_up([rows, *own.tolist()]))
         return [replace(cast(Any, one), totals=totals) for one in micro_batches]
 
-    def formula_of(self, micro_batch: Batch) -> LossFormula:
+    def formula_of(self, micro_batch: CountedBatch) -> LossFormula:
         """The formula of a micro-batch: of its shapes, and of the branches that its targets take.
 
         Raises:
@@ -191,7 +191,7 @@ class GlobalMeanLoss:
             self._formulas.pop(next(iter(self._formulas)))
         return formula
 
-    def _counts(self, micro_batch: Batch) -> Tensor:
+    def _counts(self, micro_batch: CountedBatch) -> Tensor:
         """The totals of one micro-batch, on the device of its targets."""
         formula = self.formula_of(micro_batch)
         values = _replayed(formula, micro_batch)
@@ -215,17 +215,17 @@ _MOST_SHAPES = 256
 _MOST_VARIANTS = 8
 
 
-def _signature(micro_batch: Batch) -> str:
+def _signature(micro_batch: CountedBatch) -> str:
     both = (micro_batch.inputs, micro_batch.targets)
     return repr(map_tensors(both, lambda tensor: (tensor.dtype, tuple(tensor.shape))))
 
 
-def _is_without_numbers(micro_batch: Batch) -> bool:
+def _is_without_numbers(micro_batch: CountedBatch) -> bool:
     both = (micro_batch.inputs, micro_batch.targets)
     return any(isinstance(t, FakeTensor) or t.is_meta for t in tree_tensors(both))
 
 
-def _given(formula: LossFormula, micro_batch: Batch) -> list[Tensor]:
+def _given(formula: LossFormula, micro_batch: CountedBatch) -> list[Tensor]:
     """The tensors of a micro-batch that the recording was given."""
     targets = tree_tensors(micro_batch.targets)
     if len(formula.given) == len(targets):
@@ -233,7 +233,7 @@ def _given(formula: LossFormula, micro_batch: Batch) -> list[Tensor]:
     return [*tree_tensors(micro_batch.inputs), *targets]
 
 
-def _replayed(formula: LossFormula, micro_batch: Batch) -> dict[int, Tensor]:
+def _replayed(formula: LossFormula, micro_batch: CountedBatch) -> dict[int, Tensor]:
     """The values of the nodes that the totals and the branches follow from."""
     given = _given(formula, micro_batch)
     if any(_changes_arguments(call.func) for call in formula.replayed):
@@ -251,7 +251,7 @@ def _changes_arguments(func: Any) -> bool:
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
-def _guards_hold(formula: LossFormula, micro_batch: Batch) -> bool:
+def _guards_hold(formula: LossFormula, micro_batch: CountedBatch) -> bool:
     if not formula.guards:
         return True
     values = _replayed(formula, micro_batch)
@@ -422,7 +422,7 @@ def current_scope() -> LossScope | None:
 
 
 @contextmanager
-def loss_scope(loss: Loss, micro_batch: Batch) -> Iterator[None]:
+def loss_scope(loss: Loss, micro_batch: CountedBatch) -> Iterator[None]:
     """Around the forward pass of a micro-batch in training, and the call of its loss."""
     with ExitStack() as stack:
         stack.enter_context(head_targets(loss, micro_batch.targets))

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_unflatten
 from bigtrain.losses.loss_trace import Call, Node, Trace, value_of
 
 
-class Kind(Enum):
+class Dependence(Enum):
     """How a tensor of a loss depends on the rows of the batch."""
 
     CONSTANT = "the same for every batch"
@@ -38,7 +38,7 @@ class Kind(Enum):
 class Meaning:
     """The kind of a tensor."""
 
-    kind: Kind
+    kind: Dependence
     reason: str = ""
     """Of OTHER: what made it so."""
     replayable: bool = True
@@ -188,7 +188,7 @@ class _Pair:
     def name(self) -> str:
         return self.one.name
 
-    def has(self, *kinds: Kind) -> bool:
+    def has(self, *kinds: Dependence) -> bool:
         return any(meaning.kind in kinds for meaning in self.meanings)
 
     def positions(self) -> list[int]:
@@ -219,9 +219,9 @@ class _Analysis:
         for nodes, others in ((first.given, second.given), (first.outputs, second.outputs)):
             for node, other in zip(nodes, others, strict=True):
                 grown = node.shape != other.shape
-                kind = Kind.ROWS if grown else Kind.LOCAL
+                kind = Dependence.ROWS if grown else Dependence.LOCAL
                 if not grown and node.value is None:
-                    kind = Kind.OTHER
+                    kind = Dependence.OTHER
                 self.meanings[node.number] = Meaning(kind, "an output of the model without rows")
         for one, two in zip(first.calls, second.calls, strict=True):
             pair = _Pair(one, two, [self._meaning(node) for node in one.nodes])
@@ -230,9 +230,9 @@ class _Analysis:
             for node, meaning in zip(one.results, found, strict=True):
                 self.meanings[node.number] = meaning
         result = self._meaning(self.result)
-        if result.kind is Kind.OTHER:
+        if result.kind is Dependence.OTHER:
             raise NoFormulaError(result.reason)
-        if result.kind is Kind.ROWS:
+        if result.kind is Dependence.ROWS:
             raise NoFormulaError("it returns a value for each row")
         needed = [node for total in self.totals for node in total.needs]
         guards = [(r.node, r.value) for r in first.reads if isinstance(r.value, bool)]
@@ -243,11 +243,11 @@ class _Analysis:
             self._slice(needed),
             tuple(first.given),
             tuple(guards),
-            shares_result=result.kind is not Kind.SUM,
+            shares_result=result.kind is not Dependence.SUM,
         )
 
     def _meaning(self, node: Node) -> Meaning:
-        return self.meanings.get(node.number, Meaning(Kind.CONSTANT))
+        return self.meanings.get(node.number, Meaning(Dependence.CONSTANT))
 
     def _slice(self, nodes: Sequence[Node]) -> tuple[Call, ...]:
         """The known calls that these nodes follow from, in order."""
@@ -262,63 +262,65 @@ class _Analysis:
     def _result(self, pair: _Pair, node: Node, other: Node) -> Meaning:
         """The meaning of one result of a call; notes what has to be done otherwise in it."""
         for meaning in pair.meanings:
-            if meaning.kind is Kind.OTHER:
+            if meaning.kind is Dependence.OTHER:
                 return meaning
-        if pair.has(Kind.ROWS):
+        if pair.has(Dependence.ROWS):
             return self._of_rows(pair, node, other)
-        if pair.has(Kind.SUM):
+        if pair.has(Dependence.SUM):
             return self._of_sums(pair)
         if node.shape != other.shape:
-            return Meaning(Kind.ROWS)
-        if pair.has(Kind.STATISTIC, Kind.LOCAL):
+            return Meaning(Dependence.ROWS)
+        if pair.has(Dependence.STATISTIC, Dependence.LOCAL):
             return self._of_statistics(pair)
         if node.value is not None and other.value is not None:
             return self._of_known(node, other)
-        return Meaning(Kind.CONSTANT)
+        return Meaning(Dependence.CONSTANT)
 
     def _of_known(self, node: Node, other: Node) -> Meaning:
         """A tensor that was made from Python numbers: `torch.tensor(len(targets))`."""
         if torch.equal(node.known, other.known):
-            return Meaning(Kind.CONSTANT)
+            return Meaning(Dependence.CONSTANT)
         if node.size == 1 and float(other.known) == 2 * float(node.known):
             number = self._total(Total("a number", 1, static=float(node.known)))
             self._start(node, number, 1)
-            return Meaning(Kind.STATISTIC)
-        return Meaning(Kind.LOCAL)
+            return Meaning(Dependence.STATISTIC)
+        return Meaning(Dependence.LOCAL)
 
     def _of_statistics(self, pair: _Pair) -> Meaning:
         """What follows from statistics alone."""
         replayable = all(meaning.replayable for meaning in pair.meanings)
         if pair.one.known and replayable:
-            return Meaning(Kind.LOCAL if pair.has(Kind.LOCAL) else Kind.STATISTIC)
-        if pair.has(Kind.LOCAL):
-            return Meaning(Kind.OTHER, f"{pair.name} of a figure of one micro-batch")
+            return Meaning(Dependence.LOCAL if pair.has(Dependence.LOCAL) else Dependence.STATISTIC)
+        if pair.has(Dependence.LOCAL):
+            return Meaning(Dependence.OTHER, f"{pair.name} of a figure of one micro-batch")
         self._replace_statistics(pair)
-        return Meaning(Kind.CONSTANT)
+        return Meaning(Dependence.CONSTANT)
 
     def _of_rows(self, pair: _Pair, node: Node, other: Node) -> Meaning:
         """The result of a call that was given values for each row."""
         if pair.name in _NEW and pair.name != "new_tensor":
-            return Meaning(Kind.CONSTANT if node.shape == other.shape else Kind.ROWS)
+            return Meaning(Dependence.CONSTANT if node.shape == other.shape else Dependence.ROWS)
         if node.shape == other.shape:
             return self._reduced(pair, node, other)
         grown = [i for i, (a, b) in enumerate(zip(node.shape, other.shape, strict=False)) if a != b]
         ratios = [other.shape[i] / max(node.shape[i], 1) for i in grown]
         is_doubled = len(node.shape) == len(other.shape) and ratios in ([2.0], [])
         if not is_doubled and node.shape and 0 not in node.shape:
-            return Meaning(Kind.OTHER, f"{pair.name} compares the rows of a batch with each other")
-        if pair.has(Kind.SUM):
             return Meaning(
-                Kind.OTHER, f"{pair.name} relates each row to a figure of its micro-batch"
+                Dependence.OTHER, f"{pair.name} compares the rows of a batch with each other"
+            )
+        if pair.has(Dependence.SUM):
+            return Meaning(
+                Dependence.OTHER, f"{pair.name} relates each row to a figure of its micro-batch"
             )
         if pair.name in _COUPLED and _dim_of(pair.one, len(node.shape)) in grown:
-            return Meaning(Kind.OTHER, f"{pair.name} goes along the rows of a batch")
+            return Meaning(Dependence.OTHER, f"{pair.name} goes along the rows of a batch")
         replayable = all(meaning.replayable for meaning in pair.meanings)
-        if pair.has(Kind.STATISTIC):
+        if pair.has(Dependence.STATISTIC):
             self._replace_statistics(pair)
             replayable = False
         replayable = not self._replace_numbers(pair) and replayable
-        return Meaning(Kind.ROWS, replayable=replayable)
+        return Meaning(Dependence.ROWS, replayable=replayable)
 
     def _reduced(self, pair: _Pair, node: Node, other: Node) -> Meaning:
         """The result of a call that leaves no rows."""
@@ -332,16 +334,16 @@ class _Analysis:
                 return self._known_mean(pair, node) if known else self._mean(pair, node)
         if pair.name in _SUMS:
             if not known:
-                return Meaning(Kind.SUM)
+                return Meaning(Dependence.SUM)
             if torch.equal(node.known * 2, other.known):
                 size = max(1, node.size)
                 number = self._total(Total(f"{pair.name} of targets", size, None, (node,), _self))
                 self._start(node, number, size)
-                return Meaning(Kind.STATISTIC)
-            return Meaning(Kind.LOCAL)
+                return Meaning(Dependence.STATISTIC)
+            return Meaning(Dependence.LOCAL)
         if known:
-            return Meaning(Kind.LOCAL)
-        return Meaning(Kind.OTHER, f"{pair.name} over the rows is no average of theirs")
+            return Meaning(Dependence.LOCAL)
+        return Meaning(Dependence.OTHER, f"{pair.name} over the rows is no average of theirs")
 
     def _mean(self, pair: _Pair, node: Node) -> Meaning:
         """An average over unknown values."""
@@ -349,7 +351,7 @@ class _Analysis:
         each = source.size / max(node.size, 1)
         number = self._counted(pair, each, source.size_of, pair.two.nodes[0].size_of)
         self._change(pair.one, Change("mean", total=number))
-        return Meaning(Kind.SUM)
+        return Meaning(Dependence.SUM)
 
     def _known_mean(self, pair: _Pair, node: Node) -> Meaning:
         """An average of targets: a statistic, of a sum and a count."""
@@ -370,15 +372,15 @@ class _Analysis:
             return (summed / max(totals[count], 1e-300)).reshape(shape).to(dtype)
 
         self.starts[node.number] = start
-        return Meaning(Kind.STATISTIC)
+        return Meaning(Dependence.STATISTIC)
 
     def _loss(self, pair: _Pair, reduction: str) -> Meaning:
         """The result of one of torch's losses with a reduction."""
         call, func = pair.one, pair.one.func
         if reduction == "none":
-            return Meaning(Kind.OTHER, f"{pair.name} returns no value for each row")
+            return Meaning(Dependence.OTHER, f"{pair.name} returns no value for each row")
         if reduction == "sum":
-            return Meaning(Kind.SUM)
+            return Meaning(Dependence.SUM)
         arguments = _bound(call)
         target, weight = arguments.get("target"), arguments.get("weight")
         labels = target if isinstance(target, Node) and _is_labels(target) else None
@@ -388,13 +390,17 @@ class _Analysis:
             classes = weight if isinstance(weight, Node) else None
             needs = (labels,) if classes is None else (labels, classes)
             if classes is not None and classes.value is None:
-                return Meaning(Kind.OTHER, f"{pair.name} has class weights that are not known")
+                return Meaning(
+                    Dependence.OTHER, f"{pair.name} has class weights that are not known"
+                )
             words = "valid targets" if classes is None else "class weights of valid targets"
             count = _ValidTargets(-100 if ignored is None else int(ignored))
             number = self._total(Total(f"{words} of {pair.name}", 1, None, needs, count))
         elif isinstance(weight, Node) and func in (F.mse_loss, F.l1_loss, F.huber_loss):
             if weight.value is None or not self._meaning(weight).replayable:
-                return Meaning(Kind.OTHER, f"{pair.name} divides by weights that are not known")
+                return Meaning(
+                    Dependence.OTHER, f"{pair.name} divides by weights that are not known"
+                )
             number = self._total(Total(f"weights of {pair.name}", 1, None, (weight,), _sum))
         else:
             each = _elements(call, arguments, reduction)
@@ -402,7 +408,7 @@ class _Analysis:
             other = pair.two.nodes[0]
             number = self._counted(pair, each, source.size_of, other.size_of)
         self._change(call, Change("loss", total=number))
-        return Meaning(Kind.SUM)
+        return Meaning(Dependence.SUM)
 
     def _counted(self, pair: _Pair, each: float, source: Node | None, other: Node | None) -> int:
         """Where the count of an average is in the totals.
@@ -426,23 +432,29 @@ class _Analysis:
     def _of_sums(self, pair: _Pair) -> Meaning:
         """The result of a call that was given contributions, and no rows."""
         name, positions = pair.name, pair.positions()
-        sums = [i for i, m in zip(positions, pair.meanings, strict=True) if m.kind is Kind.SUM]
-        if pair.has(Kind.LOCAL):
-            return Meaning(Kind.OTHER, f"{name} relates a mean to a figure of one micro-batch")
+        sums = [
+            i for i, m in zip(positions, pair.meanings, strict=True) if m.kind is Dependence.SUM
+        ]
+        if pair.has(Dependence.LOCAL):
+            return Meaning(
+                Dependence.OTHER, f"{name} relates a mean to a figure of one micro-batch"
+            )
         if name in _ADD:
             return self._added(pair, sums)
         only = len(sums) == len(positions)
         if name in _LINEAR and only:
-            return Meaning(Kind.SUM)
+            return Meaning(Dependence.SUM)
         scaled = name in _MUL or (name in _DIV and sums == [positions[0]])
         if not scaled or len(sums) > 1:
-            return Meaning(Kind.OTHER, f"{name} of a mean over the batch is no mean itself")
+            return Meaning(Dependence.OTHER, f"{name} of a mean over the batch is no mean itself")
         self._replace_statistics(pair)
         self._replace_numbers(pair)
         for _, one, two in pair.numbers():
             if one != two and not self._is_known_number(one, two):
-                return Meaning(Kind.OTHER, f"{name} by a number that is read from the outputs")
-        return Meaning(Kind.SUM)
+                return Meaning(
+                    Dependence.OTHER, f"{name} by a number that is read from the outputs"
+                )
+        return Meaning(Dependence.SUM)
 
     def _added(self, pair: _Pair, sums: Sequence[int]) -> Meaning:
         self._replace_statistics(pair)
@@ -455,15 +467,17 @@ class _Analysis:
                 pair.one, position
             )
             if one != two and not self._is_known_number(one, two):
-                return Meaning(Kind.OTHER, f"{pair.name} of a number that is read from the outputs")
+                return Meaning(
+                    Dependence.OTHER, f"{pair.name} of a number that is read from the outputs"
+                )
             if (one or two) and not is_alpha:
                 self._change(pair.one, Change("share", position))
-        return Meaning(Kind.SUM)
+        return Meaning(Dependence.SUM)
 
     def _replace_statistics(self, pair: _Pair) -> None:
         """Let a call have the statistics of the global batch."""
         for position, meaning in zip(pair.positions(), pair.meanings, strict=True):
-            if meaning.kind is Kind.STATISTIC:
+            if meaning.kind is Dependence.STATISTIC:
                 node = pair.one.leaves[position]
                 change = Change("statistic", position, recipe=self._recipe(node))
                 self._change(pair.one, change)
@@ -500,7 +514,7 @@ class _Analysis:
         for read, other in zip(self.first.reads, self.second.reads, strict=True):
             if isinstance(read.value, bool) or not isinstance(read.value, (int, float)):
                 continue
-            statistic = self._meaning(read.node).kind is Kind.STATISTIC
+            statistic = self._meaning(read.node).kind is Dependence.STATISTIC
             if statistic and read.value == one and other.value == two:
                 return read.node
         return None
@@ -524,7 +538,8 @@ class _Analysis:
         if any(node.number in self.starts for node in call.results):
             return False
         return all(
-            self._meaning(node).kind in (Kind.STATISTIC, Kind.CONSTANT) for node in call.nodes
+            self._meaning(node).kind in (Dependence.STATISTIC, Dependence.CONSTANT)
+            for node in call.nodes
         )
 
     def _total(self, total: Total) -> int:

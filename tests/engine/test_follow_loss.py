@@ -131,7 +131,7 @@ LOSSES: dict[str, LossFunction] = {
     ),
     "masked_select": lambda o, t: each(o, t).masked_select(valid(t)).mean(),
     "a sum over rows": lambda o, t: o.square().sum() / len(t),
-    "a sum over numbers": lambda o, t: o.square().sum() / o.numel(),
+    "a sum over numbers": lambda o, _: o.square().sum() / o.numel(),
     "a sum": lambda o, _: o.square().sum(),
     "weights of rows": lambda o, t: (
         o.square().mean((1, 2)) * (valid(t).float().sum(1) / valid(t).sum())
