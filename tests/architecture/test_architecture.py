@@ -54,7 +54,7 @@ COMMANDS = {
     },
     "compare": _SIDES | {"--cap", "--largest", "--picture"},
     "speedup": _SIDES | {"--cluster", "--picture"},
-    "verify": _SIDES | {"--optimizer", "--fuzz", "--seed"},
+    "verify": _SIDES | {"--optimizer", "--fuzz", "--seed", "--script"},
     "checkpoint": {"-h", "--help"},
     "strategies": {"-h", "--help", "--json"},
     "doctor": {"-h", "--help", "--json", "--no-rates", "--again", "--check"},
