@@ -271,7 +271,11 @@ class Engine:
                 # A pipeline has its output on one rank.
                 if prediction is None or micro_batch.padding:
                     continue
-                for key, value in self.task.measure(*prediction).items():
+                weight = 1.0
+                if isinstance(self.task, CustomTask) and isinstance(self.loss, GlobalMeanLoss):
+                    weight = self.loss.weight_of(micro_batch)
+                for key, found in self.task.measure(*prediction).items():
+                    value = found * weight
                     sums[key] = sums[key] + value if key in sums else value
         servers = self.plan.replicate.servers  # they wait for as long as workers validate
         with self.context.patiently() if servers else nullcontext():
@@ -451,6 +455,10 @@ class Engine:
         """The micro-batches with what their loss divides by, added up over the global batch."""
         if not isinstance(self.loss, GlobalMeanLoss):
             return micro_batches
+
+        replicate = self.plan.replicate
+        if replicate.servers and replicate.own_numbers:  # workers that do not wait for each other
+            return self.loss.with_totals(micro_batches, lambda own: own)
 
         def add_up(own: Sequence[float]) -> list[float]:
             rows = self.context.all_gather_rows(own, "dp")

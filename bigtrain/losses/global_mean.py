@@ -165,6 +165,15 @@ class GlobalMeanLoss:
         totals = tuple(add_up([rows, *own.tolist()]))
         return [replace(cast(Any, one), totals=totals) for one in micro_batches]
 
+    def weight_of(self, micro_batch: CountedBatch) -> float:
+        """What a row of a batch weighs in the mean of several batches, in a validation.
+
+        A loss that is one mean has its count; one of several means goes by rows.
+        """
+        if self._first.width != 1:
+            return 1.0
+        return float(self._counts(micro_batch)) / max(1.0, self.count(micro_batch.targets))
+
     def formula_of(self, micro_batch: CountedBatch) -> LossFormula:
         """The formula of a micro-batch: of its shapes, and of the branches that its targets take.
 

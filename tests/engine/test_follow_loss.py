@@ -385,3 +385,21 @@ def test_an_example_of_other_rows_is_followed() -> None:
     assert forecast(3, train__micro_batch_size=8) == expected
     assert forecast(12, train__global_batch_size=8) == expected
     assert forecast(3) == expected
+
+
+def test_a_validation_weighs_batches_by_what_they_count() -> None:
+    whole, keys = text(), {"train__global_batch_size": 4, "train__micro_batch_size": 2}
+    with bigtrain.prepare(
+        TinyLM,
+        LOSSES["shifted inside"],
+        sgd,
+        strategy="single",
+        example=(whole.inputs[:2], whole.targets[:2]),
+        memory__predict=False,
+        **keys,
+    ) as engine:
+        engine.step((whole.inputs, whole.targets))
+        found = engine.evaluate([whole.part(0, 1), whole.part(1, 4)])["loss"]
+        output = engine.model.eval()(whole.inputs)
+        expected = float(LOSSES["shifted inside"](output, whole.targets).detach())
+    assert found == pytest.approx(expected, rel=1e-6)
