@@ -104,6 +104,8 @@ def build_runner(
             block_policies=resolved.policies,
             offloader=mover,
             slices=slices,
+            routes=resolved.routes,
+            unreached=resolved.unreached,
         )
         # cut: stages first, so that all that follows sees only this rank's layers.
         # slice: done above; what follows finds parameters of this rank's own.

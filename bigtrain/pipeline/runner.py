@@ -103,6 +103,7 @@ class PipelineRunner(StepRunner):
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> StepLoss:
         """See `Runner.forward_backward`."""
         context = self.context
+        self.begin_step()
         self._transport.wait_sends()
         self._placed.clear()  # of a step that failed
         self._set_mode(training=self.module.training)
@@ -117,6 +118,7 @@ class PipelineRunner(StepRunner):
         for group in self._groups(micro_batches):
             remaining -= len(group)
             losses += self._run(group, scale, final=remaining == 0)
+        self.participation.end()
         own_sum = torch.stack(losses).double().sum() if losses else None
         loss = self.step_loss(own_sum, self._mean_loss)
         self._ties.sum_gradients()
@@ -126,7 +128,9 @@ class PipelineRunner(StepRunner):
 
     def _mean_loss(self, own_sum: float) -> float:
         """Each pipeline's last stage has `scale` times its sum, the other ranks have nothing."""
-        sums = dict(enumerate(self.context.all_gather_numbers(own_sum)))
+        rows = self.context.all_gather_rows([own_sum, *self.participation.row()])
+        self.participation.check([row[1:] for row in rows], of_all=True)
+        sums = {rank: row[0] for rank, row in enumerate(rows)}
         return self.sum_losses(sums) / (self.context.world_size // self.context.pp_size)
 
     def _set_mode(self, *, training: bool) -> None:
