@@ -61,6 +61,8 @@ class GradientUse:
         self._watches = False
         self.stand_ins = False
         """Whether zeros may stand in for a gradient here."""
+        self.surprise: Tensor | None = None
+        """A parameter that was left out of training, and has got a gradient in this step."""
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note the gradients of these as they come."""
@@ -80,6 +82,7 @@ class GradientUse:
         """A step begins."""
         self._used.clear()
         self.stand_ins = self._watches
+        self.surprise = None
 
 
 class Participation:
@@ -157,8 +160,10 @@ class Participation:
 
     def end(self) -> None:
         """All passes of a step are through: see whether what was left out took part."""
+        surprise = None if self._use is None else self._use.surprise
         for name, parameter in self._left_out:
-            if parameter.grad is not None and self._problem is None:
+            has_come = parameter.grad is not None or parameter is surprise
+            if has_come and self._problem is None:
                 self._problem = used_after_all(name)
             parameter.grad = None
             parameter.requires_grad_(False)

@@ -56,6 +56,7 @@ def stand_in_for_missing(unit: nn.Module, use: GradientUse) -> None:
         unit: sharded by itself.
         use: told which parameters had a gradient.
     """
+    planned = {id(p) for p in unit.parameters() if p.requires_grad}
     passes = 0
 
     def count(_module: nn.Module, _inputs: Any) -> None:
@@ -67,7 +68,11 @@ def stand_in_for_missing(unit: nn.Module, use: GradientUse) -> None:
         fills, passes = passes > 0, max(0, passes - 1)
         for one in group.fsdp_params:
             whole = getattr(one, "_unsharded_param", None)
-            if whole is None or not whole.requires_grad:
+            if whole is None:
+                continue
+            if id(one.sharded_param) not in planned:
+                if whole.grad is not None:  # not reduced: no other rank may have one
+                    use.surprise, whole.grad = one.sharded_param, None
                 continue
             if whole.grad is not None or one.unsharded_accumulated_grad is not None:
                 use.note(one.sharded_param)
