@@ -7,7 +7,7 @@ the exchange of the losses, before anything is updated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +21,7 @@ _EXACT_BITS = 52
 
 
 class GatheredUnits:
-    """The order in which the units of a model are gathered in the passes of a step."""
+    """The order in which modules are gathered, or gradients reduced, in the passes of a step."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -33,8 +33,14 @@ class GatheredUnits:
         return len(self.names) - 1
 
     def note(self, number: int) -> None:
-        """A unit is about to be gathered."""
+        """A unit is about to be exchanged."""
         self._order.append(number)
+
+    def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Note the gradients of these as they come: each is exchanged by itself."""
+        for name, parameter in parameters.items():
+            number = self.add(name)
+            parameter.register_post_accumulate_grad_hook(lambda _, number=number: self.note(number))
 
     def clear(self) -> None:
         """A step begins."""
@@ -45,7 +51,7 @@ class GatheredUnits:
         return hash(tuple(self._order)) % (1 << _EXACT_BITS)  # of numbers: the same on all ranks
 
     def counts(self) -> dict[str, int]:
-        """How often each unit was gathered."""
+        """How often each unit was exchanged."""
         return {name: self._order.count(number) for number, name in enumerate(self.names)}
 
 
@@ -215,11 +221,11 @@ class Participation:
         ranks = ", ".join(f"rank {rank} {number}" for rank, number in calls[names[0]].items())
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise BigtrainError(
-            f"step {self._step}: the ranks did not call the same modules in the same order "
-            f"({names[0]}{more}; calls of {names[0]}: {ranks}). Strategy {self._strategy} gathers "
-            "each of them over all ranks, so the parameters of one may have stood in for those "
+            f"step {self._step}: the ranks did not use the same modules in the same order "
+            f"({names[0]}{more}; uses of {names[0]}: {ranks}). Strategy {self._strategy} exchanges "
+            "each of them over all ranks, so the numbers of one may have stood in for those "
             "of another; nothing was updated. Give prepare(..., example=(inputs, targets)), by "
-            "which such modules are found and kept together, or use --strategy ddp with "
+            "which fsdp finds such modules and keeps them together, or use --strategy ddp with "
             "strategy.replicate.find_unused_parameters=true."
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -107,7 +108,9 @@ def _check_complete(wrapped: DistributedDataParallel, trained: Mapping[str, nn.P
     try:
         wrapped.reducer._check_reducer_finalized()
     except RuntimeError as error:
-        missing = [name for name, p in trained.items() if p.grad is None]
+        said = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        names = list(trained)
+        missing = [names[int(number)] for number in said[1].split()] if said else []
         shown = ", ".join(missing[:3]) or "some parameters"
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise BigtrainError(

@@ -159,6 +159,34 @@ class SkipInside(Skip):
         pass
 
 
+class SkipOnce(Routed):
+    """A layer without a gradient in step 3 alone, which no rehearsal sees."""
+
+    skips = False
+
+    def route(self, x: Tensor, kind: Tensor) -> Tensor:
+        x = self.towers[0](x)
+        return x if self.skips else self.towers[1](x)
+
+    def at_step(self, step: int) -> None:
+        self.skips = step == 3
+
+
+class Hidden(Routed):
+    """From step 2 on each rank goes its own way, by what no tensor shows."""
+
+    way: int | None = None
+
+    def route(self, x: Tensor, kind: Tensor) -> Tensor:
+        if self.way is not None:
+            return self.towers[self.way](x)
+        return self.towers[1](self.towers[0](x))
+
+    def at_step(self, step: int) -> None:
+        if step >= 2 and torch.distributed.is_initialized():
+            self.way = torch.distributed.get_rank() % 2
+
+
 class Late(Routed):
     """A parameter that is used from step 2 on."""
 
@@ -214,7 +242,7 @@ ROUTED: dict[str, type[Routed]] = {
     c.__name__: c
     for c in (
         *(Towers, Sizes, Masked, Branch, Layers, Dropped),
-        *(Skip, SkipInside, Late, LateModule, Unfrozen, Frozen),
+        *(Skip, SkipInside, SkipOnce, Hidden, Late, LateModule, Unfrozen, Frozen),
     )
 }
 """The nets by name."""

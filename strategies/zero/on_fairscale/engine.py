@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from bigtrain.core.loop import LoopRunner
+from bigtrain.core.participation import GatheredUnits
 from bigtrain.core.replicas import average_gradients, with_averaged_gradients
 from bigtrain.core.strategy import Assembly, Plan, Strategy
 from bigtrain.core.traits import Traits
@@ -194,6 +195,8 @@ class FairscaleShardedDDP(FairscaleEngine):
         from fairscale.nn.data_parallel import ShardedDataParallel
 
         update = OSSUpdate(assembly)
+        assembly.units = GatheredUnits()
+        assembly.units.watch(update.parameters)
         wrapped = ShardedDataParallel(
             assembly.module,
             update.oss,
