@@ -70,17 +70,20 @@ class StepRunner:
         self._slices = assembly.slices
         sliced_names = assembly.slices.by_name if assembly.slices is not None else {}
         self._sliced = {id(p) for name, p in named.items() if name in sliced_names}
+        make_optimizer = assembly.make_optimizer
+        if not named:  # a stage of frozen layers; torch's optimizers want something
+            make_optimizer = lambda _none: assembly.make_optimizer([_nothing()])  # noqa: E731
         self._released: InBackwardUpdate | None = None
         if assembly.plan.release_gradients:
-            given = (named, assembly.make_optimizer, assembly.meter)
+            given = (named, make_optimizer, assembly.meter)
             self._released = InBackwardUpdate(*given, sliced_names)
         self._update: Update = (
             assembly.update
             or self._released
             or (
-                PartitionedUpdate(named, assembly.make_optimizer, state_store=assembly.state_store)
+                PartitionedUpdate(named, make_optimizer, state_store=assembly.state_store)
                 if assembly.state_store is not None
-                else WholeUpdate(named, assembly.make_optimizer)
+                else WholeUpdate(named, make_optimizer)
             )
         )
         self.optimizer = self._update.optimizer
@@ -380,6 +383,11 @@ def _follows_freezing(assembly: Assembly) -> bool:
     traits = assembly.plan.replicate
     plain = traits.engine == "torch" and traits.sharded_states < 2 and not traits.owns_step
     return plain and (assembly.sync is None or traits.finds_unused)
+
+
+def _nothing() -> nn.Parameter:
+    """What an optimizer without parameters is made of: it has learning rates all the same."""
+    return nn.Parameter(torch.zeros(0))
 
 
 def check_finite(losses: Mapping[int, float]) -> None:
