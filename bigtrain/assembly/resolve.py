@@ -158,5 +158,5 @@ def make_layout(plan: Plan, workload: Workload) -> Layout | None:
             "micro-batch. Give prepare(..., example=(inputs, targets))."
         )
     layout = cut_strategy.lay_out(workload, plan)
-    plan.check_model(ModelFacts(shared=layout.shared))
+    plan.check_model(ModelFacts(shared=layout.shared, untrained=layout.untrained))
     return layout

@@ -7,7 +7,8 @@ the exchange of the losses, before anything is updated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -39,8 +40,7 @@ class GatheredUnits:
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Note the gradients of these as they come: each is exchanged by itself."""
         for name, parameter in parameters.items():
-            number = self.add(name)
-            parameter.register_post_accumulate_grad_hook(lambda _, number=number: self.note(number))
+            _when_accumulated(parameter, partial(_note, self, self.add(name)))
 
     def clear(self) -> None:
         """A step begins."""
@@ -73,7 +73,7 @@ class GradientUse:
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note the gradients of these as they come."""
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self.note)
+            _when_accumulated(parameter, self.note)
         self._watches = True
 
     def note(self, parameter: Tensor) -> None:
@@ -89,6 +89,14 @@ class GradientUse:
         self._used.clear()
         self.stand_ins = self._watches
         self.surprise = None
+
+
+def _note(units: GatheredUnits, number: int, _parameter: Tensor) -> None:
+    units.note(number)
+
+
+def _when_accumulated(parameter: nn.Parameter, call: Callable[[Tensor], None]) -> None:
+    parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
 
 
 class Participation:
@@ -179,7 +187,7 @@ class Participation:
         self._problem = self._problem or problem
 
     def row(self) -> list[float]:
-        """This rank's word on the step, for `check`."""
+        """What this rank says of the step, for `check`."""
         word = 0 if self._units is None else self._units.word()
         stand_ins = self._use is not None and self._use.stand_ins
         return [float(word), float(self._problem is not None), float(stand_ins)]

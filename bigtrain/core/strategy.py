@@ -50,6 +50,8 @@ class ModelFacts:
     """Why there is none, see `Profile.untraceable`: the fault of one technique or of none."""
     shared: Sequence[str] = ()
     """The parameters that several stages of one rank use."""
+    untrained: Sequence[int] = ()
+    """The stages that have no trained parameter."""
 
 
 _ORDER: tuple[Role, ...] = ("cut", "slice", "recompute", "offload", "replicate", "accumulate")

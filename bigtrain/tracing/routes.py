@@ -22,7 +22,8 @@ from bigtrain.tensors.tree import tree_tensors
 from bigtrain.tracing.made_up_answers import Answer, MadeUpAnswers, made_up_chance
 from bigtrain.tracing.unreached import graph_leaves
 
-_PASSES: tuple[Answer, ...] = ("everything", "nothing", *["chance"] * 6)
+_CHANCE: tuple[Answer, ...] = ("chance",)
+_PASSES: tuple[Answer, ...] = ("everything", "nothing", *_CHANCE * 6)
 """The first two answer a pass that asks nothing of values: it can only go by its own count."""
 
 
@@ -62,7 +63,6 @@ class Routes:
     def has(self, name: str) -> bool:
         """Whether a module of this name is one of those that some passes call, or inside one."""
         return any(f"{name}.".startswith(f"{module}.") for module in self.modules)
-
 
 
 @dataclass
@@ -207,5 +207,6 @@ def _inside(name: str, others: set[str]) -> bool:
 
 
 def _is_trained(module: nn.Module) -> bool:
-    return any(p.requires_grad for p in module.parameters())
-
+    """Whether it trains something; what is never called itself (a list of modules) is none."""
+    is_called = type(module).forward is not nn.Module.forward
+    return is_called and any(p.requires_grad for p in module.parameters())

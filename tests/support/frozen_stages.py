@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,3 +119,27 @@ def chain_losses(
     except BigtrainError as error:
         return losses, str(error), 0
     return losses, None, len(held)
+
+
+def chain_resumed(context: RunContext, frozen: str, folder: Path) -> list[float]:
+    """Two steps, saved; or, where there is a checkpoint, the two after it."""
+    torch.manual_seed(0)
+    strategy = "1f1b" if context.pp_size > 1 else "ddp"
+    given = {"train.global_batch_size": ROWS, "train.micro_batch_size": 2}
+    job = job_from_keys(strategy, given)
+    loss, folder, losses = functional.cross_entropy, folder / frozen, list[float]()
+    plan = make_plan(job, context.world_size, context.device.type)
+    example = example_batch(tuple(t[:2] for t in rows_of(0)), as_loss(loss), job, plan)
+    with Engine(Chain(frozen), loss, sgd, job, context, example=example) as engine:
+        saved = folder / "step-2"
+        begin = 2 if context.broadcast_object(saved.exists()) else 0
+        if begin:
+            engine.load(saved)
+        rows = ROWS // context.dp_size
+        first = context.dp_rank * rows
+        for step in range(begin, begin + 2):
+            batch = tuple(t[first : first + rows] for t in rows_of(step))
+            losses.append(engine.step(batch).loss)
+        if not begin:
+            engine.save(folder)
+    return losses

@@ -42,8 +42,8 @@ class Routed(nn.Module):
         self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
         self.towers = nn.ModuleList(Tower(size) for size in self.sizes)
 
-    def route(self, x: Tensor, kind: Tensor) -> Tensor:
-        return x
+    def route(self, x: Tensor, _kind: Tensor) -> Tensor:
+        raise NotImplementedError
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         return self.head(torch.tanh(self.route(self.first(batch["x"]), batch["kind"])))
@@ -129,7 +129,7 @@ class Dropped(Routed):
 
     sizes = (24, 24, 24, 24)
 
-    def route(self, x: Tensor, kind: Tensor) -> Tensor:
+    def route(self, x: Tensor, _kind: Tensor) -> Tensor:
         for tower in self.towers:
             if not self.training or random.random() < 0.5:
                 x = tower(x)
@@ -141,7 +141,7 @@ class Skip(Routed):
 
     steps = 0
 
-    def route(self, x: Tensor, kind: Tensor) -> Tensor:
+    def route(self, x: Tensor, _kind: Tensor) -> Tensor:
         return self.towers[1](self.towers[0](x)) if self.steps % 2 else self.towers[0](x)
 
     def at_step(self, step: int) -> None:
@@ -164,7 +164,7 @@ class SkipOnce(Routed):
 
     skips = False
 
-    def route(self, x: Tensor, kind: Tensor) -> Tensor:
+    def route(self, x: Tensor, _kind: Tensor) -> Tensor:
         x = self.towers[0](x)
         return x if self.skips else self.towers[1](x)
 
@@ -177,7 +177,7 @@ class Hidden(Routed):
 
     way: int | None = None
 
-    def route(self, x: Tensor, kind: Tensor) -> Tensor:
+    def route(self, x: Tensor, _kind: Tensor) -> Tensor:
         if self.way is not None:
             return self.towers[self.way](x)
         return self.towers[1](self.towers[0](x))
@@ -196,7 +196,7 @@ class Late(Routed):
         super().__init__()
         self.gamma = nn.Parameter(torch.ones(WIDTH))
 
-    def route(self, x: Tensor, kind: Tensor) -> Tensor:
+    def route(self, x: Tensor, _kind: Tensor) -> Tensor:
         for tower in self.towers:
             x = tower(x)
         return x * self.gamma if self.use else x
@@ -208,7 +208,7 @@ class Late(Routed):
 class LateModule(Late):
     """A whole module that is called from step 2 on."""
 
-    def route(self, x: Tensor, kind: Tensor) -> Tensor:
+    def route(self, x: Tensor, _kind: Tensor) -> Tensor:
         return self.towers[1](self.towers[0](x)) if self.use else self.towers[0](x)
 
 
@@ -219,7 +219,7 @@ class Unfrozen(Routed):
         super().__init__()
         self.towers[0].requires_grad_(False)
 
-    def route(self, x: Tensor, kind: Tensor) -> Tensor:
+    def route(self, x: Tensor, _kind: Tensor) -> Tensor:
         return self.towers[1](self.towers[0](x))
 
     def at_step(self, step: int) -> None:
@@ -230,7 +230,7 @@ class Unfrozen(Routed):
 class Frozen(Routed):
     """A layer that the loop freezes at step 2."""
 
-    def route(self, x: Tensor, kind: Tensor) -> Tensor:
+    def route(self, x: Tensor, _kind: Tensor) -> Tensor:
         return self.towers[1](self.towers[0](x))
 
     def at_step(self, step: int) -> None:
@@ -265,7 +265,7 @@ def cut(batch: tuple[dict[str, Tensor], Tensor], rows: slice) -> tuple[dict[str,
 
 def plain_losses(
     name: str, steps: int, make: MakeOptimizer = sgd, micro_rows: int = ROWS
-) -> tuple[list[float], dict[str, Tensor]]:
+) -> list[float]:
     """Of a plain loop with torch alone, which gives its optimizer all parameters.
 
     Micro-batches are run one by one where a net looks at the whole of one.
@@ -284,7 +284,7 @@ def plain_losses(
             total += float(loss.detach())
         optimizer.step()
         losses.append(total)
-    return losses, {n: p.detach() for n, p in net.named_parameters()}
+    return losses
 
 
 def routed_losses(
@@ -298,7 +298,9 @@ def routed_losses(
     """The losses of a strategy until it refuses, the refusal, and what is said of the choices."""
     torch.manual_seed(0)
     net, losses, notes = ROUTED[name](), [], []
-    job = job_from_keys(strategy, {"train.global_batch_size": ROWS, "train.micro_batch_size": 4} | keys)
+    job = job_from_keys(
+        strategy, {"train.global_batch_size": ROWS, "train.micro_batch_size": 4} | keys
+    )
     loss = functional.cross_entropy
     try:
         plan = make_plan(job, context.world_size, context.device.type)

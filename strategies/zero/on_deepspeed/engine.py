@@ -32,7 +32,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 from bigtrain.core.runner import Runner
-from bigtrain.core.strategy import Assembly, Plan, Strategy
+from bigtrain.core.strategy import Assembly, ModelFacts, Plan, Strategy
 from bigtrain.core.traits import Traits
 from bigtrain.costs.forecast import Forecast, Profile
 from bigtrain.costs.traffic import Traffic
@@ -77,6 +77,15 @@ class DeepSpeed(Zero):
             sharded_states=max(2, self.stage),
             own_offload=True,
         )
+
+    def check_model(self, facts: ModelFacts, plan: Plan) -> None:
+        """Refuse a stage that trains nothing: DeepSpeed shards the states of none."""
+        for stage in facts.untrained[:1] if plan.shares_engine else ():
+            raise ConfigError(
+                f"strategy.replicate: stage {stage} of the pipeline has no parameter to train, "
+                "and DeepSpeed makes no ZeRO of nothing. Use --strategy 1f1b_zero1 (zero on "
+                "torch), or strategy.cut.at with a trained layer in each stage."
+            )
 
     def meet_routes(self, routes: Routes, plan: Plan) -> tuple[Strategy, str | None]:
         """Refuse them: its buckets meet those of other ranks, and its flat shards have zeros."""

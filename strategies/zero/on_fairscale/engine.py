@@ -44,8 +44,8 @@ from bigtrain.strategies.zero import Zero
 from bigtrain.strategies.zero.on_fairscale.memory import RankShare, deal_parameters, in_flight_bytes
 from bigtrain.strategies.zero.on_fairscale.traffic import fairscale_traffic
 from bigtrain.tensors.norms import local_norm
-from bigtrain.tracing.routes import Routes
 from bigtrain.tensors.shards import SavedTensor, StateTensor, read_whole
+from bigtrain.tracing.routes import Routes
 from bigtrain.units import format_bytes
 
 FAIRSCALE_ALTERNATIVES = {1: "zero1_torch", 2: "fsdp_zero2", 3: "fsdp"}
