@@ -134,7 +134,7 @@ def test_layers_that_each_rank_drops_by_chance_of_its_own() -> None:
     """There is no process to compare with: the strategies draw alike, and agree."""
     strategies = ["ddp", "zero1_torch", "fsdp", "fsdp_zero2"]
     for found in run_ranks(chance, 2, strategies):
-        for losses, error, notes in found.values():
+        for losses, error, _ in found.values():
             assert error is None
             assert losses == pytest.approx(found["ddp"][0], abs=2e-6)
             assert losses[-1] != losses[0]

@@ -62,11 +62,9 @@ class Chain(nn.Module):
 
 
 _FROZEN = {
-    "none": range(0),
     "first": range(4),
     "middle": range(2, 6),
     "last": range(4, 8),
-    "most": range(7),
     "adapted": range(6),
 }
 FROZEN = tuple(_FROZEN)

@@ -85,7 +85,7 @@ def test_what_lies_behind_a_question_without_an_answer_may_be_called_or_not() ->
 
 
 class Broken(ROUTED["Late"]):  # type: ignore[misc]
-    def route(self, x: Tensor, _kind: Tensor) -> Tensor:
+    def route(self, _x: Tensor, _kind: Tensor) -> Tensor:
         raise RuntimeError("it runs on values only")
 
 
