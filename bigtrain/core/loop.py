@@ -382,7 +382,7 @@ def _follows_freezing(assembly: Assembly) -> bool:
     """
     traits = assembly.plan.replicate
     plain = traits.engine == "torch" and traits.sharded_states < 2 and not traits.owns_step
-    return plain and (assembly.sync is None or traits.finds_unused)
+    return plain and (assembly.module is assembly.model or traits.finds_unused)
 
 
 def _nothing() -> nn.Parameter:
