@@ -38,7 +38,7 @@ def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
     """
     plan, routes, chosen = _meet_routes(plan, workload)
     unreached: tuple[str, ...] = ()
-    if workload.example is not None and not _follows_late(plan):
+    if workload.example is not None and not plan.replicate.finds_unused:
         unreached = freeze_unreached(workload.model, workload.example, workload.loss)
     layout, slices = make_layout(plan, workload), lay_slices(plan, workload)
     technique = plan.techniques.get("recompute")
@@ -57,14 +57,6 @@ def resolve_plan(plan: Plan, workload: Workload) -> ResolvedPlan:
         *resolved.notes,
     )
     return replace(resolved, unreached=unreached, routes=routes, notes=notes)
-
-
-def _follows_late(plan: Plan) -> bool:
-    """Whether a parameter may get its first gradient in any step: nothing is planned around it."""
-    replicate = plan.replicate
-    plain = replicate.engine == "torch" and not replicate.sharded_states
-    alone = plain and plan.dp == 1 and not {"cut", "slice"} & plan.techniques.keys()
-    return alone or replicate.finds_unused
 
 
 def _meet_routes(plan: Plan, workload: Workload) -> tuple[Plan, Routes, list[str]]:
